@@ -1,0 +1,49 @@
+# Two commands matter to a newcomer: `make demo` and `make test`. Both make their own environment first.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+
+stage = @printf '\n=== %s ===\n' '$(1)'
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint docs unit vllm clean
+.NOTPARALLEL:
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' Makefile
+
+setup: ## make the environment in VENV (.venv), a CPU build of vLLM included; a few minutes, then under a second
+	@$(PYTHON) tools/setup_env.py --venv '$(VENV)'
+
+demo: setup ## see what a held KV cache saves, on this machine
+	@$(BIN)/kvhold demo
+
+test: lint docs unit vllm ## everything that must hold: lint, types, docs, unit tests, tests with a real vLLM
+
+lint: setup ## style, types, and who may import whom
+	$(call stage,ruff check)
+	@$(BIN)/ruff check .
+	$(call stage,ruff format)
+	@$(BIN)/ruff format --check .
+	$(call stage,mypy --strict)
+	@$(BIN)/mypy
+	$(call stage,import-linter)
+	@COLUMNS=160 $(BIN)/lint-imports --no-logo
+
+# Not with --quiet: that hides warnings from --strict, too.
+docs: setup ## build the documentation into site/
+	$(call stage,mkdocs)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+unit: setup ## the tests that need no vLLM
+	$(call stage,pytest: without vLLM)
+	@$(BIN)/python -m pytest -m 'not vllm'
+
+vllm: setup ## the tests with a real vLLM
+	$(call stage,pytest: with vLLM)
+	@$(BIN)/python -m pytest -m vllm
+
+clean: ## remove what building and testing left, but not the environment
+	rm -rf build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find benchmarks docs examples src tests tools -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

