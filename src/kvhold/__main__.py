@@ -1,0 +1,5 @@
+"""`python -m kvhold`: the command line."""
+
+from kvhold.cli import main
+
+main()

@@ -1,0 +1,49 @@
+"""How long a hit is: the longest prefix of which every group has what it needs.
+
+Full attention needs every chunk; sliding attention those that overlap the last `window` tokens; a state (recurrent layers) the last
+chunk alone, because a state stands for all tokens up to its end. Pure; the presence of a chunk is asked through a function.
+"""
+
+from collections.abc import Callable, Sequence
+
+from kvhold.core.layout import Group, Layout
+
+Present = Callable[[int, int], bool]  # (group, number of the chunk or of the tail) -> every shard has it
+
+
+def longest_hit(
+    layout: Layout, reach: int, num_whole: int, tail_lengths: Sequence[int], has_chunk: Present, has_tail: Present
+) -> tuple[int, int | None]:
+    """`(whole chunks, tail)` of the longest hit: how many whole chunks, and which of `tail_lengths` (its index) follows, or None.
+
+    reach: of how many whole chunks from the start every full-attention group has all; num_whole: how many the prompt has
+    has_chunk(group, i): whole chunk i, asked for other groups alone; has_tail(group, i): the tail of tail_lengths[i]
+    """
+    others = [g for g, group in enumerate(layout.groups) if group.attention != "full"]
+    if reach == num_whole:
+        for tail in reversed(range(len(tail_lengths))):
+            tokens = num_whole * layout.tokens_per_chunk + tail_lengths[tail]
+            if all(has_tail(g, tail) for g in range(len(layout.groups))) and all(
+                all(has_chunk(g, i) for i in needed_chunks(layout, g, tokens) if i < num_whole) for g in others
+            ):
+                return num_whole, tail
+    for chunks in range(reach, 0, -1):
+        tokens = chunks * layout.tokens_per_chunk
+        if all(all(has_chunk(g, i) for i in needed_chunks(layout, g, tokens)) for g in others):
+            return chunks, None
+    return 0, None
+
+
+def needed_chunks(layout: Layout, group: int, num_tokens: int) -> range:
+    """The numbers of the chunks that a hit of `num_tokens` needs of `group`; a tail counts as the chunk after the whole ones."""
+    size = layout.tokens_per_chunk
+    count = -(-num_tokens // size)
+    return range(_first_needed(layout.groups[group], num_tokens, size, count), count)
+
+
+def _first_needed(group: Group, num_tokens: int, size: int, count: int) -> int:
+    if group.attention == "full":
+        return 0
+    if group.attention == "state":
+        return count - 1
+    return max(0, num_tokens - group.window) // size

@@ -1,0 +1,57 @@
+"""The command line: one file a command.
+
+Commands are imported when they are called, so that `kvhold status` loads no more than it needs.
+"""
+
+import logging
+import os
+import sys
+from importlib import import_module
+
+import click
+
+from kvhold import __version__
+from kvhold.core.errors import KVHoldError
+
+_COMMANDS = {
+    "serve": ("kvhold.cli.serve", "Run this host's node in the foreground."),
+    "status": ("kvhold.cli.status", "Show what the node holds and counts."),
+    "stop": ("kvhold.cli.stop", "End this host's node."),
+    "demo": ("kvhold.cli.demo.command", "Show on a real engine what a hit is worth."),
+    "bench": ("kvhold.cli.bench.command", "Measure, against limits taken in the same run."),
+}
+
+
+class _Lazy(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        command: click.Command = import_module(_COMMANDS[cmd_name][0]).command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, help) for name, (_, help) in _COMMANDS.items()])
+
+
+@click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="kvhold %(version)s")
+def cli() -> None:
+    """kvhold holds the KV caches of LLM engines, so that no text is prefilled twice."""
+    logging.basicConfig(
+        level=os.environ.get("KVHOLD_LOG_LEVEL", "INFO").upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+
+
+def main() -> None:
+    """The `kvhold` command. Our own errors are one line and exit status 1."""
+    try:
+        cli.main(prog_name="kvhold")
+    except KVHoldError as error:
+        click.echo(f"kvhold: {error}", err=True)
+        sys.exit(1)

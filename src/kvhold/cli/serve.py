@@ -1,0 +1,36 @@
+"""`kvhold serve`: this host's node, in the foreground."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvhold.core.config import load_config
+from kvhold.core.sizes import format_size
+from kvhold.net.messages import PROTOCOL_VERSION
+from kvhold.node.server import Node
+
+
+@click.command()
+@click.option("--socket", help="Path of the Unix socket. [default: one for this user]")
+@click.option("--ram-bytes", help="Size of the cache, such as 8GiB. [default: a quarter of what is free, at most 4GiB]")
+@click.option("--policy", help="Which chunk is evicted first: lru or s3fifo.")
+@click.option("--idle-exit-s", type=float, help="End after so many seconds without clients. [default: never]")
+@click.option("--config", "config_file", type=click.Path(path_type=Path), help="Settings file, TOML or YAML.")
+def command(socket: str | None, ram_bytes: str | None, policy: str | None, idle_exit_s: float | None, config_file: Path | None) -> None:
+    """Run this host's node in the foreground until SIGTERM or SIGINT."""
+    arguments: dict[str, Any] = {}
+    if ram_bytes is not None:
+        arguments["ram_bytes"] = ram_bytes
+    if policy is not None:
+        arguments["policy"] = policy
+    if socket is not None:
+        arguments["node"] = {"socket": socket}
+    config = load_config(arguments, file=config_file)
+    asyncio.run(Node(config, idle_exit_s=idle_exit_s).serve(on_ready=_announce))
+
+
+def _announce(node: Node) -> None:
+    pages = "huge" if node.arena.huge else "normal"
+    click.echo(f"kvhold node ready on {node.path}: {format_size(node.arena.nbytes)} in {pages} pages, protocol {PROTOCOL_VERSION}")

@@ -1,0 +1,37 @@
+"""`kvhold status`: what this host's node holds and counts."""
+
+import json
+from typing import Any
+
+import click
+
+from kvhold.core.config import load_config
+from kvhold.core.sizes import format_size
+from kvhold.node import NodeClient
+from kvhold.node.paths import socket_path
+
+
+@click.command()
+@click.option("--socket", help="Path of the node's Unix socket. [default: this user's]")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def command(socket: str | None, as_json: bool) -> None:
+    """Show what the node holds and counts. Exits with 1 when there is no node."""
+    config = load_config({"node": {"socket": socket}} if socket else {})
+    with NodeClient(socket_path(config.node.socket), config.client, name="kvhold status") as client:
+        status = client.status()
+    click.echo(json.dumps(status, indent=2) if as_json else _describe(status))
+
+
+def _describe(status: dict[str, Any]) -> str:
+    held, pages = status["held"], "huge" if status["huge_pages"] else "normal"
+    used, ready = format_size(status["used_bytes"]), format_size(status["arena_touched_bytes"])
+    lines = [
+        f"node      pid {status['pid']}, kvhold {status['version']}, up {status['uptime_s']:.0f} s, on {status['socket']}",
+        f"arena     {used} of {format_size(status['arena_bytes'])} used, {pages} pages, {ready} ready",
+        f"chunks    {status['chunks']}, of which {status['pinned_chunks']} are being read",
+        f"held      {held['tickets']} hits, {held['loans']} loans, {held['rooms']} rooms",
+        f"memory    {format_size(status['resident_bytes'])} beside the arena",
+    ]
+    lines += [f"client    {c['name']} (pid {c['pid']}), heard {c['silent_s']:.1f} s ago" for c in status["clients"]]
+    lines += [f"          {name} {value:.0f}" for name, value in status["counters"].items()]
+    return "\n".join(lines)

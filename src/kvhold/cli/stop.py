@@ -1,0 +1,18 @@
+"""`kvhold stop`: end this host's node."""
+
+import click
+
+from kvhold.core.config import load_config
+from kvhold.node import NodeClient
+from kvhold.node.paths import socket_path
+
+
+@click.command()
+@click.option("--socket", help="Path of the node's Unix socket. [default: this user's]")
+def command(socket: str | None) -> None:
+    """End this host's node; its cache is gone. Engines go on without it."""
+    config = load_config({"node": {"socket": socket}} if socket else {})
+    path = socket_path(config.node.socket)
+    with NodeClient(path, config.client, name="kvhold stop") as client:
+        client.stop_node()
+    click.echo(f"stopped the node on {path}")

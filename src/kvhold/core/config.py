@@ -1,0 +1,216 @@
+"""Settings, and the one loader: arguments, over the environment, over a file, over the defaults.
+
+    config = load_config({"ram_bytes": "8GiB"})            # also KVHOLD_RAM_BYTES=8GiB, or ram_bytes = "8GiB" in a TOML file
+    config.node.socket
+
+The file is named by `KVHOLD_CONFIG` or by the caller; TOML, or YAML where PyYAML is installed. A nested setting is
+`KVHOLD_NODE_SOCKET`, `[node] socket`, `{"node": {"socket": ...}}`. Sizes are bytes or text such as "5GiB". An unknown name or a bad
+value is a ConfigError that names the source, the name and the nearest valid one; nothing is ignored.
+"""
+
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_type_hints
+
+from kvhold.core.errors import ConfigError
+from kvhold.core.sizes import parse_size
+
+_PREFIX = "KVHOLD_"
+_NOT_SETTINGS = ("KVHOLD_CONFIG", "KVHOLD_LOG_LEVEL", "KVHOLD_SETUP_")  # the file itself, logging, the installer's own switches
+
+
+def size(default: int, help: str) -> Any:
+    """A field in bytes that also accepts "5GiB"."""
+    return field(default=default, metadata={"help": help, "size": True, "minimum": 0})
+
+
+def setting(default: Any, help: str, *, choices: tuple[str, ...] = (), minimum: float | None = None) -> Any:
+    """A field with its help, its choices or its least value."""
+    return field(default=default, metadata={"help": help, "choices": choices, "minimum": minimum})
+
+
+@dataclass(frozen=True)
+class NodeConfig:
+    """This host's daemon."""
+
+    socket: str = setting("", "path of the node's Unix socket; empty: one for this user in the runtime directory")
+    autostart: bool = setting(True, "start a node when none answers")
+    idle_exit_s: float = setting(600.0, "a node that was started by an engine exits after so long without clients", minimum=1)
+
+
+@dataclass(frozen=True)
+class ClientConfig:
+    """What an engine's process does towards the node."""
+
+    connect_timeout_s: float = setting(5.0, "how long to wait for a node to answer or to start", minimum=0.01)
+    call_timeout_s: float = setting(1.0, "deadline of one call; after it the engine computes for itself", minimum=0.001)
+    reconnect_interval_s: float = setting(1.0, "how often a lost node is looked for, in the background", minimum=0.01)
+    heartbeat_interval_s: float = setting(2.0, "how often an idle connection is tried", minimum=0.05)
+
+
+@dataclass(frozen=True)
+class Config:
+    """All settings of one process."""
+
+    tokens_per_chunk: int = setting(256, "tokens in a chunk; engines round it up to a multiple of their block", minimum=1)
+    ram_bytes: int = size(0, "memory for cached KV; 0: a quarter of what is free at start, at most 4 GiB")
+    policy: str = setting("lru", "which chunk is evicted first", choices=("lru", "s3fifo"))
+    huge_pages: str = setting("auto", "huge pages for the arena", choices=("auto", "never", "always"))
+    copy_threads: int = setting(0, "threads that copy between engine and arena; 0: as many as cores, at most 2", minimum=0)
+    node: NodeConfig = field(default_factory=NodeConfig)
+    client: ClientConfig = field(default_factory=ClientConfig)
+
+
+Settings = TypeVar("Settings")
+
+
+def load_config(
+    arguments: Mapping[str, Any] | None = None,
+    *,
+    file: str | Path | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Config:
+    """The Config of `arguments` over `environ` (default: the process's) over `file` (default: `$KVHOLD_CONFIG`)."""
+    environ = os.environ if environ is None else environ
+    config = Config()
+    path = file or environ.get("KVHOLD_CONFIG")
+    if path:
+        config = apply(config, _read(Path(path)), source=str(path))
+    config = apply(config, _from_environ(environ), source="environment", spell=_env_name)
+    return apply(config, arguments or {}, source="arguments")
+
+
+def apply(config: Settings, values: Mapping[str, Any], *, source: str, spell: Any = None, path: str = "") -> Settings:
+    """`config` with `values` in it. `spell` turns a dotted name into how the source writes it, for errors."""
+    spell = spell or (lambda name: name)
+    types = get_type_hints(type(config))
+    known = {f.name: f for f in fields(config)}  # type: ignore[arg-type]
+    changes: dict[str, Any] = {}
+    for name, value in values.items():
+        dotted = f"{path}{name}"
+        if name not in known:
+            raise _unknown(spell(dotted), [spell(f"{path}{k}") for k in known], source)
+        current = getattr(config, name)
+        if is_dataclass(current):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{source}: {spell(dotted)} is a section of settings, not {value!r}")
+            changes[name] = apply(current, value, source=source, spell=spell, path=f"{dotted}.")
+        else:
+            try:
+                changes[name] = _convert(value, types[name], known[name].metadata)
+            except ValueError as error:
+                raise ConfigError(f"{source}: {spell(dotted)} = {value!r}: {error}") from None
+    return type(config)(**{f: changes.get(f, getattr(config, f)) for f in known})
+
+
+def describe(section: Any = Config, path: str = "") -> Iterator[tuple[str, Any, str]]:
+    """Every setting: dotted name, default, help."""
+    for f in fields(section):
+        default = f.default_factory() if f.default_factory is not MISSING else f.default
+        if is_dataclass(default):
+            yield from describe(default, f"{path}{f.name}.")
+        else:
+            yield f"{path}{f.name}", default, f.metadata["help"]
+
+
+def _convert(value: Any, kind: Any, rules: Mapping[str, Any]) -> Any:
+    if rules.get("size"):
+        value = parse_size(value)
+    elif kind is bool:
+        value = _as_bool(value)
+    elif kind in (int, float):
+        value = _as_number(value, kind)
+    elif kind is str and not isinstance(value, str):
+        raise ValueError("must be text")
+    elif get_args(kind):
+        raise ValueError(f"unsupported setting type {kind}")
+    if rules.get("choices") and value not in rules["choices"]:
+        near = get_close_matches(str(value), rules["choices"], n=1)
+        raise ValueError(f"must be one of {', '.join(rules['choices'])}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    if rules.get("minimum") is not None and value < rules["minimum"]:
+        raise ValueError(f"must be at least {rules['minimum']}")
+    return value
+
+
+def _as_bool(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    if isinstance(value, str) and value.strip().lower() in words:
+        return words[value.strip().lower()]
+    raise ValueError("must be true or false")
+
+
+def _as_number(value: Any, kind: type[int] | type[float]) -> int | float:
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ValueError("must be a number")
+    try:
+        number = kind(value)
+    except ValueError:
+        raise ValueError("must be a whole number" if kind is int else "must be a number") from None
+    if kind is int and isinstance(value, float) and value != number:
+        raise ValueError("must be a whole number")
+    if number != number or number in (float("inf"), float("-inf")):
+        raise ValueError("must be a finite number")
+    return number
+
+
+def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
+    names = {_env_name(name): name for name, _, _ in describe()}
+    values: dict[str, Any] = {}
+    for variable, text in environ.items():
+        if not variable.startswith(_PREFIX) or variable.startswith(_NOT_SETTINGS):
+            continue
+        if variable not in names:
+            raise _unknown(variable, list(names), "environment")
+        *sections, leaf = names[variable].split(".")
+        target = values
+        for section in sections:
+            target = target.setdefault(section, {})
+        target[leaf] = text
+    return values
+
+
+def _env_name(dotted: str) -> str:
+    return _PREFIX + dotted.replace(".", "_").upper()
+
+
+def _unknown(name: str, known: list[str], source: str) -> ConfigError:
+    near = get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
+    return ConfigError(f"{source}: there is no setting {name!r}; {hint}")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        raw = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the settings file {path}: {error}") from None
+    if path.suffix == ".toml":
+        try:
+            return tomllib.loads(raw)
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    if path.suffix in (".yaml", ".yml"):
+        return _read_yaml(path, raw)
+    raise ConfigError(f"{path}: a settings file ends in .toml, .yaml or .yml")
+
+
+def _read_yaml(path: Path, raw: str) -> dict[str, Any]:
+    try:
+        import yaml
+    except ImportError:
+        raise ConfigError(f"{path} is YAML, which needs PyYAML: pip install 'kvhold[yaml]', or write it as TOML") from None
+    try:
+        values = yaml.safe_load(raw)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: the file must hold names and values, not a {type(values).__name__}")
+    return values

@@ -1,0 +1,35 @@
+"""One injective byte encoding of plain values, for whatever is hashed into a name.
+
+    canonical(("llama", 3, None)) -> bytes
+
+Two values give the same bytes only if they are equal and of the same types, so `("a", "bc")` and `("ab", "c")`, `1` and `True`,
+`"1"` and `1` stay apart, and no separator inside a name can do harm. It is never decoded; nothing is stored in it.
+"""
+
+from collections.abc import Sequence
+from typing import TypeAlias, Union
+
+Plain: TypeAlias = Union[bool, int, float, str, bytes, Sequence["Plain"], None]  # noqa: UP007 - a recursive alias needs the quoted form
+
+
+def canonical(value: Plain) -> bytes:
+    """Encode as type tag, length (8 bytes, little-endian), content. Sequences nest; a list and a tuple are the same."""
+    if value is None:
+        return _tagged(b"n", b"")
+    if isinstance(value, bool):
+        return _tagged(b"t" if value else b"f", b"")
+    if isinstance(value, int):
+        return _tagged(b"i", str(value).encode())
+    if isinstance(value, float):
+        return _tagged(b"d", value.hex().encode())
+    if isinstance(value, str):
+        return _tagged(b"s", value.encode("utf-8", "surrogatepass"))
+    if isinstance(value, bytes):
+        return _tagged(b"b", value)
+    if isinstance(value, (tuple, list)):
+        return _tagged(b"l", b"".join(map(canonical, value)))
+    raise TypeError(f"cannot name a {type(value).__name__}: {value!r}")
+
+
+def _tagged(tag: bytes, content: bytes) -> bytes:
+    return tag + len(content).to_bytes(8, "little") + content

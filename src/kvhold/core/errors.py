@@ -1,0 +1,88 @@
+"""What can go wrong, and whose fault it is.
+
+KVHoldError
+ ├─ ConfigError          the user's settings; names the key, the value and the nearest valid one
+ ├─ LayoutError          an engine's tensors do not match what was registered; refused, never guessed
+ ├─ CapacityError        the host cannot give the memory asked for; names what it can give
+ ├─ TierError            a place failed: .tier, .operation, .retryable
+ │   ├─ TierUnavailable  dead, unreachable, breaker open
+ │   ├─ TierFull
+ │   └─ TierDenied       wrong credentials or rights
+ ├─ FrameError           bytes that are not a frame of ours: .reason in {magic, version, length, checksum, identity}
+ ├─ ProtocolError        a peer speaks wrongly; its connection is closed
+ ├─ NodeError            this host's node cannot be reached, started or agreed with; says which socket
+ └─ DeadlineExceeded     .deadline_s; the caller goes on without us
+
+A miss is not an error: it is `None`, or a shorter hit.
+"""
+
+from typing import Literal
+
+FrameReason = Literal["magic", "version", "length", "checksum", "identity"]
+
+
+class KVHoldError(Exception):
+    """The root of all that kvhold raises on purpose."""
+
+
+class ConfigError(KVHoldError):
+    """A setting is unknown or out of range. The message names the key and what would be accepted."""
+
+
+class LayoutError(KVHoldError):
+    """Tensors and layout disagree."""
+
+
+class CapacityError(KVHoldError):
+    """The memory that was asked for is not to be had on this host."""
+
+
+class TierError(KVHoldError):
+    """A tier could not do what it was asked."""
+
+    retryable = True
+
+    def __init__(self, tier: str, operation: str, reason: str) -> None:
+        super().__init__(f"{tier}: {operation}: {reason}")
+        self.tier = tier
+        self.operation = operation
+
+
+class TierUnavailable(TierError):
+    """Dead, unreachable, or its breaker is open."""
+
+
+class TierFull(TierError):
+    """No room, and nothing that may be evicted."""
+
+    retryable = False
+
+
+class TierDenied(TierError):
+    """Wrong credentials or rights."""
+
+    retryable = False
+
+
+class FrameError(KVHoldError):
+    """Bytes that claim to be a frame and are not. `reason` says which check they failed."""
+
+    def __init__(self, reason: FrameReason, detail: str) -> None:
+        super().__init__(f"not a valid frame ({reason}): {detail}")
+        self.reason: FrameReason = reason
+
+
+class ProtocolError(KVHoldError):
+    """A peer sent what the protocol does not allow."""
+
+
+class NodeError(KVHoldError):
+    """The node of this host is missing, busy, foreign or of another version."""
+
+
+class DeadlineExceeded(KVHoldError):
+    """No answer within the deadline; whatever was held for the call is given back."""
+
+    def __init__(self, operation: str, deadline_s: float) -> None:
+        super().__init__(f"{operation}: no answer within {deadline_s:g} s")
+        self.deadline_s = deadline_s

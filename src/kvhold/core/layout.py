@@ -1,0 +1,136 @@
+"""The bytes of one chunk on the host.
+
+    layout = Layout(groups=(Group(layers=32, planes=2, heads=8, head_dim=128, dtype="bfloat16"),), tokens_per_chunk=256)
+    layout.chunk_bytes(group=0, num_tokens=256)
+
+A chunk of a group is `[layer][plane][token][head][head_dim]`, contiguous: a layer is one byte range. Where an engine packs a block in
+its own way, the unit is the whole block and the chunk is `[layer][block][block_bytes]`; the packing's name is part of the layout.
+Nothing here infers an axis from a tensor's rank; every number is stated.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from typing import Literal
+
+from kvhold.core.encoding import canonical
+from kvhold.core.errors import LayoutError
+
+DTYPE_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+
+CANONICAL = "canonical"
+
+Attention = Literal["full", "sliding", "state"]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers that share one geometry.
+
+    planes:    2 for K and V, 1 for one latent plane (MLA) or one state
+    heads, head_dim: a token is `heads * head_dim` elements wide in each plane
+    attention: which chunks a hit needs: all ("full"), those of the last `window` tokens ("sliding"), the last one alone ("state")
+    packing:   CANONICAL, or the name of an engine's own arrangement inside a block, moved as opaque bytes
+    block_tokens, block_bytes: for an opaque packing, one block of one layer
+    rotary:    the rotary settings the keys were rotated with, as text; empty where there is none or it is not known
+    """
+
+    layers: int
+    planes: int
+    heads: int
+    head_dim: int
+    dtype: str
+    attention: Attention = "full"
+    window: int = 0
+    packing: str = CANONICAL
+    block_tokens: int = 0
+    block_bytes: int = 0
+    rotary: str = ""
+
+    def __post_init__(self) -> None:
+        for field in ("layers", "planes", "heads", "head_dim"):
+            if getattr(self, field) < 1:
+                raise LayoutError(f"group.{field} is {getattr(self, field)}; it must be 1 or more")
+        if self.dtype not in DTYPE_BYTES:
+            raise LayoutError(f"group.dtype {self.dtype!r} is unknown; known are {', '.join(DTYPE_BYTES)}")
+        if (self.attention == "sliding") != (self.window > 0):
+            raise LayoutError(f"group.window is {self.window} with attention {self.attention!r}; only sliding attention has a window")
+        opaque = self.packing != CANONICAL
+        if opaque != (self.block_tokens > 0) or opaque != (self.block_bytes > 0):
+            raise LayoutError(f"packing {self.packing!r}: block_tokens and block_bytes are given for opaque packings, and only for them")
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in one plane of one layer (canonical packing)."""
+        return self.heads * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    def layer_bytes(self, num_tokens: int) -> int:
+        """Bytes of `num_tokens` tokens in one layer, all planes."""
+        if self.packing == CANONICAL:
+            return self.planes * num_tokens * self.token_bytes
+        return -(-num_tokens // self.block_tokens) * self.block_bytes
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The geometry of a model's KV as cached: its groups, and how many tokens make a chunk.
+
+    tail_tokens: the step in which a last, shorter chunk (tail) may end: a block of the engine, or 1; 0 forbids tails.
+    """
+
+    groups: tuple[Group, ...]
+    tokens_per_chunk: int = 256
+    tail_tokens: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.groups:
+            raise LayoutError("a layout needs at least one group")
+        if self.tokens_per_chunk < 1:
+            raise LayoutError(f"tokens_per_chunk is {self.tokens_per_chunk}; it must be 1 or more")
+        if self.tail_tokens < 0 or (self.tail_tokens and self.tokens_per_chunk % self.tail_tokens):
+            raise LayoutError(f"tail_tokens {self.tail_tokens} must divide tokens_per_chunk {self.tokens_per_chunk} (or be 0 for no tails)")
+        for group in self.groups:
+            for field, tokens in (("tokens_per_chunk", self.tokens_per_chunk), ("tail_tokens", self.tail_tokens)):
+                if group.block_tokens and tokens % group.block_tokens:
+                    raise LayoutError(f"{field} {tokens} must be a multiple of the engine's block of {group.block_tokens} tokens")
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """16 bytes that differ whenever any number or name of the layout differs."""
+        groups = [
+            [g.layers, g.planes, g.heads, g.head_dim, g.dtype, g.attention, g.window, g.packing, g.block_tokens, g.block_bytes, g.rotary]
+            for g in self.groups
+        ]
+        encoded = canonical(["kvhold-layout-1", self.tokens_per_chunk, self.tail_tokens, groups])
+        return blake2b(encoded, digest_size=16).digest()
+
+    def chunk_bytes(self, group: int, num_tokens: int) -> int:
+        """Bytes of one chunk (or tail) of `num_tokens` tokens in one group."""
+        return self.groups[group].layers * self.groups[group].layer_bytes(num_tokens)
+
+    def layer_range(self, group: int, layer: int, num_tokens: int) -> tuple[int, int]:
+        """`(offset, length)` in bytes of one layer inside a chunk of `num_tokens` tokens. `layer` counts within the group."""
+        if not 0 <= layer < self.groups[group].layers:
+            raise LayoutError(f"layer {layer} is not one of the {self.groups[group].layers} layers of group {group}")
+        length = self.groups[group].layer_bytes(num_tokens)
+        return layer * length, length
+
+    def check_tokens(self, num_tokens: int) -> None:
+        """Raise LayoutError unless a chunk may hold `num_tokens` tokens: a whole chunk, or an allowed tail."""
+        if num_tokens == self.tokens_per_chunk:
+            return
+        if not 0 < num_tokens < self.tokens_per_chunk:
+            raise LayoutError(f"a chunk of {num_tokens} tokens; it must hold 1 to {self.tokens_per_chunk}")
+        if not self.tail_tokens or num_tokens % self.tail_tokens:
+            allowed = f"tails end at multiples of {self.tail_tokens}" if self.tail_tokens else "this layout has none"
+            raise LayoutError(f"a tail of {num_tokens} tokens; {allowed}")

@@ -1,0 +1,37 @@
+"""Sizes as people write them: `parse_size("5GiB")` -> 5368709120, `format_size(5368709120)` -> "5.0 GiB"."""
+
+import re
+
+_FACTORS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _FACTORS[_letter] = _FACTORS[f"{_letter}ib"] = 1024**_power  # redis and docker users write "4g" and mean GiB
+    _FACTORS[f"{_letter}b"] = 1000**_power
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes in `text`: a whole number of bytes, or a number with a unit (KiB, MiB, GiB, TiB; kB, MB, GB, TB; k, m, g, t are binary).
+
+    Raises ValueError with what is accepted.
+    """
+    if isinstance(text, bool) or not isinstance(text, (int, str)):
+        raise ValueError(f"{text!r} is not a size; write bytes or a number with a unit, such as 5GiB")
+    if isinstance(text, int):
+        if text < 0:
+            raise ValueError(f"{text} is negative; a size is 0 or more bytes")
+        return text
+    match = _SIZE.fullmatch(text)
+    if match is None or match[2].lower() not in _FACTORS:
+        raise ValueError(f"{text!r} is not a size; write bytes or a number with a unit, such as 5GiB, 512MiB or 2GB")
+    return int(float(match[1]) * _FACTORS[match[2].lower()]) if "." in match[1] else int(match[1]) * _FACTORS[match[2].lower()]
+
+
+def format_size(num_bytes: int) -> str:
+    """`num_bytes` with a binary unit and one decimal."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

@@ -1,0 +1,165 @@
+"""The arena: one region of host memory that the node owns and engines map.
+
+    arena = Arena.create(4 << 30)               # the owner: a memfd, in huge pages where the host has them
+    other = Arena.attach(fd, nbytes)            # an engine, with the descriptor that came over the Unix socket
+    arena.view(offset, nbytes)                  # bytes, not copied
+
+A fresh page costs far more than writing to it (1.4 against 5 GB/s), so the owner has pages faulted in by a background thread
+(`Toucher`), in order, while it already serves. The memory lives as long as anybody maps it: an owner that dies takes nothing from
+under its readers. Allocation inside the arena is `slab.py`.
+"""
+
+import ctypes
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, Self
+
+from kvhold.core.errors import CapacityError
+from kvhold.core.sizes import format_size
+from kvhold.memory.host import HUGE_PAGE_BYTES, available_bytes, free_huge_pages
+
+log = logging.getLogger(__name__)
+
+PAGE_BYTES = 4096
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+_TOUCH_STEP = 32 << 20  # 20 ms a step: short enough to stop at, long enough to cost nothing
+_KEEP_FREE = 256 << 20  # what the host must keep beside an arena
+
+# mmap.madvise of the standard library holds the GIL while the kernel clears pages; ctypes does not.
+_madvise = ctypes.CDLL(None, use_errno=True).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class Arena:
+    """A mapping of the region. `fd` can be sent to other processes; `nbytes` is a multiple of the page."""
+
+    def __init__(self, fd: int, nbytes: int, huge: bool) -> None:
+        self.fd = fd
+        self.nbytes = nbytes
+        self.huge = huge
+        self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        self.buffer = memoryview(self._map)
+
+    @classmethod
+    def create(cls, nbytes: int, *, huge_pages: str = "auto") -> Self:
+        """A new region of at least `nbytes`. Raises CapacityError when the host has not that much free.
+
+        huge_pages: "auto" takes them if the host keeps enough ready, "always" fails if not, "never" does not ask.
+        """
+        nbytes = -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        if nbytes <= 0:
+            raise CapacityError("ram_bytes: an arena needs at least one byte")
+        ready = free_huge_pages()
+        huge = huge_pages != "never" and ready * HUGE_PAGE_BYTES >= nbytes
+        if huge_pages == "always" and not huge:
+            raise CapacityError(
+                f"huge_pages = 'always', but {nbytes // HUGE_PAGE_BYTES} pages of 2 MiB are needed and {ready} are free; "
+                f"raise vm.nr_hugepages, or set huge_pages = 'auto'"
+            )
+        if not huge:
+            _check_fits(nbytes)
+        fd = os.memfd_create("kvhold-arena", os.MFD_CLOEXEC | (os.MFD_HUGETLB if huge else 0))
+        try:
+            os.ftruncate(fd, nbytes)
+            arena = cls(fd, nbytes, huge)
+        except OSError as error:
+            os.close(fd)
+            raise CapacityError(f"ram_bytes: the host refused an arena of {format_size(nbytes)}: {error}") from None
+        log.info("arena of %s, %s pages", format_size(nbytes), "huge" if huge else "normal")
+        return arena
+
+    @classmethod
+    def attach(cls, fd: int, nbytes: int, huge: bool = False) -> Self:
+        """Map a region that somebody else owns. Takes over `fd`. Raises CapacityError when it is smaller than said."""
+        actual = os.fstat(fd).st_size
+        if actual < nbytes:
+            os.close(fd)
+            raise CapacityError(f"the arena has {actual} bytes where {nbytes} were announced")
+        return cls(fd, nbytes, huge)
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Bytes of the arena, writable, not copied."""
+        assert 0 <= offset <= offset + nbytes <= self.nbytes, "outside the arena"
+        return self.buffer[offset : offset + nbytes]
+
+    def address(self) -> int:
+        """Where this process maps the arena."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    def close(self) -> None:
+        """Give up the mapping. While views of it are alive, the memory stays mapped and goes with the last of them."""
+        if self.fd < 0:
+            return
+        os.close(self.fd)
+        self.fd = -1
+        try:
+            self.buffer.release()
+            self._map.close()
+        except BufferError:
+            log.debug("the arena is still viewed; it goes with its last view")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+class Toucher:
+    """Faults in an arena's pages from a thread of its own, in order, and says how far it is."""
+
+    def __init__(self, arena: Arena, on_progress: Callable[[int], None] | None = None) -> None:
+        self._arena = arena
+        self._on_progress = on_progress
+        self._stop = threading.Event()
+        self.touched_bytes = 0
+        self._thread = threading.Thread(target=self._run, name="kvhold-touch", daemon=True)
+
+    def start(self) -> Self:
+        """Begin."""
+        self._thread.start()
+        return self
+
+    @property
+    def done(self) -> bool:
+        """Whether every page is there."""
+        return self.touched_bytes >= self._arena.nbytes
+
+    def stop(self) -> None:
+        """End after the step in hand, and wait for that."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def wait(self) -> None:
+        """Until every page is there, or the toucher has been stopped."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        base = self._arena.address()
+        while not self.done and not self._stop.is_set():
+            step = min(_TOUCH_STEP, self._arena.nbytes - self.touched_bytes)
+            if _madvise(base + self.touched_bytes, step, _MADV_POPULATE_WRITE) != 0:
+                # An old kernel, or no memory left: pages then come as they are first written, only slower.
+                log.warning("arena pages are not faulted in ahead: %s", os.strerror(ctypes.get_errno()))
+                return
+            self.touched_bytes += step
+            if self._on_progress is not None:
+                self._on_progress(self.touched_bytes)
+
+
+def default_arena_bytes() -> int:
+    """What `ram_bytes = 0` means: a quarter of what is free, at most 4 GiB."""
+    return max(HUGE_PAGE_BYTES, min(4 << 30, available_bytes() // 4))
+
+
+def _check_fits(nbytes: int) -> None:
+    free = available_bytes()
+    if nbytes + _KEEP_FREE > free:
+        raise CapacityError(
+            f"ram_bytes = {format_size(nbytes)} does not fit: this host has {format_size(free)} free and must keep "
+            f"{format_size(_KEEP_FREE)}; set ram_bytes to at most {format_size(max(0, free - _KEEP_FREE))}"
+        )

@@ -1,0 +1,176 @@
+"""Divides a range of bytes among objects of few sizes.
+
+    slabs = SlabAllocator(arena.nbytes)
+    offset = slabs.allocate(nbytes)               # None when there is no room
+    offsets = slabs.allocate_all([a, b, c])       # all of them or None
+    slabs.free(offset)
+
+A cache's chunks come in few sizes (a whole chunk a group, and tails), so each size rounds up to a class (at most 1/8 is lost) and a
+class takes *slabs*: runs of bytes cut into equal slots. A slab whose slots are all free goes back to the runs, which are merged with
+their neighbours, so memory moves between classes as the mix changes. Objects of LARGE_BYTES or more are runs of their own. Lowest
+address first: the pages already touched are used first, and the end stays free for large runs.
+
+Not thread-safe; its owner is a single writer. It holds numbers only and touches no memory.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+ALIGNMENT = 4096  # O_DIRECT and huge pages both want it
+SLAB_BYTES = 1 << 20
+LARGE_BYTES = SLAB_BYTES // 8  # below it, a slab of equal slots loses at most an eighth at its end
+
+
+class SlabAllocator:
+    """Offsets in `[0, capacity)`, all multiples of ALIGNMENT."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity // ALIGNMENT * ALIGNMENT
+        self.used_bytes = 0  # in slots that are taken, their rounding included
+        self._runs = _Runs(self.capacity)
+        self._partial: dict[int, list[_Slab]] = {}  # class size -> slabs with a free slot, by address
+        self._slab_starts: list[int] = []
+        self._slabs: dict[int, _Slab] = {}
+        self._large: dict[int, int] = {}
+
+    def allocate(self, nbytes: int) -> int | None:
+        """The offset of a new object, or None. `nbytes` is 1 or more."""
+        assert nbytes > 0
+        size = size_class(nbytes)
+        if size >= LARGE_BYTES:
+            start = self._runs.take(size)
+            if start is None:
+                return None
+            self._large[start] = size
+            self.used_bytes += size
+            return start
+        slab = self._slab_with_room(size)
+        if slab is None:
+            return None
+        offset = slab.take()
+        if not slab.free_slots:
+            self._partial[size].remove(slab)
+        self.used_bytes += size
+        return offset
+
+    def allocate_all(self, sizes: Sequence[int]) -> list[int] | None:
+        """An offset for each size, or None and nothing taken."""
+        offsets: list[int] = []
+        for nbytes in sizes:
+            offset = self.allocate(nbytes)
+            if offset is None:
+                for taken in offsets:
+                    self.free(taken)
+                return None
+            offsets.append(offset)
+        return offsets
+
+    def free(self, offset: int) -> None:
+        """Give an object's bytes back. Freeing what is not allocated is a bug and asserts."""
+        if offset in self._large:
+            size = self._large.pop(offset)
+            self._runs.give(offset, size)
+            self.used_bytes -= size
+            return
+        slab = self._slab_at(offset)
+        if not slab.free_slots:
+            insort(self._partial.setdefault(slab.slot_bytes, []), slab)
+        slab.give(offset)
+        self.used_bytes -= slab.slot_bytes
+        if len(slab.free_slots) == slab.num_slots:
+            self._partial[slab.slot_bytes].remove(slab)
+            self._slab_starts.pop(bisect_left(self._slab_starts, slab.start))
+            del self._slabs[slab.start]
+            self._runs.give(slab.start, slab.nbytes)
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes in no slab and no large object."""
+        return self._runs.free_bytes
+
+    def _slab_with_room(self, size: int) -> "_Slab | None":
+        partial = self._partial.setdefault(size, [])
+        if not partial:
+            start = self._runs.take(SLAB_BYTES) if self.capacity >= SLAB_BYTES else None
+            nbytes = SLAB_BYTES
+            if start is None:  # a small arena, or its last pieces: a slab of one slot
+                start, nbytes = self._runs.take(size), size
+            if start is None:
+                return None
+            slab = _Slab(start, nbytes, size)
+            self._slabs[start] = slab
+            insort(self._slab_starts, start)
+            partial.append(slab)
+        return partial[0]
+
+    def _slab_at(self, offset: int) -> "_Slab":
+        at = bisect_left(self._slab_starts, offset + 1) - 1
+        assert at >= 0, "not allocated here"
+        slab = self._slabs[self._slab_starts[at]]
+        assert offset < slab.start + slab.nbytes, "not allocated here"
+        return slab
+
+
+def size_class(nbytes: int) -> int:
+    """`nbytes` rounded up: to ALIGNMENT for large objects and the smallest, else to one of eight classes to each power of two."""
+    if nbytes >= LARGE_BYTES:
+        return -(-nbytes // ALIGNMENT) * ALIGNMENT
+    step = max(ALIGNMENT, 1 << max(0, (nbytes - 1).bit_length() - 4))
+    return -(-nbytes // step) * step
+
+
+class _Slab:
+    """A run cut into equal slots; the free ones as a descending list, so that the lowest is taken first."""
+
+    def __init__(self, start: int, nbytes: int, slot_bytes: int) -> None:
+        self.start, self.nbytes, self.slot_bytes = start, nbytes, slot_bytes
+        self.num_slots = nbytes // slot_bytes
+        self.free_slots = list(range(self.num_slots - 1, -1, -1))
+
+    def __lt__(self, other: "_Slab") -> bool:
+        return self.start < other.start
+
+    def take(self) -> int:
+        return self.start + self.free_slots.pop() * self.slot_bytes
+
+    def give(self, offset: int) -> None:
+        slot, rest = divmod(offset - self.start, self.slot_bytes)
+        assert rest == 0, "not allocated here"
+        assert slot not in self.free_slots, "freed twice"
+        insort(self.free_slots, slot, key=lambda s: -s)
+
+
+class _Runs:
+    """Free runs, sorted by address, merged with their neighbours. First fit."""
+
+    def __init__(self, capacity: int) -> None:
+        self._starts = [0] if capacity else []
+        self._lengths = {0: capacity} if capacity else {}
+        self.free_bytes = capacity
+
+    def take(self, nbytes: int) -> int | None:
+        for at, start in enumerate(self._starts):
+            length = self._lengths[start]
+            if length >= nbytes:
+                del self._lengths[start]
+                if length == nbytes:
+                    del self._starts[at]
+                else:
+                    self._starts[at] = start + nbytes
+                    self._lengths[start + nbytes] = length - nbytes
+                self.free_bytes -= nbytes
+                return start
+        return None
+
+    def give(self, start: int, nbytes: int) -> None:
+        self.free_bytes += nbytes
+        at = bisect_left(self._starts, start)
+        if at < len(self._starts) and self._starts[at] == start + nbytes:
+            nbytes += self._lengths.pop(self._starts.pop(at))
+        if at > 0:
+            before = self._starts[at - 1]
+            if before + self._lengths[before] == start:
+                self._lengths[before] += nbytes
+                return
+        self._starts.insert(at, start)
+        self._lengths[start] = nbytes

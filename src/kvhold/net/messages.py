@@ -1,0 +1,154 @@
+"""The records of the node's protocol, one class each; msgpack on the wire (`wire.py`).
+
+A client says Hello first and is answered with Welcome, which carries the arena's descriptor on a Unix socket. Then each request is
+answered in order: the type of its answer stands beside it here. `Release`, `Commit`, `Abandon` are answered with Done, so that a
+caller knows that a chunk is visible. Anything that breaks the rules is answered with Refused, and the connection is closed.
+"""
+
+from typing import Any, Union
+
+import msgspec
+
+from kvhold.core.keys import ChunkNames, Query
+from kvhold.core.layout import Layout
+
+PROTOCOL_VERSION = 1
+MAX_MESSAGE_BYTES = 8 << 20  # the hashes of a prompt of 100 million tokens
+MAGIC = "kvhold"
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of all records."""
+
+
+class Hello(Message, frozen=True):
+    """The first thing a client says. `magic` and `version` never move, so that any two versions understand this much."""
+
+    magic: str
+    version: int
+    name: str
+    pid: int
+
+
+class Welcome(Message, frozen=True):
+    """Answer to Hello: who the node is, and the arena."""
+
+    version: int
+    node: str
+    pid: int
+    arena_bytes: int
+    huge_pages: bool
+
+
+class Register(Message, frozen=True):
+    """Make a layout known. -> Done"""
+
+    layout: Layout
+
+
+class Lookup(Message, frozen=True):
+    """-> Found"""
+
+    query: Query
+
+
+class Found(Message, frozen=True):
+    """What a lookup found and pinned."""
+
+    ticket: int
+    num_tokens: int
+
+
+class Claim(Message, frozen=True):
+    """-> Lent, or Gone when the ticket is no longer good"""
+
+    ticket: int
+    shard: int
+    first_chunk: int
+
+
+class Lent(Message, frozen=True):
+    """Where the claimed chunks lie."""
+
+    loan: int
+    offsets: list[list[int]]
+    num_tokens: list[int]
+
+
+class Gone(Message, frozen=True):
+    """What was asked for is no longer there."""
+
+
+class Release(Message, frozen=True):
+    """Let go of a ticket or a loan. -> Done"""
+
+    number: int
+
+
+class Reserve(Message, frozen=True):
+    """-> Granted"""
+
+    layout: bytes
+    names: ChunkNames
+    shard: int
+
+
+class Granted(Message, frozen=True):
+    """Where the reserved chunks are to be written."""
+
+    room: int
+    offsets: list[list[int]]
+
+
+class Commit(Message, frozen=True):
+    """Make chunks of a room visible. -> Done"""
+
+    room: int
+    chunks: list[int]
+
+
+class Abandon(Message, frozen=True):
+    """Give a room's uncommitted chunks back. -> Done"""
+
+    room: int
+
+
+class Clear(Message, frozen=True):
+    """Forget one namespace, or everything. -> Done, with how many chunks went"""
+
+    namespace: bytes | None
+
+
+class Status(Message, frozen=True):
+    """-> Report"""
+
+
+class Report(Message, frozen=True):
+    """Sizes, counts and counters."""
+
+    values: dict[str, Any]
+
+
+class Stop(Message, frozen=True):
+    """End the node. -> Done"""
+
+
+class Ping(Message, frozen=True):
+    """Are you there? -> Done"""
+
+
+class Done(Message, frozen=True):
+    """It is done; `count` says how much, where that has a meaning."""
+
+    count: int = 0
+
+
+class Refused(Message, frozen=True):
+    """It was not done, and why. `fatal`: the connection is closed after this."""
+
+    reason: str
+    fatal: bool
+
+
+Request = Union[Register, Lookup, Claim, Release, Reserve, Commit, Abandon, Clear, Status, Stop, Ping]  # noqa: UP007 - msgspec reads the union
+Answer = Union[Found, Lent, Gone, Granted, Report, Done, Refused]  # noqa: UP007

@@ -1,0 +1,77 @@
+"""Records on a stream: 4 bytes of length (little-endian), then that many bytes of msgpack.
+
+    data = encode(Ping())
+    splitter = Splitter(); for body in splitter.feed(data): message = Decoder(Request).decode(body)
+
+A length beyond MAX_MESSAGE_BYTES, or bytes that are not the record expected, is a ProtocolError before anything is allocated for it.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from kvhold.core.errors import KVHoldError, ProtocolError
+from kvhold.net.messages import MAX_MESSAGE_BYTES, Message
+
+LENGTH_BYTES = 4
+
+_encoder = msgspec.msgpack.Encoder()
+Record = TypeVar("Record")
+
+
+def encode(message: Message) -> bytearray:
+    """A record as it goes on the stream. Raises ProtocolError when it is too long to be accepted on the other side."""
+    data = bytearray(LENGTH_BYTES)
+    _encoder.encode_into(message, data, LENGTH_BYTES)
+    length = len(data) - LENGTH_BYTES
+    if length > MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"a message of {length} bytes; at most {MAX_MESSAGE_BYTES} are allowed")
+    data[:LENGTH_BYTES] = length.to_bytes(LENGTH_BYTES, "little")
+    return data
+
+
+def body_length(prefix: bytes | bytearray | memoryview) -> int:
+    """The length in the first LENGTH_BYTES of a record. Raises ProtocolError when it is not allowed."""
+    length = int.from_bytes(prefix[:LENGTH_BYTES], "little")
+    if not 0 < length <= MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"a message of {length} bytes was announced; 1 to {MAX_MESSAGE_BYTES} are allowed")
+    return length
+
+
+class Decoder(Generic[Record]):
+    """Bytes to one record of the given union."""
+
+    def __init__(self, union: Any) -> None:
+        self._decoder = msgspec.msgpack.Decoder(union)
+
+    def decode(self, body: bytes | bytearray | memoryview) -> Record:
+        """The record, or ProtocolError."""
+        try:
+            record: Record = self._decoder.decode(body)
+        except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+            raise ProtocolError(f"not a message of this protocol: {error}") from None
+        except KVHoldError as error:  # a value that refuses itself, such as a layout with no layers
+            raise ProtocolError(str(error)) from None
+        return record
+
+
+class Splitter:
+    """Cuts a stream into bodies."""
+
+    def __init__(self) -> None:
+        self._pending = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """The bodies that are whole now. Raises ProtocolError at a length that is not allowed."""
+        self._pending += data
+        start = 0
+        while len(self._pending) - start >= LENGTH_BYTES:
+            with memoryview(self._pending) as view:
+                end = start + LENGTH_BYTES + body_length(view[start : start + LENGTH_BYTES])
+                if len(self._pending) < end:
+                    break
+                body = bytes(view[start + LENGTH_BYTES : end])
+            start = end
+            yield body
+        del self._pending[:start]

@@ -1,0 +1,252 @@
+"""The daemon of one host: an arena, an index, and engines that are its clients.
+
+    asyncio.run(Node(config).serve(on_ready=print))
+
+One loop, one thread (and one that faults in the arena's pages). The node copies nothing and touches no device: engines map the arena
+and copy themselves. It listens on a Unix socket of mode 0600, serves only processes of its own user, and ends on SIGTERM, SIGINT, a
+Stop message, or, if it was started by an engine, when it has been without clients for a while. Only one node can have a socket: the
+lock file beside it says who.
+"""
+
+import asyncio
+import errno
+import fcntl
+import logging
+import os
+import signal
+import socket
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvhold import __version__
+from kvhold.cache.state import new_state
+from kvhold.core.config import Config
+from kvhold.core.errors import NodeError, ProtocolError
+from kvhold.memory.arena import Arena, Toucher, default_arena_bytes
+from kvhold.memory.host import resident_bytes
+from kvhold.net import messages as m
+from kvhold.net.wire import Decoder, Splitter, encode
+from kvhold.node.paths import prepare_folder, socket_path
+from kvhold.node.session import Session
+
+log = logging.getLogger(__name__)
+
+_HELLO_WITHIN_S = 5.0
+_MAX_UNREAD_BYTES = 16 << 20  # of answers that a client does not fetch
+_hello_decoder: Decoder[m.Hello] = Decoder(m.Hello)
+_request_decoder: Decoder[m.Request] = Decoder(m.Request)
+
+
+class Node:
+    """One node. `serve` runs until it is told to stop."""
+
+    def __init__(self, config: Config, *, idle_exit_s: float | None = None) -> None:
+        """idle_exit_s: end after so long without clients; None: never. Raises CapacityError when the arena does not fit."""
+        self.path = socket_path(config.node.socket)
+        self._idle_exit_s = idle_exit_s
+        self._lock = _SocketLock(self.path)
+        try:
+            self.arena = Arena.create(config.ram_bytes or default_arena_bytes(), huge_pages=config.huge_pages)
+        except BaseException:
+            self._lock.close()
+            raise
+        self.state = new_state(config, self.arena)
+        self.metrics = self.state.metrics
+        self.connections: set[_Connection] = set()
+        self._toucher = Toucher(self.arena)
+        self._stopped = asyncio.Event()
+        self._started_s = time.monotonic()
+        self._empty_since_s = time.monotonic()
+
+    async def serve(self, on_ready: Callable[["Node"], None] | None = None) -> None:
+        """Listen until stopped; then drop every client, remove the socket, free the arena. Raises NodeError when it cannot listen."""
+        loop = asyncio.get_running_loop()
+        server = None
+        try:
+            server = await self._listen(loop)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self.stop)
+            self._toucher.start()
+            if on_ready is not None:
+                on_ready(self)
+            await self._until_stopped()
+        finally:
+            if server is not None:
+                server.close()
+                self.path.unlink(missing_ok=True)
+            for connection in list(self.connections):
+                connection.close("the node stops")
+            self._toucher.stop()
+            self.arena.close()
+            self._lock.close()
+
+    def stop(self) -> None:
+        """End soon."""
+        self._stopped.set()
+
+    def status(self) -> dict[str, Any]:
+        """What `kvhold status` shows."""
+        now = time.monotonic()
+        return self.state.status() | {
+            "version": __version__,
+            "protocol": m.PROTOCOL_VERSION,
+            "pid": os.getpid(),
+            "socket": str(self.path),
+            "uptime_s": round(now - self._started_s, 3),
+            "resident_bytes": resident_bytes(),
+            "huge_pages": self.arena.huge,
+            "arena_touched_bytes": self._toucher.touched_bytes,
+            "clients": [
+                {"name": c.session.name, "pid": c.session.pid, "silent_s": round(now - c.last_heard_s, 3)}
+                for c in self.connections
+                if c.session is not None
+            ],
+        }
+
+    def joined(self, connection: "_Connection") -> None:
+        """A connection is open."""
+        self.connections.add(connection)
+
+    def left(self, connection: "_Connection") -> None:
+        """A connection is closed."""
+        self.connections.discard(connection)
+        if not self.connections:
+            self._empty_since_s = time.monotonic()
+
+    async def _listen(self, loop: asyncio.AbstractEventLoop) -> asyncio.AbstractServer:
+        self.path.unlink(missing_ok=True)  # ours to remove: we hold its lock
+        before = os.umask(0o177)
+        try:
+            return await loop.create_unix_server(lambda: _Connection(self), str(self.path), backlog=128)
+        except OSError as error:
+            raise NodeError(f"node.socket: cannot listen on {self.path}: {error}") from None
+        finally:
+            os.umask(before)
+
+    async def _until_stopped(self) -> None:
+        while not self._stopped.is_set():
+            try:
+                await asyncio.wait_for(self._stopped.wait(), timeout=1.0 if self._idle_exit_s is not None else None)
+            except TimeoutError:
+                idle = not self.connections and time.monotonic() - self._empty_since_s > (self._idle_exit_s or 0)
+                if idle:
+                    log.info("no clients for %.0f s: ending", self._idle_exit_s)
+                    return
+
+
+class _Connection(asyncio.Protocol):
+    """One client: bytes to messages, messages to its session, answers to bytes."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._splitter = Splitter()
+        self._transport: asyncio.Transport | None = None
+        self._hello_timer: asyncio.TimerHandle | None = None
+        self.session: Session | None = None
+        self.last_heard_s = time.monotonic()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._node.joined(self)
+        peer = transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        _, uid, _ = struct.unpack("3i", peer)
+        if uid != os.getuid():
+            self._refuse(f"this node serves user {os.getuid()} alone; you are user {uid}", "foreign user")
+            return
+        self._hello_timer = asyncio.get_running_loop().call_later(_HELLO_WITHIN_S, self._refuse, "no Hello", "no hello")
+
+    def data_received(self, data: bytes) -> None:
+        self.last_heard_s = time.monotonic()
+        try:
+            for body in self._splitter.feed(data):
+                if self._transport is None or self._transport.is_closing():
+                    return
+                if self.session is None:
+                    self._greet(_hello_decoder.decode(body))
+                else:
+                    self._send(self.session.answer(_request_decoder.decode(body)))
+        except ProtocolError as error:
+            self._refuse(str(error), "bad message")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._hello_timer is not None:
+            self._hello_timer.cancel()
+        if self.session is not None:
+            self.session.gone()
+            log.info("client %s (pid %d) left", self.session.name, self.session.pid)
+        self._node.left(self)
+
+    def close(self, why: str) -> None:
+        """End it from this side."""
+        log.debug("closing a connection: %s", why)
+        if self._transport is not None:
+            self._transport.close()
+
+    def _greet(self, hello: m.Hello) -> None:
+        if hello.magic != m.MAGIC:
+            raise ProtocolError("this is a kvhold node's socket; the first message must be a kvhold Hello")
+        if hello.version != m.PROTOCOL_VERSION:
+            self._refuse(
+                f"the node (kvhold {__version__}) speaks protocol {m.PROTOCOL_VERSION}, the client {hello.version}; "
+                f"install the same kvhold on both sides, then restart the node (kvhold stop)",
+                "version",
+            )
+            return
+        if self._hello_timer is not None:
+            self._hello_timer.cancel()
+        arena = self._node.arena
+        self._send_with_arena(m.Welcome(m.PROTOCOL_VERSION, __version__, os.getpid(), arena.nbytes, arena.huge))
+        self.session = Session(self._node.state, hello, self._node.status, self._node.stop)
+        self._node.metrics.add("kvhold_connections", result="accepted")
+        log.info("client %s (pid %d) joined", hello.name, hello.pid)
+
+    def _send_with_arena(self, welcome: m.Welcome) -> None:
+        assert self._transport is not None
+        # Nothing was sent before on this socket, so it takes the few bytes at once; asyncio itself cannot send descriptors.
+        with socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno())) as raw:
+            socket.send_fds(raw, [encode(welcome)], [self._node.arena.fd])
+
+    def _send(self, answer: m.Message) -> None:
+        assert self._transport is not None
+        self._transport.write(encode(answer))
+        if self._transport.get_write_buffer_size() > _MAX_UNREAD_BYTES:
+            self._node.metrics.add("kvhold_protocol_errors", reason="answers not read")
+            self._transport.abort()
+
+    def _refuse(self, reason: str, kind: str) -> None:
+        log.warning("refused a client: %s", reason)
+        self._node.metrics.add("kvhold_protocol_errors", reason=kind)
+        self._node.metrics.add("kvhold_connections", result="refused" if self.session is None else "lost")
+        if self._transport is not None and not self._transport.is_closing():
+            self._send(m.Refused(reason, fatal=True))
+            self._transport.close()
+
+
+class _SocketLock:
+    """Whose socket it is: a lock file beside it, with the owner's pid, held as long as the owner lives."""
+
+    def __init__(self, path: Path) -> None:
+        prepare_folder(path)
+        self._file = Path(f"{path}.lock")
+        try:
+            self._fd = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise NodeError(f"node.socket: cannot write {self._file}: {error.strerror}; choose a place you can write") from None
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            owner = os.read(self._fd, 32).decode(errors="replace").strip() or "unknown"
+            os.close(self._fd)
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise NodeError(f"node.socket: cannot lock {self._file}: {error.strerror}") from None
+            raise NodeError(f"a node is running on {path} already (pid {owner}); use it, stop it, or set node.socket") from None
+        os.ftruncate(self._fd, 0)
+        os.write(self._fd, f"{os.getpid()}\n".encode())
+
+    def close(self) -> None:
+        """Let others have the socket. The file stays: removing it would let two owners lock two files of one name."""
+        os.close(self._fd)

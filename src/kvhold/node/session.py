@@ -1,0 +1,89 @@
+"""One client's conversation with the node, as a state machine: a message in, an answer out, no I/O.
+
+A session is the owner of what its client holds. It ends with its connection, and with it all that it held.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from kvhold.cache.state import CacheState
+from kvhold.core.errors import KVHoldError, ProtocolError
+from kvhold.net import messages as m
+
+
+class Session:
+    """After the handshake; `answer` takes one request at a time, in order."""
+
+    def __init__(self, state: CacheState, hello: m.Hello, status: Callable[[], dict[str, Any]], stop: Callable[[], None]) -> None:
+        self.name = hello.name
+        self.pid = hello.pid
+        self._state = state
+        self._status = status
+        self._stop = stop
+        self._verbs: dict[type, Callable[[Any], m.Answer]] = {
+            m.Register: self._register,
+            m.Lookup: self._lookup,
+            m.Claim: self._claim,
+            m.Release: self._release,
+            m.Reserve: self._reserve,
+            m.Commit: self._commit,
+            m.Abandon: self._abandon,
+            m.Clear: self._clear,
+            m.Status: self._report,
+            m.Stop: self._end,
+            m.Ping: self._ping,
+        }
+
+    def answer(self, request: m.Request) -> m.Answer:
+        """Do it. A request that makes no sense is refused, and the connection stays usable."""
+        try:
+            return self._verbs[type(request)](request)
+        except ProtocolError:
+            raise
+        except KVHoldError as error:
+            return m.Refused(str(error), fatal=False)
+
+    def gone(self) -> None:
+        """The connection is closed."""
+        self._state.gone(self)
+
+    def _register(self, request: m.Register) -> m.Answer:
+        self._state.register(request.layout)
+        return m.Done()
+
+    def _lookup(self, request: m.Lookup) -> m.Answer:
+        found = self._state.lookup(self, request.query)
+        return m.Found(found.ticket, found.num_tokens)
+
+    def _claim(self, request: m.Claim) -> m.Answer:
+        lent = self._state.claim(self, request.ticket, request.shard, request.first_chunk)
+        return m.Gone() if lent is None else m.Lent(lent.loan, lent.offsets, lent.num_tokens)
+
+    def _release(self, request: m.Release) -> m.Answer:
+        self._state.release(self, request.number)
+        return m.Done()
+
+    def _reserve(self, request: m.Reserve) -> m.Answer:
+        granted = self._state.reserve(self, self._state.layout(request.layout), request.names, request.shard)
+        return m.Granted(granted.room, granted.offsets)
+
+    def _commit(self, request: m.Commit) -> m.Answer:
+        self._state.commit(self, request.room, request.chunks)
+        return m.Done(len(request.chunks))
+
+    def _abandon(self, request: m.Abandon) -> m.Answer:
+        self._state.abandon(self, request.room)
+        return m.Done()
+
+    def _clear(self, request: m.Clear) -> m.Answer:
+        return m.Done(self._state.clear(request.namespace))
+
+    def _report(self, request: m.Status) -> m.Answer:
+        return m.Report(self._status())
+
+    def _end(self, request: m.Stop) -> m.Answer:
+        self._stop()
+        return m.Done()
+
+    def _ping(self, request: m.Ping) -> m.Answer:
+        return m.Done()

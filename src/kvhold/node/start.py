@@ -1,0 +1,106 @@
+"""Join this host's node, or start it: `connect()`.
+
+Whoever comes first starts it, under a file lock, as a process of its own that outlives the engine: the next engine finds the cache
+warm. It ends by itself when it has been without clients for `node.idle_exit_s`.
+"""
+
+import fcntl
+import logging
+import os
+import socket
+import sys
+import time
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from kvhold.core.config import Config, load_config
+from kvhold.core.errors import NodeError
+from kvhold.node.client import NodeClient
+from kvhold.node.paths import prepare_folder, socket_path
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.01
+_LOG_TAIL_BYTES = 2000
+
+
+def connect(config: Config | None = None, *, name: str = "python", **settings: Any) -> NodeClient:
+    """A client of this host's node; starts the node if none answers and `node.autostart` allows it. Raises NodeError.
+
+    Settings as in `Config`. The client looks for a lost node by itself, and starts a new one under the same rule.
+    """
+    config = config or load_config(settings)
+    path = socket_path(config.node.socket)
+    if not config.node.autostart:
+        return NodeClient(path, config.client, name=name)
+    ensure_node(config, path)
+    return NodeClient(path, config.client, name=name, revive=lambda: ensure_node(config, path))
+
+
+def ensure_node(config: Config, path: Path) -> None:
+    """Return when a node listens on `path`. Raises NodeError when it cannot be started in time, with the end of its log."""
+    if _listens(path):
+        return
+    prepare_folder(path)
+    until = time.monotonic() + config.client.connect_timeout_s
+    with Path(f"{path}.start").open("w") as lock:  # held while starting, so that of several engines one starts the node
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                _pause(until, path, "another process is starting the node and has not finished")
+        if not _listens(path):
+            _spawn(config, path, until)
+
+
+def _spawn(config: Config, path: Path, until: float) -> None:
+    log_path = path.with_suffix(".log")
+    command = [sys.executable, "-m", "kvhold", "serve", "--socket", str(path), "--idle-exit-s", f"{config.node.idle_exit_s:g}"]
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("KVHOLD_") or k == "KVHOLD_LOG_LEVEL"} | _as_environ(config)
+    output = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    try:
+        start = os.fstat(output).st_size
+        actions = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0), *((os.POSIX_SPAWN_DUP2, output, fd) for fd in (1, 2))]
+        pid = os.posix_spawn(command[0], command, environ, file_actions=actions, setsid=True)
+    finally:
+        os.close(output)
+    log.info("started a node (pid %d), its log is %s", pid, log_path)
+    while not _listens(path):
+        if os.waitpid(pid, os.WNOHANG)[0]:
+            raise NodeError(f"the node ended while starting: {_tail(log_path, start) or 'its log ' + str(log_path) + ' is empty'}")
+        _pause(until, path, f"the node (pid {pid}) does not listen yet; its log is {log_path}")
+
+
+def _listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(0.5)
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+    return True
+
+
+def _pause(until: float, path: Path, why: str) -> None:
+    if time.monotonic() > until:
+        raise NodeError(f"no node on {path}: {why}")
+    time.sleep(_POLL_S)
+
+
+def _as_environ(settings: Any, prefix: str = "KVHOLD_") -> dict[str, str]:
+    values: dict[str, str] = {}
+    for f in fields(settings):
+        value = getattr(settings, f.name)
+        if is_dataclass(value):
+            values |= _as_environ(value, f"{prefix}{f.name.upper()}_")
+        else:
+            values[f"{prefix}{f.name.upper()}"] = str(value)
+    return values
+
+
+def _tail(path: Path, start: int) -> str:
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()

@@ -1,0 +1,16 @@
+"""Who is evicted first, by name: `make_policy("lru")`."""
+
+from collections.abc import Callable
+
+from kvhold.tiers.policies.base import Policy
+from kvhold.tiers.policies.lru import LruPolicy
+from kvhold.tiers.policies.s3fifo import S3FifoPolicy
+
+POLICIES: dict[str, Callable[[], Policy]] = {"lru": LruPolicy, "s3fifo": S3FifoPolicy}
+
+__all__ = ["POLICIES", "LruPolicy", "Policy", "S3FifoPolicy", "make_policy"]
+
+
+def make_policy(name: str) -> Policy:
+    """A new policy. The names are POLICIES; the settings loader has checked them already."""
+    return POLICIES[name]()

@@ -1,0 +1,197 @@
+"""The RAM tier: chunks in the arena, lent without a copy.
+
+    entry = tier.reserve(key, nbytes, num_tokens, first_token)    # nobody sees it yet
+    tier.commit(entry)                                            # visible; or tier.abandon(entry)
+    entry = tier.find(key); tier.pin(entry) ... tier.unpin(entry)
+
+A reserved entry belongs to its writer; a committed one may be read by whoever has pinned it; only committed entries that nobody pins
+are evicted. A key cleared while it is pinned is *doomed*: not found any more, its memory free when the last pin falls.
+Besides lending it meets the Tier contract, by copying. Synchronous and single-threaded: a cache's lock or a node's loop owns it.
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from typing import ClassVar
+
+from kvhold.core.metrics import Metrics
+from kvhold.memory.arena import Arena
+from kvhold.memory.slab import SlabAllocator, size_class
+from kvhold.tiers.base import TierTraits
+from kvhold.tiers.policies import Policy
+
+
+class Entry:
+    """One chunk in the arena."""
+
+    __slots__ = ("committed", "doomed", "first_token", "key", "nbytes", "num_tokens", "offset", "pins")
+
+    def __init__(self, key: bytes, offset: int, nbytes: int, num_tokens: int, first_token: int) -> None:
+        self.key = key
+        self.offset = offset
+        self.nbytes = nbytes
+        self.num_tokens = num_tokens
+        self.first_token = first_token
+        self.pins = 0
+        self.committed = False
+        self.doomed = False
+
+
+class RamTier:
+    """The chunks of one arena."""
+
+    traits: ClassVar[TierTraits] = TierTraits(name="ram")
+
+    def __init__(self, arena: Arena, policy: Policy, metrics: Metrics) -> None:
+        self._arena = arena
+        self._slabs = SlabAllocator(arena.nbytes)
+        self._policy = policy
+        self._metrics = metrics
+        self._entries: dict[bytes, Entry] = {}
+        self._doomed = 0
+
+    @property
+    def num_chunks(self) -> int:
+        """Entries, reserved ones included."""
+        return len(self._entries) + self._doomed
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes of the arena."""
+        return self._slabs.capacity
+
+    @property
+    def used_bytes(self) -> int:
+        """Arena bytes taken, rounding included. 0 when every entry has gone: the baseline."""
+        return self._slabs.used_bytes
+
+    @property
+    def num_pinned(self) -> int:
+        """Entries that somebody is reading."""
+        return sum(entry.pins > 0 for entry in self._entries.values()) + self._doomed
+
+    def holds(self, key: bytes) -> bool:
+        """Whether `key` is here, visible or still being written."""
+        return key in self._entries
+
+    def find(self, key: bytes) -> Entry | None:
+        """The visible entry of `key`."""
+        entry = self._entries.get(key)
+        return entry if entry is not None and entry.committed else None
+
+    def reserve_all(self, wanted: Sequence[tuple[bytes, int]], num_tokens: int, first_token: int) -> list[Entry] | None:
+        """Memory for every `(key, bytes)` of `wanted`, evicting what must go; None (and nothing taken) when there is no room."""
+        sizes = [nbytes for _, nbytes in wanted]
+        if sum(map(size_class, sizes)) > self._slabs.capacity:
+            return None  # evicting everything would not help
+        while (offsets := self._slabs.allocate_all(sizes)) is None:
+            if not self._evict(sum(sizes)):
+                return None
+        entries = [Entry(key, at, nbytes, num_tokens, first_token) for (key, nbytes), at in zip(wanted, offsets, strict=True)]
+        for entry in entries:
+            assert entry.key not in self._entries, "reserved twice"
+            self._entries[entry.key] = entry
+        return entries
+
+    def commit(self, entry: Entry) -> None:
+        """Make it visible."""
+        assert not entry.committed
+        if entry.doomed:  # cleared while it was written
+            self._doomed -= 1
+            self._slabs.free(entry.offset)
+            return
+        entry.committed = True
+        self._policy.insert(entry.key, entry.nbytes)
+
+    def abandon(self, entry: Entry) -> None:
+        """Give its memory back unseen."""
+        assert not entry.committed
+        if entry.doomed:
+            self._doomed -= 1
+        else:
+            del self._entries[entry.key]
+        self._slabs.free(entry.offset)
+
+    def pin(self, entry: Entry) -> None:
+        """Keep it where it is until `unpin`."""
+        entry.pins += 1
+        self._policy.touch(entry.key)
+
+    def unpin(self, entry: Entry) -> None:
+        """One reader less."""
+        assert entry.pins > 0
+        entry.pins -= 1
+        if entry.doomed and not entry.pins:
+            self._doomed -= 1
+            self._slabs.free(entry.offset)
+
+    def remove(self, entry: Entry) -> None:
+        """Forget it now; its memory goes when its readers (or its writer) have finished."""
+        del self._entries[entry.key]
+        if entry.committed:
+            self._policy.remove(entry.key)
+        if entry.pins or not entry.committed:
+            entry.doomed = True
+            self._doomed += 1
+        else:
+            self._slabs.free(entry.offset)
+
+    def entries(self, prefix: bytes = b"") -> list[Entry]:
+        """Every entry whose key begins with `prefix`, reserved ones included."""
+        return [entry for key, entry in self._entries.items() if key.startswith(prefix)]
+
+    async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
+        """Tier contract."""
+        return [entry.nbytes if (entry := self.find(key)) else None for key in keys]
+
+    async def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[int | None]:
+        """Tier contract: a copy."""
+        if len(keys) != len(into):
+            raise ValueError(f"{len(keys)} keys, {len(into)} buffers")
+        sizes: list[int | None] = []
+        for key, buffer in zip(keys, into, strict=True):
+            entry = self.find(key)
+            if entry is not None:
+                buffer[: entry.nbytes] = self._arena.view(entry.offset, entry.nbytes)
+                self._policy.touch(key)
+            sizes.append(entry.nbytes if entry else None)
+        return sizes
+
+    async def put(self, items: Sequence[tuple[bytes, memoryview]]) -> list[bool]:
+        """Tier contract: a copy."""
+        stored = []
+        for key, value in items:
+            if not self.holds(key):
+                entries = self.reserve_all([(key, value.nbytes)], num_tokens=0, first_token=0) if value.nbytes else None
+                if entries is not None:
+                    self._arena.view(entries[0].offset, value.nbytes)[:] = value.cast("B")
+                    self.commit(entries[0])
+            stored.append(self.find(key) is not None)
+        return stored
+
+    async def delete(self, keys: Sequence[bytes]) -> list[bool]:
+        """Tier contract."""
+        found = [self.find(key) for key in keys]
+        for entry in found:
+            if entry is not None and not entry.doomed and entry.key in self._entries:
+                self.remove(entry)
+        return [entry is not None for entry in found]
+
+    async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
+        """Tier contract."""
+        for entry in self.entries(prefix):
+            if entry.committed:
+                yield entry.key
+
+    async def close(self) -> None:
+        """The arena belongs to whoever made it."""
+
+    def _evict(self, nbytes: int) -> bool:
+        victims = self._policy.victims(nbytes, self._is_pinned)
+        for key in victims:
+            entry = self._entries[key]
+            self._metrics.add("kvhold_evicted_chunks", tier="ram")
+            self._metrics.add("kvhold_evicted_bytes", entry.nbytes, tier="ram")
+            self.remove(entry)
+        return bool(victims)
+
+    def _is_pinned(self, key: bytes) -> bool:
+        return self._entries[key].pins > 0
