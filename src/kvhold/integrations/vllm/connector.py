@@ -1,0 +1,132 @@
+"""The class that vLLM loads. It forwards each call to the side it belongs to and decides nothing.
+
+The scheduler's process has one with a SchedulerSide, each worker's one with a WorkerSide. No call may raise into the engine's step: both
+sides answer a lost node with "nothing found" and "failed blocks", which vLLM recomputes.
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from kvhold.core.config import load_config
+from kvhold.integrations.vllm.scheduler import SchedulerSide
+from kvhold.integrations.vllm.space import namespace_of
+from kvhold.integrations.vllm.steps import Steps
+from kvhold.integrations.vllm.worker import WorkerSide
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class KVHoldConnector(KVConnectorBase_V1):
+    """vLLM's KV connector, version 1 of its interface. Settings: `kv_connector_extra_config`, as in `kvhold.Config`."""
+
+    def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
+        """Raises LayoutError for a set-up that is not supported, ConfigError for bad settings, NodeError when no node can be had."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        # vLLM's default for a failed load is to fail the request. A cache must not do that: what did not arrive is computed.
+        # vLLM reads this setting after it has made its connector.
+        transfer.kv_load_failure_policy = "recompute"
+        settings = load_config(transfer.kv_connector_extra_config)
+        namespace = namespace_of(vllm_config, kv_cache_config, settings.tokens_per_chunk)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(settings, namespace)
+        else:
+            layer_names = kv_cache_config.kv_cache_groups[0].layer_names
+            self._worker = WorkerSide(settings, namespace, layer_names, shard=vllm_config.parallel_config.rank)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A dropped store is a later miss, nothing worse."""
+        return False
+
+    # The scheduler's process.
+
+    @property
+    def scheduler(self) -> SchedulerSide:
+        """The scheduler's side; asserts that this is its process."""
+        assert self._scheduler is not None
+        return self._scheduler
+
+    def on_new_request(self, request: "Request") -> None:
+        self.scheduler.arrived(request)
+
+    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
+        tokens = self.scheduler.matched(request, num_computed_tokens)
+        return tokens, bool(tokens)
+
+    def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
+        self.scheduler.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
+        return self.scheduler.plan(scheduler_output)
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        self.scheduler.loaded(connector_output.finished_recving or ())
+
+    def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self.scheduler.finished(request.request_id)
+        return False, None
+
+    def reset_cache(self) -> bool | None:
+        return self.scheduler.reset()
+
+    # A worker's process.
+
+    @property
+    def worker(self) -> WorkerSide:
+        """The worker's side; asserts that this is its process."""
+        assert self._worker is not None
+        return self._worker
+
+    def register_kv_caches(self, kv_caches: dict[str, "torch.Tensor"]) -> None:
+        self.worker.register(kv_caches)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self.worker.begin(self._steps())
+
+    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
+        self.worker.start_loads(self._steps())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: a request whose KV is being loaded is not in the forward pass."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: "torch.Tensor", attn_metadata: "AttentionMetadata", **kwargs: Any) -> None:
+        """Nothing: whole chunks are stored after the pass."""
+
+    def wait_for_save(self) -> None:
+        self.worker.store()
+
+    def get_finished(self, finished_req_ids: Iterable[str]) -> tuple[set[str] | None, set[str] | None]:
+        return None, self.worker.take_loaded()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self.worker.take_failed_blocks()
+
+    def shutdown(self) -> None:
+        """Leave the node; whatever was under way is finished or given back."""
+        for side in (self._scheduler, self._worker):
+            if side is not None:
+                side.close()
+
+    def _steps(self) -> Steps:
+        steps = self._get_connector_metadata()
+        assert isinstance(steps, Steps)
+        return steps

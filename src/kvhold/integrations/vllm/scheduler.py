@@ -1,0 +1,212 @@
+"""The connector in the scheduler's process: asks the cache what it holds, and tells the workers what to load and store.
+
+A request's prompt is hashed and looked up on a thread of its own as soon as it arrives, so the scheduler waits for a few milliseconds at
+most and is told "ask again" after that; a lookup that comes too late or fails is a miss. The hit stays pinned from the lookup until
+the request is loaded or gone. All methods run on the scheduler's thread.
+"""
+
+import logging
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvhold.core.api import Hit
+from kvhold.core.config import Config
+from kvhold.core.errors import KVHoldError
+from kvhold.core.keys import Namespace, Prompt
+from kvhold.integrations.vllm.space import prompt_of
+from kvhold.integrations.vllm.steps import Load, Steps, Store
+from kvhold.integrations.vllm.tracker import RequestTracker
+from kvhold.node import connect
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+log = logging.getLogger(__name__)
+
+_PATIENCE_S = 0.003  # of one scheduling pass for one lookup; RAM answers in less
+
+
+@dataclass
+class _Followed:
+    """A request from its arrival to its end.
+
+    tried: how often it had been preempted when it was last looked up; a load is tried once for each time it starts anew, so that one
+    that keeps failing ends in computing, not in a circle
+    """
+
+    tracker: RequestTracker | None = None
+    lookup: "Future[tuple[Prompt | None, Hit | None]] | None" = None
+    asked_s: float = 0.0
+    hit: Hit | None = None
+    first_token: int = 0  # where the load begins
+    loading: bool = False
+    tried: int = -1
+
+
+class SchedulerSide:
+    """One engine's lookups."""
+
+    def __init__(self, config: Config, namespace: Namespace) -> None:
+        self._config = config
+        self._namespace = namespace
+        self._cache = connect(config, name="vllm-scheduler")
+        self._cache.register(namespace)
+        self._lookups = ThreadPoolExecutor(1, thread_name_prefix="kvhold-lookup")
+        self._followed: dict[str, _Followed] = {}
+        self._loads: list[Load] = []
+        block = namespace.layout.tail_tokens
+        log.info(
+            "kvhold: %d tokens a chunk (%d blocks of %d), node on %s",
+            namespace.layout.tokens_per_chunk,
+            namespace.layout.tokens_per_chunk // block,
+            block,
+            self._cache.path,
+        )
+
+    def arrived(self, request: "Request") -> None:
+        """A new request: its lookup starts now."""
+        self._followed[request.request_id] = followed = _Followed()
+        self._look_up(followed, request)
+
+    def matched(self, request: "Request", computed_tokens: int) -> int | None:
+        """Tokens that can be loaded beyond `computed_tokens`; None: ask again."""
+        followed = self._followed.get(request.request_id)
+        if followed is None:
+            return 0
+        if followed.hit is None and followed.lookup is None:
+            if followed.tried == request.num_preemptions:
+                return 0
+            self._look_up(followed, request)
+        if followed.lookup is not None and not self._resolve(followed):
+            return None
+        found = followed.hit.num_tokens if followed.hit is not None else 0
+        if found <= computed_tokens or request.skip_reading_prefix_cache:
+            self._let_go(followed)
+            return 0
+        followed.first_token = computed_tokens
+        return found - computed_tokens
+
+    def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> None:
+        """Blocks are there for the tokens to load; or nothing is to be loaded after all."""
+        followed = self._followed.get(request.request_id)
+        if followed is None or followed.loading:
+            return
+        if not external_tokens or followed.hit is None:
+            self._let_go(followed)
+            return
+        layout = self._namespace.layout
+        block = layout.tail_tokens
+        first_chunk = followed.first_token // layout.tokens_per_chunk
+        first_block, last_block = followed.first_token // block, -(-(followed.first_token + external_tokens) // block)
+        skipped = first_block - first_chunk * layout.tokens_per_chunk // block
+        ids = blocks.get_block_ids()[0][first_block:last_block]
+        unused = -(-followed.hit.num_tokens // block) - last_block
+        self._loads.append(Load(request.request_id, followed.hit.ticket, first_chunk, [-1] * skipped + list(ids) + [-1] * unused))
+        followed.loading = True
+
+    def plan(self, output: "SchedulerOutput") -> Steps:
+        """What the workers do in the step that was just scheduled."""
+        stores: list[Store] = []
+        for new in output.scheduled_new_reqs:
+            self._run(stores, output, new.req_id, new.num_computed_tokens)
+        cached = output.scheduled_cached_reqs
+        for at, request_id in enumerate(cached.req_ids):
+            resumed = request_id in cached.resumed_req_ids
+            self._run(stores, output, request_id, cached.num_computed_tokens[at] if resumed else None)
+        loads, self._loads = self._loads, []
+        return Steps(loads, stores)
+
+    def loaded(self, request_ids: Iterable[str]) -> None:
+        """The workers have finished with these loads, well or not."""
+        for request_id in request_ids:
+            if followed := self._followed.get(request_id):
+                followed.loading = False
+                self._let_go(followed)
+
+    def finished(self, request_id: str) -> None:
+        """The request has ended, one way or another."""
+        if followed := self._followed.pop(request_id, None):
+            self._let_go(followed)
+
+    def reset(self) -> bool:
+        """Forget what is cached for this engine's model."""
+        try:
+            self._cache.clear(self._namespace.digest)
+        except KVHoldError as error:
+            log.warning("kvhold: reset failed: %s", error)
+            return False
+        return True
+
+    def close(self) -> None:
+        """Leave the node."""
+        self._lookups.shutdown(wait=True, cancel_futures=True)
+        self._cache.close()
+
+    def _run(self, stores: list[Store], output: "SchedulerOutput", request_id: str, started_at: int | None) -> None:
+        """Count a scheduled request's tokens, and store what becomes whole. started_at: computed tokens, where it starts (again)."""
+        followed = self._followed.get(request_id)
+        if followed is None or followed.tracker is None:
+            return
+        if started_at is not None:
+            followed.tracker.start(started_at)
+        followed.tracker.advance(output.num_scheduled_tokens[request_id])
+        taken = followed.tracker.take()
+        if taken is None:
+            return
+        names, blocks = taken
+        table = output.kv_connector_block_state.get_block_ids(request_id)
+        stores.append(Store(request_id, names, list(table[0][blocks.start : blocks.stop])))
+
+    def _look_up(self, followed: _Followed, request: "Request") -> None:
+        followed.tried = request.num_preemptions
+        followed.asked_s = time.monotonic()
+        followed.lookup = self._lookups.submit(self._ask, request)
+
+    def _ask(self, request: "Request") -> tuple[Prompt | None, Hit | None]:
+        """On the lookup thread: hash the prompt and ask the cache."""
+        prompt = prompt_of(self._namespace, request)
+        if prompt is None:
+            return None, None
+        try:
+            return prompt, self._cache.lookup(prompt.query())
+        except KVHoldError as error:
+            log.debug("kvhold: lookup: %s", error)
+            return prompt, None
+
+    def _resolve(self, followed: _Followed) -> bool:
+        """Take the lookup's answer if it is there in time. False: not yet. Too late is a miss; a hit that comes then is let go."""
+        assert followed.lookup is not None
+        try:
+            prompt, hit = followed.lookup.result(timeout=_PATIENCE_S)
+        except FutureTimeout:
+            if time.monotonic() - followed.asked_s < self._config.client.call_timeout_s:
+                return False
+            self._let_go(followed)
+            return True
+        followed.lookup = None
+        followed.hit = hit
+        if prompt is not None:
+            followed.tracker = RequestTracker(prompt)
+            followed.tracker.found(hit.num_tokens if hit is not None else 0)
+        return True
+
+    def _let_go(self, followed: _Followed) -> None:
+        if followed.lookup is not None:
+            followed.lookup.add_done_callback(_close_late_hit)
+            followed.lookup = None
+        hit, followed.hit = followed.hit, None
+        if hit is not None and hit.ticket:
+            self._lookups.submit(hit.close)
+
+
+def _close_late_hit(lookup: "Future[tuple[Prompt | None, Hit | None]]") -> None:
+    if not lookup.cancelled() and lookup.exception() is None:
+        _, hit = lookup.result()
+        if hit is not None:
+            hit.close()

@@ -1,0 +1,41 @@
+"""What the scheduler tells the workers to do in one step."""
+
+from dataclasses import dataclass, field
+
+from kvhold.core.keys import ChunkNames
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+
+@dataclass(frozen=True)
+class Load:
+    """Bring a hit into blocks, beside the forward passes.
+
+    ticket:      of the hit, to be claimed by each worker for its shard
+    first_chunk: number of the first chunk needed
+    block_ids:   the engine's blocks, from that chunk's first on; -1 for a block that is not to be written
+    """
+
+    request_id: str
+    ticket: int
+    first_chunk: int
+    block_ids: list[int]
+
+
+@dataclass(frozen=True)
+class Store:
+    """Take chunks out of blocks, after the forward pass that completes them.
+
+    block_ids: the blocks of `names`, in order
+    """
+
+    request_id: str
+    names: ChunkNames
+    block_ids: list[int]
+
+
+@dataclass
+class Steps(KVConnectorMetadata):
+    """One step's work."""
+
+    loads: list[Load] = field(default_factory=list)
+    stores: list[Store] = field(default_factory=list)
