@@ -11,7 +11,7 @@ from importlib import import_module
 import click
 
 from kvhold import __version__
-from kvhold.core.errors import KVHoldError
+from kvhold.core.errors import ConfigError, KVHoldError
 
 _COMMANDS = {
     "serve": ("kvhold.cli.serve", "Run this host's node in the foreground."),
@@ -41,8 +41,11 @@ class _Lazy(click.Group):
 @click.version_option(__version__, message="kvhold %(version)s")
 def cli() -> None:
     """kvhold holds the KV caches of LLM engines, so that no text is prefilled twice."""
+    level = os.environ.get("KVHOLD_LOG_LEVEL", "INFO").upper()
+    if level not in logging.getLevelNamesMapping():
+        raise ConfigError(f"environment: KVHOLD_LOG_LEVEL = {level!r}: must be one of DEBUG, INFO, WARNING, ERROR, CRITICAL")
     logging.basicConfig(
-        level=os.environ.get("KVHOLD_LOG_LEVEL", "INFO").upper(),
+        level=level,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
