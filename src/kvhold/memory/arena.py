@@ -68,7 +68,7 @@ class Arena:
         except OSError as error:
             os.close(fd)
             raise CapacityError(f"ram_bytes: the host refused an arena of {format_size(nbytes)}: {error}") from None
-        log.info("arena of %s, %s pages", format_size(nbytes), "huge" if huge else "normal")
+        log.debug("arena of %s, %s pages", format_size(nbytes), "huge" if huge else "normal")
         return arena
 
     @classmethod
@@ -78,7 +78,11 @@ class Arena:
         if actual < nbytes:
             os.close(fd)
             raise CapacityError(f"the arena has {actual} bytes where {nbytes} were announced")
-        return cls(fd, nbytes, huge)
+        try:
+            return cls(fd, nbytes, huge)
+        except OSError as error:
+            os.close(fd)
+            raise CapacityError(f"the host refused to map an arena of {format_size(nbytes)}: {error}") from None
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Bytes of the arena, writable, not copied."""
@@ -90,7 +94,7 @@ class Arena:
         return ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     def close(self) -> None:
-        """Give up the mapping. While views of it are alive, the memory stays mapped and goes with the last of them."""
+        """Give up the mapping. While views of it are alive, the memory stays mapped and goes with the last of them. Idempotent."""
         if self.fd < 0:
             return
         os.close(self.fd)
@@ -100,6 +104,9 @@ class Arena:
             self._map.close()
         except BufferError:
             log.debug("the arena is still viewed; it goes with its last view")
+        # A closed arena that somebody still refers to must not be what keeps the memory.
+        self.buffer = memoryview(b"")
+        del self._map
 
     def __enter__(self) -> Self:
         return self
@@ -109,7 +116,7 @@ class Arena:
 
 
 class Toucher:
-    """Faults in an arena's pages from a thread of its own, in order, and says how far it is."""
+    """Faults in an arena's pages from a thread of its own, in order, and says how far it is. Stopped before the arena is closed."""
 
     def __init__(self, arena: Arena, on_progress: Callable[[int], None] | None = None) -> None:
         self._arena = arena

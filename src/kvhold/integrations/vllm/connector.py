@@ -4,23 +4,24 @@ The scheduler's process has one with a SchedulerSide, each worker's one with a W
 sides answer a lost node with "nothing found" and "failed blocks", which vLLM recomputes.
 """
 
+import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from kvhold.core.config import load_config
-from kvhold.integrations.vllm.scheduler import SchedulerSide
-from kvhold.integrations.vllm.space import namespace_of
-from kvhold.integrations.vllm.steps import Steps
-from kvhold.integrations.vllm.worker import WorkerSide
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
 )
 
+from kvhold.core.config import load_config
+from kvhold.integrations.vllm.scheduler import SchedulerSide
+from kvhold.integrations.vllm.space import namespace_of
+from kvhold.integrations.vllm.steps import Steps
+from kvhold.integrations.vllm.worker import WorkerSide
+
 if TYPE_CHECKING:
     import torch
-
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
@@ -37,6 +38,7 @@ class KVHoldConnector(KVConnectorBase_V1):
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         """Raises LayoutError for a set-up that is not supported, ConfigError for bad settings, NodeError when no node can be had."""
         super().__init__(vllm_config, role, kv_cache_config)
+        _log_like_vllm()
         transfer = vllm_config.kv_transfer_config
         # vLLM's default for a failed load is to fail the request. A cache must not do that: what did not arrive is computed.
         # vLLM reads this setting after it has made its connector.
@@ -130,3 +132,12 @@ class KVHoldConnector(KVConnectorBase_V1):
         steps = self._get_connector_metadata()
         assert isinstance(steps, Steps)
         return steps
+
+
+def _log_like_vllm() -> None:
+    """Our lines beside vLLM's, in its form and at its level, unless the user has set up logging for us."""
+    ours, theirs = logging.getLogger("kvhold"), logging.getLogger("vllm")
+    if not ours.handlers and theirs.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)
+        ours.propagate = False

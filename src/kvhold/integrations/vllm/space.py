@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-
 import vllm
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
 from kvhold.core.encoding import canonical
 from kvhold.core.errors import LayoutError
 from kvhold.core.keys import Namespace, Prompt
 from kvhold.core.layout import Group, Layout
-from vllm.platforms import current_platform
-from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from kvhold.core.keys import ChunkNames
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+from kvhold.core.keys import ChunkNames
 
 
 @dataclass(frozen=True)

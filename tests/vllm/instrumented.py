@@ -1,0 +1,110 @@
+"""The real connector with a witness beside it, for tests: loaded by an engine through `kv_connector_module_path`.
+
+TEST_LEDGER names a folder. After each store the witness reads the engine's blocks by itself (torch indexing, none of kvhold's copying) and
+writes their digests under the chunk's hash; after each load it reads the blocks again and compares. What differs goes to `mismatches`,
+what was compared is counted in `compared`.
+
+TEST_PAUSE is "store" or "load": the first such copy stops in its middle (a store between its copy and its commit, a load between its
+claim and its copy), says so by making the file `paused`, and goes on when there is a file `resume`.
+"""
+
+import os
+import time
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvhold.core.api import ABSENT, Loan, Room
+from kvhold.core.keys import HASH_BYTES
+from kvhold.integrations.vllm import connector as real
+from kvhold.integrations.vllm.scheduler import SchedulerSide
+from kvhold.integrations.vllm.steps import Load, Store
+from kvhold.integrations.vllm.worker import WorkerSide
+
+_chunk_hashes: dict[str, list[bytes]] = {}  # request -> hashes of all its chunks; both sides are in one process here
+
+
+class Witness(WorkerSide):
+    """Compares what comes back with what was stored."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._ledger = Path(os.environ["TEST_LEDGER"])
+        self._pause = os.environ.get("TEST_PAUSE", "")
+
+    def register(self, kv_caches: dict[str, Any]) -> None:
+        super().register(kv_caches)
+        self._tensors = [kv_caches[name] for name in self._layer_names]
+
+    def _gather(self, store: Store, room: Room) -> bool:
+        copied = super()._gather(store, room)
+        per_chunk, at = self._blocks_per_chunk, 0
+        for i, num_tokens in enumerate(room.num_tokens):
+            blocks = store.block_ids[at : at + int(num_tokens) // self._namespace.layout.tail_tokens]
+            at += per_chunk
+            if room.chunks().offsets[i] != ABSENT:
+                chunk_hash = store.names.hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]
+                (self._ledger / chunk_hash.hex()).write_bytes(b"".join(map(self._digest, blocks)))
+        self._stop_here("store")
+        return copied
+
+    def _scatter(self, load: Load, loan: Loan) -> None:
+        self._stop_here("load")
+        super()._scatter(load, loan)
+        per_chunk, compared = self._blocks_per_chunk, 0
+        for at, block in enumerate(load.block_ids):
+            if block < 0:
+                continue
+            chunk_hash = _chunk_hashes[load.request_id][load.first_chunk + at // per_chunk]
+            digests = (self._ledger / chunk_hash.hex()).read_bytes()
+            place = at % per_chunk * 16
+            if self._digest(block) != digests[place : place + 16]:
+                with (self._ledger / "mismatches").open("a") as file:
+                    file.write(f"{load.request_id} {chunk_hash.hex()} block {at}\n")
+            compared += 1
+        with (self._ledger / "compared").open("a") as file:
+            file.write(f"{compared}\n")
+
+    @property
+    def _blocks_per_chunk(self) -> int:
+        return self._namespace.layout.tokens_per_chunk // self._namespace.layout.tail_tokens
+
+    def _digest(self, block: int) -> bytes:
+        digest = blake2b(digest_size=16)
+        for tensor in self._tensors:
+            digest.update(np.ascontiguousarray(tensor[block].numpy()).data)
+        return digest.digest()
+
+    def _stop_here(self, where: str) -> None:
+        if self._pause != where:
+            return
+        self._pause = ""
+        (self._ledger / "paused").touch()
+        while not (self._ledger / "resume").exists():
+            time.sleep(0.01)
+
+
+class Announcer(SchedulerSide):
+    """Tells the witness which chunks a load is about."""
+
+    def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
+        followed = self._followed.get(request.request_id)
+        if followed is not None and followed.tracker is not None:
+            prompt = followed.tracker.prompt
+            tail = [prompt.tails[-HASH_BYTES:]] if prompt.tails else []
+            hit = followed.hit.num_tokens if followed.hit is not None else 0
+            if prompt.tails:  # the tail that was found need not be the longest one
+                rest = hit - prompt.num_whole * prompt.namespace.layout.tokens_per_chunk
+                tail = [prompt.tails[i * HASH_BYTES : (i + 1) * HASH_BYTES] for i, n in enumerate(prompt.tail_lengths) if n == rest]
+            _chunk_hashes[request.request_id] = [prompt.hash_at(i) for i in range(prompt.num_whole)] + tail
+        super().allocated(request, blocks, external_tokens)
+
+
+class WatchedConnector(real.KVHoldConnector):
+    """KVHoldConnector with a witness."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        real.WorkerSide, real.SchedulerSide = Witness, Announcer  # type: ignore[misc]
+        super().__init__(*args, **kwargs)

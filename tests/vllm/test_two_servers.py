@@ -1,0 +1,51 @@
+"""Two OpenAI servers on one host, with the connector's name and nothing else configured, share what they compute."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from kvhold.cli.demo.engine import options_for
+from kvhold.cli.demo.models import make_model
+from kvhold.cli.demo.openai_server import OpenAIServer
+from kvhold.cli.demo.prompts import make_prompt
+from kvhold.core.config import ClientConfig
+from kvhold.node import NodeClient
+
+pytestmark = pytest.mark.vllm
+
+CONNECTOR = {"kv_connector": "KVHoldConnector", "kv_role": "kv_both"}
+
+
+@pytest.fixture
+def runtime_folder(tmp_path: Path) -> Iterator[Path]:
+    """Where the default socket is; the node that the servers start is ended."""
+    yield tmp_path
+    path = tmp_path / "kvhold" / "node.sock"
+    if path.exists():
+        with NodeClient(path, ClientConfig(), name="test") as client:
+            client.stop_node()
+
+
+def test_a_prompt_sent_to_one_server_is_a_hit_in_the_other(runtime_folder: Path) -> None:
+    model = make_model("tiny")
+    prompt = make_prompt(model.path, 1500)
+    options = options_for(model, max_model_len=2048, kv_transfer_config=CONNECTOR, num_threads=1)
+    environment = {"XDG_RUNTIME_DIR": str(runtime_folder)}
+    one, two = OpenAIServer(options, environment=environment), OpenAIServer(options, environment=environment)
+    try:
+        with ThreadPoolExecutor(2) as starters:
+            for started in [starters.submit(server.start) for server in (one, two)]:
+                started.result()
+        cold = one.complete(prompt, max_tokens=12)
+        warm = two.complete(prompt, max_tokens=12)
+        assert warm.token_ids == cold.token_ids
+        assert warm.text == cold.text
+        assert cold.num_cached_tokens == 0
+        assert warm.num_cached_tokens == 1500 // 128 * 128
+        assert two.metric("vllm:external_prefix_cache_hits_total") == 1500 // 128 * 128
+        assert one.metric("vllm:external_prefix_cache_hits_total") == 0
+    finally:
+        one.stop()
+        two.stop()
