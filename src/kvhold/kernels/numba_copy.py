@@ -1,0 +1,261 @@
+"""The copy in host memory: compiled loops over raw addresses, without the GIL, on as many threads as the caller allows.
+
+The work is `layers x planes x runs` tiles. Every thread takes the next few tiles from one atomic counter until there are none, so a thread
+that the host delays, or never starts, costs only its share. The threads are our own: numba's pool and torch's OpenMP starve each other.
+
+Two ways to move a piece. A call of memcpy leaves the bytes in the cache. Streaming stores do not read the lines that they overwrite, which
+is what libc's memcpy does too beyond a size no single run reaches: worth 10-25% for copies larger than the cache, a loss for small ones.
+"""
+
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from kvhold.kernels.plan import Plan
+
+STREAM_BYTES = 4 << 20  # from this many bytes a call on, streaming stores
+SLICE_BYTES = 1 << 20  # a thread takes about this much at a time; less than two slices are not worth a second thread
+LINE = 64
+LEAD_BYTES = 4 << 10  # how far ahead of a streaming copy its source is fetched
+
+
+def copy(plan: Plan, layers: range, to_arena: bool, threads: int) -> None:
+    """Move the plan's rows of `layers`, to the arena or from it. Arguments were checked by the door. Returns when all bytes are there."""
+    view = plan.view
+    tiles = len(layers) * view.planes * plan.num_runs
+    nbytes = plan.nbytes(len(layers))
+    slices = max(1, min(nbytes // SLICE_BYTES, tiles))
+    threads = min(threads, slices)
+    counter = np.zeros(1, np.int64)
+    heads, head_bytes = (1, view.row_bytes) if view.rows_are_whole else (view.heads, view.head_bytes)
+    arguments = (
+        to_arena,
+        nbytes >= STREAM_BYTES and _on_lines(plan, to_arena),
+        view.runs_are_whole,
+        counter,
+        tiles if threads == 1 else -(-tiles // slices),
+        layers.start * view.planes,
+        layers.stop * view.planes,
+        view.table.reshape(-1),
+        plan.view_offsets,
+        plan.chunks.address,
+        plan.chunk_offsets,
+        plan.plane_strides,
+        plan.rows,
+        view.row_stride,
+        heads,
+        head_bytes,
+        view.head_stride,
+    )
+    helpers = _start(threads - 1, arguments)
+    _copy_tiles(*arguments)
+    for helper in helpers:
+        if not helper.cancel():
+            helper.result()
+
+
+def _on_lines(plan: Plan, to_arena: bool) -> bool:
+    """Whether every piece is whole cache lines where it is written to, as streaming stores want it."""
+    view = plan.view
+    bits = view.row_bytes if view.rows_are_whole else view.head_bytes
+    if to_arena:
+        bits |= int(np.bitwise_or.reduce(plan.chunks.address + plan.chunk_starts[plan.chunk]))
+    else:
+        bits |= view.block_stride | view.row_stride | view.head_stride | int(np.bitwise_or.reduce(view.table, axis=None))
+    return bits % LINE == 0
+
+
+_pool: ThreadPoolExecutor | None = None
+
+
+def _start(helpers: int, arguments: tuple[Any, ...]) -> list["Future[None]"]:
+    global _pool
+    if helpers == 0:
+        return []
+    if _pool is None:
+        _pool = ThreadPoolExecutor(max_workers=os.cpu_count(), thread_name_prefix="kvhold-copy")
+    try:
+        return [_pool.submit(_copy_tiles, *arguments) for _ in range(helpers)]
+    except RuntimeError:  # the interpreter is shutting down: the caller copies alone
+        return []
+
+
+def _forget_pool() -> None:
+    """A forked child has none of its parent's threads."""
+    global _pool
+    _pool = None
+
+
+os.register_at_fork(after_in_child=_forget_pool)
+
+
+# --- compiled --------------------------------------------------------------------------------------------------------------------------
+
+_BYTE = ir.IntType(8).as_pointer()
+_LINE = ir.VectorType(ir.IntType(64), LINE // 8)
+
+
+@intrinsic
+def _memcpy(_: Any, to: Any, source: Any, nbytes: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        target, origin, count = args
+        cgutils.raw_memcpy(builder, builder.inttoptr(target, _BYTE), builder.inttoptr(origin, _BYTE), count, 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), emit
+
+
+@intrinsic
+def _stream_line(_: Any, to: Any, source: Any) -> Any:
+    """Copy LINE bytes; the target is a multiple of LINE."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        target, origin = (builder.inttoptr(address, _LINE.as_pointer()) for address in args)
+        store = builder.store(builder.load(origin, align=1), target, align=LINE)
+        store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
+
+
+@intrinsic
+def _prefetch(_: Any, address: Any) -> Any:
+    """Ask for the line at an address; harmless wherever it points."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        number = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [_BYTE, number, number, number])
+        prefetch = builder.module.declare_intrinsic("llvm.prefetch", (_BYTE,), kind)
+        read, keep, data = (ir.Constant(number, n) for n in (0, 3, 1))
+        builder.call(prefetch, [builder.inttoptr(args[0], _BYTE), read, keep, data])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), emit
+
+
+@intrinsic
+def _take(_: Any, counter: Any, count: Any) -> Any:
+    """Add to an int64 at an address, atomically; the value before."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        address, amount = args
+        return builder.atomic_rmw("add", builder.inttoptr(address, ir.IntType(64).as_pointer()), amount, "monotonic")
+
+    return types.int64(types.int64, types.int64), emit
+
+
+@intrinsic
+def _fence(_: Any) -> Any:
+    """Streaming stores are not ordered before later ones, such as the commit that makes a chunk visible, unless a fence says so."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), emit
+
+
+def _copy_tiles_source(
+    to_arena: bool,
+    stream: bool,
+    runs_are_whole: bool,
+    counter: Any,
+    batch: int,
+    first_plane: int,
+    stop_plane: int,
+    table: Any,
+    view_offsets: Any,
+    base: int,
+    chunk_offsets: Any,
+    plane_strides: Any,
+    rows: Any,
+    row_stride: int,
+    heads: int,
+    head_bytes: int,
+    head_stride: int,
+) -> None:
+    """Copy tiles until the counter runs out. Planes count through the layers; the rest is as in View and Plan."""
+    num_runs = rows.size
+    num_tiles = (stop_plane - first_plane) * num_runs
+    row_bytes = heads * head_bytes
+    source_row, target_row = (row_stride, row_bytes) if to_arena else (row_bytes, row_stride)
+    source_head, target_head = (head_stride, head_bytes) if to_arena else (head_bytes, head_stride)
+    while True:
+        first = _take(counter.ctypes.data, batch)
+        if first >= num_tiles:
+            break
+        stop = min(first + batch, num_tiles)
+        for tile in range(first, stop):
+            plane, run = first_plane + tile // num_runs, tile % num_runs
+            in_view = table[plane] + view_offsets[run]
+            in_arena = base + chunk_offsets[run] + plane * plane_strides[run]
+            source, target = (in_view, in_arena) if to_arena else (in_arena, in_view)
+            if not stream:
+                if runs_are_whole:
+                    _memcpy(target, source, rows[run] * row_bytes)
+                    continue
+                for row in range(rows[run]):
+                    for head in range(heads):
+                        _memcpy(target + row * target_row + head * target_head, source + row * source_row + head * source_head, head_bytes)
+                continue
+            follows = min(tile + 1, stop - 1)
+            plane, follower = first_plane + follows // num_runs, follows % num_runs
+            if to_arena:
+                ahead = table[plane] + view_offsets[follower]
+            else:
+                ahead = base + chunk_offsets[follower] + plane * plane_strides[follower]
+            if runs_are_whole:
+                _stream(target, source, rows[run] * row_bytes, ahead)
+                continue
+            for head in range(heads):
+                wanted = ahead if head == heads - 1 else source + source_head
+                for row in range(rows[run]):
+                    for offset in range(0, head_bytes, LINE):
+                        _prefetch(wanted + row * source_row + offset)
+                        _stream_line(target + row * target_row + offset, source + row * source_row + offset)
+                source += source_head
+                target += target_head
+    if stream:
+        _fence()
+
+
+@njit(inline="always")
+def _stream(target: int, source: int, nbytes: int, ahead: int) -> None:
+    """Copy one piece, fetching what is LEAD_BYTES further on; near the end, the beginning of the piece at `ahead`."""
+    lead = min(LEAD_BYTES, nbytes)
+    for offset in range(0, nbytes - lead, LINE):
+        _prefetch(source + offset + lead)
+        _stream_line(target + offset, source + offset)
+    for offset in range(nbytes - lead, nbytes, LINE):
+        _prefetch(ahead + offset + lead - nbytes)
+        _stream_line(target + offset, source + offset)
+
+
+_int64s = types.Array(types.int64, 1, "C", readonly=True)
+_COPY_TILES = types.void(
+    *(types.boolean,) * 3,
+    types.int64[::1],
+    *(types.int64,) * 3,
+    _int64s,
+    _int64s,
+    types.int64,
+    *(_int64s,) * 3,
+    *(types.int64,) * 4,
+)
+
+
+def _compile() -> Any:
+    """Compiled here and now, from the cache if it can be: the first copy is as fast as the second."""
+    try:
+        return njit(_COPY_TILES, nogil=True, cache=True)(_copy_tiles_source)
+    except (RuntimeError, OSError):  # nowhere to keep the cache
+        return njit(_COPY_TILES, nogil=True)(_copy_tiles_source)
+
+
+_copy_tiles = _compile()

@@ -1,0 +1,214 @@
+"""What to copy where: slots of a view and places in the arena, turned into runs once for all layers.
+
+    chunks = Chunks(arena, offsets, num_tokens)
+    plan = plan_blocks(view, block_ids, chunks)          # whole blocks, the usual case
+    plan = plan_slots(view, slot_mapping, chunks)        # any tokens
+
+A *run* is a stretch of rows that lie in order both in the view and in one chunk. Every bound is checked here, so that a plan, once made,
+reads and writes only inside its view and its chunks. Planning is vectorised numpy on the caller's thread. A plan may be used any number
+of times, whole or a few layers at a time, by one thread after the other.
+"""
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvhold.core.errors import LayoutError
+from kvhold.kernels.view import Int64s, Tensor, View
+
+
+@dataclass(frozen=True, eq=False)
+class Chunks:
+    """Places for chunks in one region of memory, in the order of the tokens.
+
+    base:           uint8 [bytes], contiguous: a numpy array (the arena), or a torch tensor (pinned, or staging on the device)
+    offsets:        int64 [n], where each chunk begins in `base`, in bytes; any alignment
+    num_tokens:     int64 [n]; a chunk is `layers * planes * num_tokens * token_bytes` long (opaque packing: whole blocks)
+    device_address: where the view's device sees `base`, when that is host memory pinned and mapped for it; None if it is not
+    """
+
+    base: Tensor
+    offsets: Int64s
+    num_tokens: Int64s
+    device_address: int | None = None
+
+    def __post_init__(self) -> None:
+        if str(self.base.dtype).removeprefix("torch.") != "uint8" or len(self.base.shape) != 1:
+            raise ValueError(f"chunks.base must be uint8 with one axis; it is {self.base.dtype} {tuple(self.base.shape)}")
+        if not (self.base.flags.c_contiguous if isinstance(self.base, np.ndarray) else self.base.is_contiguous()):
+            raise ValueError("chunks.base must be contiguous")
+        _check_int64s("chunks.offsets", self.offsets)
+        _check_int64s("chunks.num_tokens", self.num_tokens)
+        if self.offsets.size != self.num_tokens.size:
+            raise ValueError(f"chunks.offsets names {self.offsets.size} chunks, chunks.num_tokens {self.num_tokens.size}")
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.base.shape[0])
+
+    @property
+    def device(self) -> str:
+        return "cpu" if isinstance(self.base, np.ndarray) else str(self.base.device)
+
+    @property
+    def address(self) -> int:
+        """Of `base`, on its own device."""
+        return int(self.base.__array_interface__["data"][0] if isinstance(self.base, np.ndarray) else self.base.data_ptr())
+
+    @property
+    def writable(self) -> bool:
+        return bool(self.base.flags.writeable) if isinstance(self.base, np.ndarray) else True
+
+    def address_seen_from(self, device: str) -> int | None:
+        """Of `base`, for code that runs on `device`; None when that device cannot reach it."""
+        return self.address if device == self.device else self.device_address
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Runs, as int64 arrays: run i is `rows[i]` rows, in the view from `slots[i]` on, in chunk `chunk[i]` from its row `first_rows[i]` on.
+
+    memo: what a worker derives from the plan once, such as tables on the device
+    """
+
+    view: View
+    chunks: Chunks
+    chunk: Int64s
+    first_rows: Int64s
+    slots: Int64s
+    rows: Int64s
+    chunk_starts: Int64s  # [chunks], bytes from `chunks.base`
+    chunk_rows: Int64s  # [chunks]
+    memo: dict[object, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def num_runs(self) -> int:
+        return int(self.rows.size)
+
+    @cached_property
+    def num_rows(self) -> int:
+        return int(self.rows.sum())
+
+    def nbytes(self, layers: int) -> int:
+        """Bytes that one gather or scatter of `layers` layers moves."""
+        return layers * self.view.planes * self.num_rows * self.view.row_bytes
+
+    @cached_property
+    def view_offsets(self) -> Int64s:
+        """int64 [runs]: bytes from `table[layer, plane]` to the run's first row."""
+        block, row = np.divmod(self.slots, self.view.rows_per_block)
+        offsets: Int64s = block * self.view.block_stride + row * self.view.row_stride
+        return offsets
+
+    @cached_property
+    def chunk_offsets(self) -> Int64s:
+        """int64 [runs]: bytes from `chunks.base` to the run's first row in layer 0, plane 0."""
+        offsets: Int64s = self.chunk_starts[self.chunk] + self.first_rows * self.view.row_bytes
+        return offsets
+
+    @cached_property
+    def plane_strides(self) -> Int64s:
+        """int64 [runs]: bytes between planes, and so between a layer's last plane and the next layer's first, of the run's chunk."""
+        strides: Int64s = self.chunk_rows[self.chunk] * self.view.row_bytes
+        return strides
+
+
+def plan_slots(view: View, slots: npt.NDArray[np.int64], chunks: Chunks) -> Plan:
+    """Pair slot i with token i of the chunks laid end to end.
+
+    slots: int64 [sum(chunks.num_tokens)]; a negative one is skipped. To scatter, they must differ.
+
+    Raises ValueError for slots or chunks out of bounds, LayoutError for an opaque packing, whose tokens have no slots.
+    """
+    if view.is_opaque:
+        raise LayoutError(f"packing {view.group.packing!r} moves whole blocks; use plan_blocks")
+    _check_int64s("slots", slots)
+    chunk_rows = _chunk_rows(view, chunks)
+    if slots.size != int(chunk_rows.sum()):
+        raise ValueError(f"{slots.size} slots for chunks of {int(chunk_rows.sum())} tokens")
+    if slots.size and int(slots.max()) >= view.num_rows:
+        raise ValueError(f"slot {int(slots.max())} is beyond the {view.num_rows} slots of the view")
+    chunk, row = _numbered(chunk_rows)
+    kept = slots >= 0
+    rows = np.ones(np.count_nonzero(kept), np.int64)
+    return _merged(Plan(view, chunks, chunk[kept], row[kept], slots[kept], rows, chunks.offsets.copy(), chunk_rows))
+
+
+def plan_blocks(view: View, block_ids: npt.NDArray[np.int64], chunks: Chunks) -> Plan:
+    """Fill each chunk from whole blocks; the last block of a chunk may be needed in part.
+
+    block_ids: int64 [sum(ceil(num_tokens / tokens_per_block))]; a negative one is skipped. To scatter, they must differ.
+
+    Raises ValueError for ids or chunks out of bounds.
+    """
+    _check_int64s("block_ids", block_ids)
+    chunk_rows = _chunk_rows(view, chunks)
+    chunk, block = _numbered(-(-chunk_rows // view.rows_per_block))
+    if block_ids.size != chunk.size:
+        raise ValueError(f"{block_ids.size} block ids for chunks of {chunk.size} blocks")
+    if block_ids.size and int(block_ids.max()) >= view.num_blocks:
+        raise ValueError(f"block id {int(block_ids.max())} is beyond the {view.num_blocks} blocks of the view")
+    kept = block_ids >= 0
+    if not kept.all():
+        chunk, block, block_ids = chunk[kept], block[kept], block_ids[kept]
+    first_rows = block * view.rows_per_block
+    rows = np.minimum(view.rows_per_block, chunk_rows[chunk] - first_rows)
+    plan = Plan(view, chunks, chunk, first_rows, block_ids * view.rows_per_block, rows, chunks.offsets.copy(), chunk_rows)
+    return _merged(plan) if view.is_flat else plan
+
+
+def _chunk_rows(view: View, chunks: Chunks) -> Int64s:
+    """int64 [chunks]: rows of each chunk. Raises ValueError unless every chunk lies inside `chunks.base`; cannot overflow."""
+    if not chunks.offsets.size:
+        return chunks.num_tokens
+    if int(chunks.num_tokens.min()) < 0:
+        raise ValueError(f"chunks.num_tokens holds {int(chunks.num_tokens.min())}; it must be 0 or more")
+    if int(chunks.num_tokens.max()) > chunks.nbytes:
+        raise ValueError(f"a chunk of {int(chunks.num_tokens.max())} tokens cannot lie in {chunks.nbytes} bytes")
+    tokens_per_row = view.tokens_per_block if view.is_opaque else 1
+    rows = -(-chunks.num_tokens // tokens_per_row)
+    bytes_per_row = view.layers * view.planes * view.row_bytes
+    room = (chunks.nbytes - chunks.offsets) // bytes_per_row
+    outside = (chunks.offsets < 0) | (chunks.offsets > chunks.nbytes) | (rows > room)
+    if outside.any():
+        first = int(np.flatnonzero(outside)[0])
+        raise ValueError(
+            f"chunk {first} at offset {int(chunks.offsets[first])} with {int(chunks.num_tokens[first])} tokens "
+            f"({int(rows[first]) * bytes_per_row} bytes) is not inside the {chunks.nbytes} bytes of chunks.base"
+        )
+    return rows
+
+
+def _numbered(counts: Int64s) -> tuple[Int64s, Int64s]:
+    """For `counts` of things per chunk, two int64 [sum(counts)]: the chunk of each thing, and its number inside that chunk."""
+    chunk = np.repeat(np.arange(counts.size, dtype=np.int64), counts)
+    firsts = np.cumsum(counts) - counts
+    return chunk, np.arange(chunk.size, dtype=np.int64) - firsts[chunk]
+
+
+def _merged(plan: Plan) -> Plan:
+    """The same rows in as few runs as there can be."""
+    if plan.num_runs < 2:
+        return plan
+    rows = plan.rows[:-1]
+    joins = plan.slots[1:] == plan.slots[:-1] + rows
+    joins &= plan.chunk[1:] == plan.chunk[:-1]
+    joins &= plan.first_rows[1:] == plan.first_rows[:-1] + rows
+    if not plan.view.is_flat:
+        joins &= plan.slots[1:] % plan.view.rows_per_block != 0
+    first = np.concatenate((np.zeros(1, np.int64), np.flatnonzero(~joins) + 1))
+    return replace(
+        plan,
+        chunk=plan.chunk[first],
+        first_rows=plan.first_rows[first],
+        slots=plan.slots[first],
+        rows=np.add.reduceat(plan.rows, first),
+    )
+
+
+def _check_int64s(name: str, values: object) -> None:
+    if not isinstance(values, np.ndarray) or values.dtype != np.int64 or values.ndim != 1:
+        raise ValueError(f"{name} must be a numpy array of int64 with one axis")
