@@ -11,7 +11,7 @@ Nothing here infers an axis from a tensor's rank; every number is stated.
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from typing import Literal
+from typing import Literal, get_args
 
 from kvhold.core.encoding import canonical
 from kvhold.core.errors import LayoutError
@@ -29,6 +29,7 @@ DTYPE_BYTES = {
 }
 
 CANONICAL = "canonical"
+MOST_LAYERS = 4096  # what a frame's header can name
 
 Attention = Literal["full", "sliding", "state"]
 
@@ -63,11 +64,19 @@ class Group:
                 raise LayoutError(f"group.{field} is {getattr(self, field)}; it must be 1 or more")
         if self.dtype not in DTYPE_BYTES:
             raise LayoutError(f"group.dtype {self.dtype!r} is unknown; known are {', '.join(DTYPE_BYTES)}")
-        if (self.attention == "sliding") != (self.window > 0):
+        if self.attention not in get_args(Attention):
+            raise LayoutError(f"group.attention {self.attention!r} is unknown; known are {', '.join(get_args(Attention))}")
+        if self.window < 0 or (self.attention == "sliding") != (self.window > 0):
             raise LayoutError(f"group.window is {self.window} with attention {self.attention!r}; only sliding attention has a window")
+        if not 0 < len(self.packing) <= 32 or not all("!" <= letter <= "~" for letter in self.packing):
+            raise LayoutError(f"group.packing {self.packing!r} must be {CANONICAL!r} or an engine's packing by 1 to 32 visible ASCII characters")
+        if self.layers > MOST_LAYERS:
+            raise LayoutError(f"group.layers is {self.layers}; it must be at most {MOST_LAYERS}")
         opaque = self.packing != CANONICAL
-        if opaque != (self.block_tokens > 0) or opaque != (self.block_bytes > 0):
-            raise LayoutError(f"packing {self.packing!r}: block_tokens and block_bytes are given for opaque packings, and only for them")
+        for field in ("block_tokens", "block_bytes"):
+            if (getattr(self, field) > 0) != opaque or getattr(self, field) < 0:
+                value = getattr(self, field)
+                raise LayoutError(f"group.{field} is {value} with packing {self.packing!r}; opaque packings have it, and only they")
 
     @property
     def token_bytes(self) -> int:

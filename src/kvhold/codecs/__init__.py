@@ -1,0 +1,44 @@
+"""Chunk to frame and back: `base.py` the contract of a codec, one file a codec, `frame.py` the format of what leaves the arena.
+
+frame = frame_chunk(chunk, make_codec("raw"), key=key, layout=layout, num_tokens=256, first_token=0)
+unframe_chunk(received, into, key=key, layout=layout, num_tokens=256)
+"""
+
+from kvhold.codecs.base import Codec
+from kvhold.codecs.chunk import Frame, frame_chunk, max_frame_bytes, unframe_chunk, unframe_layer, unframe_payload
+from kvhold.codecs.frame import (
+    FrameHeader,
+    FrameSize,
+    check_identity,
+    encode_header,
+    header_size,
+    read_header,
+    read_size,
+    verify,
+    verify_layer,
+)
+from kvhold.codecs.raw import Raw
+from kvhold.codecs.registry import codec_names, find_codec, make_codec
+
+__all__ = [
+    "Codec",
+    "Frame",
+    "FrameHeader",
+    "FrameSize",
+    "Raw",
+    "check_identity",
+    "codec_names",
+    "encode_header",
+    "find_codec",
+    "frame_chunk",
+    "header_size",
+    "make_codec",
+    "max_frame_bytes",
+    "read_header",
+    "read_size",
+    "unframe_chunk",
+    "unframe_layer",
+    "unframe_payload",
+    "verify",
+    "verify_layer",
+]

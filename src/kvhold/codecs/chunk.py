@@ -1,0 +1,198 @@
+"""A whole chunk to a frame and back, through any codec.
+
+    frame = frame_chunk(chunk, codec, key=key, layout=layout, num_tokens=256, first_token=512)
+    os.writev(file, frame.parts)                                      # raw: the chunk's own memory, no copy
+    unframe_chunk(buffer, into, key=key, layout=layout, num_tokens=256)
+
+    header = read_header(start)                                       # layerwise: the header, then ranges in any order
+    unframe_layer(header, 3, arrived, into[a:b], layout=layout)
+
+A reader that lets a raw payload land in its destination calls `verify` on it there, and nothing is copied. Any thread, off an engine's
+path; the bytes are hashed and copied with the GIL released, a layer at a time, so that each is still in a core's cache for the second.
+"""
+
+from dataclasses import dataclass
+from operator import index
+
+from kvhold.codecs.base import Codec
+from kvhold.codecs.frame import (
+    ALIGNMENT,
+    RAW,
+    FrameHeader,
+    check_identity,
+    checksum,
+    encode_header,
+    group_of,
+    header_size,
+    layer_shape,
+    read_header,
+    verify_layer,
+)
+from kvhold.codecs.registry import FindCodec, find_codec
+from kvhold.core.errors import FrameError, LayoutError
+from kvhold.core.layout import Layout
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A frame to be written: header, then payload."""
+
+    fields: FrameHeader
+    header: memoryview
+    payload: memoryview
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both."""
+        return len(self.header) + len(self.payload)
+
+    @property
+    def parts(self) -> tuple[memoryview, memoryview]:
+        """What to write, end to end."""
+        return self.header, self.payload
+
+
+def max_frame_bytes(codec: Codec, layout: Layout, group: int, num_tokens: int, *, align: int = ALIGNMENT) -> int:
+    """The most bytes that a frame of such a chunk can have: the size of the `out` that frame_chunk wants."""
+    layers = layout.groups[group].layers
+    rank = len(layer_shape(layout, group, num_tokens)[1])
+    return header_size(rank=rank, num_layers=layers, align=align) + layers * codec.max_size(layout, group, num_tokens)
+
+
+def frame_chunk(
+    chunk: memoryview,
+    codec: Codec,
+    *,
+    key: bytes,
+    layout: Layout,
+    num_tokens: int,
+    first_token: int,
+    out: memoryview | None = None,
+    align: int = ALIGNMENT,
+) -> Frame:
+    """Encode and frame one chunk.
+
+    chunk: `layout.chunk_bytes(group, num_tokens)` bytes of the group that `key` names; not changed, and not to be changed while the
+           frame is in use: a raw frame's payload is this memory
+    out:   at least `max_frame_bytes`; the frame then lies in `out[:frame.nbytes]`, in one piece. Without it raw copies nothing, and
+           any other codec writes into memory of its own
+    align: the payload begins at a multiple of it, a multiple of 8; direct I/O wants 4096
+
+    Raises LayoutError if the chunk does not fit the layout or the codec does not accept the group, ValueError for an `out` too small.
+    """
+    group = group_of(key, layout)
+    layout.check_tokens(num_tokens)
+    plain, size = memoryview(chunk).cast("B"), layout.chunk_bytes(group, num_tokens)
+    if len(plain) != size:
+        raise LayoutError(f"a chunk of {len(plain)} bytes; {num_tokens} tokens of group {group} have {size}")
+    if not codec.accepts(layout, group):
+        raise LayoutError(f"codec {codec.name!r} does not accept group {group}")
+
+    dtype, shape = layer_shape(layout, group, num_tokens)
+    header_bytes = header_size(rank=len(shape), num_layers=layout.groups[group].layers, align=align)
+    target = _target(codec, layout, group, num_tokens, align, out)
+    payload = plain if target is None else target[header_bytes:]
+    lengths, checksums, end = [], [], 0
+    for layer in range(layout.groups[group].layers):
+        start, length = layout.layer_range(group, layer, num_tokens)
+        if target is not None:
+            length = _encode_layer(codec, plain[start : start + length], payload[end:], layout, group, layer, num_tokens)
+        lengths.append(length)
+        checksums.append(checksum(payload[end : end + length]))
+        end += length
+
+    fields = FrameHeader(
+        key=key,
+        layout=layout.fingerprint,
+        num_tokens=num_tokens,
+        first_token=first_token,
+        codec=codec.name,
+        packing=layout.groups[group].packing,
+        dtype=dtype,
+        shape=shape,
+        lengths=tuple(lengths),
+        checksums=tuple(checksums),
+        header_bytes=header_bytes,
+    )
+    head = memoryview(encode_header(fields))
+    if target is not None:
+        target[:header_bytes] = head
+        head = target[:header_bytes]
+    return Frame(fields, head, payload[:end])
+
+
+def unframe_chunk(
+    frame: memoryview,
+    into: memoryview,
+    *,
+    key: bytes,
+    layout: Layout,
+    num_tokens: int,
+    first_token: int | None = None,
+    find: FindCodec = find_codec,
+) -> FrameHeader:
+    """Check and decode one whole frame.
+
+    frame: exactly the frame, nothing before or behind it
+    into:  `layout.chunk_bytes(group, num_tokens)` bytes; what is in them after a FrameError is undefined, so publish nothing before
+    find:  where codecs are looked up
+
+    Raises FrameError; ValueError for an `into` of the wrong size.
+    """
+    view = memoryview(frame).cast("B")
+    header = read_header(view, frame_bytes=len(view))
+    check_identity(header, key=key, layout=layout, num_tokens=num_tokens, first_token=first_token)
+    unframe_payload(header, view[header.header_bytes :], into, layout=layout, find=find)
+    return header
+
+
+def unframe_payload(header: FrameHeader, payload: memoryview, into: memoryview, *, layout: Layout, find: FindCodec = find_codec) -> None:
+    """Verify and decode all layers; `check_identity` has passed. `into` and errors as for unframe_chunk."""
+    view, target = memoryview(payload).cast("B"), memoryview(into).cast("B")
+    if len(view) != header.payload_bytes:
+        raise FrameError("length", f"a payload of {len(view)} bytes, stated are {header.payload_bytes}")
+    size = header.layer_bytes
+    if len(target) != size * len(header.lengths):
+        raise ValueError(f"into has {len(target)} bytes, the chunk {size * len(header.lengths)}")
+    for layer, (offset, length) in enumerate(zip(header.offsets, header.lengths, strict=True)):
+        unframe_layer(header, layer, view[offset : offset + length], target[layer * size : (layer + 1) * size], layout=layout, find=find)
+
+
+def unframe_layer(
+    header: FrameHeader, layer: int, encoded: memoryview, into: memoryview, *, layout: Layout, find: FindCodec = find_codec
+) -> None:
+    """Verify and decode one layer; `check_identity` has passed.
+
+    encoded: the bytes at `header.layer_range(layer)`
+    into:    `header.layer_bytes` bytes
+
+    Raises FrameError; ValueError for an `into` of the wrong size.
+    """
+    source, target = memoryview(encoded).cast("B"), memoryview(into).cast("B")
+    if len(target) != header.layer_bytes:
+        raise ValueError(f"into has {len(target)} bytes, a layer {header.layer_bytes}")
+    codec, group = find(header.codec), group_of(header.key, layout)
+    if codec is None or not codec.accepts(layout, group):
+        raise FrameError("version", f"codec {header.codec!r} is not known here, or not for this layout")
+    verify_layer(header, layer, source)
+    codec.decode(source, target, layout=layout, group=group, layer=layer, num_tokens=header.num_tokens)
+
+
+def _target(codec: Codec, layout: Layout, group: int, num_tokens: int, align: int, out: memoryview | None) -> memoryview | None:
+    """Where header and payload go: `out`, or memory of our own, or (raw) nowhere."""
+    if out is None and codec.name == RAW:
+        return None
+    most = max_frame_bytes(codec, layout, group, num_tokens, align=align)
+    if out is None:
+        return memoryview(bytearray(most))
+    if len(target := memoryview(out).cast("B")) < most:
+        raise ValueError(f"out has {len(target)} bytes, the frame may need {most}")
+    return target
+
+
+def _encode_layer(codec: Codec, plain: memoryview, out: memoryview, layout: Layout, group: int, layer: int, num_tokens: int) -> int:
+    most = codec.max_size(layout, group, num_tokens)
+    length = index(codec.encode(plain, out[:most], layout=layout, group=group, layer=layer, num_tokens=num_tokens))
+    if not 0 <= length <= most:
+        raise ValueError(f"codec {codec.name!r} says that layer {layer} took {length} of {most} bytes")
+    return length

@@ -1,0 +1,316 @@
+"""The frame: the one format of a chunk that leaves the arena, on disks and on wires.
+
+    head = encode_header(FrameHeader(key=key, layout=layout.fingerprint, ..., lengths=lengths, checksums=checksums, header_bytes=n))
+    header = read_header(buffer, frame_bytes=size)                      # whatever arrived: FrameError, or all of it checked
+    check_identity(header, key=key, layout=layout, num_tokens=256)      # is it what was asked for?
+    verify(header, payload)                                             # or verify_layer, for one layer's range
+
+docs/format.md states every byte. One frame is one chunk of one group, since a group has its own key, dtype and shape. Each layer has its
+checksum in the header, so that a layer can be read and trusted alone. Everything is checked before anything is copied, and what reading
+allocates is in proportion to the header that was given. Checksums find accidents, not forgers: who may write a tier can write a frame.
+
+Pure functions over buffers; any thread; xxhash releases the GIL. Encoding and decoding of layers is `kvhold.codecs.chunk`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from math import prod
+from struct import Struct, pack, unpack_from
+from typing import TypeAlias
+
+from xxhash import xxh3_64_intdigest
+
+from kvhold.core.errors import FrameError, FrameReason, LayoutError
+from kvhold.core.keys import KEY_BYTES
+from kvhold.core.layout import CANONICAL, DTYPE_BYTES, Layout
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+MAGIC = b"\x89kvhold\n"  # not text, and broken by whoever rewrites line ends or strips the eighth bit
+VERSION = 1
+RAW = "raw"  # the codec whose layers are the chunk's own bytes
+PREFIX_BYTES = 24  # as far as the two lengths
+ALIGNMENT = 64
+
+MAX_RANK = 8
+MAX_LAYERS = 4096
+MAX_HEADER_BYTES = 1 << 17
+MAX_CHUNK_BYTES = 1 << 36  # encoded, and decoded
+CODEC_BYTES = 16
+PACKING_BYTES = 32
+
+_PREFIX = Struct("<8sHHIQ")  # magic, version, flags, header_bytes, payload_bytes
+_FIXED = Struct("<16s40sqIIQ16s16s32sQ")  # from the layout's fingerprint to the rank
+_SHAPE_AT = PREFIX_BYTES + _FIXED.size
+_ROW_BYTES = 24  # offset, length, checksum
+_CHECKSUM = Struct("<Q")
+_INT64, _UINT32, _UINT64 = 1 << 63, 1 << 32, 1 << 64
+
+
+@dataclass(frozen=True)
+class FrameSize:
+    """What the first PREFIX_BYTES of a frame say; within bounds, but not yet covered by a checksum."""
+
+    header_bytes: int
+    payload_bytes: int
+
+
+@dataclass(frozen=True)
+class FrameHeader:
+    """What a frame says of its chunk.
+
+    key:          KEY_BYTES; it names namespace, tokens, group and shard
+    layout:       16 bytes, the fingerprint of the layout
+    num_tokens:   tokens in the chunk
+    first_token:  position in the prompt of the first one, for which the keys are rotated
+    codec:        how a layer was encoded
+    packing:      which axes `shape` has: CANONICAL is [planes, tokens, heads, head_dim], an engine's own is [blocks, block_bytes] of uint8
+    dtype, shape: of one decoded layer
+    lengths:      [layers] bytes of each encoded layer; they lie end to end in the payload
+    checksums:    [layers] xxh3_64 of each encoded layer
+    header_bytes: where the payload begins
+    """
+
+    key: bytes
+    layout: bytes
+    num_tokens: int
+    first_token: int
+    codec: str
+    packing: str
+    dtype: str
+    shape: tuple[int, ...]
+    lengths: tuple[int, ...]
+    checksums: tuple[int, ...]
+    header_bytes: int
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """[layers] where each encoded layer begins, counted from the payload's begin."""
+        return tuple(accumulate(self.lengths[:-1], initial=0))
+
+    @cached_property
+    def payload_bytes(self) -> int:
+        """Bytes of all encoded layers."""
+        return sum(self.lengths)
+
+    @property
+    def frame_bytes(self) -> int:
+        """Bytes of header and payload."""
+        return self.header_bytes + self.payload_bytes
+
+    @cached_property
+    def layer_bytes(self) -> int:
+        """Bytes of one decoded layer."""
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+    def layer_range(self, layer: int) -> tuple[int, int]:
+        """`(offset, length)` in bytes of an encoded layer, the offset counted from the frame's begin: what a range read asks for."""
+        return self.header_bytes + self.offsets[layer], self.lengths[layer]
+
+
+def layer_shape(layout: Layout, group: int, num_tokens: int) -> tuple[str, tuple[int, ...]]:
+    """`(dtype, shape)` of one layer of a chunk, as a frame states it. An opaque packing is bytes, whatever its elements are."""
+    place = layout.groups[group]
+    if place.packing == CANONICAL:
+        return place.dtype, (place.planes, num_tokens, place.heads, place.head_dim)
+    return "uint8", (place.layer_bytes(num_tokens) // place.block_bytes, place.block_bytes)
+
+
+def header_size(*, rank: int, num_layers: int, align: int = ALIGNMENT) -> int:
+    """Bytes of a header, padded so that the payload begins at a multiple of `align` (itself a multiple of 8, or ValueError)."""
+    if align < 8 or align % 8:
+        raise ValueError(f"align is {align}; it must be a multiple of 8")
+    least = _SHAPE_AT + 8 * rank + _ROW_BYTES * num_layers + _CHECKSUM.size
+    return -(-least // align) * align
+
+
+def group_of(key: bytes, layout: Layout) -> int:
+    """The group that `key` names. Raises ValueError for what is no key, LayoutError if the layout has no such group."""
+    if len(key) != KEY_BYTES:
+        raise ValueError(f"a key has {KEY_BYTES} bytes, this has {len(key)}")
+    group = int.from_bytes(key[-4:-2], "little")
+    if group >= len(layout.groups):
+        raise LayoutError(f"the key names group {group}, the layout has {len(layout.groups)}")
+    return group
+
+
+def checksum(data: Buffer) -> int:
+    """xxh3_64 without a seed."""
+    return xxh3_64_intdigest(data)
+
+
+def encode_header(header: FrameHeader) -> bytes:
+    """The header's `header_bytes` bytes; the payload follows them. Raises ValueError for what no reader would accept."""
+    if fault := _fault(header):
+        raise ValueError(f"not a frame's header: {fault[1]}")
+    table = [0] * (3 * len(header.lengths))
+    table[0::3], table[1::3], table[2::3] = header.offsets, header.lengths, header.checksums
+    numbers = (*header.shape, *table)
+    head = b"".join(
+        (
+            _PREFIX.pack(MAGIC, VERSION, 0, header.header_bytes, header.payload_bytes),
+            _FIXED.pack(
+                header.layout,
+                header.key,
+                header.first_token,
+                header.num_tokens,
+                len(header.lengths),
+                header.layer_bytes,
+                header.codec.encode(),
+                header.dtype.encode(),
+                header.packing.encode(),
+                len(header.shape),
+            ),
+            pack(f"<{len(numbers)}Q", *numbers),
+        )
+    ).ljust(header.header_bytes - _CHECKSUM.size, b"\0")
+    return head + _CHECKSUM.pack(checksum(head))
+
+
+def read_size(prefix: Buffer) -> FrameSize:
+    """The lengths that the first PREFIX_BYTES state, for a reader that does not know how much to fetch. Raises FrameError."""
+    if len(prefix) < PREFIX_BYTES:
+        raise FrameError("length", f"{len(prefix)} bytes; a frame begins with {PREFIX_BYTES}")
+    magic, version, flags, header_bytes, payload_bytes = _PREFIX.unpack_from(prefix)
+    if magic != MAGIC:
+        raise FrameError("magic", f"it begins with {bytes(prefix[: len(MAGIC)]).hex()}")
+    if version != VERSION:
+        raise FrameError("version", f"version {version}; this reader knows {VERSION}")
+    if flags:
+        raise FrameError("version", f"flags {flags:#06x}; version {VERSION} has none")
+    if not header_size(rank=1, num_layers=1, align=8) <= header_bytes <= MAX_HEADER_BYTES or header_bytes % 8:
+        raise FrameError("length", f"a header of {header_bytes} bytes")
+    if payload_bytes > MAX_CHUNK_BYTES:
+        raise FrameError("length", f"a payload of {payload_bytes} bytes; at most {MAX_CHUNK_BYTES}")
+    return FrameSize(header_bytes, payload_bytes)
+
+
+def read_header(buffer: Buffer, *, frame_bytes: int | None = None) -> FrameHeader:
+    """Check and take apart a header.
+
+    buffer:      begins with the whole header; what follows it is not looked at
+    frame_bytes: the size of the whole frame where it is known, so that one cut short or padded is found before its payload is fetched
+
+    Raises FrameError.
+    """
+    view = memoryview(buffer).cast("B")
+    size = read_size(view[:PREFIX_BYTES])
+    if frame_bytes is not None and frame_bytes != size.header_bytes + size.payload_bytes:
+        raise FrameError("length", f"{frame_bytes} bytes; header and payload are {size.header_bytes} and {size.payload_bytes}")
+    if len(view) < size.header_bytes:
+        raise FrameError("length", f"{len(view)} bytes of a header of {size.header_bytes}")
+    end = size.header_bytes - _CHECKSUM.size
+    if _CHECKSUM.unpack_from(view, end)[0] != checksum(view[:end]):
+        raise FrameError("checksum", "of the header")
+
+    layout, key, first_token, num_tokens, num_layers, layer_bytes, codec, dtype, packing, rank = _FIXED.unpack_from(view, PREFIX_BYTES)
+    table_at = _SHAPE_AT + 8 * rank
+    table_end = table_at + _ROW_BYTES * num_layers
+    if table_end > end:
+        raise FrameError("length", f"a header of {size.header_bytes} bytes with rank {rank} and {num_layers} layers")
+    if bytes(view[table_end:end]).strip(b"\0"):
+        raise FrameError("length", "the header's padding is not zero")
+    numbers = unpack_from(f"<{rank + 3 * num_layers}Q", view, _SHAPE_AT)
+    header = FrameHeader(
+        key=key,
+        layout=layout,
+        num_tokens=num_tokens,
+        first_token=first_token,
+        codec=_text(codec),
+        packing=_text(packing),
+        dtype=_text(dtype),
+        shape=numbers[:rank],
+        lengths=numbers[rank + 1 :: 3],
+        checksums=numbers[rank + 2 :: 3],
+        header_bytes=size.header_bytes,
+    )
+    if fault := _fault(header):
+        raise FrameError(*fault)
+    if layer_bytes != header.layer_bytes:
+        raise FrameError("length", f"layers of {layer_bytes} bytes; {header.dtype} {list(header.shape)} has {header.layer_bytes}")
+    if numbers[rank::3] != header.offsets or size.payload_bytes != header.payload_bytes:
+        raise FrameError("length", f"the layers do not lie end to end in a payload of {size.payload_bytes} bytes")
+    return header
+
+
+def check_identity(header: FrameHeader, *, key: bytes, layout: Layout, num_tokens: int, first_token: int | None = None) -> None:
+    """Raise FrameError("identity") unless `header` is of the chunk that was asked for.
+
+    first_token: where the prompt's position matters to the caller; a chunk found by its own tokens alone may be from anywhere
+    """
+    group = group_of(key, layout)
+    if header.key != key:
+        raise FrameError("identity", f"the key is {header.key.hex()}, asked was {key.hex()}")
+    if header.layout != layout.fingerprint:
+        raise FrameError("identity", f"the layout is {header.layout.hex()}, asked was {layout.fingerprint.hex()}")
+    if header.num_tokens != num_tokens:
+        raise FrameError("identity", f"{header.num_tokens} tokens, asked was {num_tokens}")
+    if first_token is not None and header.first_token != first_token:
+        raise FrameError("identity", f"first token {header.first_token}, asked was {first_token}")
+    found = (len(header.lengths), header.packing, header.dtype, header.shape)
+    expected = (layout.groups[group].layers, layout.groups[group].packing, *layer_shape(layout, group, num_tokens))
+    if found != expected:
+        raise FrameError("identity", f"layers, packing, dtype and shape are {found}, the layout has {expected}")
+
+
+def verify_layer(header: FrameHeader, layer: int, encoded: Buffer) -> None:
+    """Raise FrameError unless `encoded` is the layer that `header` describes."""
+    if len(encoded) != header.lengths[layer]:
+        raise FrameError("length", f"layer {layer} is {len(encoded)} bytes of {header.lengths[layer]}")
+    if checksum(encoded) != header.checksums[layer]:
+        raise FrameError("checksum", f"of layer {layer}")
+
+
+def verify(header: FrameHeader, payload: Buffer) -> None:
+    """Raise FrameError unless `payload` is what `header` describes, all layers of it."""
+    view = memoryview(payload).cast("B")
+    if len(view) != header.payload_bytes:
+        raise FrameError("length", f"a payload of {len(view)} bytes, stated are {header.payload_bytes}")
+    for layer, (offset, length) in enumerate(zip(header.offsets, header.lengths, strict=True)):
+        verify_layer(header, layer, view[offset : offset + length])
+
+
+def _fault(header: FrameHeader) -> tuple[FrameReason, str] | None:
+    """What is wrong with a header's values, whoever made them."""
+    if not header.num_tokens or not 0 <= header.first_token < _INT64 or not header.num_tokens < _UINT32:
+        return "length", f"{header.num_tokens} tokens from {header.first_token} on"
+    if header.dtype not in DTYPE_BYTES:
+        return "version", f"dtype {header.dtype!r} is unknown"
+    if not _is_name(header.codec, CODEC_BYTES) or not _is_name(header.packing, PACKING_BYTES):
+        return (
+            "version",
+            f"codec {header.codec!r}, packing {header.packing!r}; names are visible ASCII, {CODEC_BYTES} and {PACKING_BYTES} bytes",
+        )
+    if len(header.key) != KEY_BYTES or len(header.layout) != 16:
+        return "length", f"key and layout have {len(header.key)} and {len(header.layout)} bytes"
+    return _fault_of_sizes(header)
+
+
+def _fault_of_sizes(header: FrameHeader) -> tuple[FrameReason, str] | None:
+    layers, rank = len(header.lengths), len(header.shape)
+    if not 1 <= rank <= MAX_RANK or not 1 <= layers <= MAX_LAYERS or layers != len(header.checksums):
+        return "length", f"rank {rank}, {layers} layers, {len(header.checksums)} checksums"
+    if min(header.shape) < 1 or layers * header.layer_bytes > MAX_CHUNK_BYTES:
+        return "length", f"{layers} layers of {header.dtype} {list(header.shape)}"
+    if min(header.lengths) < 0 or header.payload_bytes > MAX_CHUNK_BYTES or not _fit(header.checksums):
+        return "length", f"a payload of {header.payload_bytes} bytes"
+    if header.codec == RAW and header.lengths.count(header.layer_bytes) != layers:
+        return "length", f"raw layers are {header.layer_bytes} bytes each"
+    if not header_size(rank=rank, num_layers=layers, align=8) <= header.header_bytes <= MAX_HEADER_BYTES or header.header_bytes % 8:
+        return "length", f"a header of {header.header_bytes} bytes with rank {rank} and {layers} layers"
+    return None
+
+
+def _fit(numbers: Sequence[int]) -> bool:
+    return min(numbers) >= 0 and max(numbers) < _UINT64
+
+
+def _is_name(text: str, most: int) -> bool:
+    return 1 <= len(text) <= most and text.isascii() and text.isprintable() and " " not in text
+
+
+def _text(field: bytes) -> str:
+    """A text field without the zeros that fill it up; bytes that are no text become a name that no check lets through."""
+    return field.rstrip(b"\0").decode("ascii", "replace")

@@ -1,0 +1,69 @@
+"""Codecs by name: ours, and those of plugins (entry points of the group "kvhold.codecs", imported when first asked for).
+
+make_codec("raw")       # a user's setting: an unknown name is a ConfigError
+find_codec("raw")       # a frame's header: an unknown name is None
+"""
+
+import logging
+from collections.abc import Callable
+from difflib import get_close_matches
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import TypeAlias
+
+from kvhold.codecs.base import Codec
+from kvhold.codecs.raw import Raw
+from kvhold.core.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+ENTRY_POINTS = "kvhold.codecs"
+
+FindCodec: TypeAlias = Callable[[str], Codec | None]
+
+_OURS: dict[str, type[Codec]] = {Raw.name: Raw}
+
+
+def codec_names() -> tuple[str, ...]:
+    """All that can be made here, sorted."""
+    return tuple(sorted({*_OURS, *_plugins()}))
+
+
+def make_codec(name: str) -> Codec:
+    """The codec of that name, one instance a process. Raises ConfigError for an unknown name, or a plugin that cannot be loaded."""
+    if name not in codec_names():
+        near = get_close_matches(name, codec_names(), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"codec {name!r} is unknown; known are {', '.join(codec_names())}{hint}")
+    return _instance(name)
+
+
+def find_codec(name: str) -> Codec | None:
+    """The codec of that name, or None: unknown, or a plugin that cannot be loaded, which is logged."""
+    if name not in _OURS and name not in _plugins():
+        return None  # before anything is cached: the name may come from a stranger's frame
+    try:
+        return _instance(name)
+    except ConfigError as error:
+        log.warning("%s", error)
+        return None
+
+
+@cache
+def _instance(name: str) -> Codec:
+    if name in _OURS:
+        return _OURS[name]()
+    point = _plugins()[name]
+    try:
+        codec: Codec = point.load()()
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ConfigError(f"codec {name!r}: the plugin {point.value} cannot be loaded: {error}") from error
+    if codec.name != name:
+        raise ConfigError(f"codec {name!r}: the plugin {point.value} calls itself {codec.name!r}")
+    return codec
+
+
+@cache
+def _plugins() -> dict[str, EntryPoint]:
+    """Name to entry point, none of them imported yet."""
+    return {point.name: point for point in entry_points(group=ENTRY_POINTS)}

@@ -1,0 +1,74 @@
+"""Our codecs keep the contract, and the suite that says so finds codecs that do not."""
+
+import inspect
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from kvhold.codecs import Codec, Raw
+from kvhold.core.layout import DTYPE_BYTES
+from kvhold.testing.codec import CASES, CodecContract
+from kvhold.testing.values import as_float64, from_float64
+from tests.codecs import sample_codecs
+
+
+class TestRaw(CodecContract):
+    @pytest.fixture
+    def codec(self) -> Codec:
+        return Raw()
+
+
+class TestALosslessPlugin(CodecContract):
+    @pytest.fixture
+    def codec(self) -> Codec:
+        return sample_codecs.Deflate()
+
+
+class TestALossyPlugin(CodecContract):
+    @pytest.fixture
+    def codec(self) -> Codec:
+        return sample_codecs.Int8()
+
+
+Behaviour = Callable[..., None]
+CASE = CASES["bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("careless", "behaviour"),
+    [
+        (sample_codecs.Forgetful, CodecContract.test_any_bytes_are_encoded_and_a_lossless_codec_gives_them_back),
+        (sample_codecs.Greedy, CodecContract.test_any_bytes_are_encoded_and_a_lossless_codec_gives_them_back),
+        (sample_codecs.Numpyish, CodecContract.test_any_bytes_are_encoded_and_a_lossless_codec_gives_them_back),
+        (sample_codecs.Chained, CodecContract.test_a_layer_gives_the_same_bytes_whatever_was_encoded_before_and_beside_it),
+        (sample_codecs.Trusting, CodecContract.test_damaged_bytes_are_a_frame_error_or_some_values),
+        (sample_codecs.Bomb, CodecContract.test_damaged_bytes_cost_bounded_memory),
+        (sample_codecs.Overpromising, CodecContract.test_values_come_back_within_the_error_bound),
+        (sample_codecs.Vain, CodecContract.test_it_has_a_name_that_fits_a_frame_and_states_its_error),
+    ],
+)
+def test_the_suite_finds_a_careless_codec(careless: type[Codec], behaviour: Behaviour) -> None:
+    given = {"codec": careless(), "case": CASE, "content": "normal", "in_one_piece": True}
+    wanted = list(inspect.signature(behaviour).parameters)[1:]
+    with pytest.raises(Exception):  # noqa: B017, PT011 - whatever shows it: an assertion, or what the codec itself raised
+        behaviour(CodecContract(), **{name: given[name] for name in wanted})
+
+
+@pytest.mark.parametrize("dtype", [name for name in DTYPE_BYTES if name.startswith(("float", "bfloat"))])
+def test_the_suite_reads_numbers_as_torch_does(dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    kind = getattr(torch, dtype)
+    data = random.Random(0).randbytes(4096) if kind.itemsize > 1 else bytes(range(256))
+    ours = as_float64(data, dtype)
+    theirs = torch.frombuffer(bytearray(data), dtype=kind).double().numpy()
+    np.testing.assert_array_equal(ours, theirs)
+    finite = ours[np.isfinite(ours)]
+    np.testing.assert_array_equal(as_float64(from_float64(finite, dtype), dtype), finite)
+    values = np.random.default_rng(0).standard_normal(1000)
+    largest = torch.finfo(kind).max
+    expected = torch.from_numpy(np.clip(values * 100, -largest, largest)).to(torch.float32).to(kind).double().numpy()
+    rounded = as_float64(from_float64(values * 100, dtype), dtype)
+    steps = np.abs(rounded - values * 100), np.abs(expected - values * 100)
+    assert (steps[0] <= steps[1] + 1e-12).all()  # ours is never farther; a tie may go either way
