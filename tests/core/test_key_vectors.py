@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.codecs import independent
 
 from kvhold.core.keys import HASH_BYTES, Namespace, Prompt
 from kvhold.core.layout import Group, Layout
+from tests.codecs import independent
 
 FILE = Path(__file__).parent / "vectors" / "keys.json"
 

@@ -20,7 +20,8 @@ from kvhold.core.errors import ConfigError
 from kvhold.core.sizes import parse_size
 
 _PREFIX = "KVHOLD_"
-_NOT_SETTINGS = ("KVHOLD_CONFIG", "KVHOLD_LOG_LEVEL", "KVHOLD_SETUP_")  # the file itself, logging, the installer's own switches
+_NOT_SETTINGS = ("KVHOLD_CONFIG", "KVHOLD_LOG_LEVEL")  # the file itself, logging
+_INSTALLER = "KVHOLD_SETUP_"  # the installer's own switches
 
 
 def size(default: int, help: str) -> Any:
@@ -57,6 +58,7 @@ class Config:
     """All settings of one process."""
 
     tokens_per_chunk: int = setting(256, "tokens in a chunk; engines round it up to a multiple of their block", minimum=1)
+    model_id: str = setting("", "a name for the model and its weights, where they cannot be told by content or hub commit")
     ram_bytes: int = size(0, "memory for cached KV; 0: a quarter of what is free at start, at most 4 GiB")
     policy: str = setting("lru", "which chunk is evicted first", choices=("lru", "s3fifo"))
     huge_pages: str = setting("auto", "huge pages for the arena", choices=("auto", "never", "always"))
@@ -150,7 +152,7 @@ def _as_number(value: Any, kind: type[int] | type[float]) -> int | float:
         raise ValueError("must be a number")
     try:
         number = kind(value)
-    except ValueError:
+    except (ValueError, OverflowError):  # the second for an infinite or endless number
         raise ValueError("must be a whole number" if kind is int else "must be a number") from None
     if kind is int and isinstance(value, float) and value != number:
         raise ValueError("must be a whole number")
@@ -163,7 +165,7 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
     names = {_env_name(name): name for name, _, _ in describe()}
     values: dict[str, Any] = {}
     for variable, text in environ.items():
-        if not variable.startswith(_PREFIX) or variable.startswith(_NOT_SETTINGS):
+        if not variable.startswith(_PREFIX) or variable.startswith(_INSTALLER) or variable in _NOT_SETTINGS:
             continue
         if variable not in names:
             raise _unknown(variable, list(names), "environment")
@@ -207,7 +209,7 @@ def _read_yaml(path: Path, raw: str) -> dict[str, Any]:
         raise ConfigError(f"{path} is YAML, which needs PyYAML: pip install 'kvhold[yaml]', or write it as TOML") from None
     try:
         values = yaml.safe_load(raw)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # the second for a date that is none
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if values is None:
         return {}

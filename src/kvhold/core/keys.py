@@ -124,7 +124,7 @@ def as_tokens(tokens: npt.ArrayLike) -> npt.NDArray[np.int32]:
     return np.ascontiguousarray(array)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Prompt:
     """The token hashes of one prompt in one namespace. Hashing is done on first use, one call a chunk."""
 
@@ -179,6 +179,7 @@ class Prompt:
 
     def chunks(self, first: int = 0, *, last: int | None = None, tail: bool = True) -> ChunkNames:
         """The whole chunks from number `first` to before `last` (default: all), and the longest tail after them, unless `tail` is false."""
+        assert 0 <= first <= self.num_whole, "what begins after the last whole chunk is its tail"
         hashes = self.chain[first * HASH_BYTES : self.num_whole * HASH_BYTES if last is None else last * HASH_BYTES]
         first_token = first * self.namespace.layout.tokens_per_chunk
         if tail and self.tail_lengths:
@@ -188,6 +189,7 @@ class Prompt:
 
     def hash_at(self, chunk: int) -> bytes:
         """The hash of whole chunk number `chunk`."""
+        assert 0 <= chunk < self.num_whole, "not a whole chunk of this prompt"
         return self.chain[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES]
 
     def chunk_key(self, chunk: int, group: int = 0, shard: int = 0) -> bytes:
@@ -212,6 +214,7 @@ def make_key(namespace: bytes, chain_hash: bytes, group: int, shard: int) -> byt
 
 def place_suffix(group: int, shard: int) -> bytes:
     """The last 4 bytes of a key: group and shard."""
+    assert 0 <= group <= 0xFFFF and 0 <= shard <= 0xFFFF
     return (group | shard << 16).to_bytes(4, "little")
 
 

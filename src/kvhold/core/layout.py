@@ -69,7 +69,7 @@ class Group:
         if self.window < 0 or (self.attention == "sliding") != (self.window > 0):
             raise LayoutError(f"group.window is {self.window} with attention {self.attention!r}; only sliding attention has a window")
         if not 0 < len(self.packing) <= 32 or not all("!" <= letter <= "~" for letter in self.packing):
-            raise LayoutError(f"group.packing {self.packing!r} must be {CANONICAL!r} or an engine's packing by 1 to 32 visible ASCII characters")
+            raise LayoutError(f"group.packing {self.packing!r}: {CANONICAL!r}, or a name of 1 to 32 visible ASCII characters")
         if self.layers > MOST_LAYERS:
             raise LayoutError(f"group.layers is {self.layers}; it must be at most {MOST_LAYERS}")
         opaque = self.packing != CANONICAL

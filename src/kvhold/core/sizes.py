@@ -1,6 +1,7 @@
 """Sizes as people write them: `parse_size("5GiB")` -> 5368709120, `format_size(5368709120)` -> "5.0 GiB"."""
 
 import re
+from decimal import Decimal
 
 _FACTORS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
@@ -24,7 +25,7 @@ def parse_size(text: str | int) -> int:
     match = _SIZE.fullmatch(text)
     if match is None or match[2].lower() not in _FACTORS:
         raise ValueError(f"{text!r} is not a size; write bytes or a number with a unit, such as 5GiB, 512MiB or 2GB")
-    return int(float(match[1]) * _FACTORS[match[2].lower()]) if "." in match[1] else int(match[1]) * _FACTORS[match[2].lower()]
+    return int(Decimal(match[1]) * _FACTORS[match[2].lower()])
 
 
 def format_size(num_bytes: int) -> str:

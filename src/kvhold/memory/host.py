@@ -1,9 +1,12 @@
 """What this host can give: free memory and huge pages."""
 
+import mmap
 from pathlib import Path
 
 _MEMINFO = Path("/proc/meminfo")
-_HUGE = Path("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages")
+_OWN_GROUP = Path("/proc/self/cgroup")
+_GROUPS = Path("/sys/fs/cgroup")
+_HUGE = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
 HUGE_PAGE_BYTES = 2 << 20
 
 
@@ -15,9 +18,9 @@ def available_bytes() -> int:
 
 
 def free_huge_pages() -> int:
-    """How many 2 MiB pages the host keeps ready and nobody uses."""
+    """How many 2 MiB pages the host keeps ready and nobody uses or has been promised (a mapping is, before it touches them)."""
     try:
-        return int(_HUGE.read_text())
+        return int((_HUGE / "free_hugepages").read_text()) - int((_HUGE / "resv_hugepages").read_text())
     except (OSError, ValueError):
         return 0
 
@@ -25,7 +28,7 @@ def free_huge_pages() -> int:
 def resident_bytes() -> int:
     """Memory of this process that is not shared (the arena is)."""
     pages = Path("/proc/self/statm").read_text().split()
-    return (int(pages[1]) - int(pages[2])) * 4096
+    return (int(pages[1]) - int(pages[2])) * mmap.PAGESIZE
 
 
 def _meminfo(name: str) -> int:
@@ -36,12 +39,26 @@ def _meminfo(name: str) -> int:
 
 
 def _group_headroom() -> int | None:
-    """What the control group (version 2) still allows; None where nothing limits it."""
+    """What the control group (version 2) and those above it still allow; None where nothing limits it."""
     try:
-        own = next(line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
-        folder = Path("/sys/fs/cgroup") / own.strip("/")
-        limit = (folder / "memory.max").read_text().strip()
-        used = (folder / "memory.current").read_text().strip()
+        own = next(line[3:] for line in _OWN_GROUP.read_text().splitlines() if line.startswith("0::"))
     except (OSError, StopIteration):
         return None
-    return None if limit == "max" else max(0, int(limit) - int(used))
+    folder = _GROUPS / own.strip("/")
+    above = folder.parents[: len(folder.relative_to(_GROUPS).parts)]
+    allowed = [headroom for group in (folder, *above) if (headroom := _headroom_of(group)) is not None]
+    return min(allowed, default=None)
+
+
+def _headroom_of(group: Path) -> int | None:
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+        stat = (group / "memory.stat").read_text().split()
+    except OSError:
+        return None
+    if limit == "max":
+        return None
+    # File pages count as used, but the kernel drops the inactive ones on demand: a model just read from disk is no reason to refuse.
+    reclaimable = int(stat[stat.index("inactive_file") + 1])
+    return max(0, int(limit) - max(0, used - reclaimable))

@@ -5,10 +5,10 @@
     offsets = slabs.allocate_all([a, b, c])       # all of them or None
     slabs.free(offset)
 
-A cache's chunks come in few sizes (a whole chunk a group, and tails), so each size rounds up to a class (at most 1/8 is lost) and a
-class takes *slabs*: runs of bytes cut into equal slots. A slab whose slots are all free goes back to the runs, which are merged with
-their neighbours, so memory moves between classes as the mix changes. Objects of LARGE_BYTES or more are runs of their own. Lowest
-address first: the pages already touched are used first, and the end stays free for large runs.
+A cache's chunks come in few sizes (a whole chunk a group, and tails), so each size rounds up to a class (at most 1/8 is lost, or less
+than one ALIGNMENT) and a class takes *slabs*: runs of bytes cut into equal slots. A slab whose slots are all free goes back to the
+runs, which are merged with their neighbours, so memory moves between classes as the mix changes. Objects of LARGE_BYTES or more are
+runs of their own. Lowest address first: the pages already touched are used first, and the end stays free for large runs.
 
 Not thread-safe; its owner is a single writer. It holds numbers only and touches no memory.
 """
@@ -135,7 +135,7 @@ class _Slab:
 
     def give(self, offset: int) -> None:
         slot, rest = divmod(offset - self.start, self.slot_bytes)
-        assert rest == 0, "not allocated here"
+        assert rest == 0 and slot < self.num_slots, "not allocated here"
         assert slot not in self.free_slots, "freed twice"
         insort(self.free_slots, slot, key=lambda s: -s)
 

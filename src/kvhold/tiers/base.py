@@ -30,7 +30,10 @@ class Tier(Protocol):
         """Size in bytes of each value that is whole and readable now, `None` for the rest. One round trip, no side effect."""
 
     async def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[int | None]:
-        """Read each value into its buffer (at least `probe` bytes) and return its size. Unequal lists raise ValueError before any I/O."""
+        """Read each value into its buffer (at least `probe` bytes) and return its size; one that does not fit is `None`, too.
+
+        Unequal lists raise ValueError before any I/O.
+        """
 
     async def put(self, items: Sequence[tuple[bytes, memoryview]]) -> list[bool]:
         """Store each value whole or not at all; true where it is there afterwards (a key that is there already stays as it is)."""

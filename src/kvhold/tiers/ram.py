@@ -80,10 +80,12 @@ class RamTier:
     def reserve_all(self, wanted: Sequence[tuple[bytes, int]], num_tokens: int, first_token: int) -> list[Entry] | None:
         """Memory for every `(key, bytes)` of `wanted`, evicting what must go; None (and nothing taken) when there is no room."""
         sizes = [nbytes for _, nbytes in wanted]
-        if sum(map(size_class, sizes)) > self._slabs.capacity:
+        needed = sum(map(size_class, sizes))
+        if needed > self._slabs.capacity:
             return None  # evicting everything would not help
         while (offsets := self._slabs.allocate_all(sizes)) is None:
-            if not self._evict(sum(sizes)):
+            # What is short, no more; where enough is free but in pieces, one victim after another until a whole slab is.
+            if not self._evict(max(1, needed - (self._slabs.capacity - self._slabs.used_bytes))):
                 return None
         entries = [Entry(key, at, nbytes, num_tokens, first_token) for (key, nbytes), at in zip(wanted, offsets, strict=True)]
         for entry in entries:
@@ -99,7 +101,7 @@ class RamTier:
             self._slabs.free(entry.offset)
             return
         entry.committed = True
-        self._policy.insert(entry.key, entry.nbytes)
+        self._policy.insert(entry.key, size_class(entry.nbytes))  # what evicting it gives back
 
     def abandon(self, entry: Entry) -> None:
         """Give its memory back unseen."""
@@ -112,6 +114,7 @@ class RamTier:
 
     def pin(self, entry: Entry) -> None:
         """Keep it where it is until `unpin`."""
+        assert entry.committed, "only what is visible is read"
         entry.pins += 1
         self._policy.touch(entry.key)
 
@@ -125,6 +128,7 @@ class RamTier:
 
     def remove(self, entry: Entry) -> None:
         """Forget it now; its memory goes when its readers (or its writer) have finished."""
+        assert self._entries.get(entry.key) is entry, "removed already"
         del self._entries[entry.key]
         if entry.committed:
             self._policy.remove(entry.key)
@@ -149,10 +153,12 @@ class RamTier:
         sizes: list[int | None] = []
         for key, buffer in zip(keys, into, strict=True):
             entry = self.find(key)
-            if entry is not None:
-                buffer[: entry.nbytes] = self._arena.view(entry.offset, entry.nbytes)
-                self._policy.touch(key)
-            sizes.append(entry.nbytes if entry else None)
+            if entry is None or buffer.nbytes < entry.nbytes:
+                sizes.append(None)
+                continue
+            buffer[: entry.nbytes] = self._arena.view(entry.offset, entry.nbytes)
+            self._policy.touch(key)
+            sizes.append(entry.nbytes)
         return sizes
 
     async def put(self, items: Sequence[tuple[bytes, memoryview]]) -> list[bool]:
@@ -169,11 +175,13 @@ class RamTier:
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
         """Tier contract."""
-        found = [self.find(key) for key in keys]
-        for entry in found:
-            if entry is not None and not entry.doomed and entry.key in self._entries:
+        removed = []
+        for key in keys:
+            entry = self.find(key)
+            if entry is not None:
                 self.remove(entry)
-        return [entry is not None for entry in found]
+            removed.append(entry is not None)
+        return removed
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
         """Tier contract."""

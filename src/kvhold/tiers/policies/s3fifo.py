@@ -6,7 +6,7 @@ In the main queue a key asked for since its last turn goes round once more.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 _SMALL_SHARE = 0.1
 _MOST_FREQUENT = 3  # the paper's two bits
@@ -53,58 +53,60 @@ class S3FifoPolicy:
 
     def victims(self, nbytes: int, pinned: Callable[[bytes], bool]) -> list[bytes]:
         """From the small queue while it holds more than its share, else from the main one; those asked for move on instead."""
-        chosen: dict[bytes, int] = {}
-        freed = 0
-        small_left, main_left = self._small_bytes, self._main_bytes
-        small, main = iter(list(self._small)), iter(list(self._main))
+        small, main = _Pass(self._small, self._asked, pinned), _Pass(self._main, self._asked, pinned)
+        chosen, freed = [], 0
         while freed < nbytes:
-            from_small = small_left > _SMALL_SHARE * (small_left + main_left)
-            key = self._next_small(small, pinned) if from_small else self._next_main(main, pinned)
-            if key is None:
-                key = self._next_main(main, pinned) if from_small else self._next_small(small, pinned)
-            if key is None:
-                key = self._last_resort(chosen, pinned)
-            if key is None:
+            small_left, all_left = self._small_bytes - small.gone_bytes, self._small_bytes + self._main_bytes - freed
+            first, second = (small, main) if small_left > _SMALL_SHARE * all_left else (main, small)
+            victim = first.cold() or second.cold() or main.warm() or small.warm()
+            if victim is None:
                 return []
-            size = self._small.get(key) or self._main.get(key, 0)
-            chosen[key] = size
-            freed += size
-            small_left, main_left = (small_left - size, main_left) if key in self._small else (small_left, main_left - size)
-        return list(chosen)
+            chosen.append(victim[0])
+            freed += victim[1]
+        self._move_on(small.passed, main.passed)
+        return chosen
 
     def __len__(self) -> int:
         return len(self._asked)
 
-    def _next_small(self, keys: Iterator[bytes], pinned: Callable[[bytes], bool]) -> bytes | None:
-        for key in keys:
-            if key not in self._small or pinned(key):
-                continue
-            if self._asked[key] == 0:
-                return key
-            nbytes = self._small.pop(key)
-            self._small_bytes -= nbytes
+    def _move_on(self, small: dict[bytes, int], main: dict[bytes, int]) -> None:
+        for key, nbytes in small.items():
+            self._small_bytes -= self._small.pop(key)
             self._asked[key] = 0
             self._put_main(key, nbytes)
-        return None
-
-    def _next_main(self, keys: Iterator[bytes], pinned: Callable[[bytes], bool]) -> bytes | None:
-        for key in keys:
-            if pinned(key):
-                continue
-            if self._asked[key] == 0:
-                return key
+        for key in main:
             self._asked[key] -= 1
             self._main.move_to_end(key)
-        return None
-
-    def _last_resort(self, chosen: dict[bytes, int], pinned: Callable[[bytes], bool]) -> bytes | None:
-        """All that is left was asked for lately: the oldest of the main queue, then of the small one."""
-        for queue in (self._main, self._small):
-            for key in queue:
-                if key not in chosen and not pinned(key):
-                    return key
-        return None
 
     def _put_main(self, key: bytes, nbytes: int) -> None:
         self._main[key] = nbytes
         self._main_bytes += nbytes
+
+
+class _Pass:
+    """One pass over a queue, oldest first and only as far as it is needed. It changes nothing but notes who was passed over."""
+
+    def __init__(self, queue: OrderedDict[bytes, int], asked: dict[bytes, int], pinned: Callable[[bytes], bool]) -> None:
+        self._keys = iter(queue.items())
+        self._asked = asked
+        self._pinned = pinned
+        self.passed: dict[bytes, int] = {}
+        self.gone_bytes = 0  # of the chosen and of the passed
+
+    def cold(self) -> tuple[bytes, int] | None:
+        """The next key that nobody asked for, and its size."""
+        for key, nbytes in self._keys:
+            if self._pinned(key):
+                continue
+            self.gone_bytes += nbytes
+            if self._asked[key] == 0:
+                return key, nbytes
+            self.passed[key] = nbytes
+        return None
+
+    def warm(self) -> tuple[bytes, int] | None:
+        """The last resort, when nothing cold is left: the oldest of those passed over."""
+        for key, nbytes in self.passed.items():
+            del self.passed[key]
+            return key, nbytes
+        return None

@@ -1,0 +1,531 @@
+"""What every cache promises, as one suite: `LocalCache` and `NodeClient` pass it, and so must whatever else meets `core.api.Cache`.
+
+    class TestMyCache(CacheContract):
+        @pytest.fixture
+        def make_cache(self): ...          # a function; each call joins, or makes, a cache of 16 MiB that nothing else uses
+
+Each chunk is filled with bytes that its key alone decides (`demanded_bytes`), so a byte read from anywhere tells whether it is right.
+After each test nothing is held, and a clear brings the arena back to its baseline.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvhold.core.api import ABSENT, Cache, Loan, Room
+from kvhold.core.errors import KVHoldError
+from kvhold.core.keys import HASH_BYTES, ChunkNames, Namespace, Prompt, make_key
+from kvhold.core.layout import Group, Layout
+
+MakeCache = Callable[[], Cache]
+
+_FULL = Group(layers=3, planes=2, heads=2, head_dim=64, dtype="bfloat16")
+_SLIDING = Group(layers=2, planes=2, heads=1, head_dim=96, dtype="float16", attention="sliding", window=24)
+_STATE = Group(layers=1, planes=1, heads=1, head_dim=500, dtype="float32", attention="state")
+
+PLAIN = Layout(groups=(_FULL,), tokens_per_chunk=16)
+HYBRID = Layout(groups=(_FULL, _SLIDING, _STATE), tokens_per_chunk=16)
+LAYOUTS = {
+    "full": PLAIN,
+    "tails-in-blocks": Layout(groups=(_FULL,), tokens_per_chunk=16, tail_tokens=4),
+    "no-tails": Layout(groups=(_FULL,), tokens_per_chunk=16, tail_tokens=0),
+    "one-latent-plane": Layout(groups=(Group(layers=5, planes=1, heads=1, head_dim=576, dtype="bfloat16"),), tokens_per_chunk=16),
+    "packed-blocks": Layout(
+        groups=(Group(layers=2, planes=2, heads=1, head_dim=64, dtype="int8", packing="x", block_tokens=8, block_bytes=1030),),
+        tokens_per_chunk=16,
+        tail_tokens=8,
+    ),
+    "float8-beside-float32": Layout(
+        groups=(_FULL, Group(layers=1, planes=2, heads=1, head_dim=7, dtype="float8_e4m3fn"), _STATE), tokens_per_chunk=16
+    ),
+    "sliding-alone": Layout(groups=(_SLIDING,), tokens_per_chunk=16),
+    "full-sliding-state": HYBRID,
+}
+
+
+def demanded_bytes(key: bytes, nbytes: int) -> npt.NDArray[np.uint8]:
+    """[nbytes] what a chunk of this key holds in these tests."""
+    return np.random.default_rng(int.from_bytes(key, "little")).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+def a_prompt(namespace: Namespace, num_tokens: int, seed: int = 0) -> Prompt:
+    """A prompt of random tokens. Two lengths of one seed share their beginning."""
+    return namespace.prompt(np.random.default_rng(seed).integers(0, 50_000, 4096, dtype=np.int32)[:num_tokens])
+
+
+def fill(room: Room, layout: Layout, names: ChunkNames, shard: int = 0) -> None:
+    """Write what the keys demand into every chunk that was granted."""
+    for group in range(len(layout.groups)):
+        places = room.chunks(group)
+        for chunk in room.granted:
+            key = make_key(names.namespace, names.hashes[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES], group, shard)
+            nbytes = layout.chunk_bytes(group, int(places.num_tokens[chunk]))
+            at = int(places.offsets[chunk])
+            room.buffer[at : at + nbytes] = demanded_bytes(key, nbytes)
+
+
+def store(cache: Cache, prompt: Prompt, shard: int = 0, *, first: int = 0, tail: bool = True) -> list[int]:
+    """Reserve, fill and commit a prompt's chunks from number `first` on. Returns which were granted."""
+    layout, names = prompt.namespace.layout, prompt.chunks(first, tail=tail)
+    with cache.reserve(layout, names, shard) as room:
+        fill(room, layout, names, shard)
+        room.commit()
+        return room.granted
+
+
+def check(loan: Loan, prompt: Prompt, num_tokens: int, shard: int = 0) -> None:
+    """Assert that the loan of a hit of `num_tokens` has what each group needs, nothing else, and that every byte of it is right."""
+    layout, size = prompt.namespace.layout, prompt.namespace.layout.tokens_per_chunk
+    lengths = [size] * (num_tokens // size) + ([num_tokens % size] if num_tokens % size else [])
+    assert loan.num_tokens.tolist() == lengths[loan.first_chunk :]
+    for number, geometry in enumerate(layout.groups):
+        offsets = loan.chunks(number).offsets
+        assert len(offsets) == len(lengths) - loan.first_chunk
+        for at, chunk in enumerate(range(loan.first_chunk, len(lengths))):
+            last = chunk == len(lengths) - 1
+            in_window = chunk * size + lengths[chunk] > num_tokens - geometry.window
+            needed = {"full": True, "sliding": in_window, "state": last}[geometry.attention]
+            assert (offsets[at] != ABSENT) == needed, f"chunk {chunk} of group {number}"
+            if needed:
+                whole = lengths[chunk] == size
+                chain_hash = prompt.hash_at(chunk) if whole else _tail_hash(prompt, lengths[chunk])
+                nbytes = layout.chunk_bytes(number, lengths[chunk])
+                key = make_key(prompt.namespace.digest, chain_hash, number, shard)
+                found = loan.buffer[int(offsets[at]) : int(offsets[at]) + nbytes]
+                assert np.array_equal(found, demanded_bytes(key, nbytes)), f"bytes of chunk {chunk} of group {number}"
+
+
+def read(cache: Cache, prompt: Prompt, shard: int = 0) -> int:
+    """Look a prompt up, and assert that every byte found is right. Returns how many tokens were found."""
+    with cache.lookup(prompt.query()) as hit:
+        if hit.num_tokens:
+            loan = cache.claim(hit.ticket, shard)
+            assert loan is not None, "a ticket in hand is good"
+            with loan:
+                check(loan, prompt, hit.num_tokens, shard)
+        return hit.num_tokens
+
+
+def flood(cache: Cache, namespace: Namespace, seed: int = 1_000_000) -> None:
+    """Store twice what the arena holds, in prompts of their own."""
+    layout = namespace.layout
+    a_chunk = sum(layout.chunk_bytes(group, layout.tokens_per_chunk) for group in range(len(layout.groups)))
+    for i in range(2 * int(cache.status()["arena_bytes"]) // (8 * a_chunk)):
+        store(cache, a_prompt(namespace, 8 * layout.tokens_per_chunk, seed + i))
+
+
+class CacheContract:
+    """Give it a `make_cache` fixture: `() -> Cache`. Every cache it hands out in one test is the same, or as good as."""
+
+    @pytest.fixture
+    def cache(self, make_cache: MakeCache) -> Iterator[Cache]:
+        """The cache under test, empty; checked for leavings afterwards."""
+        cache = make_cache()
+        cache.clear()
+        assert cache.status()["used_bytes"] == 0
+        yield cache
+        status = cache.status()
+        assert status["held"] == {"tickets": 0, "loans": 0, "rooms": 0}
+        assert status["pinned_chunks"] == 0
+        cache.clear()
+        assert cache.status()["used_bytes"] == 0
+        assert cache.status()["chunks"] == 0
+
+    @pytest.fixture
+    def space(self, cache: Cache) -> Namespace:
+        """A namespace with one group of full attention, known to the cache."""
+        return _registered(cache, Namespace(model="model", layout=PLAIN))
+
+    @pytest.fixture
+    def hybrid(self, cache: Cache) -> Namespace:
+        """A namespace with full and sliding attention and a state, known to the cache."""
+        return _registered(cache, Namespace(model="model", layout=HYBRID))
+
+    # What comes back
+
+    def test_a_prompt_that_was_never_stored_is_a_miss(self, cache: Cache, space: Namespace) -> None:
+        with cache.lookup(a_prompt(space, 100).query()) as hit:
+            assert (hit.num_tokens, hit.ticket) == (0, 0)
+            assert cache.claim(hit.ticket) is None
+
+    def test_a_prompt_without_tokens_is_a_miss_and_needs_no_room(self, cache: Cache, space: Namespace) -> None:
+        assert store(cache, a_prompt(space, 0)) == []
+        assert read(cache, a_prompt(space, 0)) == 0
+
+    @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+    @pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 92, 96])
+    def test_what_was_stored_comes_back_bit_for_bit(self, cache: Cache, layout: Layout, num_tokens: int) -> None:
+        space = _registered(cache, Namespace(model="model", layout=layout))
+        prompt = a_prompt(space, num_tokens)
+        store(cache, prompt)
+        step = layout.tail_tokens or layout.tokens_per_chunk
+        assert read(cache, prompt) == num_tokens // step * step
+
+    def test_the_hit_is_the_longest_prefix_that_two_prompts_share(self, cache: Cache, space: Namespace) -> None:
+        store(cache, a_prompt(space, 80))
+        branch = a_prompt(space, 96).tokens.copy()
+        branch[50] += 1
+        assert read(cache, space.prompt(branch)) == 48
+        assert read(cache, a_prompt(space, 72)) == 64
+
+    def test_a_missing_chunk_ends_the_hit(self, cache: Cache, space: Namespace) -> None:
+        prompt = a_prompt(space, 80)
+        with cache.reserve(PLAIN, prompt.chunks()) as room:
+            fill(room, PLAIN, prompt.chunks())
+            room.commit([0, 1, 3, 4])
+        assert read(cache, prompt) == 32
+        assert store(cache, prompt) == [2]
+        assert read(cache, prompt) == 80
+
+    def test_a_store_that_begins_later_in_the_prompt_continues_it(self, cache: Cache, space: Namespace) -> None:
+        prompt = a_prompt(space, 90)
+        store(cache, a_prompt(space, 32))
+        assert store(cache, prompt, first=2) == [0, 1, 2, 3]
+        assert read(cache, prompt) == 90
+
+    def test_a_tail_is_found_by_its_own_prompt_and_by_no_longer_one(self, cache: Cache, space: Namespace) -> None:
+        store(cache, a_prompt(space, 41))
+        assert read(cache, a_prompt(space, 41)) == 41
+        assert read(cache, a_prompt(space, 42)) == 32
+        assert read(cache, a_prompt(space, 40)) == 32
+
+    def test_of_tails_that_end_with_a_block_the_longest_is_found(self, cache: Cache) -> None:
+        space = _registered(cache, Namespace(model="model", layout=LAYOUTS["tails-in-blocks"]))
+        store(cache, a_prompt(space, 16 + 5))
+        assert read(cache, a_prompt(space, 16 + 15)) == 16 + 4
+        store(cache, a_prompt(space, 16 + 9))
+        assert read(cache, a_prompt(space, 16 + 15)) == 16 + 8
+        assert read(cache, a_prompt(space, 16 + 7)) == 16 + 4
+
+    def test_a_tail_of_which_one_group_is_missing_is_not_found(self, cache: Cache, hybrid: Namespace) -> None:
+        store(cache, a_prompt(hybrid, 40), tail=False)
+        assert read(cache, a_prompt(hybrid, 40)) == 32
+
+    def test_a_hit_needs_every_shard(self, cache: Cache) -> None:
+        space = _registered(cache, Namespace(model="model", layout=HYBRID, shards=3))
+        prompt = a_prompt(space, 90)
+        store(cache, prompt, 0)
+        store(cache, prompt, 2)
+        assert read(cache, prompt) == 0
+        store(cache, a_prompt(space, 32), 1)
+        for shard in range(3):
+            assert read(cache, prompt, shard) == 32
+        store(cache, prompt, 1)
+        with cache.lookup(prompt.query()) as hit:
+            assert hit.num_tokens == 90
+            for shard in (2, 0, 1):
+                loan = cache.claim(hit.ticket, shard)
+                assert loan is not None
+                with loan:
+                    check(loan, prompt, 90, shard)
+
+    def test_a_claim_may_begin_later_in_the_prompt(self, cache: Cache, hybrid: Namespace) -> None:
+        prompt = a_prompt(hybrid, 90)
+        store(cache, prompt)
+        for first_chunk in (1, 5, 6):
+            with cache.lookup(prompt.query()) as hit:
+                loan = cache.claim(hit.ticket, first_chunk=first_chunk)
+                assert loan is not None
+                with loan:
+                    assert loan.first_chunk == first_chunk
+                    check(loan, prompt, 90)
+
+    def test_namespaces_do_not_mix(self, cache: Cache, space: Namespace) -> None:
+        other = _registered(cache, Namespace(model="model", layout=PLAIN, cache_salt="tenant"))
+        store(cache, a_prompt(space, 64))
+        assert read(cache, a_prompt(other, 64)) == 0
+        store(cache, a_prompt(other, 64))
+        assert read(cache, a_prompt(other, 64)) == read(cache, a_prompt(space, 64)) == 64
+        cache.clear(other.digest)
+        assert read(cache, a_prompt(other, 64)) == 0
+        assert read(cache, a_prompt(space, 64)) == 64
+
+    # Reserve, write, commit
+
+    def test_what_is_present_gets_no_memory_again(self, cache: Cache, hybrid: Namespace) -> None:
+        assert store(cache, a_prompt(hybrid, 48)) == [0, 1, 2]
+        used = cache.status()["used_bytes"]
+        with cache.reserve(HYBRID, a_prompt(hybrid, 48).chunks()) as room:
+            assert room.granted == []
+            assert all((room.chunks(group).offsets == ABSENT).all() for group in range(3))
+            room.commit()
+        assert cache.status()["used_bytes"] == used
+        assert store(cache, a_prompt(hybrid, 80)) == [3, 4]
+
+    def test_what_somebody_else_is_writing_gets_no_memory(self, cache: Cache, space: Namespace) -> None:
+        prompt = a_prompt(space, 48)
+        with cache.reserve(PLAIN, a_prompt(space, 32).chunks()) as room:
+            assert room.granted == [0, 1]
+            with cache.reserve(PLAIN, prompt.chunks()) as later:
+                assert later.granted == [2]
+        assert store(cache, prompt) == [0, 1, 2], "what was abandoned may be stored"
+
+    def test_rooms_do_not_overlap(self, cache: Cache, hybrid: Namespace) -> None:
+        layout = hybrid.layout
+        with (
+            cache.reserve(layout, a_prompt(hybrid, 90, 1).chunks()) as one,
+            cache.reserve(layout, a_prompt(hybrid, 90, 2).chunks()) as two,
+        ):
+            fill(one, layout, a_prompt(hybrid, 90, 1).chunks())
+            fill(two, layout, a_prompt(hybrid, 90, 2).chunks())
+            one.commit()
+            two.commit()
+        assert read(cache, a_prompt(hybrid, 90, 1)) == read(cache, a_prompt(hybrid, 90, 2)) == 90
+
+    def test_a_chunk_is_invisible_until_it_is_committed(self, cache: Cache, hybrid: Namespace) -> None:
+        prompt = a_prompt(hybrid, 40)
+        with cache.reserve(HYBRID, prompt.chunks()) as room:
+            assert read(cache, prompt) == 0
+            fill(room, HYBRID, prompt.chunks())
+            assert read(cache, prompt) == 0
+            room.commit()
+            assert read(cache, prompt) == 40, "visible before the room is closed"
+
+    def test_a_part_may_be_committed_and_the_rest_is_given_back(self, cache: Cache, space: Namespace) -> None:
+        prompt = a_prompt(space, 64)
+        store(cache, a_prompt(space, 16, seed=9))
+        of_one = cache.status()["used_bytes"]
+        with cache.reserve(PLAIN, prompt.chunks()) as room:
+            fill(room, PLAIN, prompt.chunks())
+            room.commit([0])
+            assert read(cache, prompt) == 16
+            room.commit([1])
+        assert read(cache, prompt) == 32
+        assert cache.status()["used_bytes"] == 3 * of_one
+
+    def test_committing_twice_or_what_was_not_granted_changes_nothing(self, cache: Cache, space: Namespace) -> None:
+        prompt = a_prompt(space, 48)
+        store(cache, a_prompt(space, 16))
+        with cache.reserve(PLAIN, prompt.chunks()) as room:
+            fill(room, PLAIN, prompt.chunks())
+            room.commit([0, 1, 7])
+            room.commit([1])
+        assert read(cache, prompt) == 32
+
+    def test_an_abandoned_room_leaves_nothing(self, cache: Cache, hybrid: Namespace) -> None:
+        prompt = a_prompt(hybrid, 90)
+        with cache.reserve(HYBRID, prompt.chunks()) as room:
+            fill(room, HYBRID, prompt.chunks())
+        assert cache.status()["used_bytes"] == 0
+        assert read(cache, prompt) == 0
+
+    # A full arena
+
+    def test_a_prompt_longer_than_the_arena_gets_memory_for_its_beginning(self, cache: Cache, space: Namespace) -> None:
+        size = cache.status()["arena_bytes"]
+        num_chunks = 2 * size // PLAIN.chunk_bytes(0, 16)
+        tokens = np.arange(num_chunks * 16 + 3, dtype=np.int32)
+        prompt = space.prompt(tokens)
+        names = prompt.chunks()
+        with cache.reserve(PLAIN, names) as room:
+            assert 0 < len(room.granted) < num_chunks
+            assert room.granted == list(range(len(room.granted))), "in order, and no tail without what comes before it"
+            assert cache.status()["used_bytes"] <= size
+            with cache.reserve(PLAIN, a_prompt(space, 64, seed=5).chunks()) as none:
+                assert none.granted == [], "nobody's room is taken for another"
+            fill(room, PLAIN, names)
+            room.commit()
+            granted = len(room.granted)
+        assert read(cache, prompt) == granted * 16
+
+    def test_a_full_arena_makes_room_by_evicting(self, cache: Cache, hybrid: Namespace) -> None:
+        flood(cache, hybrid)
+        assert store(cache, a_prompt(hybrid, 90)) == [0, 1, 2, 3, 4, 5]
+        assert read(cache, a_prompt(hybrid, 90)) == 90
+
+    def test_a_hit_that_nobody_has_claimed_yet_stays_whole_under_pressure(self, cache: Cache, hybrid: Namespace) -> None:
+        prompt = a_prompt(hybrid, 90)
+        store(cache, prompt)
+        with cache.lookup(prompt.query()) as hit:
+            flood(cache, hybrid)
+            loan = cache.claim(hit.ticket)
+            assert loan is not None
+            with loan:
+                check(loan, prompt, 90)
+
+    def test_a_loan_stays_exact_under_pressure(self, cache: Cache, hybrid: Namespace) -> None:
+        prompt = a_prompt(hybrid, 90)
+        store(cache, prompt)
+        with cache.lookup(prompt.query()) as hit:
+            loan = cache.claim(hit.ticket)
+        assert loan is not None, "it outlives its hit"
+        with loan:
+            flood(cache, hybrid)
+            check(loan, prompt, 90)
+            assert read(cache, prompt) == 90, "what is read is not evicted"
+        flood(cache, hybrid, seed=2_000_000)
+        assert read(cache, prompt) == 0, "evicted when it was let go"
+
+    def test_a_loan_stays_exact_after_a_clear(self, cache: Cache, hybrid: Namespace) -> None:
+        prompt = a_prompt(hybrid, 90)
+        store(cache, prompt)
+        with cache.lookup(prompt.query()) as hit:
+            loan = cache.claim(hit.ticket)
+            assert loan is not None
+            with loan:
+                assert cache.clear() > 0
+                assert read(cache, prompt) == 0
+                flood(cache, hybrid)
+                check(loan, prompt, 90)
+                cache.clear()
+                assert cache.status()["used_bytes"] > 0, "what is lent is not free"
+        assert cache.status()["used_bytes"] == 0
+
+    def test_what_is_being_written_while_the_cache_is_cleared_does_not_appear(self, cache: Cache, space: Namespace) -> None:
+        prompt = a_prompt(space, 40)
+        with cache.reserve(PLAIN, prompt.chunks()) as room:
+            cache.clear()
+            assert store(cache, prompt) == [0, 1, 2], "the key is free"
+            fill(room, PLAIN, prompt.chunks())
+            room.commit()
+            assert read(cache, prompt) == 40
+        cache.clear()
+        assert cache.status()["used_bytes"] == 0
+
+    # Tickets and endings
+
+    def test_a_shard_is_claimed_once(self, cache: Cache, space: Namespace) -> None:
+        store(cache, a_prompt(space, 32))
+        with cache.lookup(a_prompt(space, 32).query()) as hit:
+            loan = cache.claim(hit.ticket)
+            assert loan is not None
+            with loan:
+                assert cache.claim(hit.ticket) is None
+
+    def test_a_ticket_that_is_not_good_is_none(self, cache: Cache, space: Namespace) -> None:
+        store(cache, a_prompt(space, 32))
+        with cache.lookup(a_prompt(space, 32).query()) as hit:
+            for ticket, shard in ((0, 0), (hit.ticket + 1, 0), (hit.ticket, 1), (-1, 0), (2**63, 0)):
+                assert cache.claim(ticket, shard) is None
+        assert cache.claim(hit.ticket) is None, "the hit was closed"
+
+    def test_closing_twice_is_harmless(self, cache: Cache, space: Namespace) -> None:
+        prompt = a_prompt(space, 32)
+        store(cache, prompt)
+        one, two = cache.lookup(prompt.query()), cache.lookup(prompt.query())
+        loan, other = cache.claim(one.ticket), cache.claim(two.ticket)
+        room = cache.reserve(PLAIN, a_prompt(space, 64, seed=7).chunks())
+        assert loan is not None and other is not None
+        for holding in (one, two, loan, room):
+            holding.close()
+            holding.close()
+        with other:
+            flood(cache, space)
+            check(other, prompt, 32)
+
+    def test_a_closed_cache_says_so_and_may_be_closed_again(self, make_cache: MakeCache) -> None:
+        cache = make_cache()
+        space = _registered(cache, Namespace(model="model", layout=PLAIN))
+        prompt = a_prompt(space, 32)
+        store(cache, prompt)
+        hit = cache.lookup(prompt.query())
+        room = cache.reserve(PLAIN, a_prompt(space, 32, seed=3).chunks())
+        loan = cache.claim(hit.ticket)
+        assert loan is not None
+        cache.close()
+        check(loan, prompt, 32)
+        for call in (
+            lambda: cache.register(space),
+            lambda: cache.lookup(prompt.query()),
+            lambda: cache.claim(1),
+            lambda: cache.reserve(PLAIN, prompt.chunks()),
+            lambda: cache.clear(),
+            lambda: cache.status(),
+            lambda: cache.arena_buffer,
+            room.commit,
+        ):
+            with pytest.raises(KVHoldError, match="closed"):
+                call()
+        for holding in (hit, loan, room):
+            holding.close()
+        cache.close()
+
+    # Layouts, and requests that make no sense
+
+    def test_registering_twice_is_harmless(self, cache: Cache, space: Namespace) -> None:
+        store(cache, a_prompt(space, 40))
+        cache.register(space)
+        assert read(cache, a_prompt(space, 40)) == 40
+
+    def test_a_layout_that_was_not_registered_is_an_error_that_says_so_and_ends_nothing(self, cache: Cache, space: Namespace) -> None:
+        store(cache, a_prompt(space, 40))
+        unknown = Namespace(model="model", layout=Layout(groups=(_FULL,), tokens_per_chunk=48))
+        with cache.reserve(PLAIN, a_prompt(space, 40, seed=1).chunks()) as room:
+            with pytest.raises(KVHoldError, match="not registered"):
+                cache.lookup(a_prompt(unknown, 100).query())
+            with pytest.raises(KVHoldError, match="not registered"):
+                cache.reserve(unknown.layout, a_prompt(unknown, 100).chunks())
+            fill(room, PLAIN, a_prompt(space, 40, seed=1).chunks())
+            room.commit()
+        assert read(cache, a_prompt(space, 40)) == read(cache, a_prompt(space, 40, seed=1)) == 40
+
+    def test_a_tail_that_the_layout_does_not_allow_is_an_error(self, cache: Cache) -> None:
+        space = _registered(cache, Namespace(model="model", layout=LAYOUTS["tails-in-blocks"]))
+        names = a_prompt(space, 16 + 8).chunks()
+        with pytest.raises(KVHoldError, match="tail of 7 tokens"):
+            cache.reserve(space.layout, ChunkNames(names.namespace, names.hashes, 7))
+
+    @pytest.mark.parametrize("nonsense", ["shard-1", "shard65536", "namespace", "hashes", "tail-alone", "claim", "query-tail", "clear"])
+    def test_a_request_that_makes_no_sense_is_an_error_and_takes_nothing(self, cache: Cache, make_cache: MakeCache, nonsense: str) -> None:
+        client = make_cache()
+        space = _registered(client, Namespace(model="model", layout=PLAIN))
+        names, query = a_prompt(space, 40).chunks(), a_prompt(space, 40).query()
+        calls: dict[str, Callable[[], object]] = {
+            "shard-1": lambda: client.reserve(PLAIN, names, -1),
+            "shard65536": lambda: client.reserve(PLAIN, names, 1 << 16),
+            "namespace": lambda: client.reserve(PLAIN, ChunkNames(b"short", names.hashes)),
+            "hashes": lambda: client.reserve(PLAIN, ChunkNames(names.namespace, names.hashes[:-1])),
+            "tail-alone": lambda: client.reserve(PLAIN, ChunkNames(names.namespace, b"", 3)),
+            "claim": lambda: client.claim(1, first_chunk=-1),
+            "query-tail": lambda: client.lookup(
+                type(query)(query.namespace, query.layout, 1, query.hashes, query.tail_hashes, (PLAIN.tokens_per_chunk,))
+            ),
+            "clear": lambda: client.clear(space.digest[:3]),
+        }
+        with pytest.raises(KVHoldError):
+            calls[nonsense]()
+        assert cache.status()["used_bytes"] == 0
+
+    # All at once
+
+    def test_threads_that_store_and_read_at_once_see_only_what_the_keys_demand(self, cache: Cache, hybrid: Namespace) -> None:
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda seed: _live(cache, hybrid, seed), range(4)))
+        assert sum(found) > 0, "some prompts were found"
+        assert cache.status()["counters"]["kvhold_evicted_chunks{tier=ram}"] > 0, "and the arena was too small for all"
+
+
+def _live(cache: Cache, space: Namespace, seed: int) -> int:
+    """One engine's life: random prompts of a few families, stored and read. Returns how many tokens were found."""
+    luck = random.Random(seed)
+    found = 0
+    for _ in range(60):
+        prompt = a_prompt(space, luck.randrange(16, 200), luck.randrange(40))
+        found += read(cache, prompt)
+        if luck.random() < 0.1:
+            names = prompt.chunks()
+            with cache.reserve(space.layout, names) as room:  # never committed, and never what the keys demand
+                for group in range(len(space.layout.groups)):
+                    _scribble(room, room.chunks(group).offsets[room.granted])
+        else:
+            store(cache, prompt)
+    return found
+
+
+def _scribble(room: Room, offsets: Sequence[int] | npt.NDArray[np.int64]) -> None:
+    for at in offsets:
+        room.buffer[int(at) : int(at) + 64] = 0xEE
+
+
+def _registered(cache: Cache, space: Namespace) -> Namespace:
+    cache.register(space)
+    return space
+
+
+def _tail_hash(prompt: Prompt, num_tokens: int) -> bytes:
+    at = prompt.tail_lengths.index(num_tokens)
+    return prompt.tails[at * HASH_BYTES : (at + 1) * HASH_BYTES]

@@ -1,0 +1,93 @@
+"""The table of metrics, and counters that take no other name."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvhold
+from kvhold.core.metrics import TABLE, Metric, Metrics
+
+SOURCES = Path(kvhold.__file__).parent
+
+
+class TestTable:
+    @pytest.mark.parametrize("metric", TABLE.values(), ids=lambda metric: metric.name)
+    def test_every_line_is_complete(self, metric: Metric) -> None:
+        assert re.fullmatch(r"kvhold_[a-z]+(_[a-z]+)*", metric.name)
+        assert metric.kind in ("counter", "gauge")
+        assert metric.unit
+        assert metric.help.endswith(".")
+        assert all(re.fullmatch(r"[a-z_]+", label) for label in metric.labels)
+        assert not metric.name.endswith("_total"), "exporters add what their system wants"
+
+    def test_every_line_has_its_own_name(self) -> None:
+        text = (SOURCES / "core" / "metrics.py").read_text()
+        assert len(re.findall(r'^        Metric\("', text, re.MULTILINE)) == len(TABLE)
+        assert all(name == metric.name for name, metric in TABLE.items())
+
+    def test_everything_that_is_counted_is_in_the_table(self) -> None:
+        counted = {name for path in SOURCES.rglob("*.py") for name in re.findall(r'\.(?:add|set)\(\s*"(kvhold_\w+)"', path.read_text())}
+        assert counted
+        assert counted <= set(TABLE)
+
+
+class TestMetrics:
+    def test_what_was_never_counted_is_zero(self) -> None:
+        assert Metrics().value("kvhold_stored_chunks") == 0
+        assert list(Metrics().samples()) == []
+
+    def test_amounts_add_up_label_by_label(self) -> None:
+        metrics = Metrics()
+        metrics.add("kvhold_stored_chunks")
+        metrics.add("kvhold_stored_chunks", 4)
+        metrics.add("kvhold_lookup_tokens", 10, result="hit")
+        metrics.add("kvhold_lookup_tokens", 5, result="miss")
+        metrics.add("kvhold_lookup_tokens", 1, result="hit")
+        assert metrics.value("kvhold_stored_chunks") == 5
+        assert metrics.value("kvhold_lookup_tokens", result="hit") == 11
+        assert metrics.value("kvhold_lookup_tokens", result="miss") == 5
+
+    def test_what_is_set_stands_as_it_was_set(self) -> None:
+        metrics = Metrics()
+        metrics.set("kvhold_stored_chunks", 5)
+        metrics.set("kvhold_stored_chunks", 3)
+        assert metrics.value("kvhold_stored_chunks") == 3
+
+    def test_samples_come_in_the_order_of_the_table(self) -> None:
+        metrics = Metrics()
+        metrics.add("kvhold_protocol_errors", reason="b")
+        metrics.add("kvhold_protocol_errors", reason="a")
+        metrics.add("kvhold_lookup_requests", result="hit")
+        metrics.add("kvhold_stored_bytes", 7)
+        assert [(s.metric.name, s.labels, s.value) for s in metrics.samples()] == [
+            ("kvhold_lookup_requests", ("hit",), 1),
+            ("kvhold_stored_bytes", (), 7),
+            ("kvhold_protocol_errors", ("a",), 1),
+            ("kvhold_protocol_errors", ("b",), 1),
+        ]
+
+    def test_a_status_shows_name_and_labels(self) -> None:
+        metrics = Metrics()
+        metrics.add("kvhold_lookup_requests", 2, result="hit")
+        metrics.add("kvhold_stored_bytes", 7)
+        assert metrics.as_dict() == {"kvhold_lookup_requests{result=hit}": 2, "kvhold_stored_bytes": 7}
+
+    @pytest.mark.parametrize(
+        ("name", "labels"),
+        [
+            ("kvhold_no_such_thing", {}),
+            ("stored_bytes", {}),
+            ("kvhold_stored_bytes", {"tier": "ram"}),
+            ("kvhold_lookup_tokens", {}),
+            ("kvhold_lookup_tokens", {"reason": "hit"}),
+            ("kvhold_lookup_tokens", {"result": "hit", "tier": "ram"}),
+        ],
+    )
+    def test_an_unknown_name_or_label_fails_at_once(self, name: str, labels: dict[str, Any]) -> None:
+        metrics = Metrics()
+        for call in (metrics.add, lambda name, **labels: metrics.set(name, 1, **labels), metrics.value):
+            with pytest.raises(KeyError):
+                call(name, **labels)
+        assert metrics.as_dict() == {}
