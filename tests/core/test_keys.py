@@ -382,3 +382,9 @@ class TestKey:
     def test_what_is_not_as_long_as_a_key_is_none(self, length: int) -> None:
         with pytest.raises(ValueError, match=f"{KEY_BYTES} bytes, this has {length}"):
             split_key(bytes(length))
+
+
+def test_a_requests_salt_narrows_the_namespaces_own_and_does_not_replace_it() -> None:
+    tenant = Namespace(model="m", layout=LAYOUT, cache_salt="tenant")
+    assert tenant.narrowed(cache_salt="request").digest != Namespace(model="m", layout=LAYOUT, cache_salt="request").digest
+    assert tenant.narrowed(cache_salt="request").digest != tenant.digest

@@ -298,3 +298,8 @@ class TestHugePages:
     def test_never_leaves_them_alone(self) -> None:
         with Arena.create(1, huge_pages="never") as arena:
             assert not arena.huge
+
+
+def test_nobody_who_has_the_descriptor_can_shrink_the_arena() -> None:
+    with Arena.create(1 << 20) as arena, pytest.raises(PermissionError):
+        os.ftruncate(arena.fd, 4096)

@@ -100,9 +100,11 @@ class Namespace:
         return blake2b(canonical(["kvhold-namespace-1", fields, tags, self.layout.fingerprint]), digest_size=NAMESPACE_BYTES).digest()
 
     def narrowed(self, *, lora: str = "", cache_salt: str = "", tags: Sequence[tuple[str, str]] = ()) -> "Namespace":
-        """This namespace for one request: its LoRA, its salt, and its tags beside the tags that stand here already."""
+        """This namespace for one request: its LoRA, and its salt and tags beside those that stand here already."""
         if not (lora or cache_salt or tags):
             return self
+        if cache_salt and self.cache_salt:  # a request's salt narrows a tenant's, it does not replace it
+            cache_salt = canonical([self.cache_salt, cache_salt]).hex()
         return replace(self, lora=lora or self.lora, cache_salt=cache_salt or self.cache_salt, tags=(*self.tags, *tags))
 
     def prompt(self, tokens: npt.ArrayLike, extras: Mapping[int, bytes] | None = None) -> "Prompt":

@@ -10,6 +10,7 @@ under its readers. Allocation inside the arena is `slab.py`.
 """
 
 import ctypes
+import fcntl
 import logging
 import mmap
 import os
@@ -61,9 +62,11 @@ class Arena:
             )
         if not huge:
             _check_fits(nbytes)
-        fd = os.memfd_create("kvhold-arena", os.MFD_CLOEXEC | (os.MFD_HUGETLB if huge else 0))
+        fd = os.memfd_create("kvhold-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | (os.MFD_HUGETLB if huge else 0))
         try:
             os.ftruncate(fd, nbytes)
+            # Nobody it is sent to can take pages from under the others.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             arena = cls(fd, nbytes, huge)
         except OSError as error:
             os.close(fd)
