@@ -90,7 +90,7 @@ class TestView:
     def test_views_and_buffer_are_the_same_memory(self, arena: Arena) -> None:
         arena.view(MIB, 5)[:] = b"hello"
         assert arena.buffer[MIB : MIB + 5] == b"hello"
-        assert ctypes.string_at(arena.address() + MIB, 5) == b"hello"
+        assert ctypes.string_at(arena.regions[0].address + MIB, 5) == b"hello"
         assert np.frombuffer(arena.buffer, np.uint8)[MIB] == ord("h")
 
     @pytest.mark.parametrize(("offset", "nbytes"), [(0, 0), (0, 4 * MIB), (4 * MIB, 0), (4 * MIB - 1, 1)])
@@ -197,7 +197,7 @@ class TestToucher:
     def test_it_faults_in_every_page_in_order_and_says_so(self) -> None:
         progress: list[int] = []
         with Arena.create(66 * MIB, huge_pages="never") as arena:
-            toucher = Toucher(arena, progress.append).start()
+            toucher = Toucher(arena.regions, progress.append).start()
             toucher.wait()
             assert toucher.done
             assert toucher.touched_bytes == arena.nbytes == present_bytes(arena)
@@ -205,7 +205,7 @@ class TestToucher:
 
     def test_it_changes_no_byte(self, arena: Arena) -> None:
         arena.view(MIB - 2, 5)[:] = b"hello"
-        Toucher(arena).start().wait()
+        Toucher(arena.regions).start().wait()
         assert arena.view(MIB - 2, 5) == b"hello"
         assert arena.view(0, MIB - 2) == bytes(MIB - 2)
 
@@ -217,7 +217,7 @@ class TestToucher:
             toucher._stop.wait()  # the step in hand lasts until it has been told to stop
 
         with Arena.create(66 * MIB, huge_pages="never") as arena:
-            toucher = Toucher(arena, first_step).start()
+            toucher = Toucher(arena.regions, first_step).start()
             reached.wait()
             toucher.stop()
             assert not toucher.done
@@ -226,7 +226,7 @@ class TestToucher:
             toucher.stop()
 
     def test_one_stopped_before_it_began_touches_nothing(self, arena: Arena) -> None:
-        toucher = Toucher(arena)
+        toucher = Toucher(arena.regions)
         toucher.stop()
         toucher.start().wait()
         assert (toucher.touched_bytes, present_bytes(arena)) == (0, 0)
@@ -235,7 +235,7 @@ class TestToucher:
         self, arena: Arena, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         monkeypatch.setattr("kvhold.memory.arena._MADV_POPULATE_WRITE", 9999)
-        toucher = Toucher(arena).start()
+        toucher = Toucher(arena.regions).start()
         toucher.wait()
         assert (toucher.done, toucher.touched_bytes) == (False, 0)
         assert "not faulted in ahead: Invalid argument" in caplog.text
@@ -278,7 +278,7 @@ class TestHugePages:
         with Arena.create(3 * MIB, huge_pages=setting) as arena:
             assert (arena.huge, arena.nbytes) == (True, 4 * MIB)
             assert free_huge_pages() == before - 2, "they are promised from the start"
-            Toucher(arena).start().wait()
+            Toucher(arena.regions).start().wait()
             arena.view(MIB, 5)[:] = b"hello"
             with Arena.attach(os.dup(arena.fd), arena.nbytes, huge=True) as other:
                 assert other.view(MIB, 5) == b"hello"

@@ -1,7 +1,9 @@
 """A real vLLM gets its KV back: exactly, in the same engine and in others, and whatever dies on the way."""
 
+import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 from kvhold.cli.demo.engine import Engine, EngineFailed, options_for
 from kvhold.cli.demo.models import ModelInfo, make_model
 from kvhold.core.config import ClientConfig
+from kvhold.core.errors import KVHoldError
 from kvhold.node import NodeClient
 
 pytestmark = pytest.mark.vllm
@@ -54,7 +57,8 @@ def engine(model: ModelInfo, socket: Path | None, ledger: Path | None = None, *,
             "tokens_per_chunk": CHUNK,
             "ram_bytes": RAM,
             "node": {"socket": str(socket), "idle_exit_s": 300},
-            "client": {"reconnect_interval_s": 0.1},
+            # Busy cores must not turn a hit into a miss here; a dead node is noticed at once whatever the deadline.
+            "client": {"reconnect_interval_s": 0.1, "call_timeout_s": 30},
         },
     }
     settings = {"max_model_len": 2048, "block_size": BLOCK, "kv_cache_bytes": 8 * 2048 * model.kv_bytes_per_token} | options
@@ -180,6 +184,7 @@ def test_an_engine_whose_node_is_killed_in_the_middle_answers_rightly_and_joins_
         run_while(ledger, lambda: kill_node(socket))
         answer = orphan.generate(prompt, max_tokens=OUTPUT_TOKENS, timeout_s=60)
         assert answer.token_ids == expected
+        assert (ledger / "resume").exists(), "the node was killed in the middle"
         until(lambda: is_up(socket), "a new node")
         until(lambda: orphan_stores(orphan, socket, prompt), "the orphan to use it")
         again = orphan.generate(prompt, max_tokens=OUTPUT_TOKENS)
@@ -190,12 +195,9 @@ def test_an_engine_whose_node_is_killed_in_the_middle_answers_rightly_and_joins_
 
 def kill_when(marker: Path, victim: Engine) -> float:
     """Kill the engine from a thread as soon as the marker is there; returns a time-out for the call that it dies in."""
-    import threading
 
     def wait_and_kill() -> None:
         until(marker.exists, "the engine to pause")
-        import os
-
         os.kill(victim.pid, signal.SIGKILL)
 
     threading.Thread(target=wait_and_kill, daemon=True).start()
@@ -204,7 +206,6 @@ def kill_when(marker: Path, victim: Engine) -> float:
 
 def run_while(ledger: Path, action: Any) -> None:
     """When the engine pauses, do `action`, then let it go on."""
-    import threading
 
     def wait_and_act() -> None:
         until((ledger / "paused").exists, "the engine to pause")
@@ -215,14 +216,10 @@ def run_while(ledger: Path, action: Any) -> None:
 
 
 def kill_node(socket: Path) -> None:
-    import os
-
     os.kill(status(socket)["pid"], signal.SIGKILL)
 
 
 def is_up(socket: Path) -> bool:
-    from kvhold.core.errors import KVHoldError
-
     try:
         status(socket)
     except KVHoldError:

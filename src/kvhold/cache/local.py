@@ -15,6 +15,7 @@ import numpy.typing as npt
 from kvhold.cache.state import new_state
 from kvhold.core.api import Hit, Loan, Room
 from kvhold.core.config import Config, load_config
+from kvhold.core.errors import KVHoldError
 from kvhold.core.keys import ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
 from kvhold.memory.arena import Arena, Toucher, default_arena_bytes
@@ -26,35 +27,40 @@ def open_cache(**settings: Any) -> "LocalCache":
 
 
 class LocalCache:
-    """Meets `core.api.Cache`. Deadlines do not apply: nothing here waits for anybody."""
+    """Meets `core.api.Cache`. Deadlines do not apply: nothing here waits for anybody. After `close`, every call raises KVHoldError."""
 
     def __init__(self, config: Config) -> None:
         self._arena = Arena.create(config.ram_bytes or default_arena_bytes(), huge_pages=config.huge_pages)
-        self._toucher = Toucher(self._arena).start()
+        self._toucher = Toucher(self._arena.regions).start()
         self._state = new_state(config, self._arena)
         self._lock = threading.Lock()
+        self._closed = False
         self._owner = object()
         self._buffer = np.frombuffer(self._arena.buffer, dtype=np.uint8)
 
     @property
     def arena_buffer(self) -> npt.NDArray[np.uint8]:
         """[arena bytes]."""
+        self._check_open()
         return self._buffer
 
     def register(self, namespace: Namespace) -> None:
         """Make the layout known."""
         with self._lock:
+            self._check_open()
             self._state.register(namespace.layout)
 
     def lookup(self, query: Query, *, deadline_s: float | None = None) -> Hit:
         """The longest prefix that is here, pinned."""
         with self._lock:
+            self._check_open()
             found = self._state.lookup(self._owner, query)
         return Hit(found.ticket, found.num_tokens, lambda: self._release(found.ticket))
 
     def claim(self, ticket: int, shard: int = 0, *, first_chunk: int = 0, deadline_s: float | None = None) -> Loan | None:
         """Take over one shard's part of a hit."""
         with self._lock:
+            self._check_open()
             lent = self._state.claim(self._owner, ticket, shard, first_chunk)
         if lent is None:
             return None
@@ -63,7 +69,8 @@ class LocalCache:
     def reserve(self, layout: Layout, names: ChunkNames, shard: int = 0, *, deadline_s: float | None = None) -> Room:
         """Memory for what is missing."""
         with self._lock:
-            granted = self._state.reserve(self._owner, layout, names, shard)
+            self._check_open()
+            granted = self._state.reserve(self._owner, self._state.layout(layout.fingerprint), names, shard)
         return Room(
             _table(granted.offsets),
             names.num_tokens(layout),
@@ -75,17 +82,20 @@ class LocalCache:
     def clear(self, namespace: bytes | None = None, *, deadline_s: float | None = None) -> int:
         """Forget everything, or one namespace."""
         with self._lock:
+            self._check_open()
             return self._state.clear(namespace)
 
     def status(self, *, deadline_s: float | None = None) -> dict[str, Any]:
         """Sizes, counts and counters."""
         with self._lock:
+            self._check_open()
             return self._state.status() | {"arena_touched_bytes": self._toucher.touched_bytes}
 
     def close(self) -> None:
         """Give back everything, and the arena itself. Idempotent."""
         self._toucher.stop()
         with self._lock:
+            self._closed = True
             self._state.gone(self._owner)
         self._buffer = np.empty(0, dtype=np.uint8)
         self._arena.close()
@@ -96,12 +106,17 @@ class LocalCache:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise KVHoldError("this cache is closed")
+
     def _release(self, number: int) -> None:
         with self._lock:
             self._state.release(self._owner, number)
 
     def _commit(self, room: int, chunks: Sequence[int]) -> None:
         with self._lock:
+            self._check_open()
             self._state.commit(self._owner, room, chunks)
 
     def _abandon(self, room: int) -> None:

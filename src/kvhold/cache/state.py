@@ -17,7 +17,7 @@ from typing import Any
 from kvhold.cache.hits import longest_hit, needed_chunks
 from kvhold.core.api import ABSENT
 from kvhold.core.config import Config
-from kvhold.core.errors import ProtocolError
+from kvhold.core.errors import LayoutError, ProtocolError
 from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES, ChunkNames, Query, make_key, place_suffix
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
@@ -26,6 +26,8 @@ from kvhold.tiers.policies import make_policy
 from kvhold.tiers.ram import Entry, RamTier
 
 Owner = Hashable
+
+_MAX_SHARDS = 0xFFFF
 
 
 @dataclass(frozen=True)
@@ -93,16 +95,16 @@ class CacheState:
         self._layouts[layout.fingerprint] = layout
 
     def layout(self, fingerprint: bytes) -> Layout:
-        """The registered layout. Raises ProtocolError for one that never was."""
+        """The registered layout. Raises LayoutError for one that never was."""
         layout = self._layouts.get(fingerprint)
         if layout is None:
-            raise ProtocolError(f"layout {fingerprint.hex()} was not registered; register the namespace first")
+            raise LayoutError(f"layout {fingerprint.hex()} was not registered; register the namespace first")
         return layout
 
     def lookup(self, owner: Owner, query: Query) -> Found:
         """Find the longest hit, pin it, and give it a ticket."""
         layout = self.layout(query.layout)
-        _check_query(query)
+        _check_query(layout, query)
         probe = _Probe(self.ram, query, layout)
         whole, tail = longest_hit(layout, probe.reach(), probe.num_whole, query.tail_lengths, probe.has_chunk, probe.has_tail)
         tail_tokens = 0 if tail is None else query.tail_lengths[tail]
@@ -120,6 +122,8 @@ class CacheState:
 
     def claim(self, owner: Owner, ticket: int, shard: int, first_chunk: int) -> Lent | None:
         """Move one shard's pins from the ticket to `owner`; chunks before `first_chunk` are let go. None if the ticket is not good."""
+        if first_chunk < 0:
+            raise ProtocolError(f"a claim from chunk {first_chunk} on; the first one is 0")
         held = self._tickets.get(ticket)
         if held is None or shard not in held.shards:
             self.metrics.add("kvhold_claims_failed", reason="unknown ticket" if held is None else "claimed already")
@@ -147,7 +151,7 @@ class CacheState:
 
     def reserve(self, owner: Owner, layout: Layout, names: ChunkNames, shard: int) -> Granted:
         """Memory for the chunks that are missing, in order, until there is no room. A chunk gets all its groups or none."""
-        _check_names(layout, names)
+        _check_names(layout, names, shard)
         groups = range(len(layout.groups))
         offsets = [[ABSENT] * len(names) for _ in groups]
         taken: dict[int, list[Entry]] = {}
@@ -156,8 +160,11 @@ class CacheState:
             num_tokens = names.tail_tokens if names.tail_tokens and chunk == len(names) - 1 else layout.tokens_per_chunk
             chain_hash = names.hashes[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES]
             wanted = [(make_key(names.namespace, chain_hash, g, shard), layout.chunk_bytes(g, num_tokens)) for g in groups]
-            entries = self._reserve_chunk(wanted, num_tokens, first_token)
-            if entries is not None:
+            if self._is_missing(wanted):
+                entries = self._take(wanted, num_tokens, first_token)
+                if entries is None:  # nor would what follows be of use without it
+                    self.metrics.add("kvhold_store_skipped_chunks", len(names) - chunk, reason="no room")
+                    break
                 taken[chunk] = entries
                 for g, entry in enumerate(entries):
                     offsets[g][chunk] = entry.offset
@@ -186,6 +193,11 @@ class CacheState:
                 self.ram.abandon(entry)
                 self.metrics.add("kvhold_abandoned_chunks")
 
+    def touches_memory(self, owner: Owner) -> bool:
+        """Whether `owner` has a loan or a room: it may be reading or writing the arena now."""
+        held = self._holdings.get(owner)
+        return held is not None and bool(held.loans or held.rooms)
+
     def gone(self, owner: Owner) -> None:
         """The owner is no more and touches no memory any longer: give back all it held."""
         held = self._holdings.get(owner)
@@ -201,6 +213,8 @@ class CacheState:
 
     def clear(self, namespace: bytes | None) -> int:
         """Forget every chunk, or those of one namespace. Returns how many."""
+        if namespace is not None and len(namespace) != NAMESPACE_BYTES:
+            raise ProtocolError("the namespace to clear has an impossible size")
         entries = self.ram.entries(namespace or b"")
         for entry in entries:
             self.ram.remove(entry)
@@ -246,21 +260,23 @@ class CacheState:
             pinned.append(row)
         return pinned
 
-    def _reserve_chunk(self, wanted: list[tuple[bytes, int]], num_tokens: int, first_token: int) -> list[Entry] | None:
+    def _is_missing(self, wanted: list[tuple[bytes, int]]) -> bool:
+        """Whether a chunk's groups are not all present, and nobody is writing them."""
         present = [self.ram.find(key) is not None for key, _ in wanted]
         if all(present):
             self.metrics.add("kvhold_store_skipped_chunks", reason="present")
-            return None
+            return False
         if any(self.ram.holds(key) and not there for (key, _), there in zip(wanted, present, strict=True)):
             self.metrics.add("kvhold_store_skipped_chunks", reason="in progress")
-            return None
-        for (key, _), there in zip(wanted, present, strict=True):
-            if there and (entry := self.ram.find(key)) is not None:
-                self.ram.remove(entry)  # a chunk of which some groups were evicted is written whole again
-        entries = self.ram.reserve_all(wanted, num_tokens, first_token)
-        if entries is None:
-            self.metrics.add("kvhold_store_skipped_chunks", reason="no room")
-        return entries
+            return False
+        return True
+
+    def _take(self, wanted: list[tuple[bytes, int]], num_tokens: int, first_token: int) -> list[Entry] | None:
+        """Memory for all groups of a chunk; one of which some groups were evicted is written whole again."""
+        for key, _ in wanted:
+            if (entry := self.ram.find(key)) is not None:
+                self.ram.remove(entry)
+        return self.ram.reserve_all(wanted, num_tokens, first_token)
 
     def _drop_ticket(self, ticket: int) -> None:
         held = self._forget_ticket(ticket)
@@ -334,15 +350,19 @@ class _Probe:
         return self._ram.find(self._query.namespace + chain_hash + self._suffixes[group][shard])
 
 
-def _check_query(query: Query) -> None:
-    if len(query.namespace) != NAMESPACE_BYTES or len(query.hashes) % HASH_BYTES or not 1 <= query.shards <= 0xFFFF:
+def _check_query(layout: Layout, query: Query) -> None:
+    if len(query.namespace) != NAMESPACE_BYTES or len(query.hashes) % HASH_BYTES or not 1 <= query.shards <= _MAX_SHARDS:
         raise ProtocolError("a query's namespace, hashes or shards have an impossible size")
-    if len(query.tail_hashes) != len(query.tail_lengths) * HASH_BYTES or any(n < 1 for n in query.tail_lengths):
+    if len(query.tail_hashes) != len(query.tail_lengths) * HASH_BYTES:
         raise ProtocolError("a query's tail hashes and tail lengths do not agree")
+    if not all(0 < length < layout.tokens_per_chunk for length in query.tail_lengths):
+        raise ProtocolError(f"a query's tail is not shorter than a chunk of {layout.tokens_per_chunk} tokens")
 
 
-def _check_names(layout: Layout, names: ChunkNames) -> None:
-    if len(names.namespace) != NAMESPACE_BYTES or len(names.hashes) % HASH_BYTES:
-        raise ProtocolError("the chunks' namespace or hashes have an impossible size")
+def _check_names(layout: Layout, names: ChunkNames, shard: int) -> None:
+    if len(names.namespace) != NAMESPACE_BYTES or len(names.hashes) % HASH_BYTES or not 0 <= shard < _MAX_SHARDS:
+        raise ProtocolError("the chunks' namespace, hashes or shard have an impossible size")
     if names.tail_tokens:
+        if not names.hashes:
+            raise ProtocolError("a tail without a hash")
         layout.check_tokens(names.tail_tokens)

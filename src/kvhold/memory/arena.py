@@ -15,7 +15,8 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 from kvhold.core.errors import CapacityError
@@ -32,6 +33,20 @@ _KEEP_FREE = 256 << 20  # what the host must keep beside an arena
 # mmap.madvise of the standard library holds the GIL while the kernel clears pages; ctypes does not.
 _madvise = ctypes.CDLL(None, use_errno=True).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+@dataclass(frozen=True)
+class Region:
+    """A stretch of this process's memory."""
+
+    address: int
+    nbytes: int
+
+    def whole_pages(self) -> "Region":
+        """The pages that lie wholly in it."""
+        start = -(-self.address // PAGE_BYTES) * PAGE_BYTES
+        end = (self.address + self.nbytes) // PAGE_BYTES * PAGE_BYTES
+        return Region(start, max(0, end - start))
 
 
 class Arena:
@@ -92,9 +107,10 @@ class Arena:
         assert 0 <= offset <= offset + nbytes <= self.nbytes, "outside the arena"
         return self.buffer[offset : offset + nbytes]
 
-    def address(self) -> int:
+    @property
+    def regions(self) -> list[Region]:
         """Where this process maps the arena."""
-        return ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        return [Region(ctypes.addressof(ctypes.c_char.from_buffer(self._map)), self.nbytes)]
 
     def close(self) -> None:
         """Give up the mapping. While views of it are alive, the memory stays mapped and goes with the last of them. Idempotent."""
@@ -119,10 +135,11 @@ class Arena:
 
 
 class Toucher:
-    """Faults in an arena's pages from a thread of its own, in order, and says how far it is. Stopped before the arena is closed."""
+    """Faults in pages from a thread of its own, in order, and says how far it is. Changes no byte. Stopped before they are unmapped."""
 
-    def __init__(self, arena: Arena, on_progress: Callable[[int], None] | None = None) -> None:
-        self._arena = arena
+    def __init__(self, regions: Sequence[Region], on_progress: Callable[[int], None] | None = None) -> None:
+        """regions: whole pages, such as `arena.regions`"""
+        self._regions = regions
         self._on_progress = on_progress
         self._stop = threading.Event()
         self.touched_bytes = 0
@@ -136,7 +153,7 @@ class Toucher:
     @property
     def done(self) -> bool:
         """Whether every page is there."""
-        return self.touched_bytes >= self._arena.nbytes
+        return self.touched_bytes >= sum(region.nbytes for region in self._regions)
 
     def stop(self) -> None:
         """End after the step in hand, and wait for that."""
@@ -149,16 +166,18 @@ class Toucher:
         self._thread.join()
 
     def _run(self) -> None:
-        base = self._arena.address()
-        while not self.done and not self._stop.is_set():
-            step = min(_TOUCH_STEP, self._arena.nbytes - self.touched_bytes)
-            if _madvise(base + self.touched_bytes, step, _MADV_POPULATE_WRITE) != 0:
-                # An old kernel, or no memory left: pages then come as they are first written, only slower.
-                log.warning("arena pages are not faulted in ahead: %s", os.strerror(ctypes.get_errno()))
-                return
-            self.touched_bytes += step
-            if self._on_progress is not None:
-                self._on_progress(self.touched_bytes)
+        for region in self._regions:
+            for offset in range(0, region.nbytes, _TOUCH_STEP):
+                if self._stop.is_set():
+                    return
+                step = min(_TOUCH_STEP, region.nbytes - offset)
+                if _madvise(region.address + offset, step, _MADV_POPULATE_WRITE) != 0:
+                    # An old kernel, or no memory left: pages then come as they are first written, only slower.
+                    log.warning("pages are not faulted in ahead: %s", os.strerror(ctypes.get_errno()))
+                    return
+                self.touched_bytes += step
+                if self._on_progress is not None:
+                    self._on_progress(self.touched_bytes)
 
 
 def default_arena_bytes() -> int:

@@ -21,9 +21,12 @@ Record = TypeVar("Record")
 
 
 def encode(message: Message) -> bytearray:
-    """A record as it goes on the stream. Raises ProtocolError when it is too long to be accepted on the other side."""
+    """A record as it goes on the stream. Raises ProtocolError when the other side could not accept it."""
     data = bytearray(LENGTH_BYTES)
-    _encoder.encode_into(message, data, LENGTH_BYTES)
+    try:
+        _encoder.encode_into(message, data, LENGTH_BYTES)
+    except (OverflowError, UnicodeEncodeError) as error:
+        raise ProtocolError(f"a message that cannot be written: {error}") from None
     length = len(data) - LENGTH_BYTES
     if length > MAX_MESSAGE_BYTES:
         raise ProtocolError(f"a message of {length} bytes; at most {MAX_MESSAGE_BYTES} are allowed")
@@ -49,7 +52,7 @@ class Decoder(Generic[Record]):
         """The record, or ProtocolError."""
         try:
             record: Record = self._decoder.decode(body)
-        except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ProtocolError(f"not a message of this protocol: {error}") from None
         except KVHoldError as error:  # a value that refuses itself, such as a layout with no layers
             raise ProtocolError(str(error)) from None
@@ -66,12 +69,15 @@ class Splitter:
         """The bodies that are whole now. Raises ProtocolError at a length that is not allowed."""
         self._pending += data
         start = 0
-        while len(self._pending) - start >= LENGTH_BYTES:
-            with memoryview(self._pending) as view:
-                end = start + LENGTH_BYTES + body_length(view[start : start + LENGTH_BYTES])
+        try:
+            while len(self._pending) - start >= LENGTH_BYTES:
+                first = start + LENGTH_BYTES
+                end = first + body_length(self._pending[start:first])
                 if len(self._pending) < end:
                     break
-                body = bytes(view[start + LENGTH_BYTES : end])
-            start = end
-            yield body
-        del self._pending[:start]
+                with memoryview(self._pending) as view:
+                    body = bytes(view[first:end])
+                start = end
+                yield body
+        finally:  # also when the caller stops in the middle: no body comes twice
+            del self._pending[:start]

@@ -14,7 +14,9 @@ import os
 import socket
 import threading
 import time
+from array import array
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -29,6 +31,7 @@ from kvhold.core.layout import Layout
 from kvhold.memory.arena import Arena, Toucher
 from kvhold.net import messages as m
 from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length, encode
+from kvhold.node.paths import peer_user
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +60,7 @@ class NodeClient:
         self._name = name
         self._revive = revive
         self._layouts: dict[bytes, Layout] = {}
-        self._layouts_lock = threading.Lock()
+        self._lock = threading.Lock()  # over which link is in use, and what a new one must be told
         self._pid = os.getpid()
         self._closed = threading.Event()
         self._lost = threading.Event()
@@ -77,7 +80,7 @@ class NodeClient:
 
     def register(self, namespace: Namespace) -> None:
         """Make the layout known, now and whenever a node comes back."""
-        with self._layouts_lock:
+        with self._lock:
             self._layouts[namespace.layout.fingerprint] = namespace.layout
         self._call(m.Register(namespace.layout), m.Done, None)
 
@@ -136,15 +139,20 @@ class NodeClient:
         """What `kvhold status` shows."""
         return self._call(m.Status(), m.Report, deadline_s).values
 
+    def ping(self) -> None:
+        """One round trip, for nothing else."""
+        self._call(m.Ping(), m.Done, None)
+
     def stop_node(self) -> None:
         """Ask the node to end."""
         self._call(m.Stop(), m.Done, None)
 
     def close(self) -> None:
         """Leave the node; what was held here is given back. Idempotent."""
-        self._closed.set()
-        self._lost.set()
-        link, self._link = self._link, None
+        with self._lock:
+            self._closed.set()
+            self._lost.set()
+            link, self._link = self._link, None
         if link is not None:
             link.retire()
         if self._keeper is not threading.current_thread():
@@ -157,12 +165,17 @@ class NodeClient:
         self.close()
 
     def _current(self, operation: str) -> "_Link":
+        self._check_process()
         link = self._link
-        if self._pid != os.getpid():
-            raise NodeError("this client was made before the process forked; make one in each process")
+        if self._closed.is_set():
+            raise NodeError(f"{operation}: this client is closed")
         if link is None:
             raise NodeError(f"{operation}: no node on {self.path} now; looking for it in the background")
         return link
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():  # two processes on one connection would read each other's answers
+            raise NodeError("this client was made before the process forked; make one in each process")
 
     def _call(self, request: m.Message, expected: type[Kind], deadline_s: float | None, link: "_Link | None" = None) -> Kind:
         link = link or self._current(type(request).__name__.lower())
@@ -172,14 +185,15 @@ class NodeClient:
         return answer
 
     def _ask(self, request: m.Message, deadline_s: float | None, link: "_Link") -> m.Answer:
-        operation = type(request).__name__.lower()
+        self._check_process()
+        operation, data = type(request).__name__.lower(), encode(request)
         try:
-            answer = link.call(request, deadline_s or self._config.call_timeout_s)
-        except (OSError, ProtocolError, DeadlineExceeded) as error:
-            self._break(link, f"{operation}: {error}")
-            if isinstance(error, KVHoldError):
-                raise
-            raise NodeError(f"{operation}: lost the node on {self.path}: {error}") from None
+            answer = link.call(operation, data, deadline_s or self._config.call_timeout_s)
+        except BaseException as error:  # a call cut short, be it by Ctrl-C, leaves its answer to be taken for the next one's
+            self._break(link, str(error) or type(error).__name__)
+            if isinstance(error, OSError):
+                raise NodeError(f"{operation}: lost the node on {self.path}: {error}") from None
+            raise
         if isinstance(answer, m.Refused):
             if answer.fatal:
                 self._break(link, answer.reason)
@@ -205,9 +219,12 @@ class NodeClient:
                 log.debug("giving back: %s", error)
 
     def _break(self, link: "_Link", why: str) -> None:
-        if self._link is link:
-            self._link = None
-            self._lost.set()
+        with self._lock:
+            lost = self._link is link
+            if lost:
+                self._link = None
+                self._lost.set()
+        if lost:
             log.warning("lost the node on %s (%s); computing without it until it is back", self.path, why)
         link.retire()
 
@@ -234,21 +251,30 @@ class NodeClient:
             if self._revive is not None:
                 self._revive()
             link = _Link(self.path, self._name, self._config.connect_timeout_s)
-            with self._layouts_lock:
-                layouts = list(self._layouts.values())
-            for layout in layouts:
-                link.call(m.Register(layout), self._config.call_timeout_s)
+            self._introduce(link)
         except (OSError, KVHoldError) as error:
             log.debug("no node yet: %s", error)
             if link is not None:
                 link.retire()
             self._closed.wait(self._config.reconnect_interval_s)
-            return
-        self._lost.clear()
-        self._link = link
-        if self._closed.is_set():
-            link.retire()
-        log.info("joined the node on %s again", self.path)
+
+    def _introduce(self, link: "_Link") -> None:
+        """Tell a new node every layout, those registered meanwhile included; then let the callers have it."""
+        told: set[bytes] = set()
+        while True:
+            with self._lock:
+                missing = [layout for fingerprint, layout in self._layouts.items() if fingerprint not in told]
+                if not missing:
+                    if self._closed.is_set():
+                        link.retire()
+                    else:
+                        self._link = link
+                        self._lost.clear()
+                        log.info("joined the node on %s again", self.path)
+                    return
+            for layout in missing:
+                link.call("register", encode(m.Register(layout)), self._config.call_timeout_s)
+                told.add(layout.fingerprint)
 
 
 class _Link:
@@ -263,7 +289,8 @@ class _Link:
         self._buffer: npt.NDArray[np.uint8] | None = None
         self._talk = threading.Lock()
         self._count_lock = threading.Lock()
-        self._held = 0
+        self._held = 0  # readers and writers of the arena
+        self._calls = 0
         self.retired = False
         self.last_heard_s = time.monotonic()
 
@@ -273,34 +300,33 @@ class _Link:
         with self._count_lock:
             return self._mapped()
 
-    def call(self, request: m.Message, deadline_s: float) -> m.Answer:
-        """One request and its answer. Raises OSError, ProtocolError, DeadlineExceeded; after any of them the link is of no more use."""
+    def call(self, operation: str, request: bytearray, deadline_s: float) -> m.Answer:
+        """One request and its answer. Raises OSError, ProtocolError, DeadlineExceeded; after any exception the link is of no more use."""
         until = time.monotonic() + deadline_s
-        operation = type(request).__name__.lower()
-        data = encode(request)
-        if not self._talk.acquire(timeout=deadline_s):
-            raise DeadlineExceeded(operation, deadline_s)
-        try:
+        with self._count_lock:
             if self.retired:
                 raise ConnectionError("the connection is closed")
-            self._socket.settimeout(max(0.001, until - time.monotonic()))
-            self._socket.sendall(data)
-            prefix = self._read(LENGTH_BYTES, until)
-            answer = _answer_decoder.decode(self._read(body_length(prefix), until))
+            self._calls += 1
+        try:
+            if not self._talk.acquire(timeout=deadline_s):
+                raise TimeoutError
+            try:
+                return self._converse(request, until)
+            finally:
+                self._talk.release()
         except TimeoutError:
             raise DeadlineExceeded(operation, deadline_s) from None
         finally:
-            self._talk.release()
-        self.last_heard_s = time.monotonic()
-        return answer
+            with self._count_lock:
+                self._calls -= 1
+                self._close_if_unused()
 
     def hold(self) -> npt.NDArray[np.uint8]:
-        """One more reader or writer of the arena."""
+        """One more reader or writer of the arena. Raises NodeError when it cannot be had."""
         with self._count_lock:
-            if self.retired:
-                raise NodeError("the connection to the node is closed")
+            buffer = self._mapped()
             self._held += 1
-            return self._mapped()
+            return buffer
 
     def let_go(self) -> None:
         """One less."""
@@ -315,16 +341,24 @@ class _Link:
             self._close_if_unused()
 
     def _mapped(self) -> npt.NDArray[np.uint8]:
+        if self.retired:
+            raise NodeError("the connection to the node is closed")
         if self._buffer is None:
             nbytes, huge = self._arena_size
-            self._arena = Arena.attach(self._arena_fd, nbytes, huge)
-            self._arena_fd = -1
-            self._toucher = Toucher(self._arena).start()
+            fd, self._arena_fd = self._arena_fd, -1  # `attach` takes it over, even where it fails
+            if fd < 0:
+                raise NodeError("the node's arena could not be mapped")
+            self._arena = Arena.attach(fd, nbytes, huge)
+            self._toucher = Toucher(self._arena.regions).start()
             self._buffer = np.frombuffer(self._arena.buffer, dtype=np.uint8)
         return self._buffer
 
     def _close_if_unused(self) -> None:
         if not self.retired or self._held:
+            return
+        if self._calls:  # the last of them closes; those that wait for an answer need wait no longer
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
             return
         self._socket.close()
         if self._toucher is not None:
@@ -337,12 +371,28 @@ class _Link:
             os.close(self._arena_fd)
             self._arena_fd = -1
 
+    def _converse(self, request: bytearray, until: float) -> m.Answer:
+        if self.retired:
+            raise ConnectionError("the connection is closed")
+        self._wait_until(until)
+        self._socket.sendall(request)
+        answer = _answer_decoder.decode(self._read(body_length(self._read(LENGTH_BYTES, until)), until))
+        self.last_heard_s = time.monotonic()
+        return answer
+
+    def _wait_until(self, until: float) -> None:
+        """What the socket does next ends then. Raises TimeoutError when that is past."""
+        left = until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._socket.settimeout(left)
+
     def _read(self, nbytes: int, until: float) -> bytearray:
         data = bytearray(nbytes)
         with memoryview(data) as view:
             got = 0
             while got < nbytes:
-                self._socket.settimeout(max(0.001, until - time.monotonic()))
+                self._wait_until(until)
                 count = self._socket.recv_into(view[got:])
                 if not count:
                     raise ConnectionError("the node closed the connection")
@@ -357,8 +407,10 @@ def _join(path: Path, name: str, timeout_s: float) -> tuple[socket.socket, m.Wel
     try:
         sock.settimeout(timeout_s)
         sock.connect(str(path))
+        if (uid := peer_user(sock)) != os.getuid():
+            raise NodeError(f"the node on {path} belongs to user {uid}; you are user {os.getuid()}: run your own, on a socket of your own")
         sock.sendall(encode(m.Hello(m.MAGIC, m.PROTOCOL_VERSION, name, os.getpid())))
-        data, fds, _, _ = socket.recv_fds(sock, 65536, 1)
+        data, fds = _receive_with_descriptor(sock)
         while len(data) < LENGTH_BYTES or len(data) < LENGTH_BYTES + body_length(data):
             more = sock.recv(65536)
             if not more:
@@ -367,6 +419,11 @@ def _join(path: Path, name: str, timeout_s: float) -> tuple[socket.socket, m.Wel
         greeting = _greeting_decoder.decode(data[LENGTH_BYTES:])
         if isinstance(greeting, m.Refused):
             raise NodeError(f"the node on {path} refused: {greeting.reason}")
+        if greeting.version != m.PROTOCOL_VERSION:
+            raise NodeError(
+                f"the node on {path} (kvhold {greeting.node}) speaks protocol {greeting.version}, this client {m.PROTOCOL_VERSION}; "
+                f"install the same kvhold on both sides, then restart the node (kvhold stop)"
+            )
         if not fds:
             raise ProtocolError("the node sent no arena")
         return sock, greeting, fds.pop()
@@ -379,3 +436,13 @@ def _join(path: Path, name: str, timeout_s: float) -> tuple[socket.socket, m.Wel
     finally:
         for fd in fds:
             os.close(fd)
+
+
+def _receive_with_descriptor(sock: socket.socket) -> tuple[bytes, list[int]]:
+    """Bytes, and a descriptor if one came with them. `socket.recv_fds` would pass it on to every child, which keeps the arena alive."""
+    fds = array("i")
+    data, ancillary, _, _ = sock.recvmsg(65536, socket.CMSG_LEN(fds.itemsize), socket.MSG_CMSG_CLOEXEC)
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+    return data, list(fds)

@@ -1,7 +1,9 @@
 """Where this user's node listens: `default_socket()`, and the checks that make the place safe."""
 
 import os
+import socket
 import stat
+import struct
 from pathlib import Path
 
 from kvhold.core.errors import NodeError
@@ -37,3 +39,10 @@ def prepare_folder(path: Path) -> None:
         raise NodeError(f"node.socket: cannot write to {folder}; choose a place you can write")
     if status.st_uid != os.getuid() and path == default_socket():
         raise NodeError(f"node.socket: {folder} belongs to another user; remove it or set node.socket")
+
+
+def peer_user(connection: socket.socket) -> int:
+    """The user id of the process at the other end of a Unix socket, from the kernel."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    uid: int = struct.unpack("3i", credentials)[1]
+    return uid

@@ -15,9 +15,10 @@ import logging
 import os
 import signal
 import socket
-import struct
+import stat
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from kvhold.memory.arena import Arena, Toucher, default_arena_bytes
 from kvhold.memory.host import resident_bytes
 from kvhold.net import messages as m
 from kvhold.net.wire import Decoder, Splitter, encode
-from kvhold.node.paths import prepare_folder, socket_path
+from kvhold.node.paths import peer_user, prepare_folder, socket_path
 from kvhold.node.session import Session
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class Node:
         self.state = new_state(config, self.arena)
         self.metrics = self.state.metrics
         self.connections: set[_Connection] = set()
-        self._toucher = Toucher(self.arena)
+        self._toucher = Toucher(self.arena.regions)
         self._stopped = asyncio.Event()
         self._started_s = time.monotonic()
         self._empty_since_s = time.monotonic()
@@ -117,7 +118,7 @@ class Node:
             self._empty_since_s = time.monotonic()
 
     async def _listen(self, loop: asyncio.AbstractEventLoop) -> asyncio.AbstractServer:
-        self.path.unlink(missing_ok=True)  # ours to remove: we hold its lock
+        _remove_stale(self.path)
         before = os.umask(0o177)
         try:
             return await loop.create_unix_server(lambda: _Connection(self), str(self.path), backlog=128)
@@ -138,13 +139,18 @@ class Node:
 
 
 class _Connection(asyncio.Protocol):
-    """One client: bytes to messages, messages to its session, answers to bytes."""
+    """One client: bytes to messages, messages to its session, answers to bytes.
+
+    A client that breaks the rules is hung up on; but while it has a loan or a room, the node only stops listening to it: it may still
+    be writing, so its memory is given back when it has closed its own end, and not before.
+    """
 
     def __init__(self, node: Node) -> None:
         self._node = node
         self._splitter = Splitter()
         self._transport: asyncio.Transport | None = None
         self._hello_timer: asyncio.TimerHandle | None = None
+        self._deaf = False
         self.session: Session | None = None
         self.last_heard_s = time.monotonic()
 
@@ -152,8 +158,7 @@ class _Connection(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         self._node.joined(self)
-        peer = transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        _, uid, _ = struct.unpack("3i", peer)
+        uid = peer_user(transport.get_extra_info("socket"))
         if uid != os.getuid():
             self._refuse(f"this node serves user {os.getuid()} alone; you are user {uid}", "foreign user")
             return
@@ -161,9 +166,11 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.last_heard_s = time.monotonic()
+        if self._is_over():
+            return
         try:
             for body in self._splitter.feed(data):
-                if self._transport is None or self._transport.is_closing():
+                if self._is_over():
                     return
                 if self.session is None:
                     self._greet(_hello_decoder.decode(body))
@@ -171,6 +178,9 @@ class _Connection(asyncio.Protocol):
                     self._send(self.session.answer(_request_decoder.decode(body)))
         except ProtocolError as error:
             self._refuse(str(error), "bad message")
+        except Exception:  # a fault of ours ends one client's conversation, not the node, and gives no memory away
+            log.exception("a request failed")
+            self._refuse("the node failed; its log says why", "internal error")
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._hello_timer is not None:
@@ -185,6 +195,9 @@ class _Connection(asyncio.Protocol):
         log.debug("closing a connection: %s", why)
         if self._transport is not None:
             self._transport.close()
+
+    def _is_over(self) -> bool:
+        return self._deaf or self._transport is None or self._transport.is_closing()
 
     def _greet(self, hello: m.Hello) -> None:
         if hello.magic != m.MAGIC:
@@ -202,28 +215,49 @@ class _Connection(asyncio.Protocol):
         self._send_with_arena(m.Welcome(m.PROTOCOL_VERSION, __version__, os.getpid(), arena.nbytes, arena.huge))
         self.session = Session(self._node.state, hello, self._node.status, self._node.stop)
         self._node.metrics.add("kvhold_connections", result="accepted")
-        log.info("client %s (pid %d) joined", hello.name, hello.pid)
+        log.info("client %s (pid %d) joined", self.session.name, hello.pid)
 
     def _send_with_arena(self, welcome: m.Welcome) -> None:
         assert self._transport is not None
         # Nothing was sent before on this socket, so it takes the few bytes at once; asyncio itself cannot send descriptors.
-        with socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno())) as raw:
+        with socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno())) as raw, suppress(BrokenPipeError):
             socket.send_fds(raw, [encode(welcome)], [self._node.arena.fd])
 
     def _send(self, answer: m.Message) -> None:
         assert self._transport is not None
         self._transport.write(encode(answer))
         if self._transport.get_write_buffer_size() > _MAX_UNREAD_BYTES:
-            self._node.metrics.add("kvhold_protocol_errors", reason="answers not read")
-            self._transport.abort()
+            self._hang_up("it does not read its answers", "answers not read")
 
     def _refuse(self, reason: str, kind: str) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(encode(m.Refused(reason, fatal=True)))
+        self._hang_up(reason, kind)
+
+    def _hang_up(self, reason: str, kind: str) -> None:
         log.warning("refused a client: %s", reason)
         self._node.metrics.add("kvhold_protocol_errors", reason=kind)
         self._node.metrics.add("kvhold_connections", result="refused" if self.session is None else "lost")
-        if self._transport is not None and not self._transport.is_closing():
-            self._send(m.Refused(reason, fatal=True))
+        if self._transport is None:
+            return
+        if self.session is not None and self.session.touches_memory:
+            self._deaf = True
+        elif self._transport.get_write_buffer_size() > _MAX_UNREAD_BYTES:
+            self._transport.abort()  # closing would wait for it to read
+        else:
             self._transport.close()
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove the socket of a node that is no more: whoever calls this holds its lock. Raises NodeError for anything but a socket."""
+    try:
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise NodeError(f"node.socket: {path} is there already, and is no socket; remove it or choose another path")
+        path.unlink()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise NodeError(f"node.socket: cannot remove the old socket {path}: {error.strerror}") from None
 
 
 class _SocketLock:

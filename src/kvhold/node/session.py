@@ -10,12 +10,14 @@ from kvhold.cache.state import CacheState
 from kvhold.core.errors import KVHoldError, ProtocolError
 from kvhold.net import messages as m
 
+_MAX_NAME = 100  # it is shown in every status and log line
+
 
 class Session:
     """After the handshake; `answer` takes one request at a time, in order."""
 
     def __init__(self, state: CacheState, hello: m.Hello, status: Callable[[], dict[str, Any]], stop: Callable[[], None]) -> None:
-        self.name = hello.name
+        self.name = hello.name[:_MAX_NAME]
         self.pid = hello.pid
         self._state = state
         self._status = status
@@ -42,6 +44,11 @@ class Session:
             raise
         except KVHoldError as error:
             return m.Refused(str(error), fatal=False)
+
+    @property
+    def touches_memory(self) -> bool:
+        """Whether the client may be reading or writing the arena now."""
+        return self._state.touches_memory(self)
 
     def gone(self) -> None:
         """The connection is closed."""

@@ -12,7 +12,7 @@ import sys
 import time
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from kvhold.core.config import Config, load_config
 from kvhold.core.errors import NodeError
@@ -44,15 +44,22 @@ def ensure_node(config: Config, path: Path) -> None:
         return
     prepare_folder(path)
     until = time.monotonic() + config.client.connect_timeout_s
-    with Path(f"{path}.start").open("w") as lock:  # held while starting, so that of several engines one starts the node
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                _pause(until, path, "another process is starting the node and has not finished")
-        if not _listens(path):
-            _spawn(config, path, until)
+    try:
+        with Path(f"{path}.start").open("w") as lock:  # held while starting, so that of several engines one starts the node
+            _wait_for(lock, path, until)
+            if not _listens(path):
+                _spawn(config, path, until)
+    except OSError as error:
+        raise NodeError(f"node.socket: cannot start a node on {path}: {error}") from None
+
+
+def _wait_for(lock: TextIO, path: Path, until: float) -> None:
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            _pause(until, path, "another process is starting the node and has not finished")
 
 
 def _spawn(config: Config, path: Path, until: float) -> None:
@@ -68,9 +75,16 @@ def _spawn(config: Config, path: Path, until: float) -> None:
         os.close(output)
     log.info("started a node (pid %d), its log is %s", pid, log_path)
     while not _listens(path):
-        if os.waitpid(pid, os.WNOHANG)[0]:
+        if _has_ended(pid):
             raise NodeError(f"the node ended while starting: {_tail(log_path, start) or 'its log ' + str(log_path) + ' is empty'}")
         _pause(until, path, f"the node (pid {pid}) does not listen yet; its log is {log_path}")
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:  # somebody else in this process collects its children
+        return True
 
 
 def _listens(path: Path) -> bool:

@@ -82,7 +82,9 @@ def _start(options: EngineOptions) -> Driver:
         from kvhold.cli.demo.vllm_engine import VllmDriver
 
         return VllmDriver(options)
-    raise NotImplementedError(f"no driver for {options.driver}")
+    from kvhold.cli.demo.transformers_engine import TransformersDriver
+
+    return TransformersDriver(options)
 
 
 def _run(driver: Driver, operation: Operation) -> Reply:

@@ -75,7 +75,10 @@ class LoggedProcess:
         return True
 
     def kill(self) -> None:
-        """End it and what it started in its process group, at once, as a crash would. What has a session of its own lives on."""
+        """End it and what it started in its process group, at once, as a crash would. What has a session of its own lives on.
+
+        Closes the pipes and the log. Whoever starts a process must call this at the end, even if the process has ended by then.
+        """
         if self._process.returncode is None:
             os.killpg(self._process.pid, signal.SIGKILL)  # not reaped yet, so the group is still this child's
             self._process.wait()

@@ -25,11 +25,8 @@ def render(result: Result) -> str:
     cold_s = statistics.median(result.timings.cold)
     width = max(len(row.label) for row in rows)
     engine = _ENGINE_NAMES[result.driver]
-    size = f"{result.model.num_parameters / 1e6:.0f}M parameters"
-    lines = [
-        f"Time to first token (TTFT) of a {result.prompt_tokens:,}-token prompt, {engine} on CPU, {size}, median of {len(result.timings.cold)}",
-        "",
-    ]
+    what = f"{result.prompt_tokens:,}-token prompt, {result.model.num_parameters / 1e6:.0f}M parameters, {engine} on CPU"
+    lines = [f"Time to first token (TTFT): {what}, median of {len(result.timings.cold)}", ""]
     for row in rows:
         if row.ttft_s is None:
             lines.append(f"  {row.label:<{width}}  {engine} has none")

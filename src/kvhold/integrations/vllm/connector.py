@@ -5,6 +5,7 @@ sides answer a lost node with "nothing found" and "failed blocks", which vLLM re
 """
 
 import logging
+import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -44,11 +45,11 @@ class KVHoldConnector(KVConnectorBase_V1):
         # vLLM reads this setting after it has made its connector.
         transfer.kv_load_failure_policy = "recompute"
         settings = load_config(transfer.kv_connector_extra_config)
-        namespace = namespace_of(vllm_config, kv_cache_config, settings.tokens_per_chunk)
+        namespace = namespace_of(vllm_config, kv_cache_config, settings)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(settings, namespace)
+            self._scheduler = SchedulerSide(settings, namespace, loads=transfer.is_kv_consumer, stores=transfer.is_kv_producer)
         else:
             layer_names = kv_cache_config.kv_cache_groups[0].layer_names
             self._worker = WorkerSide(settings, namespace, layer_names, shard=vllm_config.parallel_config.rank)
@@ -114,7 +115,8 @@ class KVHoldConnector(KVConnectorBase_V1):
         """Nothing: whole chunks are stored after the pass."""
 
     def wait_for_save(self) -> None:
-        self.worker.store()
+        """vLLM calls this after a pass that raised, too."""
+        self.worker.store(computed=sys.exception() is None)
 
     def get_finished(self, finished_req_ids: Iterable[str]) -> tuple[set[str] | None, set[str] | None]:
         return None, self.worker.take_loaded()

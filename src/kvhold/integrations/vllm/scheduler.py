@@ -1,8 +1,9 @@
 """The connector in the scheduler's process: asks the cache what it holds, and tells the workers what to load and store.
 
-A request's prompt is hashed and looked up on a thread of its own as soon as it arrives, so the scheduler waits for a few milliseconds at
-most and is told "ask again" after that; a lookup that comes too late or fails is a miss. The hit stays pinned from the lookup until
-the request is loaded or gone. All methods run on the scheduler's thread.
+A request's prompt is hashed and looked up on a thread of its own as soon as it arrives, so that one scheduling pass waits for a few
+milliseconds at most, however many lookups are under way, and is told "ask again" after that; a lookup that comes too late or fails is a
+miss. The hit stays pinned from the lookup until the request is loaded, runs without it, or is gone. All methods run on the scheduler's
+thread, and none but `reset` waits for the node there.
 """
 
 import logging
@@ -11,6 +12,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
+from secrets import token_hex
 from typing import TYPE_CHECKING
 
 from kvhold.core.api import Hit
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_PATIENCE_S = 0.003  # of one scheduling pass for one lookup; RAM answers in less
+_PATIENCE_S = 0.003  # of one scheduling pass for all its lookups; RAM answers in less
 
 
 @dataclass
@@ -52,14 +54,20 @@ class _Followed:
 class SchedulerSide:
     """One engine's lookups."""
 
-    def __init__(self, config: Config, namespace: Namespace) -> None:
+    def __init__(self, config: Config, namespace: Namespace, *, loads: bool = True, stores: bool = True) -> None:
+        """loads, stores: whether this engine may. vLLM keeps passes under way from writing to freed blocks only where it knows of loads."""
         self._config = config
+        self._may_load = loads
+        self._may_store = stores
+        self._configured = namespace
         self._namespace = namespace
         self._cache = connect(config, name="vllm-scheduler")
         self._cache.register(namespace)
         self._lookups = ThreadPoolExecutor(1, thread_name_prefix="kvhold-lookup")
+        self._adapters: dict[tuple[int, str, str], str] = {}  # the lookup thread's
         self._followed: dict[str, _Followed] = {}
         self._loads: list[Load] = []
+        self._patience_s = _PATIENCE_S  # what is left of it in this pass
         block = namespace.layout.tail_tokens
         log.info(
             "kvhold: %d tokens a chunk (%d blocks of %d), node on %s",
@@ -86,9 +94,8 @@ class SchedulerSide:
         if followed.lookup is not None and not self._resolve(followed):
             return None
         found = followed.hit.num_tokens if followed.hit is not None else 0
-        if found <= computed_tokens or request.skip_reading_prefix_cache:
-            self._let_go(followed)
-            return 0
+        if found <= computed_tokens or request.skip_reading_prefix_cache or not self._may_load:
+            return 0  # the hit stays until there are blocks: by then the engine may have evicted what it has now
         followed.first_token = computed_tokens
         return found - computed_tokens
 
@@ -120,6 +127,7 @@ class SchedulerSide:
             resumed = request_id in cached.resumed_req_ids
             self._run(stores, output, request_id, cached.num_computed_tokens[at] if resumed else None)
         loads, self._loads = self._loads, []
+        self._patience_s = _PATIENCE_S
         return Steps(loads, stores)
 
     def loaded(self, request_ids: Iterable[str]) -> None:
@@ -135,12 +143,20 @@ class SchedulerSide:
             self._let_go(followed)
 
     def reset(self) -> bool:
-        """Forget what is cached for this engine's model."""
+        """Load nothing that was stored before, and store nothing that is being computed now.
+
+        vLLM asks for this when the weights have changed in place. Then neither adapters' and tenants' KV of before may be found, nor may
+        other engines, or this one once it has started anew, find KV of the new weights: the namespace gets a part that is new.
+        """
+        before, self._namespace = self._namespace, self._configured.narrowed(tags=(("reset", token_hex(8)),))
+        for followed in self._followed.values():
+            self._let_go(followed)
+            followed.tracker = None
+            followed.tried = -1
         try:
-            self._cache.clear(self._namespace.digest)
+            self._cache.clear(before.digest)
         except KVHoldError as error:
-            log.warning("kvhold: reset failed: %s", error)
-            return False
+            log.warning("kvhold: what was cached before the reset is not used any more, but still takes memory: %s", error)
         return True
 
     def close(self) -> None:
@@ -151,7 +167,7 @@ class SchedulerSide:
     def _run(self, stores: list[Store], output: "SchedulerOutput", request_id: str, started_at: int | None) -> None:
         """Count a scheduled request's tokens, and store what becomes whole. started_at: computed tokens, where it starts (again)."""
         followed = self._followed.get(request_id)
-        if followed is None or followed.tracker is None:
+        if followed is None or followed.tracker is None or not self._may_store:
             return
         if started_at is not None:
             followed.tracker.start(started_at)
@@ -169,26 +185,30 @@ class SchedulerSide:
         followed.lookup = self._lookups.submit(self._ask, request)
 
     def _ask(self, request: "Request") -> tuple[Prompt | None, Hit | None]:
-        """On the lookup thread: hash the prompt and ask the cache."""
-        prompt = prompt_of(self._namespace, request)
-        if prompt is None:
-            return None, None
+        """On the lookup thread: hash the prompt and ask the cache. Never raises, because the scheduler would with it."""
+        prompt = None
         try:
-            return prompt, self._cache.lookup(prompt.query())
+            prompt = prompt_of(self._namespace, request, self._adapters)
+            return prompt, self._cache.lookup(prompt.query()) if prompt is not None else None
         except KVHoldError as error:
             log.debug("kvhold: lookup: %s", error)
-            return prompt, None
+        except Exception:  # what cannot be named is not cached
+            log.exception("kvhold: lookup for request %s", request.request_id)
+        return prompt, None
 
     def _resolve(self, followed: _Followed) -> bool:
         """Take the lookup's answer if it is there in time. False: not yet. Too late is a miss; a hit that comes then is let go."""
         assert followed.lookup is not None
+        began_s = time.monotonic()
         try:
-            prompt, hit = followed.lookup.result(timeout=_PATIENCE_S)
+            prompt, hit = followed.lookup.result(timeout=self._patience_s)
         except FutureTimeout:
             if time.monotonic() - followed.asked_s < self._config.client.call_timeout_s:
                 return False
             self._let_go(followed)
             return True
+        finally:
+            self._patience_s = max(0.0, self._patience_s - (time.monotonic() - began_s))
         followed.lookup = None
         followed.hit = hit
         if prompt is not None:
@@ -197,16 +217,15 @@ class SchedulerSide:
         return True
 
     def _let_go(self, followed: _Followed) -> None:
-        if followed.lookup is not None:
-            followed.lookup.add_done_callback(_close_late_hit)
-            followed.lookup = None
+        if followed.lookup is not None and not followed.lookup.cancel():
+            self._lookups.submit(_close_late_hit, followed.lookup)  # that thread has answered it by then
+        followed.lookup = None
         hit, followed.hit = followed.hit, None
         if hit is not None and hit.ticket:
             self._lookups.submit(hit.close)
 
 
 def _close_late_hit(lookup: "Future[tuple[Prompt | None, Hit | None]]") -> None:
-    if not lookup.cancelled() and lookup.exception() is None:
-        _, hit = lookup.result()
-        if hit is not None:
-            hit.close()
+    _, hit = lookup.result()
+    if hit is not None:
+        hit.close()

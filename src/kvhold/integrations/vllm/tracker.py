@@ -31,18 +31,16 @@ class RequestTracker:
 
     def found(self, hit_tokens: int) -> None:
         """The cache holds the first `hit_tokens` tokens: they need not be stored again."""
-        size = self.prompt.namespace.layout.tokens_per_chunk
-        self.next_chunk = hit_tokens // size
-        self.tail_known = bool(self.prompt.tail_lengths) and hit_tokens == self.prompt.num_whole * size + self.prompt.tail_lengths[-1]
+        self.next_chunk = hit_tokens // self.prompt.namespace.layout.tokens_per_chunk
+        self.tail_known = bool(self.prompt.tail_lengths) and hit_tokens == self._tail_end
 
     def start(self, computed_tokens: int) -> None:
         """It runs, with so many tokens computed already. Fewer than the cache promised: the promise is void from there on."""
         self.start_tokens = computed_tokens
         self.num_scheduled_tokens = 0
-        held = computed_tokens // self.prompt.namespace.layout.tokens_per_chunk
-        if held < self.next_chunk:
-            self.next_chunk = held
-            self.tail_known = False
+        kept = computed_tokens + 1  # where a hit covers the whole prompt, its last token is computed again
+        self.next_chunk = min(self.next_chunk, kept // self.prompt.namespace.layout.tokens_per_chunk)
+        self.tail_known = self.tail_known and kept >= self._tail_end
 
     def advance(self, scheduled_tokens: int) -> None:
         """A step computes so many tokens more."""
@@ -65,3 +63,9 @@ class RequestTracker:
         names = self.prompt.chunks(first, last=whole, tail=bool(tail_tokens))
         per_chunk = layout.tokens_per_chunk // layout.tail_tokens
         return names, range(first * per_chunk, whole * per_chunk + tail_tokens // layout.tail_tokens)
+
+    @property
+    def _tail_end(self) -> int:
+        """Tokens up to the end of the prompt's tail."""
+        lengths = self.prompt.tail_lengths
+        return self.prompt.num_whole * self.prompt.namespace.layout.tokens_per_chunk + (lengths[-1] if lengths else 0)

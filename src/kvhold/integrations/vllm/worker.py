@@ -7,20 +7,22 @@ pass, and committed after it, by a second thread. A failed load's blocks are rep
 
 import logging
 import queue
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
-from kvhold.core.api import ABSENT, ChunkBytes, Loan, Room
+from kvhold.core.api import ABSENT, Loan, Room
 from kvhold.core.config import Config
 from kvhold.core.errors import KVHoldError
 from kvhold.core.keys import Namespace
 from kvhold.integrations.vllm.steps import Load, Steps, Store
-from kvhold.kernels import Chunks, gather, plan_blocks, scatter, warm_up
+from kvhold.memory.arena import Region, Toucher
+from kvhold.memory.copy import gather_blocks, scatter_blocks, warm_up
+from kvhold.memory.host import available_bytes
 from kvhold.memory.views import View, opaque_blocks
 from kvhold.node import connect
 
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger(__name__)
+
+_WARM_BYTES = 1 << 30  # of the engine's blocks, the first ones it will use
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class WorkerSide:
         self._shard = shard
         self._threads = config.copy_threads or 2
         self._view: View | None = None
+        self._toucher: Toucher | None = None
         self._cache = connect(config, name="vllm-worker")
         self._cache.register(namespace)
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="kvhold-load")
@@ -61,6 +66,20 @@ class WorkerSide:
         group = self._namespace.layout.groups[0]
         self._view = opaque_blocks(group, [kv_caches[name] for name in self._layer_names], block_axis=0)
         warm_up(self._view.device)
+        self._warm_pages()
+
+    def _warm_pages(self) -> None:
+        """Have the arena mapped, and the engine's first blocks faulted in, before the first hit has to wait for that (0.7 ms a MiB)."""
+        assert self._view is not None
+        try:
+            self._cache.arena_buffer.size  # noqa: B018 - the first use maps it
+        except KVHoldError as error:
+            log.debug("kvhold: %s", error)
+        if self._view.device == "cpu":
+            most = min(_WARM_BYTES, available_bytes() // 16) // len(self._view.table)
+            pool = self._view.num_rows * self._view.block_stride
+            regions = [Region(int(address), min(most, pool)).whole_pages() for address in self._view.table[:, 0]]
+            self._toucher = Toucher(regions).start()
 
     def begin(self, steps: Steps) -> None:
         """Before the pass: ask for memory for what it will complete."""
@@ -71,25 +90,28 @@ class WorkerSide:
         for load in steps.loads:
             self._loader.submit(self._load, load)
 
-    def store(self) -> None:
-        """After the pass: copy what it completed, and have it committed."""
+    def store(self, *, computed: bool = True) -> None:
+        """After the pass: copy what it completed, and have it committed. All stores of a pass share one deadline.
+
+        computed: False when the pass failed; then its blocks hold no KV, and its stores are dropped
+        """
         reserved, self._reserved = self._reserved, []
+        until = time.monotonic() + self._config.client.call_timeout_s
         for store, future in reserved:
             try:
-                room = future.result(timeout=self._config.client.call_timeout_s)
+                room = future.result(timeout=max(0.0, until - time.monotonic())) if computed else None
             except FutureTimeout:
-                future.add_done_callback(_close_late_room)
-                continue
+                room = None
             if room is None:
+                if not future.cancel():
+                    self._storer.submit(_close_late_room, future)  # that thread has answered it by then
                 continue
             try:
-                if self._gather(store, room):
-                    self._storer.submit(_commit, room)
-                else:
-                    self._storer.submit(room.close)
-            except (KVHoldError, ValueError):
+                copied = self._gather(store, room)
+            except Exception:  # the engine's step must not fail with us
                 log.exception("kvhold: could not store chunks of request %s", store.request_id)
-                self._storer.submit(room.close)
+                copied = False
+            self._storer.submit(_commit if copied else Room.close, room)
 
     def take_loaded(self) -> set[str]:
         """Requests whose loads have ended since the last call. Their failed blocks are in `take_failed_blocks` from now on."""
@@ -109,6 +131,8 @@ class WorkerSide:
 
     def close(self) -> None:
         """Finish what is under way, then leave the node."""
+        if self._toucher is not None:
+            self._toucher.stop()
         self._loader.shutdown(wait=True)
         self._storer.shutdown(wait=True)
         self._cache.close()
@@ -118,17 +142,17 @@ class WorkerSide:
             return self._cache.reserve(self._namespace.layout, store.names, self._shard)
         except KVHoldError as error:
             log.debug("kvhold: reserve: %s", error)
-            return None
+        except Exception:  # the engine's step would raise it
+            log.exception("kvhold: reserve for request %s", store.request_id)
+        return None
 
     def _gather(self, store: Store, room: Room) -> bool:
         """Copy the granted chunks out of their blocks. False when there was none."""
         places = room.chunks()
-        granted = places.offsets != ABSENT
-        if not granted.any():
+        if not (places.offsets != ABSENT).any():
             return False
         assert self._view is not None
-        chunks = Chunks(room.buffer, places.offsets[granted], places.num_tokens[granted])
-        gather(plan_blocks(self._view, self._blocks_of(store.block_ids, places, granted), chunks), threads=self._threads)
+        gather_blocks(self._view, np.array(store.block_ids, dtype=np.int64), room.buffer, places, threads=self._threads)
         return True
 
     def _load(self, load: Load) -> None:
@@ -142,20 +166,14 @@ class WorkerSide:
                 failed = []
         except KVHoldError as error:
             log.warning("kvhold: the KV of request %s did not arrive and is computed: %s", load.request_id, error)
-        except (ValueError, AssertionError):
+        except Exception:
             log.exception("kvhold: the KV of request %s could not be copied and is computed", load.request_id)
         finally:
             self._finished.put(_Loaded(load.request_id, failed))
 
     def _scatter(self, load: Load, loan: Loan) -> None:
         assert self._view is not None
-        places = loan.chunks()
-        block_ids = np.array(load.block_ids, dtype=np.int64)
-        scatter(plan_blocks(self._view, block_ids, Chunks(loan.buffer, places.offsets, places.num_tokens)), threads=self._threads)
-
-    def _blocks_of(self, block_ids: list[int], places: ChunkBytes, granted: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-        per_chunk = places.num_tokens // self._namespace.layout.tail_tokens
-        return np.array(block_ids, dtype=np.int64)[np.repeat(granted, per_chunk)]
+        scatter_blocks(self._view, np.array(load.block_ids, dtype=np.int64), loan.buffer, loan.chunks(), threads=self._threads)
 
 
 def _commit(room: Room) -> None:
@@ -168,7 +186,6 @@ def _commit(room: Room) -> None:
 
 
 def _close_late_room(future: "Future[Room | None]") -> None:
-    if not future.cancelled() and future.exception() is None:
-        room = future.result()
-        if room is not None:
-            room.close()
+    room = future.result()
+    if room is not None:
+        room.close()
