@@ -49,3 +49,5 @@ def test_a_prompt_sent_to_one_server_is_a_hit_in_the_other(runtime_folder: Path)
     finally:
         one.stop()
         two.stop()
+    with NodeClient(runtime_folder / "kvhold" / "node.sock", ClientConfig(), name="test") as client:
+        assert client.status()["chunks"] > 0, "the node outlives its engines"

@@ -1,6 +1,8 @@
-"""`kvhold serve`: this host's node, in the foreground."""
+"""`kvhold serve`: this host's node, in the foreground or detached."""
 
 import asyncio
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,12 @@ from kvhold.node.server import Node
 @click.option("--ram-bytes", help="Size of the cache, such as 8GiB. [default: a quarter of what is free, at most 4GiB]")
 @click.option("--policy", help="Which chunk is evicted first: lru or s3fifo.")
 @click.option("--idle-exit-s", type=float, help="End after so many seconds without clients. [default: never]")
+@click.option("--detach", is_flag=True, help="Go on in the background once it is ready, and belong to nobody.")
 @click.option("--config", "config_file", type=click.Path(path_type=Path), help="Settings file, TOML or YAML.")
-def command(socket: str | None, ram_bytes: str | None, policy: str | None, idle_exit_s: float | None, config_file: Path | None) -> None:
-    """Run this host's node in the foreground until SIGTERM or SIGINT."""
+def command(
+    socket: str | None, ram_bytes: str | None, policy: str | None, idle_exit_s: float | None, detach: bool, config_file: Path | None
+) -> None:
+    """Run this host's node until SIGTERM or SIGINT."""
     arguments: dict[str, Any] = {}
     if ram_bytes is not None:
         arguments["ram_bytes"] = ram_bytes
@@ -28,9 +33,36 @@ def command(socket: str | None, ram_bytes: str | None, policy: str | None, idle_
     if socket is not None:
         arguments["node"] = {"socket": socket}
     config = load_config(arguments, file=config_file)
-    asyncio.run(Node(config, idle_exit_s=idle_exit_s).serve(on_ready=_announce))
+    release = _detach() if detach else None
+    asyncio.run(Node(config, idle_exit_s=idle_exit_s).serve(on_ready=lambda node: _announce(node, release)))
 
 
-def _announce(node: Node) -> None:
+def _detach() -> Callable[[], None]:
+    """Go on in a child with a session of its own; the caller's process ends when the child calls what this returns, or has ended.
+
+    So the node is nobody's child: engines that clean up after themselves kill all their descendants.
+    """
+    ready, say = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(say)
+        if os.read(ready, 1):
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        os._exit(max(1, os.waitstatus_to_exitcode(status)))
+    os.close(ready)
+    os.setsid()
+    os.chdir("/")
+
+    def release() -> None:
+        os.write(say, b"1")
+        os.close(say)
+
+    return release
+
+
+def _announce(node: Node, release: Callable[[], None] | None) -> None:
     pages = "huge" if node.arena.huge else "normal"
     click.echo(f"kvhold node ready on {node.path}: {format_size(node.arena.nbytes)} in {pages} pages, protocol {PROTOCOL_VERSION}")
+    if release is not None:
+        release()

@@ -64,7 +64,7 @@ def _wait_for(lock: TextIO, path: Path, until: float) -> None:
 
 def _spawn(config: Config, path: Path, until: float) -> None:
     log_path = path.with_suffix(".log")
-    command = [sys.executable, "-m", "kvhold", "serve", "--socket", str(path), "--idle-exit-s", f"{config.node.idle_exit_s:g}"]
+    command = [sys.executable, "-m", "kvhold", "serve", "--detach", "--socket", str(path), "--idle-exit-s", f"{config.node.idle_exit_s:g}"]
     environ = {k: v for k, v in os.environ.items() if not k.startswith("KVHOLD_") or k == "KVHOLD_LOG_LEVEL"} | _as_environ(config)
     output = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
@@ -73,11 +73,11 @@ def _spawn(config: Config, path: Path, until: float) -> None:
         pid = os.posix_spawn(command[0], command, environ, file_actions=actions, setsid=True)
     finally:
         os.close(output)
-    log.info("started a node (pid %d), its log is %s", pid, log_path)
-    while not _listens(path):
-        if _has_ended(pid):
-            raise NodeError(f"the node ended while starting: {_tail(log_path, start) or 'its log ' + str(log_path) + ' is empty'}")
-        _pause(until, path, f"the node (pid {pid}) does not listen yet; its log is {log_path}")
+    while not _has_ended(pid):  # with --detach it ends when its child, the node, listens or has failed
+        _pause(until, path, f"it was started and does not listen yet; its log is {log_path}")
+    if not _listens(path):
+        raise NodeError(f"the node ended while starting: {_tail(log_path, start) or 'its log ' + str(log_path) + ' is empty'}")
+    log.info("started a node on %s, its log is %s", path, log_path)
 
 
 def _has_ended(pid: int) -> bool:

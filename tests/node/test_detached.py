@@ -1,0 +1,17 @@
+"""A node that an engine started belongs to nobody: engines that end kill all their descendants."""
+
+import os
+from pathlib import Path
+
+import psutil
+
+from kvhold.node import connect
+
+
+def test_a_node_started_by_an_engine_is_not_its_child(tmp_path: Path) -> None:
+    with connect(ram_bytes="4MiB", node={"socket": str(tmp_path / "node.sock")}) as client:
+        node = psutil.Process(client.status()["pid"])
+        assert node.pid not in {child.pid for child in psutil.Process().children(recursive=True)}
+        assert os.getsid(node.pid) != os.getsid(0)
+        client.stop_node()
+        node.wait(timeout=20)
