@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+
 from tools.setup_env import (
     TORCH,
     VLLM,

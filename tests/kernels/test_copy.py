@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.kernels.engines import ARRANGEMENTS, BLOCKS, MARGIN, TOKENS, Engine, arena_for, lines, make, of_permuted_axes, slowly
 
 from kvhold import kernels
 from kvhold.core.layout import Group
 from kvhold.kernels import Chunks, Plan, View, Worker, gather, plan_blocks, plan_slots, scatter
+from tests.kernels.engines import ARRANGEMENTS, BLOCKS, MARGIN, TOKENS, Engine, arena_for, lines, make, of_permuted_axes, slowly
 
 WORKERS: tuple[Worker, ...] = ("reference", "numba", "triton")
 PAGED = [kind for kind in ARRANGEMENTS if kind != "opaque"]

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.kernels.engines import arena_for, make, slots_of
 
 from kvhold.core.errors import LayoutError
 from kvhold.kernels import Chunks, Plan, gather, plan_blocks, plan_slots
+from tests.kernels.engines import arena_for, make, slots_of
 
 BLOCKS, TOKENS = 7, 4
 

@@ -1,4 +1,4 @@
-"""Conformance suites for whoever writes a tier, a codec, a policy or a cache: each kind has one pytest class that every implementation passes.
+"""Conformance suites for whoever writes a tier, codec, policy or cache: each kind has one pytest class that every one must pass.
 
     from kvhold.testing import TierContract
 
