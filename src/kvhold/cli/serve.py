@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import click
 from kvhold.core.config import load_config
 from kvhold.core.sizes import format_size
 from kvhold.net.messages import PROTOCOL_VERSION
+from kvhold.node.paths import socket_path
 from kvhold.node.server import Node
 
 
@@ -33,6 +35,8 @@ def command(
     if socket is not None:
         arguments["node"] = {"socket": socket}
     config = load_config(arguments, file=config_file)
+    here = socket_path(config.node.socket)  # before a detached node leaves this folder
+    config = replace(config, node=replace(config.node, socket=str(here)))
     release = _detach() if detach else None
     asyncio.run(Node(config, idle_exit_s=idle_exit_s).serve(on_ready=lambda node: _announce(node, release)))
 

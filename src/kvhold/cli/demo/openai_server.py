@@ -24,7 +24,7 @@ import msgspec
 
 from kvhold.cli.demo.messages import EngineOptions
 from kvhold.cli.demo.process import EngineFailed, LoggedProcess
-from kvhold.cli.demo.vllm_engine import environment_for
+from kvhold.cli.demo.vllm_engine import BATCHED_TOKENS, environment_for
 
 _HOST = "127.0.0.1"
 _POLL_S = 0.2
@@ -205,7 +205,7 @@ def _arguments(options: EngineOptions, port: int) -> list[str]:
         "dtype": "float32",
         "max-model-len": options.max_model_len,
         "kv-cache-memory-bytes": options.kv_cache_bytes,
-        "max-num-batched-tokens": options.max_num_batched_tokens or options.max_model_len,
+        "max-num-batched-tokens": options.max_num_batched_tokens or BATCHED_TOKENS,
     }
     if options.block_size is not None:
         arguments["block-size"] = options.block_size

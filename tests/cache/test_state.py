@@ -1,0 +1,341 @@
+"""Owners come, reserve, write, commit, look up, claim and vanish in any order: the state machine keeps its promises at every step.
+
+The arena here is a model of one: for each slot, who wrote it last. A reader must find what the committed writer of its key left there,
+a writer what it wrote itself, whatever happened in between; so no two pieces of memory in use ever overlap.
+"""
+
+from dataclasses import dataclass, field
+from itertools import count
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule, run_state_machine_as_test
+
+from kvhold.cache.hits import needed_chunks
+from kvhold.cache.state import new_state
+from kvhold.core.api import ABSENT
+from kvhold.core.config import Config
+from kvhold.core.errors import LayoutError
+from kvhold.core.keys import HASH_BYTES, Namespace, make_key
+from kvhold.core.layout import Group, Layout
+
+SLOT = 4096
+SLOTS = 60
+SHARDS = 2
+
+GROUPS = (
+    Group(layers=1, planes=1, heads=1, head_dim=1500, dtype="int8"),  # a slot a chunk
+    Group(layers=1, planes=1, heads=1, head_dim=3000, dtype="int8", attention="sliding", window=4),  # two slots
+    Group(layers=1, planes=1, heads=1, head_dim=10, dtype="float32", attention="state"),
+)
+LAYOUT = Layout(groups=GROUPS, tokens_per_chunk=2)
+TEXTS = [np.array(text, dtype=np.int32) for text in ([1] * 7, [1] * 4 + [2] * 5, [3] * 6)]
+SPACES = [Namespace(model="m", layout=LAYOUT, shards=SHARDS, cache_salt=salt) for salt in ("", "other")]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A chunk's memory, and the number of the write that must be found there."""
+
+    key: bytes
+    offset: int
+    nbytes: int
+    write: int
+
+    @property
+    def slots(self) -> slice:
+        return slice(self.offset // SLOT, -(-(self.offset + self.nbytes) // SLOT))
+
+
+@dataclass(eq=False)
+class Room:
+    owner: str
+    number: int
+    chunks: dict[int, list[Piece]]
+
+
+@dataclass(eq=False)
+class Loan:
+    owner: str
+    number: int
+    pieces: list[Piece]
+
+
+@dataclass(eq=False)
+class Ticket:
+    owner: str
+    number: int
+    num_tokens: int
+    shards: dict[int, list[list[Piece | None]]] = field(default_factory=dict)
+
+
+def prompt_of(space, text, num_tokens):
+    return SPACES[space].prompt(TEXTS[text][:num_tokens])
+
+
+class Life(RuleBasedStateMachine):
+    policy = "lru"
+
+    owners = Bundle("owners")
+    rooms = Bundle("rooms")
+    tickets = Bundle("tickets")
+    loans = Bundle("loans")
+    spaces = st.integers(0, len(SPACES) - 1)
+    prompts = st.tuples(spaces, st.integers(0, len(TEXTS) - 1), st.integers(1, 9))
+
+    @initialize(target=owners)
+    def begin(self):
+        arena = SimpleNamespace(nbytes=SLOTS * SLOT)
+        self.state = new_state(Config(policy=self.policy), arena)
+        self.state.register(LAYOUT)
+        self.memory = np.zeros(SLOTS, dtype=np.int64)
+        self.writes = count(1)
+        self.committed: dict[int, bytes] = {}  # write -> key
+        self.live_rooms: set[Room] = set()
+        self.live_tickets: set[Ticket] = set()
+        self.live_loans: set[Loan] = set()
+        return multiple("a", "b", "c")
+
+    # What owners do
+
+    @rule(target=rooms, owner=owners, prompt=prompts, shard=st.integers(0, SHARDS - 1), first=st.integers(0, 2), tail=st.booleans())
+    def reserve(self, owner, prompt, shard, first, tail):
+        room = self.reserved(owner, prompt_of(*prompt), shard, first, tail)
+        return multiple() if room is None else room
+
+    @rule(room=rooms, chosen=st.none() | st.sets(st.integers(0, 4)))
+    def commit(self, room, chosen):
+        self.committed_of(room, set(room.chunks) if chosen is None else chosen)
+
+    @rule(owner=owners, prompt=prompts)
+    def store(self, owner, prompt):
+        """A whole prompt in all its shards, as engines do; so that there is something to find."""
+        for shard in range(SHARDS):
+            if (room := self.reserved(owner, prompt_of(*prompt), shard)) is not None:
+                self.committed_of(room, set(room.chunks))
+
+    @rule(room=consumes(rooms))
+    def abandon(self, room):
+        self.state.abandon(room.owner, room.number)
+        self.live_rooms.discard(room)
+
+    @rule(room=rooms, stranger=owners)
+    def commit_what_another_owns(self, room, stranger):
+        if stranger != room.owner:
+            self.state.commit(stranger, room.number, list(room.chunks))
+            self.state.abandon(stranger, room.number)
+
+    @rule(target=tickets, owner=owners, prompt=prompts)
+    def lookup(self, owner, prompt):
+        ticket = self.found(owner, prompt)
+        return multiple() if ticket is None else ticket
+
+    @rule(target=loans, owner=owners, ticket=tickets, shard=st.integers(0, SHARDS), first=st.integers(0, 3))
+    def claim(self, owner, ticket, shard, first):
+        loan = self.lent(owner, ticket, shard, first)
+        return multiple() if loan is None else loan
+
+    @rule(owner=owners, ticket=tickets)
+    def release_ticket(self, owner, ticket):
+        self.state.release(owner, ticket.number)
+        if owner == ticket.owner:
+            self.live_tickets.discard(ticket)
+
+    @rule(owner=owners, loan=loans)
+    def release_loan(self, owner, loan):
+        self.state.release(owner, loan.number)
+        if owner == loan.owner:
+            self.live_loans.discard(loan)
+
+    @rule(owner=owners, prompts=st.lists(prompts, min_size=1, max_size=4))
+    def read_one_while_others_are_stored(self, owner, prompts):
+        self.store(owner, prompts[0])
+        ticket = self.found(owner, prompts[0])
+        loans = [] if ticket is None else [self.lent(owner, ticket, shard, 0) for shard in range(SHARDS)]
+        for prompt in prompts[1:]:
+            self.store(owner, prompt)
+            self.memory_in_use_holds_what_its_user_put_there()
+        for loan in loans:
+            self.release_loan(owner, loan)
+
+    @rule(owner=owners, seldom=st.integers(0, 3))
+    def vanish(self, owner, seldom):
+        if seldom:
+            return
+        self.state.gone(owner)
+        for live in (self.live_rooms, self.live_tickets, self.live_loans):
+            live -= {holding for holding in live if holding.owner == owner}
+
+    @rule(space=st.none() | spaces, seldom=st.integers(0, 3))
+    def clear(self, space, seldom):
+        if seldom:
+            return
+        namespace = None if space is None else SPACES[space].digest
+        before = self.state.ram.entries(namespace or b"")
+        assert self.state.clear(namespace) == len(before)
+        assert self.state.ram.entries(namespace or b"") == []
+
+    def reserved(self, owner, prompt, shard, first=0, tail=True):
+        names = prompt.chunks(min(first, prompt.num_whole), tail=tail)
+        sizes = names.num_tokens(LAYOUT)
+        granted = self.state.reserve(owner, LAYOUT, names, shard)
+        chunks = {}
+        for chunk in range(len(names)):
+            chain_hash = names.hashes[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES]
+            offsets = [row[chunk] for row in granted.offsets]
+            if ABSENT in offsets:
+                assert set(offsets) == {ABSENT}, "a chunk gets all its groups or none"
+                continue
+            chunks[chunk] = [
+                Piece(make_key(names.namespace, chain_hash, g, shard), at, LAYOUT.chunk_bytes(g, int(sizes[chunk])), next(self.writes))
+                for g, at in enumerate(offsets)
+            ]
+            for piece in chunks[chunk]:
+                assert 0 <= piece.offset <= piece.offset + piece.nbytes <= SLOTS * SLOT
+                self.memory[piece.slots] = piece.write  # at once, as the worst of writers would
+        if not chunks:
+            assert granted.room == 0
+            return None
+        room = Room(owner, granted.room, chunks)
+        self.live_rooms.add(room)
+        return room
+
+    def found(self, owner, prompt):
+        prompt = prompt_of(*prompt)
+        expected = self.longest(prompt)
+        found = self.state.lookup(owner, prompt.query())
+        assert found.num_tokens == expected
+        if not expected:
+            assert found.ticket == 0
+            return None
+        ticket = Ticket(owner, found.ticket, expected)
+        for shard in range(SHARDS):
+            ticket.shards[shard] = [
+                [None if key is None else self.visible(key) for key in row] for row in self.needed_keys(prompt, expected, shard)
+            ]
+        self.live_tickets.add(ticket)
+        return ticket
+
+    def lent(self, owner, ticket, shard, first):
+        lent = self.state.claim(owner, ticket.number, shard, first)
+        if ticket not in self.live_tickets or shard not in ticket.shards:
+            assert lent is None
+            return None
+        groups = ticket.shards.pop(shard)
+        if not ticket.shards:
+            self.live_tickets.discard(ticket)
+        assert lent.offsets == [[ABSENT if piece is None else piece.offset for piece in row[first:]] for row in groups]
+        assert sum(lent.num_tokens) == max(0, ticket.num_tokens - first * LAYOUT.tokens_per_chunk)
+        loan = Loan(owner, lent.loan, [piece for row in groups for piece in row[first:] if piece is not None])
+        self.live_loans.add(loan)
+        return loan
+
+    def committed_of(self, room, chosen):
+        self.state.commit(room.owner, room.number, sorted(chosen))
+        if room not in self.live_rooms:
+            return
+        for chunk in chosen & room.chunks.keys():
+            for piece in room.chunks.pop(chunk):
+                entry = self.state.ram.find(piece.key)
+                if entry is not None and entry.offset == piece.offset:  # not cleared while it was written
+                    self.committed[piece.write] = piece.key
+        if not room.chunks:
+            self.live_rooms.discard(room)
+
+    # What must hold at every step
+
+    @invariant()
+    def memory_in_use_holds_what_its_user_put_there(self):
+        for room in self.live_rooms:
+            for pieces in room.chunks.values():
+                for piece in pieces:
+                    assert (self.memory[piece.slots] == piece.write).all(), "a room was overwritten"
+        for piece in self.pinned():
+            assert (self.memory[piece.slots] == piece.write).all(), "what is lent was overwritten"
+            assert self.committed[piece.write] == piece.key, "what is lent was never committed"
+
+    @invariant()
+    def what_is_visible_was_committed_and_is_pinned_by_its_readers_alone(self):
+        pins: dict[tuple[bytes, int], int] = {}
+        for piece in self.pinned():
+            pins[piece.key, piece.offset] = pins.get((piece.key, piece.offset), 0) + 1
+        writing = {(p.key, p.offset) for room in self.live_rooms for pieces in room.chunks.values() for p in pieces}
+        for entry in self.state.ram.entries():
+            if entry.committed:
+                assert self.committed[self.memory[entry.offset // SLOT]] == entry.key
+            else:
+                assert (entry.key, entry.offset) in writing
+            assert entry.pins == pins.get((entry.key, entry.offset), 0)
+
+    @invariant()
+    def what_is_out_is_counted(self):
+        assert self.state.holdings() == {"tickets": len(self.live_tickets), "loans": len(self.live_loans), "rooms": len(self.live_rooms)}
+        for owner in "abc":
+            writes_or_reads = any(holding.owner == owner for holding in self.live_rooms | self.live_loans)
+            assert self.state.touches_memory(owner) == writes_or_reads
+
+    @invariant()
+    def memory_is_used_for_what_is_visible_written_or_read_and_for_nothing_else(self):
+        used = {(entry.key, entry.offset): -(-entry.nbytes // SLOT) for entry in self.state.ram.entries()}
+        writing = [p for room in self.live_rooms for pieces in room.chunks.values() for p in pieces]
+        for piece in [*self.pinned(), *writing]:
+            used[piece.key, piece.offset] = -(-piece.nbytes // SLOT)
+        assert self.state.ram.used_bytes == SLOT * sum(used.values())
+
+    def teardown(self):
+        if hasattr(self, "state"):
+            for owner in "abc":
+                self.state.gone(owner)
+            assert self.state.holdings() == {"tickets": 0, "loans": 0, "rooms": 0}
+            self.state.clear(None)
+            assert self.state.ram.used_bytes == self.state.ram.num_chunks == self.state.ram.num_pinned == 0
+
+    # The definition
+
+    def pinned(self):
+        for ticket in self.live_tickets:
+            for groups in ticket.shards.values():
+                yield from (piece for row in groups for piece in row if piece is not None)
+        for loan in self.live_loans:
+            yield from loan.pieces
+
+    def visible(self, key):
+        entry = self.state.ram.find(key)
+        return entry and Piece(key, entry.offset, entry.nbytes, int(self.memory[entry.offset // SLOT]))
+
+    def needed_keys(self, prompt, num_tokens, shard):
+        """[group][chunk], None where a hit of `num_tokens` does not need the chunk."""
+        whole, rest = divmod(num_tokens, LAYOUT.tokens_per_chunk)
+        hashes = [prompt.hash_at(i) for i in range(whole)] + ([prompt.tails[-HASH_BYTES:]] if rest else [])
+        return [
+            [
+                make_key(prompt.namespace.digest, h, g, shard) if i in needed_chunks(LAYOUT, g, num_tokens) else None
+                for i, h in enumerate(hashes)
+            ]
+            for g in range(len(GROUPS))
+        ]
+
+    def longest(self, prompt):
+        for num_tokens in range(len(prompt.tokens), 0, -1):
+            if num_tokens % LAYOUT.tokens_per_chunk and num_tokens != len(prompt.tokens):
+                continue
+            keys = [key for shard in range(SHARDS) for row in self.needed_keys(prompt, num_tokens, shard) for key in row if key]
+            if all(self.visible(key) for key in keys):
+                return num_tokens
+        return 0
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3fifo"])
+def test_owners_that_come_and_go_in_any_order_get_what_is_theirs_and_leave_nothing(policy):
+    machine = type(f"Life_{policy}", (Life,), {"policy": policy})
+    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=40))
+
+
+@pytest.mark.parametrize("space", SPACES)
+def test_a_layout_that_was_never_registered_is_refused(space):
+    state = new_state(Config(), SimpleNamespace(nbytes=SLOT))
+    with pytest.raises(LayoutError, match="not registered"):
+        state.lookup("owner", space.prompt(TEXTS[0]).query())

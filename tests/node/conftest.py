@@ -1,0 +1,54 @@
+"""Nodes for tests, and the check that no test leaves a descriptor, a thread or a process behind."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.node.nodes import RunningNode, eventually, open_descriptors
+
+
+def _threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith("kvhold")}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No descriptor, thread or child process that was not there before."""
+    if "shared_node" in request.fixturenames:
+        request.getfixturevalue("shared_node")  # lives longer than the test
+    before, children = open_descriptors(), set(psutil.Process().children())
+    yield
+    assert open_descriptors().items() <= before.items()
+    eventually(lambda: not _threads())
+    assert set(psutil.Process().children()) <= children
+
+
+@pytest.fixture
+def start_node(nothing_is_left: None, tmp_path: Path) -> Iterator[Callable[..., RunningNode]]:
+    """A function that starts a node on a socket in `tmp_path`, with more arguments for `kvhold serve` if given."""
+    started: list[RunningNode] = []
+
+    def start(*arguments: str) -> RunningNode:
+        started.append(RunningNode(tmp_path / "node.sock", *arguments))
+        return started[-1]
+
+    yield start
+    for node in started:
+        node.close()
+
+
+@pytest.fixture
+def node(start_node: Callable[..., RunningNode]) -> RunningNode:
+    """A node of 16 MiB."""
+    return start_node()
+
+
+@pytest.fixture(scope="module")
+def shared_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
+    """A node of 16 MiB for all tests of a module that leave it as they found it."""
+    node = RunningNode(tmp_path_factory.mktemp("node") / "node.sock")
+    yield node
+    node.close()

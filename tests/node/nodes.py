@@ -1,0 +1,226 @@
+"""Real nodes, real clients, and clients that do not keep to the protocol, for the tests of this folder."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvhold.core.config import ClientConfig
+from kvhold.core.errors import KVHoldError
+from kvhold.core.keys import Namespace
+from kvhold.net import messages as m
+from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length, encode
+from kvhold.node import NodeClient
+from kvhold.testing.cache import PLAIN, a_prompt, fill
+
+PATIENT_S = 60.0  # on a busy machine; nothing that works takes nearly as long
+NOTHING = {"tickets": 0, "loans": 0, "rooms": 0}
+SPACE = Namespace(model="model", layout=PLAIN)
+
+_answers: Decoder[m.Answer | m.Welcome] = Decoder(m.Answer | m.Welcome)
+
+
+def eventually(condition: Callable[[], Any], within_s: float = PATIENT_S) -> Any:
+    """The first true answer of `condition`."""
+    until = time.monotonic() + within_s
+    while not (answer := condition()):
+        assert time.monotonic() < until, f"not within {within_s:g} s"
+        time.sleep(0.005)
+    return answer
+
+
+def clean_environ(**more: str) -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if not k.startswith("KVHOLD_")} | more
+
+
+def run_kvhold(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvhold", *arguments]
+    return subprocess.run(command, env=clean_environ(**environ), capture_output=True, text=True, timeout=PATIENT_S)
+
+
+def open_descriptors() -> dict[int, str]:
+    """What this process has open, and what it is."""
+    found = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the listing's own
+            found[int(entry.name)] = str(entry.readlink())
+    return found
+
+
+class RunningNode:
+    """A `kvhold serve` of our own, and the clients made here."""
+
+    def __init__(self, path: Path, *arguments: str) -> None:
+        self.path = path
+        self.log = path.with_suffix(".test-log")
+        self._clients: list[NodeClient] = []
+        command = [sys.executable, "-m", "kvhold", "serve", "--socket", str(path), "--ram-bytes", "16MiB", *arguments]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=clean_environ())
+        assert self.process.stdout is not None
+        self.ready = self.process.stdout.readline()
+        self.process.stdout.close()
+        assert "ready" in self.ready, self.log.read_text()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def client(self, *, name: str = "test", **settings: Any) -> NodeClient:
+        """One that waits long for answers, and not long before it looks for a lost node."""
+        defaults = {"connect_timeout_s": PATIENT_S, "call_timeout_s": PATIENT_S, "reconnect_interval_s": 0.02}
+        self._clients.append(NodeClient(self.path, ClientConfig(**defaults | settings), name=name))
+        return self._clients[-1]
+
+    def kill(self) -> None:
+        """As the kernel does when memory runs out."""
+        self.process.kill()
+        self.process.wait()
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """It does not answer meanwhile."""
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.close()
+        if self.process.poll() is None:
+            self.process.terminate()
+            assert self.process.wait(PATIENT_S) == 0, self.log.read_text()
+        assert "Traceback" not in self.log.read_text(), self.log.read_text()
+
+
+class RawClient:
+    """Bytes to a node and from it, no manners. `greet` first makes it a client like others."""
+
+    def __init__(self, path: Path, *, greet: bool = False) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.socket.settimeout(PATIENT_S)
+        self.socket.connect(str(path))
+        if greet:
+            self.say(m.Hello(m.MAGIC, m.PROTOCOL_VERSION, "raw", os.getpid()))
+            assert isinstance(self.hear(), m.Welcome)  # the arena's descriptor, not asked for, is dropped by the kernel
+
+    def say(self, message: m.Message) -> None:
+        self.socket.sendall(encode(message))
+
+    def hear(self) -> m.Answer | m.Welcome:
+        return _answers.decode(self._read(body_length(self._read(LENGTH_BYTES))))
+
+    def ask(self, request: m.Message) -> Any:
+        self.say(request)
+        return self.hear()
+
+    def is_closed(self) -> bool:
+        """Whether the node has nothing more to say. Waits for that."""
+        try:
+            return self.socket.recv(1) == b""
+        except ConnectionResetError:
+            return True
+
+    def __enter__(self) -> "RawClient":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.socket.close()
+
+    def _read(self, nbytes: int) -> bytes:
+        data = b""
+        while len(data) < nbytes:
+            more = self.socket.recv(nbytes - len(data))
+            assert more, "the node closed the connection"
+            data += more
+        return data
+
+
+class FakeNode:
+    """Listens where a node would, and says what the test tells it to: one list a connection, one element a message heard."""
+
+    def __init__(self, path: Path, *conversations: list[bytes | Callable[[socket.socket], None]]) -> None:
+        self._conversations = conversations
+        self._fd = os.memfd_create("fake-arena", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, 2 << 20)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.settimeout(PATIENT_S)
+        self._listener.bind(str(path))
+        self._listener.listen()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        for conversation in self._conversations:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            with connection:
+                connection.settimeout(PATIENT_S)
+                for said in conversation:
+                    connection.recv(65536)
+                    if callable(said):
+                        said(connection)
+                    else:
+                        socket.send_fds(connection, [said], [self._fd])
+                if conversation:
+                    connection.recv(65536)  # until the client has had enough
+
+    def __enter__(self) -> "FakeNode":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+        os.close(self._fd)
+
+
+def write_half(client: NodeClient, num_tokens: int, seed: int) -> Any:
+    """A room of which only the first half of each chunk was written, and nothing committed."""
+    names = a_prompt(SPACE, num_tokens, seed).chunks()
+    room = client.reserve(PLAIN, names)
+    for at in room.chunks().offsets:
+        room.buffer[at : at + PLAIN.chunk_bytes(0, 16) // 2] = 0xAB
+    return room
+
+
+def filled_room(client: NodeClient, num_tokens: int, seed: int) -> tuple[Any, np.ndarray]:
+    """A room that was filled and not committed, and a copy of its bytes."""
+    names = a_prompt(SPACE, num_tokens, seed).chunks()
+    room = client.reserve(PLAIN, names)
+    fill(room, PLAIN, names)
+    return room, bytes_of(room)
+
+
+def bytes_of(room: Any) -> np.ndarray:
+    places = room.chunks()
+    return np.concatenate(
+        [room.buffer[at : at + PLAIN.chunk_bytes(0, int(n))] for at, n in zip(places.offsets, places.num_tokens, strict=True)]
+    )
+
+
+def held_by(client: NodeClient) -> dict[str, int]:
+    held: dict[str, int] = client.status()["held"]
+    return held
+
+
+def works(client: NodeClient) -> bool:
+    """Whether the client has a node again."""
+    try:
+        client.status()
+    except KVHoldError:
+        return False
+    return True

@@ -1,0 +1,250 @@
+"""A node's life: who may start one, where it may listen, how engines start it by themselves, and how it ends."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvhold.core.config import ClientConfig, Config, NodeConfig
+from kvhold.core.errors import CapacityError, NodeError
+from kvhold.node import NodeClient, connect
+from kvhold.node.paths import default_socket, prepare_folder, socket_path
+from kvhold.node.server import Node
+from kvhold.testing.cache import a_prompt, read, store
+from tests.node.nodes import PATIENT_S, SPACE, RunningNode, clean_environ, eventually, run_kvhold, works
+
+StartNode = Callable[..., RunningNode]
+
+
+def config_at(path: Path, **settings: object) -> Config:
+    return Config(
+        ram_bytes=4 << 20,
+        node=NodeConfig(socket=str(path), **settings),
+        client=ClientConfig(connect_timeout_s=PATIENT_S, call_timeout_s=PATIENT_S, reconnect_interval_s=0.02),
+    )
+
+
+# Where it listens
+
+
+async def test_a_node_is_refused_a_place_it_cannot_have(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "locked.lock").mkdir()
+    places = {
+        tmp_path / "file" / "node.sock": "cannot make the folder",
+        Path("/proc/kvhold/node.sock"): "cannot make the folder",
+        Path("/proc/node.sock"): "cannot write",
+        tmp_path / ("x" * 120): "at most 107 bytes",
+        tmp_path / "locked": "cannot write",
+        tmp_path / "file": "no socket",
+        tmp_path / "folder": "no socket",
+    }
+    for place, reason in places.items():
+        with pytest.raises(NodeError, match=reason) as caught:
+            await asyncio.wait_for(Node(config_at(place)).serve(), PATIENT_S)
+        assert str(place.parent) in str(caught.value)
+    assert (tmp_path / "file").read_text() == "precious", "a mistyped path costs nobody a file"
+
+
+async def test_a_node_whose_arena_does_not_fit_leaves_its_place_free(tmp_path: Path) -> None:
+    config = Config(ram_bytes=100 << 40, node=NodeConfig(socket=str(tmp_path / "node.sock")))
+    for _ in range(2):
+        with pytest.raises(CapacityError, match=r"100\.0 TiB"):
+            Node(config)
+
+
+def test_engines_are_told_why_there_can_be_no_node_at_a_place(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    for place in ("file/node.sock", "folder", "file", "x" * 120):
+        with pytest.raises(NodeError, match="node"):
+            connect(config_at(tmp_path / place))
+    with pytest.raises(NodeError, match="no socket"):
+        connect(config_at(tmp_path / "folder"))
+
+
+def test_the_default_place_is_this_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert default_socket() == socket_path("") == tmp_path / "kvhold" / "node.sock"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "missing"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert socket_path("") == tmp_path / f"kvhold-{os.getuid()}" / "node.sock"
+    prepare_folder(socket_path(""))
+    assert socket_path("").parent.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to somebody else")
+def test_a_default_folder_that_is_somebody_elses_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "kvhold").mkdir()
+    os.chown(tmp_path / "kvhold", 65534, 65534)
+    with pytest.raises(NodeError, match="another user"):
+        prepare_folder(default_socket())
+
+
+# One node a socket
+
+
+def test_a_second_node_on_the_same_socket_is_refused_and_names_the_first(node: RunningNode) -> None:
+    second = run_kvhold("serve", "--socket", str(node.path), "--ram-bytes", "4MiB")
+    assert second.returncode == 1
+    assert f"already (pid {node.pid})" in second.stderr
+    assert "Traceback" not in second.stderr
+    with node.client() as client:
+        assert client.status()["pid"] == node.pid
+
+
+def test_the_socket_of_a_killed_node_is_taken_over(start_node: StartNode) -> None:
+    first = start_node()
+    first.kill()
+    assert first.path.is_socket()
+    second = start_node()
+    with second.client() as client:
+        assert client.status()["pid"] == second.pid
+
+
+# How it ends
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_node_cleanly_under_its_clients(node: RunningNode, number: signal.Signals) -> None:
+    client = node.client()
+    client.register(SPACE)
+    store(client, a_prompt(SPACE, 64))
+    node.process.send_signal(number)
+    assert node.process.wait(PATIENT_S) == 0
+    assert not node.path.exists()
+    with pytest.raises(NodeError):
+        client.status()
+
+
+def test_an_idle_node_ends_but_not_under_a_client(start_node: StartNode) -> None:
+    node = start_node("--idle-exit-s", "0.1")
+    with node.client() as client:
+        eventually(lambda: client.status()["uptime_s"] > 1.5)
+    assert node.process.wait(PATIENT_S) == 0
+    assert not node.path.exists()
+    assert "no clients" in node.log.read_text()
+
+
+# Started by engines
+
+RACE = """
+import os, sys
+from kvhold.core.config import load_config
+from kvhold.node import connect
+config = load_config({"ram_bytes": "4MiB", "node": {"socket": sys.argv[1]}, "client": {"connect_timeout_s": 60, "call_timeout_s": 60}})
+wait, go = os.pipe()
+stay, leave = os.pipe()
+children = []
+for _ in range(8):
+    if pid := os.fork():
+        children.append(pid)
+        continue
+    os.close(go)
+    os.close(leave)
+    os.read(wait, 1)  # ends for all of them when the last writer has closed
+    with connect(config) as client:
+        os.write(1, b"%d\\n" % client.status()["pid"])
+        os.read(stay, 1)
+    os._exit(0)
+os.close(go)
+sys.stdin.read()
+os.close(leave)
+assert {os.waitpid(child, 0)[1] for child in children} == {0}
+"""
+
+
+def test_of_engines_that_start_at_once_one_starts_the_node_and_all_join_it(tmp_path: Path) -> None:
+    path = tmp_path / "node.sock"
+    command = [sys.executable, "-c", RACE, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=clean_environ()) as race:
+        assert race.stdout is not None
+        pids = {race.stdout.readline().strip() for _ in range(8)}
+        assert len(pids) == 1, f"one node, and nobody was turned away: {pids}"
+        with NodeClient(path, config_at(path).client) as client:
+            status = client.status()
+            assert {str(status["pid"])} == pids
+            assert len(status["clients"]) == 9
+            race.communicate("")
+            assert race.returncode == 0
+            client.stop_node()
+    eventually(lambda: not _runs(status["pid"]))
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_detached_node_listens_where_it_was_told_to_from_where_it_was_started(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvhold", "serve", "--detach", "--socket", "here.sock", "--ram-bytes", "4MiB"]
+    with (tmp_path / "log").open("wb") as log:  # not a pipe: the node keeps it open
+        assert subprocess.run(command, cwd=tmp_path, env=clean_environ(), stdout=log, stderr=log, timeout=PATIENT_S).returncode == 0
+    with NodeClient(tmp_path / "here.sock") as client:
+        pid = client.status()["pid"]
+        client.stop_node()
+    eventually(lambda: not _runs(pid))
+
+
+def test_a_detached_node_that_cannot_start_says_so_with_its_exit_status(tmp_path: Path) -> None:
+    done = run_kvhold("serve", "--detach", "--socket", str(tmp_path / "s"), "--ram-bytes", "100TiB")
+    assert done.returncode == 1
+    assert "100.0 TiB does not fit" in done.stderr
+
+
+@pytest.fixture
+def joined(tmp_path: Path) -> Iterator[NodeClient]:
+    """A client that started its node by itself."""
+    with connect(config_at(tmp_path / "node.sock")) as client:
+        yield client
+        pid = eventually(lambda: works(client) and client.status()["pid"])
+        client.close()
+        with NodeClient(tmp_path / "node.sock") as last:
+            last.stop_node()
+        eventually(lambda: not _runs(pid))
+
+
+def test_an_engine_starts_its_node_with_its_own_settings_and_another_finds_the_cache_warm(joined: NodeClient, tmp_path: Path) -> None:
+    assert joined.status()["arena_bytes"] == 4 << 20
+    joined.register(SPACE)
+    store(joined, a_prompt(SPACE, 64))
+    with connect(config_at(tmp_path / "node.sock")) as other:
+        assert other.status()["pid"] == joined.status()["pid"]
+        other.register(SPACE)
+        assert read(other, a_prompt(SPACE, 64)) == 64
+
+
+def test_an_engine_starts_a_new_node_when_its_own_was_killed(joined: NodeClient) -> None:
+    pid = joined.status()["pid"]
+    joined.register(SPACE)
+    os.kill(pid, signal.SIGKILL)
+    eventually(lambda: not _runs(pid))
+    with pytest.raises(NodeError):
+        joined.status()
+    eventually(lambda: works(joined))
+    assert joined.status()["pid"] != pid
+    store(joined, a_prompt(SPACE, 64))
+    assert read(joined, a_prompt(SPACE, 64)) == 64
+
+
+def test_a_setting_the_node_cannot_have_is_told_to_the_engine(tmp_path: Path) -> None:
+    path = tmp_path / "node.sock"
+    with pytest.raises(NodeError, match=r"ended while starting.*100\.0 TiB does not fit"):
+        connect(ram_bytes="100TiB", node={"socket": str(path)}, client={"connect_timeout_s": PATIENT_S})
+    assert not path.exists()
+
+
+def test_where_engines_may_not_start_a_node_there_is_none(tmp_path: Path) -> None:
+    with pytest.raises(NodeError, match="cannot join"):
+        connect(config_at(tmp_path / "node.sock", autostart=False))
+    assert list(tmp_path.iterdir()) == []
