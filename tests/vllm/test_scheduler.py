@@ -1,0 +1,984 @@
+"""The connector under vLLM's real scheduler and over a real node: what is stored and loaded, when, and whatever goes wrong."""
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
+from multiprocessing import Pipe
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="no vLLM in this environment")
+
+import torch
+from vllm import envs
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.pooling_params import PoolingParams
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.request import Request, RequestStatus
+
+from kvhold.core.config import Config, load_config
+from kvhold.core.errors import ConfigError, LayoutError
+from kvhold.core.keys import Namespace
+from kvhold.core.layout import Group, Layout
+from kvhold.integrations.vllm import register, scheduler, space
+from kvhold.integrations.vllm.connector import KVHoldConnector
+from kvhold.integrations.vllm.steps import Load, Steps, Store
+from tests.vllm.scheduling import (
+    Engine,
+    NodeProcess,
+    Options,
+    answer_to,
+    eventually,
+    make_config,
+    make_folder,
+    make_kv_config,
+    make_prompt,
+)
+
+pytestmark = pytest.mark.vllm
+
+BLOCK, CHUNK = 16, 64
+NOTHING = {"tickets": 0, "loans": 0, "rooms": 0}
+IMPATIENT = {"client": {"call_timeout_s": 0.2, "connect_timeout_s": 0.2, "reconnect_interval_s": 0.05, "heartbeat_interval_s": 0.2}}
+
+MakeEngine = Callable[..., Engine]
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
+    """A node for the tests that leave it alone."""
+    process = NodeProcess(tmp_path_factory.mktemp("node") / "node.sock")
+    yield process
+    process.kill()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("model") / "llama")
+
+
+@pytest.fixture(autouse=True)
+def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is noted about weights goes to a folder of the test's own; vLLM keeps the cache it has."""
+    monkeypatch.setenv("VLLM_CACHE_ROOT", envs.VLLM_CACHE_ROOT)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def engine(node: NodeProcess, folder: Path) -> Iterator[MakeEngine]:
+    """Engines on the node. In the end each has finished its requests, and nothing is held for it any more."""
+    yield from engines_on(node, folder)
+
+
+@pytest.fixture
+def frail(tmp_path: Path) -> Iterator[NodeProcess]:
+    """A node of the test's own."""
+    process = NodeProcess(tmp_path / "frail.sock")
+    yield process
+    process.go_on()
+    process.kill()
+
+
+def engines_on(node: NodeProcess, folder: Path) -> Iterator[MakeEngine]:
+    engines: list[Engine] = []
+
+    def make(*, real_worker: bool = False, **options: Any) -> Engine:
+        engines.append(Engine(Options(folder, **options), node.socket, real_worker=real_worker))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.hands.hold = False
+        engine.run()
+        assert engine.followed() == 0
+    eventually(lambda: node.held() == NOTHING)
+    for engine in engines:
+        engine.close()
+
+
+def forget_locally(engine: Engine) -> None:
+    """Empty vLLM's own prefix cache."""
+    assert engine.scheduler.reset_prefix_cache()
+
+
+def store(engine: Engine, prompt: list[int]) -> None:
+    """Have the prompt computed and stored, and nothing left of it in the engine."""
+    engine.add(f"store-{len(engine.outputs)}", prompt, max_tokens=1)
+    engine.run()
+    forget_locally(engine)
+    for record in (engine.stores, engine.loads, engine.outputs, engine.tokens_computed):
+        record.clear()
+
+
+def table(engine: Engine, request_id: str) -> list[int]:
+    """A request's blocks."""
+    return list(engine.scheduler.kv_cache_manager.get_block_ids(request_id)[0])
+
+
+def matched(engine: Engine, request: Request, computed: int = 0) -> tuple[int, bool]:
+    """The connector's answer about a request, once it has one."""
+    answers = []
+    eventually(lambda: answers.append(engine.connector.get_num_new_matched_tokens(request, computed)) or answers[-1][0] is not None)
+    tokens, asynchronous = answers[-1]
+    assert tokens is not None
+    return tokens, asynchronous
+
+
+class TestStores:
+    @pytest.mark.parametrize(("block", "chunk"), [(16, 64), (32, 64), (128, 128), (128, 256)])
+    def test_chunks_are_stored_as_they_become_whole_and_the_tail_at_the_end(self, engine: MakeEngine, block: int, chunk: int) -> None:
+        miss = engine(block=block, chunk=chunk, budget=200)
+        prompt = make_prompt(f"whole {block} {chunk}", 700)
+        miss.add("a", prompt, max_tokens=4)
+        stored = 0
+        for computed in (200, 400, 600, 700, 701):
+            miss.next_pass()
+            end = computed // chunk * chunk if computed < 700 else 700 // block * block
+            blocks = [b for s in miss.stores for b in s.block_ids]
+            assert blocks == table(miss, "a")[: end // block], f"after {computed} tokens"
+            assert sum(len(s.names) for s in miss.stores) == -(-end // chunk)
+            stored = max(stored, end)
+        miss.run()
+        assert miss.outputs["a"] == answer_to(prompt, 4)
+        assert miss.loads == []
+        assert miss.hands.granted_chunks == -(-stored // chunk)
+
+    def test_the_scheduled_tokens_add_up_as_the_real_scheduler_counts_them(self, engine: MakeEngine) -> None:
+        counted = engine(budget=400)
+        counted.add("a", make_prompt("sums", 1000), max_tokens=4)
+        sums = []
+        for _ in range(5):
+            counted.next_pass()
+            tracker = counted.connector.scheduler._followed["a"].tracker
+            assert tracker is not None
+            sums.append((tracker.num_scheduled_tokens, tracker.computed_tokens))
+        assert sums == [(400, 400), (800, 800), (1000, 1000), (1001, 1000), (1002, 1000)]
+
+    def test_blocks_that_were_hit_count_as_computed_and_are_not_stored_again(self, engine: MakeEngine) -> None:
+        """20 blocks hit, 160 tokens scheduled: blocks 20 to 29 are stored."""
+        warm = engine(chunk=160, budget=160)
+        prompt = make_prompt("bound", 480)
+        store(warm, prompt[:320])
+        request = warm.add("a", prompt, max_tokens=2)
+        warm.run(until=lambda: request.status == RequestStatus.RUNNING)
+        assert [len(load.block_ids) for load in warm.loads] == [20]
+        assert [s.block_ids for s in warm.stores] == [table(warm, "a")[20:30]]
+        warm.run()
+        assert warm.tokens_computed["a"] == 160 + 1
+        assert warm.outputs["a"] == answer_to(prompt, 2)
+
+    def test_what_the_engine_has_and_the_node_has_not_is_stored(self, engine: MakeEngine) -> None:
+        shared = engine()
+        prompt = make_prompt("forgotten by the node", 320)
+        shared.add("a", prompt)
+        shared.run()
+        shared.hands.client.clear()
+        shared.stores.clear()
+        shared.add("b", [*prompt, 1, 2, 3])
+        shared.run()
+        assert [len(s.names) for s in shared.stores] == [5], "from the first chunk on, though vLLM found all of it in its own cache"
+        forget_locally(shared)
+        shared.add("c", prompt)
+        shared.run()
+        assert shared.tokens_computed["c"] == 1 + 1
+
+    def test_a_prompt_that_the_node_holds_whole_is_not_stored_again(self, engine: MakeEngine) -> None:
+        warm = engine()
+        prompt = make_prompt("held whole", 4 * CHUNK)
+        store(warm, prompt)
+        warm.add("a", prompt, max_tokens=8)
+        warm.run()
+        assert warm.stores == []
+
+    def test_two_requests_with_one_prompt_store_it_once(self, engine: MakeEngine) -> None:
+        both = engine(budget=1000)
+        prompt = make_prompt("twins", 300)
+        for request_id in "ab":
+            both.add(request_id, prompt)
+        both.run()
+        assert both.hands.granted_chunks == 5
+
+
+class TestLoads:
+    @pytest.mark.parametrize("asynchronous", [False, True], ids=["one pass at a time", "two passes at a time"])
+    @pytest.mark.parametrize("real_worker", [False, True], ids=["worker played", "worker real"])
+    @pytest.mark.parametrize(("length", "loaded"), [(1000, 992), (1008, 1008), (960, 960), (15, 0), (17, 16), (64, 64)])
+    def test_a_prompt_that_was_seen_is_loaded_not_computed(
+        self, engine: MakeEngine, length: int, loaded: int, real_worker: bool, asynchronous: bool
+    ) -> None:
+        """All of it up to the last whole block; the last token is always computed, to go on from."""
+        warm = engine(real_worker=real_worker, asynchronous=asynchronous)
+        prompt = make_prompt(f"seen {length} {real_worker} {asynchronous}", length)
+        store(warm, prompt)
+        # A store is committed beside the passes.
+        counters = warm.hands.client.status
+        eventually(lambda: not counters()["held"]["rooms"])
+        warm.add("a", prompt, max_tokens=3)
+        warm.run(until=lambda: warm.tokens_computed.get("a"))
+        if loaded:
+            (load,) = warm.loads
+            assert (load.first_chunk, load.block_ids) == (0, table(warm, "a")[: loaded // BLOCK])
+        warm.run()
+        assert warm.tokens_computed["a"] == max(1, length - loaded) + 2
+        assert warm.outputs["a"] == answer_to(prompt, 3)
+
+    def test_vllm_counts_what_came_from_here_as_external(self, engine: MakeEngine) -> None:
+        warm = engine()
+        prompt = make_prompt("external", 500)
+        store(warm, prompt)
+        request = warm.add("a", prompt)
+        stats = request.prefill_stats
+        warm.run()
+        assert (stats.num_local_cached_tokens, stats.num_external_cached_tokens) == (0, 496)
+
+    def test_a_longer_prompt_loads_what_it_shares_in_whole_chunks(self, engine: MakeEngine) -> None:
+        warm = engine()
+        prompt = make_prompt("shared", 300)
+        store(warm, prompt)  # 4 chunks, and a tail of 2 blocks that the longer prompt has no use for
+        longer = prompt + make_prompt("own", 100)
+        warm.add("a", longer)
+        warm.run(until=lambda: warm.tokens_computed.get("a"))
+        (load,) = warm.loads
+        assert load.block_ids == table(warm, "a")[:16]
+        assert [s.block_ids for s in warm.stores] == [table(warm, "a")[16:25]]
+
+    def test_a_shorter_prompt_loads_whole_chunks(self, engine: MakeEngine) -> None:
+        warm = engine()
+        prompt = make_prompt("shorter", 300)
+        store(warm, prompt)
+        warm.add("a", prompt[:200])
+        warm.run()
+        assert [len(load.block_ids) for load in warm.loads] == [12]
+
+    @pytest.mark.parametrize(("local", "first_chunk", "kept"), [(96, 1, 2), (128, 2, 0), (16, 0, 1), (176, 2, 3)])
+    def test_blocks_that_vllm_has_itself_are_never_written(self, engine: MakeEngine, local: int, first_chunk: int, kept: int) -> None:
+        warm = engine()
+        prompt = make_prompt(f"overlap {local}", 300)
+        store(warm, prompt)
+        warm.hands.client.clear()
+        warm.add("short", prompt[:local], max_tokens=1)  # now the first blocks are in vLLM's own cache
+        warm.run()
+        other = engine()
+        other.add("whole", prompt, max_tokens=1)  # and all of them in the node
+        other.run()
+        warm.loads.clear()
+        warm.add("a", prompt)
+        warm.run(until=lambda: warm.tokens_computed.get("a"))
+        (load,) = warm.loads
+        assert load.first_chunk == first_chunk
+        assert load.block_ids == [-1] * kept + table(warm, "a")[local // BLOCK : 18]
+
+    def test_what_vllm_has_itself_is_neither_loaded_nor_held(self, engine: MakeEngine, node: NodeProcess) -> None:
+        warm = engine()
+        prompt = make_prompt("local", 300)
+        warm.add("a", prompt)
+        warm.run()
+        warm.add("b", prompt, max_tokens=30)
+        warm.next_pass()
+        eventually(lambda: node.held() == NOTHING)
+        warm.run()
+        assert warm.loads == []
+        assert warm.tokens_computed["b"] == 300 - 288 + 29
+
+    def test_a_hit_is_kept_while_its_request_waits_for_blocks_even_where_vllm_had_as_much_at_first(self, engine: MakeEngine) -> None:
+        """vLLM evicts its own blocks meanwhile: 39 are there, 20 are cached, and the other request grows."""
+        tight = engine(num_blocks=40)
+        prompt = make_prompt("evicted meanwhile", 325)
+        tight.add("first", prompt, max_tokens=1)
+        tight.run()
+        tight.add("growing", make_prompt("growing", 300), max_tokens=100)
+        tight.next_pass()
+        tight.add("a", prompt)
+        tight.run()
+        assert [load.block_ids.count(-1) for load in tight.loads] != [20], "else vLLM evicted nothing"
+        assert tight.tokens_computed["a"] == 325 - 320 + 1
+
+    def test_without_prefix_caching_in_vllm_hits_are_loaded_just_the_same(self, engine: MakeEngine) -> None:
+        warm = engine(caching=False)
+        prompt = make_prompt("no local cache", 300)
+        for request_id in "ab":
+            warm.add(request_id, prompt)
+            warm.run()
+        assert len(warm.loads) == 1
+        assert warm.tokens_computed["b"] == 300 - 288 + 1
+
+
+class TestPreemption:
+    @pytest.mark.parametrize("asynchronous", [False, True], ids=["one pass at a time", "two passes at a time"])
+    def test_a_preempted_request_comes_back_with_other_blocks_and_its_own_kv(self, engine: MakeEngine, asynchronous: bool) -> None:
+        tight = engine(num_blocks=48, asynchronous=asynchronous, caching=False)
+        prompts = {name: make_prompt(f"{name} {asynchronous}", 200) for name in "abc"}
+        for name, prompt in prompts.items():
+            tight.add(name, prompt, max_tokens=100)
+        tight.run(until=lambda: tight.preempted)
+        (name,) = tight.preempted
+        before = len(tight.loads)
+        tight.run()
+        assert [load.request_id for load in tight.loads[before:]] == [name]
+        assert tight.outputs == {name: answer_to(prompt, 100) for name, prompt in prompts.items()}
+
+    def test_a_request_that_comes_back_stores_what_the_node_has_lost(self, engine: MakeEngine) -> None:
+        tight = engine(num_blocks=48, caching=False)
+        prompts = {name: make_prompt(f"comes back {name}", 200) for name in "abc"}
+        for name, prompt in prompts.items():
+            tight.add(name, prompt, max_tokens=100)
+        tight.run(until=lambda: tight.preempted)
+        (name,) = tight.preempted
+        assert tight.connector.scheduler._followed[name].lookup is None, "it was looked up last before it was preempted"
+        tight.hands.client.clear()
+        store(engine(), prompts[name][:CHUNK])
+        tight.loads.clear()
+        tight.stores.clear()
+        tight.run(until=lambda: tight.stores)
+        assert [(load.request_id, load.block_ids) for load in tight.loads] == [(name, table(tight, name)[:4])]
+        assert [(s.request_id, s.block_ids) for s in tight.stores] == [(name, table(tight, name)[4:12])]
+
+    def test_what_was_generated_before_the_preemption_is_not_stored_as_prompt(self, engine: MakeEngine) -> None:
+        tight = engine(num_blocks=48, caching=False)
+        for name in "abc":
+            tight.add(name, make_prompt(f"generated {name}", 200), max_tokens=100)
+        tight.run()
+        tokens = sum(int(s.names.num_tokens(tight.connector.scheduler._namespace.layout).sum()) for s in tight.stores)
+        assert tokens <= 3 * 192, "only whole blocks of the three prompts"
+
+
+class TestAborts:
+    def test_before_the_lookup_is_answered(self, folder: Path, frail: NodeProcess) -> None:
+        engines = engines_on(frail, folder)
+        aborting = next(engines)()
+        prompt = make_prompt("abort early", 300)
+        store(aborting, prompt)
+        frail.hold_up()
+        for number in range(3):
+            aborting.add(str(number), prompt)
+        aborting.step()
+        aborting.abort("0", "1", "2")
+        frail.go_on()
+        assert next(engines, None) is None
+
+    def test_while_it_waits_for_blocks(self, engine: MakeEngine, node: NodeProcess) -> None:
+        tight = engine(num_blocks=41)
+        prompt = make_prompt("abort waiting", 320)
+        store(tight, prompt)
+        tight.add("large", make_prompt("abort large", 600), max_tokens=30)
+        tight.next_pass()
+        tight.add("a", prompt)
+        tight.step()
+        eventually(lambda: node.held()["tickets"] == 1)
+        tight.abort("a")
+        eventually(lambda: node.held()["tickets"] == 0)
+
+    def test_while_its_load_is_under_way(self, engine: MakeEngine) -> None:
+        warm = engine()
+        prompt = make_prompt("abort loading", 300)
+        store(warm, prompt)
+        free = warm.scheduler.kv_cache_manager.block_pool.get_num_free_blocks
+        all_free = free()
+        warm.hands.hold = True
+        warm.add("a", prompt)
+        warm.run(until=lambda: warm.loads)
+        warm.step()
+        warm.abort("a")
+        warm.step()
+        assert free() < all_free, "the worker may be writing to its blocks"
+        warm.hands.hold = False
+        warm.run()
+        assert free() == all_free
+        warm.add("b", prompt)
+        warm.run()
+        assert warm.outputs["b"] == answer_to(prompt, 2)
+
+    def test_while_it_runs(self, engine: MakeEngine) -> None:
+        warm = engine(budget=100)
+        prompt = make_prompt("abort running", 300)
+        warm.add("a", prompt)
+        warm.next_pass()
+        warm.next_pass()
+        warm.abort("a")
+        warm.run()
+        forget_locally(warm)
+        warm.add("b", prompt)
+        warm.run()
+        assert [len(load.block_ids) for load in warm.loads] == [12], "what it had computed is in the node: 3 whole chunks"
+
+    def test_in_the_moment_it_arrives(self, engine: MakeEngine) -> None:
+        warm = engine()
+        prompt = make_prompt("abort at once", 300)
+        store(warm, prompt)
+        for number in range(20):
+            warm.add(str(number), prompt)
+            warm.abort(str(number))
+
+
+class TestBrokenPromises:
+    def test_a_load_that_fails_is_computed_once_and_not_tried_again(self, engine: MakeEngine) -> None:
+        warm = engine()
+        prompt = make_prompt("failing", 300)
+        store(warm, prompt)
+        warm.hands.fail = True
+        warm.add("a", prompt, max_tokens=3)
+        warm.run()
+        assert len(warm.loads) == 1
+        assert warm.tokens_computed["a"] == 300 + 2
+        assert warm.outputs["a"] == answer_to(prompt, 3)
+
+    def test_what_vllm_had_itself_is_kept_when_the_rest_fails(self, engine: MakeEngine) -> None:
+        warm = engine()
+        prompt = make_prompt("failing in part", 300)
+        store(warm, prompt)
+        warm.add("short", prompt[:96], max_tokens=1)
+        warm.run()
+        warm.hands.fail = True
+        warm.add("a", prompt)
+        warm.run()
+        assert warm.tokens_computed["a"] == 300 - 96 + 1
+        assert warm.outputs["a"] == answer_to(prompt, 2)
+
+    def test_it_is_stored_again_where_the_promise_was_broken(self, engine: MakeEngine) -> None:
+        warm = engine()
+        prompt = make_prompt("broken", 300)
+        store(warm, prompt)
+        warm.hands.fail = True
+        warm.hands.hold = True
+        warm.add("a", prompt)
+        warm.run(until=lambda: warm.loads)
+        warm.hands.client.clear()
+        warm.hands.hold = False
+        warm.run()
+        assert sum(len(s.names) for s in warm.stores) == 5
+        warm.hands.fail = False
+        forget_locally(warm)
+        warm.add("b", prompt)
+        warm.run()
+        assert warm.tokens_computed["b"] == 300 - 288 + 1
+
+    def test_vllm_is_told_to_compute_what_did_not_arrive_whatever_its_own_policy(self, engine: MakeEngine) -> None:
+        warm = engine()
+        assert KVTransferConfig().kv_load_failure_policy == "fail"
+        assert warm.scheduler.recompute_kv_load_failures
+
+
+class TestNeverAFalseHit:
+    @pytest.fixture
+    def warm(self, engine: MakeEngine, request: pytest.FixtureRequest) -> Engine:
+        """An engine whose node holds PROMPT."""
+        warm = engine()
+        store(warm, self.PROMPT)
+        return warm
+
+    PROMPT = make_prompt("never false", 300)
+
+    def test_the_prompt_itself_is_one(self, warm: Engine) -> None:
+        assert matched(warm, warm.add("a", self.PROMPT)) == (288, True)
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"cache_salt": "somebody else"},
+            {"mm_features": [MultiModalFeatureSpec(None, "image", "hash", PlaceholderRange(offset=0, length=10))]},
+            {"prompt_embeds": torch.zeros(300, 8)},
+            {"prompt_embeds": torch.zeros(300, 8), "prompt_is_token_ids": [True] * 299 + [False]},
+            {"sampling": {"skip_reading_prefix_cache": True}},
+            {"sampling": {"prompt_logprobs": 1, "skip_reading_prefix_cache": True}},
+            {"pooling_params": PoolingParams(), "sampling_params": None},
+        ],
+        ids=lambda changes: " and ".join(changes),
+    )
+    def test_for_what_its_kv_depends_on_besides_tokens(self, warm: Engine, changes: dict[str, Any]) -> None:
+        if "pooling_params" in changes:
+            request = Request("a", list(self.PROMPT), None, PoolingParams())
+            warm.connector.on_new_request(request)
+            assert matched(warm, request) == (0, False)
+            warm.connector.request_finished(request, [])
+            return
+        request = warm.add("a", self.PROMPT, **changes)
+        assert matched(warm, request) == (0, False)
+        warm.abort("a")
+
+    def test_for_one_salt_and_another(self, warm: Engine) -> None:
+        for salt in ("alice", "bob"):
+            warm.add(salt, self.PROMPT, cache_salt=salt)
+            warm.run()
+            forget_locally(warm)
+        assert warm.loads == []
+        warm.add("again", self.PROMPT, cache_salt="alice")
+        warm.run()
+        assert len(warm.loads) == 1
+
+    def test_a_request_that_wants_all_its_logits_is_computed_whole(self, warm: Engine) -> None:
+        warm.add("a", self.PROMPT, sampling={"skip_reading_prefix_cache": True})
+        warm.run()
+        assert warm.loads == []
+        assert warm.tokens_computed["a"] == 300 + 1
+
+    def test_for_a_token_that_is_none(self, warm: Engine) -> None:
+        request = warm.add("a", [2**40, *self.PROMPT[1:]])
+        assert matched(warm, request) == (0, False)
+        warm.abort("a")
+
+
+class TestAdapters:
+    PROMPT = make_prompt("adapters", 300)
+
+    @pytest.fixture
+    def adapter(self, tmp_path: Path) -> Callable[..., LoRARequest]:
+        def make(folder: str, weights: bytes = b"weights", *, name: str = "tuned", number: int = 1) -> LoRARequest:
+            path = tmp_path / folder
+            path.mkdir(exist_ok=True)
+            (path / "adapter_config.json").write_text("{}")
+            (path / "adapter_model.safetensors").write_bytes(weights)
+            return LoRARequest(name, number, str(path))
+
+        return make
+
+    def hit(self, engine: Engine, adapter: LoRARequest | None) -> int:
+        """Tokens that a request with this adapter finds; it is computed and stored afterwards."""
+        before = len(engine.loads)
+        engine.add(f"{before} {len(engine.outputs)}", self.PROMPT, lora_request=adapter)
+        engine.run()
+        forget_locally(engine)
+        return sum(BLOCK * len(load.block_ids) for load in engine.loads[before:])
+
+    def test_each_has_its_own_kv_whatever_its_name(self, engine: MakeEngine, adapter: Callable[..., LoRARequest]) -> None:
+        tuned = engine()
+        assert self.hit(tuned, None) == 0
+        assert self.hit(tuned, adapter("one", number=1)) == 0
+        assert self.hit(tuned, adapter("one", number=1)) == 288
+        assert self.hit(tuned, adapter("other", b"Weights", number=2)) == 0
+        assert self.hit(tuned, None) == 288
+
+    def test_the_same_content_elsewhere_is_the_same(self, engine: MakeEngine, adapter: Callable[..., LoRARequest]) -> None:
+        one, two = engine(), engine()
+        tuned, copy = adapter("here", b"the same"), adapter("there", b"the same", number=7)
+        assert self.hit(one, tuned) == 0
+        assert self.hit(two, copy) == 288
+
+    def test_files_that_change_under_a_loaded_adapter_change_nothing(self, engine: MakeEngine, adapter: Callable[..., LoRARequest]) -> None:
+        """The engine goes on with what it has loaded, until it is told to load it anew; another engine loads what is there now."""
+        old = engine()
+        assert self.hit(old, adapter("mutable", b"first")) == 0
+        changed = adapter("mutable", b"second version")
+        assert self.hit(old, changed) == 288
+        reloaded = LoRARequest("tuned", 1, changed.lora_path, load_inplace=True)
+        assert self.hit(old, reloaded) == 0
+        assert self.hit(engine(), changed) == 288
+
+    @pytest.mark.parametrize(
+        "path", ["/nowhere/at/all", "~/nowhere-at-all", "no-such-user/no-such-adapter", "not a name:at all", "s3://bucket/adapter"]
+    )
+    def test_one_that_cannot_be_told_is_computed_and_not_stored(self, engine: MakeEngine, path: str) -> None:
+        unknown = engine()
+        for _ in range(2):
+            assert self.hit(unknown, LoRARequest("unknown", 1, path)) == 0
+        assert unknown.stores == []
+
+
+class TestLostNode:
+    @pytest.fixture
+    def warm(self, folder: Path, frail: NodeProcess) -> Iterator[Engine]:
+        warm = Engine(Options(folder, settings=IMPATIENT), frail.socket)
+        store(warm, make_prompt("lost", 300))
+        yield warm
+        assert warm.followed() == 0
+        warm.close()
+
+    def check(self, warm: Engine, prompt: list[int], count: int = 8) -> None:
+        """All requests are computed, and end."""
+        for number in range(count):
+            warm.add(f"{number}", [*prompt, number])
+        warm.run()
+        for number in range(count):
+            assert warm.outputs[f"{number}"] == answer_to([*prompt, number], 2)
+
+    def test_when_it_is_killed_requests_are_computed(self, warm: Engine, frail: NodeProcess) -> None:
+        frail.kill()
+        self.check(warm, make_prompt("lost", 300))
+        assert warm.loads == []
+
+    def test_when_it_is_held_up_requests_are_computed_and_it_is_used_again_later(self, warm: Engine, frail: NodeProcess) -> None:
+        frail.hold_up()
+        self.check(warm, make_prompt("lost", 300))
+        assert warm.loads == []
+        frail.go_on()
+        eventually(lambda: warm.connector.scheduler._cache.connected and warm.hands.client.connected)
+        forget_locally(warm)
+        prompt = make_prompt("lost", 300)
+        warm.add("back", prompt)
+        warm.run()
+        assert warm.tokens_computed["back"] == 300 - 288 + 1
+        eventually(lambda: frail.held() == NOTHING)
+
+    def test_when_it_dies_under_a_load_the_request_is_computed(self, warm: Engine, frail: NodeProcess) -> None:
+        prompt = make_prompt("lost", 300)
+        warm.hands.hold = True
+        warm.add("a", prompt)
+        warm.run(until=lambda: warm.hands.waiting)
+        frail.kill()
+        warm.hands.hold = False
+        warm.run()
+        assert len(warm.hands.gone) == 1
+        assert warm.outputs["a"] == answer_to(prompt, 2)
+
+    def test_when_another_took_its_place_a_hit_of_the_first_is_not_one_of_the_second(self, warm: Engine, frail: NodeProcess) -> None:
+        prompt = make_prompt("lost", 300)
+        warm.hands.hold = True
+        warm.add("a", prompt)
+        warm.run(until=lambda: warm.hands.waiting)
+        frail.kill()
+        second = NodeProcess(frail.socket)
+        try:
+            eventually(lambda: warm.hands.client.connected and warm.connector.scheduler._cache.connected)
+            other = Engine(Options(warm.options.folder), second.socket)
+            store(other, make_prompt("something else", 300))
+            warm.hands.hold = False
+            warm.run()
+            assert warm.outputs["a"] == answer_to(prompt, 2)
+            other.close()
+            eventually(lambda: second.held() == NOTHING)
+        finally:
+            second.kill()
+
+    def test_one_pass_waits_for_all_its_lookups_together_not_for_each(self, warm: Engine, frail: NodeProcess) -> None:
+        """400 times the patience of one pass would be more than a second."""
+        frail.hold_up()
+        for number in range(400):
+            warm.add(f"{number}", make_prompt(number, 20), max_tokens=1)
+        waited = []
+        while warm.connector.scheduler._cache.connected and len(waited) < 20:
+            began_s = time.monotonic()
+            warm.step()
+            waited.append(time.monotonic() - began_s)
+        assert min(waited) < 400 * scheduler._PATIENCE_S / 4
+        warm.run()
+
+    def test_lookups_that_nobody_waits_for_any_more_are_not_made(self, warm: Engine, frail: NodeProcess) -> None:
+        frail.hold_up()
+        for number in range(50):
+            warm.add(f"{number}", make_prompt(number, 100))
+        pending = [followed.lookup for followed in warm.connector.scheduler._followed.values()]
+        warm.abort(*map(str, range(50)))
+        assert sum(lookup is not None and lookup.cancelled() for lookup in pending) >= 49
+        warm.run()
+
+
+class TestReset:
+    def test_nothing_of_before_is_found_by_anybody_who_was_reset(self, engine: MakeEngine) -> None:
+        reset = engine()
+        prompts = {None: make_prompt("reset", 300), "salt": make_prompt("reset salted", 300)}
+        for salt, prompt in prompts.items():
+            reset.add(f"first {salt}", prompt, cache_salt=salt)
+            reset.run()
+        assert reset.scheduler.reset_prefix_cache(reset_connector=True)
+        for salt, prompt in prompts.items():
+            reset.add(f"second {salt}", prompt, cache_salt=salt)
+            reset.run()
+        assert reset.loads == []
+        forget_locally(reset)
+        reset.add("third", prompts[None])
+        reset.run()
+        assert len(reset.loads) == 1, "what was stored since then is"
+
+    def test_a_hit_that_a_waiting_request_has_is_given_up(self, engine: MakeEngine, node: NodeProcess) -> None:
+        tight = engine(num_blocks=41)
+        prompt = make_prompt("reset waiting", 320)
+        store(tight, prompt)
+        tight.add("large", make_prompt("reset large", 600), max_tokens=3)
+        tight.next_pass()
+        tight.add("a", prompt)
+        tight.step()
+        eventually(lambda: node.held()["tickets"] == 1)
+        tight.scheduler.reset_connector_cache()
+        tight.run()
+        assert [load for load in tight.loads if load.request_id == "a"] == []
+        assert tight.tokens_computed["a"] == 320 + 1
+
+    def test_what_was_begun_before_is_not_stored_after(self, engine: MakeEngine) -> None:
+        reset = engine(budget=100)
+        reset.add("a", make_prompt("reset running", 300))
+        reset.next_pass()
+        reset.scheduler.reset_connector_cache()
+        reset.stores.clear()
+        reset.run()
+        assert reset.stores == []
+
+    def test_others_do_not_find_what_is_stored_after_a_reset(self, engine: MakeEngine) -> None:
+        """The weights may be others since then."""
+        updated, original = engine(), engine()
+        updated.scheduler.reset_connector_cache()
+        prompt = make_prompt("updated", 300)
+        store(updated, prompt)
+        original.add("a", prompt)
+        original.run()
+        assert original.loads == []
+
+    def test_it_succeeds_without_a_node(self, folder: Path, frail: NodeProcess) -> None:
+        lone = Engine(Options(folder, settings=IMPATIENT), frail.socket)
+        frail.kill()
+        assert lone.scheduler.reset_connector_cache()
+        lone.close()
+
+
+class TestStreaming:
+    def test_a_session_that_goes_on_keeps_its_kv_and_holds_nothing_in_the_end(self, engine: MakeEngine) -> None:
+        warm = engine(budget=100)
+        first, second = make_prompt("turn 1", 150), make_prompt("turn 2", 150)
+        store(warm, first)
+        warm.add("a", first, max_tokens=5, resumable=True)
+        warm.run(until=lambda: warm.scheduler.requests["a"].status == RequestStatus.WAITING_FOR_STREAMING_REQ)
+        warm.add("a", second, max_tokens=5, resumable=True)
+        warm.run(until=lambda: len(warm.outputs["a"]) == 10)
+        warm.add("a", [], resumable=False)
+        warm.run()
+        heard = first + answer_to(first, 4) + second
+        assert warm.outputs["a"] == answer_to(first, 5) + answer_to(heard, 5)
+
+    def test_a_request_that_ends_in_its_first_step_is_stored(self, engine: MakeEngine) -> None:
+        warm = engine(asynchronous=True)
+        prompt = make_prompt("one step", 300)
+        warm.add("a", prompt, max_tokens=1)
+        warm.run()
+        forget_locally(warm)
+        warm.add("b", prompt, max_tokens=1)
+        warm.run()
+        assert warm.tokens_computed["b"] == 12
+
+
+@pytest.mark.parametrize("real_worker", [False, True], ids=["worker played", "worker real"])
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["one pass at a time", "two passes at a time"])
+@pytest.mark.parametrize(("seed", "caching"), [(0, False), (1, True), (2, False)])
+def test_whatever_happens_no_token_is_read_that_is_not_the_request_s_own(
+    engine: MakeEngine, seed: int, caching: bool, asynchronous: bool, real_worker: bool
+) -> None:
+    """Shared prefixes, few blocks, aborts, failed and late loads, a cache that is cleared now and then."""
+    rng = random.Random(seed)
+    block = rng.choice([16, 32])
+    tight = engine(
+        block=block,
+        chunk=block * rng.choice([1, 2, 4]),
+        num_blocks=rng.choice([900, 1200, 2400]) // block,
+        budget=rng.choice([64, 100, 400]),
+        max_running=rng.choice([3, 8]),
+        caching=caching,
+        asynchronous=asynchronous,
+        real_worker=real_worker,
+    )
+    asked: dict[str, tuple[list[int], int]] = {}
+    prompts: list[list[int]] = []
+    for number in range(120):
+        if rng.random() < 0.35 and len(tight.scheduler.requests) < 12:
+            prefix = rng.choice(prompts) if prompts and rng.random() < 0.7 else []
+            prefix = prefix[: rng.choice([len(prefix), rng.randrange(len(prefix) + 1)])]
+            length = rng.choice([1, 5, block - 1, block, 4 * block, rng.randrange(1, 500)])
+            prompts.append((prefix + make_prompt(f"{seed} {number}", length))[:700])
+            asked[str(number)] = (prompts[-1], rng.choice([1, 2, 5, 40]))
+            tight.add(str(number), prompts[-1], max_tokens=asked[str(number)][1])
+        if rng.random() < 0.08 and tight.scheduler.requests:
+            gone = rng.choice(list(tight.scheduler.requests))
+            asked.pop(gone, None)
+            tight.abort(gone)
+        if rng.random() < 0.1:
+            tight.hands.hold = not tight.hands.hold
+        if rng.random() < 0.1:
+            tight.hands.fail = rng.random() < 0.4
+        if rng.random() < 0.05:
+            tight.hands.client.clear()
+        if rng.random() < 0.05:
+            tight.scheduler.reset_prefix_cache()
+        tight.step()
+    tight.hands.hold = False
+    tight.run()
+    assert {name: tight.outputs[name] for name in asked} == {name: answer_to(prompt, count) for name, (prompt, count) in asked.items()}
+    assert tight.stores
+    assert tight.loads or caching
+
+
+class TestRefusals:
+    """What is not proven to come back exactly is refused at the start, with the reason."""
+
+    def refused(self, folder: Path, change: Callable[[Any], None] | None = None, kv: KVCacheConfig | None = None) -> str:
+        options = Options(folder)
+        config = make_config(options, Path("unused"))
+        # Of vLLM's configuration only what is asked for; the real one would refuse some of these changes itself.
+        view = SimpleNamespace(
+            model_config=config.model_config,
+            cache_config=SimpleNamespace(cache_dtype="auto"),
+            parallel_config=SimpleNamespace(pipeline_parallel_size=1, tensor_parallel_size=1, decode_context_parallel_size=1),
+            speculative_config=None,
+            load_config=config.load_config,
+        )
+        if change is not None:
+            change(view)
+        with pytest.raises(LayoutError) as caught:
+            space.namespace_of(view, kv or make_kv_config(options), Config())
+        return str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("section", "name", "value", "reason"),
+        [
+            ("cache_config", "cache_dtype", "fp8_e4m3", "kv_cache_dtype is fp8_e4m3"),
+            ("parallel_config", "tensor_parallel_size", 2, "tensor_parallel_size > 1"),
+            ("parallel_config", "pipeline_parallel_size", 2, "pipeline_parallel_size > 1"),
+            ("parallel_config", "decode_context_parallel_size", 2, "decode_context_parallel_size > 1"),
+            (None, "speculative_config", object(), "speculative decoding"),
+        ],
+    )
+    def test_of_an_engine_that_is_set_up_otherwise(self, folder: Path, section: str | None, name: str, value: object, reason: str) -> None:
+        assert reason in self.refused(folder, lambda view: setattr(getattr(view, section) if section else view, name, value))
+
+    @pytest.mark.parametrize(
+        ("changes", "reason"),
+        [
+            ({"sliding_window": 128}, "windowed or chunked"),
+            ({"attention_chunk_size": 128}, "windowed or chunked"),
+            ({"non_causal": True}, "looks ahead"),
+        ],
+    )
+    def test_of_attention_of_another_kind(self, folder: Path, changes: dict[str, Any], reason: str) -> None:
+        assert reason in self.refused(folder, kv=make_kv_config(Options(folder), **changes))
+
+    def test_of_groups_of_another_number_or_kind(self, folder: Path) -> None:
+        one = make_kv_config(Options(folder)).kv_cache_groups[0]
+        window = KVCacheGroupSpec(
+            ["a"], SlidingWindowSpec(block_size=16, num_kv_heads=1, head_size=32, dtype=torch.float32, sliding_window=64)
+        )
+        for groups, reason in [
+            ([one, window], "2 KV cache groups"),
+            ([window], "its layers are SlidingWindowSpec"),
+            ([], "has no KV cache"),
+        ]:
+            assert reason in self.refused(folder, kv=KVCacheConfig(num_blocks=10, kv_cache_tensors=[], kv_cache_groups=groups))
+
+    def test_of_all_reasons_at_once(self, folder: Path) -> None:
+        def change(view: Any) -> None:
+            view.speculative_config = object()
+            view.parallel_config.tensor_parallel_size = 4
+
+        message = self.refused(folder, change, make_kv_config(Options(folder), sliding_window=64))
+        assert "windowed" in message and "tensor_parallel_size" in message and "speculative" in message
+
+    @pytest.mark.parametrize(
+        ("settings", "named"),
+        [
+            ({"tokens_per_chnk": 64}, "tokens_per_chunk"),
+            ({"ram": "1GiB"}, "ram_bytes"),
+            ({"client": {"call_timeout": 1}}, "client.call_timeout_s"),
+            ({"policy": "lrru"}, "lru"),
+            ({"tokens_per_chunk": "many"}, "whole number"),
+        ],
+    )
+    def test_of_settings_that_are_none(self, folder: Path, settings: dict[str, Any], named: str) -> None:
+        config = make_config(Options(folder, settings=settings), Path("unused"))
+        with pytest.raises(ConfigError, match=named):
+            KVHoldConnector(config, KVConnectorRole.SCHEDULER, make_kv_config(Options(folder)))
+
+
+class TestIdentity:
+    """Whose KV it is: the same for the same weights wherever they lie, another for any others."""
+
+    def digest(self, folder: Path, settings: Config | None = None, **changes: Any) -> bytes:
+        options = Options(folder)
+        config = make_config(options, Path("unused"))
+        for name, value in changes.items():
+            section, _, field = name.partition("__")
+            setattr(getattr(config, section), field, value)
+        return space.namespace_of(config, make_kv_config(options), settings or Config()).digest
+
+    def test_the_same_model_in_another_folder_is_the_same(self, tmp_path: Path) -> None:
+        one, two = make_folder(tmp_path / "one" / "llama"), make_folder(tmp_path / "two" / "elsewhere")
+        assert self.digest(one) == self.digest(two)
+
+    def test_one_byte_anywhere_in_the_weights_makes_another(self, tmp_path: Path) -> None:
+        weights = random.Random(1).randbytes(1_000_000)
+        digests = {self.digest(make_folder(tmp_path / "original", weights=weights))}
+        places = [0, 4_095, 33_000, 500_001, 777_777, 999_999]
+        for at in places:
+            changed = weights[:at] + bytes([weights[at] ^ 1]) + weights[at + 1 :]
+            digests.add(self.digest(make_folder(tmp_path / f"changed {at}", weights=changed)))
+        assert len(digests) == 1 + len(places)
+
+    def test_weights_that_changed_in_their_place_are_others(self, tmp_path: Path) -> None:
+        folder = make_folder(tmp_path / "trained on", weights=b"before")
+        before = self.digest(folder)
+        (folder / "model.safetensors").write_bytes(b"after.")
+        assert self.digest(folder) != before
+
+    @pytest.mark.parametrize(
+        "changes",
+        [{"rope_theta": 500_000.0}, {"num_hidden_layers": 3}, {"rms_norm_eps": 1e-6}, {"sliding_window": 7}],
+        ids=str,
+    )
+    def test_other_settings_of_the_model_make_another(self, tmp_path: Path, folder: Path, changes: dict[str, Any]) -> None:
+        assert self.digest(make_folder(tmp_path / "changed", **changes)) != self.digest(folder)
+
+    def test_weights_that_are_not_read_from_the_folder_need_a_name(self, folder: Path) -> None:
+        with pytest.raises(LayoutError, match="set model_id"):
+            self.digest(folder, model_config__model_weights="s3://bucket/tuned")
+        one, two = (load_config({"model_id": name}) for name in ("one", "two"))
+        bucket = {"model_config__model_weights": "s3://bucket/tuned"}
+        assert self.digest(folder, one, **bucket) != self.digest(folder, two, **bucket)
+
+    def test_random_weights_are_not_those_of_the_folder(self, folder: Path) -> None:
+        assert self.digest(folder, load_config__load_format="dummy") != self.digest(folder)
+
+    def test_how_long_a_prompt_may_be_matters_only_where_it_chooses_the_rotation(self, tmp_path: Path, folder: Path) -> None:
+        assert self.digest(folder, model_config__max_model_len=100) == self.digest(folder)
+        rope = {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16, "original_max_position_embeddings": 1024}
+        long = make_folder(tmp_path / "longrope", rope_scaling=rope)
+        assert self.digest(long, model_config__max_model_len=1024) != self.digest(long, model_config__max_model_len=2048)
+
+
+class TestRegistration:
+    def test_by_the_entry_point_and_its_name(self) -> None:
+        (plugin,) = entry_points(group="vllm.general_plugins", name="kvhold")
+        assert plugin.load() is register
+        register()
+        register()
+        by_name = KVTransferConfig(kv_connector="KVHoldConnector", kv_role="kv_both")
+        assert KVConnectorFactory.get_connector_class(by_name) is KVHoldConnector
+
+    def test_by_the_path_of_the_module(self) -> None:
+        by_path = KVTransferConfig(kv_connector="KVHoldConnector", kv_role="kv_both", kv_connector_module_path="kvhold.integrations.vllm")
+        assert KVConnectorFactory.get_connector_class(by_path) is KVHoldConnector
+
+
+class TestRoles:
+    """vLLM holds freed blocks back from a pass under way only for an engine that loads."""
+
+    def test_a_producer_only_stores(self, engine: MakeEngine) -> None:
+        producer = engine(role="kv_producer")
+        prompt = make_prompt("producer", 300)
+        store(producer, prompt)
+        producer.add("a", prompt)
+        producer.run()
+        assert producer.loads == []
+        assert producer.tokens_computed["a"] == 300 + 1
+        consumer = engine(role="kv_consumer")
+        consumer.add("a", prompt)
+        consumer.run()
+        assert consumer.tokens_computed["a"] == 300 - 288 + 1
+
+    def test_a_consumer_only_loads(self, engine: MakeEngine) -> None:
+        consumer = engine(role="kv_consumer")
+        for name in "ab":
+            consumer.add(name, make_prompt("consumer", 300))
+            consumer.run()
+            forget_locally(consumer)
+        assert (consumer.loads, consumer.stores) == ([], [])
+
+
+def test_steps_cross_processes_unchanged() -> None:
+    group = Group(layers=1, planes=2, heads=1, head_dim=8, dtype="float32")
+    prompt = Namespace("model", Layout((group,), tokens_per_chunk=CHUNK, tail_tokens=BLOCK)).prompt(make_prompt("pipe", 200))
+    steps = Steps([Load("a", 2**60, 1, [-1, 2])], [Store("b", prompt.chunks(1), [3, 4, 5, 6, 7, 8, 9, 10])])
+    one, other = Pipe()
+    with one, other:
+        one.send(steps)
+        assert other.recv() == steps

@@ -1,0 +1,201 @@
+"""The worker's side of the connector: whatever the node or the pass does, the engine's step goes on, and nothing wrong is kept."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="no vLLM in this environment")
+
+import numpy as np
+import torch
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput
+
+from kvhold.core.api import Loan, Room
+from kvhold.core.config import ClientConfig, Config, NodeConfig
+from kvhold.core.errors import LayoutError
+from kvhold.core.keys import Namespace
+from kvhold.core.layout import Group, Layout
+from kvhold.integrations.vllm.steps import Load, Steps, Store
+from kvhold.integrations.vllm.worker import WorkerSide
+from tests.vllm.scheduling import LAYERS, Engine, NodeProcess, Options, RealHands, eventually, make_folder, make_prompt
+
+pytestmark = pytest.mark.vllm
+
+BLOCK, BLOCKS = 16, 40
+NOTHING = {"tickets": 0, "loans": 0, "rooms": 0}
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
+    process = NodeProcess(tmp_path_factory.mktemp("node") / "node.sock")
+    yield process
+    process.kill()
+
+
+@pytest.fixture
+def namespace() -> Namespace:
+    group = Group(
+        layers=len(LAYERS), planes=2, heads=1, head_dim=32, dtype="float32", packing="test", block_tokens=BLOCK, block_bytes=BLOCK * 64 * 4
+    )
+    return Namespace("model", Layout((group,), tokens_per_chunk=4 * BLOCK, tail_tokens=BLOCK))
+
+
+@pytest.fixture
+def side(node: NodeProcess, namespace: Namespace) -> Iterator[WorkerSide]:
+    config = Config(node=NodeConfig(socket=str(node.socket), autostart=False), client=ClientConfig(call_timeout_s=0.3))
+    side = WorkerSide(config, namespace, list(LAYERS), shard=0)
+    side.register(tensors())
+    cache = side._cache
+    yield side
+    side._cache = cache
+    eventually(lambda: node.held() == NOTHING)
+    side.close()
+
+
+def tensors(blocks: int = BLOCKS, head: int = 64) -> dict[str, torch.Tensor]:
+    return {name: torch.randn(blocks, 1, BLOCK, head) for name in LAYERS}
+
+
+def stores(namespace: Namespace, count: int) -> list[Store]:
+    """One chunk of each of so many prompts."""
+    prompts = [namespace.prompt(make_prompt(f"worker {number}", 4 * BLOCK)) for number in range(count)]
+    return [Store(str(number), prompt.chunks(), list(range(4))) for number, prompt in enumerate(prompts)]
+
+
+class SlowCache:
+    """A node that answers `reserve` only when it is told to."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.go = threading.Event()
+        self.given_back = 0
+        self._layout = layout
+
+    def reserve(self, layout: Layout, names: Any, shard: int = 0) -> Room:
+        self.go.wait(20)
+        return Room(np.zeros((1, 1), dtype=np.int64), np.array([4 * BLOCK]), np.zeros(1 << 20, dtype=np.uint8), lambda _: None, self._back)
+
+    def _back(self) -> None:
+        self.given_back += 1
+
+
+class BrokenCache:
+    """What nobody thought of."""
+
+    def reserve(self, *_: Any) -> Room:
+        raise RuntimeError("reserve")
+
+    def claim(self, *_: Any, **__: Any) -> Loan:
+        raise RuntimeError("claim")
+
+
+def test_what_is_stored_comes_back_bit_for_bit(side: WorkerSide, namespace: Namespace) -> None:
+    caches = tensors()
+    side.register(caches)
+    prompt = namespace.prompt(make_prompt("bits", 7 * BLOCK + 3))
+    side.begin(Steps(stores=[Store("a", prompt.chunks(), [9, 2, 30, 4, 11, 12, 39])]))
+    side.store()
+    hit = eventually(lambda: hit if (hit := side._cache.lookup(prompt.query())).num_tokens else hit.close())
+    before = {name: tensor.clone() for name, tensor in caches.items()}
+    side.start_loads(Steps(loads=[Load("b", hit.ticket, 0, [20, -1, 22, 23, 24, 25, 26])]))
+    assert eventually(side.take_loaded) == {"b"}
+    assert side.take_failed_blocks() == set()
+    for name, tensor in caches.items():
+        expected = before[name].clone()
+        for source, target in zip([9, 30, 4, 11, 12, 39], [20, 22, 23, 24, 25, 26], strict=True):
+            expected[target] = before[name][source]
+        assert torch.equal(tensor, expected), "only the named blocks were written"
+
+
+def test_a_load_of_a_hit_that_is_gone_reports_all_its_blocks_and_only_once(side: WorkerSide) -> None:
+    side.start_loads(Steps(loads=[Load("a", 12345, 0, [-1, 5, 6, 7])]))
+    assert eventually(side.take_loaded) == {"a"}
+    assert side.take_failed_blocks() == {5, 6, 7}
+    assert (side.take_loaded(), side.take_failed_blocks()) == (set(), set())
+
+
+def test_a_load_that_breaks_in_an_unforeseen_way_is_reported_too(side: WorkerSide) -> None:
+    side._cache = BrokenCache()  # type: ignore[assignment]
+    side.start_loads(Steps(loads=[Load("a", 1, 0, [5])]))
+    assert eventually(side.take_loaded) == {"a"}
+    assert side.take_failed_blocks() == {5}
+
+
+def test_a_store_that_breaks_in_an_unforeseen_way_does_not_break_the_step(side: WorkerSide, namespace: Namespace) -> None:
+    cache = side._cache
+    side._cache = BrokenCache()  # type: ignore[assignment]
+    side.begin(Steps(stores=stores(namespace, 2)))
+    side.store()
+    side._cache = cache
+    out_of_range = Store("far", stores(namespace, 1)[0].names, [0, 1, 2, BLOCKS + 7])
+    side.begin(Steps(stores=[out_of_range]))
+    side.store()
+    prompt = namespace.prompt(make_prompt("worker 0", 4 * BLOCK))
+    with cache.lookup(prompt.query()) as hit:
+        assert hit.num_tokens == 0
+
+
+def test_the_stores_of_one_pass_wait_for_the_node_together_and_late_room_is_given_back(side: WorkerSide, namespace: Namespace) -> None:
+    """20 deadlines would be six seconds."""
+    slow = SlowCache(namespace.layout)
+    side._cache = slow  # type: ignore[assignment]
+    side.begin(Steps(stores=stores(namespace, 20)))
+    began_s = time.monotonic()
+    side.store()
+    assert time.monotonic() - began_s < 3
+    slow.go.set()
+    eventually(lambda: slow.given_back)
+    assert slow.given_back == 1, "what had not been asked for yet is not asked for any more"
+
+
+def test_a_pass_that_fails_leaves_nothing_in_the_cache(node: NodeProcess, tmp_path: Path) -> None:
+    """vLLM's own runner calls the connector after a pass that raised, too; its blocks hold anything but KV."""
+
+    class Failing(RealHands):
+        def run(self, output: SchedulerOutput, compute: Callable[[], None]) -> KVConnectorOutput:
+            def fail() -> None:
+                raise RuntimeError("out of memory, say")
+
+            return super().run(output, fail)
+
+    engine = Engine(Options(make_folder(tmp_path / "model")), node.socket)
+    with_worker = Engine(Options(engine.options.folder), node.socket, real_worker=True)
+    assert isinstance(with_worker.worker, RealHands)
+    with_worker.worker.__class__ = Failing
+    prompt = make_prompt("failing pass", 300)
+    before = engine.hands.client.status()["chunks"]
+    with_worker.add("a", prompt)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        with_worker.next_pass()
+    assert [len(store.names) for store in with_worker.stores] == [5], "they were planned"
+    with_worker.close()
+    eventually(lambda: node.held() == NOTHING)
+    assert engine.hands.client.status()["chunks"] == before
+    engine.add("b", prompt)
+    engine.run()
+    assert engine.loads == []
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("caches", "field"),
+    [
+        (tensors(head=32), "block_bytes"),
+        ({name: tensor.to(torch.float64) for name, tensor in tensors().items()}, "dtype"),
+        ({name: tensor.transpose(2, 3) for name, tensor in tensors().items()}, None),
+        ({name: tensor[:, :, ::2] for name, tensor in tensors().items()}, "block_bytes"),
+    ],
+    ids=["another head size", "another dtype", "transposed whole", "with gaps"],
+)
+def test_tensors_that_are_not_as_the_scheduler_was_told_are_refused(
+    side: WorkerSide, caches: dict[str, torch.Tensor], field: str | None
+) -> None:
+    if field is None:  # a block is its bytes, whatever order its axes have
+        side.register(caches)
+        return
+    with pytest.raises(LayoutError, match=field):
+        side.register(caches)
