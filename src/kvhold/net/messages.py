@@ -2,7 +2,8 @@
 
 A client says Hello first and is answered with Welcome, which carries the arena's descriptor on a Unix socket. Then each request is
 answered in order: the type of its answer stands beside it here. `Release`, `Commit`, `Abandon` are answered with Done, so that a
-caller knows that a chunk is visible. Anything that breaks the rules is answered with Refused, and the connection is closed.
+caller knows that a chunk is visible. Anything that breaks the rules is answered with a fatal Refused, and the connection is closed: by
+the node at once, or, where the client has a loan or a room, by the client when it touches that memory no longer.
 """
 
 from typing import Any, Union

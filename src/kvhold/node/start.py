@@ -64,7 +64,18 @@ def _wait_for(lock: TextIO, path: Path, until: float) -> None:
 
 def _spawn(config: Config, path: Path, until: float) -> None:
     log_path = path.with_suffix(".log")
-    command = [sys.executable, "-m", "kvhold", "serve", "--detach", "--socket", str(path), "--idle-exit-s", f"{config.node.idle_exit_s:g}"]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "kvhold",
+        "serve",
+        "--detach",
+        "--socket",
+        str(path),
+        "--idle-exit-s",
+        f"{config.node.idle_exit_s:g}",
+    ]
     environ = {k: v for k, v in os.environ.items() if not k.startswith("KVHOLD_") or k == "KVHOLD_LOG_LEVEL"} | _as_environ(config)
     output = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
