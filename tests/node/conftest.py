@@ -10,8 +10,8 @@ import pytest
 from tests.node.nodes import RunningNode, eventually, open_descriptors
 
 
-def _threads() -> set[str]:
-    return {thread.name for thread in threading.enumerate() if thread.name.startswith("kvhold")}
+def _threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("kvhold")}
 
 
 @pytest.fixture(autouse=True)
@@ -19,10 +19,10 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """No descriptor, thread or child process that was not there before."""
     if "shared_node" in request.fixturenames:
         request.getfixturevalue("shared_node")  # lives longer than the test
-    before, children = open_descriptors(), set(psutil.Process().children())
+    before, threads, children = open_descriptors(), _threads(), set(psutil.Process().children())
     yield
     assert open_descriptors().items() <= before.items()
-    eventually(lambda: not _threads())
+    eventually(lambda: _threads() <= threads)
     assert set(psutil.Process().children()) <= children
 
 
