@@ -311,6 +311,18 @@ class TestLoads:
         assert warm.tokens_computed["b"] == 300 - 288 + 1
 
 
+class TestQueues:
+    def test_what_waits_in_the_queue_pins_nothing_and_finds_what_was_stored_meanwhile(self, engine: MakeEngine, node: NodeProcess) -> None:
+        one = engine(max_running=1, caching=False)
+        prompt = make_prompt("twins", 300)
+        one.add("first", prompt, max_tokens=2)
+        one.add("twin", prompt, max_tokens=2)
+        assert node.held() == NOTHING
+        one.run()
+        assert one.outputs["twin"] == one.outputs["first"] == answer_to(prompt, 2)
+        assert [load.request_id for load in one.loads] == ["twin"]
+
+
 class TestPreemption:
     @pytest.mark.parametrize("asynchronous", [False, True], ids=["one pass at a time", "two passes at a time"])
     def test_a_preempted_request_comes_back_with_other_blocks_and_its_own_kv(self, engine: MakeEngine, asynchronous: bool) -> None:
@@ -663,9 +675,11 @@ class TestLostNode:
         frail.hold_up()
         for number in range(50):
             warm.add(f"{number}", make_prompt(number, 100))
-        pending = [followed.lookup for followed in warm.connector.scheduler._followed.values()]
+        warm.step()
+        pending = [followed.lookup for followed in warm.connector.scheduler._followed.values() if followed.lookup is not None]
         warm.abort(*map(str, range(50)))
-        assert sum(lookup is not None and lookup.cancelled() for lookup in pending) >= 49
+        assert len(pending) > 10
+        assert sum(lookup.cancelled() for lookup in pending) >= len(pending) - 1
         warm.run()
 
 

@@ -1,9 +1,10 @@
 """The connector in the scheduler's process: asks the cache what it holds, and tells the workers what to load and store.
 
-A request's prompt is hashed and looked up on a thread of its own as soon as it arrives, so that one scheduling pass waits for a few
-milliseconds at most, however many lookups are under way, and is told "ask again" after that; a lookup that comes too late or fails is a
-miss. The hit stays pinned from the lookup until the request is loaded, runs without it, or is gone. All methods run on the scheduler's
-thread, and none but `reset` waits for the node there.
+A request's prompt is hashed on a thread of its own as soon as it arrives, and looked up there when the scheduler first asks, so that what
+waits in a long queue pins nothing and finds what was stored meanwhile. One scheduling pass waits for a few milliseconds at most, however
+many lookups are under way, and is told "ask again" after that; a lookup that comes too late or fails is a miss. The hit stays pinned
+from the lookup until the request is loaded, runs without it, or is gone. All methods run on the scheduler's thread, and none but
+`reset` waits for the node there.
 """
 
 import logging
@@ -42,8 +43,9 @@ class _Followed:
     that keeps failing ends in computing, not in a circle
     """
 
+    naming: "Future[Prompt | None] | None" = None
     tracker: RequestTracker | None = None
-    lookup: "Future[tuple[Prompt | None, Hit | None]] | None" = None
+    lookup: "Future[Hit | None] | None" = None
     asked_s: float = 0.0
     hit: Hit | None = None
     first_token: int = 0  # where the load begins
@@ -78,9 +80,8 @@ class SchedulerSide:
         )
 
     def arrived(self, request: "Request") -> None:
-        """A new request: its lookup starts now."""
-        self._followed[request.request_id] = followed = _Followed()
-        self._look_up(followed, request)
+        """A new request: its prompt is hashed now."""
+        self._followed[request.request_id] = _Followed(naming=self._lookups.submit(self._name, request))
 
     def matched(self, request: "Request", computed_tokens: int) -> int | None:
         """Tokens that can be loaded beyond `computed_tokens`; None: ask again."""
@@ -141,6 +142,8 @@ class SchedulerSide:
         """The request has ended, one way or another."""
         if followed := self._followed.pop(request_id, None):
             self._let_go(followed)
+            if followed.naming is not None:
+                followed.naming.cancel()
 
     def reset(self) -> bool:
         """Load nothing that was stored before, and store nothing that is being computed now.
@@ -151,7 +154,7 @@ class SchedulerSide:
         before, self._namespace = self._namespace, self._configured.narrowed(tags=(("reset", token_hex(8)),))
         for followed in self._followed.values():
             self._let_go(followed)
-            followed.tracker = None
+            followed.naming = followed.tracker = None
             followed.tried = -1
         try:
             self._cache.clear(before.digest)
@@ -180,37 +183,53 @@ class SchedulerSide:
         stores.append(Store(request_id, names, list(table[0][blocks.start : blocks.stop])))
 
     def _look_up(self, followed: _Followed, request: "Request") -> None:
+        if followed.naming is None:
+            followed.naming = self._lookups.submit(self._name, request)
         followed.tried = request.num_preemptions
         followed.asked_s = time.monotonic()
-        followed.lookup = self._lookups.submit(self._ask, request)
+        followed.lookup = self._lookups.submit(self._ask, followed.naming)
 
-    def _ask(self, request: "Request") -> tuple[Prompt | None, Hit | None]:
-        """On the lookup thread: hash the prompt and ask the cache. Never raises, because the scheduler would with it."""
-        prompt = None
+    def _name(self, request: "Request") -> Prompt | None:
+        """On the lookup thread: hash the prompt. Never raises, because the scheduler would with it; what cannot be named is not cached."""
         try:
             prompt = prompt_of(self._namespace, request, self._adapters)
-            return prompt, self._cache.lookup(prompt.query()) if prompt is not None else None
+            if prompt is not None:
+                prompt.query()
+        except KVHoldError as error:
+            log.debug("kvhold: request %s is not cached: %s", request.request_id, error)
+        except Exception:
+            log.exception("kvhold: request %s is not cached", request.request_id)
+        else:
+            return prompt
+        return None
+
+    def _ask(self, naming: "Future[Prompt | None]") -> Hit | None:
+        """On the lookup thread, after the naming: ask the cache. Never raises."""
+        prompt = None if naming.cancelled() else naming.result()
+        try:
+            return self._cache.lookup(prompt.query()) if prompt is not None else None
         except KVHoldError as error:
             log.debug("kvhold: lookup: %s", error)
-        except Exception:  # what cannot be named is not cached
-            log.exception("kvhold: lookup for request %s", request.request_id)
-        return prompt, None
+        except Exception:
+            log.exception("kvhold: lookup")
+        return None
 
     def _resolve(self, followed: _Followed) -> bool:
         """Take the lookup's answer if it is there in time. False: not yet. Too late is a miss; a hit that comes then is let go."""
         assert followed.lookup is not None
-        began_s = time.monotonic()
+        assert followed.naming is not None
+        began_s, hit = time.monotonic(), None
         try:
-            prompt, hit = followed.lookup.result(timeout=self._patience_s)
+            hit = followed.lookup.result(timeout=self._patience_s)
+            followed.lookup = None
         except FutureTimeout:
-            if time.monotonic() - followed.asked_s < self._config.client.call_timeout_s:
+            if began_s - followed.asked_s < self._config.client.call_timeout_s:
                 return False
             self._let_go(followed)
-            return True
         finally:
             self._patience_s = max(0.0, self._patience_s - (time.monotonic() - began_s))
-        followed.lookup = None
         followed.hit = hit
+        prompt = followed.naming.result() if followed.naming.done() else None
         if prompt is not None:
             followed.tracker = RequestTracker(prompt)
             followed.tracker.found(hit.num_tokens if hit is not None else 0)
@@ -225,7 +244,7 @@ class SchedulerSide:
             self._lookups.submit(hit.close)
 
 
-def _close_late_hit(lookup: "Future[tuple[Prompt | None, Hit | None]]") -> None:
-    _, hit = lookup.result()
+def _close_late_hit(lookup: "Future[Hit | None]") -> None:
+    hit = lookup.result()
     if hit is not None:
         hit.close()
