@@ -160,7 +160,7 @@ GREETINGS = {
     "another record": (b"\x08\x00\x00\x00\x92\xa7Welcome"[:12], "not a message of this protocol"),
     "garbage": (b"HTTP/1.1 400 Bad Request\r\n\r\n", "announced"),
     "four gigabytes": (b"\xff\xff\xff\xff", "4294967295"),
-    "nothing": (b"", "closed|reset"),
+    "nothing": (b"", "closed|reset|Broken pipe"),
 }
 
 

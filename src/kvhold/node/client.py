@@ -11,12 +11,9 @@ connection is closed only after that, so the node never hands memory on that som
 
 import logging
 import os
-import socket
 import threading
 import time
-from array import array
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -25,18 +22,15 @@ import numpy.typing as npt
 
 from kvhold.core.api import Hit, Loan, Room
 from kvhold.core.config import ClientConfig
-from kvhold.core.errors import DeadlineExceeded, KVHoldError, NodeError, ProtocolError
+from kvhold.core.errors import KVHoldError, NodeError, ProtocolError
 from kvhold.core.keys import ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
-from kvhold.memory.arena import Arena, Toucher
 from kvhold.net import messages as m
-from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length, encode
-from kvhold.node.paths import peer_user
+from kvhold.net.wire import encode
+from kvhold.node.link import Link
 
 log = logging.getLogger(__name__)
 
-_answer_decoder: Decoder[m.Answer] = Decoder(m.Answer)
-_greeting_decoder: Decoder[m.Welcome | m.Refused] = Decoder(m.Welcome | m.Refused)
 Kind = TypeVar("Kind", bound=m.Message)
 
 
@@ -64,7 +58,7 @@ class NodeClient:
         self._pid = os.getpid()
         self._closed = threading.Event()
         self._lost = threading.Event()
-        self._link: _Link | None = _Link(path, name, self._config.connect_timeout_s)
+        self._link: Link | None = Link(path, name, self._config.connect_timeout_s)
         self._keeper = threading.Thread(target=self._keep, name="kvhold-keeper", daemon=True)
         self._keeper.start()
 
@@ -164,7 +158,7 @@ class NodeClient:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    def _current(self, operation: str) -> "_Link":
+    def _current(self, operation: str) -> Link:
         self._check_process()
         link = self._link
         if self._closed.is_set():
@@ -177,14 +171,14 @@ class NodeClient:
         if self._pid != os.getpid():  # two processes on one connection would read each other's answers
             raise NodeError("this client was made before the process forked; make one in each process")
 
-    def _call(self, request: m.Message, expected: type[Kind], deadline_s: float | None, link: "_Link | None" = None) -> Kind:
+    def _call(self, request: m.Message, expected: type[Kind], deadline_s: float | None, link: Link | None = None) -> Kind:
         link = link or self._current(type(request).__name__.lower())
         answer = self._ask(request, deadline_s, link)
         if not isinstance(answer, expected):
             raise self._misunderstood(answer, link)
         return answer
 
-    def _ask(self, request: m.Message, deadline_s: float | None, link: "_Link") -> m.Answer:
+    def _ask(self, request: m.Message, deadline_s: float | None, link: Link) -> m.Answer:
         self._check_process()
         operation, data = type(request).__name__.lower(), encode(request)
         try:
@@ -200,15 +194,15 @@ class NodeClient:
             raise NodeError(f"{operation}: the node refused: {answer.reason}")
         return answer
 
-    def _misunderstood(self, answer: m.Answer, link: "_Link") -> ProtocolError:
+    def _misunderstood(self, answer: m.Answer, link: Link) -> ProtocolError:
         self._break(link, "an answer of the wrong kind")
         return ProtocolError(f"the node answered with {type(answer).__name__}")
 
-    def _commit(self, link: "_Link", room: int, chunks: Sequence[int]) -> None:
+    def _commit(self, link: Link, room: int, chunks: Sequence[int]) -> None:
         if room and chunks:
             self._call(m.Commit(room, list(chunks)), m.Done, None, link)
 
-    def _give_back(self, link: "_Link", request: m.Message | None, *, held: bool = False) -> None:
+    def _give_back(self, link: Link, request: m.Message | None, *, held: bool = False) -> None:
         """Never raises: on a broken link the node takes everything back by itself when the link closes."""
         if held:
             link.let_go()
@@ -218,7 +212,7 @@ class NodeClient:
             except KVHoldError as error:
                 log.debug("giving back: %s", error)
 
-    def _break(self, link: "_Link", why: str) -> None:
+    def _break(self, link: Link, why: str) -> None:
         with self._lock:
             lost = self._link is link
             if lost:
@@ -250,7 +244,7 @@ class NodeClient:
         try:
             if self._revive is not None:
                 self._revive()
-            link = _Link(self.path, self._name, self._config.connect_timeout_s)
+            link = Link(self.path, self._name, self._config.connect_timeout_s)
             self._introduce(link)
         except (OSError, KVHoldError) as error:
             log.debug("no node yet: %s", error)
@@ -258,7 +252,7 @@ class NodeClient:
                 link.retire()
             self._closed.wait(self._config.reconnect_interval_s)
 
-    def _introduce(self, link: "_Link") -> None:
+    def _introduce(self, link: Link) -> None:
         """Tell a new node every layout, those registered meanwhile included; then let the callers have it."""
         told: set[bytes] = set()
         while True:
@@ -275,174 +269,3 @@ class NodeClient:
             for layout in missing:
                 link.call("register", encode(m.Register(layout)), self._config.call_timeout_s)
                 told.add(layout.fingerprint)
-
-
-class _Link:
-    """One connection and its arena. Broken or closed, it lasts until nobody reads or writes the arena through it."""
-
-    def __init__(self, path: Path, name: str, timeout_s: float) -> None:
-        self._socket, welcome, fd = _join(path, name, timeout_s)
-        self._arena_size = (welcome.arena_bytes, welcome.huge_pages)
-        self._arena_fd = fd
-        self._arena: Arena | None = None
-        self._toucher: Toucher | None = None
-        self._buffer: npt.NDArray[np.uint8] | None = None
-        self._talk = threading.Lock()
-        self._count_lock = threading.Lock()
-        self._held = 0  # readers and writers of the arena
-        self._calls = 0
-        self.retired = False
-        self.last_heard_s = time.monotonic()
-
-    @property
-    def buffer(self) -> npt.NDArray[np.uint8]:
-        """The arena, mapped at its first use: tools that only ask for the status never do."""
-        with self._count_lock:
-            return self._mapped()
-
-    def call(self, operation: str, request: bytearray, deadline_s: float) -> m.Answer:
-        """One request and its answer. Raises OSError, ProtocolError, DeadlineExceeded; after any exception the link is of no more use."""
-        until = time.monotonic() + deadline_s
-        with self._count_lock:
-            if self.retired:
-                raise ConnectionError("the connection is closed")
-            self._calls += 1
-        try:
-            if not self._talk.acquire(timeout=deadline_s):
-                raise TimeoutError
-            try:
-                return self._converse(request, until)
-            finally:
-                self._talk.release()
-        except TimeoutError:
-            raise DeadlineExceeded(operation, deadline_s) from None
-        finally:
-            with self._count_lock:
-                self._calls -= 1
-                self._close_if_unused()
-
-    def hold(self) -> npt.NDArray[np.uint8]:
-        """One more reader or writer of the arena. Raises NodeError when it cannot be had."""
-        with self._count_lock:
-            buffer = self._mapped()
-            self._held += 1
-            return buffer
-
-    def let_go(self) -> None:
-        """One less."""
-        with self._count_lock:
-            self._held -= 1
-            self._close_if_unused()
-
-    def retire(self) -> None:
-        """No more calls; close as soon as nobody holds anything."""
-        with self._count_lock:
-            self.retired = True
-            self._close_if_unused()
-
-    def _mapped(self) -> npt.NDArray[np.uint8]:
-        if self.retired:
-            raise NodeError("the connection to the node is closed")
-        if self._buffer is None:
-            nbytes, huge = self._arena_size
-            fd, self._arena_fd = self._arena_fd, -1  # `attach` takes it over, even where it fails
-            if fd < 0:
-                raise NodeError("the node's arena could not be mapped")
-            self._arena = Arena.attach(fd, nbytes, huge)
-            self._toucher = Toucher(self._arena.regions).start()
-            self._buffer = np.frombuffer(self._arena.buffer, dtype=np.uint8)
-        return self._buffer
-
-    def _close_if_unused(self) -> None:
-        if not self.retired or self._held:
-            return
-        if self._calls:  # the last of them closes; those that wait for an answer need wait no longer
-            with suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)
-            return
-        self._socket.close()
-        if self._toucher is not None:
-            self._toucher.stop()
-        self._buffer = None
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
-        elif self._arena_fd >= 0:
-            os.close(self._arena_fd)
-            self._arena_fd = -1
-
-    def _converse(self, request: bytearray, until: float) -> m.Answer:
-        if self.retired:
-            raise ConnectionError("the connection is closed")
-        self._wait_until(until)
-        self._socket.sendall(request)
-        answer = _answer_decoder.decode(self._read(body_length(self._read(LENGTH_BYTES, until)), until))
-        self.last_heard_s = time.monotonic()
-        return answer
-
-    def _wait_until(self, until: float) -> None:
-        """What the socket does next ends then. Raises TimeoutError when that is past."""
-        left = until - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        self._socket.settimeout(left)
-
-    def _read(self, nbytes: int, until: float) -> bytearray:
-        data = bytearray(nbytes)
-        with memoryview(data) as view:
-            got = 0
-            while got < nbytes:
-                self._wait_until(until)
-                count = self._socket.recv_into(view[got:])
-                if not count:
-                    raise ConnectionError("the node closed the connection")
-                got += count
-        return data
-
-
-def _join(path: Path, name: str, timeout_s: float) -> tuple[socket.socket, m.Welcome, int]:
-    """Connect and greet. Returns the socket, the node's welcome and the arena's descriptor. Raises NodeError."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    fds: list[int] = []
-    try:
-        sock.settimeout(timeout_s)
-        sock.connect(str(path))
-        if (uid := peer_user(sock)) != os.getuid():
-            raise NodeError(f"the node on {path} belongs to user {uid}; you are user {os.getuid()}: run your own, on a socket of your own")
-        sock.sendall(encode(m.Hello(m.MAGIC, m.PROTOCOL_VERSION, name, os.getpid())))
-        data, fds = _receive_with_descriptor(sock)
-        while len(data) < LENGTH_BYTES or len(data) < LENGTH_BYTES + body_length(data):
-            more = sock.recv(65536)
-            if not more:
-                raise ConnectionError("the connection was closed")
-            data += more
-        greeting = _greeting_decoder.decode(data[LENGTH_BYTES:])
-        if isinstance(greeting, m.Refused):
-            raise NodeError(f"the node on {path} refused: {greeting.reason}")
-        if greeting.version != m.PROTOCOL_VERSION:
-            raise NodeError(
-                f"the node on {path} (kvhold {greeting.node}) speaks protocol {greeting.version}, this client {m.PROTOCOL_VERSION}; "
-                f"install the same kvhold on both sides, then restart the node (kvhold stop)"
-            )
-        if not fds:
-            raise ProtocolError("the node sent no arena")
-        return sock, greeting, fds.pop()
-    except (OSError, ProtocolError) as error:
-        sock.close()
-        raise NodeError(f"cannot join a node on {path}: {error}") from None
-    except NodeError:
-        sock.close()
-        raise
-    finally:
-        for fd in fds:
-            os.close(fd)
-
-
-def _receive_with_descriptor(sock: socket.socket) -> tuple[bytes, list[int]]:
-    """Bytes, and a descriptor if one came with them. `socket.recv_fds` would pass it on to every child, which keeps the arena alive."""
-    fds = array("i")
-    data, ancillary, _, _ = sock.recvmsg(65536, socket.CMSG_LEN(fds.itemsize), socket.MSG_CMSG_CLOEXEC)
-    for level, kind, content in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
-    return data, list(fds)
