@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 PAGE_BYTES = 4096
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
-_TOUCH_STEP = 32 << 20  # 20 ms a step: short enough to stop at, long enough to cost nothing
+_TOUCH_STEP = 8 << 20  # 5 ms a step: whoever needs the address space meanwhile (malloc, mmap) waits no longer
 _KEEP_FREE = 256 << 20  # what the host must keep beside an arena
 
 # mmap.madvise of the standard library holds the GIL while the kernel clears pages; ctypes does not.

@@ -76,7 +76,8 @@ class NodeClient:
         """Make the layout known, now and whenever a node comes back."""
         with self._lock:
             self._layouts[namespace.layout.fingerprint] = namespace.layout
-        self._call(m.Register(namespace.layout), m.Done, None)
+        # Not on an engine's path, and often the first call to a node that has just started: it gets a joining's time.
+        self._call(m.Register(namespace.layout), m.Done, self._config.connect_timeout_s)
 
     def lookup(self, query: Query, *, deadline_s: float | None = None) -> Hit:
         """The longest prefix that the node has, pinned."""

@@ -20,10 +20,9 @@ from kvhold.core.api import Hit
 from kvhold.core.config import Config
 from kvhold.core.errors import KVHoldError
 from kvhold.core.keys import Namespace, Prompt
-from kvhold.integrations.vllm.space import prompt_of
+from kvhold.integrations.vllm.space import join, prompt_of
 from kvhold.integrations.vllm.steps import Load, Steps, Store
 from kvhold.integrations.vllm.tracker import RequestTracker
-from kvhold.node import connect
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -63,8 +62,7 @@ class SchedulerSide:
         self._may_store = stores
         self._configured = namespace
         self._namespace = namespace
-        self._cache = connect(config, name="vllm-scheduler")
-        self._cache.register(namespace)
+        self._cache = join(config, namespace, name="vllm-scheduler")
         self._lookups = ThreadPoolExecutor(1, thread_name_prefix="kvhold-lookup")
         self._adapters: dict[tuple[int, str, str], str] = {}  # the lookup thread's
         self._followed: dict[str, _Followed] = {}

@@ -17,10 +17,11 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvhold.core.config import Config
-from kvhold.core.errors import LayoutError
+from kvhold.core.errors import KVHoldError, LayoutError
 from kvhold.core.keys import Namespace, Prompt
 from kvhold.core.layout import Group, Layout
 from kvhold.integrations.vllm.weights import model_identity
+from kvhold.node import NodeClient, connect
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -64,6 +65,16 @@ def namespace_of(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: Conf
         quantization=str(model.quantization or ""),
         shards=config.parallel_config.tensor_parallel_size,
     )
+
+
+def join(config: Config, namespace: Namespace, *, name: str) -> NodeClient:
+    """This host's node, told of the namespace. Raises NodeError when none can be had; one that is lost right after that is looked for."""
+    client = connect(config, name=name)
+    try:
+        client.register(namespace)
+    except KVHoldError as error:
+        log.warning("kvhold: %s; starting without the node", error)
+    return client
 
 
 def prompt_of(namespace: Namespace, request: "Request", adapters: dict[tuple[int, str, str], str]) -> Prompt | None:

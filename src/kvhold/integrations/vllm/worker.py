@@ -19,12 +19,12 @@ from kvhold.core.api import ABSENT, Loan, Room
 from kvhold.core.config import Config
 from kvhold.core.errors import KVHoldError
 from kvhold.core.keys import Namespace
+from kvhold.integrations.vllm.space import join
 from kvhold.integrations.vllm.steps import Load, Steps, Store
 from kvhold.memory.arena import Region, Toucher
 from kvhold.memory.copy import gather_blocks, scatter_blocks, warm_up
 from kvhold.memory.host import available_bytes
 from kvhold.memory.views import View, opaque_blocks
-from kvhold.node import connect
 
 if TYPE_CHECKING:
     import torch
@@ -53,8 +53,7 @@ class WorkerSide:
         self._threads = config.copy_threads or 2
         self._view: View | None = None
         self._toucher: Toucher | None = None
-        self._cache = connect(config, name="vllm-worker")
-        self._cache.register(namespace)
+        self._cache = join(config, namespace, name="vllm-worker")
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="kvhold-load")
         self._storer = ThreadPoolExecutor(1, thread_name_prefix="kvhold-store")
         self._reserved: list[tuple[Store, Future[Room | None]]] = []
