@@ -14,7 +14,7 @@ from kvhold.core.metrics import Metrics
 from kvhold.memory.arena import Arena
 from kvhold.memory.slab import ALIGNMENT, size_class
 from kvhold.testing import TierContract
-from kvhold.testing.tier import fetch, make_key, make_value
+from kvhold.testing.tier import fetch, make_key, make_value, store
 from kvhold.tiers.policies import LruPolicy, S3FifoPolicy, make_policy
 from kvhold.tiers.ram import Entry, RamTier
 
@@ -91,7 +91,7 @@ class TestReserve:
         assert await fetch(tier, [key], [CHUNK]) == [None]
         assert await tier.delete([key]) == [False]
         assert [key async for key in tier.scan(b"")] == []
-        assert await tier.put([(key, memoryview(b"other"))]) == [False]
+        assert await store(tier, {key: b"other"}) == [False]
 
     def test_the_groups_of_a_chunk_get_memory_together(self, tier: RamTier) -> None:
         entries = tier.reserve_all([(make_key(1), CHUNK), (make_key(2), 100), (make_key(3), 5000)], num_tokens=16, first_token=32)
@@ -139,7 +139,7 @@ class TestReserve:
         arena.view(entry.offset, 5000)[:] = make_value(1, 5000)
         tier.commit(entry)
         assert await fetch(tier, [entry.key], [5000]) == [make_value(1, 5000)]
-        await tier.put([(make_key(2), memoryview(make_value(2, 700)))])
+        await store(tier, {make_key(2): make_value(2, 700)})
         copied = tier.find(make_key(2))
         assert copied is not None
         assert bytes(arena.view(copied.offset, copied.nbytes)) == make_value(2, 700)
@@ -219,7 +219,7 @@ class TestEvict:
     async def test_a_copied_chunk_that_was_read_is_young_again(self, tier: RamTier) -> None:
         fill(tier)
         await fetch(tier, [make_key(0)], [CHUNK])
-        await tier.put([(make_key(100), memoryview(bytes(CHUNK)))])
+        await store(tier, {make_key(100): bytes(CHUNK)})
         assert present(tier, range(3)) == [0, 2]
 
     async def test_probing_makes_nothing_younger(self, tier: RamTier) -> None:

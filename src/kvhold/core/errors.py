@@ -38,12 +38,13 @@ class CapacityError(KVHoldError):
 
 
 class TierError(KVHoldError):
-    """A tier could not do what it was asked."""
+    """A tier could not do what it was asked. `reason` is how it is counted."""
 
     retryable = True
+    reason = "error"
 
-    def __init__(self, tier: str, operation: str, reason: str) -> None:
-        super().__init__(f"{tier}: {operation}: {reason}")
+    def __init__(self, tier: str, operation: str, detail: str) -> None:
+        super().__init__(f"{tier}: {operation}: {detail}")
         self.tier = tier
         self.operation = operation
 
@@ -51,17 +52,21 @@ class TierError(KVHoldError):
 class TierUnavailable(TierError):
     """Dead, unreachable, or its breaker is open."""
 
+    reason = "unavailable"
+
 
 class TierFull(TierError):
-    """No room, and nothing that may be evicted."""
+    """No room, and nothing that may be evicted; or more than it takes at all."""
 
     retryable = False
+    reason = "full"
 
 
 class TierDenied(TierError):
     """Wrong credentials or rights."""
 
     retryable = False
+    reason = "denied"
 
 
 class FrameError(KVHoldError):

@@ -12,10 +12,11 @@ Besides lending it meets the Tier contract, by copying. Synchronous and single-t
 from collections.abc import AsyncIterator, Sequence
 from typing import ClassVar
 
+from kvhold.core.errors import TierError, TierFull
 from kvhold.core.metrics import Metrics
 from kvhold.memory.arena import Arena
 from kvhold.memory.slab import SlabAllocator, size_class
-from kvhold.tiers.base import TierTraits
+from kvhold.tiers.base import Parts, TierTraits, check_lengths, size_of
 from kvhold.tiers.policies import Policy
 
 
@@ -142,36 +143,25 @@ class RamTier:
         """Every entry whose key begins with `prefix`, reserved ones included."""
         return [entry for key, entry in self._entries.items() if key.startswith(prefix)]
 
+    async def check(self) -> None:
+        """Tier contract."""
+
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
         """Tier contract."""
         return [entry.nbytes if (entry := self.find(key)) else None for key in keys]
 
-    async def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[int | None]:
+    async def get(
+        self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
+    ) -> list[int | TierError | None]:
         """Tier contract: a copy."""
-        if len(keys) != len(into):
-            raise ValueError(f"{len(keys)} keys, {len(into)} buffers")
-        sizes: list[int | None] = []
-        for key, buffer in zip(keys, into, strict=True):
-            entry = self.find(key)
-            if entry is None or buffer.nbytes < entry.nbytes:
-                sizes.append(None)
-                continue
-            buffer[: entry.nbytes] = self._arena.view(entry.offset, entry.nbytes)
-            self._policy.touch(key)
-            sizes.append(entry.nbytes)
-        return sizes
+        check_lengths(keys, into, starts)
+        return [
+            self._copy_out(key, parts, None if starts is None else starts[i]) for i, (key, parts) in enumerate(zip(keys, into, strict=True))
+        ]
 
-    async def put(self, items: Sequence[tuple[bytes, memoryview]]) -> list[bool]:
-        """Tier contract: a copy."""
-        stored = []
-        for key, value in items:
-            if not self.holds(key):
-                entries = self.reserve_all([(key, value.nbytes)], num_tokens=0, first_token=0) if value.nbytes else None
-                if entries is not None:
-                    self._arena.view(entries[0].offset, value.nbytes)[:] = value.cast("B")
-                    self.commit(entries[0])
-            stored.append(self.find(key) is not None)
-        return stored
+    async def put(self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None) -> list[TierError | None]:
+        """Tier contract: a copy. ttl_s is ignored."""
+        return [self._copy_in(key, parts) for key, parts in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
         """Tier contract."""
@@ -191,6 +181,33 @@ class RamTier:
 
     async def close(self) -> None:
         """The arena belongs to whoever made it."""
+
+    def _copy_out(self, key: bytes, parts: Parts, start: int | None) -> int | None:
+        entry = self.find(key)
+        wanted = size_of(parts)
+        if entry is None or (entry.nbytes > wanted if start is None else start + wanted > entry.nbytes):
+            return None
+        at, left = entry.offset + (start or 0), entry.nbytes if start is None else wanted
+        for part in parts:
+            step = min(left, part.nbytes)
+            part.cast("B")[:step] = self._arena.view(at, step)
+            at, left = at + step, left - step
+        self._policy.touch(key)
+        return entry.nbytes if start is None else wanted
+
+    def _copy_in(self, key: bytes, parts: Parts) -> TierError | None:
+        if self.holds(key):
+            return None if self.find(key) else TierError("ram", "put", "somebody else is writing it")
+        nbytes = size_of(parts)
+        entries = self.reserve_all([(key, nbytes)], num_tokens=0, first_token=0)
+        if entries is None:
+            return TierFull("ram", "put", f"no room for {nbytes} bytes")
+        at = entries[0].offset
+        for part in parts:
+            self._arena.view(at, part.nbytes)[:] = part.cast("B")
+            at += part.nbytes
+        self.commit(entries[0])
+        return None
 
     def _evict(self, nbytes: int) -> bool:
         victims = self._policy.victims(nbytes, self._is_pinned)

@@ -1,0 +1,93 @@
+"""A tier's address and settings in one line: `redis://user:secret@host:6379/0?ttl_s=3600`.
+
+    url = parse_url("disk:///var/cache/kvhold?max_bytes=100GiB")
+    config = url.apply(DiskConfig(path=url.path))              # the options over a tier's own dataclass; ConfigError names what is wrong
+
+What stands before the `?` is in the form that the tier's own tools use; each option after it is a field of the tier's dataclass. `shown`
+has no secrets and is what logs, metrics and errors use.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TypeVar
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from kvhold.core.config import apply
+from kvhold.core.errors import ConfigError
+
+Settings = TypeVar("Settings")
+
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://")
+_SECRET = re.compile(r"secret|token|password|key_id", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class TierUrl:
+    """Parts of the line. `netloc` is what stands between `://` and the path, for those that name several hosts there."""
+
+    scheme: str
+    netloc: str
+    path: str
+    options: Mapping[str, str]
+
+    @property
+    def username(self) -> str:
+        """Before the `:` of the credentials; empty if there are none."""
+        return unquote(self._credentials.partition(":")[0])
+
+    @property
+    def password(self) -> str:
+        """After the `:` of the credentials; empty if there are none."""
+        return unquote(self._credentials.partition(":")[2])
+
+    @property
+    def hosts(self) -> list[tuple[str, int | None]]:
+        """`[(host, port)]`, one for each that is named, separated by commas. Raises ConfigError for a port that is none."""
+        return [self._host(part) for part in self.netloc.rpartition("@")[2].split(",") if part]
+
+    @property
+    def shown(self) -> str:
+        """The line without passwords and tokens."""
+        credentials, at, hosts = self.netloc.rpartition("@")
+        user, colon, _ = credentials.partition(":")
+        pairs = "&".join(f"{k}={'***' if _SECRET.search(k) else v}" for k, v in self.options.items())
+        return f"{self.scheme}://{user}{':***' if colon else ''}{at}{hosts}{self.path}{'?' if pairs else ''}{pairs}"
+
+    def apply(self, config: Settings) -> Settings:
+        """`config` with the options in it. Raises ConfigError that names the line, the option and the nearest valid one."""
+        return apply(config, self.options, source=self.shown)
+
+    def without(self, names: Mapping[str, object]) -> "TierUrl":
+        """The same less the options of these names."""
+        return replace(self, options={k: v for k, v in self.options.items() if k not in names})
+
+    @property
+    def _credentials(self) -> str:
+        return self.netloc.rpartition("@")[0]
+
+    def _host(self, part: str) -> tuple[str, int | None]:
+        match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]]+)(?::(\d{1,5}))?", part)
+        if match is None or (match[2] and not 0 < int(match[2]) < 65536):
+            raise ConfigError(f"{self.shown}: {part!r} is not host:port")
+        return match[1].strip("[]"), int(match[2]) if match[2] else None
+
+
+def parse_url(text: str) -> TierUrl:
+    """Take the line apart. Raises ConfigError."""
+    if not _SCHEME.match(text):
+        raise ConfigError(f"tiers: {text.partition('?')[0]!r} is not a tier's URL, such as disk:///var/cache/kvhold or redis://host:6379/0")
+    try:
+        parts = urlsplit(text)
+    except ValueError as error:
+        raise ConfigError(f"tiers: {text.partition('?')[0].rpartition('@')[2]!r} is not a URL: {error}") from None
+    if parts.fragment:
+        raise ConfigError(f"tiers: {parts.scheme}://...: '#' begins a fragment; write it as %23")
+    try:
+        pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
+    except ValueError:
+        raise ConfigError(f"tiers: {parts.scheme}://...: options are written ?name=value&name=value") from None
+    options = dict(pairs)
+    if len(options) != len(pairs):
+        raise ConfigError(f"tiers: {parts.scheme}://...: an option is there twice")
+    return TierUrl(parts.scheme, parts.netloc, unquote(parts.path), options)
