@@ -16,11 +16,11 @@ def read_frame(frame: bytes) -> dict[str, object]:
     assert header_checksum == xxhash.xxh3_64_intdigest(frame[: header_bytes - 8])
 
     first_token, num_tokens, num_layers, layer_bytes = struct.unpack_from("<qIIQ", frame, 80)
-    (rank,) = struct.unpack_from("<Q", frame, 168)
-    shape = list(struct.unpack_from(f"<{rank}Q", frame, 176))
+    expires_at, rank = struct.unpack_from("<QQ", frame, 168)
+    shape = list(struct.unpack_from(f"<{rank}Q", frame, 184))
     layers = []
     for layer in range(num_layers):
-        offset, length, checksum = struct.unpack_from("<QQQ", frame, 176 + 8 * rank + 24 * layer)
+        offset, length, checksum = struct.unpack_from("<QQQ", frame, 184 + 8 * rank + 24 * layer)
         encoded = frame[header_bytes + offset : header_bytes + offset + length]
         assert checksum == xxhash.xxh3_64_intdigest(encoded)
         layers.append({"offset": offset, "length": length, "checksum": f"{checksum:016x}"})
@@ -29,6 +29,7 @@ def read_frame(frame: bytes) -> dict[str, object]:
         "key": frame[40:80].hex(),
         "first_token": first_token,
         "num_tokens": num_tokens,
+        "expires_at": expires_at,
         "layer_bytes": layer_bytes,
         "codec": frame[104:120].rstrip(b"\0").decode(),
         "dtype": frame[120:136].rstrip(b"\0").decode(),

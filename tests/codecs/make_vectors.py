@@ -56,7 +56,9 @@ def framed(layout: Layout, *, group: int = 0, shard: int = 0, num_tokens: int, f
     return b"".join(frame.parts)
 
 
-def stated(*, shape: tuple[int, ...], dtype: str, lengths: tuple[int, ...], packing: str = "canonical", codec: str = "example") -> bytes:
+def stated(
+    *, shape: tuple[int, ...], dtype: str, lengths: tuple[int, ...], packing: str = "canonical", codec: str = "example", expires_at: int = 0
+) -> bytes:
     """A frame of a codec that does not exist: its layers are bytes like any others, and readers of headers need no codec."""
     payload, layers, at = content(sum(lengths)), [], 0
     for length in lengths:
@@ -74,6 +76,7 @@ def stated(*, shape: tuple[int, ...], dtype: str, lengths: tuple[int, ...], pack
         lengths=lengths,
         checksums=tuple(map(checksum, layers)),
         header_bytes=header_size(rank=len(shape), num_layers=len(lengths)),
+        expires_at=expires_at,
     )
     return encode_header(header) + payload
 
@@ -109,7 +112,9 @@ def vectors() -> Iterator[Vector]:
         "rank1", "one axis, an unknown codec, a layer of no bytes", stated(shape=(40,), dtype="float8_e4m3fnuz", lengths=(3, 0, 11))
     )
     yield Vector(
-        "rank5", "five axes, layers longer than when decoded", stated(shape=(1, 5, 2, 1, 3), dtype="float8_e5m2", lengths=(33, 31))
+        "rank5",
+        "five axes, layers longer than when decoded, not to be used from 2100 on",
+        stated(shape=(1, 5, 2, 1, 3), dtype="float8_e5m2", lengths=(33, 31), expires_at=4_102_444_800),
     )
 
 
@@ -156,15 +161,16 @@ def rejected() -> Iterator[Rejected]:
     yield Rejected("a codec with a zero inside its name, sealed", "version", sealed(104, b"ra\0w"))
     yield Rejected("an unknown dtype, sealed", "version", sealed(120, b"bfloat17"))
     yield Rejected("a packing that is not ASCII, sealed", "version", sealed(136, b"\xe9"))
-    yield Rejected("rank 0, sealed", "length", sealed(168, number(0)))
-    yield Rejected("rank 9, sealed", "length", sealed(168, number(9)))
-    yield Rejected("rank 2**64 - 1, sealed", "length", sealed(168, number(2**64 - 1)))
-    yield Rejected("an axis of no length, sealed", "length", sealed(176, number(0)))
-    yield Rejected("a shape of 2**64 bytes and more, sealed", "length", sealed(176, number(2**63)))
-    yield Rejected("layers that overlap, sealed", "length", sealed(176 + 32 + 24, number(64)))
-    yield Rejected("a gap between layers, sealed", "length", sealed(176 + 32 + 24, number(136)))
-    yield Rejected("a layer beyond the payload, sealed", "length", sealed(176 + 32 + 24 + 8, number(2**40)))
-    yield Rejected("a raw layer that is too short, sealed", "length", sealed(176 + 32 + 8, number(127)))
+    yield Rejected("an end beyond 63 bits, sealed", "length", sealed(168, number(2**63)))
+    yield Rejected("rank 0, sealed", "length", sealed(176, number(0)))
+    yield Rejected("rank 9, sealed", "length", sealed(176, number(9)))
+    yield Rejected("rank 2**64 - 1, sealed", "length", sealed(176, number(2**64 - 1)))
+    yield Rejected("an axis of no length, sealed", "length", sealed(184, number(0)))
+    yield Rejected("a shape of 2**64 bytes and more, sealed", "length", sealed(184, number(2**63)))
+    yield Rejected("layers that overlap, sealed", "length", sealed(184 + 32 + 24, number(64)))
+    yield Rejected("a gap between layers, sealed", "length", sealed(184 + 32 + 24, number(136)))
+    yield Rejected("a layer beyond the payload, sealed", "length", sealed(184 + 32 + 24 + 8, number(2**40)))
+    yield Rejected("a raw layer that is too short, sealed", "length", sealed(184 + 32 + 8, number(127)))
     yield Rejected("padding that is not zero, sealed", "length", sealed(start - 9, b"x"))
 
 

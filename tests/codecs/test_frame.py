@@ -72,6 +72,7 @@ def headers(draw: st.DrawFn) -> FrameHeader:
         lengths=lengths,
         checksums=tuple(draw(st.integers(0, 2**64 - 1)) for _ in lengths),
         header_bytes=header_size(rank=len(shape[:5]), num_layers=len(lengths), align=draw(st.sampled_from([8, 64, 512, 4096]))),
+        expires_at=draw(st.integers(0, 2**63 - 1)),
     )
 
 
@@ -142,6 +143,8 @@ def test_groups_of_one_model_with_their_own_dtypes_come_back_each_by_its_key() -
         ({"num_tokens": 2**32}, "tokens"),
         ({"first_token": -1}, "tokens"),
         ({"first_token": 2**63}, "tokens"),
+        ({"expires_at": -1}, "expires"),
+        ({"expires_at": 2**63}, "expires"),
         ({"dtype": "bfloat17"}, "dtype"),
         ({"codec": ""}, "codec"),
         ({"codec": "a" * 17}, "codec"),

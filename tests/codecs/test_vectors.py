@@ -36,6 +36,7 @@ def test_we_read_every_field_as_the_json_states_it(path: Any) -> None:
         "layout": header.layout.hex(),
         "num_tokens": header.num_tokens,
         "first_token": header.first_token,
+        "expires_at": header.expires_at,
         "codec": header.codec,
         "packing": header.packing,
         "dtype": header.dtype,

@@ -67,6 +67,7 @@ def frame_chunk(
     layout: Layout,
     num_tokens: int,
     first_token: int,
+    expires_at: int = 0,
     out: memoryview | None = None,
     align: int = ALIGNMENT,
 ) -> Frame:
@@ -113,6 +114,7 @@ def frame_chunk(
         lengths=tuple(lengths),
         checksums=tuple(checksums),
         header_bytes=header_bytes,
+        expires_at=expires_at,
     )
     head = memoryview(encode_header(fields))
     if target is not None:

@@ -42,7 +42,7 @@ CODEC_BYTES = 16
 PACKING_BYTES = 32
 
 _PREFIX = Struct("<8sHHIQ")  # magic, version, flags, header_bytes, payload_bytes
-_FIXED = Struct("<16s40sqIIQ16s16s32sQ")  # from the layout's fingerprint to the rank
+_FIXED = Struct("<16s40sqIIQ16s16s32sQQ")  # from the layout's fingerprint to the rank
 _SHAPE_AT = PREFIX_BYTES + _FIXED.size
 _ROW_BYTES = 24  # offset, length, checksum
 _CHECKSUM = Struct("<Q")
@@ -71,6 +71,7 @@ class FrameHeader:
     lengths:      [layers] bytes of each encoded layer; they lie end to end in the payload
     checksums:    [layers] xxh3_64 of each encoded layer
     header_bytes: where the payload begins
+    expires_at:   Unix time in whole seconds from which on the chunk is not to be used; 0: never
     """
 
     key: bytes
@@ -84,6 +85,7 @@ class FrameHeader:
     lengths: tuple[int, ...]
     checksums: tuple[int, ...]
     header_bytes: int
+    expires_at: int = 0
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
@@ -161,6 +163,7 @@ def encode_header(header: FrameHeader) -> bytes:
                 header.codec.encode(),
                 header.dtype.encode(),
                 header.packing.encode(),
+                header.expires_at,
                 len(header.shape),
             ),
             pack(f"<{len(numbers)}Q", *numbers),
@@ -205,7 +208,9 @@ def read_header(buffer: Buffer, *, frame_bytes: int | None = None) -> FrameHeade
     if _CHECKSUM.unpack_from(view, end)[0] != checksum(view[:end]):
         raise FrameError("checksum", "of the header")
 
-    layout, key, first_token, num_tokens, num_layers, layer_bytes, codec, dtype, packing, rank = _FIXED.unpack_from(view, PREFIX_BYTES)
+    layout, key, first_token, num_tokens, num_layers, layer_bytes, codec, dtype, packing, expires_at, rank = _FIXED.unpack_from(
+        view, PREFIX_BYTES
+    )
     table_at = _SHAPE_AT + 8 * rank
     table_end = table_at + _ROW_BYTES * num_layers
     if table_end > end:
@@ -225,6 +230,7 @@ def read_header(buffer: Buffer, *, frame_bytes: int | None = None) -> FrameHeade
         lengths=numbers[rank + 1 :: 3],
         checksums=numbers[rank + 2 :: 3],
         header_bytes=size.header_bytes,
+        expires_at=expires_at,
     )
     if fault := _fault(header):
         raise FrameError(*fault)
@@ -276,6 +282,8 @@ def _fault(header: FrameHeader) -> tuple[FrameReason, str] | None:
     """What is wrong with a header's values, whoever made them."""
     if not header.num_tokens or not 0 <= header.first_token < _INT64 or not header.num_tokens < _UINT32:
         return "length", f"{header.num_tokens} tokens from {header.first_token} on"
+    if not 0 <= header.expires_at < _INT64:
+        return "length", f"it expires at {header.expires_at}"
     if header.dtype not in DTYPE_BYTES:
         return "version", f"dtype {header.dtype!r} is unknown"
     if not _is_name(header.codec, CODEC_BYTES) or not _is_name(header.packing, PACKING_BYTES):
