@@ -119,9 +119,12 @@ class TestBadValues:
             ("tokens_per_chunk", True, "must be a number"),
             ("tokens_per_chunk", [256], "must be a number"),
             ("copy_threads", -1, "must be at least 0"),
-            ("policy", "lur", "must be one of lru, s3fifo; did you mean 'lru'?"),
-            ("policy", "fifo", "did you mean 's3fifo'?"),
-            ("policy", "", "must be one of lru, s3fifo"),
+            ("policy", "lur", "must be one of lru, lfu, fifo, mru, s3fifo; did you mean 'lru'?"),
+            ("policy", "s3fif", "did you mean 's3fifo'?"),
+            ("policy", "", "must be one of lru, lfu"),
+            ("tiers", 3, "must be a list"),
+            ("tiers", ["disk:///a b"], "a blank in a URL is %20"),
+            ("tiers", [{"path": "/a"}], "a table with a url"),
             ("policy", 1, "must be text"),
             ("huge_pages", True, "must be text"),
             ("huge_pages", "on", "must be one of auto, never, always"),
@@ -182,9 +185,17 @@ class TestGoodValues:
         assert (type(config.tokens_per_chunk), type(config.client.call_timeout_s)) == (int, float)
 
     def test_every_setting_can_come_from_the_environment(self) -> None:
-        environ = {f"KVHOLD_{name.replace('.', '_').upper()}": str(default) for name, default, _ in describe()}
+        texts = {name: " ".join(default) if isinstance(default, tuple) else str(default) for name, default, _ in describe()}
+        environ = {f"KVHOLD_{name.replace('.', '_').upper()}": text for name, text in texts.items()}
         assert load_config(environ=environ) == Config()
         assert len(environ) == len(list(describe()))
+
+    def test_tiers_are_a_list_or_text_with_blanks_and_their_options_may_stand_in_a_table(self, tmp_path: Path) -> None:
+        tiers = ("disk:///a%20b?max_bytes=5GiB&sync=true", "redis://h:1/0")
+        toml = '[[tiers]]\nurl = "disk:///a%20b"\nmax_bytes = "5GiB"\nsync = true\n[[tiers]]\nurl = "redis://h:1/0"\n'
+        assert load_config(file=write(tmp_path, toml, "k.toml"), environ={}).tiers == tiers
+        assert load_config({"tiers": tiers}, environ={}).tiers == tiers
+        assert load_config(environ={"KVHOLD_TIERS": "  disk:///a%20b?max_bytes=5GiB&sync=true\n redis://h:1/0 "}).tiers == tiers
 
     def test_every_setting_has_its_help(self) -> None:
         assert all(text for _, _, text in describe())

@@ -326,11 +326,11 @@ class TestNames:
         assert prompt.chunks(tail=False) == ChunkNames(BLOCKS.digest, prompt.chain, 0, 0)
         assert prompt.chunks(tail=False).num_tokens(BLOCKS.layout).tolist() == [16, 16]
 
-    def test_from_a_chunk_on_they_know_their_position(self) -> None:
+    def test_from_a_chunk_on_they_know_their_position_and_what_they_continue(self) -> None:
         prompt = BLOCKS.prompt(range(3 * 16 + 4))
-        assert prompt.chunks(1) == ChunkNames(BLOCKS.digest, prompt.chain[HASH_BYTES:] + prompt.tails, 4, 16)
-        assert prompt.chunks(3) == ChunkNames(BLOCKS.digest, prompt.tails, 4, 48)
-        assert prompt.chunks(1, last=2, tail=False) == ChunkNames(BLOCKS.digest, prompt.hash_at(1), 0, 16)
+        assert prompt.chunks(1) == ChunkNames(BLOCKS.digest, prompt.chain[HASH_BYTES:] + prompt.tails, 4, 16, prompt.hash_at(0))
+        assert prompt.chunks(3) == ChunkNames(BLOCKS.digest, prompt.tails, 4, 48, prompt.hash_at(2))
+        assert prompt.chunks(1, last=2, tail=False) == ChunkNames(BLOCKS.digest, prompt.hash_at(1), 0, 16, prompt.hash_at(0))
         assert len(prompt.chunks(2, last=2, tail=False)) == 0
 
     @pytest.mark.parametrize("first", [-1, 4, 100])

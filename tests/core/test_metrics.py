@@ -16,7 +16,9 @@ class TestTable:
     @pytest.mark.parametrize("metric", TABLE.values(), ids=lambda metric: metric.name)
     def test_every_line_is_complete(self, metric: Metric) -> None:
         assert re.fullmatch(r"kvhold_[a-z]+(_[a-z]+)*", metric.name)
-        assert metric.kind in ("counter", "gauge")
+        assert metric.kind in ("counter", "gauge", "histogram")
+        assert (metric.kind == "histogram") == bool(metric.buckets)
+        assert list(metric.buckets) == sorted(set(metric.buckets))
         assert metric.unit
         assert metric.help.endswith(".")
         assert all(re.fullmatch(r"[a-z_]+", label) for label in metric.labels)
@@ -24,11 +26,13 @@ class TestTable:
 
     def test_every_line_has_its_own_name(self) -> None:
         text = (SOURCES / "core" / "metrics.py").read_text()
-        assert len(re.findall(r'^        Metric\("', text, re.MULTILINE)) == len(TABLE)
+        assert len(re.findall(r'^        Metric\(\s*"', text, re.MULTILINE)) == len(TABLE)
         assert all(name == metric.name for name, metric in TABLE.items())
 
     def test_everything_that_is_counted_is_in_the_table(self) -> None:
-        counted = {name for path in SOURCES.rglob("*.py") for name in re.findall(r'\.(?:add|set)\(\s*"(kvhold_\w+)"', path.read_text())}
+        counted = {
+            name for path in SOURCES.rglob("*.py") for name in re.findall(r'\.(?:add|set|observe)\(\s*"(kvhold_\w+)"', path.read_text())
+        }
         assert counted
         assert counted <= set(TABLE)
 
@@ -54,6 +58,18 @@ class TestMetrics:
         metrics.set("kvhold_stored_chunks", 5)
         metrics.set("kvhold_stored_chunks", 3)
         assert metrics.value("kvhold_stored_chunks") == 3
+
+    def test_a_histogram_counts_what_is_at_most_each_bucket(self) -> None:
+        metrics = Metrics()
+        for seconds in (0.0004, 0.0005, 0.3, 100):
+            metrics.observe("kvhold_tier_seconds", seconds, tier="redis", operation="get")
+        (sample,) = metrics.samples()
+        at_most = dict(zip((*sample.metric.buckets, None), sample.counts, strict=True))
+        assert (at_most[0.0005], at_most[0.001], at_most[0.2], at_most[0.5], at_most[30.0], at_most[None]) == (2, 2, 2, 3, 3, 4)
+        assert metrics.as_dict() == {
+            "kvhold_tier_seconds_count{tier=redis,operation=get}": 4,
+            "kvhold_tier_seconds_sum{tier=redis,operation=get}": pytest.approx(100.3009),
+        }
 
     def test_samples_come_in_the_order_of_the_table(self) -> None:
         metrics = Metrics()

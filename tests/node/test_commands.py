@@ -71,7 +71,7 @@ def test_stop_ends_the_node(node: RunningNode, patient: None) -> None:
 
 
 def test_serve_says_when_it_is_ready_and_what_it_has(shared_node: RunningNode) -> None:
-    assert shared_node.ready == f"kvhold node ready on {shared_node.path}: 16.0 MiB in normal pages, protocol 1\n"
+    assert shared_node.ready == f"kvhold node ready on {shared_node.path}: 16.0 MiB in normal pages, protocol 2\n"
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def test_there_is_no_node(tmp_path: Path) -> None:
 GREETINGS = {
     "another version": (
         bytes(encode(m.Welcome(m.PROTOCOL_VERSION + 1, "9.9", 1, 2 << 20, False))),
-        r"9\.9.*speaks protocol 2, this client 1",
+        rf"9\.9.*speaks protocol {m.PROTOCOL_VERSION + 1}, this client {m.PROTOCOL_VERSION}",
     ),
     "a refusal": (bytes(encode(m.Refused("the client is too new", fatal=True))), "the client is too new"),
     "another message": (bytes(encode(m.Done())), "not a message of this protocol"),

@@ -1,18 +1,49 @@
 """The policies we ship: each keeps the contract, and each has its own order."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import pytest
 
 from kvhold.core.config import load_config
 from kvhold.core.errors import ConfigError
+from kvhold.core.metrics import Metrics
+from kvhold.memory.arena import Arena
 from kvhold.testing import PolicyContract
-from kvhold.tiers.policies import POLICIES, LruPolicy, Policy, S3FifoPolicy, make_policy
+from kvhold.testing.policy import Known
+from kvhold.tiers.policies import POLICIES, FifoPolicy, LfuPolicy, LruPolicy, MruPolicy, Policy, S3FifoPolicy, make_policy
+from kvhold.tiers.ram import Entry, RamTier, Wanted
 
 
 class TestLruPolicy(PolicyContract):
     def make_policy(self) -> Policy:
         return LruPolicy()
+
+    def rank(self, known: Known) -> int:
+        return known.touched_at
+
+
+class TestMruPolicy(PolicyContract):
+    def make_policy(self) -> Policy:
+        return MruPolicy()
+
+    def rank(self, known: Known) -> int:
+        return -known.touched_at
+
+
+class TestFifoPolicy(PolicyContract):
+    def make_policy(self) -> Policy:
+        return FifoPolicy()
+
+    def rank(self, known: Known) -> int:
+        return known.inserted_at
+
+
+class TestLfuPolicy(PolicyContract):
+    def make_policy(self) -> Policy:
+        return LfuPolicy()
+
+    def rank(self, known: Known) -> tuple[int, int]:
+        return known.uses, known.touched_at
 
 
 class TestS3FifoPolicy(PolicyContract):
@@ -52,15 +83,215 @@ def victims(policy: Policy, nbytes: int, pinned: Iterable[int] = ()) -> list[int
 def evict(policy: Policy, nbytes: int) -> list[int]:
     gone = victims(policy, nbytes)
     for number in gone:
-        policy.remove(key(number))
+        policy.remove(key(number), evicted=True)
     return gone
+
+
+def hit(policy: Policy, *numbers: int) -> None:
+    for number in numbers:
+        policy.touch(key(number))
+
+
+def insert_prompt(policy: Policy, numbers: Iterable[int]) -> None:
+    """Chunks that continue each other, last one first, as a cache commits them."""
+    chain = keys(numbers)
+    for each, parent in reversed([*zip(chain, [None, *chain], strict=False)]):
+        policy.insert(each, 1, parent)
 
 
 def readmit(policy: Policy, number: int) -> None:
     """Put a key at the end of an S3-FIFO's main queue: it goes while it is new, and comes back at once."""
     insert(policy, [number])
-    policy.remove(key(number))
+    policy.remove(key(number), evicted=True)
     insert(policy, [number])
+
+
+def three(name: str, hits: Iterable[int] = ()) -> Policy:
+    """1, 2 and 3, inserted in that order, and then `hits`."""
+    policy = make_policy(name)
+    insert(policy, [1, 2, 3])
+    hit(policy, *hits)
+    return policy
+
+
+class TestTheOrderEachPolicyIsNamedFor:
+    def test_lru_takes_the_one_that_nobody_asked_for_longest(self) -> None:
+        assert victims(three("lru", hits=[1]), 2) == [2, 3]
+        assert victims(three("lru", hits=[1]), 2, pinned=[2]) == [3, 1]
+
+    def test_fifo_takes_the_oldest_whoever_was_asked_for(self) -> None:
+        assert victims(three("fifo", hits=[1, 3, 2]), 2) == [1, 2]
+        assert victims(three("fifo", hits=[1, 3, 2]), 2, pinned=[1]) == [2, 3]
+
+    def test_lfu_takes_the_one_asked_for_least_and_of_equals_the_one_that_was_so_first(self) -> None:
+        assert victims(three("lfu", hits=[3, 3, 2, 2, 1]), 2) == [1, 3]
+        assert victims(three("lfu", hits=[3, 3, 2, 2, 1]), 2, pinned=[1]) == [3, 2]
+
+    def test_mru_takes_the_one_asked_for_last(self) -> None:
+        assert victims(three("mru", hits=[1]), 2) == [1, 3]
+        assert victims(three("mru", hits=[1]), 2, pinned=[3]) == [1, 2]
+
+    def test_lfu_forgets_the_uses_of_what_has_gone(self) -> None:
+        policy = three("lfu", hits=[1, 1, 1, 2, 3])
+        policy.remove(key(1), evicted=True)
+        insert(policy, [1])
+        assert victims(policy, 1) == [1]
+
+    def test_lfu_keeps_a_uses_count_when_a_key_is_put_again(self) -> None:
+        """D21: a second put neither resets the count nor leaves the key under its old one."""
+        policy = three("lfu", hits=[1, 1, 2, 3])
+        insert(policy, [1])
+        assert victims(policy, 3) == [2, 3, 1]
+        hit(policy, 2, 2)
+        assert victims(policy, 3) == [3, 1, 2]
+        assert evict(policy, 3) == [3, 1, 2]
+        assert len(policy) == 0
+
+    @pytest.mark.parametrize("name", POLICIES)
+    def test_a_touch_of_a_key_before_its_insert_is_harmless(self, name: str) -> None:
+        """D21: no KeyError, and no count for what is not there."""
+        policy = make_policy(name)
+        hit(policy, 1, 1)
+        insert(policy, [1, 2])
+        assert sorted(victims(policy, 2)) == [1, 2]
+
+
+class TestPromptsOrder:
+    """Two prompts, 10 to 14 and 20 to 24, of which the first was stored first."""
+
+    @pytest.fixture(params=POLICIES)
+    def policy(self, request: pytest.FixtureRequest) -> Policy:
+        policy = make_policy(request.param)
+        insert_prompt(policy, range(10, 15))
+        insert_prompt(policy, range(20, 25))
+        return policy
+
+    def test_every_prompt_goes_from_its_end(self, policy: Policy) -> None:
+        gone = victims(policy, 10)
+        assert [n for n in gone if n < 20] == [14, 13, 12, 11, 10]
+        assert [n for n in gone if n >= 20] == [24, 23, 22, 21, 20]
+
+    def test_one_chunk_at_a_time_is_as_good_as_all_at_once(self, policy: Policy) -> None:
+        expected = victims(policy, 10)
+        assert [number for _ in range(10) for number in evict(policy, 1)] == expected
+
+    def test_the_oldest_prompt_goes_first(self) -> None:
+        for name in ("lru", "fifo", "lfu", "s3fifo"):
+            policy = make_policy(name)
+            insert_prompt(policy, range(10, 15))
+            insert_prompt(policy, range(20, 25))
+            assert victims(policy, 6) == [14, 13, 12, 11, 10, 24], name
+
+    def test_mru_takes_the_newest_end_and_then_what_is_newest_of_the_rest(self) -> None:
+        policy = make_policy("mru")
+        insert_prompt(policy, range(10, 15))
+        insert_prompt(policy, range(20, 25))
+        assert victims(policy, 6) == [24, 23, 22, 21, 20, 14]
+        hit(policy, 14, 13, 12, 11, 10)
+        assert victims(policy, 6) == [14, 13, 12, 11, 10, 24]
+
+    def test_a_shared_beginning_stays_while_a_branch_of_it_does(self) -> None:
+        policy = make_policy("lru")
+        insert_prompt(policy, [1, 2, 3, 4])
+        policy.insert(key(5), 1, key(2))
+        hit(policy, 3)
+        assert victims(policy, 5) == [4, 5, 3, 2, 1]
+        assert victims(policy, 3, pinned=[5]) == []
+        assert victims(policy, 2, pinned=[5]) == [4, 3]
+
+    def test_a_chunk_that_becomes_a_leaf_takes_the_place_it_deserves(self) -> None:
+        policy = make_policy("lru")
+        insert_prompt(policy, [1, 2])
+        insert(policy, [3, 4])
+        hit(policy, 1)  # the stem is the newest of all
+        assert victims(policy, 4) == [2, 3, 4, 1]
+        policy.remove(key(2))
+        assert victims(policy, 3) == [3, 4, 1]
+
+    def test_s3fifo_takes_the_prefix_along_to_the_main_queue(self) -> None:
+        policy = S3FifoPolicy()
+        insert_prompt(policy, range(10))
+        hit(policy, *range(10))
+        insert(policy, range(100, 130))
+        assert evict(policy, 1) == [100]  # the prompt's turn came first, and it moved on, whole
+        assert evict(policy, 28) == [*range(101, 129)]
+        assert policy.nbytes() == 11
+        assert evict(policy, 1) == [9]  # the small queue is down to its share
+
+    def test_what_was_cleared_is_new_when_it_comes_back_to_an_s3fifo(self) -> None:
+        cleared, evicted = S3FifoPolicy(), S3FifoPolicy()
+        for policy in (cleared, evicted):
+            insert(policy, range(10))
+            policy.remove(key(0), evicted=policy is evicted)
+            insert(policy, [0, 10])
+        assert victims(cleared, 11) == [*range(1, 10), 0, 10]
+        assert victims(evicted, 11) == [*range(1, 10), 10, 0]
+
+
+class TestRamKeepsPrefixes:
+    """As a tier drives its policy: 16 chunks fit, and chunk i of a prompt continues chunk i - 1."""
+
+    CHUNK = 128 << 10
+
+    @pytest.fixture(params=POLICIES)
+    def ram(self, request: pytest.FixtureRequest) -> Iterator[RamTier]:
+        with Arena.create(16 * self.CHUNK, huge_pages="never") as arena:
+            yield RamTier(arena, make_policy(request.param), Metrics())
+
+    def reserve(self, ram: RamTier, number: int, parent: int | None = None) -> Entry | None:
+        wanted = Wanted(key(number), self.CHUNK, None if parent is None else key(parent))
+        entries = ram.reserve_all([wanted], num_tokens=1, first_token=0)
+        return entries[0] if entries else None
+
+    def add(self, ram: RamTier, number: int, parent: int | None = None) -> None:
+        entry = self.reserve(ram, number, parent)
+        assert entry is not None
+        ram.commit(entry)
+
+    def held(self, ram: RamTier) -> set[int]:
+        return {int.from_bytes(entry.key, "big") for entry in ram.entries()}
+
+    def test_a_full_arena_evicts_from_the_end_of_a_prompt(self, ram: RamTier) -> None:
+        for number in range(16):
+            self.add(ram, number, number - 1 if number else None)
+        self.add(ram, 100)
+        self.add(ram, 101)
+        assert self.held(ram) >= set(range(14))
+
+    def test_what_a_chunk_continues_is_not_evicted_for_it(self, ram: RamTier) -> None:
+        for number in range(16):
+            self.add(ram, number, number - 1 if number else None)
+        for _ in range(3):  # the last chunk's place is the only one, and it is what the new one continues
+            assert self.reserve(ram, 16, 15) is None
+        self.add(ram, 100)
+        assert 15 not in self.held(ram)
+
+    def test_what_is_being_written_keeps_its_whole_prefix(self, ram: RamTier) -> None:
+        for number in range(8):
+            self.add(ram, number, number - 1 if number else None)
+        writing = self.reserve(ram, 8, 7)
+        assert writing is not None
+        for number in range(100, 130):
+            self.add(ram, number)
+        assert self.held(ram) >= set(range(9))
+        ram.commit(writing)
+        for number in range(200, 230):
+            self.add(ram, number)
+        left = self.held(ram) & set(range(9))
+        assert left == set(range(len(left)))
+
+    @pytest.mark.parametrize("cleared", [False, True])
+    @pytest.mark.parametrize("end", ["commit", "abandon"])
+    def test_a_prefix_is_free_to_go_once_nothing_is_written_after_it(self, ram: RamTier, end: str, cleared: bool) -> None:
+        self.add(ram, 1)
+        writing = self.reserve(ram, 2, 1)
+        assert writing is not None
+        if cleared:
+            ram.remove(writing)
+        (ram.commit if end == "commit" else ram.abandon)(writing)
+        pinned = [entry for n in range(100, 116) if (entry := self.reserve(ram, n)) is not None]
+        assert len(pinned) == 16
+        assert self.held(ram) == set(range(100, 116))
 
 
 class TestLruOrder:
@@ -163,12 +394,12 @@ class TestS3FifoOrder:
                 evict(policy, 1)
         assert len(policy) == 10
         # Names of chunks that have gone cost memory, too; this looks inside because nothing else could tell.
-        assert len(policy._ghost) <= 10
+        assert len(policy._ghosts) <= 10
 
     def test_a_key_is_readmitted_once_for_each_time_it_was_new(self, policy: S3FifoPolicy) -> None:
         for number in range(11):
             readmit(policy, number)
-        policy.remove(key(10))  # from the main queue: it leaves no ghost
+        policy.remove(key(10), evicted=True)  # from the main queue: it leaves no ghost
         insert(policy, [10, 11])
         assert evict(policy, 1) == [10]
 

@@ -16,7 +16,7 @@ from kvhold.memory.slab import ALIGNMENT, size_class
 from kvhold.testing import TierContract
 from kvhold.testing.tier import fetch, make_key, make_value, store
 from kvhold.tiers.policies import LruPolicy, S3FifoPolicy, make_policy
-from kvhold.tiers.ram import Entry, RamTier
+from kvhold.tiers.ram import Entry, RamTier, Wanted
 
 MIB = 1 << 20
 ARENA_BYTES = 2 * MIB  # the smallest arena there is: two slabs, or 16 chunks of CHUNK bytes
@@ -53,7 +53,7 @@ def tier(arena: Arena, metrics: Metrics) -> RamTier:
 
 
 def reserve(tier: RamTier, number: int, nbytes: int = CHUNK) -> Entry:
-    entries = tier.reserve_all([(make_key(number), nbytes)], num_tokens=256, first_token=0)
+    entries = tier.reserve_all([Wanted(make_key(number), nbytes)], num_tokens=256, first_token=0)
     assert entries is not None, "there should be room"
     return entries[0]
 
@@ -94,7 +94,9 @@ class TestReserve:
         assert await store(tier, {key: b"other"}) == [False]
 
     def test_the_groups_of_a_chunk_get_memory_together(self, tier: RamTier) -> None:
-        entries = tier.reserve_all([(make_key(1), CHUNK), (make_key(2), 100), (make_key(3), 5000)], num_tokens=16, first_token=32)
+        entries = tier.reserve_all(
+            [Wanted(make_key(1), CHUNK), Wanted(make_key(2), 100), Wanted(make_key(3), 5000)], num_tokens=16, first_token=32
+        )
         assert entries is not None
         assert [(e.key, e.nbytes, e.num_tokens, e.first_token) for e in entries] == [
             (make_key(1), CHUNK, 16, 32),
@@ -106,7 +108,7 @@ class TestReserve:
 
     def test_what_is_larger_than_the_arena_evicts_nothing(self, tier: RamTier) -> None:
         entries = fill(tier)
-        assert tier.reserve_all([(make_key(98), CHUNK), (make_key(99), ARENA_BYTES)], num_tokens=1, first_token=0) is None
+        assert tier.reserve_all([Wanted(make_key(98), CHUNK), Wanted(make_key(99), ARENA_BYTES)], num_tokens=1, first_token=0) is None
         assert all(tier.find(entry.key) is entry for entry in entries)
 
     def test_a_chunk_that_gets_no_room_takes_nothing(self, tier: RamTier) -> None:
@@ -114,7 +116,7 @@ class TestReserve:
         for entry in entries[1:]:
             tier.pin(entry)
         used = tier.used_bytes
-        assert tier.reserve_all([(make_key(98), CHUNK), (make_key(99), CHUNK)], num_tokens=1, first_token=0) is None
+        assert tier.reserve_all([Wanted(make_key(98), CHUNK), Wanted(make_key(99), CHUNK)], num_tokens=1, first_token=0) is None
         assert tier.used_bytes == used
         assert not tier.holds(make_key(98))
         assert tier.find(entries[0].key) is entries[0], "what would not have been enough was not evicted"
@@ -157,7 +159,7 @@ class TestEvict:
         entries = fill(tier)
         for entry in entries[:3]:
             tier.remove(entry)
-        assert tier.reserve_all([(make_key(100 + i), CHUNK) for i in range(4)], num_tokens=1, first_token=0) is not None
+        assert tier.reserve_all([Wanted(make_key(100 + i), CHUNK) for i in range(4)], num_tokens=1, first_token=0) is not None
         assert present(tier, range(16)) == list(range(4, 16))
 
     def test_free_room_counts_beside_what_can_be_evicted(self, tier: RamTier) -> None:
@@ -165,7 +167,7 @@ class TestEvict:
         tier.remove(entries[0])
         for entry in entries[2:]:
             tier.pin(entry)
-        assert tier.reserve_all([(make_key(100), CHUNK), (make_key(101), CHUNK)], num_tokens=1, first_token=0) is not None
+        assert tier.reserve_all([Wanted(make_key(100), CHUNK), Wanted(make_key(101), CHUNK)], num_tokens=1, first_token=0) is not None
         assert not tier.holds(entries[1].key)
 
     def test_small_chunks_count_as_what_they_occupy(self, tier: RamTier) -> None:
@@ -187,7 +189,7 @@ class TestEvict:
         for entry in entries:
             tier.pin(entry)
         assert tier.num_pinned == len(entries)
-        assert tier.reserve_all([(make_key(100), 1)], num_tokens=1, first_token=0) is None
+        assert tier.reserve_all([Wanted(make_key(100), 1)], num_tokens=1, first_token=0) is None
         tier.unpin(entries[7])
         add(tier, 100)
         assert present(tier, range(16)) == [i for i in range(16) if i != 7]
@@ -197,13 +199,13 @@ class TestEvict:
         for entry in (*entries, entries[0]):
             tier.pin(entry)
         tier.unpin(entries[0])
-        assert tier.reserve_all([(make_key(100), CHUNK)], num_tokens=1, first_token=0) is None
+        assert tier.reserve_all([Wanted(make_key(100), CHUNK)], num_tokens=1, first_token=0) is None
         tier.unpin(entries[0])
         add(tier, 100)
 
     def test_what_is_being_written_is_not_evicted(self, tier: RamTier) -> None:
         reserved = [reserve(tier, number) for number in range(16)]
-        assert tier.reserve_all([(make_key(100), CHUNK)], num_tokens=1, first_token=0) is None
+        assert tier.reserve_all([Wanted(make_key(100), CHUNK)], num_tokens=1, first_token=0) is None
         for entry in reserved:
             tier.commit(entry)
         add(tier, 100)
@@ -294,7 +296,7 @@ class TestRemove:
         assert tier.used_bytes == tier.capacity_bytes - CHUNK
 
     def test_entries_are_listed_by_their_namespace_those_being_written_too(self, tier: RamTier) -> None:
-        wanted = [(make_key(1, b"a" * 16), 10), (make_key(2, b"a" * 16), 10), (make_key(1, b"b" * 16), 10)]
+        wanted = [Wanted(make_key(1, b"a" * 16), 10), Wanted(make_key(2, b"a" * 16), 10), Wanted(make_key(1, b"b" * 16), 10)]
         entries = tier.reserve_all(wanted, num_tokens=1, first_token=0)
         assert entries is not None
         tier.commit(entries[0])
@@ -328,7 +330,7 @@ class Lending(RuleBasedStateMachine):
         nbytes=st.sampled_from([1, 5000, 70_000, CHUNK, 300_000, MIB]),
     )
     def reserve(self, numbers: list[int], nbytes: int) -> object:
-        wanted = [(make_key(n), nbytes) for n in numbers if not self.tier.holds(make_key(n))]
+        wanted = [Wanted(make_key(n), nbytes) for n in numbers if not self.tier.holds(make_key(n))]
         before = self.tier.used_bytes
         entries = self.tier.reserve_all(wanted, num_tokens=1, first_token=0) if wanted else None
         if entries is None:

@@ -1,18 +1,21 @@
 """The cache in this process: the state machine under a lock, over an arena of its own.
 
-    with open_cache(ram_bytes="2GiB") as cache: ...
+    with open_cache(ram_bytes="2GiB", tiers=["disk:///var/cache/kvhold"]) as cache: ...
+
+Where there are tiers below RAM, a mover with a thread of its own serves them, and takes the lock to tell what came of it.
 
 For transformers, for tests, and wherever one process is all there is. The node drives the same state machine for many.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from kvhold.cache.state import new_state
+from kvhold.cache.mover import Mover, make_mover
+from kvhold.cache.state import Found, new_state
 from kvhold.core.api import Hit, Loan, Room
 from kvhold.core.config import Config, load_config
 from kvhold.core.errors import KVHoldError
@@ -27,16 +30,24 @@ def open_cache(**settings: Any) -> "LocalCache":
 
 
 class LocalCache:
-    """Meets `core.api.Cache`. Deadlines do not apply: nothing here waits for anybody. After `close`, every call raises KVHoldError."""
+    """Meets `core.api.Cache`. Only what comes from lower tiers is waited for. After `close`, every call raises KVHoldError."""
 
     def __init__(self, config: Config) -> None:
+        """Raises CapacityError when the arena does not fit, ConfigError for tiers that cannot be."""
+        self._config = config
         self._arena = Arena.create(config.ram_bytes or default_arena_bytes(), huge_pages=config.huge_pages)
-        self._toucher = Toucher(self._arena.regions).start()
         self._state = new_state(config, self._arena)
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._closed = False
         self._owner = object()
         self._buffer = np.frombuffer(self._arena.buffer, dtype=np.uint8)
+        try:
+            self._mover: Mover | None = make_mover(config, self._state, self._happen)
+        except BaseException:
+            self._buffer = np.empty(0, dtype=np.uint8)
+            self._arena.close()
+            raise
+        self._toucher = Toucher(self._arena.regions).start()
 
     @property
     def arena_buffer(self) -> npt.NDArray[np.uint8]:
@@ -50,12 +61,25 @@ class LocalCache:
             self._check_open()
             self._state.register(namespace.layout)
 
-    def lookup(self, query: Query, *, deadline_s: float | None = None) -> Hit:
-        """The longest prefix that is here, pinned."""
+    def lookup(self, query: Query, *, wait_s: float | None = None, deadline_s: float | None = None) -> Hit:
+        """The longest prefix that is here or comes from lower tiers in time, pinned."""
         with self._lock:
             self._check_open()
             found = self._state.lookup(self._owner, query)
-        return Hit(found.ticket, found.num_tokens, lambda: self._release(found.ticket))
+            self._move()
+            if found.arriving and wait_s != 0:
+                wait_s = self._config.client.arrival_timeout_s if wait_s is None else wait_s
+                self._lock.wait_for(lambda: self._closed or not self._state.refresh(found.ticket).arriving, wait_s)
+                found = self._state.refresh(found.ticket, settle=True)
+        ticket = found.ticket
+        return Hit(ticket, found.num_tokens, lambda: self._release(ticket), arriving=found.arriving, ask=self._ask)
+
+    def prefetch(self, query: Query, *, deadline_s: float | None = None) -> None:
+        """Have what lower tiers hold of a prompt brought into memory."""
+        with self._lock:
+            self._check_open()
+            self._state.prefetch(self._owner, query)
+            self._move()
 
     def claim(self, ticket: int, shard: int = 0, *, first_chunk: int = 0, deadline_s: float | None = None) -> Loan | None:
         """Take over one shard's part of a hit."""
@@ -66,11 +90,13 @@ class LocalCache:
             return None
         return Loan(_table(lent.offsets), _table(lent.num_tokens), first_chunk, self._buffer, lambda: self._release(lent.loan))
 
-    def reserve(self, layout: Layout, names: ChunkNames, shard: int = 0, *, deadline_s: float | None = None) -> Room:
+    def reserve(
+        self, layout: Layout, names: ChunkNames, shard: int = 0, *, ttl_s: float | None = None, deadline_s: float | None = None
+    ) -> Room:
         """Memory for what is missing."""
         with self._lock:
             self._check_open()
-            granted = self._state.reserve(self._owner, self._state.layout(layout.fingerprint), names, shard)
+            granted = self._state.reserve(self._owner, self._state.layout(layout.fingerprint), names, shard, ttl_s=ttl_s)
         return Room(
             _table(granted.offsets),
             names.num_tokens(layout),
@@ -83,20 +109,35 @@ class LocalCache:
         """Forget everything, or one namespace."""
         with self._lock:
             self._check_open()
-            return self._state.clear(namespace)
+            removed = self._state.clear(namespace)
+            self._move()
+        self.flush(0, deadline_s=deadline_s)
+        return removed
+
+    def flush(self, mark: int | None = None, *, deadline_s: float | None = None) -> bool:
+        """Wait until what was committed has been written to lower tiers, and nothing is being cleared there."""
+        with self._lock:
+            self._check_open()
+            mark = self._state.mark if mark is None else mark
+            wait_s = self._config.client.arrival_timeout_s if deadline_s is None else deadline_s
+            return self._lock.wait_for(lambda: self._closed or self._state.all_done(mark), wait_s) and not self._closed
 
     def status(self, *, deadline_s: float | None = None) -> dict[str, Any]:
         """Sizes, counts and counters."""
         with self._lock:
             self._check_open()
-            return self._state.status() | {"arena_touched_bytes": self._toucher.touched_bytes}
+            tiers = self._mover.status() if self._mover is not None else {}
+            return self._state.status() | {"arena_touched_bytes": self._toucher.touched_bytes} | tiers
 
     def close(self) -> None:
-        """Give back everything, and the arena itself. Idempotent."""
+        """Write what waits to lower tiers, for `drain_timeout_s` at most; give back everything, and the arena itself. Idempotent."""
         self._toucher.stop()
         with self._lock:
             self._closed = True
             self._state.gone(self._owner)
+            self._lock.notify_all()
+        if self._mover is not None:
+            self._mover.close(drain_timeout_s=self._config.drain_timeout_s)
         self._buffer = np.empty(0, dtype=np.uint8)
         self._arena.close()
 
@@ -110,14 +151,34 @@ class LocalCache:
         if self._closed:
             raise KVHoldError("this cache is closed")
 
+    def _move(self) -> None:
+        """Under the lock: have the state's orders done."""
+        if self._mover is not None:
+            self._mover.submit(self._state.take_orders())
+
+    def _happen(self, event: Callable[[], None]) -> None:
+        """From the mover's thread."""
+        with self._lock:
+            event()
+            self._move()
+            self._lock.notify_all()
+
+    def _ask(self, ticket: int, settle: bool) -> tuple[int, int, bool]:
+        with self._lock:
+            self._check_open()
+            found: Found = self._state.refresh(ticket, settle=settle)
+        return found.ticket, found.num_tokens, found.arriving
+
     def _release(self, number: int) -> None:
         with self._lock:
             self._state.release(self._owner, number)
 
-    def _commit(self, room: int, chunks: Sequence[int]) -> None:
+    def _commit(self, room: int, chunks: Sequence[int]) -> int:
         with self._lock:
             self._check_open()
-            self._state.commit(self._owner, room, chunks)
+            mark = self._state.commit(self._owner, room, chunks)
+            self._move()
+            return mark
 
     def _abandon(self, room: int) -> None:
         with self._lock:

@@ -1,4 +1,4 @@
-"""The cache as a state machine: calls in, answers out, no I/O, no locks, no clock.
+"""The cache as a state machine: calls and events in, answers and orders out, no I/O, no locks.
 
 `LocalCache` drives it under a lock, the node from its loop. Each call names its *owner* (a caller in this process, a connection to
 the node): what an owner holds, hits, loans and rooms, goes when the owner goes (`gone`), and the arena is back at its baseline. Memory
@@ -6,24 +6,33 @@ of a room is given back only then too, because its owner may be writing until th
 
     lookup -> a ticket with pins -> claim (pins move to the claimer, shard by shard) -> release
     reserve -> commit / abandon
+
+Where there are tiers below RAM, a lookup that RAM does not answer in full is *arriving*: its ticket is good already, and grows while
+chunks are brought up (`searches.py`), until `refresh` says that it is final, or it is claimed. What is committed waits to be written below
+(`writes.py`). What the state wants done stands in `take_orders`; the mover does it and answers with the events at the end of this class.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from math import ceil
 from secrets import randbits
 from typing import Any
 
-from kvhold.cache.hits import longest_hit, needed_chunks
+from kvhold.cache.orders import ClearOrder, Order
+from kvhold.cache.presence import Extent, Presence
+from kvhold.cache.searches import Searches
+from kvhold.cache.writes import Writes
 from kvhold.core.api import ABSENT
 from kvhold.core.config import Config
 from kvhold.core.errors import LayoutError, ProtocolError
-from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES, ChunkNames, Query, make_key, place_suffix
+from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES, ChunkNames, Query, make_key
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
 from kvhold.memory.arena import Arena
 from kvhold.tiers.policies import make_policy
-from kvhold.tiers.ram import Entry, RamTier
+from kvhold.tiers.ram import Entry, RamTier, Wanted
+from kvhold.tiers.stack import Place
 
 Owner = Hashable
 
@@ -32,10 +41,11 @@ _MAX_SHARDS = 0xFFFF
 
 @dataclass(frozen=True)
 class Found:
-    """Answer to a lookup. `ticket` is 0 when nothing was found (and nothing is held)."""
+    """Answer to a lookup. `ticket` is 0 when nothing was found (and nothing is held). arriving: it may grow yet; ask again."""
 
     ticket: int
     num_tokens: int
+    arriving: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,30 +75,46 @@ class _Ticket:
 
 
 @dataclass
+class _Room:
+    """Reserved chunks: chunk number -> one entry a group."""
+
+    layout: Layout
+    chunks: dict[int, list[Entry]]
+
+
+@dataclass
 class _Holdings:
-    """What one owner holds, by number."""
+    """What one owner holds, by number. Among the tickets are those that are still arriving."""
 
     tickets: set[int] = field(default_factory=set)
     loans: dict[int, list[Entry]] = field(default_factory=dict)
-    rooms: dict[int, dict[int, list[Entry]]] = field(default_factory=dict)  # room -> chunk number -> one entry a group
+    rooms: dict[int, _Room] = field(default_factory=dict)
 
 
 def new_state(config: Config, arena: Arena) -> "CacheState":
     """An empty cache over an arena, with the policy that the settings name."""
     metrics = Metrics()
-    return CacheState(RamTier(arena, make_policy(config.policy), metrics), metrics)
+    ram = RamTier(arena, make_policy(config.policy), metrics, quota_bytes=config.namespace_quota_bytes)
+    write_behind_bytes = config.write_behind_bytes or arena.nbytes // 4
+    return CacheState(ram, metrics, num_tiers=len(config.tiers), write_behind_bytes=write_behind_bytes)
 
 
 class CacheState:
     """All of one cache but its I/O."""
 
-    def __init__(self, ram: RamTier, metrics: Metrics) -> None:
+    def __init__(self, ram: RamTier, metrics: Metrics, *, num_tiers: int = 0, write_behind_bytes: int = 0) -> None:
+        """num_tiers: below RAM. write_behind_bytes: the most that may wait to be written there."""
         self.ram = ram
         self.metrics = metrics
+        self._has_lower = num_tiers > 0
         self._layouts: dict[bytes, Layout] = {}
         self._tickets: dict[int, _Ticket] = {}
         self._holdings: dict[Owner, _Holdings] = {}
         self._numbers = count(randbits(48) << 8 | 1)  # so that a ticket of an earlier run is never good in this one
+        self._orders: list[Order] = []
+        self._writes = Writes(ram, metrics, self._give_order, limit_bytes=write_behind_bytes)
+        self._searches = Searches(ram, self._writes, metrics, self._give_order)
+        self._clears = 0
 
     def register(self, layout: Layout) -> None:
         """Make a layout known by its fingerprint."""
@@ -102,28 +128,55 @@ class CacheState:
         return layout
 
     def lookup(self, owner: Owner, query: Query) -> Found:
-        """Find the longest hit, pin it, and give it a ticket."""
+        """Find the longest hit, pin it, and give it a ticket. What lower tiers may have beyond it begins to arrive."""
         layout = self.layout(query.layout)
         _check_query(layout, query)
-        probe = _Probe(self.ram, query, layout)
-        whole, tail = longest_hit(layout, probe.reach(), probe.num_whole, query.tail_lengths, probe.has_chunk, probe.has_tail)
-        tail_tokens = 0 if tail is None else query.tail_lengths[tail]
-        num_tokens = whole * layout.tokens_per_chunk + tail_tokens
-        asked = probe.num_whole * layout.tokens_per_chunk + max(query.tail_lengths, default=0)
-        self._count_lookup(num_tokens, asked)
-        if not num_tokens:
+        presence = Presence(query, layout, self.ram.find)
+        extent = presence.extent()
+        if self._has_lower and extent.num_tokens < presence.asked_tokens and self._searches.may_begin(query):
+            number = next(self._numbers)
+            self._of(owner).tickets.add(number)
+            self._searches.begin(number, owner, query, layout)
+            return self.refresh(number)
+        self._count_lookup(extent.num_tokens, presence.asked_tokens)
+        if not extent.num_tokens:
             return Found(0, 0)
         ticket = next(self._numbers)
-        shards = {shard: self._pin_shard(layout, probe, shard, whole, tail, num_tokens) for shard in range(query.shards)}
-        counts = [layout.tokens_per_chunk] * whole + ([tail_tokens] if tail_tokens else [])
-        self._tickets[ticket] = _Ticket(owner, counts, shards)
-        self._of(owner).tickets.add(ticket)
-        return Found(ticket, num_tokens)
+        found = presence.found(extent)
+        for entry in reversed(found.values()):  # last one first: see `commit`
+            self.ram.pin(entry)
+        self._issue(ticket, owner, query, layout, extent, found)
+        return Found(ticket, extent.num_tokens)
+
+    def refresh(self, ticket: int, *, settle: bool = False) -> Found:
+        """How far a ticket goes now. One that is final stays as it is; one that came to nothing is no more.
+
+        settle: it is final with what is here by now
+        """
+        if ticket in self._searches:
+            search = self._searches[ticket]
+            if settle or search.over:
+                self._settle(ticket)
+            else:
+                return Found(ticket, search.presence().extent().num_tokens, arriving=True)
+        held = self._tickets.get(ticket)
+        return Found(ticket, sum(held.num_tokens)) if held is not None else Found(0, 0)
+
+    def prefetch(self, owner: Owner, query: Query) -> None:
+        """Bring what lower tiers have of a prompt into RAM, for nobody in particular yet."""
+        found = self.lookup(owner, query)
+        if found.arriving:
+            self._searches.orphan(found.ticket)
+            self._of(owner).tickets.discard(found.ticket)
+        elif found.ticket:
+            self.release(owner, found.ticket)
 
     def claim(self, owner: Owner, ticket: int, shard: int, first_chunk: int) -> Lent | None:
         """Move one shard's pins from the ticket to `owner`; chunks before `first_chunk` are let go. None if the ticket is not good."""
         if first_chunk < 0:
             raise ProtocolError(f"a claim from chunk {first_chunk} on; the first one is 0")
+        if ticket in self._searches:  # whoever claims waits no longer
+            self._settle(ticket)
         held = self._tickets.get(ticket)
         if held is None or shard not in held.shards:
             self.metrics.add("kvhold_claims_failed", reason="unknown ticket" if held is None else "claimed already")
@@ -144,51 +197,67 @@ class CacheState:
     def release(self, owner: Owner, number: int) -> None:
         """Let go of a ticket (what was not claimed of it) or of a loan. Unknown numbers are ignored: it may be gone already."""
         held = self._tickets.get(number)
-        if held is not None and held.owner == owner:
+        if number in self._searches and self._searches[number].owner == owner:
+            self._of(owner).tickets.discard(number)
+            self._searches.drop(number)
+        elif held is not None and held.owner == owner:
             self._drop_ticket(number)
         else:
             self._unpin(self._of(owner).loans.pop(number, []))
 
-    def reserve(self, owner: Owner, layout: Layout, names: ChunkNames, shard: int) -> Granted:
+    def reserve(self, owner: Owner, layout: Layout, names: ChunkNames, shard: int, *, ttl_s: float | None = None) -> Granted:
         """Memory for the chunks that are missing, in order, until there is no room. A chunk gets all its groups or none."""
         _check_names(layout, names, shard)
+        expires_at = 0 if ttl_s is None else ceil(self.ram.now() + ttl_s)
         groups = range(len(layout.groups))
         offsets = [[ABSENT] * len(names) for _ in groups]
         taken: dict[int, list[Entry]] = {}
-        first_token = names.first_token
+        first_token, parent = names.first_token, names.parent
         for chunk in range(len(names)):
             num_tokens = names.tail_tokens if names.tail_tokens and chunk == len(names) - 1 else layout.tokens_per_chunk
             chain_hash = names.hashes[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES]
-            wanted = [(make_key(names.namespace, chain_hash, g, shard), layout.chunk_bytes(g, num_tokens)) for g in groups]
+            wanted = [_wanted(layout, names.namespace, chain_hash, parent, g, shard, num_tokens) for g in groups]
             if self._is_missing(wanted):
-                entries = self._take(wanted, num_tokens, first_token)
+                entries = self.ram.reserve_all(wanted, num_tokens=num_tokens, first_token=first_token, expires_at=expires_at)
                 if entries is None:  # nor would what follows be of use without it
                     self.metrics.add("kvhold_store_skipped_chunks", len(names) - chunk, reason="no room")
                     break
                 taken[chunk] = entries
                 for g, entry in enumerate(entries):
                     offsets[g][chunk] = entry.offset
-            first_token += num_tokens
+            first_token, parent = first_token + num_tokens, chain_hash
         if not taken:
             return Granted(0, offsets)
         room = next(self._numbers)
-        self._of(owner).rooms[room] = taken
+        self._of(owner).rooms[room] = _Room(layout, taken)
         return Granted(room, offsets)
 
-    def commit(self, owner: Owner, room: int, chunks: Sequence[int]) -> None:
-        """Make chunks of a room visible. Last one first, so that by age a prefix never goes before its continuation."""
-        taken = self._of(owner).rooms.get(room, {})
-        for chunk in sorted(set(chunks), reverse=True):
-            for entry in taken.pop(chunk, ()):
+    def commit(self, owner: Owner, room: int, chunks: Sequence[int]) -> int:
+        """Make chunks of a room visible. Last one first, so that by age a prefix never goes before its continuation.
+
+        Returns the mark that stands for their being written below (`all_done`).
+        """
+        held = self._of(owner).rooms.get(room)
+        if held is None:
+            return self.mark
+        committed = [(chunk, held.chunks.pop(chunk)) for chunk in sorted(set(chunks), reverse=True) if chunk in held.chunks]
+        for _, entries in committed:
+            for entry in entries:
                 self.ram.commit(entry)
                 self.metrics.add("kvhold_stored_chunks")
                 self.metrics.add("kvhold_stored_bytes", entry.nbytes)
-        if not taken:
-            self._of(owner).rooms.pop(room, None)
+        if self._has_lower:
+            for _, entries in reversed(committed):  # below, the beginning first: without it the rest is of no use
+                for entry in entries:
+                    self._writes.add(entry, held.layout)
+        if not held.chunks:
+            del self._of(owner).rooms[room]
+        return self.mark
 
     def abandon(self, owner: Owner, room: int) -> None:
         """Give back what a room holds uncommitted."""
-        for entries in self._of(owner).rooms.pop(room, {}).values():
+        held = self._of(owner).rooms.pop(room, None)
+        for entries in held.chunks.values() if held is not None else ():
             for entry in entries:
                 self.ram.abandon(entry)
                 self.metrics.add("kvhold_abandoned_chunks")
@@ -204,7 +273,7 @@ class CacheState:
         if held is None:
             return
         for ticket in list(held.tickets):
-            self._drop_ticket(ticket)
+            self.release(owner, ticket)
         for entries in held.loans.values():
             self._unpin(entries)
         for room in list(held.rooms):
@@ -212,14 +281,24 @@ class CacheState:
         del self._holdings[owner]
 
     def clear(self, namespace: bytes | None) -> int:
-        """Forget every chunk, or those of one namespace. Returns how many."""
+        """Forget every chunk, or those of one namespace. Returns how many RAM had; lower tiers are cleared by and by (`all_done`)."""
         if namespace is not None and len(namespace) != NAMESPACE_BYTES:
             raise ProtocolError("the namespace to clear has an impossible size")
-        entries = self.ram.entries(namespace or b"")
-        for entry in entries:
-            self.ram.remove(entry)
-        self.metrics.add("kvhold_cleared_chunks", len(entries))
-        return len(entries)
+        removed = self._clear_ram(namespace or b"")
+        if self._has_lower:
+            self._searches.clear(namespace or b"")
+            self._clears += 1
+            self._give_order(ClearOrder(namespace or b""))
+        return removed
+
+    @property
+    def mark(self) -> int:
+        """Stands for all that was committed so far; see `all_done`."""
+        return self._writes.mark
+
+    def all_done(self, mark: int) -> bool:
+        """Whether all that was committed before `mark` was taken has been written below, or given up; and nothing is being cleared."""
+        return not self._clears and self._writes.all_done(mark)
 
     def status(self) -> dict[str, Any]:
         """Sizes, counts and counters, for people and monitors."""
@@ -228,6 +307,9 @@ class CacheState:
             "used_bytes": self.ram.used_bytes,
             "chunks": self.ram.num_chunks,
             "pinned_chunks": self.ram.num_pinned,
+            "arriving_chunks": self._searches.num_arriving,
+            "write_behind": {"chunks": len(self._writes), "bytes": self._writes.queued_bytes},
+            "namespaces": {namespace.hex(): nbytes for namespace, nbytes in self.ram.used_by_namespace.items()},
             "held": self.holdings(),
             "counters": self.metrics.as_dict(),
         }
@@ -236,47 +318,93 @@ class CacheState:
         """How many tickets, loans and rooms are out, over all owners."""
         held = self._holdings.values()
         return {
-            "tickets": len(self._tickets),
+            "tickets": sum(len(h.tickets) for h in held),
             "loans": sum(len(h.loans) for h in held),
             "rooms": sum(len(h.rooms) for h in held),
         }
 
+    def take_orders(self) -> list[Order]:
+        """What the mover is to do; each order is given once."""
+        orders, self._orders = self._orders, []
+        return orders
+
+    # Events: what came of the orders.
+
+    def probed(self, search: int, places: dict[bytes, Place]) -> None:
+        """Of a ProbeOrder."""
+        self._searches.probed(search, places)
+        if search in self._searches and self._searches[search].over:
+            self._settle_orphans([search])
+
+    def fetched(self, entry: Entry, ok: bool, expires_at: int = 0) -> None:
+        """Of one arrival of a FetchOrder: its bytes are here and right, or not; nobody writes to its memory any more."""
+        self._settle_orphans(self._searches.fetched(entry, ok, expires_at=expires_at))
+
+    def given_up(self, entry: Entry) -> None:
+        """Of one arrival: it failed, but its memory may still be written to until `let_go`."""
+        self._settle_orphans(self._searches.given_up(entry))
+
+    def let_go(self, entry: Entry) -> None:
+        """Of one arrival that was given up."""
+        self._searches.let_go(entry)
+
+    def written(self, number: int) -> None:
+        """Of a WriteOrder."""
+        self._writes.done(number)
+
+    def cleared(self, prefix: bytes) -> None:
+        """Of a ClearOrder. What came up from below while it was under way goes, too."""
+        self._clears -= 1
+        self._searches.cleared(prefix)
+
+    def _give_order(self, order: Order) -> None:
+        self._orders.append(order)
+
     def _of(self, owner: Owner) -> _Holdings:
         return self._holdings.setdefault(owner, _Holdings())
 
-    def _pin_shard(
-        self, layout: Layout, probe: "_Probe", shard: int, whole: int, tail: int | None, num_tokens: int
-    ) -> list[list[Entry | None]]:
-        """Entries `[group][chunk]` of one shard, pinned. Last one first: see `commit`."""
-        pinned: list[list[Entry | None]] = []
-        for group in range(len(layout.groups)):
-            needed = needed_chunks(layout, group, num_tokens)
-            row: list[Entry | None] = [None] * (whole + (tail is not None))
-            for chunk in reversed(needed):
-                entry = probe.tail(group, shard, tail) if chunk == whole and tail is not None else probe.chunk(group, shard, chunk)
-                assert entry is not None, "a hit counts only what is present"
-                self.ram.pin(entry)
-                row[chunk] = entry
-            pinned.append(row)
-        return pinned
+    def _settle(self, number: int) -> None:
+        """An arriving ticket becomes final, with what is here of it by now."""
+        search, extent = self._searches.finish(number)
+        presence = search.presence()
+        self._count_lookup(extent.num_tokens, presence.asked_tokens)
+        if extent.num_tokens:
+            self._issue(number, search.owner, search.query, search.layout, extent, presence.found(extent))
+        else:
+            self._of(search.owner).tickets.discard(number)
 
-    def _is_missing(self, wanted: list[tuple[bytes, int]]) -> bool:
+    def _settle_orphans(self, over: Iterable[int]) -> None:
+        for number in over:
+            if self._searches[number].owner is None:
+                self._searches.drop(number)
+
+    def _issue(
+        self, ticket: int, owner: Owner, query: Query, layout: Layout, extent: Extent, found: dict[tuple[int, int, int], Entry]
+    ) -> None:
+        """A final ticket over entries that are pinned: `found[shard, group, chunk]`."""
+        groups, chunks = range(len(layout.groups)), range(extent.chunks)
+        shards = {shard: [[found.get((shard, group, chunk)) for chunk in chunks] for group in groups] for shard in range(query.shards)}
+        counts = [layout.tokens_per_chunk] * extent.whole + ([extent.tail_tokens] if extent.tail is not None else [])
+        self._tickets[ticket] = _Ticket(owner, counts, shards)
+        self._of(owner).tickets.add(ticket)
+
+    def _clear_ram(self, prefix: bytes) -> int:
+        entries = self.ram.entries(prefix)
+        for entry in entries:
+            self.ram.remove(entry)
+        self.metrics.add("kvhold_cleared_chunks", len(entries))
+        return len(entries)
+
+    def _is_missing(self, wanted: list[Wanted]) -> bool:
         """Whether a chunk's groups are not all present, and nobody is writing them."""
-        present = [self.ram.find(key) is not None for key, _ in wanted]
+        present = [self.ram.find(one.key) is not None for one in wanted]
         if all(present):
             self.metrics.add("kvhold_store_skipped_chunks", reason="present")
             return False
-        if any(self.ram.holds(key) and not there for (key, _), there in zip(wanted, present, strict=True)):
+        if any(self.ram.holds(one.key) and not there for one, there in zip(wanted, present, strict=True)):
             self.metrics.add("kvhold_store_skipped_chunks", reason="in progress")
             return False
         return True
-
-    def _take(self, wanted: list[tuple[bytes, int]], num_tokens: int, first_token: int) -> list[Entry] | None:
-        """Memory for all groups of a chunk; one of which some groups were evicted is written whole again."""
-        for key, _ in wanted:
-            if (entry := self.ram.find(key)) is not None:
-                self.ram.remove(entry)
-        return self.ram.reserve_all(wanted, num_tokens, first_token)
 
     def _drop_ticket(self, ticket: int) -> None:
         held = self._forget_ticket(ticket)
@@ -301,53 +429,9 @@ class CacheState:
         self.metrics.add("kvhold_lookup_tokens", asked - found, result="miss")
 
 
-class _Probe:
-    """The presence of a query's chunks in RAM; each is looked for once."""
-
-    def __init__(self, ram: RamTier, query: Query, layout: Layout) -> None:
-        self._ram = ram
-        self._query = query
-        self._layout = layout
-        self.num_whole = len(query.hashes) // HASH_BYTES
-        self._suffixes = [[place_suffix(g, s) for s in range(query.shards)] for g in range(len(layout.groups))]
-        self._runs: dict[tuple[int, int], list[Entry]] = {}
-
-    def reach(self) -> int:
-        """How many whole chunks from the start all full-attention groups have in all shards."""
-        reach = self.num_whole
-        for group, geometry in enumerate(self._layout.groups):
-            if geometry.attention == "full":
-                for shard in range(self._query.shards):
-                    run = self._runs[group, shard] = self._run(group, shard, reach)
-                    reach = len(run)
-        return reach
-
-    def chunk(self, group: int, shard: int, chunk: int) -> Entry | None:
-        run = self._runs.get((group, shard))
-        return self._find(self._query.hashes, group, shard, chunk) if run is None else run[chunk]
-
-    def tail(self, group: int, shard: int, tail: int) -> Entry | None:
-        return self._find(self._query.tail_hashes, group, shard, tail)
-
-    def has_chunk(self, group: int, chunk: int) -> bool:
-        return all(self.chunk(group, shard, chunk) is not None for shard in range(self._query.shards))
-
-    def has_tail(self, group: int, tail: int) -> bool:
-        return all(self.tail(group, shard, tail) is not None for shard in range(self._query.shards))
-
-    def _run(self, group: int, shard: int, most: int) -> list[Entry]:
-        find, namespace, hashes, suffix = self._ram.find, self._query.namespace, self._query.hashes, self._suffixes[group][shard]
-        run = []
-        for start in range(0, most * HASH_BYTES, HASH_BYTES):
-            entry = find(namespace + hashes[start : start + HASH_BYTES] + suffix)
-            if entry is None:
-                break
-            run.append(entry)
-        return run
-
-    def _find(self, hashes: bytes, group: int, shard: int, at: int) -> Entry | None:
-        chain_hash = hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES]
-        return self._ram.find(self._query.namespace + chain_hash + self._suffixes[group][shard])
+def _wanted(layout: Layout, namespace: bytes, chain_hash: bytes, parent: bytes, group: int, shard: int, num_tokens: int) -> Wanted:
+    before = make_key(namespace, parent, group, shard) if parent else None
+    return Wanted(make_key(namespace, chain_hash, group, shard), layout.chunk_bytes(group, num_tokens), before)
 
 
 def _check_query(layout: Layout, query: Query) -> None:
@@ -362,6 +446,8 @@ def _check_query(layout: Layout, query: Query) -> None:
 def _check_names(layout: Layout, names: ChunkNames, shard: int) -> None:
     if len(names.namespace) != NAMESPACE_BYTES or len(names.hashes) % HASH_BYTES or not 0 <= shard < _MAX_SHARDS:
         raise ProtocolError("the chunks' namespace, hashes or shard have an impossible size")
+    if len(names.parent) not in (0, HASH_BYTES):
+        raise ProtocolError("the hash before the chunks has an impossible size")
     if names.tail_tokens:
         if not names.hashes:
             raise ProtocolError("a tail without a hash")

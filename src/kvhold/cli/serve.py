@@ -19,12 +19,19 @@ from kvhold.node.server import Node
 @click.command()
 @click.option("--socket", help="Path of the Unix socket. [default: one for this user]")
 @click.option("--ram-bytes", help="Size of the cache, such as 8GiB. [default: a quarter of what is free, at most 4GiB]")
-@click.option("--policy", help="Which chunk is evicted first: lru or s3fifo.")
+@click.option("--policy", help="Which chunk is evicted first: lru, lfu, fifo, mru or s3fifo.")
+@click.option("--tier", "tiers", multiple=True, help="Where chunks live below RAM, such as disk:///var/cache/kvhold; the fastest first.")
 @click.option("--idle-exit-s", type=float, help="End after so many seconds without clients. [default: never]")
 @click.option("--detach", is_flag=True, help="Go on in the background once it is ready, and belong to nobody.")
 @click.option("--config", "config_file", type=click.Path(path_type=Path), help="Settings file, TOML or YAML.")
 def command(
-    socket: str | None, ram_bytes: str | None, policy: str | None, idle_exit_s: float | None, detach: bool, config_file: Path | None
+    socket: str | None,
+    ram_bytes: str | None,
+    policy: str | None,
+    tiers: tuple[str, ...],
+    idle_exit_s: float | None,
+    detach: bool,
+    config_file: Path | None,
 ) -> None:
     """Run this host's node until SIGTERM or SIGINT."""
     arguments: dict[str, Any] = {}
@@ -32,6 +39,8 @@ def command(
         arguments["ram_bytes"] = ram_bytes
     if policy is not None:
         arguments["policy"] = policy
+    if tiers:
+        arguments["tiers"] = tiers
     if socket is not None:
         arguments["node"] = {"socket": socket}
     config = load_config(arguments, file=config_file)

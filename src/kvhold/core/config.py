@@ -5,7 +5,8 @@
 
 The file is named by `KVHOLD_CONFIG` or by the caller; TOML, or YAML where PyYAML is installed. A nested setting is
 `KVHOLD_NODE_SOCKET`, `[node] socket`, `{"node": {"socket": ...}}`. Sizes are bytes or text such as "5GiB". An unknown name or a bad
-value is a ConfigError that names the source, the name and the nearest valid one; nothing is ignored.
+value is a ConfigError that names the source, the name and the nearest valid one; nothing is ignored. A list is a list, or text with
+blanks between its items; an item with options may be a table, `{url = "disk:///var/cache/kvhold", max_bytes = "100GiB"}`.
 """
 
 import os
@@ -14,7 +15,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_type_hints
+from urllib.parse import urlencode
 
 from kvhold.core.errors import ConfigError
 from kvhold.core.sizes import parse_size
@@ -49,6 +51,7 @@ class ClientConfig:
 
     connect_timeout_s: float = setting(5.0, "how long to wait for a node to answer or to start", minimum=0.01)
     call_timeout_s: float = setting(1.0, "deadline of one call; after it the engine computes for itself", minimum=0.001)
+    arrival_timeout_s: float = setting(10.0, "how long a request waits for chunks that come from lower tiers", minimum=0)
     reconnect_interval_s: float = setting(1.0, "how often a lost node is looked for, in the background", minimum=0.01)
     heartbeat_interval_s: float = setting(2.0, "how often an idle connection is tried", minimum=0.05)
 
@@ -60,8 +63,15 @@ class Config:
     tokens_per_chunk: int = setting(256, "tokens in a chunk; engines round it up to a multiple of their block", minimum=1)
     model_id: str = setting("", "a name for the model and its weights, where they cannot be told by content or hub commit")
     ram_bytes: int = size(0, "memory for cached KV; 0: a quarter of what is free at start, at most 4 GiB")
-    policy: str = setting("lru", "which chunk is evicted first", choices=("lru", "s3fifo"))
+    policy: str = setting("lru", "which chunk is evicted first", choices=("lru", "lfu", "fifo", "mru", "s3fifo"))
+    namespace_quota_bytes: int = size(0, "the most memory that the chunks of one namespace may have; 0: no limit")
     huge_pages: str = setting("auto", "huge pages for the arena", choices=("auto", "never", "always"))
+    tiers: tuple[str, ...] = setting((), "where chunks live below RAM, the fastest first: URLs such as disk:///var/cache/kvhold")
+    plugins: tuple[str, ...] = setting((), "tiers of others that may be loaded: entry points' names, or module:Class")
+    write_behind_bytes: int = size(
+        0, "chunks that may wait to be written to lower tiers, beyond which they are dropped; 0: a quarter of RAM"
+    )
+    drain_timeout_s: float = setting(5.0, "how long an ending cache goes on writing what waits", minimum=0)
     copy_threads: int = setting(0, "threads that copy between engine and arena; 0: as many as cores, at most 2", minimum=0)
     node: NodeConfig = field(default_factory=NodeConfig)
     client: ClientConfig = field(default_factory=ClientConfig)
@@ -126,16 +136,35 @@ def _convert(value: Any, kind: Any, rules: Mapping[str, Any]) -> Any:
         value = _as_bool(value)
     elif kind in (int, float):
         value = _as_number(value, kind)
+    elif kind == tuple[str, ...]:
+        value = _as_lines(value)
     elif kind is str and not isinstance(value, str):
         raise ValueError("must be text")
-    elif get_args(kind):
-        raise ValueError(f"unsupported setting type {kind}")
     if rules.get("choices") and value not in rules["choices"]:
         near = get_close_matches(str(value), rules["choices"], n=1)
         raise ValueError(f"must be one of {', '.join(rules['choices'])}" + (f"; did you mean {near[0]!r}?" if near else ""))
     if rules.get("minimum") is not None and value < rules["minimum"]:
         raise ValueError(f"must be at least {rules['minimum']}")
     return value
+
+
+def _as_lines(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return tuple(value.split())
+    if not isinstance(value, (list, tuple)):
+        raise ValueError("must be a list, or text with blanks between its items")
+    return tuple(_as_line(item) for item in value)
+
+
+def _as_line(item: Any) -> str:
+    if isinstance(item, str) and item and not set(item) & set(" \t\n"):
+        return item
+    if isinstance(item, Mapping) and isinstance(item.get("url"), str):
+        options = {name: ("true" if v else "false") if isinstance(v, bool) else v for name, v in item.items() if name != "url"}
+        if not options:
+            return _as_line(item["url"])
+        return _as_line(f"{item['url']}{'&' if '?' in item['url'] else '?'}{urlencode(options)}")
+    raise ValueError(f"{item!r} is neither text without blanks (a blank in a URL is %20) nor a table with a url")
 
 
 def _as_bool(value: Any) -> bool:

@@ -36,12 +36,14 @@ class ChunkNames(msgspec.Struct, frozen=True, array_like=True):
     hashes:      HASH_BYTES each, end to end
     tail_tokens: tokens in the last one if that is a tail, 0 if all are whole
     first_token: the position in the prompt of the first one's first token (the position its keys are rotated for)
+    parent:      the hash of the chunk before the first one; empty if that is the prompt's first
     """
 
     namespace: bytes
     hashes: bytes
     tail_tokens: int = 0
     first_token: int = 0
+    parent: bytes = b""
 
     def __len__(self) -> int:
         return len(self.hashes) // HASH_BYTES
@@ -184,10 +186,11 @@ class Prompt:
         assert 0 <= first <= self.num_whole, "what begins after the last whole chunk is its tail"
         hashes = self.chain[first * HASH_BYTES : self.num_whole * HASH_BYTES if last is None else last * HASH_BYTES]
         first_token = first * self.namespace.layout.tokens_per_chunk
+        parent = self.hash_at(first - 1) if first else b""
         if tail and self.tail_lengths:
             assert last in (None, self.num_whole), "a tail follows the last whole chunk"
-            return ChunkNames(self.namespace.digest, hashes + self.tails[-HASH_BYTES:], self.tail_lengths[-1], first_token)
-        return ChunkNames(self.namespace.digest, hashes, 0, first_token)
+            return ChunkNames(self.namespace.digest, hashes + self.tails[-HASH_BYTES:], self.tail_lengths[-1], first_token, parent)
+        return ChunkNames(self.namespace.digest, hashes, 0, first_token, parent)
 
     def hash_at(self, chunk: int) -> bytes:
         """The hash of whole chunk number `chunk`."""

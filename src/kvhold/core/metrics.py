@@ -1,36 +1,44 @@
 """One declarative table of what kvhold counts, and the counters that live by it.
 
     metrics = Metrics(); metrics.add("kvhold_lookup_tokens", 4000, result="hit")
+    metrics.observe("kvhold_tier_seconds", 0.012, tier="redis", operation="get")
 
 Exporters (Prometheus, OpenTelemetry) and `kvhold status` read the same table. An unknown name or label is a programming error and
 raises KeyError at once. Adding is safe from any thread that holds the GIL for the addition's two dictionary steps; the owners of a
 `Metrics` (a cache, a node's loop, a connector) are single writers.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One line of the table. A counter only grows; a gauge is set."""
+    """One line of the table. A counter only grows; a gauge is set; a histogram counts observations up to each of `buckets`."""
 
     name: str
-    kind: Literal["counter", "gauge"]
+    kind: Literal["counter", "gauge", "histogram"]
     unit: str
     labels: tuple[str, ...]
     help: str
+    buckets: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One value as exported."""
+    """One value as exported. counts: of a histogram, how many observations were at most each bucket, then all; `value` is their sum."""
 
     metric: Metric
     labels: tuple[str, ...]
     value: float
+    counts: tuple[int, ...] = ()
 
+
+_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+_TIER = ("tier",)
 
 TABLE = {
     m.name: m
@@ -47,6 +55,23 @@ TABLE = {
         Metric("kvhold_evicted_chunks", "counter", "chunks", ("tier",), "Chunks evicted to make room."),
         Metric("kvhold_evicted_bytes", "counter", "bytes", ("tier",), "Bytes evicted to make room."),
         Metric("kvhold_cleared_chunks", "counter", "chunks", (), "Chunks removed by clear."),
+        Metric("kvhold_expired_chunks", "counter", "chunks", _TIER, "Chunks dropped because they had outlived their time."),
+        Metric("kvhold_tier_items", "counter", "items", ("tier", "operation", "result"), "Chunks asked of a tier, by what came of it."),
+        Metric("kvhold_tier_bytes", "counter", "bytes", ("tier", "operation"), "Bytes read from and written to a tier."),
+        Metric("kvhold_tier_seconds", "histogram", "seconds", ("tier", "operation"), "How long calls of a tier took.", _SECONDS),
+        Metric(
+            "kvhold_tier_errors", "counter", "errors", ("tier", "operation", "reason"), "What went wrong with calls and items of a tier."
+        ),
+        Metric(
+            "kvhold_tier_dropped_chunks", "counter", "chunks", ("tier", "reason"), "Chunks that were to be written to a tier and were not."
+        ),
+        Metric("kvhold_tier_bad_frames", "counter", "frames", ("tier", "reason"), "Frames that failed a check; each was removed."),
+        Metric("kvhold_tier_available", "gauge", "tiers", _TIER, "1 while the tier is used, 0 while its breaker is open."),
+        Metric("kvhold_tier_stuck_calls", "gauge", "calls", _TIER, "Calls given up that have not yet let go of their memory."),
+        Metric("kvhold_tier_queued_chunks", "gauge", "chunks", _TIER, "Chunks that wait to be written, or are being written."),
+        Metric("kvhold_tier_queued_bytes", "gauge", "bytes", _TIER, "Bytes of those."),
+        Metric("kvhold_promoted_chunks", "counter", "chunks", (), "Chunks brought from a lower tier into the arena."),
+        Metric("kvhold_withdrawn_chunks", "counter", "chunks", ("reason",), "Chunks that a lower tier had and that did not arrive."),
         Metric("kvhold_connections", "counter", "connections", ("result",), "Connections to the node: accepted, refused, lost."),
         Metric("kvhold_protocol_errors", "counter", "errors", ("reason",), "Messages that broke the protocol."),
     )
@@ -58,10 +83,18 @@ class Metrics:
 
     def __init__(self) -> None:
         self._values: dict[tuple[str, tuple[str, ...]], float] = {}
+        self._counts: dict[tuple[str, tuple[str, ...]], list[int]] = {}
 
     def add(self, name: str, amount: float = 1, **labels: str) -> None:
         """Count `amount` more."""
         key = (name, _ordered(name, labels))
+        self._values[key] = self._values.get(key, 0) + amount
+
+    def observe(self, name: str, amount: float, **labels: str) -> None:
+        """One more observation of a histogram."""
+        buckets, key = TABLE[name].buckets, (name, _ordered(name, labels))
+        counts = self._counts.setdefault(key, [0] * (len(buckets) + 1))
+        counts[bisect_left(buckets, amount)] += 1
         self._values[key] = self._values.get(key, 0) + amount
 
     def set(self, name: str, value: float, **labels: str) -> None:
@@ -75,15 +108,22 @@ class Metrics:
     def samples(self) -> Iterator[Sample]:
         """Every value, in the table's order."""
         order = {name: i for i, name in enumerate(TABLE)}
-        for name, labels in sorted(self._values, key=lambda key: (order[key[0]], key[1])):
-            yield Sample(TABLE[name], labels, self._values[name, labels])
+        values = dict(self._values)  # in one step: their owner's thread may be counting meanwhile
+        for name, labels in sorted(values, key=lambda key: (order[key[0]], key[1])):
+            counts = tuple(accumulate(self._counts.get((name, labels), ())))
+            yield Sample(TABLE[name], labels, values[name, labels], counts)
 
     def as_dict(self) -> dict[str, float]:
         """`{"name{label=value}": value}` for status output."""
-        flat = {}
+        flat: dict[str, float] = {}
         for sample in self.samples():
             pairs = ",".join(f"{k}={v}" for k, v in zip(sample.metric.labels, sample.labels, strict=True))
-            flat[f"{sample.metric.name}{{{pairs}}}" if pairs else sample.metric.name] = sample.value
+            braces = f"{{{pairs}}}" if pairs else ""
+            if sample.counts:
+                flat[f"{sample.metric.name}_count{braces}"] = sample.counts[-1]
+                flat[f"{sample.metric.name}_sum{braces}"] = sample.value
+            else:
+                flat[f"{sample.metric.name}{braces}"] = sample.value
         return flat
 
 

@@ -13,7 +13,7 @@ import msgspec
 from kvhold.core.keys import ChunkNames, Query
 from kvhold.core.layout import Layout
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_MESSAGE_BYTES = 8 << 20  # the hashes of a prompt of 100 million tokens
 MAGIC = "kvhold"
 
@@ -54,10 +54,24 @@ class Lookup(Message, frozen=True):
 
 
 class Found(Message, frozen=True):
-    """What a lookup found and pinned."""
+    """What a lookup found and pinned. arriving: more may come from lower tiers; ask again with Refresh."""
 
     ticket: int
     num_tokens: int
+    arriving: bool = False
+
+
+class Refresh(Message, frozen=True):
+    """How far does it go now? settle: make do with what is here. -> Found"""
+
+    ticket: int
+    settle: bool
+
+
+class Prefetch(Message, frozen=True):
+    """Bring what lower tiers have into memory. -> Done"""
+
+    query: Query
 
 
 class Claim(Message, frozen=True):
@@ -92,6 +106,7 @@ class Reserve(Message, frozen=True):
     layout: bytes
     names: ChunkNames
     shard: int
+    ttl_s: float | None = None
 
 
 class Granted(Message, frozen=True):
@@ -102,7 +117,7 @@ class Granted(Message, frozen=True):
 
 
 class Commit(Message, frozen=True):
-    """Make chunks of a room visible. -> Done"""
+    """Make chunks of a room visible. -> Done; its mark stands for their being written to lower tiers"""
 
     room: int
     chunks: list[int]
@@ -118,6 +133,12 @@ class Clear(Message, frozen=True):
     """Forget one namespace, or everything. -> Done, with how many chunks went"""
 
     namespace: bytes | None
+
+
+class Flushed(Message, frozen=True):
+    """Has all up to this mark been written to lower tiers, or given up, and is nothing being cleared? -> Done; 1 for yes"""
+
+    mark: int
 
 
 class Status(Message, frozen=True):
@@ -139,9 +160,10 @@ class Ping(Message, frozen=True):
 
 
 class Done(Message, frozen=True):
-    """It is done; `count` says how much, where that has a meaning."""
+    """It is done; `count` says how much, where that has a meaning. mark: stands for all that was committed so far."""
 
     count: int = 0
+    mark: int = 0
 
 
 class Refused(Message, frozen=True):
@@ -151,5 +173,7 @@ class Refused(Message, frozen=True):
     fatal: bool
 
 
-Request = Union[Register, Lookup, Claim, Release, Reserve, Commit, Abandon, Clear, Status, Stop, Ping]  # noqa: UP007 - msgspec reads the union
+Request = Union[  # noqa: UP007 - msgspec reads the union
+    Register, Lookup, Refresh, Prefetch, Claim, Release, Reserve, Commit, Abandon, Clear, Flushed, Status, Stop, Ping
+]
 Answer = Union[Found, Lent, Gone, Granted, Report, Done, Refused]  # noqa: UP007

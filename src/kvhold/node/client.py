@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 Kind = TypeVar("Kind", bound=m.Message)
 
+_FLUSH_PAUSE_S = 0.005
+
 
 class NodeClient:
     """A connection that mends itself."""
@@ -79,11 +81,28 @@ class NodeClient:
         # Not on an engine's path, and often the first call to a node that has just started: it gets a joining's time.
         self._call(m.Register(namespace.layout), m.Done, self._config.connect_timeout_s)
 
-    def lookup(self, query: Query, *, deadline_s: float | None = None) -> Hit:
-        """The longest prefix that the node has, pinned."""
+    def lookup(self, query: Query, *, wait_s: float | None = None, deadline_s: float | None = None) -> Hit:
+        """The longest prefix that the node has, pinned. deadline_s: of each question to the node, not of the waiting."""
         link = self._current("lookup")
         found = self._call(m.Lookup(query), m.Found, deadline_s, link)
-        return Hit(found.ticket, found.num_tokens, lambda: self._give_back(link, m.Release(found.ticket)) if found.ticket else None)
+
+        def ask(ticket: int, settle: bool) -> tuple[int, int, bool]:
+            now = self._call(m.Refresh(ticket, settle), m.Found, deadline_s, link)
+            return now.ticket, now.num_tokens, now.arriving
+
+        ticket = found.ticket
+        hit = Hit(ticket, found.num_tokens, lambda: self._let_go(link, ticket), arriving=found.arriving, ask=ask)
+        if hit.arriving and wait_s != 0:
+            try:
+                hit.wait(time.monotonic() + (self._config.arrival_timeout_s if wait_s is None else wait_s))
+            except BaseException:
+                hit.close()
+                raise
+        return hit
+
+    def prefetch(self, query: Query, *, deadline_s: float | None = None) -> None:
+        """Have the node bring what lower tiers hold of a prompt into memory."""
+        self._call(m.Prefetch(query), m.Done, deadline_s)
 
     def claim(self, ticket: int, shard: int = 0, *, first_chunk: int = 0, deadline_s: float | None = None) -> Loan | None:
         """Take over one shard's part of a hit; the ticket may come from another process."""
@@ -107,13 +126,15 @@ class NodeClient:
             lambda: self._give_back(link, m.Release(lent.loan), held=True),
         )
 
-    def reserve(self, layout: Layout, names: ChunkNames, shard: int = 0, *, deadline_s: float | None = None) -> Room:
+    def reserve(
+        self, layout: Layout, names: ChunkNames, shard: int = 0, *, ttl_s: float | None = None, deadline_s: float | None = None
+    ) -> Room:
         """Memory in the node's arena for what is missing."""
         link = self._current("reserve")
         buffer = link.hold()
         granted: m.Granted | None = None
         try:
-            granted = self._call(m.Reserve(layout.fingerprint, names, shard), m.Granted, deadline_s, link)
+            granted = self._call(m.Reserve(layout.fingerprint, names, shard, ttl_s), m.Granted, deadline_s, link)
         finally:
             if granted is None:
                 link.let_go()
@@ -127,8 +148,21 @@ class NodeClient:
         )
 
     def clear(self, namespace: bytes | None = None, *, deadline_s: float | None = None) -> int:
-        """Forget everything, or one namespace."""
-        return self._call(m.Clear(namespace), m.Done, deadline_s).count
+        """Forget everything, or one namespace, here and in lower tiers."""
+        removed = self._call(m.Clear(namespace), m.Done, deadline_s).count
+        self.flush(0)
+        return removed
+
+    def flush(self, mark: int | None = None, *, deadline_s: float | None = None) -> bool:
+        """Wait until what was committed has been written to lower tiers, and nothing is being cleared there."""
+        until_s = time.monotonic() + (self._config.arrival_timeout_s if deadline_s is None else deadline_s)
+        answer = self._call(m.Flushed(mark or 0), m.Done, None)
+        mark = answer.mark if mark is None else mark
+        while not (answer := self._call(m.Flushed(mark), m.Done, None)).count:
+            if time.monotonic() >= until_s:
+                return False
+            time.sleep(_FLUSH_PAUSE_S)
+        return True
 
     def status(self, *, deadline_s: float | None = None) -> dict[str, Any]:
         """What `kvhold status` shows."""
@@ -199,9 +233,11 @@ class NodeClient:
         self._break(link, "an answer of the wrong kind")
         return ProtocolError(f"the node answered with {type(answer).__name__}")
 
-    def _commit(self, link: Link, room: int, chunks: Sequence[int]) -> None:
-        if room and chunks:
-            self._call(m.Commit(room, list(chunks)), m.Done, None, link)
+    def _let_go(self, link: Link, ticket: int) -> None:
+        self._give_back(link, m.Release(ticket) if ticket else None)
+
+    def _commit(self, link: Link, room: int, chunks: Sequence[int]) -> int:
+        return self._call(m.Commit(room, list(chunks)), m.Done, None, link).mark if room and chunks else 0
 
     def _give_back(self, link: Link, request: m.Message | None, *, held: bool = False) -> None:
         """Never raises: on a broken link the node takes everything back by itself when the link closes."""

@@ -3,9 +3,9 @@
     asyncio.run(Node(config).serve(on_ready=print))
 
 One loop, one thread (and one that faults in the arena's pages). The node copies nothing and touches no device: engines map the arena
-and copy themselves. It listens on a Unix socket of mode 0600, serves only processes of its own user, and ends on SIGTERM, SIGINT, a
-Stop message, or, if it was started by an engine, when it has been without clients for a while. Only one node can have a socket: the
-lock file beside it says who.
+and copy themselves. What goes to and comes from tiers below RAM is the mover's affair, which has a thread and a loop of its own. It listens on a Unix socket
+of mode 0600, serves only processes of its own user, and ends on SIGTERM, SIGINT, a Stop message, or, if it was started by an engine, when
+it has been without clients for a while. Only one node can have a socket: the lock file beside it says who.
 """
 
 import asyncio
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from kvhold import __version__
+from kvhold.cache.mover import Mover, make_mover
 from kvhold.cache.state import new_state
 from kvhold.core.config import Config
 from kvhold.core.errors import NodeError, ProtocolError
@@ -45,7 +46,11 @@ class Node:
     """One node. `serve` runs until it is told to stop."""
 
     def __init__(self, config: Config, *, idle_exit_s: float | None = None) -> None:
-        """idle_exit_s: end after so long without clients; None: never. Raises CapacityError when the arena does not fit."""
+        """idle_exit_s: end after so long without clients; None: never.
+
+        Raises CapacityError when the arena does not fit, ConfigError for tiers that cannot be.
+        """
+        self._config = config
         self.path = socket_path(config.node.socket)
         self._idle_exit_s = idle_exit_s
         self._lock = _SocketLock(self.path)
@@ -56,6 +61,13 @@ class Node:
             raise
         self.state = new_state(config, self.arena)
         self.metrics = self.state.metrics
+        self._loop: asyncio.AbstractEventLoop | None = None
+        try:
+            self._mover: Mover | None = make_mover(config, self.state, self._post)
+        except BaseException:
+            self.arena.close()
+            self._lock.close()
+            raise
         self.connections: set[_Connection] = set()
         self._toucher = Toucher(self.arena.regions)
         self._stopped = asyncio.Event()
@@ -64,7 +76,7 @@ class Node:
 
     async def serve(self, on_ready: Callable[["Node"], None] | None = None) -> None:
         """Listen until stopped; then drop every client, remove the socket, free the arena. Raises NodeError when it cannot listen."""
-        loop = asyncio.get_running_loop()
+        loop = self._loop = asyncio.get_running_loop()
         server = None
         try:
             server = await self._listen(loop)
@@ -81,6 +93,8 @@ class Node:
             for connection in list(self.connections):
                 connection.close("the node stops")
             self._toucher.stop()
+            if self._mover is not None:
+                await loop.run_in_executor(None, self._end_mover)
             self.arena.close()
             self._lock.close()
 
@@ -91,21 +105,30 @@ class Node:
     def status(self) -> dict[str, Any]:
         """What `kvhold status` shows."""
         now = time.monotonic()
-        return self.state.status() | {
-            "version": __version__,
-            "protocol": m.PROTOCOL_VERSION,
-            "pid": os.getpid(),
-            "socket": str(self.path),
-            "uptime_s": round(now - self._started_s, 3),
-            "resident_bytes": resident_bytes(),
-            "huge_pages": self.arena.huge,
-            "arena_touched_bytes": self._toucher.touched_bytes,
-            "clients": [
-                {"name": c.session.name, "pid": c.session.pid, "silent_s": round(now - c.last_heard_s, 3)}
-                for c in self.connections
-                if c.session is not None
-            ],
-        }
+        return (
+            self.state.status()
+            | (self._mover.status() if self._mover is not None else {})
+            | {
+                "version": __version__,
+                "protocol": m.PROTOCOL_VERSION,
+                "pid": os.getpid(),
+                "socket": str(self.path),
+                "uptime_s": round(now - self._started_s, 3),
+                "resident_bytes": resident_bytes(),
+                "huge_pages": self.arena.huge,
+                "arena_touched_bytes": self._toucher.touched_bytes,
+                "clients": [
+                    {"name": c.session.name, "pid": c.session.pid, "silent_s": round(now - c.last_heard_s, 3)}
+                    for c in self.connections
+                    if c.session is not None
+                ],
+            }
+        )
+
+    def move(self) -> None:
+        """Have the state's orders done; after every request."""
+        if self._mover is not None:
+            self._mover.submit(self.state.take_orders())
 
     def joined(self, connection: "_Connection") -> None:
         """A connection is open."""
@@ -116,6 +139,20 @@ class Node:
         self.connections.discard(connection)
         if not self.connections:
             self._empty_since_s = time.monotonic()
+
+    def _post(self, event: Callable[[], None]) -> None:
+        """From the mover's thread, which may live before the loop and after it."""
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._happen, event)
+
+    def _happen(self, event: Callable[[], None]) -> None:
+        event()
+        self.move()
+
+    def _end_mover(self) -> None:
+        if self._mover is not None:
+            self._mover.close(drain_timeout_s=self._config.drain_timeout_s)
 
     async def _listen(self, loop: asyncio.AbstractEventLoop) -> asyncio.AbstractServer:
         _remove_stale(self.path)
@@ -176,6 +213,7 @@ class _Connection(asyncio.Protocol):
                     self._greet(_hello_decoder.decode(body))
                 else:
                     self._send(self.session.answer(_request_decoder.decode(body)))
+                    self._node.move()
         except ProtocolError as error:
             self._refuse(str(error), "bad message")
         except Exception:  # a fault of ours ends one client's conversation, not the node, and gives no memory away
@@ -187,6 +225,7 @@ class _Connection(asyncio.Protocol):
             self._hello_timer.cancel()
         if self.session is not None:
             self.session.gone()
+            self._node.move()
             log.info("client %s (pid %d) left", self.session.name, self.session.pid)
         self._node.left(self)
 

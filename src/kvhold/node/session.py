@@ -10,6 +10,7 @@ from kvhold.cache.state import CacheState
 from kvhold.core.errors import KVHoldError, ProtocolError
 from kvhold.net import messages as m
 
+_MAX_TTL_S = float(1 << 40)
 _MAX_NAME = 100  # it is shown in every status and log line
 
 
@@ -25,12 +26,15 @@ class Session:
         self._verbs: dict[type, Callable[[Any], m.Answer]] = {
             m.Register: self._register,
             m.Lookup: self._lookup,
+            m.Refresh: self._refresh,
+            m.Prefetch: self._prefetch,
             m.Claim: self._claim,
             m.Release: self._release,
             m.Reserve: self._reserve,
             m.Commit: self._commit,
             m.Abandon: self._abandon,
             m.Clear: self._clear,
+            m.Flushed: self._flushed,
             m.Status: self._report,
             m.Stop: self._end,
             m.Ping: self._ping,
@@ -60,7 +64,15 @@ class Session:
 
     def _lookup(self, request: m.Lookup) -> m.Answer:
         found = self._state.lookup(self, request.query)
-        return m.Found(found.ticket, found.num_tokens)
+        return m.Found(found.ticket, found.num_tokens, found.arriving)
+
+    def _refresh(self, request: m.Refresh) -> m.Answer:
+        found = self._state.refresh(request.ticket, settle=request.settle)
+        return m.Found(found.ticket, found.num_tokens, found.arriving)
+
+    def _prefetch(self, request: m.Prefetch) -> m.Answer:
+        self._state.prefetch(self, request.query)
+        return m.Done()
 
     def _claim(self, request: m.Claim) -> m.Answer:
         lent = self._state.claim(self, request.ticket, request.shard, request.first_chunk)
@@ -71,12 +83,14 @@ class Session:
         return m.Done()
 
     def _reserve(self, request: m.Reserve) -> m.Answer:
-        granted = self._state.reserve(self, self._state.layout(request.layout), request.names, request.shard)
+        layout = self._state.layout(request.layout)
+        if request.ttl_s is not None and not 0 <= request.ttl_s < _MAX_TTL_S:
+            raise ProtocolError(f"a time to live of {request.ttl_s} seconds")
+        granted = self._state.reserve(self, layout, request.names, request.shard, ttl_s=request.ttl_s)
         return m.Granted(granted.room, granted.offsets)
 
     def _commit(self, request: m.Commit) -> m.Answer:
-        self._state.commit(self, request.room, request.chunks)
-        return m.Done(len(request.chunks))
+        return m.Done(len(request.chunks), self._state.commit(self, request.room, request.chunks))
 
     def _abandon(self, request: m.Abandon) -> m.Answer:
         self._state.abandon(self, request.room)
@@ -84,6 +98,9 @@ class Session:
 
     def _clear(self, request: m.Clear) -> m.Answer:
         return m.Done(self._state.clear(request.namespace))
+
+    def _flushed(self, request: m.Flushed) -> m.Answer:
+        return m.Done(int(self._state.all_done(request.mark)), self._state.mark)
 
     def _report(self, request: m.Status) -> m.Answer:
         return m.Report(self._status())

@@ -121,7 +121,7 @@ def _as_environ(settings: Any, prefix: str = "KVHOLD_") -> dict[str, str]:
         if is_dataclass(value):
             values |= _as_environ(value, f"{prefix}{f.name.upper()}_")
         else:
-            values[f"{prefix}{f.name.upper()}"] = str(value)
+            values[f"{prefix}{f.name.upper()}"] = " ".join(value) if isinstance(value, tuple) else str(value)
     return values
 
 

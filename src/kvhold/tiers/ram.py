@@ -1,18 +1,24 @@
 """The RAM tier: chunks in the arena, lent without a copy.
 
-    entry = tier.reserve(key, nbytes, num_tokens, first_token)    # nobody sees it yet
-    tier.commit(entry)                                            # visible; or tier.abandon(entry)
+    [entry] = tier.reserve_all([Wanted(key, nbytes)], num_tokens=256, first_token=0)    # nobody sees it yet
+    tier.commit(entry)                                                                  # visible; or tier.abandon(entry)
     entry = tier.find(key); tier.pin(entry) ... tier.unpin(entry)
 
 A reserved entry belongs to its writer; a committed one may be read by whoever has pinned it; only committed entries that nobody pins
-are evicted. A key cleared while it is pinned is *doomed*: not found any more, its memory free when the last pin falls.
-Besides lending it meets the Tier contract, by copying. Synchronous and single-threaded: a cache's lock or a node's loop owns it.
+are evicted, and never one whose continuation is here or being written. A key cleared while it is pinned is *doomed*: not found any more,
+its memory free when the last pin falls. One that has outlived its time is not found any more, either. A namespace may be held to a quota:
+what it stores beyond that drives out its own chunks. Besides lending it meets the Tier contract, by copying. Synchronous and
+single-threaded: a cache's lock or a node's loop owns it.
 """
 
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 from kvhold.core.errors import TierError, TierFull
+from kvhold.core.keys import NAMESPACE_BYTES
 from kvhold.core.metrics import Metrics
 from kvhold.memory.arena import Arena
 from kvhold.memory.slab import SlabAllocator, size_class
@@ -20,17 +26,32 @@ from kvhold.tiers.base import Parts, TierTraits, check_lengths, size_of
 from kvhold.tiers.policies import Policy
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What memory is reserved for.
+
+    parent: the key of the chunk before it in its prompt, of the same group and shard, which is not evicted while this one is here or
+            being written; None if it is the first, or not known
+    """
+
+    key: bytes
+    nbytes: int
+    parent: bytes | None = None
+
+
 class Entry:
-    """One chunk in the arena."""
+    """One chunk in the arena. expires_at: Unix time from which on it is not used any more; 0: never."""
 
-    __slots__ = ("committed", "doomed", "first_token", "key", "nbytes", "num_tokens", "offset", "pins")
+    __slots__ = ("committed", "doomed", "expires_at", "first_token", "key", "nbytes", "num_tokens", "offset", "parent", "pins")
 
-    def __init__(self, key: bytes, offset: int, nbytes: int, num_tokens: int, first_token: int) -> None:
-        self.key = key
+    def __init__(self, wanted: Wanted, offset: int, *, num_tokens: int, first_token: int, expires_at: int) -> None:
+        self.key = wanted.key
+        self.parent = wanted.parent
         self.offset = offset
-        self.nbytes = nbytes
+        self.nbytes = wanted.nbytes
         self.num_tokens = num_tokens
         self.first_token = first_token
+        self.expires_at = expires_at
         self.pins = 0
         self.committed = False
         self.doomed = False
@@ -41,12 +62,19 @@ class RamTier:
 
     traits: ClassVar[TierTraits] = TierTraits(name="ram")
 
-    def __init__(self, arena: Arena, policy: Policy, metrics: Metrics) -> None:
+    def __init__(
+        self, arena: Arena, policy: Policy, metrics: Metrics, *, quota_bytes: int = 0, clock: Callable[[], float] = time.time
+    ) -> None:
+        """quota_bytes: the most that one namespace may have; 0: no limit. clock: Unix time."""
         self._arena = arena
         self._slabs = SlabAllocator(arena.nbytes)
         self._policy = policy
         self._metrics = metrics
+        self._quota_bytes = quota_bytes
+        self._clock = clock
         self._entries: dict[bytes, Entry] = {}
+        self._to_be_continued: Counter[bytes] = Counter()  # by how many chunks that are being written each key is continued
+        self._used_by: Counter[bytes] = Counter()  # namespace -> bytes, reserved ones included
         self._doomed = 0
 
     @property
@@ -65,9 +93,22 @@ class RamTier:
         return self._slabs.used_bytes
 
     @property
+    def used_by_namespace(self) -> dict[bytes, int]:
+        """Those of each namespace that has any."""
+        return dict(self._used_by)
+
+    @property
     def num_pinned(self) -> int:
         """Entries that somebody is reading."""
         return sum(entry.pins > 0 for entry in self._entries.values()) + self._doomed
+
+    def now(self) -> float:
+        """Unix time, as entries expire by it."""
+        return self._clock()
+
+    def view(self, entry: Entry) -> memoryview:
+        """Its bytes, for whoever has reserved or pinned it."""
+        return self._arena.view(entry.offset, entry.nbytes)
 
     def holds(self, key: bytes) -> bool:
         """Whether `key` is here, visible or still being written."""
@@ -76,48 +117,67 @@ class RamTier:
     def find(self, key: bytes) -> Entry | None:
         """The visible entry of `key`."""
         entry = self._entries.get(key)
-        return entry if entry is not None and entry.committed else None
+        if entry is None or not entry.committed:
+            return None
+        if entry.expires_at and entry.expires_at <= self._clock():
+            self._metrics.add("kvhold_expired_chunks", tier="ram")
+            self.remove(entry)
+            return None
+        return entry
 
-    def reserve_all(self, wanted: Sequence[tuple[bytes, int]], num_tokens: int, first_token: int) -> list[Entry] | None:
-        """Memory for every `(key, bytes)` of `wanted`, evicting what must go; None (and nothing taken) when there is no room."""
-        sizes = [nbytes for _, nbytes in wanted]
-        needed = sum(map(size_class, sizes))
-        if needed > self._slabs.capacity:
-            return None  # evicting everything would not help
-        while (offsets := self._slabs.allocate_all(sizes)) is None:
-            # What is short, no more; where enough is free but in pieces, one victim after another until a whole slab is.
-            if not self._evict(max(1, needed - (self._slabs.capacity - self._slabs.used_bytes))):
-                return None
-        entries = [Entry(key, at, nbytes, num_tokens, first_token) for (key, nbytes), at in zip(wanted, offsets, strict=True)]
-        for entry in entries:
-            assert entry.key not in self._entries, "reserved twice"
+    def reserve_all(self, wanted: Sequence[Wanted], *, num_tokens: int, first_token: int, expires_at: int = 0) -> list[Entry] | None:
+        """Memory for each of `wanted`, all of one namespace, evicting what must go; None (and nothing taken) when there is no room.
+
+        What is visible under one of the keys is replaced, once there is room. None of the keys may be being written.
+        """
+        parents = [one.parent for one in wanted if one.parent is not None]
+        self._to_be_continued.update(parents)
+        offsets = self._allocate(wanted[0].key[:NAMESPACE_BYTES], [one.nbytes for one in wanted])
+        if offsets is None:
+            for parent in parents:
+                self._is_continued(parent)
+            return None
+        entries = []
+        for one, offset in zip(wanted, offsets, strict=True):
+            if (old := self._entries.get(one.key)) is not None:
+                assert old.committed, "reserved twice"
+                self.remove(old)
+            entry = Entry(one, offset, num_tokens=num_tokens, first_token=first_token, expires_at=expires_at)
             self._entries[entry.key] = entry
+            self._used_by[entry.key[:NAMESPACE_BYTES]] += size_class(entry.nbytes)
+            entries.append(entry)
         return entries
 
     def commit(self, entry: Entry) -> None:
         """Make it visible."""
         assert not entry.committed
+        self._is_continued(entry.parent)
         if entry.doomed:  # cleared while it was written
             self._doomed -= 1
-            self._slabs.free(entry.offset)
+            self._free(entry)
             return
         entry.committed = True
-        self._policy.insert(entry.key, size_class(entry.nbytes))  # what evicting it gives back
+        self._policy.insert(entry.key, size_class(entry.nbytes), entry.parent)  # what evicting it gives back
 
     def abandon(self, entry: Entry) -> None:
         """Give its memory back unseen."""
         assert not entry.committed
+        self._is_continued(entry.parent)
         if entry.doomed:
             self._doomed -= 1
         else:
             del self._entries[entry.key]
-        self._slabs.free(entry.offset)
+        self._free(entry)
 
     def pin(self, entry: Entry) -> None:
         """Keep it where it is until `unpin`."""
+        self.hold(entry)
+        self._policy.touch(entry.key)
+
+    def hold(self, entry: Entry) -> None:
+        """Keep it where it is until `unpin`, without its having been asked for."""
         assert entry.committed, "only what is visible is read"
         entry.pins += 1
-        self._policy.touch(entry.key)
 
     def unpin(self, entry: Entry) -> None:
         """One reader less."""
@@ -125,19 +185,19 @@ class RamTier:
         entry.pins -= 1
         if entry.doomed and not entry.pins:
             self._doomed -= 1
-            self._slabs.free(entry.offset)
+            self._free(entry)
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: Entry, *, evicted: bool = False) -> None:
         """Forget it now; its memory goes when its readers (or its writer) have finished."""
         assert self._entries.get(entry.key) is entry, "removed already"
         del self._entries[entry.key]
         if entry.committed:
-            self._policy.remove(entry.key)
+            self._policy.remove(entry.key, evicted=evicted)
         if entry.pins or not entry.committed:
             entry.doomed = True
             self._doomed += 1
         else:
-            self._slabs.free(entry.offset)
+            self._free(entry)
 
     def entries(self, prefix: bytes = b"") -> list[Entry]:
         """Every entry whose key begins with `prefix`, reserved ones included."""
@@ -199,7 +259,7 @@ class RamTier:
         if self.holds(key):
             return None if self.find(key) else TierError("ram", "put", "somebody else is writing it")
         nbytes = size_of(parts)
-        entries = self.reserve_all([(key, nbytes)], num_tokens=0, first_token=0)
+        entries = self.reserve_all([Wanted(key, nbytes)], num_tokens=0, first_token=0)
         if entries is None:
             return TierFull("ram", "put", f"no room for {nbytes} bytes")
         at = entries[0].offset
@@ -209,14 +269,44 @@ class RamTier:
         self.commit(entries[0])
         return None
 
-    def _evict(self, nbytes: int) -> bool:
-        victims = self._policy.victims(nbytes, self._is_pinned)
+    def _allocate(self, namespace: bytes, sizes: list[int]) -> list[int] | None:
+        """Offsets for all of `sizes`, or for none."""
+        needed = sum(map(size_class, sizes))
+        if needed > self._slabs.capacity or not self._make_quota(namespace, needed):
+            return None  # evicting everything would not help
+        while (offsets := self._slabs.allocate_all(sizes)) is None:
+            # What is short, no more; where enough is free but in pieces, one victim after another until a whole slab is.
+            if not self._evict(max(1, needed - (self._slabs.capacity - self._slabs.used_bytes))):
+                return None
+        return offsets
+
+    def _make_quota(self, namespace: bytes, needed: int) -> bool:
+        """Evict the namespace's own chunks until `needed` bytes more are within its quota. False if that cannot be."""
+        over = self._used_by[namespace] + needed - self._quota_bytes if self._quota_bytes else 0
+        return over <= 0 or (needed <= self._quota_bytes and self._evict(over, namespace))
+
+    def _is_continued(self, parent: bytes | None) -> None:
+        """One chunk less is being written that continues `parent`."""
+        if parent is not None:
+            self._to_be_continued[parent] -= 1
+            if not self._to_be_continued[parent]:
+                del self._to_be_continued[parent]
+
+    def _free(self, entry: Entry) -> None:
+        self._slabs.free(entry.offset)
+        namespace = entry.key[:NAMESPACE_BYTES]
+        self._used_by[namespace] -= size_class(entry.nbytes)
+        if not self._used_by[namespace]:
+            del self._used_by[namespace]
+
+    def _evict(self, nbytes: int, namespace: bytes | None = None) -> bool:
+        victims = self._policy.victims(nbytes, self._is_kept, namespace)
         for key in victims:
             entry = self._entries[key]
             self._metrics.add("kvhold_evicted_chunks", tier="ram")
             self._metrics.add("kvhold_evicted_bytes", entry.nbytes, tier="ram")
-            self.remove(entry)
+            self.remove(entry, evicted=True)
         return bool(victims)
 
-    def _is_pinned(self, key: bytes) -> bool:
-        return self._entries[key].pins > 0
+    def _is_kept(self, key: bytes) -> bool:
+        return self._entries[key].pins > 0 or key in self._to_be_continued

@@ -3,12 +3,21 @@
 from collections.abc import Callable
 
 from kvhold.tiers.policies.base import Policy
+from kvhold.tiers.policies.fifo import FifoPolicy
+from kvhold.tiers.policies.lfu import LfuPolicy
 from kvhold.tiers.policies.lru import LruPolicy
+from kvhold.tiers.policies.mru import MruPolicy
 from kvhold.tiers.policies.s3fifo import S3FifoPolicy
 
-POLICIES: dict[str, Callable[[], Policy]] = {"lru": LruPolicy, "s3fifo": S3FifoPolicy}
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "lru": LruPolicy,
+    "s3fifo": S3FifoPolicy,
+    "lfu": LfuPolicy,
+    "fifo": FifoPolicy,
+    "mru": MruPolicy,
+}
 
-__all__ = ["POLICIES", "LruPolicy", "Policy", "S3FifoPolicy", "make_policy"]
+__all__ = ["POLICIES", "FifoPolicy", "LfuPolicy", "LruPolicy", "MruPolicy", "Policy", "S3FifoPolicy", "make_policy"]
 
 
 def make_policy(name: str) -> Policy:

@@ -1,112 +1,94 @@
 """S3-FIFO (Yang et al., SOSP 2023): three queues; what is asked for once leaves early, so one long scan does not wipe the cache.
 
 New keys enter a small queue (a tenth of the bytes held). A key asked for again while there moves to the main queue when its turn
-comes; one that was not is the victim, and its name is kept in a ghost queue, so that it enters the main queue if it comes back soon.
-In the main queue a key asked for since its last turn goes round once more.
+comes, and its prefix with it, which was asked for whenever it was; one that was not is the victim, and its name is kept in a ghost
+queue, so that it enters the main queue if it comes back soon. In the main queue a key asked for since its last turn goes round once
+more. A key that was cleared leaves no ghost: it did not go for want of use.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import ClassVar
 
+from kvhold.tiers.policies.chains import ChainPolicy, Chunk, Queue, Walk
+
+_SMALL, _MAIN = 0, 1
 _SMALL_SHARE = 0.1
 _MOST_FREQUENT = 3  # the paper's two bits
 
 
-class S3FifoPolicy:
-    """Touch is O(1); victims is amortised O(evicted + pinned)."""
+class S3FifoPolicy(ChainPolicy):
+    """Touch is O(1); those passed over add to the cost of victims, amortised over their touches."""
+
+    num_queues: ClassVar[int] = 2
 
     def __init__(self) -> None:
-        self._small: OrderedDict[bytes, int] = OrderedDict()
-        self._main: OrderedDict[bytes, int] = OrderedDict()
-        self._ghost: OrderedDict[bytes, None] = OrderedDict()
-        self._asked: dict[bytes, int] = {}
-        self._small_bytes = 0
-        self._main_bytes = 0
+        super().__init__()
+        self._ghosts: OrderedDict[bytes, None] = OrderedDict()
 
-    def insert(self, key: bytes, nbytes: int) -> None:
-        """Into the small queue, or into the main one if it was evicted lately."""
-        self.remove(key)
-        self._asked[key] = 0
-        if key in self._ghost:
-            del self._ghost[key]
-            self._put_main(key, nbytes)
-        else:
-            self._small[key] = nbytes
-            self._small_bytes += nbytes
+    def _inserted(self, chunk: Chunk) -> None:
+        if chunk.key in self._ghosts:
+            del self._ghosts[chunk.key]
+            chunk.queue = _MAIN
+        self._rank(chunk, self._now())
 
-    def touch(self, key: bytes) -> None:
-        """Count it, up to three."""
-        if key in self._asked:
-            self._asked[key] = min(_MOST_FREQUENT, self._asked[key] + 1)
+    def _touched(self, chunk: Chunk) -> None:
+        chunk.uses = min(_MOST_FREQUENT, chunk.uses + 1)
 
-    def remove(self, key: bytes) -> None:
-        """Forget it; one that leaves the small queue is remembered as a ghost."""
-        if self._asked.pop(key, None) is None:
+    def _removed(self, chunk: Chunk, *, evicted: bool) -> None:
+        if evicted and chunk.queue == _SMALL:
+            self._ghosts[chunk.key] = None
+        while len(self._ghosts) > max(1, len(self)):
+            self._ghosts.popitem(last=False)
+
+    def _walk(self, queues: list[Queue], pinned: Callable[[bytes], bool]) -> Walk:
+        return _S3FifoWalk(self, queues, pinned)
+
+    def _move_on(self, chunk: Chunk) -> None:
+        """Its turn came and it had been asked for."""
+        if chunk.queue == _MAIN:
+            chunk.uses -= 1
+            self._move(chunk, _MAIN)
             return
-        if key in self._small:
-            self._small_bytes -= self._small.pop(key)
-            self._ghost[key] = None
-            while len(self._ghost) > max(1, len(self._main) + len(self._small)):
-                self._ghost.popitem(last=False)
-        else:
-            self._main_bytes -= self._main.pop(key)
-
-    def victims(self, nbytes: int, pinned: Callable[[bytes], bool]) -> list[bytes]:
-        """From the small queue while it holds more than its share, else from the main one; those asked for move on instead."""
-        small, main = _Pass(self._small, self._asked, pinned), _Pass(self._main, self._asked, pinned)
-        chosen, freed = [], 0
-        while freed < nbytes:
-            small_left, all_left = self._small_bytes - small.gone_bytes, self._small_bytes + self._main_bytes - freed
-            first, second = (small, main) if small_left > _SMALL_SHARE * all_left else (main, small)
-            victim = first.cold() or second.cold() or main.warm() or small.warm()
-            if victim is None:
-                return []
-            chosen.append(victim[0])
-            freed += victim[1]
-        self._move_on(small.passed, main.passed)
-        return chosen
-
-    def __len__(self) -> int:
-        return len(self._asked)
-
-    def _move_on(self, small: dict[bytes, int], main: dict[bytes, int]) -> None:
-        for key, nbytes in small.items():
-            self._small_bytes -= self._small.pop(key)
-            self._asked[key] = 0
-            self._put_main(key, nbytes)
-        for key in main:
-            self._asked[key] -= 1
-            self._main.move_to_end(key)
-
-    def _put_main(self, key: bytes, nbytes: int) -> None:
-        self._main[key] = nbytes
-        self._main_bytes += nbytes
+        for each in (chunk, *self._above(chunk)):
+            if each.queue == _MAIN:
+                break
+            each.uses = 0
+            self._move(each, _MAIN)
 
 
-class _Pass:
-    """One pass over a queue, oldest first and only as far as it is needed. It changes nothing but notes who was passed over."""
+class _S3FifoWalk(Walk):
+    """From the small queue while it holds more than its share, else from the main one; those asked for move on instead."""
 
-    def __init__(self, queue: OrderedDict[bytes, int], asked: dict[bytes, int], pinned: Callable[[bytes], bool]) -> None:
-        self._keys = iter(queue.items())
-        self._asked = asked
-        self._pinned = pinned
-        self.passed: dict[bytes, int] = {}
-        self.gone_bytes = 0  # of the chosen and of the passed
+    def __init__(self, policy: S3FifoPolicy, queues: list[Queue], pinned: Callable[[bytes], bool]) -> None:
+        super().__init__(policy, queues, pinned)
+        self._moving = policy
+        self._passed: tuple[dict[Chunk, None], ...] = ({}, {})
+        self._small_bytes = queues[_SMALL].nbytes  # less the taken and the passed
+        self._all_bytes = queues[_SMALL].nbytes + queues[_MAIN].nbytes
 
-    def cold(self) -> tuple[bytes, int] | None:
-        """The next key that nobody asked for, and its size."""
-        for key, nbytes in self._keys:
-            if self._pinned(key):
-                continue
-            self.gone_bytes += nbytes
-            if self._asked[key] == 0:
-                return key, nbytes
-            self.passed[key] = nbytes
+    def choose(self) -> Chunk | None:
+        first = _SMALL if self._small_bytes > _SMALL_SHARE * (self._all_bytes - self.freed_bytes) else _MAIN
+        return self._cold(first) or self._cold(1 - first) or self._warm(_MAIN) or self._warm(_SMALL)
+
+    def settle(self) -> None:
+        for queue in (_SMALL, _MAIN):
+            for chunk in self._passed[queue]:
+                self._moving._move_on(chunk)
+
+    def _cold(self, queue: int) -> Chunk | None:
+        """The next one that nobody asked for."""
+        while (chunk := self.next(queue)) is not None:
+            if queue == _SMALL:
+                self._small_bytes -= chunk.nbytes
+            if not chunk.uses:
+                return chunk
+            self._passed[queue][chunk] = None
         return None
 
-    def warm(self) -> tuple[bytes, int] | None:
+    def _warm(self, queue: int) -> Chunk | None:
         """The last resort, when nothing cold is left: the oldest of those passed over."""
-        for key, nbytes in self.passed.items():
-            del self.passed[key]
-            return key, nbytes
+        for chunk in self._passed[queue]:
+            del self._passed[queue][chunk]
+            return chunk
         return None

@@ -1,0 +1,369 @@
+"""Carries chunks between the arena and the tiers below it: probes, reads that are checked, writes behind, clears.
+
+    mover = Mover(state.ram, stack, metrics, post)     # a thread with an event loop of its own
+    mover.submit(state.take_orders())                  # from the state's thread; never blocks
+    post(lambda: state.fetched(entry, True))           # how it answers, from its own thread: the driver runs it where the state lives
+
+What comes up is checked before anybody sees it: a frame's header, its identity, every byte's checksum, in the memory that was reserved for
+it; checking one batch overlaps with reading the next. A frame that fails is a miss, is counted, logged and removed. Raw payloads go between
+a tier and the arena without a copy. Hashing runs in threads and releases the GIL.
+"""
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from time import monotonic
+from typing import Any
+
+from kvhold.cache.landing import Landing, framed
+from kvhold.cache.orders import Arrival, ClearOrder, FetchOrder, Order, ProbeOrder, WriteOrder
+from kvhold.cache.state import CacheState
+from kvhold.core.config import Config
+from kvhold.core.errors import FrameError
+from kvhold.core.metrics import Metrics
+from kvhold.tiers.base import Parts
+from kvhold.tiers.gate import Urgency
+from kvhold.tiers.guard import Guard
+from kvhold.tiers.ram import Entry, RamTier
+from kvhold.tiers.stack import Stack, make_stack
+
+log = logging.getLogger(__name__)
+
+_HASH_THREADS = 2
+_MOMENT_S = 0.05
+_LEAVE_S = 5.0  # for calls that hang; then they are left behind
+
+
+@dataclass(eq=False)
+class _Write:
+    """An entry that is being written. waiting: to so many tiers yet; frame: made when the first of them is ready for it."""
+
+    order: WriteOrder
+    waiting: int = 0
+    frame: "asyncio.Task[Parts] | None" = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.order.entry.nbytes
+
+
+@dataclass
+class _Outbox:
+    """What waits to be written to one tier."""
+
+    guard: Guard
+    queue: deque[_Write] = field(default_factory=deque)
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    writing: list[_Write] = field(default_factory=list)
+
+
+class Mover:
+    """One thread, one loop, one stack."""
+
+    def __init__(
+        self, state: CacheState, stack: Stack, metrics: Metrics, post: Callable[[Callable[[], None]], None], *, check: bool = True
+    ) -> None:
+        """metrics: its own, counted in its thread. check: off only to measure what checking costs."""
+        self._state = state
+        self._ram: RamTier = state.ram
+        self._stack = stack
+        self._metrics = metrics
+        self._post = post
+        self._check = check
+        self._hashing = ThreadPoolExecutor(_HASH_THREADS, thread_name_prefix="kvhold-hash")
+        self._outboxes: list[_Outbox] = []
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._dealt_with = asyncio.Event()
+        self._loop = asyncio.new_event_loop()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="kvhold-mover", daemon=True)
+        self._thread.start()
+
+    def submit(self, orders: Sequence[Order]) -> None:
+        """Do these soon. From the state's thread; never blocks."""
+        if orders and not self._closed:
+            self._loop.call_soon_threadsafe(self._accept, orders)
+
+    def status(self) -> dict[str, Any]:
+        """Of the tiers, from the top, and what was counted of them. Safe from any thread."""
+        return {"tiers": self._stack.status(), "tier_counters": self._metrics.as_dict()}
+
+    def close(self, *, drain_timeout_s: float) -> None:
+        """Write what waits, for so long at most; then end the tiers and the thread. Its events may still be posted meanwhile."""
+        if self._closed:
+            return
+        self._closed = True
+        asyncio.run_coroutine_threadsafe(self._end(drain_timeout_s), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._hashing.shutdown(wait=False, cancel_futures=True)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.call_soon(self._begin)
+        self._loop.run_forever()
+        self._loop.close()
+
+    def _begin(self) -> None:
+        for guard in self._stack.guards:
+            outbox = _Outbox(guard)
+            self._outboxes.append(outbox)
+            if not guard.config.read_only:
+                for _ in range(max(1, guard.config.parallel - 1)):
+                    self._start(self._write_from(outbox))
+        self._start(self._stack.check())
+
+    def _accept(self, orders: Sequence[Order]) -> None:
+        for order in orders:
+            match order:
+                case ProbeOrder():
+                    self._start(self._probe(order))
+                case FetchOrder():
+                    self._start(self._fetch(order))
+                case WriteOrder():
+                    self._queue(order)
+                case ClearOrder():
+                    self._start(self._clear(order))
+
+    def _start(self, work: Any) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: "asyncio.Task[Any]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("the mover failed", exc_info=error)
+
+    async def _end(self, drain_timeout_s: float) -> None:
+        until = monotonic() + drain_timeout_s
+        while monotonic() < until and any(box.queue or box.writing for box in self._outboxes if box.guard.available):
+            await self._some_written()
+        left = sum(len(box.queue) for box in self._outboxes)
+        if left:
+            log.warning("%d chunks were not written to lower tiers before the end", left)
+        for task in list(self._tasks):
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_LEAVE_S)
+        await asyncio.wait((asyncio.ensure_future(self._stack.close()),), timeout=_LEAVE_S)
+
+    # Up.
+
+    async def _probe(self, order: ProbeOrder) -> None:
+        try:
+            places = await self._stack.probe(order.keys)
+        except BaseException:
+            self._post(lambda: self._state.probed(order.search, {}))
+            raise
+        self._post(lambda: self._state.probed(order.search, places))
+
+    async def _fetch(self, order: FetchOrder) -> None:
+        """All of it, batch by batch, each tier by itself."""
+        by_tier: dict[int, list[Arrival]] = {}
+        for arrival in order.arrivals:
+            by_tier.setdefault(arrival.place.tier, []).append(arrival)
+        for tier, arrivals in by_tier.items():
+            guard = self._stack.guards[tier]
+            for batch in _batches(arrivals, lambda arrival: arrival.entry.nbytes, guard.config.batch_bytes):
+                self._start(self._fetch_batch(guard, batch))
+
+    async def _fetch_batch(self, guard: Guard, batch: list[Arrival]) -> None:
+        left = {id(arrival): arrival for arrival in batch}  # those that the state has not been told of yet
+        try:
+            async with guard.gate.turn(Urgency.READ):
+                landings = [Landing.of(self._ram, arrival) for arrival in batch]
+                keys = [arrival.entry.key for arrival in batch]
+                outcome = await guard.get(keys, [landing.parts for landing in landings])
+            if outcome.pending is not None:
+                self._give_up(left, outcome.pending)
+                return
+            for landing, nbytes in zip(landings, outcome.items, strict=True):
+                expires_at = await self._arrive(guard, landing, nbytes)
+                left.pop(id(landing.arrival))
+                self._tell_fetched(landing.arrival.entry, expires_at)
+        finally:  # whatever happened: nobody waits for ever, no memory is lost
+            for arrival in left.values():
+                self._tell_fetched(arrival.entry, None)
+
+    def _give_up(self, left: dict[int, Arrival], pending: "asyncio.Task[Any]") -> None:
+        entries = [arrival.entry for arrival in left.values()]
+        left.clear()
+        for entry in entries:
+            self._post(lambda entry=entry: self._state.given_up(entry))  # type: ignore[misc]
+
+        def let_go(_: Any) -> None:
+            for entry in entries:
+                self._post(lambda entry=entry: self._state.let_go(entry))  # type: ignore[misc]
+
+        pending.add_done_callback(let_go)
+
+    async def _arrive(self, guard: Guard, landing: "Landing", nbytes: int | None) -> int | None:
+        """When the chunk that landed expires (0: never); None if it is no good."""
+        if nbytes is None:
+            return None
+        try:
+            expires_at = await self._loop.run_in_executor(self._hashing, lambda: landing.accept(nbytes, check=self._check))
+        except FrameError as error:
+            await self._refuse(guard, landing.arrival.entry.key, error)
+            return None
+        if expires_at and expires_at <= self._ram.now():
+            self._metrics.add("kvhold_expired_chunks", tier=guard.name)
+            await self._remove(guard, landing.arrival.entry.key)
+            return None
+        return expires_at
+
+    async def _refuse(self, guard: Guard, key: bytes, error: FrameError) -> None:
+        self._metrics.add("kvhold_tier_bad_frames", tier=guard.name, reason=error.reason)
+        log.warning("tier %s: %s is removed: %s", guard.name, key.hex(), error)
+        await self._remove(guard, key)
+
+    async def _remove(self, guard: Guard, key: bytes) -> None:
+        if not guard.config.read_only:
+            async with guard.gate.turn(Urgency.DELETE):
+                await guard.delete([key])
+
+    def _tell_fetched(self, entry: Entry, expires_at: int | None) -> None:
+        self._post(lambda: self._state.fetched(entry, expires_at is not None, expires_at or 0))
+
+    # Down.
+
+    def _queue(self, order: WriteOrder) -> None:
+        write = _Write(order)
+        for number, outbox in enumerate(self._outboxes):
+            if outbox.guard.config.read_only or (order.above is not None and number >= order.above):
+                continue
+            write.waiting += 1
+            outbox.queue.append(write)
+            outbox.ready.set()
+            self._count_queued(outbox)
+        if not write.waiting:
+            self._post(lambda: self._state.written(order.number))
+
+    async def _write_from(self, outbox: _Outbox) -> None:
+        """One of a tier's writers: batch after batch, as long as the mover lives."""
+        guard = outbox.guard
+        while True:
+            while not outbox.queue:
+                outbox.ready.clear()
+                await outbox.ready.wait()
+            batch = _first_batch(outbox.queue, guard.config.batch_bytes)
+            outbox.writing += batch
+            pending = None
+            try:
+                async with guard.gate.turn(Urgency.WRITE):
+                    pending = await self._write_batch(guard, batch)
+            except Exception:  # one batch is lost, not the tier
+                log.exception("tier %s: a batch was not written", guard.name)
+            finally:
+                for write in batch:
+                    outbox.writing.remove(write)
+                self._dealt_with.set()
+                self._count_queued(outbox)
+                if pending is None:
+                    self._finish(batch)
+                else:  # the tier may still be reading the entries' memory
+                    pending.add_done_callback(partial(self._finish_late, batch))
+
+    async def _write_batch(self, guard: Guard, batch: list[_Write]) -> "asyncio.Task[Any] | None":
+        """Write what the tier does not have yet. Returns the call that still holds the entries' memory, if there is one."""
+        there = await guard.probe([write.order.entry.key for write in batch]) if guard.available else [None] * len(batch)
+        missing = [write for write, size in zip(batch, there, strict=True) if size is None and not write.order.entry.doomed]
+        pending = []
+        for expires_at in sorted({write.order.entry.expires_at for write in missing}):
+            ttl_s = expires_at - self._ram.now() if expires_at else None
+            if ttl_s is not None and ttl_s <= 0:
+                continue
+            group = [write for write in missing if write.order.entry.expires_at == expires_at]
+            items = [(write.order.entry.key, await self._frame(write)) for write in group]
+            outcome = await guard.put(items, ttl_s=ttl_s)
+            if outcome.pending is not None:
+                pending.append(outcome.pending)
+        return asyncio.ensure_future(_all(pending)) if pending else None
+
+    async def _frame(self, write: _Write) -> Parts:
+        """Made once, however many tiers it goes to."""
+        if write.frame is None:
+            entry, layout = write.order.entry, write.order.layout
+            view = self._ram.view(entry)
+            making = self._loop.run_in_executor(self._hashing, framed, entry, layout, view)
+            write.frame = asyncio.ensure_future(_future_result(making))
+        return await asyncio.shield(write.frame)
+
+    def _finish_late(self, batch: list[_Write], _: "asyncio.Task[Any]") -> None:
+        self._finish(batch)
+
+    def _finish(self, batch: Iterable[_Write]) -> None:
+        for write in batch:
+            write.waiting -= 1
+            if not write.waiting:
+                write.frame = None
+                self._post(lambda number=write.order.number: self._state.written(number))  # type: ignore[misc]
+
+    async def _some_written(self) -> None:
+        """Until a batch has been dealt with, or a moment has passed."""
+        self._dealt_with.clear()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._dealt_with.wait(), _MOMENT_S)
+
+    def _count_queued(self, outbox: _Outbox) -> None:
+        waiting = [*outbox.queue, *outbox.writing]
+        self._metrics.set("kvhold_tier_queued_chunks", len(waiting), tier=outbox.guard.name)
+        self._metrics.set("kvhold_tier_queued_bytes", sum(write.nbytes for write in waiting), tier=outbox.guard.name)
+
+    async def _clear(self, order: ClearOrder) -> None:
+        """Nothing that was queued before comes after: it is dropped, and what is being written is waited for."""
+        try:
+            for outbox in self._outboxes:
+                dropped = [write for write in outbox.queue if write.order.entry.key.startswith(order.prefix)]
+                for write in dropped:
+                    outbox.queue.remove(write)
+                self._finish(dropped)
+                self._count_queued(outbox)
+            for outbox in self._outboxes:
+                while any(write.order.entry.key.startswith(order.prefix) for write in outbox.writing):
+                    await self._some_written()
+            await self._stack.clear(order.prefix)
+        finally:
+            self._post(lambda: self._state.cleared(order.prefix))
+
+
+def make_mover(config: Config, state: CacheState, post: Callable[[Callable[[], None]], None]) -> Mover | None:
+    """The mover of the tiers that the settings name; None if there are none. Raises ConfigError."""
+    if not config.tiers:
+        return None
+    metrics = Metrics()
+    return Mover(state, make_stack(config.tiers, plugins=config.plugins, metrics=metrics), metrics, post)
+
+
+def _batches(items: list[Any], size: Callable[[Any], int], most: int) -> Iterable[list[Any]]:
+    queue = deque(items)
+    while queue:
+        yield _take_batch(queue, size, most)
+
+
+def _first_batch(queue: deque[_Write], most: int) -> list[_Write]:
+    return _take_batch(queue, lambda write: write.nbytes, most)
+
+
+def _take_batch(queue: deque[Any], size: Callable[[Any], int], most: int) -> list[Any]:
+    batch = [queue.popleft()]
+    left = most - size(batch[0])
+    while queue and size(queue[0]) <= left:
+        batch.append(queue.popleft())
+        left -= size(batch[-1])
+    return batch
+
+
+async def _all(tasks: "list[asyncio.Task[Any]]") -> None:
+    await asyncio.wait(tasks)
+
+
+async def _future_result(future: "asyncio.Future[Any]") -> Any:
+    return await future

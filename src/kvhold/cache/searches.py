@@ -1,0 +1,219 @@
+"""Lookups that go below RAM: what lower tiers have of a prompt is brought into the arena, and pinned for the lookup as it arrives.
+
+    number = searches.begin(owner, query, layout)     # pins what RAM has; orders a probe
+    searches.probed(number, places)                   # reserves memory for what tiers have; orders the reads
+    searches.fetched(entry, ok) ...                   # the search is over when all of it has come or failed
+    found = searches.finish(number)                   # at any time: what is pinned by now
+
+Events in, orders out, no I/O. Several searches share what one of them fetches. A search that nobody waits for any more still brings
+what it ordered: it is in RAM for the next one.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvhold.cache.orders import Arrival, FetchOrder, Order, ProbeOrder
+from kvhold.cache.presence import Extent, Need, Presence
+from kvhold.cache.writes import Writes
+from kvhold.core.keys import Query
+from kvhold.core.layout import Layout
+from kvhold.core.metrics import Metrics
+from kvhold.tiers.ram import Entry, RamTier, Wanted
+from kvhold.tiers.stack import Place
+
+
+@dataclass
+class Search:
+    """One lookup that waits. pinned: what is here for it; awaited: keys that are on their way; probing: tiers have not answered yet."""
+
+    owner: Hashable
+    query: Query
+    layout: Layout
+    pinned: dict[bytes, Entry] = field(default_factory=dict)
+    awaited: set[bytes] = field(default_factory=set)
+    probing: bool = True
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will come."""
+        return not self.probing and not self.awaited
+
+    def presence(self) -> Presence[Entry]:
+        """What is pinned, as a hit sees it."""
+        return Presence(self.query, self.layout, self.pinned.get)
+
+
+@dataclass
+class _Coming:
+    """A reserved entry that is being read, and who waits for it."""
+
+    arrival: Arrival
+    searches: set[int] = field(default_factory=set)
+    given_up: bool = False
+
+
+class Searches:
+    """All lookups below RAM of one cache."""
+
+    def __init__(self, ram: RamTier, writes: Writes, metrics: Metrics, give_order: Callable[[Order], None]) -> None:
+        self._ram = ram
+        self._writes = writes
+        self._metrics = metrics
+        self._give_order = give_order
+        self._searches: dict[int, Search] = {}
+        self._coming: dict[bytes, _Coming] = {}
+        self._clearing: list[bytes] = []
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._searches
+
+    def __getitem__(self, number: int) -> Search:
+        return self._searches[number]
+
+    @property
+    def num_arriving(self) -> int:
+        """Chunks that are being read."""
+        return len(self._coming)
+
+    def may_begin(self, query: Query) -> bool:
+        """Not while the query's namespace is being cleared below RAM."""
+        return not any(query.namespace.startswith(prefix) for prefix in self._clearing)
+
+    def begin(self, number: int, owner: Hashable, query: Query, layout: Layout) -> None:
+        """Ask the tiers for what RAM does not have; pin what it has, so that what arrives does not drive it out."""
+        search = self._searches[number] = Search(owner, query, layout)
+        presence = Presence(query, layout, self._ram.find)
+        self._pin_present(search, list(presence.needed(presence.extent())))
+        keys = Presence(query, layout, self._find_or_coming).missing()
+        if keys:
+            self._give_order(ProbeOrder(number, keys))
+        else:
+            self.probed(number, {})
+
+    def probed(self, number: int, places: dict[bytes, Place]) -> None:
+        """The tiers have answered. Reserves memory from the prompt's start on, as far as there is room."""
+        search = self._searches.get(number)
+        if search is None:
+            return
+        search.probing = False
+        if not self.may_begin(search.query):
+            return  # cleared meanwhile
+        presence: Presence[Entry | Place] = Presence(search.query, search.layout, lambda key: self._find_or_coming(key) or places.get(key))
+        wanted = list(presence.needed(presence.extent()))
+        self._pin_present(search, wanted)
+        arrivals: list[Arrival] = []
+        for need in wanted:
+            if need.key in search.pinned:
+                continue
+            if need.key not in self._coming:
+                arrival = self._reserve(search, need, places.get(need.key))
+                if arrival is None:
+                    break  # what follows would be of no use without it
+                arrivals.append(arrival)
+                self._coming[need.key] = _Coming(arrival)
+            self._coming[need.key].searches.add(number)
+            search.awaited.add(need.key)
+        if arrivals:
+            self._give_order(FetchOrder(arrivals))
+
+    def fetched(self, entry: Entry, ok: bool, *, expires_at: int = 0) -> list[int]:
+        """A read has ended, and its memory is the arena's again. Returns the searches that are over now."""
+        coming = self._coming.pop(entry.key)
+        if ok:
+            entry.expires_at = expires_at
+            self._ram.commit(entry)
+            self._metrics.add("kvhold_promoted_chunks")
+            if coming.arrival.place.tier > 0:
+                self._writes.add(entry, coming.arrival.layout, above=coming.arrival.place.tier)
+        else:
+            self._metrics.add("kvhold_withdrawn_chunks", reason="not read")
+            self._ram.abandon(entry)
+        return self._tell(coming, entry)
+
+    def given_up(self, entry: Entry) -> list[int]:
+        """A read failed, but something may still write to its memory: nobody waits for it, and it stays reserved until `let_go`."""
+        coming = self._coming[entry.key]
+        coming.given_up = True
+        self._metrics.add("kvhold_withdrawn_chunks", reason="too late")
+        over = self._tell(coming, entry)
+        coming.searches.clear()
+        return over
+
+    def let_go(self, entry: Entry) -> None:
+        """Nothing writes to the memory of a read that was given up any more."""
+        del self._coming[entry.key]
+        self._ram.abandon(entry)
+
+    def finish(self, number: int) -> tuple[Search, Extent]:
+        """End a search with what is pinned by now; pins beyond the hit fall. What is still on its way arrives all the same."""
+        search = self._end(number)
+        presence = search.presence()
+        extent = presence.extent()
+        needed = {need.key for need in presence.needed(extent)}
+        for key in [key for key in search.pinned if key not in needed]:
+            self._ram.unpin(search.pinned.pop(key))
+        return search, extent
+
+    def drop(self, number: int) -> None:
+        """Nobody waits for it any more."""
+        search = self._end(number)
+        for entry in search.pinned.values():
+            self._ram.unpin(entry)
+
+    def orphan(self, number: int) -> None:
+        """Nobody waits for it, but what it finds is to come."""
+        self._searches[number].owner = None
+
+    def clear(self, prefix: bytes) -> None:
+        """Until `cleared`, nothing with this prefix comes up."""
+        self._clearing.append(prefix)
+
+    def cleared(self, prefix: bytes) -> None:
+        """The tiers hold nothing with this prefix any more."""
+        self._clearing.remove(prefix)
+
+    def _end(self, number: int) -> Search:
+        search = self._searches.pop(number)
+        for key in search.awaited:
+            self._coming[key].searches.discard(number)
+        return search
+
+    def _tell(self, coming: _Coming, entry: Entry) -> list[int]:
+        """Whoever waits has it now, or never will."""
+        over = []
+        arrived = self._ram.find(entry.key) is entry
+        for number in coming.searches:
+            search = self._searches[number]
+            search.awaited.discard(entry.key)
+            if arrived:
+                self._ram.pin(entry)
+                search.pinned[entry.key] = entry
+            if search.over:
+                over.append(number)
+        return over
+
+    def _reserve(self, search: Search, need: Need[Entry | Place], place: Place | None) -> Arrival | None:
+        if place is None or self._ram.holds(need.key):  # somebody else is writing it, or a read that was given up still has its memory
+            self._metrics.add("kvhold_withdrawn_chunks", reason="in progress")
+            return None
+        first_token = need.chunk * search.layout.tokens_per_chunk
+        wanted = Wanted(need.key, search.layout.chunk_bytes(need.group, need.num_tokens), need.parent)
+        entries = self._ram.reserve_all([wanted], num_tokens=need.num_tokens, first_token=first_token)
+        if entries is None:
+            self._metrics.add("kvhold_withdrawn_chunks", reason="no room")
+            return None
+        return Arrival(entries[0], search.layout, place)
+
+    def _pin_present(self, search: Search, needs: Sequence[Need[Any]]) -> None:
+        """Pin what is visible in RAM. Last one first, so that by age a prefix never goes before its continuation."""
+        for need in reversed(needs):
+            if need.key not in search.pinned and (entry := self._ram.find(need.key)) is not None:
+                self._ram.pin(entry)
+                search.pinned[need.key] = entry
+
+    def _find_or_coming(self, key: bytes) -> Entry | None:
+        coming = self._coming.get(key)
+        if coming is not None:
+            return None if coming.given_up else coming.arrival.entry
+        return self._ram.find(key)

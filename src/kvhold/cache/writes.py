@@ -1,0 +1,71 @@
+"""Chunks that wait to be written to lower tiers: a bounded queue that drops rather than blocks.
+
+    writes.add(entry, layout)        # held in RAM until it is written; or dropped and counted, because too much waits already
+    writes.done(number)              # the mover has finished with it, well or not
+
+No I/O: the mover writes. What is dropped stays in RAM until it is evicted, and is a later miss below it, nothing worse.
+"""
+
+import logging
+from collections.abc import Callable
+
+from kvhold.cache.orders import Order, WriteOrder
+from kvhold.core.layout import Layout
+from kvhold.core.metrics import Metrics
+from kvhold.core.sizes import format_size
+from kvhold.tiers.ram import Entry, RamTier
+
+log = logging.getLogger(__name__)
+
+
+class Writes:
+    """The queue of one cache, as its state sees it."""
+
+    def __init__(self, ram: RamTier, metrics: Metrics, give_order: Callable[[Order], None], *, limit_bytes: int) -> None:
+        self._ram = ram
+        self._metrics = metrics
+        self._give_order = give_order
+        self._limit_bytes = limit_bytes
+        self._held: dict[int, Entry] = {}  # by number, the oldest first
+        self._last = 0
+        self._dropping = False
+        self.queued_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def mark(self) -> int:
+        """The number of the newest: when `all_done(mark)`, all that was added before has been dealt with."""
+        return self._last
+
+    def all_done(self, mark: int) -> bool:
+        """Whether nothing up to `mark` waits any more."""
+        return not self._held or next(iter(self._held)) > mark
+
+    def add(self, entry: Entry, layout: Layout, *, above: int | None = None) -> None:
+        """Hold it and order its writing; a chunk too many is dropped."""
+        if entry.doomed:
+            return  # cleared while it was written
+        if self.queued_bytes + entry.nbytes > self._limit_bytes:
+            self._drop()
+            return
+        self._ram.hold(entry)
+        self._last += 1
+        self._held[self._last] = entry
+        self.queued_bytes += entry.nbytes
+        self._give_order(WriteOrder(self._last, entry, layout, above))
+
+    def done(self, number: int) -> None:
+        """Let it go."""
+        entry = self._held.pop(number)
+        self.queued_bytes -= entry.nbytes
+        self._ram.unpin(entry)
+        if self.queued_bytes < self._limit_bytes // 2:
+            self._dropping = False
+
+    def _drop(self) -> None:
+        self._metrics.add("kvhold_tier_dropped_chunks", tier="all", reason="queue full")
+        if not self._dropping:  # once a burst
+            log.warning("lower tiers do not keep up: with %s waiting, chunks are dropped", format_size(self.queued_bytes))
+        self._dropping = True

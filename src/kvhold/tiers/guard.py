@@ -1,0 +1,267 @@
+"""One tier of a stack, made harmless: every call has a deadline, faults are counted and never raised, a dead tier costs nothing.
+
+    guard = Guard(tier, GuardConfig(), name="redis", metrics=metrics)
+    got = await guard.get(keys, into)                 # misses where anything went wrong
+    got.pending                                       # the call that still holds the buffers, if its deadline passed; else None
+
+After some failures in a row the tier's breaker opens: calls answer "nothing" at once, while a task tries `check` now and then and
+closes it again. A call whose deadline has passed is cancelled and not waited for; a tier that does not let go of the caller's memory
+(a hung disk) is shown by `pending`, and the memory stays reserved for as long as that takes. One event loop.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from kvhold.core.config import setting, size
+from kvhold.core.errors import TierDenied, TierError, TierUnavailable
+from kvhold.core.metrics import Metrics
+from kvhold.tiers.base import Parts, Tier, size_of
+from kvhold.tiers.breaker import Breaker
+from kvhold.tiers.gate import Gate, Urgency
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+_LEAVE_S = 5.0  # how long whoever cancels a call waits for it to let go
+
+
+@dataclass(frozen=True)
+class GuardConfig:
+    """What can be said of every tier, in its URL beside its own options."""
+
+    name: str = setting("", "what the tier is called in metrics and logs; empty: its scheme")
+    read_only: bool = setting(False, "never write to it")
+    probe_timeout_s: float = setting(0.5, "deadline of a probe, which a lookup waits for", minimum=0.001)
+    get_timeout_s: float = setting(5.0, "deadline of one batch of reads", minimum=0.001)
+    put_timeout_s: float = setting(10.0, "deadline of one batch of writes, or of deletes", minimum=0.001)
+    batch_bytes: int = size(32 << 20, "bytes of chunks that are read or written in one call")
+    parallel: int = setting(4, "calls at once", minimum=1)
+    breaker_failures: int = setting(3, "after so many failures in a row the tier is left alone", minimum=1)
+    breaker_pause_s: float = setting(1.0, "then it is tried after so long, later less often, at least every 30 s", minimum=0.001)
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[Result]):
+    """What came of a call, item by item. `pending`: it has not let go of the caller's memory yet, and ends when it has."""
+
+    items: list[Result]
+    pending: "asyncio.Task[Any] | None" = None
+
+
+@dataclass
+class _Call(Generic[Result]):
+    operation: str
+    keys: int
+    deadline_s: float
+    result: Result | None = None
+    pending: "asyncio.Task[Any] | None" = None
+    began_s: float = field(default_factory=time.monotonic)
+
+
+class Guard:
+    """A tier behind its breaker, its deadlines and its counters."""
+
+    def __init__(self, tier: Tier, config: GuardConfig, *, name: str, metrics: Metrics) -> None:
+        self.name = name
+        self.config = config
+        self.gate = Gate(config.parallel)
+        self.traits = tier.traits
+        self._tier = tier
+        self._metrics = metrics
+        self._breaker = Breaker(failures=config.breaker_failures, first_pause_s=config.breaker_pause_s)
+        self._mending: asyncio.Task[None] | None = None
+        self._stuck: set[asyncio.Task[Any]] = set()
+        self._last_fault = ""
+        metrics.set("kvhold_tier_available", 1, tier=name)
+
+    @property
+    def available(self) -> bool:
+        """Whether calls go through now."""
+        return self._breaker.allows
+
+    async def check(self) -> TierError | None:
+        """Whether it can be used now; what is wrong, if not. Counts for the breaker."""
+        call = _Call[None]("check", 0, self.config.get_timeout_s)
+        return await self._attempt(call, self._tier.check)
+
+    async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
+        """Sizes of the values that are there; `None` for all when the tier cannot say."""
+        call = _Call[list[int | None]]("probe", len(keys), self.config.probe_timeout_s)
+        if keys:
+            await self._run(call, lambda: self._tier.probe(keys))
+        found: list[int | None] = [None] * len(keys) if call.result is None else call.result
+        self._count("probe", hit=sum(size is not None for size in found), miss=sum(size is None for size in found))
+        return found
+
+    async def get(self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None) -> Outcome[int | None]:
+        """Read values, or ranges, as `Tier.get`; `None` for whatever did not arrive."""
+        call = _Call[list[int | TierError | None]]("get", len(keys), self.config.get_timeout_s)
+        await self._run(call, lambda: self._tier.get(keys, into, starts=starts))
+        items = [self._without_fault("get", item) for item in call.result or [None] * len(keys)]
+        arrived = [size for size in items if size is not None]
+        self._count("get", hit=len(arrived), miss=len(keys) - len(arrived))
+        self._metrics.add("kvhold_tier_bytes", sum(arrived), tier=self.name, operation="get")
+        return Outcome(items, call.pending)
+
+    async def put(self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None) -> Outcome[bool]:
+        """Store values, as `Tier.put`; true where they are there now. What is not is counted with its reason."""
+        call = _Call[list[TierError | None]]("put", len(items), self.config.put_timeout_s)
+        fault = await self._run(call, lambda: self._tier.put(items, ttl_s=ttl_s))
+        faults = call.result if call.result is not None else [fault] * len(items)
+        for item_fault in faults:
+            if item_fault is not None:
+                self._metrics.add("kvhold_tier_dropped_chunks", tier=self.name, reason=item_fault.reason)
+                if call.result is not None:
+                    self._fault("put", item_fault)
+        stored = [item_fault is None for item_fault in faults]
+        self._count("put", stored=sum(stored), failed=len(stored) - sum(stored))
+        written = sum(size_of(parts) for (_, parts), there in zip(items, stored, strict=True) if there)
+        self._metrics.add("kvhold_tier_bytes", written, tier=self.name, operation="put")
+        return Outcome(stored, call.pending)
+
+    async def delete(self, keys: Sequence[bytes]) -> list[bool]:
+        """Remove; true where something was removed."""
+        call = _Call[list[bool]]("delete", len(keys), self.config.put_timeout_s)
+        await self._run(call, lambda: self._tier.delete(keys))
+        removed = call.result if call.result is not None else [False] * len(keys)
+        self._count("delete", removed=sum(removed), absent=len(removed) - sum(removed))
+        return removed
+
+    async def clear(self, prefix: bytes, *, batch: int = 256) -> int:
+        """Remove every value whose key begins with `prefix`. Returns how many went."""
+        removed, keys = 0, []
+        try:
+            async for key in self._tier.scan(prefix):
+                keys.append(key)
+                if len(keys) >= batch:
+                    async with self.gate.turn(Urgency.DELETE):
+                        removed += sum(await self.delete(keys))
+                    keys = []
+        except TierError as error:
+            self._failed("scan", error)
+        if keys:
+            async with self.gate.turn(Urgency.DELETE):
+                removed += sum(await self.delete(keys))
+        return removed
+
+    def status(self) -> dict[str, Any]:
+        """For people and monitors."""
+        return {
+            "name": self.name,
+            "kind": self.traits.name,
+            "available": self.available,
+            "last_fault": self._last_fault,
+            "stuck_calls": len(self._stuck),
+            "durable": self.traits.durable,
+            "shared": self.traits.shared,
+            "read_only": self.config.read_only,
+        }
+
+    async def close(self) -> None:
+        """End the background's tries, and the tier. What hangs is left behind."""
+        if self._mending is not None:
+            self._mending.cancel()
+            await asyncio.wait((self._mending,))
+        call = _Call[None]("close", 0, self.config.get_timeout_s)
+        await self._attempt(call, self._tier.close)
+
+    async def _run(self, call: _Call[Result], work: Callable[[], Awaitable[Result]]) -> TierError | None:
+        """One call for a request. A read that failed on its way is tried once more if its deadline allows."""
+        if not self.available:
+            fault: TierError = TierUnavailable(self.name, call.operation, f"left alone for now: {self._last_fault}")
+            self._metrics.add("kvhold_tier_errors", tier=self.name, operation=call.operation, reason="breaker open")
+            return fault
+        first = await self._attempt(call, work)
+        if first is None or not first.retryable or call.operation == "put" or not self.available:
+            return first
+        if time.monotonic() - call.began_s >= call.deadline_s:
+            return first
+        return await self._attempt(call, work)
+
+    async def _attempt(self, call: _Call[Result], work: Callable[[], Awaitable[Result]]) -> TierError | None:
+        """One call with what is left of its deadline. Returns what went wrong."""
+        began_s = time.monotonic()
+        task = asyncio.ensure_future(_awaited(work))
+        try:
+            await asyncio.wait((task,), timeout=max(0.0, call.deadline_s - (began_s - call.began_s)))
+        except asyncio.CancelledError:
+            task.cancel()
+            await asyncio.wait((task,), timeout=_LEAVE_S)
+            raise
+        self._metrics.observe("kvhold_tier_seconds", time.monotonic() - began_s, tier=self.name, operation=call.operation)
+        if not task.done():
+            task.cancel()
+            call.pending = task
+            self._watch(task)
+            fault: TierError = TierUnavailable(self.name, call.operation, f"no answer within {call.deadline_s:g} s")
+            self._failed(call.operation, fault, reason="timeout")
+            return fault
+        try:
+            call.result = task.result()
+        except TierError as error:
+            self._failed(call.operation, error)
+            return error
+        except Exception as error:  # a tier, a plugin perhaps, that breaks its contract must not stop the others
+            log.exception("tier %s: %s broke the contract of a tier", self.name, call.operation)
+            fault = TierError(self.name, call.operation, f"{type(error).__name__}: {error}")
+            self._failed(call.operation, fault, reason="internal")
+            return fault
+        self._succeeded()
+        return None
+
+    def _succeeded(self) -> None:
+        if self._breaker.succeeded():
+            self._metrics.set("kvhold_tier_available", 1, tier=self.name)
+            log.info("tier %s is back", self.name)
+
+    def _failed(self, operation: str, fault: TierError, *, reason: str | None = None) -> None:
+        self._fault(operation, fault, reason=reason)
+        if self._breaker.failed(time.monotonic(), for_good=isinstance(fault, TierDenied)):
+            self._metrics.set("kvhold_tier_available", 0, tier=self.name)
+            log.warning("tier %s is left alone until it answers again: %s", self.name, fault)
+            self._mending = asyncio.ensure_future(self._mend())
+
+    def _fault(self, operation: str, fault: TierError, *, reason: str | None = None) -> None:
+        self._last_fault = str(fault)
+        self._metrics.add("kvhold_tier_errors", tier=self.name, operation=operation, reason=reason or fault.reason)
+        log.debug("tier %s: %s: %s", self.name, operation, fault)
+
+    def _without_fault(self, operation: str, item: int | TierError | None) -> int | None:
+        if isinstance(item, TierError):
+            self._fault(operation, item)
+            return None
+        return item
+
+    async def _mend(self) -> None:
+        """While the breaker is open: try now and then."""
+        while self._breaker.next_try_s is not None:
+            await asyncio.sleep(max(0.0, self._breaker.next_try_s - time.monotonic()))
+            if self._stuck:  # it has not even let go of the last calls
+                self._breaker.failed(time.monotonic())
+            else:
+                await self.check()
+
+    def _watch(self, task: "asyncio.Task[Any]") -> None:
+        self._stuck.add(task)
+        self._metrics.set("kvhold_tier_stuck_calls", len(self._stuck), tier=self.name)
+        task.add_done_callback(self._let_go)
+
+    def _let_go(self, task: "asyncio.Task[Any]") -> None:
+        self._stuck.discard(task)
+        self._metrics.set("kvhold_tier_stuck_calls", len(self._stuck), tier=self.name)
+        if not task.cancelled():
+            task.exception()  # so that nobody misses it
+
+    def _count(self, operation: str, **results: int) -> None:
+        for result, count in results.items():
+            if count:
+                self._metrics.add("kvhold_tier_items", count, tier=self.name, operation=operation, result=result)
+
+
+async def _awaited(work: Callable[[], Awaitable[Result]]) -> Result:
+    return await work()

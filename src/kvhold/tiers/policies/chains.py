@@ -1,0 +1,272 @@
+"""What all policies share: who continues whom, who may go, and how many bytes each namespace has.
+
+    class FifoPolicy(ChainPolicy):
+        def _inserted(self, chunk: Chunk) -> None:
+            self._rank(chunk, self._now())            # the lower the rank, the earlier it goes
+
+A policy ranks chunks; here the *leaves*, those that nothing here continues, are kept in heaps by rank, one for each namespace and one
+for all. A chunk that becomes a leaf takes the place of the rank that it has had all along. Insert, touch and remove cost O(log leaves)
+at most (touching a chunk that is no leaf, O(1)); victims costs O((victims + pinned leaves before them) log leaves), however many chunks
+they protect. Loop and thread: see base.py.
+"""
+
+from collections.abc import Callable, Iterator
+from heapq import heapify, heappop, heappush
+from itertools import count
+from types import TracebackType
+from typing import ClassVar, Self, TypeAlias
+
+from kvhold.core.keys import NAMESPACE_BYTES
+
+_SMALLEST_SWEEP = 64
+
+
+class Chunk:
+    """One known key.
+
+    rank:  lower goes first; no two chunks have the same
+    queue: number of the queue it waits in; 0 for policies that have one alone
+    uses:  for the policy to count in
+    place: its present entry in the heaps; None while it is no leaf
+    """
+
+    __slots__ = ("key", "nbytes", "parent", "place", "queue", "rank", "uses")
+
+    def __init__(self, key: bytes, nbytes: int) -> None:
+        self.key = key
+        self.nbytes = nbytes
+        self.parent: bytes | None = None
+        self.rank = (0, 0)
+        self.queue = 0
+        self.uses = 0
+        self.place: Place | None = None
+
+
+Place: TypeAlias = tuple[int, int, Chunk]  # a rank, and whose; compared by the rank, which is unique
+
+
+class Queue:
+    """Chunks of one namespace, or all, that one policy ranks together: how many, their bytes, and the leaves among them."""
+
+    __slots__ = ("_heap", "_sweep_at", "nbytes", "num_chunks")
+
+    def __init__(self) -> None:
+        self.num_chunks = 0
+        self.nbytes = 0
+        self._heap: list[Place] = []
+        self._sweep_at = _SMALLEST_SWEEP
+
+    def count(self, chunk: Chunk, sign: int) -> None:
+        """One chunk more (1) or less (-1)."""
+        self.num_chunks += sign
+        self.nbytes += sign * chunk.nbytes
+
+    def push(self, place: Place) -> None:
+        """A leaf's new place. What it had before is dropped when it is met, or here, once half of the heap may be such."""
+        if len(self._heap) >= self._sweep_at:
+            self._heap = [place for place in self._heap if place[2].place is place]
+            heapify(self._heap)
+            self._sweep_at = max(_SMALLEST_SWEEP, 2 * len(self._heap))
+        heappush(self._heap, place)
+
+    def pop(self) -> Place | None:
+        """Take out the leaf of the lowest rank."""
+        while self._heap:
+            place = heappop(self._heap)
+            if place[2].place is place:
+                return place
+        return None
+
+
+class ChainPolicy:
+    """All of a policy but its order. A policy overrides `_inserted` and whichever of the other hooks it needs."""
+
+    num_queues: ClassVar[int] = 1
+
+    def __init__(self) -> None:
+        self._chunks: dict[bytes, Chunk] = {}
+        self._continued: dict[bytes, int] = {}  # by how many known chunks each key is continued, whether it is known itself or not
+        self._all = [Queue() for _ in range(self.num_queues)]
+        self._spaces: dict[bytes, list[Queue]] = {}
+        self._clock = count(1)
+
+    def insert(self, key: bytes, nbytes: int, parent: bytes | None = None) -> None:
+        """Policy contract."""
+        assert parent is None or parent[:NAMESPACE_BYTES] == key[:NAMESPACE_BYTES], "a prompt's chunks are in one namespace"
+        chunk = self._chunks.get(key)
+        if chunk is None:
+            chunk = self._chunks[key] = Chunk(key, nbytes)
+            self._inserted(chunk)
+            self._count(chunk, 1)
+        if chunk.parent is None and parent is not None and not self._continues(parent, key):
+            self._link(chunk, parent)
+
+    def touch(self, key: bytes) -> None:
+        """Policy contract."""
+        chunk = self._chunks.get(key)
+        if chunk is not None:
+            self._touched(chunk)
+
+    def remove(self, key: bytes, *, evicted: bool = False) -> None:
+        """Policy contract."""
+        chunk = self._chunks.pop(key, None)
+        if chunk is None:
+            return
+        chunk.place = None
+        self._count(chunk, -1)
+        self._unlink(chunk)
+        self._removed(chunk, evicted=evicted)
+
+    def victims(self, nbytes: int, pinned: Callable[[bytes], bool], namespace: bytes | None = None) -> list[bytes]:
+        """Policy contract."""
+        if not 0 < nbytes <= self.nbytes(namespace):
+            return []
+        with self._walk(self._queues(namespace), pinned) as walk:
+            while walk.freed_bytes < nbytes:
+                chunk = walk.choose()
+                if chunk is None:
+                    return []
+                walk.take(chunk)
+        walk.settle()
+        return walk.taken
+
+    def nbytes(self, namespace: bytes | None = None) -> int:
+        """Policy contract."""
+        return sum(queue.nbytes for queue in self._queues(namespace))
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def _inserted(self, chunk: Chunk) -> None:
+        """Give a new chunk its first rank, with `_rank`."""
+        raise NotImplementedError
+
+    def _touched(self, chunk: Chunk) -> None:
+        """It was asked for."""
+
+    def _removed(self, chunk: Chunk, *, evicted: bool) -> None:
+        """It is not known any more."""
+
+    def _walk(self, queues: list[Queue], pinned: Callable[[bytes], bool]) -> "Walk":
+        """How victims are chosen: the lowest rank first."""
+        return Walk(self, queues, pinned)
+
+    def _now(self) -> int:
+        """A number higher than all before."""
+        return next(self._clock)
+
+    def _rank(self, chunk: Chunk, minor: int, major: int = 0) -> None:
+        """Rank `chunk` by `major`, then by `minor`, which must differ from those of all others."""
+        chunk.rank = (major, minor)
+        if chunk.key not in self._continued:
+            self._place(chunk)
+
+    def _move(self, chunk: Chunk, queue: int) -> None:
+        """To the end of a queue, of its own or another."""
+        self._count(chunk, -1)
+        chunk.queue = queue
+        self._count(chunk, 1)
+        self._rank(chunk, self._now())
+
+    def _above(self, chunk: Chunk) -> Iterator[Chunk]:
+        """Its prefix, as far as that is here: the chunk before it, the one before that ..."""
+        while chunk.parent is not None and (above := self._chunks.get(chunk.parent)) is not None:
+            yield above
+            chunk = above
+
+    def _queues(self, namespace: bytes | None) -> list[Queue]:
+        return self._all if namespace is None else self._spaces.get(namespace, [])
+
+    def _own(self, chunk: Chunk) -> list[Queue]:
+        """The queues of its namespace."""
+        namespace = chunk.key[:NAMESPACE_BYTES]
+        if namespace not in self._spaces:
+            self._spaces[namespace] = [Queue() for _ in range(self.num_queues)]
+        return self._spaces[namespace]
+
+    def _count(self, chunk: Chunk, sign: int) -> None:
+        own = self._own(chunk)
+        self._all[chunk.queue].count(chunk, sign)
+        own[chunk.queue].count(chunk, sign)
+        if sign < 0 and not any(queue.num_chunks for queue in own):
+            del self._spaces[chunk.key[:NAMESPACE_BYTES]]
+
+    def _place(self, chunk: Chunk) -> None:
+        """It is a leaf, of this rank."""
+        chunk.place = place = (*chunk.rank, chunk)
+        self._all[chunk.queue].push(place)
+        self._own(chunk)[chunk.queue].push(place)
+
+    def _link(self, chunk: Chunk, parent: bytes) -> None:
+        chunk.parent = parent
+        self._continued[parent] = self._continued.get(parent, 0) + 1
+        if (above := self._chunks.get(parent)) is not None:
+            above.place = None
+
+    def _unlink(self, chunk: Chunk) -> None:
+        if chunk.parent is None:
+            return
+        self._continued[chunk.parent] -= 1
+        if not self._continued[chunk.parent]:
+            del self._continued[chunk.parent]
+            if (above := self._chunks.get(chunk.parent)) is not None:
+                self._place(above)
+
+    def _continues(self, key: bytes, first: bytes) -> bool:
+        """Whether `key` is `first` or a continuation of it. Short: whoever inserts a prompt in order, either way, walks no step."""
+        if first not in self._continued:
+            return key == first
+        chunk = self._chunks.get(key)
+        return key == first or (chunk is not None and any(first in (above.key, above.parent) for above in (chunk, *self._above(chunk))))
+
+
+class Walk:
+    """One search for victims: leaves in order, and those that become leaves by it. A `with` leaves the policy as it was."""
+
+    def __init__(self, policy: ChainPolicy, queues: list[Queue], pinned: Callable[[bytes], bool]) -> None:
+        self.queues = queues
+        self.taken: list[bytes] = []
+        self.freed_bytes = 0
+        self._policy = policy
+        self._pinned = pinned
+        self._seen: list[Place] = []
+        self._opened: list[Chunk] = []
+        self._fewer: dict[bytes, int] = {}  # by how many of the taken each key was continued
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for chunk in self._opened:
+            chunk.place = None
+        for place in self._seen:
+            if place[2].place is place:
+                self.queues[place[2].queue].push(place)
+
+    def next(self, queue: int) -> Chunk | None:
+        """The next leaf of a queue that nobody has pinned; each comes once."""
+        while (place := self.queues[queue].pop()) is not None:
+            self._seen.append(place)
+            if not self._pinned(place[2].key):
+                return place[2]
+        return None
+
+    def take(self, chunk: Chunk) -> None:
+        """It is a victim. If it was the last that continued another, that one is a leaf from here on."""
+        self.taken.append(chunk.key)
+        self.freed_bytes += chunk.nbytes
+        if chunk.parent is None:
+            return
+        fewer = self._fewer[chunk.parent] = self._fewer.get(chunk.parent, 0) + 1
+        above = self._policy._chunks.get(chunk.parent)
+        if above is not None and fewer == self._policy._continued[chunk.parent]:
+            above.place = place = (*above.rank, above)
+            self._opened.append(above)
+            self.queues[above.queue].push(place)
+
+    def choose(self) -> Chunk | None:
+        """The next victim, not yet taken."""
+        return self.next(0)
+
+    def settle(self) -> None:
+        """The victims are found and will go: a policy may now move those that it passed over."""

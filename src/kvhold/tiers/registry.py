@@ -1,0 +1,149 @@
+"""Tiers by their URL's scheme: ours, those of plugins (entry points of the group "kvhold.tiers"), and `plugin://module:Class`.
+
+    tier, settings = make_tier("audit+redis://host:6379/0?audit_max_keys=1000&get_timeout_s=2", plugins=())
+
+A tier's module is imported when its scheme is used, and not before. A wrapper stands before the scheme, with a plus. Code of others runs
+only where the settings list it: an entry point by its name, a `plugin://` by its module and class.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from functools import cache
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Protocol
+
+from kvhold.core.errors import ConfigError
+from kvhold.tiers.base import Tier
+from kvhold.tiers.guard import GuardConfig
+from kvhold.tiers.url import TierUrl, parse_url
+
+ENTRY_POINTS = "kvhold.tiers"
+PLUGIN_SCHEME = "plugin"
+
+_GUARD_OPTIONS = {f.name: f for f in fields(GuardConfig)}
+
+
+@dataclass(frozen=True)
+class _Home:
+    """Where a tier's class is, and what must be installed for it."""
+
+    module: str
+    name: str
+    extra: str = ""
+
+
+_DISK, _FS = _Home("kvhold.tiers.disk", "DiskTier"), _Home("kvhold.tiers.fs", "SharedFilesTier")
+_REDIS = _Home("kvhold.tiers.redis", "RedisTier", "redis")
+_TIERS = {
+    "disk": _DISK,
+    "fs": _FS,
+    "redis": _REDIS,
+    "rediss": _REDIS,
+    "unix": _REDIS,
+    "redis-sentinel": _REDIS,
+    "redis-cluster": _REDIS,
+    "valkey": _REDIS,
+    "valkeys": _REDIS,
+    "memcached": _Home("kvhold.tiers.memcached", "MemcachedTier"),
+    "s3": _Home("kvhold.tiers.s3", "S3Tier", "s3"),
+    "mooncake": _Home("kvhold.tiers.mooncake", "MooncakeTier", "mooncake"),
+    "infinistore": _Home("kvhold.tiers.infinistore", "InfiniStoreTier", "infinistore"),
+    "null": _Home("kvhold.tiers.null", "NullTier"),
+}
+_WRAPPERS = {
+    "audit": _Home("kvhold.tiers.audit", "AuditTier"),
+    "faults": _Home("kvhold.tiers.faults", "FaultTier"),
+}
+
+
+class TierClass(Protocol):
+    """What a tier's class has beside the contract of its instances."""
+
+    from_url: Callable[[TierUrl], Tier]
+
+
+def make_tier(text: str, *, plugins: Sequence[str] = ()) -> tuple[Tier, GuardConfig]:
+    """A tier from its URL, unused yet, and what its guard is to know. Raises ConfigError for whatever is wrong with the line.
+
+    plugins: what may be loaded of others: names of entry points, and "module:Class"
+    """
+    url = parse_url(text)
+    *wrappers, scheme = url.scheme.split("+")
+    guard = _take(url, _GUARD_OPTIONS)
+    settings = guard.apply(GuardConfig(name=scheme))
+    inner = url.without(_GUARD_OPTIONS)
+    wraps = [(_wrapper(name, url), name) for name in wrappers]
+    own = [{k: v for k, v in inner.options.items() if k in wrap.option_names} for wrap, _ in wraps]
+    for options in own:
+        inner = inner.without(options)
+    tier: Tier = _tier_class(scheme, inner, plugins).from_url(TierUrl(scheme, inner.netloc, inner.path, inner.options))
+    for (wrap, _), options in zip(reversed(wraps), reversed(own), strict=True):
+        tier = wrap.from_url(tier, options, url.shown)
+    return tier, settings
+
+
+def tier_schemes() -> tuple[str, ...]:
+    """All that a URL may begin with, sorted."""
+    return tuple(sorted({*_TIERS, *_plugins(), PLUGIN_SCHEME}))
+
+
+class _Wrapper(Protocol):
+    option_names: frozenset[str]
+    from_url: Callable[[Tier, Mapping[str, str], str], Tier]
+
+
+def _wrapper(name: str, url: TierUrl) -> _Wrapper:
+    if name not in _WRAPPERS:
+        raise ConfigError(f"tiers: {url.shown}: {name!r} wraps no tier; {', '.join(sorted(_WRAPPERS))} do")
+    wrapper: _Wrapper = _load(_WRAPPERS[name], url)
+    return wrapper
+
+
+def _tier_class(scheme: str, url: TierUrl, plugins: Sequence[str]) -> TierClass:
+    found: TierClass
+    if scheme == PLUGIN_SCHEME:
+        found = _load_plugin(f"{url.netloc}{url.path}", url, plugins)
+    elif scheme in _TIERS:
+        found = _load(_TIERS[scheme], url)
+    elif scheme in _plugins():
+        if scheme not in plugins:
+            raise ConfigError(f"tiers: {url.shown}: the plugin {scheme!r} is installed; to let it run, add it to the setting `plugins`")
+        point = _plugins()[scheme]
+        found = _load(_Home(point.module, point.attr), url)
+    else:
+        near = get_close_matches(scheme, tier_schemes(), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"tiers: {url.shown}: there is no tier {scheme!r}; known are {', '.join(tier_schemes())}{hint}")
+    return found
+
+
+def _load_plugin(named: str, url: TierUrl, plugins: Sequence[str]) -> TierClass:
+    module, colon, name = named.partition(":")
+    if not module or not colon or not name.isidentifier():
+        raise ConfigError(f"tiers: {url.shown}: write plugin://module:Class")
+    if named not in plugins:
+        raise ConfigError(f"tiers: {url.shown}: to let this code run, add {named!r} to the setting `plugins`")
+    found: TierClass = _load(_Home(module, name), url)
+    return found
+
+
+def _load(home: _Home, url: TierUrl):  # type: ignore[no-untyped-def]  # the caller names what it expects
+    try:
+        return getattr(import_module(home.module), home.name)
+    except ImportError as error:
+        how = f": pip install 'kvhold[{home.extra}]'" if home.extra else ""
+        raise ConfigError(f"tiers: {url.shown}: {error}{how}") from error
+    except AttributeError:
+        raise ConfigError(f"tiers: {url.shown}: module {home.module} has no {home.name}") from None
+
+
+def _take(url: TierUrl, names: Mapping[str, object]) -> TierUrl:
+    return TierUrl(url.scheme, url.netloc, url.path, {k: v for k, v in url.options.items() if k in names})
+
+
+@cache
+def _plugins() -> dict[str, EntryPoint]:
+    """Name to entry point, none of them imported yet."""
+    return {point.name: point for point in entry_points(group=ENTRY_POINTS)}

@@ -1,0 +1,78 @@
+"""The tiers below RAM, in order: one probe a tier for all the chunks of a prompt, reads and writes in turn, nothing raised.
+
+    stack = make_stack(["disk:///var/cache/kvhold", "redis://host:6379/0"], plugins=(), metrics=metrics)
+    places = await stack.probe(keys)                    # where each is: the first tier that has it
+
+A fault of one tier is that tier's alone: its guard answers for it. One event loop.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvhold.core.errors import ConfigError
+from kvhold.core.metrics import Metrics
+from kvhold.tiers.guard import Guard
+from kvhold.tiers.registry import make_tier
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a chunk was found: the number of its tier, from the top, and the size of its value."""
+
+    tier: int
+    nbytes: int
+
+
+class Stack:
+    """Tiers behind their guards, the fastest first."""
+
+    def __init__(self, guards: Sequence[Guard]) -> None:
+        self.guards = list(guards)
+
+    def __len__(self) -> int:
+        return len(self.guards)
+
+    async def check(self) -> None:
+        """Try each once, so that one that is dead is known before the first request needs it."""
+        await asyncio.gather(*(guard.check() for guard in self.guards))
+
+    async def probe(self, keys: Sequence[bytes]) -> dict[bytes, Place]:
+        """Where each key is, if anywhere. One call a tier, for what no tier above it has."""
+        places: dict[bytes, Place] = {}
+        missing = list(keys)
+        for number, guard in enumerate(self.guards):
+            if not missing:
+                break
+            sizes = await guard.probe(missing)
+            places |= {key: Place(number, size) for key, size in zip(missing, sizes, strict=True) if size is not None}
+            missing = [key for key, size in zip(missing, sizes, strict=True) if size is None]
+        return places
+
+    async def clear(self, prefix: bytes) -> int:
+        """Remove every chunk whose key begins with `prefix`, from all tiers. Returns how many values went."""
+        return sum(await asyncio.gather(*(guard.clear(prefix) for guard in self.guards if not guard.config.read_only)))
+
+    def status(self) -> list[dict[str, Any]]:
+        """One entry a tier, from the top. Safe from any thread."""
+        return [guard.status() for guard in self.guards]
+
+    async def close(self) -> None:
+        """Close every tier."""
+        await asyncio.gather(*(guard.close() for guard in self.guards))
+
+
+def make_stack(urls: Sequence[str], *, plugins: Sequence[str], metrics: Metrics) -> Stack:
+    """The stack that settings describe, unused yet. Raises ConfigError."""
+    guards: list[Guard] = []
+    for url in urls:
+        tier, config = make_tier(url, plugins=plugins)
+        names = [guard.name for guard in guards]
+        name = config.name
+        if name in names:
+            name = next(f"{name}-{n}" for n in range(2, len(names) + 3) if f"{name}-{n}" not in names)
+        if name == "ram":
+            raise ConfigError("tiers: the name 'ram' is taken by the arena; choose another")
+        guards.append(Guard(tier, config, name=name, metrics=metrics))
+    return Stack(guards)
