@@ -57,6 +57,15 @@ class ClientConfig:
 
 
 @dataclass(frozen=True)
+class RulesConfig:
+    """What an engine's requests may do with the cache; a request may ask for less."""
+
+    store: bool = setting(True, "store the KV of requests")
+    load: bool = setting(True, "load what is cached")
+    ttl_s: float = setting(0.0, "what is stored is not used after so long; 0: no limit", minimum=0)
+
+
+@dataclass(frozen=True)
 class Config:
     """All settings of one process."""
 
@@ -75,6 +84,7 @@ class Config:
     copy_threads: int = setting(0, "threads that copy between engine and arena; 0: as many as cores, at most 2", minimum=0)
     node: NodeConfig = field(default_factory=NodeConfig)
     client: ClientConfig = field(default_factory=ClientConfig)
+    rules: RulesConfig = field(default_factory=RulesConfig)
 
 
 Settings = TypeVar("Settings")

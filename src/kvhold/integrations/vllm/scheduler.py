@@ -2,8 +2,9 @@
 
 A request's prompt is hashed on a thread of its own as soon as it arrives, and looked up there when the scheduler first asks, so that what
 waits in a long queue pins nothing and finds what was stored meanwhile. One scheduling pass waits for a few milliseconds at most, however
-many lookups are under way, and is told "ask again" after that; a lookup that comes too late or fails is a miss. The hit stays pinned
-from the lookup until the request is loaded, runs without it, or is gone. All methods run on the scheduler's thread, and none but
+many lookups are under way, and is told "ask again" after that; a lookup that comes too late or fails is a miss. While chunks come from
+lower tiers the request waits in the queue, for `client.arrival_timeout_s` at most; then it makes do with what has come. The hit stays
+pinned from the lookup until the request is loaded, runs without it, or is gone. All methods run on the scheduler's thread, and none but
 `reset` waits for the node there.
 """
 
@@ -18,9 +19,10 @@ from typing import TYPE_CHECKING
 
 from kvhold.core.api import Hit
 from kvhold.core.config import Config
-from kvhold.core.errors import KVHoldError
+from kvhold.core.errors import ConfigError, KVHoldError
 from kvhold.core.keys import Namespace, Prompt
-from kvhold.integrations.vllm.space import join, prompt_of
+from kvhold.core.rules import Rules
+from kvhold.integrations.vllm.space import join, prompt_of, rules_of
 from kvhold.integrations.vllm.steps import Load, Steps, Store
 from kvhold.integrations.vllm.tracker import RequestTracker
 
@@ -38,14 +40,18 @@ _PATIENCE_S = 0.003  # of one scheduling pass for all its lookups; RAM answers i
 class _Followed:
     """A request from its arrival to its end.
 
+    rules: what the request may do; nothing, where they are not understood
+    asked_s: when the cache was asked last; since_s: when it was asked first for this hit
     tried: how often it had been preempted when it was last looked up; a load is tried once for each time it starts anew, so that one
     that keeps failing ends in computing, not in a circle
     """
 
+    rules: Rules
     naming: "Future[Prompt | None] | None" = None
     tracker: RequestTracker | None = None
     lookup: "Future[Hit | None] | None" = None
     asked_s: float = 0.0
+    since_s: float = 0.0
     hit: Hit | None = None
     first_token: int = 0  # where the load begins
     loading: bool = False
@@ -79,7 +85,13 @@ class SchedulerSide:
 
     def arrived(self, request: "Request") -> None:
         """A new request: its prompt is hashed now."""
-        self._followed[request.request_id] = _Followed(naming=self._lookups.submit(self._name, request))
+        try:
+            rules = rules_of(request, self._config.rules)
+        except ConfigError as error:
+            log.warning("kvhold: request %s is not cached: %s", request.request_id, error)
+            return
+        if rules.store or rules.load:
+            self._followed[request.request_id] = _Followed(rules, naming=self._lookups.submit(self._name, request, rules))
 
     def matched(self, request: "Request", computed_tokens: int) -> int | None:
         """Tokens that can be loaded beyond `computed_tokens`; None: ask again."""
@@ -93,7 +105,7 @@ class SchedulerSide:
         if followed.lookup is not None and not self._resolve(followed):
             return None
         found = followed.hit.num_tokens if followed.hit is not None else 0
-        if found <= computed_tokens or request.skip_reading_prefix_cache or not self._may_load:
+        if found <= computed_tokens or request.skip_reading_prefix_cache or not self._may_load or not followed.rules.load:
             return 0  # the hit stays until there are blocks: by then the engine may have evicted what it has now
         followed.first_token = computed_tokens
         return found - computed_tokens
@@ -168,7 +180,7 @@ class SchedulerSide:
     def _run(self, stores: list[Store], output: "SchedulerOutput", request_id: str, started_at: int | None) -> None:
         """Count a scheduled request's tokens, and store what becomes whole. started_at: computed tokens, where it starts (again)."""
         followed = self._followed.get(request_id)
-        if followed is None or followed.tracker is None or not self._may_store:
+        if followed is None or followed.tracker is None or not self._may_store or not followed.rules.store:
             return
         if started_at is not None:
             followed.tracker.start(started_at)
@@ -178,19 +190,19 @@ class SchedulerSide:
             return
         names, blocks = taken
         table = output.kv_connector_block_state.get_block_ids(request_id)
-        stores.append(Store(request_id, names, list(table[0][blocks.start : blocks.stop])))
+        stores.append(Store(request_id, names, list(table[0][blocks.start : blocks.stop]), followed.rules.ttl_s))
 
     def _look_up(self, followed: _Followed, request: "Request") -> None:
         if followed.naming is None:
-            followed.naming = self._lookups.submit(self._name, request)
+            followed.naming = self._lookups.submit(self._name, request, followed.rules)
         followed.tried = request.num_preemptions
-        followed.asked_s = time.monotonic()
+        followed.asked_s = followed.since_s = time.monotonic()
         followed.lookup = self._lookups.submit(self._ask, followed.naming)
 
-    def _name(self, request: "Request") -> Prompt | None:
+    def _name(self, request: "Request", rules: Rules) -> Prompt | None:
         """On the lookup thread: hash the prompt. Never raises, because the scheduler would with it; what cannot be named is not cached."""
         try:
-            prompt = prompt_of(self._namespace, request, self._adapters)
+            prompt = prompt_of(self._namespace, request, rules, self._adapters)
             if prompt is not None:
                 prompt.query()
         except KVHoldError as error:
@@ -205,7 +217,7 @@ class SchedulerSide:
         """On the lookup thread, after the naming: ask the cache. Never raises."""
         prompt = None if naming.cancelled() else naming.result()
         try:
-            return self._cache.lookup(prompt.query()) if prompt is not None else None
+            return self._cache.lookup(prompt.query(), wait_s=0) if prompt is not None else None
         except KVHoldError as error:
             log.debug("kvhold: lookup: %s", error)
         except Exception:
@@ -213,7 +225,7 @@ class SchedulerSide:
         return None
 
     def _resolve(self, followed: _Followed) -> bool:
-        """Take the lookup's answer if it is there in time. False: not yet. Too late is a miss; a hit that comes then is let go."""
+        """Take the lookup's answer if it is there in time and final. False: not yet. Too late is a miss; a hit that comes then is let go."""
         assert followed.lookup is not None
         assert followed.naming is not None
         began_s, hit = time.monotonic(), None
@@ -226,6 +238,11 @@ class SchedulerSide:
             self._let_go(followed)
         finally:
             self._patience_s = max(0.0, self._patience_s - (time.monotonic() - began_s))
+        if hit is not None and hit.arriving:
+            settle = began_s - followed.since_s >= self._config.client.arrival_timeout_s
+            followed.lookup = self._lookups.submit(_look_again, hit, settle)
+            followed.asked_s = began_s
+            return False
         followed.hit = hit
         prompt = followed.naming.result() if followed.naming.done() else None
         if prompt is not None:
@@ -240,6 +257,24 @@ class SchedulerSide:
         hit, followed.hit = followed.hit, None
         if hit is not None and hit.ticket:
             self._lookups.submit(hit.close)
+
+
+def _look_again(hit: Hit, settle: bool) -> Hit | None:
+    """On the lookup thread: how far has it come? Never raises."""
+    try:
+        if settle:
+            hit.settle()
+        else:
+            hit.refresh()
+    except KVHoldError as error:
+        log.debug("kvhold: lookup: %s", error)
+        hit.close()
+        return None
+    except Exception:
+        log.exception("kvhold: lookup")
+        hit.close()
+        return None
+    return hit
 
 
 def _close_late_hit(lookup: "Future[Hit | None]") -> None:

@@ -16,10 +16,11 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from kvhold.core.config import Config
+from kvhold.core.config import Config, RulesConfig
 from kvhold.core.errors import KVHoldError, LayoutError
 from kvhold.core.keys import Namespace, Prompt
 from kvhold.core.layout import Group, Layout
+from kvhold.core.rules import Rules, request_rules
 from kvhold.integrations.vllm.weights import model_identity
 from kvhold.node import NodeClient, connect
 
@@ -77,7 +78,12 @@ def join(config: Config, namespace: Namespace, *, name: str) -> NodeClient:
     return client
 
 
-def prompt_of(namespace: Namespace, request: "Request", adapters: dict[tuple[int, str, str], str]) -> Prompt | None:
+def rules_of(request: "Request", settings: RulesConfig) -> Rules:
+    """What the request may do with the cache: `kv_transfer_params: {"kvhold": {...}}`. Raises ConfigError for what is not understood."""
+    return request_rules((request.kv_transfer_params or {}).get("kvhold"), settings)
+
+
+def prompt_of(namespace: Namespace, request: "Request", rules: Rules, adapters: dict[tuple[int, str, str], str]) -> Prompt | None:
     """The request's prompt, by name; None when its KV depends on more than its tokens, adapter and salt, or its adapter cannot be told.
 
     adapters: the names of those seen so far, by vLLM's number, name and path; it is filled here. An engine keeps the adapter it has
@@ -98,7 +104,7 @@ def prompt_of(namespace: Namespace, request: "Request", adapters: dict[tuple[int
                 return None
         lora = adapters[known_as]
     tokens = np.array(request.prompt_token_ids, dtype=np.int32)
-    return namespace.narrowed(lora=lora, cache_salt=request.cache_salt or "").prompt(tokens)
+    return namespace.narrowed(lora=lora, cache_salt=request.cache_salt or "", tags=rules.tags).prompt(tokens)
 
 
 def _config_digest(hf_config: Any, max_model_len: int) -> str:

@@ -27,11 +27,13 @@ class Store:
     """Take chunks out of blocks, after the forward pass that completes them.
 
     block_ids: the blocks of `names`, in order
+    ttl_s:     they are not to be used after so long; None: no limit
     """
 
     request_id: str
     names: ChunkNames
     block_ids: list[int]
+    ttl_s: float | None = None
 
 
 @dataclass

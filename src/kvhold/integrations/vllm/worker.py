@@ -138,7 +138,7 @@ class WorkerSide:
 
     def _reserve(self, store: Store) -> Room | None:
         try:
-            return self._cache.reserve(self._namespace.layout, store.names, self._shard)
+            return self._cache.reserve(self._namespace.layout, store.names, self._shard, ttl_s=store.ttl_s)
         except KVHoldError as error:
             log.debug("kvhold: reserve: %s", error)
         except Exception:  # the engine's step would raise it
