@@ -11,7 +11,9 @@ import click
 
 from kvhold.core.config import load_config
 from kvhold.core.sizes import format_size
+from kvhold.net.central import CENTRAL_VERSION
 from kvhold.net.messages import PROTOCOL_VERSION
+from kvhold.node.central import Central
 from kvhold.node.paths import socket_path
 from kvhold.node.server import Node
 
@@ -21,6 +23,14 @@ from kvhold.node.server import Node
 @click.option("--ram-bytes", help="Size of the cache, such as 8GiB. [default: a quarter of what is free, at most 4GiB]")
 @click.option("--policy", help="Which chunk is evicted first: lru, lfu, fifo, mru or s3fifo.")
 @click.option("--tier", "tiers", multiple=True, help="Where chunks live below RAM, such as disk:///var/cache/kvhold; the fastest first.")
+@click.option(
+    "--listen", metavar="HOST:PORT", help="Be the central cache of other hosts instead; beyond loopback only with authentication."
+)
+@click.option("--token-file", type=click.Path(path_type=Path), help="With --listen: a file with the token that clients must know.")
+@click.option("--tls-cert", type=click.Path(path_type=Path), help="With --listen: PEM file of the certificate (and key) to talk TLS with.")
+@click.option(
+    "--tls-client-ca", type=click.Path(path_type=Path), help="With --listen: PEM file of who must have signed clients' certificates."
+)
 @click.option("--idle-exit-s", type=float, help="End after so many seconds without clients. [default: never]")
 @click.option("--detach", is_flag=True, help="Go on in the background once it is ready, and belong to nobody.")
 @click.option("--config", "config_file", type=click.Path(path_type=Path), help="Settings file, TOML or YAML.")
@@ -29,11 +39,15 @@ def command(
     ram_bytes: str | None,
     policy: str | None,
     tiers: tuple[str, ...],
+    listen: str | None,
+    token_file: Path | None,
+    tls_cert: Path | None,
+    tls_client_ca: Path | None,
     idle_exit_s: float | None,
     detach: bool,
     config_file: Path | None,
 ) -> None:
-    """Run this host's node until SIGTERM or SIGINT."""
+    """Run this host's node, or with --listen a central cache for other hosts, until SIGTERM or SIGINT."""
     arguments: dict[str, Any] = {}
     if ram_bytes is not None:
         arguments["ram_bytes"] = ram_bytes
@@ -43,7 +57,14 @@ def command(
         arguments["tiers"] = tiers
     if socket is not None:
         arguments["node"] = {"socket": socket}
+    given = {"address": listen, "token_file": token_file, "tls_cert": tls_cert, "tls_client_ca": tls_client_ca}
+    if listening := {name: str(value) for name, value in given.items() if value is not None}:
+        arguments["listen"] = listening
     config = load_config(arguments, file=config_file)
+    if config.listen.address:
+        release = _detach() if detach else None
+        asyncio.run(Central(config).serve(on_ready=lambda central: _announce_central(central, release)))
+        return
     here = socket_path(config.node.socket)  # before a detached node leaves this folder
     config = replace(config, node=replace(config.node, socket=str(here)))
     release = _detach() if detach else None
@@ -72,6 +93,13 @@ def _detach() -> Callable[[], None]:
         os.close(say)
 
     return release
+
+
+def _announce_central(central: Central, release: Callable[[], None] | None) -> None:
+    size = format_size(central.shelf.arena.nbytes)
+    click.echo(f"kvhold central cache ready on {central.host}:{central.port}: {size}, protocol {CENTRAL_VERSION}")
+    if release is not None:
+        release()
 
 
 def _announce(node: Node, release: Callable[[], None] | None) -> None:

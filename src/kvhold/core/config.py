@@ -10,6 +10,7 @@ blanks between its items; an item with options may be a table, `{url = "disk:///
 """
 
 import os
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
@@ -23,6 +24,7 @@ from kvhold.core.sizes import parse_size
 
 _PREFIX = "KVHOLD_"
 _NOT_SETTINGS = ("KVHOLD_CONFIG", "KVHOLD_LOG_LEVEL")  # the file itself, logging
+_MAY_BE_SECRET = re.compile(r"@|secret|token|pass|auth|credential|key", re.IGNORECASE)  # in a tier's URL
 _INSTALLER = "KVHOLD_SETUP_"  # the installer's own switches
 
 
@@ -57,6 +59,21 @@ class ClientConfig:
 
 
 @dataclass(frozen=True)
+class ListenConfig:
+    """A central cache for other hosts (`kvhold serve --listen`)."""
+
+    address: str = setting("", "HOST:PORT to listen on; beyond the loopback interface only with a token or client certificates")
+    token: str = setting("", "what clients must know; better in a file")
+    token_file: str = setting("", "a file that holds it")
+    tls_cert: str = setting("", "PEM file of the server's certificate: clients must talk TLS")
+    tls_key: str = setting("", "PEM file of its key; empty: it is in tls_cert")
+    tls_client_ca: str = setting("", "PEM file of the authorities that must have signed clients' certificates (mTLS)")
+    max_value_bytes: int = size(1 << 30, "larger values are refused")
+    max_connections: int = setting(256, "connections at once", minimum=1)
+    request_timeout_s: float = setting(60.0, "a request that takes longer ends its connection: the client does not read", minimum=0.1)
+
+
+@dataclass(frozen=True)
 class RulesConfig:
     """What an engine's requests may do with the cache; a request may ask for less."""
 
@@ -85,6 +102,7 @@ class Config:
     node: NodeConfig = field(default_factory=NodeConfig)
     client: ClientConfig = field(default_factory=ClientConfig)
     rules: RulesConfig = field(default_factory=RulesConfig)
+    listen: ListenConfig = field(default_factory=ListenConfig)
 
 
 Settings = TypeVar("Settings")
@@ -125,7 +143,8 @@ def apply(config: Settings, values: Mapping[str, Any], *, source: str, spell: An
             try:
                 changes[name] = _convert(value, types[name], known[name].metadata)
             except ValueError as error:
-                raise ConfigError(f"{source}: {spell(dotted)} = {value!r}: {error}") from None
+                shown = "..." if types[name] == tuple[str, ...] and _MAY_BE_SECRET.search(repr(value)) else repr(value)
+                raise ConfigError(f"{source}: {spell(dotted)} = {shown}: {error}") from None
     return type(config)(**{f: changes.get(f, getattr(config, f)) for f in known})
 
 
@@ -163,18 +182,18 @@ def _as_lines(value: Any) -> tuple[str, ...]:
         return tuple(value.split())
     if not isinstance(value, (list, tuple)):
         raise ValueError("must be a list, or text with blanks between its items")
-    return tuple(_as_line(item) for item in value)
+    return tuple(_as_line(item, number) for number, item in enumerate(value, 1))
 
 
-def _as_line(item: Any) -> str:
+def _as_line(item: Any, number: int) -> str:
     if isinstance(item, str) and item and not set(item) & set(" \t\n"):
         return item
     if isinstance(item, Mapping) and isinstance(item.get("url"), str):
         options = {name: ("true" if v else "false") if isinstance(v, bool) else v for name, v in item.items() if name != "url"}
         if not options:
-            return _as_line(item["url"])
-        return _as_line(f"{item['url']}{'&' if '?' in item['url'] else '?'}{urlencode(options)}")
-    raise ValueError(f"{item!r} is neither text without blanks (a blank in a URL is %20) nor a table with a url")
+            return _as_line(item["url"], number)
+        return _as_line(f"{item['url']}{'&' if '?' in item['url'] else '?'}{urlencode(options)}", number)
+    raise ValueError(f"item {number} is neither text without blanks (a blank in a URL is %20) nor a table with a url")
 
 
 def _as_bool(value: Any) -> bool:

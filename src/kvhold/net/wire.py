@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from kvhold.core.errors import KVHoldError, ProtocolError
-from kvhold.net.messages import MAX_MESSAGE_BYTES, Message
+from kvhold.net.messages import MAX_MESSAGE_BYTES
 
 LENGTH_BYTES = 4
 
@@ -20,7 +20,7 @@ _encoder = msgspec.msgpack.Encoder()
 Record = TypeVar("Record")
 
 
-def encode(message: Message) -> bytearray:
+def encode(message: msgspec.Struct) -> bytearray:
     """A record as it goes on the stream. Raises ProtocolError when the other side could not accept it."""
     data = bytearray(LENGTH_BYTES)
     try:

@@ -3,9 +3,9 @@
     asyncio.run(Node(config).serve(on_ready=print))
 
 One loop, one thread (and one that faults in the arena's pages). The node copies nothing and touches no device: engines map the arena
-and copy themselves. What goes to and comes from tiers below RAM is the mover's affair, which has a thread and a loop of its own. It listens on a Unix socket
-of mode 0600, serves only processes of its own user, and ends on SIGTERM, SIGINT, a Stop message, or, if it was started by an engine, when
-it has been without clients for a while. Only one node can have a socket: the lock file beside it says who.
+and copy themselves. What goes to and comes from tiers below RAM is the mover's affair, which has a thread and a loop of its own. It
+listens on a Unix socket of mode 0600, serves only processes of its own user, and ends on SIGTERM, SIGINT, a Stop message, or, if it was
+started by an engine, when it has been without clients for a while. Only one node can have a socket: the lock file beside it says who.
 """
 
 import asyncio

@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+_SCAN_TIMEOUT_S = 60.0  # of a whole tier
+_PER_ITEM = ("probe", "get", "put", "delete")
 _LEAVE_S = 5.0  # how long whoever cancels a call waits for it to let go
 
 
@@ -61,6 +63,11 @@ class _Call(Generic[Result]):
     result: Result | None = None
     pending: "asyncio.Task[Any] | None" = None
     began_s: float = field(default_factory=time.monotonic)
+
+    def check(self, result: Any) -> None:
+        """Raise ValueError unless the tier's answer has an item for each key."""
+        if self.operation in _PER_ITEM and (not isinstance(result, list) or len(result) != self.keys):
+            raise ValueError(f"{self.operation} of {self.keys} keys was answered with {str(result)[:100]}")
 
 
 class Guard:
@@ -124,6 +131,10 @@ class Guard:
         self._metrics.add("kvhold_tier_bytes", written, tier=self.name, operation="put")
         return Outcome(stored, call.pending)
 
+    def drop(self, count: int, *, reason: str) -> None:
+        """Count chunks that were to be stored and are not even offered to the tier."""
+        self._metrics.add("kvhold_tier_dropped_chunks", count, tier=self.name, reason=reason)
+
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
         """Remove; true where something was removed."""
         call = _Call[list[bool]]("delete", len(keys), self.config.put_timeout_s)
@@ -132,21 +143,22 @@ class Guard:
         self._count("delete", removed=sum(removed), absent=len(removed) - sum(removed))
         return removed
 
+    async def scan(self, prefix: bytes) -> list[bytes]:
+        """Every key that begins with `prefix`, as far as the tier can say."""
+        keys: list[bytes] = []
+
+        async def collect() -> None:
+            keys.extend([key async for key in self._tier.scan(prefix)])
+
+        await self._run(_Call[None]("scan", 0, _SCAN_TIMEOUT_S), collect)
+        return list(dict.fromkeys(keys))
+
     async def clear(self, prefix: bytes, *, batch: int = 256) -> int:
         """Remove every value whose key begins with `prefix`. Returns how many went."""
-        removed, keys = 0, []
-        try:
-            async for key in self._tier.scan(prefix):
-                keys.append(key)
-                if len(keys) >= batch:
-                    async with self.gate.turn(Urgency.DELETE):
-                        removed += sum(await self.delete(keys))
-                    keys = []
-        except TierError as error:
-            self._failed("scan", error)
-        if keys:
+        removed, keys = 0, await self.scan(prefix)
+        for at in range(0, len(keys), batch):
             async with self.gate.turn(Urgency.DELETE):
-                removed += sum(await self.delete(keys))
+                removed += sum(await self.delete(keys[at : at + batch]))
         return removed
 
     def status(self) -> dict[str, Any]:
@@ -179,6 +191,8 @@ class Guard:
         first = await self._attempt(call, work)
         if first is None or not first.retryable or call.operation == "put" or not self.available:
             return first
+        if call.pending is not None:  # it may still be writing where the second would
+            return first
         if time.monotonic() - call.began_s >= call.deadline_s:
             return first
         return await self._attempt(call, work)
@@ -202,15 +216,18 @@ class Guard:
             self._failed(call.operation, fault, reason="timeout")
             return fault
         try:
-            call.result = task.result()
+            result = task.result()
+            call.check(result)
         except TierError as error:
             self._failed(call.operation, error)
             return error
-        except Exception as error:  # a tier, a plugin perhaps, that breaks its contract must not stop the others
+        # A tier, a plugin perhaps, that breaks its contract must not stop the others. Cancelled it is here by itself, not by us.
+        except (Exception, asyncio.CancelledError) as error:
             log.exception("tier %s: %s broke the contract of a tier", self.name, call.operation)
             fault = TierError(self.name, call.operation, f"{type(error).__name__}: {error}")
             self._failed(call.operation, fault, reason="internal")
             return fault
+        call.result = result
         self._succeeded()
         return None
 
@@ -224,6 +241,8 @@ class Guard:
         if self._breaker.failed(time.monotonic(), for_good=isinstance(fault, TierDenied)):
             self._metrics.set("kvhold_tier_available", 0, tier=self.name)
             log.warning("tier %s is left alone until it answers again: %s", self.name, fault)
+            if self._mending is not None:
+                self._mending.cancel()  # it sleeps, from an earlier time
             self._mending = asyncio.ensure_future(self._mend())
 
     def _fault(self, operation: str, fault: TierError, *, reason: str | None = None) -> None:

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import ClassVar
 
 from kvhold.core.errors import TierError, TierFull
@@ -60,7 +61,7 @@ class Entry:
 class RamTier:
     """The chunks of one arena."""
 
-    traits: ClassVar[TierTraits] = TierTraits(name="ram")
+    traits: ClassVar[TierTraits] = TierTraits(name="ram", expires=True)
 
     def __init__(
         self, arena: Arena, policy: Policy, metrics: Metrics, *, quota_bytes: int = 0, clock: Callable[[], float] = time.time
@@ -220,8 +221,9 @@ class RamTier:
         ]
 
     async def put(self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None) -> list[TierError | None]:
-        """Tier contract: a copy. ttl_s is ignored."""
-        return [self._copy_in(key, parts) for key, parts in items]
+        """Tier contract: a copy."""
+        expires_at = 0 if ttl_s is None else ceil(self._clock() + ttl_s)
+        return [self._copy_in(key, parts, expires_at) for key, parts in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
         """Tier contract."""
@@ -255,11 +257,11 @@ class RamTier:
         self._policy.touch(key)
         return entry.nbytes if start is None else wanted
 
-    def _copy_in(self, key: bytes, parts: Parts) -> TierError | None:
+    def _copy_in(self, key: bytes, parts: Parts, expires_at: int) -> TierError | None:
         if self.holds(key):
             return None if self.find(key) else TierError("ram", "put", "somebody else is writing it")
         nbytes = size_of(parts)
-        entries = self.reserve_all([Wanted(key, nbytes)], num_tokens=0, first_token=0)
+        entries = self.reserve_all([Wanted(key, nbytes)], num_tokens=0, first_token=0, expires_at=expires_at)
         if entries is None:
             return TierFull("ram", "put", f"no room for {nbytes} bytes")
         at = entries[0].offset

@@ -7,14 +7,14 @@ only where the settings list it: an entry point by its name, a `plugin://` by it
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Protocol
 
-from kvhold.core.errors import ConfigError
+from kvhold.core.errors import ConfigError, KVHoldError
 from kvhold.tiers.base import Tier
 from kvhold.tiers.guard import GuardConfig
 from kvhold.tiers.url import TierUrl, parse_url
@@ -36,6 +36,7 @@ class _Home:
 
 _DISK, _FS = _Home("kvhold.tiers.disk", "DiskTier"), _Home("kvhold.tiers.fs", "SharedFilesTier")
 _REDIS = _Home("kvhold.tiers.redis", "RedisTier", "redis")
+_CENTRAL = _Home("kvhold.tiers.central", "CentralTier")
 _TIERS = {
     "disk": _DISK,
     "fs": _FS,
@@ -50,6 +51,8 @@ _TIERS = {
     "s3": _Home("kvhold.tiers.s3", "S3Tier", "s3"),
     "mooncake": _Home("kvhold.tiers.mooncake", "MooncakeTier", "mooncake"),
     "infinistore": _Home("kvhold.tiers.infinistore", "InfiniStoreTier", "infinistore"),
+    "kvhold": _CENTRAL,
+    "kvholds": _CENTRAL,
     "null": _Home("kvhold.tiers.null", "NullTier"),
 }
 _WRAPPERS = {
@@ -72,16 +75,26 @@ def make_tier(text: str, *, plugins: Sequence[str] = ()) -> tuple[Tier, GuardCon
     url = parse_url(text)
     *wrappers, scheme = url.scheme.split("+")
     guard = _take(url, _GUARD_OPTIONS)
-    settings = guard.apply(GuardConfig(name=scheme))
+    settings = guard.apply(GuardConfig())
+    settings = replace(settings, name=settings.name or scheme)
     inner = url.without(_GUARD_OPTIONS)
     wraps = [(_wrapper(name, url), name) for name in wrappers]
     own = [{k: v for k, v in inner.options.items() if k in wrap.option_names} for wrap, _ in wraps]
     for options in own:
         inner = inner.without(options)
-    tier: Tier = _tier_class(scheme, inner, plugins).from_url(TierUrl(scheme, inner.netloc, inner.path, inner.options))
+    tier = _make(_tier_class(scheme, inner, plugins), TierUrl(scheme, inner.netloc, inner.path, inner.options))
     for (wrap, _), options in zip(reversed(wraps), reversed(own), strict=True):
         tier = wrap.from_url(tier, options, url.shown)
     return tier, settings
+
+
+def _make(tier_class: TierClass, url: TierUrl) -> Tier:
+    try:
+        return tier_class.from_url(url)
+    except KVHoldError:
+        raise
+    except Exception as error:  # the code of others, which does not know our errors
+        raise ConfigError(f"tiers: {url.shown}: {type(error).__name__}: {error}") from error
 
 
 def tier_schemes() -> tuple[str, ...]:
@@ -121,7 +134,7 @@ def _tier_class(scheme: str, url: TierUrl, plugins: Sequence[str]) -> TierClass:
 
 def _load_plugin(named: str, url: TierUrl, plugins: Sequence[str]) -> TierClass:
     module, colon, name = named.partition(":")
-    if not module or not colon or not name.isidentifier():
+    if not colon or not all(part.isidentifier() for part in (*module.split("."), name)):
         raise ConfigError(f"tiers: {url.shown}: write plugin://module:Class")
     if named not in plugins:
         raise ConfigError(f"tiers: {url.shown}: to let this code run, add {named!r} to the setting `plugins`")
@@ -137,6 +150,8 @@ def _load(home: _Home, url: TierUrl):  # type: ignore[no-untyped-def]  # the cal
         raise ConfigError(f"tiers: {url.shown}: {error}{how}") from error
     except AttributeError:
         raise ConfigError(f"tiers: {url.shown}: module {home.module} has no {home.name}") from None
+    except Exception as error:  # the code of others
+        raise ConfigError(f"tiers: {url.shown}: {type(error).__name__}: {error}") from error
 
 
 def _take(url: TierUrl, names: Mapping[str, object]) -> TierUrl:

@@ -1,0 +1,139 @@
+"""Connections to one server, lent to one task at a time; and commands run over them, many in flight.
+
+    pool = Pool(open, limit=4)
+    await run(pool, exchanges, fault=fault)         # each exchange has then its reply, or its fault
+
+A connection comes back into the pool only at a boundary between replies. One that broke, was cancelled or met what it did not expect, is
+closed: no reply can reach a command that it does not belong to. Before one is lent again, nothing may be there to read. Where a server
+has closed one in the meantime, its commands go out once more, on a new one. Runs in the event loop; knows no protocol.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+
+from kvhold.core.errors import ProtocolError, TierError
+from kvhold.net.stream import Bytes, Stream
+
+_MAX_IN_FLIGHT = 256  # commands a connection that wait for their replies
+_MAX_IN_FLIGHT_BYTES = 4 << 20  # of values: the server keeps replies that are not yet read in its memory
+_LANE_BYTES = 1 << 20  # of values worth one more connection
+
+
+class Exchange:
+    """One command, and how its reply is taken. Must be safe to send twice."""
+
+    request: Sequence[Bytes]
+    value_bytes: int = 0
+    """About how many bytes of values travel, to and fro."""
+    fault: TierError | None = None
+    """Why there is no reply."""
+
+    async def take(self, stream: Stream) -> None:
+        """Read exactly this command's reply. May close the stream instead of reading on: the commands after it then go another way."""
+        raise NotImplementedError
+
+
+class Pool:
+    """At most `limit` connections, opened when needed."""
+
+    def __init__(self, open: Callable[[], Awaitable[Stream]], limit: int) -> None:
+        self._open = open
+        self._room = asyncio.Semaphore(limit)
+        self._idle: list[Stream] = []
+        self._lent: set[Stream] = set()
+        self._closed = False
+        self.limit = limit
+
+    @asynccontextmanager
+    async def lend(self, *, fresh: bool = False) -> AsyncIterator[Stream]:
+        """A connection at a boundary between replies, to be left at one, or closed; an exception closes it."""
+        async with self._room:
+            stream = await self._take(fresh)
+            if self._closed:
+                stream.close()
+                raise ConnectionAbortedError("closed on this side")
+            self._lent.add(stream)
+            try:
+                yield stream
+            except BaseException:
+                stream.close()
+                raise
+            finally:
+                self._lent.discard(stream)
+            if not stream.closed:  # nor is the pool
+                stream.reused = True
+                self._idle.append(stream)
+
+    def close(self) -> None:
+        """Close all connections, those in use too, for good."""
+        self._closed = True
+        for stream in (*self._idle, *self._lent):
+            stream.close()
+        self._idle.clear()
+
+    async def _take(self, fresh: bool) -> Stream:
+        if self._closed:
+            raise ConnectionAbortedError("closed on this side")
+        while self._idle:
+            stream = self._idle.pop()
+            if not fresh and stream.quiet:
+                return stream
+            stream.close()
+        return await self._open()
+
+
+async def run(pool: Pool, exchanges: Sequence[Exchange], *, fault: Callable[[Exception], TierError]) -> None:
+    """Every exchange gets its reply or its fault. Over as many connections as their bytes are worth."""
+    queue = deque(exchanges)
+    lanes = min(pool.limit, len(queue), 1 + sum(exchange.value_bytes for exchange in queue) // _LANE_BYTES)
+    if lanes <= 1:
+        faults = [await _lane(pool, queue, fault)]
+    else:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_lane(pool, queue, fault)) for _ in range(lanes)]
+        faults = [task.result() for task in tasks]
+    for exchange in queue:
+        exchange.fault = next(found for found in faults if found is not None)
+
+
+async def _lane(pool: Pool, queue: deque[Exchange], fault: Callable[[Exception], TierError]) -> TierError | None:
+    """Run exchanges until there are no more. What ended it earlier is returned, and is the fault of those that it had in flight."""
+    fresh = False
+    while queue:
+        in_flight: deque[Exchange] = deque()
+        stream: Stream | None = None
+        try:
+            async with pool.lend(fresh=fresh) as stream:
+                await _pump(stream, queue, in_flight)
+            fresh = False
+        except (OSError, EOFError, ProtocolError, TierError) as error:
+            fresh = stream is not None and stream.reused and isinstance(error, (OSError, EOFError))
+            if not fresh:
+                found = fault(error)
+                for exchange in in_flight:
+                    exchange.fault = found
+                return found
+        queue.extendleft(reversed(in_flight))
+    return None
+
+
+async def _pump(stream: Stream, queue: deque[Exchange], in_flight: deque[Exchange]) -> None:
+    """Send from the queue and take replies, until both are done or an exchange has closed the stream. Refilled when half is done, so that
+    small commands travel together and large ones never wait for each other."""
+    nbytes = 0
+    while queue or in_flight:
+        if queue and (len(in_flight) < 2 or (len(in_flight) <= _MAX_IN_FLIGHT // 2 and nbytes <= _MAX_IN_FLIGHT_BYTES // 2)):
+            pieces: list[Bytes] = []
+            while queue and (len(in_flight) < 2 or (len(in_flight) < _MAX_IN_FLIGHT and nbytes < _MAX_IN_FLIGHT_BYTES)):
+                exchange = queue.popleft()
+                in_flight.append(exchange)
+                pieces += exchange.request
+                nbytes += exchange.value_bytes
+            await stream.send(pieces)
+        await in_flight[0].take(stream)
+        nbytes -= in_flight.popleft().value_bytes
+        if stream.closed:
+            return
+        stream.reused = False  # it lives: what fails from here on is not for having been idle

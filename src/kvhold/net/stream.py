@@ -1,0 +1,307 @@
+"""One connection to a server, as a stream of bytes that goes straight from and into the caller's memory.
+
+    stream = await open_stream(Address("127.0.0.1", 6379), tls=None)
+    await stream.send([b"$5\r\n", payload]); line = await stream.line(); await stream.read_into([header, body], 5000)
+
+A non-blocking socket in the event loop: the kernel copies from and into the caller's buffers, in no thread. So a cancelled call has let
+go of them at once, and the connection, which then stands in the middle of something, has to be closed by whoever cancelled it (`Pool`
+does). TLS takes the same way, a record of 16 KiB at a time. What is left out: time-outs, which are the caller's, and use by two tasks.
+"""
+
+import asyncio
+import select
+import socket
+import ssl
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from kvhold.core.errors import ProtocolError
+
+Bytes: TypeAlias = bytes | bytearray | memoryview
+
+_AHEAD_BYTES = 16 << 10  # read ahead of what is asked for: many small replies in one call, at most so much of a large one copied
+_STEP_BYTES = 1 << 20  # received in one call, and moved before the loop's other tasks get a turn
+_MERGE_BYTES = 4 << 10  # smaller pieces are sent as one: a system call, and a TLS record, costs more than their copy
+_MAX_PIECES = 512  # in one system call; IOV_MAX is 1024
+
+_NOT_READABLE = (BlockingIOError, InterruptedError, ssl.SSLWantReadError)
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server listens: host and port, or the path of a Unix socket."""
+
+    host: str = ""
+    port: int = 0
+    socket: str = ""
+
+    def __str__(self) -> str:
+        if self.socket:
+            return self.socket
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class Stream:
+    """A connected socket, owned. Raises OSError where the connection is lost, EOFError where the other side ends it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._loop = asyncio.get_running_loop()
+        self._memory = bytearray(_AHEAD_BYTES)
+        self._ahead = memoryview(self._memory)
+        self._start = self._end = 0  # of what is there ahead
+        self._since_turn = 0
+        self._waiting: tuple[asyncio.Future[None], Callable[[int], bool]] | None = None
+        self.closed = False
+        self.reused = False
+        """It has served before, so that the server may have closed it in the meantime."""
+
+    async def send(self, pieces: Sequence[Bytes]) -> None:
+        """All of `pieces`, end to end."""
+        views = _merged(pieces)
+        first = 0
+        while first < len(views):
+            try:
+                sent = self._send_some(views[first : first + _MAX_PIECES])
+            except (BlockingIOError, InterruptedError, ssl.SSLWantWriteError):
+                await self._writable()
+                continue
+            except ssl.SSLWantReadError:
+                await self._readable()
+                continue
+            await self._moved(sent)
+            while first < len(views) and sent >= len(views[first]):
+                sent -= len(views[first])
+                first += 1
+            if sent:
+                views[first] = views[first][sent:]
+
+    async def line(self) -> bytes:
+        """Up to the next CRLF, which is taken away. Raises ProtocolError where none comes within 16 KiB."""
+        while (found := self._memory.find(b"\r\n", self._start, self._end)) < 0:
+            await self._fill()
+        line = bytes(self._ahead[self._start : found])
+        self._start = found + 2
+        return line
+
+    async def read(self, nbytes: int) -> bytes:
+        """`nbytes`, few."""
+        data = bytearray(nbytes)
+        await self.read_into([memoryview(data)], nbytes)
+        return bytes(data)
+
+    async def read_into(self, parts: Sequence[memoryview], nbytes: int) -> None:
+        """The next `nbytes` into `parts`, in order; they have room for it."""
+        for part in parts:
+            view = part.cast("B") if part.nbytes else part
+            if nbytes < view.nbytes:
+                view = view[:nbytes]
+            await self._read_exactly(view)
+            nbytes -= view.nbytes
+            if not nbytes:
+                return
+
+    async def skip(self, nbytes: int) -> None:
+        """Throw the next `nbytes` away."""
+        while nbytes:
+            if self._start == self._end:
+                await self._fill()
+            step = min(nbytes, self._end - self._start)
+            self._start += step
+            nbytes -= step
+
+    async def expect_crlf(self) -> None:
+        """Raises ProtocolError where something else comes next."""
+        if await self.read(2) != b"\r\n":
+            raise ProtocolError("a value that does not end where it should")
+
+    @property
+    def quiet(self) -> bool:
+        """Nothing to read: what an idle connection must be. An end, or bytes that nobody asked for, are not quiet."""
+        if self.closed or self._start != self._end or (isinstance(self._sock, ssl.SSLSocket) and self._sock.pending()):
+            return False
+        poll = select.poll()
+        poll.register(self._sock.fileno(), select.POLLIN)
+        return not poll.poll(0)
+
+    def close(self) -> None:
+        """Let go of the socket; whoever waits for it gets an OSError. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        if self._waiting is not None:
+            future, remove = self._waiting
+            remove(self._sock.fileno())
+            if not future.done():
+                future.set_exception(ConnectionAbortedError("closed on this side"))
+        self._sock.close()
+
+    async def handshake(self) -> None:
+        """TLS, where the socket is one of it."""
+        while isinstance(self._sock, ssl.SSLSocket):
+            try:
+                self._sock.do_handshake()
+                return
+            except ssl.SSLWantReadError:
+                await self._readable()
+            except ssl.SSLWantWriteError:
+                await self._writable()
+
+    def _send_some(self, views: list[memoryview]) -> int:
+        return self._sock.send(views[0]) if isinstance(self._sock, ssl.SSLSocket) else self._sock.sendmsg(views)
+
+    async def _read_exactly(self, view: memoryview) -> None:
+        while view.nbytes:
+            step = min(view.nbytes, self._end - self._start)
+            if step:
+                view[:step] = self._ahead[self._start : self._start + step]
+                self._start += step
+            elif view.nbytes < _AHEAD_BYTES:
+                await self._fill()
+            else:
+                step = await self._receive(view[:_STEP_BYTES])
+            view = view[step:]
+
+    async def _fill(self) -> None:
+        """More bytes ahead. Only where those that are there have no end yet."""
+        left = self._end - self._start
+        if left == _AHEAD_BYTES:
+            raise ProtocolError(f"a line longer than {_AHEAD_BYTES} bytes")
+        if self._start:
+            self._ahead[:left] = bytes(self._ahead[self._start : self._end])
+            self._start, self._end = 0, left
+        self._end += await self._receive(self._ahead[self._end :])
+
+    async def _receive(self, view: memoryview) -> int:
+        while True:
+            try:
+                received = self._sock.recv_into(view)
+            except _NOT_READABLE:
+                await self._readable()
+            except ssl.SSLWantWriteError:
+                await self._writable()
+            else:
+                if not received:
+                    raise EOFError("the server closed the connection")
+                await self._moved(received)
+                return received
+
+    async def _moved(self, nbytes: int) -> None:
+        self._since_turn += nbytes
+        if self._since_turn >= _STEP_BYTES:
+            self._since_turn = 0
+            await asyncio.sleep(0)
+            self._check_open()
+
+    async def _readable(self) -> None:
+        await self._wait(self._loop.add_reader, self._loop.remove_reader)
+
+    async def _writable(self) -> None:
+        await self._wait(self._loop.add_writer, self._loop.remove_writer)
+
+    async def _wait(self, add: Callable[..., None], remove: Callable[[int], bool]) -> None:
+        self._check_open()
+        future = self._loop.create_future()
+        add(self._sock.fileno(), _wake, future)
+        self._waiting = (future, remove)
+        self._since_turn = 0
+        try:
+            await future
+        finally:
+            self._waiting = None
+            if not self.closed:
+                remove(self._sock.fileno())
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ConnectionAbortedError("closed on this side")
+
+
+async def open_stream(address: Address, tls: ssl.SSLContext | None) -> Stream:
+    """Connect. Raises OSError, also where the other side's certificate is not accepted (ssl.SSLError is one)."""
+    sock = await (_connect_unix(address.socket) if address.socket else _connect_tcp(address))
+    if tls is not None:
+        try:
+            sock = tls.wrap_socket(sock, server_hostname=address.host or None, do_handshake_on_connect=False)
+        except BaseException:
+            sock.close()
+            raise
+    stream = Stream(sock)
+    try:
+        await stream.handshake()
+    except BaseException:
+        stream.close()
+        raise
+    return stream
+
+
+async def accept_stream(sock: socket.socket, tls: ssl.SSLContext | None) -> Stream:
+    """The other end: over a socket that was accepted, which is closed if that fails. Raises OSError."""
+    try:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if tls is not None:
+            sock = tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        stream = Stream(sock)
+        await stream.handshake()
+    except BaseException:
+        sock.close()
+        raise
+    return stream
+
+
+async def _connect_tcp(address: Address) -> socket.socket:
+    loop = asyncio.get_running_loop()
+    fault: OSError | None = None
+    for family, kind, protocol, _, where in await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            await loop.sock_connect(sock, where)
+        except OSError as error:
+            sock.close()
+            fault = error
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+    raise fault or OSError(f"{address.host} has no address")
+
+
+async def _connect_unix(path: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, path)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _merged(pieces: Sequence[Bytes]) -> list[memoryview]:
+    """The same bytes, with small neighbours made one."""
+    views: list[memoryview] = []
+    small = bytearray()
+    for piece in pieces:
+        view = memoryview(piece)
+        if view.nbytes < _MERGE_BYTES:
+            small += view.cast("B") if view.nbytes else b""
+            continue
+        if small:
+            views.append(memoryview(small))
+            small = bytearray()
+        views.append(view.cast("B"))
+    if small:
+        views.append(memoryview(small))
+    return views
+
+
+def _wake(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)

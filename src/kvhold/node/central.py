@@ -1,0 +1,258 @@
+"""The central cache of many hosts: `kvhold serve --listen HOST:PORT`.
+
+    asyncio.run(Central(config).serve(on_ready=print))
+
+It keeps frames in memory and in the tiers below, and gives them to whoever may have them: anybody on the loopback interface; elsewhere
+only those that know its token, or have a certificate that its authorities signed. Without one of these it listens nowhere else. Hosts use
+it as their tier `kvhold://host:port`. One event loop; values go between sockets and memory without a copy. No client can make it allocate:
+sizes are bounded before anything is reserved, and a full memory evicts or refuses.
+"""
+
+import asyncio
+import hmac
+import ipaddress
+import logging
+import signal
+import socket
+import ssl
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from kvhold.core.config import Config, ListenConfig
+from kvhold.core.errors import ConfigError, KVHoldError, NodeError, ProtocolError
+from kvhold.core.keys import KEY_BYTES
+from kvhold.net import central as c
+from kvhold.net.stream import Stream, accept_stream
+from kvhold.net.tls import server_context
+from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length, encode
+from kvhold.node.shelf import Shelf
+from kvhold.tiers.ram import Entry
+
+log = logging.getLogger(__name__)
+
+_GREET_WITHIN_S = 5.0
+_PAGE_KEYS = 10_000
+_hello: Decoder[c.Hello] = Decoder(c.Hello)
+_request: Decoder[c.Request] = Decoder(c.Request)
+
+
+class Central:
+    """One central cache. `serve` runs until it is told to stop."""
+
+    def __init__(self, config: Config) -> None:
+        """Raises ConfigError for an address that is not to be listened on in this way, CapacityError when the memory does not fit."""
+        self._config = config.listen
+        self.host, self.port = _address(config.listen.address)
+        self._token = _token(config.listen)
+        self._tls = _tls(config.listen)
+        if not _is_loopback(self.host) and not self._token and not config.listen.tls_client_ca:
+            raise ConfigError(
+                f"listen.address = {config.listen.address!r}: only the loopback interface is served without authentication; "
+                f"set listen.token_file (or listen.token), or listen.tls_cert and listen.tls_client_ca"
+            )
+        self.shelf = Shelf(config)
+        self._stopped = asyncio.Event()
+        self._conversations: set[asyncio.Task[None]] = set()
+
+    async def serve(self, on_ready: Callable[["Central"], None] | None = None) -> None:
+        """Listen until stopped. Raises NodeError when it cannot listen."""
+        loop = asyncio.get_running_loop()
+        listener = self._listen()
+        accepting = loop.create_task(self._accept(listener))
+        try:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self.stop)
+            await self.shelf.start()
+            if on_ready is not None:
+                on_ready(self)
+            await self._stopped.wait()
+        finally:
+            for task in (accepting, *self._conversations):
+                task.cancel()
+            await asyncio.wait((accepting, *self._conversations))
+            listener.close()
+            await self.shelf.close()
+
+    def stop(self) -> None:
+        """End soon."""
+        self._stopped.set()
+
+    def _listen(self) -> socket.socket:
+        try:
+            family, kind, protocol, _, where = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
+            listener = socket.socket(family, kind, protocol)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(where)
+            listener.listen(128)
+        except OSError as error:
+            raise NodeError(f"listen.address: cannot listen on {self.host}:{self.port}: {error.strerror or error}") from None
+        listener.setblocking(False)
+        self.port = listener.getsockname()[1]
+        return listener
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(listener)
+            except OSError as error:  # out of descriptors, or the client has gone: the others are still served
+                log.warning("a client could not be accepted: %s", error)
+                await asyncio.sleep(0.05)
+                continue
+            if len(self._conversations) >= self._config.max_connections:
+                self.shelf.metrics.add("kvhold_connections", result="refused")
+                sock.close()
+                continue
+            task = loop.create_task(self._converse(sock))
+            self._conversations.add(task)
+            task.add_done_callback(self._conversations.discard)
+
+    async def _converse(self, sock: socket.socket) -> None:
+        """One client, from its Hello to its end. What it does wrong ends this conversation alone."""
+        stream = None
+        try:
+            async with asyncio.timeout(_GREET_WITHIN_S):
+                stream = await accept_stream(sock, self._tls)
+                if not await self._greet(stream):
+                    return
+            while True:
+                prefix = await stream.read(LENGTH_BYTES)
+                async with asyncio.timeout(self._config.request_timeout_s):
+                    await self._answer(stream, _request.decode(await stream.read(body_length(prefix))))
+        except (OSError, EOFError, TimeoutError) as error:
+            log.debug("a client left: %s: %s", type(error).__name__, error)
+        except (ProtocolError, ValueError) as error:
+            await self._refuse(stream, str(error))
+        except Exception:
+            log.exception("a conversation failed")
+            self.shelf.metrics.add("kvhold_protocol_errors", reason="internal error")
+        finally:
+            if stream is not None:
+                stream.close()
+
+    async def _greet(self, stream: Stream) -> bool:
+        hello = _hello.decode(await stream.read(body_length(await stream.read(LENGTH_BYTES))))
+        if hello.magic != c.CENTRAL_MAGIC or hello.version != c.CENTRAL_VERSION:
+            raise ProtocolError(
+                f"this is a kvhold central cache, protocol {c.CENTRAL_VERSION}; the client says {hello.magic!r} {hello.version}"
+            )
+        if self._token and not hmac.compare_digest(hello.token.encode(), self._token.encode()):
+            await self._refuse(stream, "the token is wrong" if hello.token else "a token is needed", denied=True)
+            return False
+        self.shelf.metrics.add("kvhold_connections", result="accepted")
+        await stream.send([encode(c.Welcome(c.CENTRAL_VERSION, self._config.max_value_bytes))])
+        return True
+
+    async def _refuse(self, stream: Stream | None, reason: str, *, denied: bool = False) -> None:
+        log.warning("refused a client: %s", reason)
+        self.shelf.metrics.add("kvhold_protocol_errors", reason="denied" if denied else "bad message")
+        self.shelf.metrics.add("kvhold_connections", result="refused")
+        if stream is not None and not stream.closed:
+            with suppress(OSError, TimeoutError):
+                async with asyncio.timeout(_GREET_WITHIN_S):
+                    await stream.send([encode(c.Refused(reason, denied))])
+
+    async def _answer(self, stream: Stream, request: c.Request) -> None:
+        match request:
+            case c.Check():
+                await stream.send([encode(c.Done())])
+            case c.Probe():
+                await stream.send([encode(c.Sizes(await self.shelf.probe(c.split_keys(request.keys))))])
+            case c.Get():
+                await self._get(stream, request)
+            case c.Put():
+                await self._put(stream, request)
+            case c.Delete():
+                await stream.send([encode(c.Removed(await self.shelf.delete(c.split_keys(request.keys))))])
+            case c.Scan():
+                await self._scan(stream, request)
+
+    async def _get(self, stream: Stream, request: c.Get) -> None:
+        keys = c.split_keys(request.keys)
+        starts = request.starts
+        if len(request.room) != len(keys) or (starts is not None and len(starts) != len(keys)) or min(starts or [0]) < 0:
+            raise ProtocolError("a get with lists of unequal length, or a range that begins before its value")
+        await self.shelf.bring(keys)
+        sizes: list[int | None] = []
+        pieces: list[memoryview] = []
+        with self.shelf.all_lent(keys) as values:
+            for at, value in enumerate(values):
+                piece = None if value is None else _piece(value, request.room[at], None if starts is None else starts[at])
+                sizes.append(None if piece is None else len(piece))
+                if piece is not None:
+                    pieces.append(piece)
+            await stream.send([encode(c.Sizes(sizes)), *pieces])
+
+    async def _put(self, stream: Stream, request: c.Put) -> None:
+        keys = c.split_keys(request.keys)
+        if len(keys) != len(request.sizes) or min(request.sizes, default=1) < 1:
+            raise ProtocolError("a put with lists of unequal length, or a value without bytes")
+        if request.ttl_s is not None and not 0 <= request.ttl_s < 1 << 40:
+            raise ProtocolError(f"a time to live of {request.ttl_s} seconds")
+        faults = [await self._receive(stream, key, size, request.ttl_s) for key, size in zip(keys, request.sizes, strict=True)]
+        await stream.send([encode(c.Stored(faults))])
+
+    async def _receive(self, stream: Stream, key: bytes, nbytes: int, ttl_s: float | None) -> str:
+        """One value from the stream; why it is not there afterwards, if it is not."""
+        room = self.shelf.reserve(key, nbytes, ttl_s) if nbytes <= self._config.max_value_bytes else "full"
+        if not isinstance(room, Entry):
+            await stream.skip(nbytes)
+            return room
+        try:
+            await stream.read_into([self.shelf.ram.view(room)], nbytes)
+        except BaseException:
+            self.shelf.ram.abandon(room)
+            raise
+        self.shelf.commit(room)
+        return ""
+
+    async def _scan(self, stream: Stream, request: c.Scan) -> None:
+        if len(request.prefix) > KEY_BYTES or len(request.after) not in (0, KEY_BYTES):
+            raise ProtocolError("a scan's prefix or place has an impossible size")
+        keys = [key for key in await self.shelf.scan(request.prefix) if key > request.after]
+        await stream.send([encode(c.Keys(b"".join(keys[:_PAGE_KEYS]), len(keys) > _PAGE_KEYS))])
+
+
+def _piece(value: memoryview, room: int, start: int | None) -> memoryview | None:
+    """What is sent of a value; None where it does not fit, or the range ends beyond it."""
+    if start is None:
+        return value if len(value) <= room else None
+    return value[start : start + room] if 0 < room <= len(value) - start else None
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"listen.address = {text!r}: write HOST:PORT, such as 127.0.0.1:{c.DEFAULT_PORT}")
+    return host.strip("[]"), int(port)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _token(config: ListenConfig) -> str:
+    if not config.token_file:
+        return config.token
+    try:
+        token = Path(config.token_file).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"listen.token_file: cannot read {config.token_file}: {error}") from None
+    if not token:
+        raise ConfigError(f"listen.token_file: {config.token_file} is empty")
+    return token
+
+
+def _tls(config: ListenConfig) -> ssl.SSLContext | None:
+    if not config.tls_cert:
+        if config.tls_key or config.tls_client_ca:
+            raise ConfigError("listen.tls_key and listen.tls_client_ca go with listen.tls_cert")
+        return None
+    try:
+        return server_context(config.tls_cert, config.tls_key, config.tls_client_ca)
+    except KVHoldError as error:
+        raise ConfigError(f"listen.tls_{error}") from None

@@ -1,0 +1,201 @@
+"""What a central cache holds: frames in memory, and tiers below it. Values are opaque bytes here; their readers check them.
+
+    shelf = Shelf(config); await shelf.start()
+    sizes = await shelf.probe(keys)
+    await shelf.bring(keys)                              # from lower tiers into memory, where there is room
+    with shelf.all_lent(keys) as values: ...             # pinned, not copied
+    room = shelf.reserve(key, nbytes, ttl_s)             # memory to receive into, or why not; then commit or abandon
+
+One event loop. What is put is written to lower tiers behind the answer, bounded by `write_behind_bytes`; beyond that it is in memory alone.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import ceil
+from typing import Any
+
+from kvhold.core.config import Config
+from kvhold.core.metrics import Metrics
+from kvhold.memory.arena import Arena, Toucher, default_arena_bytes
+from kvhold.tiers.gate import Urgency
+from kvhold.tiers.guard import Guard
+from kvhold.tiers.policies import make_policy
+from kvhold.tiers.ram import Entry, RamTier, Wanted
+from kvhold.tiers.stack import Place, Stack, make_stack
+
+log = logging.getLogger(__name__)
+
+
+class Shelf:
+    """One store of opaque values."""
+
+    def __init__(self, config: Config) -> None:
+        """Raises CapacityError when the memory is not to be had, ConfigError for tiers that cannot be."""
+        self.metrics = Metrics()
+        self._stack: Stack = make_stack(config.tiers, plugins=config.plugins, metrics=self.metrics)
+        self.arena = Arena.create(config.ram_bytes or default_arena_bytes(), huge_pages=config.huge_pages)
+        self.ram = RamTier(self.arena, make_policy(config.policy), self.metrics, quota_bytes=config.namespace_quota_bytes)
+        self._toucher = Toucher(self.arena.regions)
+        self._limit_bytes = config.write_behind_bytes or self.arena.nbytes // 4
+        self._drain_timeout_s = config.drain_timeout_s
+        self._writing_bytes = 0
+        self._bringing: dict[bytes, asyncio.Future[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Fault in the memory in the background; see whether the tiers are there."""
+        self._toucher.start()
+        self._begin(self._stack.check())
+
+    async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
+        """Sizes of the values that are here or below."""
+        sizes = await self.ram.probe(keys)
+        missing = [key for key, size in zip(keys, sizes, strict=True) if size is None]
+        places = await self._stack.probe(missing) if missing and len(self._stack) else {}
+        return [size if size is not None else places[key].nbytes if key in places else None for key, size in zip(keys, sizes, strict=True)]
+
+    async def bring(self, keys: Sequence[bytes]) -> None:
+        """Have what lower tiers hold of `keys` in memory, as far as there is room. What somebody else is bringing is waited for."""
+        if not len(self._stack):
+            return
+        missing = [key for key in dict.fromkeys(keys) if not self.ram.holds(key)]
+        for_others = [self._bringing[key] for key in keys if key in self._bringing]
+        places = await self._stack.probe(missing) if missing else {}
+        by_tier: dict[int, list[tuple[bytes, Place]]] = {}
+        for key, place in places.items():
+            by_tier.setdefault(place.tier, []).append((key, place))
+        await asyncio.gather(*(self._bring_from(self._stack.guards[tier], found) for tier, found in by_tier.items()), *for_others)
+
+    @contextmanager
+    def all_lent(self, keys: Sequence[bytes]) -> Iterator[list[memoryview | None]]:
+        """Values where they lie, pinned meanwhile; None for what is not in memory."""
+        entries = [self.ram.find(key) for key in keys]
+        for entry in entries:
+            if entry is not None:
+                self.ram.pin(entry)
+        try:
+            yield [None if entry is None else self.ram.view(entry) for entry in entries]
+        finally:
+            for entry in entries:
+                if entry is not None:
+                    self.ram.unpin(entry)
+
+    def reserve(self, key: bytes, nbytes: int, ttl_s: float | None) -> "Entry | str":
+        """Memory for a value; or why there is none: "" where the key has one already, "busy", "full"."""
+        if self.ram.holds(key):
+            return "" if self.ram.find(key) else "busy"
+        expires_at = ceil(self.ram.now() + ttl_s) if ttl_s is not None else 0
+        entries = self.ram.reserve_all([Wanted(key, nbytes)], num_tokens=0, first_token=0, expires_at=expires_at)
+        return "full" if entries is None else entries[0]
+
+    def commit(self, entry: Entry) -> None:
+        """Its bytes are whole: visible from now on, and on its way below."""
+        self.ram.commit(entry)
+        if len(self._stack) and not entry.doomed:
+            self._write_behind(entry)
+
+    async def delete(self, keys: Sequence[bytes]) -> list[bool]:
+        """Here and below. True where something was removed."""
+        removed = await self.ram.delete(keys)
+        below = await asyncio.gather(*(guard.delete(keys) for guard in self._stack.guards if not guard.config.read_only))
+        return [any(answers) for answers in zip(removed, *below, strict=True)]
+
+    async def scan(self, prefix: bytes) -> list[bytes]:
+        """Every key with this prefix in memory, and what is only below, in order."""
+        keys = {key async for key in self.ram.scan(prefix)}
+        for guard in self._stack.guards:
+            keys.update(await guard.scan(prefix))
+        return sorted(keys)
+
+    def status(self) -> dict[str, Any]:
+        """For people and monitors."""
+        return {
+            "arena_bytes": self.ram.capacity_bytes,
+            "used_bytes": self.ram.used_bytes,
+            "values": self.ram.num_chunks,
+            "writing_bytes": self._writing_bytes,
+            "tiers": self._stack.status(),
+            "counters": self.metrics.as_dict(),
+        }
+
+    async def close(self) -> None:
+        """Write what waits, for a while at most; then let go of everything."""
+        self._toucher.stop()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=self._drain_timeout_s)
+        for task in list(self._tasks):
+            task.cancel()
+        await self._stack.close()
+        self.arena.close()
+
+    async def _bring_from(self, guard: Guard, found: list[tuple[bytes, Place]]) -> None:
+        entries: list[Entry] = []
+        for key, place in found:
+            entry = self.reserve(key, place.nbytes, None)
+            if isinstance(entry, Entry):
+                entries.append(entry)
+                self._bringing[key] = asyncio.get_running_loop().create_future()
+        if not entries:
+            return
+        settled = 0
+        try:
+            async with guard.gate.turn(Urgency.READ):
+                outcome = await guard.get([entry.key for entry in entries], [[self.ram.view(entry)] for entry in entries])
+            if outcome.pending is not None:
+                outcome.pending.add_done_callback(lambda _: self._abandon(entries))
+                settled = len(entries)
+                return
+            for entry, nbytes in zip(entries, outcome.items, strict=True):
+                settled += 1
+                if nbytes == entry.nbytes:
+                    self.ram.commit(entry)
+                else:
+                    self.ram.abandon(entry)
+        finally:
+            self._abandon(entries[settled:])
+            for entry in entries:
+                self._bringing.pop(entry.key).set_result(None)
+
+    def _abandon(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            self.ram.abandon(entry)
+
+    def _write_behind(self, entry: Entry) -> None:
+        if self._writing_bytes + entry.nbytes > self._limit_bytes:
+            self.metrics.add("kvhold_tier_dropped_chunks", tier="all", reason="queue full")
+            return
+        self._writing_bytes += entry.nbytes
+        self.ram.hold(entry)
+        self._begin(self._write(entry))
+
+    async def _write(self, entry: Entry) -> None:
+        """To every tier that may be written to; held until the last of them has let go of it."""
+        pending = []
+        try:
+            for guard in self._stack.guards:
+                if guard.config.read_only:
+                    continue
+                async with guard.gate.turn(Urgency.WRITE):
+                    ttl_s = entry.expires_at - self.ram.now() if entry.expires_at else None
+                    if ttl_s is not None and ttl_s <= 0:
+                        break
+                    outcome = await guard.put([(entry.key, [self.ram.view(entry)])], ttl_s=ttl_s)
+                if outcome.pending is not None:
+                    pending.append(outcome.pending)
+            if pending:
+                await asyncio.wait(pending)
+        finally:
+            self._writing_bytes -= entry.nbytes
+            self.ram.unpin(entry)
+
+    def _begin(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("writing to lower tiers failed", exc_info=error)

@@ -1,0 +1,279 @@
+"""The tier of a central cache: a `kvhold serve --listen` on another host, shared by all that name it.
+
+    kvhold://:token@cache.example:7710            kvholds://... over TLS (or ?tls=true)
+    tier = CentralTier.from_url(parse_url(...)); await tier.put(...); await tier.close()
+
+Bytes go straight between the caller's memory and the socket. A few connections, each for one conversation at a time; one that broke or
+was cancelled is closed, and the next call opens another. One event loop. Time-outs are the caller's.
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Self, TypeVar
+
+from kvhold.core.config import setting
+from kvhold.core.errors import ConfigError, ProtocolError, TierDenied, TierError, TierFull, TierUnavailable
+from kvhold.net import central as c
+from kvhold.net.pool import Exchange, Pool, run
+from kvhold.net.stream import Address, Stream, open_stream
+from kvhold.net.tls import client_context
+from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length, encode
+from kvhold.tiers.base import Parts, TierTraits, check_lengths, size_of
+from kvhold.tiers.url import TierUrl
+
+_BATCH_BYTES = 8 << 20  # of values in one exchange: enough to amortise a round trip, small enough to use several connections
+_greeting: Decoder[c.Greeting] = Decoder(c.Greeting)
+_answer: Decoder[c.Answer] = Decoder(c.Answer)
+
+Answer = TypeVar("Answer", bound=c.CentralMessage)
+
+
+@dataclass(frozen=True)
+class CentralConfig:
+    """One central cache."""
+
+    host: str = setting("", "where it listens")
+    port: int = setting(c.DEFAULT_PORT, "its port", minimum=1)
+    token: str = setting("", "what the server demands; better in the URL's password, or in a file")
+    token_file: str = setting("", "a file that holds it")
+    tls: bool = setting(False, "talk TLS")
+    ca_file: str = setting("", "PEM file of the authorities that may have signed the server's certificate; empty: the system's")
+    cert_file: str = setting("", "PEM file of our own certificate, where the server wants one (mTLS)")
+    key_file: str = setting("", "PEM file of its key; empty: it is in cert_file")
+    connections: int = setting(4, "connections that carry values", minimum=1)
+
+
+class CentralTier:
+    """One central cache, as a tier."""
+
+    traits: ClassVar[TierTraits] = TierTraits(name="kvhold", shared=True, expires=True)
+
+    def __init__(self, config: CentralConfig) -> None:
+        """Raises ConfigError for settings that cannot be."""
+        if not config.host:
+            raise ConfigError("kvhold: no server is named; write kvhold://host:7710")
+        if not config.tls and (config.ca_file or config.cert_file or config.key_file):
+            raise ConfigError("kvhold: ca_file, cert_file and key_file are for TLS; write kvholds://... or tls=true")
+        self._config = config
+        self._address = Address(config.host, config.port)
+        self._token = _read_token(config)
+        self._tls = client_context(config.ca_file, config.cert_file, config.key_file) if config.tls else None
+        self._pool = Pool(self._open, config.connections)
+        self._questions = Pool(self._open, 2)  # small ones do not wait behind values
+
+    @classmethod
+    def from_url(cls, url: TierUrl) -> Self:
+        """From `kvhold://[:token@]host[:port]?options`. Raises ConfigError."""
+        if len(url.hosts) != 1 or url.path not in ("", "/"):
+            raise ConfigError(f"tiers: {url.shown}: write kvhold://host:{c.DEFAULT_PORT}")
+        (host, port) = url.hosts[0]
+        base = CentralConfig(host=host, port=port or c.DEFAULT_PORT, token=url.password, tls=url.scheme == "kvholds")
+        return cls(url.apply(base))
+
+    async def check(self) -> None:
+        """Tier contract."""
+        await self._ask("check", c.Check(), c.Done)
+
+    async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
+        """Tier contract."""
+        if not keys:
+            return []
+        sizes = (await self._ask("probe", c.Probe(b"".join(keys)), c.Sizes)).sizes
+        self._same_length("probe", keys, sizes)
+        return sizes
+
+    async def get(
+        self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
+    ) -> list[int | TierError | None]:
+        """Tier contract."""
+        check_lengths(keys, into, starts)
+        exchanges = [_Getting(keys[at], into[at], None if starts is None else starts[at]) for at in range(len(keys))]
+        batches = [_GetBatch(batch) for batch in _batched(exchanges)]
+        await run(self._pool, batches, fault=lambda error: self._fault("get", error))
+        _raise_if_all(batches)
+        return [batch.fault or one.size for batch in batches for one in batch.items]
+
+    async def put(self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None) -> list[TierError | None]:
+        """Tier contract."""
+        batches = [_PutBatch(batch, ttl_s) for batch in _batched([_Putting(key, parts) for key, parts in items])]
+        await run(self._pool, batches, fault=lambda error: self._fault("put", error))
+        _raise_if_all(batches)
+        return [batch.fault or self._stored(why) for batch in batches for why in batch.faults]
+
+    async def delete(self, keys: Sequence[bytes]) -> list[bool]:
+        """Tier contract."""
+        if not keys:
+            return []
+        removed = (await self._ask("delete", c.Delete(b"".join(keys)), c.Removed)).removed
+        self._same_length("delete", keys, removed)
+        return removed
+
+    async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
+        """Tier contract. Page by page, in order."""
+        after, more = b"", True
+        while more:
+            page = await self._ask("scan", c.Scan(prefix, after), c.Keys)
+            try:
+                keys = c.split_keys(page.keys)
+            except ValueError as error:
+                raise TierError("kvhold", "scan", str(error)) from None
+            for key in keys:
+                yield key
+            after, more = (keys[-1] if keys else after), page.more and bool(keys)
+
+    async def close(self) -> None:
+        """Tier contract."""
+        self._pool.close()
+        self._questions.close()
+
+    async def _open(self) -> Stream:
+        stream = await open_stream(self._address, self._tls)
+        try:
+            await stream.send([encode(c.Hello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION, self._token))])
+            greeting = _greeting.decode(await _body(stream))
+        except BaseException:
+            stream.close()
+            raise
+        if isinstance(greeting, c.Refused):
+            stream.close()
+            kind = TierDenied if greeting.denied else TierUnavailable
+            raise kind("kvhold", "connect", f"{self._address}: {greeting.reason}")
+        return stream
+
+    async def _ask(self, operation: str, request: c.CentralMessage, expected: type[Answer]) -> Answer:
+        question = _Question(request)
+        await run(self._questions, [question], fault=lambda error: self._fault(operation, error))
+        if question.fault is not None:
+            raise question.fault
+        if not isinstance(question.answer, expected):
+            raise TierError("kvhold", operation, f"{self._address}: a {type(question.answer).__name__} where {expected.__name__} was due")
+        return question.answer
+
+    def _fault(self, operation: str, error: Exception) -> TierError:
+        """Whatever a connection raises, as a fault of the tier."""
+        if isinstance(error, TierError):
+            return error
+        where = f"{self._address}: "
+        if isinstance(error, ProtocolError):
+            return TierError("kvhold", operation, f"{where}is no central cache of this version: {error}")
+        return TierUnavailable("kvhold", operation, f"{where}{str(error) or type(error).__name__}")
+
+    def _stored(self, why: str) -> TierError | None:
+        if not why:
+            return None
+        return TierFull("kvhold", "put", f"{self._address}: no room") if why == "full" else TierError("kvhold", "put", why)
+
+    def _same_length(self, operation: str, keys: Sequence[bytes], answers: Sequence[object]) -> None:
+        if len(keys) != len(answers):
+            raise TierError("kvhold", operation, f"{self._address}: {len(answers)} answers to {len(keys)} keys")
+
+
+class _Question(Exchange):
+    """A small one."""
+
+    def __init__(self, request: c.CentralMessage) -> None:
+        self.request = [encode(request)]
+        self.answer: c.Answer | None = None
+
+    async def take(self, stream: Stream) -> None:
+        self.answer = _answer.decode(await _body(stream))
+
+
+@dataclass
+class _Getting:
+    """One value, or range, on its way into `parts`."""
+
+    key: bytes
+    parts: Parts
+    start: int | None
+    size: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return size_of(self.parts)
+
+
+@dataclass
+class _Putting:
+    """One value on its way out of `parts`."""
+
+    key: bytes
+    parts: Parts
+
+    @property
+    def nbytes(self) -> int:
+        return size_of(self.parts)
+
+
+class _GetBatch(Exchange):
+    """Some of a call's gets."""
+
+    def __init__(self, items: list[_Getting]) -> None:
+        self.items = items
+        self.value_bytes = sum(one.nbytes for one in items)
+        starts = [one.start for one in items if one.start is not None]
+        self.request = [encode(c.Get(b"".join(one.key for one in items), [one.nbytes for one in items], starts or None))]
+
+    async def take(self, stream: Stream) -> None:
+        answer = _answer.decode(await _body(stream))
+        if not isinstance(answer, c.Sizes) or len(answer.sizes) != len(self.items):
+            raise ProtocolError("the answer to a get is not of as many sizes")
+        for one, size in zip(self.items, answer.sizes, strict=True):
+            if size is not None:
+                if not 0 < size <= one.nbytes or (one.start is not None and size != one.nbytes):
+                    raise ProtocolError(f"a value of {size} bytes where there is room for {one.nbytes}")
+                await stream.read_into(one.parts, size)
+            one.size = size
+
+
+class _PutBatch(Exchange):
+    """Some of a call's puts."""
+
+    def __init__(self, items: list[_Putting], ttl_s: float | None) -> None:
+        self.faults = [""] * len(items)
+        self.value_bytes = sum(one.nbytes for one in items)
+        head = encode(c.Put(b"".join(one.key for one in items), [one.nbytes for one in items], ttl_s))
+        self.request = [head, *(part for one in items for part in one.parts)]
+
+    async def take(self, stream: Stream) -> None:
+        answer = _answer.decode(await _body(stream))
+        if not isinstance(answer, c.Stored) or len(answer.faults) != len(self.faults):
+            raise ProtocolError("the answer to a put is not of as many items")
+        self.faults = answer.faults
+
+
+Item = TypeVar("Item", _Getting, _Putting)
+
+
+def _batched(items: list[Item]) -> list[list[Item]]:
+    """In order, each of _BATCH_BYTES at most, or of one item."""
+    batches: list[list[Item]] = []
+    left = 0
+    for item in items:
+        if not batches or item.nbytes > left:
+            batches.append([])
+            left = _BATCH_BYTES
+        batches[-1].append(item)
+        left -= item.nbytes
+    return batches
+
+
+def _raise_if_all(batches: Sequence[Exchange]) -> None:
+    """A place that did nothing at all has failed as a whole."""
+    faults = [batch.fault for batch in batches]
+    if faults and None not in faults:
+        raise next(fault for fault in faults if fault is not None)
+
+
+async def _body(stream: Stream) -> bytes:
+    return await stream.read(body_length(await stream.read(LENGTH_BYTES)))
+
+
+def _read_token(config: CentralConfig) -> str:
+    if not config.token_file:
+        return config.token
+    try:
+        return Path(config.token_file).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"kvhold: token_file: cannot read {config.token_file}: {error}") from None

@@ -1,0 +1,266 @@
+"""The central cache as a tier: the contract against a real `kvhold serve --listen`, who may use it, and what it survives."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvhold.core.config import load_config
+from kvhold.core.errors import ConfigError, TierDenied, TierError, TierFull, TierUnavailable
+from kvhold.net import central as c
+from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length, encode
+from kvhold.node.central import Central
+from kvhold.testing import TierContract
+from kvhold.testing.servers.base import NotInstalled
+from kvhold.testing.servers.central import CentralServer
+from kvhold.testing.servers.certificates import Certificates, make_certificates
+from kvhold.testing.tier import fetch, make_key, make_value, scanned, store
+from kvhold.tiers.central import CentralTier
+from kvhold.tiers.url import parse_url
+
+MIB = 1 << 20
+
+
+def a_tier(url: str) -> CentralTier:
+    return CentralTier.from_url(parse_url(url))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[CentralServer]:
+    with CentralServer(ram_bytes="32MiB") as server:
+        yield server
+
+
+@pytest.fixture
+async def tier(server: CentralServer) -> AsyncIterator[CentralTier]:
+    tier = a_tier(server.url)
+    yield tier
+    await empty(tier)
+    await tier.close()
+
+
+async def empty(tier: CentralTier) -> None:
+    again = CentralTier(tier._config)
+    await again.delete(await scanned(again))
+    await again.close()
+
+
+class TestCentralTier(TierContract):
+    too_large_bytes = 32 * MIB + 1
+
+    @pytest.fixture
+    async def tier(self, server: CentralServer) -> AsyncIterator[CentralTier]:
+        tier = a_tier(server.url)
+        yield tier
+        await empty(tier)
+        await tier.close()
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    try:
+        return make_certificates(tmp_path_factory.mktemp("certificates"))
+    except NotInstalled as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CentralServer]:
+    token = tmp_path_factory.mktemp("token") / "token"
+    token.write_text("open sesame\n")
+    with CentralServer("--token-file", str(token)) as server:
+        yield server
+
+
+class TestAccess:
+    async def test_who_knows_the_token_is_served(self, guarded: CentralServer) -> None:
+        tier = a_tier(guarded.url.replace("//", "//:open%20sesame@"))
+        assert await store(tier, {make_key(1): b"x"}) == [True]
+        await tier.close()
+
+    @pytest.mark.parametrize(("credentials", "told"), [("", "a token is needed"), (":wrong@", "the token is wrong")])
+    async def test_who_does_not_is_refused_and_told_why(self, guarded: CentralServer, credentials: str, told: str) -> None:
+        tier = a_tier(guarded.url.replace("//", f"//{credentials}"))
+        with pytest.raises(TierDenied, match=told) as caught:
+            await tier.probe([make_key(1)])
+        assert "wrong" not in str(caught.value).replace("the token is wrong", "")
+        await tier.close()
+
+    async def test_tls_with_client_certificates(self, certificates: Certificates) -> None:
+        joined = certificates.server.parent / "joined.pem"
+        joined.write_text(certificates.server.read_text() + certificates.server_key.read_text())
+        with CentralServer("--tls-cert", str(joined), "--tls-client-ca", str(certificates.ca)) as server:
+            options = f"?ca_file={certificates.ca}"
+            own = f"&cert_file={certificates.client}&key_file={certificates.client_key}"
+            tier = a_tier(server.url.replace("kvhold:", "kvholds:") + options + own)
+            value = make_value(1, 3 * MIB)
+            assert await store(tier, {make_key(1): value}) == [True]
+            assert await fetch(tier, [make_key(1)], [3 * MIB]) == [value]
+            await tier.close()
+            for url in (server.url.replace("kvhold:", "kvholds:") + options, server.url):
+                tier = a_tier(url)
+                with pytest.raises(TierError):
+                    await tier.probe([make_key(1)])
+                await tier.close()
+
+    async def test_a_server_whose_certificate_nobody_vouches_for_is_not_used(self, certificates: Certificates) -> None:
+        joined = certificates.server.parent / "joined.pem"
+        joined.write_text(certificates.server.read_text() + certificates.server_key.read_text())
+        with CentralServer("--tls-cert", str(joined)) as server:
+            tier = a_tier(server.url.replace("kvhold:", "kvholds:"))
+            with pytest.raises(TierUnavailable, match="certificate verify failed"):
+                await tier.check()
+            await tier.close()
+
+    @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "10.0.0.1:7710"])
+    def test_beyond_the_loopback_interface_nobody_is_served_without_authentication(self, address: str) -> None:
+        with pytest.raises(ConfigError, match=r"listen\.address.*token"):
+            Central(load_config({"ram_bytes": "4MiB", "listen": {"address": address}}, environ={}))
+
+    @pytest.mark.parametrize(
+        ("listen", "told"),
+        [
+            ({"address": "7710"}, "write HOST:PORT"),
+            ({"address": "127.0.0.1:x"}, "write HOST:PORT"),
+            ({"address": "127.0.0.1:0", "token_file": "/nowhere"}, r"listen\.token_file"),
+            ({"address": "127.0.0.1:0", "tls_cert": "/nowhere"}, r"listen\.tls_cert_file: cannot use /nowhere"),
+            ({"address": "127.0.0.1:0", "tls_client_ca": "/nowhere"}, r"go with listen\.tls_cert"),
+        ],
+    )
+    def test_settings_that_cannot_be_are_named(self, listen: dict[str, str], told: str) -> None:
+        with pytest.raises(ConfigError, match=told):
+            Central(load_config({"ram_bytes": "4MiB", "listen": listen}, environ={}))
+
+    @pytest.mark.parametrize(
+        ("url", "told"),
+        [
+            ("kvhold://", "write kvhold://host"),
+            ("kvhold://a:1,b:2", "write kvhold://host"),
+            ("kvhold://a:1/x", "write kvhold://host"),
+            ("kvhold://a:1?ca_file=x", "are for TLS"),
+            ("kvhold://a:1?token_file=/nowhere", "token_file"),
+            ("kvholds://a:1?ca_file=/nowhere", "ca_file"),
+        ],
+    )
+    def test_urls_that_cannot_be_are_named(self, url: str, told: str) -> None:
+        with pytest.raises(ConfigError, match=told):
+            a_tier(url)
+
+
+class TestFaults:
+    async def test_a_dead_server_is_unavailable_and_used_again_when_it_is_back(self) -> None:
+        with CentralServer() as server:
+            tier = a_tier(server.url)
+            assert await store(tier, {make_key(1): b"x"}) == [True]
+            server.kill()
+            for call in (tier.check(), tier.probe([make_key(1)]), tier.delete([make_key(1)]), fetch(tier, [make_key(1)], [1])):
+                with pytest.raises(TierUnavailable):
+                    await call
+            server.start()
+            assert await fetch(tier, [make_key(1)], [1]) == [None]
+            assert await store(tier, {make_key(1): b"y"}) == [True]
+            assert await fetch(tier, [make_key(1)], [1]) == [b"y"]
+            await tier.close()
+
+    async def test_killed_in_the_middle_of_a_put_it_has_stored_nothing_by_halves(self) -> None:
+        with CentralServer(ram_bytes="256MiB") as server:
+            tier = a_tier(server.url)
+            values = {make_key(i): make_value(i, 8 * MIB) for i in range(8)}
+            call = asyncio.ensure_future(store(tier, values))
+            while await tier.probe([make_key(0)]) == [None]:
+                pass  # until the first one is there
+            server.kill()
+            try:
+                stored = await call
+            except TierUnavailable:
+                stored = [False] * 8
+            assert not all(stored)
+            await tier.close()
+
+    async def test_below_it_a_disk_outlives_it(self, tmp_path: Path) -> None:
+        with CentralServer("--tier", f"disk://{tmp_path}/d") as server:
+            tier = a_tier(server.url)
+            values = {make_key(i): make_value(i, 100_000 + i) for i in range(10)}
+            assert await store(tier, values) == [True] * 10
+            await tier.close()
+            server.stop()  # it writes what waits before it ends
+            server.start()
+            tier = a_tier(server.url)
+            assert await tier.probe([*values, make_key(99)]) == [*(100_000 + i for i in range(10)), None]
+            assert await fetch(tier, list(values), [200_000] * 10) == list(values.values())
+            buffer = bytearray(1000)
+            assert await tier.get([make_key(3)], [[memoryview(buffer)]], starts=[500]) == [1000]
+            assert bytes(buffer) == values[make_key(3)][500:1500]
+            assert await scanned(tier) == sorted(values)
+            assert await tier.delete(list(values)) == [True] * 10
+            assert await tier.probe(list(values)) == [None] * 10
+            await tier.close()
+
+    async def test_what_is_larger_than_it_takes_is_full_and_loses_itself_alone(self, tier: CentralTier) -> None:
+        items = [(make_key(i), [memoryview(bytes(size))]) for i, size in enumerate((10, 40 * MIB, 10))]
+        faults = await tier.put(items)
+        assert [type(fault) for fault in faults] == [type(None), TierFull, type(None)]
+
+
+class TestHostileClients:
+    def ask(self, server: CentralServer, *says: bytes) -> bytes:
+        """All that the server answers until it hangs up."""
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as sock:
+            for data in says:
+                sock.sendall(data)
+            sock.shutdown(socket.SHUT_WR)
+            answer = b""
+            try:
+                while more := sock.recv(65536):
+                    answer += more
+            except ConnectionResetError:
+                pass
+            return answer
+
+    HELLO = bytes(encode(c.Hello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION, "")))
+
+    @pytest.mark.parametrize(
+        ("says", "told"),
+        [
+            ((b"GET / HTTP/1.1\r\n\r\n",), b"announced"),
+            ((bytes(encode(c.Hello("x", 1, ""))),), b"protocol 1"),
+            ((bytes(encode(c.Hello(c.CENTRAL_MAGIC, 99, ""))),), b"protocol 1"),
+            ((HELLO, b"\xff\xff\xff\xff"), b"announced"),
+            ((HELLO, b"\x05\x00\x00\x00hello"), b"not a message"),
+            ((HELLO, bytes(encode(c.Probe(b"short")))), b"not keys"),
+            ((HELLO, bytes(encode(c.Get(make_key(1), [])))), b"unequal length"),
+            ((HELLO, bytes(encode(c.Get(make_key(1), [1], [-1])))), b"before its value"),
+            ((HELLO, bytes(encode(c.Put(make_key(1), [0])))), b"without bytes"),
+            ((HELLO, bytes(encode(c.Put(make_key(1), [1], -1.0)))), b"time to live"),
+            ((HELLO, bytes(encode(c.Scan(b"x" * 41, b"")))), b"impossible size"),
+        ],
+    )
+    async def test_whoever_breaks_the_rules_is_told_and_hung_up_on(
+        self, server: CentralServer, tier: CentralTier, says: tuple[bytes, ...], told: bytes
+    ) -> None:
+        assert told in self.ask(server, *says)
+        await tier.check()
+
+    async def test_a_put_of_which_half_arrives_leaves_nothing(self, server: CentralServer, tier: CentralTier) -> None:
+        self.ask(server, self.HELLO, bytes(encode(c.Put(make_key(1), [1000]))), bytes(500))
+        assert await tier.probe([make_key(1)]) == [None]
+        assert await store(tier, {make_key(1): b"whole"}) == [True]
+
+    async def test_a_put_of_terabytes_allocates_nothing(self, server: CentralServer, tier: CentralTier) -> None:
+        before = resident_bytes(server.pid)
+        self.ask(server, self.HELLO, bytes(encode(c.Put(make_key(1) * 3, [1 << 50, 1 << 40, 1 << 62]))), bytes(100_000))
+        assert resident_bytes(server.pid) < before + 16 * MIB
+        assert await tier.probe([make_key(1)]) == [None]
+
+    def test_a_client_of_another_version_is_told_which_one_speaks(self, server: CentralServer) -> None:
+        answer = self.ask(server, bytes(encode(c.Hello(c.CENTRAL_MAGIC, 2, ""))))
+        greeting = Decoder[c.Greeting](c.Greeting).decode(answer[LENGTH_BYTES : LENGTH_BYTES + body_length(answer)])
+        assert isinstance(greeting, c.Refused)
+        assert not greeting.denied
+
+
+def resident_bytes(pid: int) -> int:
+    pages = Path(f"/proc/{pid}/statm").read_text().split()
+    return (int(pages[1]) - int(pages[2])) * 4096
