@@ -32,6 +32,13 @@ def _describe(status: dict[str, Any]) -> str:
         f"held      {held['tickets']} hits, {held['loans']} loans, {held['rooms']} rooms",
         f"memory    {format_size(status['resident_bytes'])} beside the arena",
     ]
+    tiers = status.get("tiers", [])
+    lines += [f"tier      {tier['name']}: {'in use' if tier['available'] else 'left alone: ' + tier['last_fault']}" for tier in tiers]
+    if tiers:
+        behind = status["write_behind"]
+        lines.append(
+            f"below     {behind['chunks']} chunks wait to be written ({format_size(behind['bytes'])}), {status['arriving_chunks']} arrive"
+        )
     lines += [f"client    {c['name']} (pid {c['pid']}), heard {c['silent_s']:.1f} s ago" for c in status["clients"]]
-    lines += [f"          {name} {value:.0f}" for name, value in status["counters"].items()]
+    lines += [f"          {name} {value:.0f}" for name, value in (status["counters"] | status.get("tier_counters", {})).items()]
     return "\n".join(lines)

@@ -1,0 +1,193 @@
+"""`kvhold doctor`: is what the settings name there, and does it give back what it is given?
+
+In each tier a probe chunk (a frame like any other, under a key of its own) is put, looked for, read whole and in part, checked and
+deleted, past the breaker and within the tier's own deadlines. What is wrong is said in plain words.
+"""
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import click
+
+from kvhold.codecs import Raw, frame_chunk, unframe_chunk
+from kvhold.core.config import Config, load_config
+from kvhold.core.errors import ConfigError, FrameError, KVHoldError, NodeError, TierError, TierUnavailable
+from kvhold.core.keys import HASH_BYTES, Namespace, make_key
+from kvhold.core.layout import Group, Layout
+from kvhold.node import NodeClient
+from kvhold.node.paths import socket_path
+from kvhold.tiers.base import Tier
+from kvhold.tiers.guard import GuardConfig
+from kvhold.tiers.registry import make_tier
+from kvhold.tiers.url import parse_url
+
+Result = TypeVar("Result")
+
+_LAYOUT = Layout(groups=(Group(layers=4, planes=2, heads=4, head_dim=128, dtype="bfloat16"),), tokens_per_chunk=128)  # 1 MiB
+
+
+@dataclass
+class Finding:
+    """What was found of one thing. ms: how long each step took."""
+
+    name: str
+    ok: bool = True
+    says: list[str] = field(default_factory=list)
+    ms: dict[str, float] = field(default_factory=dict)
+
+    def wrong(self, what: str) -> None:
+        """It is not well."""
+        self.ok = False
+        self.says.append(what)
+
+
+@click.command()
+@click.option("--tier", "tiers", multiple=True, help="Look at this one instead of those that the settings name; again for more.")
+@click.option("--config", "config_file", type=click.Path(path_type=Path), help="Settings file, TOML or YAML.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON list.")
+def command(tiers: tuple[str, ...], config_file: Path | None, as_json: bool) -> None:
+    """Try each tier, and say in plain words what is wrong. Exits with 1 when something is."""
+    config = load_config({"tiers": tiers} if tiers else {}, file=config_file)
+    findings = [_look_at_node(config), *asyncio.run(_look_at_tiers(config))]
+    click.echo(json.dumps([asdict(finding) for finding in findings], indent=2) if as_json else "\n".join(map(_describe, findings)))
+    if not all(finding.ok for finding in findings):
+        raise SystemExit(1)
+
+
+def _look_at_node(config: Config) -> Finding:
+    """A node that is not there is no fault where engines start it."""
+    path = socket_path(config.node.socket)
+    finding = Finding(f"node on {path}")
+    try:
+        with NodeClient(path, config.client, name="kvhold doctor") as client:
+            began = time.perf_counter()
+            status = client.status()
+            finding.ms["status"] = _ms(began)
+            finding.says.append(f"pid {status['pid']}, {status['chunks']} chunks")
+            for tier in status.get("tiers", []):
+                if not tier["available"]:
+                    finding.wrong(f"its tier {tier['name']} is left alone: {tier['last_fault']}")
+    except NodeError as error:
+        if path.exists() or not config.node.autostart:
+            finding.wrong(str(error))
+        else:
+            finding.says.append("not running; the first engine starts it")
+    except KVHoldError as error:
+        finding.wrong(str(error))
+    return finding
+
+
+async def _look_at_tiers(config: Config) -> list[Finding]:
+    if not config.tiers:
+        finding = Finding("tiers below RAM")
+        finding.says.append("none: chunks live in memory alone (setting `tiers`)")
+        return [finding]
+    return [await _look_at_tier(text, config) for text in config.tiers]
+
+
+async def _look_at_tier(text: str, config: Config) -> Finding:
+    try:
+        finding = Finding(parse_url(text).shown)
+        tier, settings = make_tier(text, plugins=config.plugins)
+    except ConfigError as error:
+        finding = Finding(text.partition("?")[0].rpartition("@")[2])
+        finding.wrong(str(error))
+        return finding
+    try:
+        await _Visit(tier, settings, finding).run()
+    except TierError as error:
+        finding.wrong(str(error))
+    except Exception as error:  # noqa: BLE001 - a plugin, perhaps: it is to be told, not to end the visit of the others
+        finding.wrong(f"broke the contract of a tier: {type(error).__name__}: {error}")
+    finally:
+        await tier.close()
+    return finding
+
+
+class _Visit:
+    """One tier, step by step."""
+
+    def __init__(self, tier: Tier, settings: GuardConfig, finding: Finding) -> None:
+        self._tier = tier
+        self._settings = settings
+        self._finding = finding
+        namespace = Namespace(model="kvhold doctor", layout=_LAYOUT)
+        self._key = make_key(namespace.digest, os.urandom(HASH_BYTES), 0, 0)
+        self._chunk = memoryview(bytearray(os.urandom(_LAYOUT.chunk_bytes(0, 128))))
+        self._frame = frame_chunk(self._chunk, Raw(), key=self._key, layout=_LAYOUT, num_tokens=128, first_token=0, align=4096)
+
+    async def run(self) -> None:
+        settings = self._settings
+        await self._step("check", settings.get_timeout_s, self._tier.check)
+        if settings.read_only:
+            self._finding.says.append("read_only: nothing was put")
+            return
+        (fault,) = await self._step("put", settings.put_timeout_s, lambda: self._tier.put([(self._key, self._frame.parts)], ttl_s=3600))
+        if fault is not None:
+            self._finding.wrong(f"it does not take a chunk: {fault}")
+            return
+        try:
+            await self._read()
+        finally:
+            (removed,) = await self._step("delete", settings.put_timeout_s, lambda: self._tier.delete([self._key]))
+        if not removed:
+            self._finding.wrong("the chunk was gone before it was deleted: it evicts at once, or somebody else deletes there")
+        elif (await self._step("probe", settings.probe_timeout_s, lambda: self._tier.probe([self._key]))) != [None]:
+            self._finding.wrong("a deleted chunk is still there")
+
+    async def _read(self) -> None:
+        (size,) = await self._step("probe", self._settings.probe_timeout_s, lambda: self._tier.probe([self._key]))
+        if size != self._frame.nbytes:
+            found = "nothing" if size is None else f"{size} bytes"
+            self._finding.wrong(f"{self._frame.nbytes} bytes were put and acknowledged; a probe finds {found}")
+            return
+        whole = bytearray(self._frame.nbytes)
+        (got,) = await self._step("get", self._settings.get_timeout_s, lambda: self._tier.get([self._key], [[memoryview(whole)]]))
+        self._compare(got, whole)
+        start, length = self._frame.fields.layer_range(2)
+        part = bytearray(length)
+        (got,) = await self._step(
+            "get a layer", self._settings.get_timeout_s, lambda: self._tier.get([self._key], [[memoryview(part)]], starts=[start])
+        )
+        if got != length or part != self._chunk[2 * length : 3 * length]:
+            self._finding.wrong("a layer that is read alone is not what was put")
+
+    def _compare(self, got: int | TierError | None, whole: bytearray) -> None:
+        if got != self._frame.nbytes:
+            self._finding.wrong(f"the chunk does not come back: {got if got is not None else 'nothing there'}")
+            return
+        back = bytearray(len(self._chunk))
+        try:
+            unframe_chunk(memoryview(whole), memoryview(back), key=self._key, layout=_LAYOUT, num_tokens=128, first_token=0)
+        except FrameError as error:
+            self._finding.wrong(f"the chunk comes back damaged: {error}")
+            return
+        if back != self._chunk:
+            self._finding.wrong("the chunk comes back with other bytes, and with checksums that fit them")
+
+    async def _step(self, name: str, timeout_s: float, call: Callable[[], Awaitable[Result]]) -> Result:
+        began = time.perf_counter()
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await call()
+        except TimeoutError:
+            raise TierUnavailable(self._tier.traits.name, name, f"no answer within {timeout_s:g} s") from None
+        finally:
+            self._finding.ms.setdefault(name, _ms(began))
+
+
+def _describe(finding: Finding) -> str:
+    times = ", ".join(f"{name} {ms:.1f} ms" for name, ms in finding.ms.items())
+    lines = [f"{'ok   ' if finding.ok else 'WRONG'}  {finding.name}{f'  ({times})' if times else ''}"]
+    lines += [f"       {said}" for said in finding.says]
+    return "\n".join(lines)
+
+
+def _ms(began_s: float) -> float:
+    return round((time.perf_counter() - began_s) * 1e3, 3)
