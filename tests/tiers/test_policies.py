@@ -218,6 +218,22 @@ class TestPromptsOrder:
         assert policy.nbytes() == 11
         assert evict(policy, 1) == [9]  # the small queue is down to its share
 
+    def test_s3fifo_leaves_the_prefix_its_round_that_is_in_the_main_queue_already(self) -> None:
+        policy = S3FifoPolicy()
+        insert_prompt(policy, [0, 1])
+        hit(policy, 0, 1)
+        insert(policy, range(100, 130))
+        assert evict(policy, 1) == [100]
+        hit(policy, 1)
+        policy.insert(key(2), 1, key(1))
+        hit(policy, 2)
+        assert evict(policy, 29) == [*range(101, 130)]
+        insert(policy, range(200, 220))
+        assert evict(policy, 20) == [*range(200, 220)]  # 2 came first, and moved on
+        assert evict(policy, 1) == [2]
+        readmit(policy, 300)
+        assert victims(policy, 1) == [300]  # 1 is older, was asked for, and goes round once more
+
     def test_what_was_cleared_is_new_when_it_comes_back_to_an_s3fifo(self) -> None:
         cleared, evicted = S3FifoPolicy(), S3FifoPolicy()
         for policy in (cleared, evicted):
@@ -226,6 +242,27 @@ class TestPromptsOrder:
             insert(policy, [0, 10])
         assert victims(cleared, 11) == [*range(1, 10), 0, 10]
         assert victims(evicted, 11) == [*range(1, 10), 10, 0]
+
+
+class TestMemory:
+    """These look inside, because nothing else could tell."""
+
+    @pytest.mark.parametrize("name", POLICIES)
+    def test_places_that_touches_left_behind_are_swept(self, name: str) -> None:
+        policy = make_policy(name)
+        insert(policy, range(100))
+        for _ in range(100):
+            hit(policy, *range(100))
+        assert all(len(queue._heap) <= 200 for queue in policy._all)
+
+    @pytest.mark.parametrize("name", POLICIES)
+    def test_of_keys_that_have_gone_nothing_is_left(self, name: str) -> None:
+        policy = make_policy(name)
+        for number in range(1, 50):  # each in a namespace of its own, and the one that it continues there
+            space = bytes([number]) * 16
+            policy.insert(space + bytes(24), 1, space + b"parent".ljust(24))
+            policy.remove(space + bytes(24))
+        assert (policy._chunks, policy._continued, policy._spaces) == ({}, {}, {})
 
 
 class TestRamKeepsPrefixes:

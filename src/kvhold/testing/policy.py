@@ -13,6 +13,7 @@ every chunk each time. Its further habits are tested beside it.
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any, cast
 
 import pytest
@@ -22,8 +23,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvhold.core.keys import KEY_BYTES, NAMESPACE_BYTES
 from kvhold.tiers.policies.base import Policy
-
-Rank = Any  # whatever can be compared with its like
 
 
 @dataclass
@@ -54,7 +53,7 @@ class PolicyContract:
         """A new policy that knows no key."""
         raise NotImplementedError("say how your policy is made")
 
-    def rank(self, known: Known) -> Rank | None:
+    def rank(self, known: Known) -> Any:
         """Of the chunks that may go, the lowest goes first, and none are equal. None: the policy's order is not checked here."""
         return None
 
@@ -251,12 +250,26 @@ class PolicyContract:
         policy.remove(make_chunk(0, "b"), evicted=True)
         assert (policy.nbytes(), policy.nbytes(_A), policy.nbytes(_B)) == (20, 20, 0)
 
+    def test_thousands_of_touches_lose_no_key_and_no_order(self) -> None:
+        policy, model, chance = self.make_policy(), _Model(), Random(1)
+        keys = [make_chunk(number, chance.choice("ab")) for number in range(500)]
+        for key in keys:
+            policy.insert(key, 1)
+            model.insert(key, 1, None)
+        for key in chance.choices(keys, k=5_000):
+            policy.touch(key)
+            model.touch(key)
+        victims = policy.victims(500, unpinned)
+        assert sorted(victims) == sorted(keys)
+        ranks = [self.rank(model.known[key]) for key in victims]
+        assert ranks == [None] * 500 or ranks == sorted(ranks)
+
     def test_two_policies_share_nothing(self) -> None:
         self.filled(5)
         assert (len(self.make_policy()), self.make_policy().nbytes()) == (0, 0)
 
     def test_no_history_breaks_the_law(self) -> None:
-        machine = cast("Callable[[], RuleBasedStateMachine]", lambda: _History(self.make_policy(), self.rank))
+        machine = cast("type[RuleBasedStateMachine]", lambda: _History(self.make_policy(), self.rank))  # called without arguments
         run_state_machine_as_test(machine, settings=settings(deadline=None, max_examples=100, stateful_step_count=40))
 
     def filled(self, count: int) -> Policy:
@@ -328,7 +341,7 @@ class _Model:
 class _History(RuleBasedStateMachine):
     """A policy and the model beside it."""
 
-    def __init__(self, policy: Policy, rank: Callable[[Known], Rank | None]) -> None:
+    def __init__(self, policy: Policy, rank: Callable[[Known], Any]) -> None:
         super().__init__()
         self.policy = policy
         self.rank = rank

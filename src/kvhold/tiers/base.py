@@ -21,7 +21,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 from kvhold.core.errors import TierError
 
@@ -48,7 +48,9 @@ class TierTraits:
 class Tier(Protocol):
     """Keys are KEY_BYTES long; values are opaque bytes here, one or more (frames below RAM, plain chunks in RAM)."""
 
-    traits: ClassVar[TierTraits]
+    @property
+    def traits(self) -> TierTraits:
+        """What it can do: a class's own, or for a wrapper those of what it wraps."""
 
     async def check(self) -> None:
         """One cheap round trip. Raises TierError if the tier cannot be used now; its message tells a user what is wrong and where."""

@@ -6,10 +6,13 @@ import platform
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 
 from kvhold.cli.bench.rows import Row, table
+
+_MARKS = {True: "yes", False: "NO", None: "-"}
 
 
 @click.group()
@@ -32,5 +35,35 @@ def micro(json_file: Path | None) -> None:
         _write(json_file, measured)
 
 
-def _write(path: Path, rows: Sequence[Row]) -> None:
+@command.command()
+@click.option(
+    "--tier", "tiers", multiple=True, type=click.Choice(("disk", "fs", "redis", "s3", "kvhold")), help="Only these. [default: all]"
+)
+@click.option("--fault", "only", multiple=True, help="Only these, such as 'dies mid-put'. [default: all]")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the rows to this file.")
+def faults(tiers: tuple[str, ...], only: tuple[str, ...], json_file: Path | None) -> None:
+    """Each tier, each way in which it can fail: are outputs right, the node alive, deadlines kept? Exits with 1 where not."""
+    from kvhold.cli.bench.faults import FAULTS, FaultRow, rows
+    from kvhold.cli.bench.places import PLACES
+    from kvhold.testing.servers.base import NotInstalled
+
+    for name, known in ((tiers, PLACES), (only, FAULTS)):
+        if unknown := set(name) - set(known):
+            raise click.UsageError(f"{', '.join(sorted(unknown))}: known are {', '.join(known)}")
+    measured: list[FaultRow] = []
+    for tier in tiers or tuple(PLACES):
+        try:
+            for row in rows([tier], only or tuple(FAULTS)):
+                measured.append(row)
+                marks = [f"{name} {_MARKS[value]:4}" for name, value in asdict(row).items() if name not in ("tier", "fault")]
+                click.echo(f"{row.tier:8} {row.fault:14} {' '.join(marks)}")
+        except NotInstalled as error:
+            click.echo(f"{tier:8} not tried: {error}")
+    if json_file is not None:
+        _write(json_file, measured)
+    if any(False in (row.right, row.alive, row.in_deadline, row.baseline, row.counted) for row in measured):
+        raise SystemExit(1)
+
+
+def _write(path: Path, rows: Sequence[Any]) -> None:
     path.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")

@@ -11,10 +11,10 @@ from kvhold.tiers.policies.s3fifo import S3FifoPolicy
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "lru": LruPolicy,
-    "s3fifo": S3FifoPolicy,
     "lfu": LfuPolicy,
     "fifo": FifoPolicy,
     "mru": MruPolicy,
+    "s3fifo": S3FifoPolicy,
 }
 
 __all__ = ["POLICIES", "FifoPolicy", "LfuPolicy", "LruPolicy", "MruPolicy", "Policy", "S3FifoPolicy", "make_policy"]

@@ -1,0 +1,199 @@
+"""Real places for tiers, each on this machine: started here, hurt on purpose, gone at the end.
+
+    with open_place("redis") as place:
+        place.url(); place.kill(); place.revive(); place.pause(); place.resume()
+
+Where a program is not installed, opening raises NotInstalled, which names the package.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from kvhold.testing.servers.base import ServerProcess
+from kvhold.testing.servers.central import CentralServer
+from kvhold.testing.servers.redis import RedisServer
+from kvhold.testing.servers.s3 import MotoServer
+
+_SMALL = "8mb"  # of a place that is to be full
+
+
+class Place(Protocol):
+    """One place."""
+
+    name: str
+
+    def url(self) -> str:
+        """The tier's."""
+
+    def full_url(self) -> str | None:
+        """Of the same kind, with room for a few MiB; None where that cannot be arranged."""
+
+    def denied_url(self) -> str | None:
+        """The same with wrong credentials or rights; None where there are none."""
+
+    def kill(self) -> None:
+        """It dies, as by `kill -9`, or by a cable that is pulled."""
+
+    def revive(self) -> None:
+        """It is there again, empty perhaps."""
+
+    def pause(self) -> bool:
+        """It hangs. False where that cannot be arranged."""
+
+    def resume(self) -> None:
+        """It goes on."""
+
+    def close(self) -> None:
+        """Gone."""
+
+
+class DiskPlace:
+    """A folder. It dies by vanishing with all that is in it."""
+
+    def __init__(self, name: str = "disk") -> None:
+        self.name = name
+        self._folder = Path(tempfile.mkdtemp(prefix="kvhold-place-"))
+        self._kv = self._folder / "kv"
+
+    def url(self) -> str:
+        return f"{self.name}://{self._kv}" + ("?max_bytes=2GiB" if self.name == "disk" else "")
+
+    def full_url(self) -> str | None:
+        return f"disk://{self._folder}/small?max_bytes=1MiB" if self.name == "disk" else None
+
+    def denied_url(self) -> str | None:
+        return f"{self.name}:///proc/kvhold"
+
+    def kill(self) -> None:
+        while self._kv.is_dir():  # somebody may be writing there
+            shutil.rmtree(self._kv, ignore_errors=True)
+        self._kv.write_text("a file where the folder was")
+
+    def revive(self) -> None:
+        self._kv.unlink()
+
+    def pause(self) -> bool:
+        return False
+
+    def resume(self) -> None:
+        """It never paused."""
+
+    def close(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class ServerPlace:
+    """A server of ours."""
+
+    def __init__(
+        self,
+        name: str,
+        server: ServerProcess,
+        url: Callable[[ServerProcess], str],
+        *,
+        full: tuple[ServerProcess, Callable[[ServerProcess], str]] | None = None,
+        denied: Callable[[ServerProcess], str] | None = None,
+        prepare: Callable[[ServerProcess], None] = lambda _: None,
+    ) -> None:
+        """prepare: what is to be done after each start; full: another one of the kind, with little room."""
+        self.name = name
+        self._server = server
+        self._make_url = url
+        self._full = full
+        self._denied = denied
+        self._prepare = prepare
+        server.start()
+        prepare(server)
+
+    def url(self) -> str:
+        return self._make_url(self._server)
+
+    def full_url(self) -> str | None:
+        if self._full is None:
+            return None
+        server, url = self._full
+        if not server.running:
+            server.start()
+        return url(server)
+
+    def denied_url(self) -> str | None:
+        return None if self._denied is None else self._denied(self._server)
+
+    def kill(self) -> None:
+        self._server.kill()
+
+    def revive(self) -> None:
+        self._server.start()
+        self._prepare(self._server)
+
+    def pause(self) -> bool:
+        self._server.pause()
+        return True
+
+    def resume(self) -> None:
+        self._server.resume()
+
+    def close(self) -> None:
+        for server in (self._server, *((self._full[0],) if self._full else ())):
+            server.close()
+
+
+def _redis() -> Place:
+    server = RedisServer(password="right")
+    small = RedisServer(settings={"maxmemory": _SMALL, "maxmemory-policy": "noeviction"})
+    return ServerPlace(
+        "redis",
+        server,
+        lambda s: f"redis://:right@127.0.0.1:{s.port}/0",
+        full=(small, lambda s: f"redis://127.0.0.1:{s.port}/0"),
+        denied=lambda s: f"redis://:wrong@127.0.0.1:{s.port}/0",
+    )
+
+
+def _s3() -> Place:
+    server = MotoServer()
+    return ServerPlace(
+        "s3",
+        server,
+        lambda _: server.url("kvhold/bench"),
+        denied=lambda _: server.url("no-such-bucket/bench"),
+        prepare=lambda _: server.create_bucket("kvhold"),
+    )
+
+
+def _central() -> Place:
+    folder = Path(tempfile.mkdtemp(prefix="kvhold-place-"))
+    token = folder / "token"
+    token.write_text("right")
+    server = CentralServer("--token-file", str(token), ram_bytes="1GiB")
+    small = CentralServer(ram_bytes="4MiB")
+    return ServerPlace(
+        "kvhold",
+        server,
+        lambda s: f"kvhold://:right@127.0.0.1:{s.port}",
+        full=(small, lambda s: f"kvhold://127.0.0.1:{s.port}"),
+        denied=lambda s: f"kvhold://:wrong@127.0.0.1:{s.port}",
+    )
+
+
+PLACES: dict[str, Callable[[], Place]] = {
+    "disk": DiskPlace,
+    "fs": lambda: DiskPlace("fs"),
+    "redis": _redis,
+    "s3": _s3,
+    "kvhold": _central,
+}
+
+
+@contextmanager
+def open_place(name: str) -> Iterator[Place]:
+    """The place of that name, as long as the `with` lasts. Raises NotInstalled."""
+    place = PLACES[name]()
+    try:
+        yield place
+    finally:
+        place.close()

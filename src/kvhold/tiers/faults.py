@@ -1,0 +1,315 @@
+"""`faults+...`: a tier that fails on purpose, for tests and for game days.
+
+    tier = FaultTier(inner, FaultConfig("get:corrupt:0.01 put:delay:0.1:0.5s"))   # faults+disk:///kv?faults=get:corrupt:0.01&faults_seed=7
+    tier.rules = parse_rules("get:hang:@3"); ...; tier.release()                    # while it runs; counts begin anew
+    tier.injected["get:hang"]                                                       # how often each has been done
+
+A rule is `operation:kind`, then when (`0.01` of all, `@3` the third alone, `0.5@3` the third, perhaps; nothing: always), then with what:
+
+| kind | operations | does | with |
+|---|---|---|---|
+| error | all | raises, the tier is not called | error, unavailable, full or denied |
+| delay | all | waits first | a time: 0.5s, 20ms |
+| hang | all | waits until it is cancelled or `release` is called, then goes on | |
+| corrupt | get | flips a bit or more of what is delivered | how many bits |
+| truncate | get, probe | delivers fewer bytes, or promises fewer | |
+| swap | get | delivers another key's value, if it has seen one that is there | |
+| stale | get, probe | tells what was so: what is there is not yet; what has gone is still (probe, if it has seen its size) | |
+
+`error`, `delay` and `hang` are decided once a call, and `@n` counts calls. The others are decided once a value: `@n` counts the values
+that were found there, but for `swap` and for `stale` in a probe, which count keys asked for. Chance is drawn from `seed`, so a run can be
+repeated. Whatever is done stays inside the caller's buffers and the call. One event loop.
+"""
+
+import asyncio
+import logging
+import re
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import ClassVar, Self
+
+from kvhold.core.config import apply, setting
+from kvhold.core.errors import ConfigError, TierDenied, TierError, TierFull, TierUnavailable
+from kvhold.tiers.base import Parts, Tier, TierTraits, check_lengths, size_of
+from kvhold.tiers.scans import closing_scan
+
+OPERATIONS = ("probe", "get", "put", "delete", "scan", "check")
+KINDS: dict[str, tuple[str, ...]] = {
+    "error": OPERATIONS,
+    "delay": OPERATIONS,
+    "hang": OPERATIONS,
+    "corrupt": ("get",),
+    "truncate": ("get", "probe"),
+    "swap": ("get",),
+    "stale": ("get", "probe"),
+}
+ERRORS = {each.reason: each for each in (TierError, TierUnavailable, TierFull, TierDenied)}
+
+log = logging.getLogger(__name__)
+
+_NOISE = b"\xa5"
+_SEEN_KEYS = 10_000  # whose sizes are remembered, for `swap` and `stale`
+_WHEN = re.compile(r"(\d+(?:\.\d*)?|\.\d+)?(?:@(\d+))?")
+_TIME = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ms|s)")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One kind of fault of one operation.
+
+    probability: of each call, or value, from 0 to 1
+    nth:         only the n-th call, or value, counted from 1
+    error:       what an error is: a key of ERRORS
+    delay_s:     how long a delay is
+    bits:        how many bits are flipped
+
+    Raises ConfigError for what cannot be.
+    """
+
+    operation: str
+    kind: str
+    probability: float = 1.0
+    nth: int | None = None
+    error: str = "error"
+    delay_s: float = 0.0
+    bits: int = 1
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigError(f"there is no kind of fault {self.kind!r}; known are {', '.join(KINDS)}")
+        if self.operation not in KINDS[self.kind]:
+            raise ConfigError(f"{self.kind} is a fault of {' or '.join(KINDS[self.kind])}, not of {self.operation!r}")
+        if not 0 <= self.probability <= 1:
+            raise ConfigError(f"{self.probability} is not a probability; it goes from 0 to 1")
+        if self.nth is not None and self.nth < 1:
+            raise ConfigError(f"@{self.nth}: the first is @1")
+        if self.error not in ERRORS:
+            raise ConfigError(f"there is no error {self.error!r}; known are {', '.join(ERRORS)}")
+        if self.delay_s < 0 or self.bits < 1:
+            raise ConfigError("a delay is no less than 0 s, and a corruption no less than 1 bit")
+
+    @property
+    def name(self) -> str:
+        """As it is counted and logged."""
+        return f"{self.operation}:{self.kind}"
+
+
+@dataclass(frozen=True)
+class FaultConfig:
+    """What goes wrong, and the chance behind it."""
+
+    rules: str = setting("", "what goes wrong: operation:kind[:when[:with]], with spaces or commas between, such as get:corrupt:0.01")
+    seed: int = setting(0, "of the chance that decides", minimum=0)
+
+
+def parse_rules(text: str) -> list[Rule]:
+    """The rules of `get:corrupt:0.01 put:delay:0.1:0.5s`. Raises ConfigError that names the rule and what is allowed."""
+    rules = []
+    for part in re.split(r"[\s,]+", text.strip()) if text.strip() else ():
+        try:
+            rules.append(_parse_rule(part))
+        except ConfigError as error:
+            raise ConfigError(f"the fault {part!r}: {error}") from None
+    return rules
+
+
+class FaultTier:
+    """Another tier, with faults."""
+
+    option_names: ClassVar[frozenset[str]] = frozenset({"faults", "faults_seed"})
+
+    def __init__(self, inner: Tier, config: FaultConfig | None = None) -> None:
+        """Raises ConfigError for rules that are none."""
+        config = config or FaultConfig()
+        self.traits: TierTraits = inner.traits
+        self.injected: Counter[str] = Counter()
+        self._inner = inner
+        self._random = Random(config.seed)
+        self._released = asyncio.Event()
+        self._seen: OrderedDict[bytes, int] = OrderedDict()
+        self.rules = parse_rules(config.rules)
+
+    @classmethod
+    def from_url(cls, inner: Tier, options: Mapping[str, str], shown: str) -> Self:
+        """Around `inner`, with the options that are its own. Raises ConfigError."""
+        spelled = {"rules": "faults", "seed": "faults_seed"}
+        values = {{v: k for k, v in spelled.items()}.get(name, name): value for name, value in options.items()}
+        config = apply(FaultConfig(), values, source=shown, spell=lambda name: spelled.get(name, name))
+        try:
+            return cls(inner, config)
+        except ConfigError as error:
+            raise ConfigError(f"{shown}: {error}") from None
+
+    @property
+    def rules(self) -> Sequence[Rule]:
+        """What goes wrong now. To set them begins every count anew."""
+        return self._rules
+
+    @rules.setter
+    def rules(self, rules: Sequence[Rule]) -> None:
+        self._rules = tuple(rules)
+        self._counts = [0] * len(self._rules)
+
+    def release(self) -> None:
+        """Let every call that hangs now go on."""
+        self._released.set()
+        self._released = asyncio.Event()
+
+    async def check(self) -> None:
+        """Tier contract."""
+        await self._before("check")
+        await self._inner.check()
+
+    async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
+        """Tier contract."""
+        await self._before("probe")
+        found = await self._inner.probe(keys)
+        return [self._probed(key, size) for key, size in zip(keys, found, strict=True)]
+
+    async def get(
+        self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
+    ) -> list[int | TierError | None]:
+        """Tier contract."""
+        check_lengths(keys, into, starts)
+        await self._before("get")
+        asked = [self._swapped(key, keys) for key in keys] if self._has("get", "swap") else keys
+        got = await self._inner.get(asked, into, starts=starts)
+        for key, item in zip(asked, got, strict=True):
+            if starts is None and isinstance(item, int):
+                self._remember(key, item)
+        return [self._delivered(key, parts, item) for key, parts, item in zip(keys, into, got, strict=True)]
+
+    async def put(self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None) -> list[TierError | None]:
+        """Tier contract."""
+        await self._before("put")
+        faults = await self._inner.put(items, ttl_s=ttl_s)
+        for (key, parts), fault in zip(items, faults, strict=True):
+            if fault is None:
+                self._remember(key, size_of(parts))
+        return faults
+
+    async def delete(self, keys: Sequence[bytes]) -> list[bool]:
+        """Tier contract."""
+        await self._before("delete")
+        return await self._inner.delete(keys)
+
+    async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
+        """Tier contract."""
+        await self._before("scan")
+        async with closing_scan(self._inner, prefix) as keys:
+            async for key in keys:
+                yield key
+
+    async def close(self) -> None:
+        """Tier contract; what hangs goes on."""
+        self.release()
+        await self._inner.close()
+
+    async def _before(self, operation: str) -> None:
+        """What happens to a whole call."""
+        for rule in self._due(operation, "delay"):
+            await asyncio.sleep(rule.delay_s)
+        for _ in self._due(operation, "hang"):
+            await self._released.wait()
+        for rule in self._due(operation, "error"):
+            raise ERRORS[rule.error](self.traits.name, operation, "a fault on purpose")
+
+    def _probed(self, key: bytes, size: int | None) -> int | None:
+        if self._due("probe", "stale"):
+            return None if size is not None else self._seen.get(key)
+        if size is None:
+            return None
+        self._remember(key, size)
+        return self._random.randrange(size) if size and self._due("probe", "truncate") else size
+
+    def _swapped(self, key: bytes, keys: Sequence[bytes]) -> bytes:
+        """The key whose value is read in place of this one's: another of the call, or of those seen."""
+        others = [other for other in keys if other != key and other in self._seen] or [other for other in self._seen if other != key]
+        return self._random.choice(others) if others and self._due("get", "swap") else key
+
+    def _delivered(self, key: bytes, parts: Parts, item: int | TierError | None) -> int | TierError | None:
+        """What becomes of one value that arrived."""
+        if not isinstance(item, int):
+            return item
+        if self._due("get", "stale"):
+            return None
+        if item and self._due("get", "truncate"):
+            left = self._random.randrange(item)
+            _overwrite(parts, left, item)  # or whoever ignores the size would have all of it
+            item = left
+        for rule in self._due("get", "corrupt") if item else ():
+            for bit in self._random.sample(range(8 * item), min(rule.bits, 8 * item)):
+                _flip(parts, bit)
+        return item
+
+    def _has(self, operation: str, kind: str) -> bool:
+        return any((rule.operation, rule.kind) == (operation, kind) for rule in self._rules)
+
+    def _due(self, operation: str, kind: str) -> list[Rule]:
+        """The rules of this kind that strike now. Each call counts."""
+        due = []
+        for i, rule in enumerate(self._rules):
+            if (rule.operation, rule.kind) == (operation, kind):
+                self._counts[i] += 1
+                if rule.nth in (None, self._counts[i]) and self._random.random() < rule.probability:
+                    due.append(rule)
+                    self.injected[rule.name] += 1
+                    log.debug("%s: fault on purpose: %s", self.traits.name, rule.name)
+        return due
+
+    def _remember(self, key: bytes, size: int) -> None:
+        self._seen[key] = size
+        self._seen.move_to_end(key)
+        if len(self._seen) > _SEEN_KEYS:
+            self._seen.popitem(last=False)
+
+
+def _parse_rule(text: str) -> Rule:
+    parts = text.split(":")
+    if not 2 <= len(parts) <= 4:
+        raise ConfigError("write operation:kind[:when[:with]], such as get:corrupt:0.01 or put:delay:@3:0.5s")
+    operation, kind, when, what = (*parts, "", "")[:4]
+    match = _WHEN.fullmatch(when)
+    if match is None:
+        raise ConfigError(f"{when!r} does not say when; write a probability such as 0.01, a number such as @3, or 0.5@3")
+    rule = Rule(operation, kind, float(match[1] or 1), int(match[2]) if match[2] else None)
+    return _with(rule, what)
+
+
+def _with(rule: Rule, what: str) -> Rule:
+    """The rule with its last part."""
+    error, delay_s, bits = rule.error, rule.delay_s, rule.bits
+    if rule.kind == "error" and what:
+        error = what
+    elif rule.kind == "delay":
+        match = _TIME.fullmatch(what)
+        if match is None:
+            raise ConfigError(f"{what!r} is not how long; write 0.5s or 20ms, after when: delay:1:0.5s")
+        delay_s = float(match[1]) / (1000 if match[2] == "ms" else 1)
+    elif rule.kind == "corrupt" and what:
+        if not what.isdecimal():
+            raise ConfigError(f"{what!r} is not a number of bits")
+        bits = int(what)
+    elif what:
+        raise ConfigError(f"{rule.kind} takes nothing after when, not {what!r}")
+    return Rule(rule.operation, rule.kind, rule.probability, rule.nth, error, delay_s, bits)
+
+
+def _flip(parts: Parts, bit: int) -> None:
+    """Change one bit, counted over all parts."""
+    at = bit // 8
+    for part in parts:
+        if at < part.nbytes:
+            part.cast("B")[at] ^= 1 << bit % 8
+            return
+        at -= part.nbytes
+
+
+def _overwrite(parts: Parts, start: int, stop: int) -> None:
+    """Fill the bytes from `start` to before `stop`, counted over all parts, with what nobody put there."""
+    for part in parts:
+        first, last = min(max(start, 0), part.nbytes), min(max(stop, 0), part.nbytes)
+        part.cast("B")[first:last] = _NOISE * (last - first)
+        start, stop = start - part.nbytes, stop - part.nbytes
