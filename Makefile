@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 stage = @printf '\n=== %s ===\n' '$(1)'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint docs unit vllm clean
+.PHONY: help setup servers demo test lint docs unit vllm faults clean
 .NOTPARALLEL:
 
 help: ## show this list
@@ -15,6 +15,9 @@ help: ## show this list
 
 setup: ## make the environment in VENV (.venv), a CPU build of vLLM included; a few minutes, then under a second
 	@$(PYTHON) tools/setup_env.py --venv '$(VENV)'
+
+servers: ## the real servers that tests of tiers start (Redis, memcached): installed where it may, else named
+	@$(PYTHON) tools/servers.py
 
 demo: setup ## see what a held KV cache saves, on this machine
 	@$(BIN)/kvhold demo
@@ -36,13 +39,16 @@ docs: setup ## build the documentation into site/
 	$(call stage,mkdocs)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-unit: setup ## the tests that need no vLLM
+unit: setup servers ## the tests that need no vLLM
 	$(call stage,pytest: without vLLM)
 	@$(BIN)/python -m pytest -m 'not vllm'
 
-vllm: setup ## the tests with a real vLLM
+vllm: setup servers ## the tests with a real vLLM
 	$(call stage,pytest: with vLLM)
 	@$(BIN)/python -m pytest -m vllm
+
+faults: setup servers ## each tier, each way in which it can fail, as one table; some minutes
+	@$(BIN)/kvhold bench faults
 
 clean: ## remove what building and testing left, but not the environment
 	rm -rf build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
