@@ -22,6 +22,7 @@ from kvhold.core.api import ABSENT, Cache, Loan
 from kvhold.core.config import Config, load_config
 from kvhold.core.errors import KVHoldError, LayoutError
 from kvhold.core.keys import Prompt
+from kvhold.core.rules import request_rules
 from kvhold.integrations.transformers.calls import AsIs, Call, forward_call, generate_call
 from kvhold.integrations.transformers.geometry import Geometry, geometry_of
 from kvhold.integrations.transformers.identity import Identity
@@ -75,7 +76,7 @@ class _Work:
 
 
 class Reuse:
-    """A model whose KV is kept in a cache. `last` says what the last call did."""
+    """A model whose KV is kept in a cache. `last` says what the last call did; `rules` what the next ones may do with the cache."""
 
     def __init__(
         self,
@@ -101,6 +102,7 @@ class Reuse:
         self.model = model
         self.cache = cache
         self.last = Outcome()
+        self.rules = request_rules(None, config.rules)
         self._store_generated = store_generated
         self._tokens_per_chunk = config.tokens_per_chunk
         self._threads = config.copy_threads or 2
@@ -154,7 +156,7 @@ class Reuse:
     def _named(self, call: Call) -> _Work | AsIs:
         try:
             geometry = self._current_geometry()
-            namespace = self._identity.namespace(geometry.layout)
+            namespace = self._identity.namespace(geometry.layout).narrowed(tags=self.rules.tags)
             prompts = [namespace.prompt(row) for row in call.tokens()]
         except (KVHoldError, ValueError) as error:
             return AsIs(str(error))
@@ -165,6 +167,8 @@ class Reuse:
         if work.prompts[0].namespace.layout.fingerprint != self._registered:
             self.cache.register(work.prompts[0].namespace)
             self._registered = work.prompts[0].namespace.layout.fingerprint
+        if not self.rules.load:
+            return
         with ExitStack() as held:
             hits = [held.enter_context(self.cache.lookup(prompt.query())) for prompt in work.prompts]
             work.known = [hit.num_tokens for hit in hits]
@@ -184,8 +188,8 @@ class Reuse:
 
     def _finish(self, work: _Work, sequences: Any = None) -> None:
         """Store what the model has computed. `sequences`: [rows * expand, tokens], what generate made of the prompts."""
-        if work.reason:
-            return  # the cache was in trouble a moment ago; one deadline a call is enough
+        if work.reason or not self.rules.store:  # the cache was in trouble a moment ago; one deadline a call is enough
+            return
         try:
             view = _filled(work)
             for row, prompt in enumerate(work.prompts):
@@ -206,7 +210,7 @@ class Reuse:
         names = prompt.chunks(known // layout.tokens_per_chunk, tail=tail and length % layout.tokens_per_chunk > 1)
         if known == length or not len(names):
             return 0
-        with self.cache.reserve(layout, names) as room:
+        with self.cache.reserve(layout, names, ttl_s=self.rules.ttl_s) as room:
             places = room.chunks()
             granted = places.offsets != ABSENT
             if not granted.any():
