@@ -1,0 +1,178 @@
+"""What the threads of a disk do: one small object a job, which carries its result back to the loop.
+
+    job = Write(...); await threads.run([job.run]); job.fault, job.occupied_bytes
+
+`run` never raises an OSError: it becomes `fault`. With `stop` set, a job cleans up what was planned and moves no bytes.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from threading import Event
+
+from kvhold.core.errors import TierError
+from kvhold.tiers.disk.folder import Folder
+from kvhold.tiers.disk.index import Entry, Index
+from kvhold.tiers.files.faults import as_tier_error
+from kvhold.tiers.policies import make_policy
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StoreSettings:
+    """What DiskConfig says of each disk; `max_bytes` is this one's share."""
+
+    max_bytes: int
+    reserve_bytes: int
+    policy: str
+    direct: str
+    sync: bool
+    io_threads: int
+
+
+class Open:
+    """Own a folder and build its index. `folder` and `index`, or `fault`."""
+
+    def __init__(self, path: str, settings: StoreSettings) -> None:
+        self._path = path
+        self._settings = settings
+        self.folder: Folder | None = None
+        self.index: Index | None = None
+        self.last_ns = 0
+        self.fault: TierError | None = None
+
+    def run(self, stop: Event) -> None:
+        """Blocking; reads every file's size and time."""
+        folder = None
+        try:
+            folder = Folder.open(self._path, direct=self._settings.direct, sync=self._settings.sync)
+            self.index = self._build(folder)
+            self.folder = folder
+        except TierError as fault:
+            self.fault = fault
+        except OSError as error:
+            self.fault = as_tier_error(error, tier="disk", operation="open", where=self._path)
+        if self.fault is not None and folder is not None:
+            folder.close()
+
+    def _build(self, folder: Folder) -> Index:
+        found = folder.list_values()
+        occupied = sum(value.occupied_bytes for value in found)
+        limit = self._settings.max_bytes or max(0, folder.free_bytes + occupied - self._settings.reserve_bytes)
+        if limit == 0:
+            _log.warning("disk: %s: less is free there than reserve_bytes; nothing will be stored. Set max_bytes", self._path)
+        index = Index(make_policy(self._settings.policy), limit, folder.block_bytes)
+        for value in found:
+            index.add(Entry(value.key, value.name, value.nbytes, value.occupied_bytes))
+            self.last_ns = value.used_ns
+        return index
+
+
+class Check:
+    """Whether a folder is in place, and a file can be made in it."""
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+        self.is_in_place = False
+        self.fault: TierError | None = None
+
+    def run(self, stop: Event) -> None:
+        """Blocking."""
+        self.is_in_place = self._folder.is_in_place()
+        try:
+            self._folder.try_to_write()
+        except OSError as error:
+            self.fault = as_tier_error(error, tier="disk", operation="check", where=self._folder.path)
+
+
+class Remove:
+    """Remove an entry's file. `gone`, or `fault`."""
+
+    def __init__(self, folder: Folder, entry: Entry) -> None:
+        self.entry = entry
+        self.gone = False
+        self.fault: TierError | None = None
+        self._folder = folder
+
+    def run(self, stop: Event) -> None:
+        """Blocking; `stop` or not, since the entry was taken from the index."""
+        try:
+            self._folder.remove(self.entry.name)
+            self.gone = True
+        except OSError as error:
+            self.fault = as_tier_error(error, tier="disk", operation="remove", where=f"{self._folder.path}/{self.entry.name}")
+            _log.warning("%s", self.fault)
+
+
+class Read:
+    """Read an entry's file, or a range of it. `answer` is the tier's; `is_broken` when the file is not what the index says."""
+
+    def __init__(self, folder: Folder, entry: Entry, pieces: Sequence[memoryview], *, at: int | None, stamp_ns: int) -> None:
+        self.entry = entry
+        self.answer: int | TierError | None = None
+        self.is_broken = False
+        self.is_lost = False
+        self._folder = folder
+        self._pieces = pieces
+        self._at = at
+        self._stamp_ns = stamp_ns
+
+    def run(self, stop: Event) -> None:
+        """Blocking."""
+        if stop.is_set():
+            return
+        entry, folder = self.entry, self._folder
+        try:
+            self.answer = folder.read(entry.name, self._pieces, at=self._at, size=entry.nbytes, stamp_ns=self._stamp_ns)
+            if self.answer is None:
+                folder.remove(entry.name)
+                self.is_broken = True
+        except OSError as error:
+            self.answer = as_tier_error(error, tier="disk", operation="get", where=f"{folder.path}/{entry.name}")
+            self.is_lost = not folder.is_in_place()
+
+
+class Write:
+    """Make an entry's file when its victims have gone. `occupied_bytes`, or `fault`."""
+
+    def __init__(
+        self, folder: Folder, entry: Entry, pieces: Sequence[memoryview], *, stamp_ns: int, victims: list[Remove], may_reuse: bool
+    ) -> None:
+        self.entry = entry
+        self.victims = victims
+        self.occupied_bytes: int | None = None
+        self.fault: TierError | None = None
+        self.is_lost = False
+        self._folder = folder
+        self._pieces = pieces
+        self._stamp_ns = stamp_ns
+        self._may_reuse = may_reuse
+
+    def run(self, stop: Event) -> None:
+        """Blocking. A victim of the same size is written over."""
+        stopped = stop.is_set()  # asked once: what is decided here holds to the end
+        reused = None if stopped or not self._may_reuse else self._victim_to_reuse()
+        for victim in self.victims:
+            if victim is not reused:
+                victim.run(stop)
+                self.fault = self.fault or victim.fault
+        if stopped:
+            self.fault = TierError("disk", "put", "cancelled")
+        if self.fault is None:
+            self._write(reused)
+            if reused is not None:
+                reused.run(stop)  # gone already, if all went well
+
+    def _victim_to_reuse(self) -> Remove | None:
+        return next((victim for victim in self.victims if victim.entry.occupied_bytes == self.entry.occupied_bytes), None)
+
+    def _write(self, reused: Remove | None) -> None:
+        entry, folder = self.entry, self._folder
+        try:
+            self.occupied_bytes = folder.write(
+                entry.name, self._pieces, stamp_ns=self._stamp_ns, reuse=reused.entry.name if reused else None
+            )
+        except OSError as error:
+            self.fault = as_tier_error(error, tier="disk", operation="put", where=folder.path)
+            self.is_lost = not folder.is_in_place()

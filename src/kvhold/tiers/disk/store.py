@@ -1,0 +1,228 @@
+"""One disk of the disk tier: the index in the loop, the folder in threads, and what ties them.
+
+    store = DiskStore("/mnt/a/kvhold", settings)
+    await store.put(items); await store.get(keys, into, None); await store.close()
+
+Opened by the first call, and again by the next one after its folder was lost. What a call has planned with the index it settles when its
+threads have finished, cancelled or not, so that the account is right whatever happens.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from kvhold.core.errors import TierError, TierFull, TierUnavailable
+from kvhold.core.sizes import format_size
+from kvhold.tiers.base import Parts, size_of
+from kvhold.tiers.disk.folder import Folder, value_name
+from kvhold.tiers.disk.index import Index
+from kvhold.tiers.disk.jobs import Check, Open, Read, Remove, StoreSettings, Write
+from kvhold.tiers.files.opener import Opener
+from kvhold.tiers.files.threads import IoThreads
+from kvhold.tiers.files.transfer import as_pieces
+
+_log = logging.getLogger(__name__)
+
+_DAY_NS = 86_400 * 10**9
+
+
+class _Opened:
+    """A folder, its index, and who is writing what."""
+
+    def __init__(self, folder: Folder, index: Index, last_ns: int) -> None:
+        self.folder = folder
+        self.index = index
+        self.writing: dict[bytes, asyncio.Future[None]] = {}
+        self._last_ns = last_ns
+
+    def stamp_ns(self) -> int:
+        """Now, and later than any stamp before."""
+        self._last_ns = max(self._last_ns + 1, time.time_ns())
+        return self._last_ns
+
+    def close(self) -> None:
+        """Let others have the folder."""
+        self.folder.close()
+
+
+class DiskStore:
+    """Values in one folder. The methods are those of a tier, for keys that belong here."""
+
+    def __init__(self, path: str, settings: StoreSettings) -> None:
+        self._path = path
+        self._path_digest = blake2b(path.encode(), digest_size=32).digest()
+        self._settings = settings
+        closed = TierUnavailable("disk", "open", f"{path} was closed")
+        self._opener = Opener(self._open, _Opened.close, closed=closed)
+        self._readers = IoThreads("kvhold-disk-read", settings.io_threads)
+        self._writers = IoThreads("kvhold-disk-write", settings.io_threads)
+
+    @property
+    def used_bytes(self) -> int:
+        """What the files occupy; 0 while it is not open."""
+        return self._opener.place.index.used_bytes if self._opener.place else 0
+
+    @property
+    def limit_bytes(self) -> int:
+        """What they may occupy; 0 while it is not open."""
+        return self._opener.place.index.limit_bytes if self._opener.place else 0
+
+    def weight(self, key: bytes) -> bytes:
+        """The disk for which this is greatest keeps the key."""
+        return blake2b(key, key=self._path_digest, digest_size=8).digest()
+
+    async def check(self) -> None:
+        """Raise TierError if nothing can be written, or the folder is no longer there."""
+        async with self._opener.use() as opened:
+            job = Check(opened.folder)
+            await self._writers.run([job.run])
+            if not job.is_in_place:
+                self._lose(opened)
+                raise TierUnavailable("disk", "check", f"{self._path} was removed, or something was mounted over it")
+            if job.fault is not None:
+                raise job.fault
+
+    async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
+        """Sizes, from the index."""
+        async with self._opener.use() as opened:
+            return [entry.nbytes if (entry := opened.index.find(key)) else None for key in keys]
+
+    async def keys(self, prefix: bytes) -> list[bytes]:
+        """All that begin with `prefix`."""
+        async with self._opener.use() as opened:
+            return opened.index.keys(prefix)
+
+    async def get(self, keys: Sequence[bytes], into: Sequence[Parts], starts: Sequence[int] | None) -> list[int | TierError | None]:
+        """Read. A file that is not what the index says is a miss, and forgotten."""
+        async with self._opener.use() as opened:
+            jobs: dict[int, Read] = {}
+            for i, (key, parts) in enumerate(zip(keys, into, strict=True)):
+                entry, wanted, start = opened.index.find(key), size_of(parts), None if starts is None else starts[i]
+                if entry is not None and (entry.nbytes <= wanted if start is None else 0 <= start <= entry.nbytes - wanted):
+                    jobs[i] = Read(opened.folder, entry, as_pieces(parts), at=start, stamp_ns=opened.stamp_ns())
+            for job in jobs.values():
+                opened.index.read(job.entry)
+            try:
+                await self._readers.run([job.run for job in jobs.values()])
+            finally:
+                for job in jobs.values():
+                    self._settle_read(opened, job)
+            return [jobs[i].answer if i in jobs else None for i in range(len(keys))]
+
+    async def put(self, items: Sequence[tuple[bytes, Parts]]) -> list[TierError | None]:
+        """Write what is not there. What another call is writing is waited for, and tried again if that fails."""
+        faults: list[TierError | None] = [None] * len(items)
+        todo = list(range(len(items)))
+        async with self._opener.use() as opened:
+            while todo:
+                jobs, waiting = self._plan(opened, items, todo, faults)
+                others = {opened.writing[items[i][0]] for i in waiting}
+                try:
+                    await self._writers.run([job.run for job in jobs.values()])
+                finally:
+                    for i, job in jobs.items():
+                        faults[i] = self._settle_write(opened, job)
+                await self._trim(opened)
+                if others:
+                    await asyncio.wait(others)
+                todo = waiting
+        return faults
+
+    async def delete(self, keys: Sequence[bytes]) -> list[bool]:
+        """Remove."""
+        async with self._opener.use() as opened:
+            jobs: dict[int, Remove] = {}
+            for i, key in enumerate(keys):
+                entry = opened.index.find(key)
+                if entry is not None:
+                    opened.index.take(entry)
+                    jobs[i] = Remove(opened.folder, entry)
+            await self._remove(opened, list(jobs.values()))
+            return [i in jobs and jobs[i].gone for i in range(len(keys))]
+
+    async def close(self) -> None:
+        """Let go of the folder when the calls under way have ended."""
+        await self._opener.close()
+        self._readers.close()
+        self._writers.close()
+
+    async def _open(self) -> _Opened:
+        job = Open(self._path, self._settings)
+        await self._writers.run([job.run])
+        if job.fault is not None:
+            raise job.fault
+        assert job.folder is not None and job.index is not None
+        opened = _Opened(job.folder, job.index, min(job.last_ns, time.time_ns() + _DAY_NS))
+        await self._trim(opened)
+        used, limit = format_size(job.index.used_bytes), format_size(job.index.limit_bytes)
+        _log.info("disk: %s: %d values, %s of %s", self._path, len(job.index), used, limit)
+        return opened
+
+    def _lose(self, opened: _Opened) -> None:
+        """The next call opens the folder anew."""
+        if self._opener.lose(opened):
+            _log.warning("disk: %s was lost with %d values; the next call opens it anew", self._path, len(opened.index))
+
+    def _plan(
+        self, opened: _Opened, items: Sequence[tuple[bytes, Parts]], todo: Sequence[int], faults: list[TierError | None]
+    ) -> tuple[dict[int, Write], list[int]]:
+        """A place for each item of `todo` that is not there (or its fault), and which of them others are writing now."""
+        jobs: dict[int, Write] = {}
+        waiting = []
+        for i in todo:
+            key, parts = items[i]
+            faults[i] = None
+            if key in opened.writing:
+                waiting.append(i)
+            elif opened.index.find(key) is None:
+                pieces, nbytes, stamp_ns = as_pieces(parts), size_of(parts), opened.stamp_ns()
+                planned = opened.index.reserve(key, value_name(key, nbytes, stamp_ns), nbytes)
+                if planned is None:
+                    limit = format_size(opened.index.limit_bytes)
+                    faults[i] = TierFull("disk", "put", f"{self._path}: no room for {nbytes} bytes within {limit}; raise max_bytes")
+                    continue
+                opened.writing[key] = asyncio.get_running_loop().create_future()
+                victims = [Remove(opened.folder, victim) for victim in planned.victims]
+                may_reuse = not self._settings.sync  # a power cut could leave new bytes under the old name
+                jobs[i] = Write(opened.folder, planned.entry, pieces, stamp_ns=stamp_ns, victims=victims, may_reuse=may_reuse)
+        return jobs, waiting
+
+    def _settle_read(self, opened: _Opened, job: Read) -> None:
+        index, entry = opened.index, job.entry
+        if job.is_broken and index.find(entry.key) is entry:
+            index.take(entry)
+            index.finish(entry)
+        index.unread(entry)
+        if job.is_lost:
+            self._lose(opened)
+
+    def _settle_write(self, opened: _Opened, job: Write) -> TierError | None:
+        self._settle_removed(opened, job.victims)
+        if job.occupied_bytes is None:
+            opened.index.abandon(job.entry)
+        else:
+            opened.index.commit(job.entry, job.occupied_bytes)
+        opened.writing.pop(job.entry.key).set_result(None)
+        if job.is_lost:
+            self._lose(opened)
+        return job.fault
+
+    def _settle_removed(self, opened: _Opened, jobs: Sequence[Remove]) -> None:
+        for job in jobs:
+            if job.gone:
+                opened.index.finish(job.entry)
+            else:
+                opened.index.restore(job.entry)
+
+    async def _trim(self, opened: _Opened) -> None:
+        """Evict what is too much: a file may occupy more than its size says, and a folder may come with more than its limit."""
+        victims = opened.index.evict(opened.index.excess_bytes)
+        await self._remove(opened, [Remove(opened.folder, victim) for victim in victims or ()])
+
+    async def _remove(self, opened: _Opened, jobs: list[Remove]) -> None:
+        try:
+            await self._writers.run([job.run for job in jobs])
+        finally:
+            self._settle_removed(opened, jobs)

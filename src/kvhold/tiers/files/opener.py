@@ -1,0 +1,98 @@
+"""Opens a place once for the many calls that use it, and closes it after the last of them.
+
+    opener = Opener(open_folder, Folder.close, closed=TierUnavailable(...))
+    async with opener.use() as folder: ...        # opened by the first call, and by the next one after `lose`
+    opener.lose(folder); await opener.close()
+
+Used from one event loop. `open` runs in a task of its own: a caller who is cancelled must not lose a lock that a thread has just got.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, Generic, TypeVar
+
+from kvhold.core.errors import TierError
+
+Place = TypeVar("Place")
+
+
+class _Held(Generic[Place]):
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.users = 0
+        self.is_retired = False
+        self.closed = asyncio.Event()
+
+
+class Opener(Generic[Place]):
+    """`closed` is what calls raise after `close`."""
+
+    def __init__(self, open: Callable[[], Coroutine[Any, Any, Place]], close: Callable[[Place], None], *, closed: TierError) -> None:
+        self._open = open
+        self._close = close
+        self._closed_error = closed
+        self._is_closed = False
+        self._held: _Held[Place] | None = None
+        self._lost: list[_Held[Place]] = []
+        self._opening: asyncio.Task[None] | None = None
+
+    @property
+    def place(self) -> Place | None:
+        """What is open now."""
+        return self._held.place if self._held else None
+
+    @asynccontextmanager
+    async def use(self) -> AsyncIterator[Place]:
+        """It stays open within. Raises what `open` raises."""
+        held = await self._get()
+        held.users += 1
+        try:
+            yield held.place
+        finally:
+            held.users -= 1
+            self._close_if_unused(held)
+
+    def lose(self, place: Place) -> bool:
+        """The next call opens anew; the place is closed when those that use it have ended. False if it was lost already."""
+        held = self._held
+        if held is None or held.place is not place:
+            return False
+        self._held = None
+        self._lost.append(held)
+        held.is_retired = True
+        self._close_if_unused(held)
+        return True
+
+    async def close(self) -> None:
+        """When the calls under way have ended. Idempotent."""
+        self._is_closed = True
+        if self._opening is not None:
+            await asyncio.wait((self._opening,))
+        if self._held is not None:
+            self.lose(self._held.place)
+        for held in list(self._lost):
+            await held.closed.wait()
+
+    async def _get(self) -> _Held[Place]:
+        while True:  # what was opened for us may be lost again before it is our turn
+            if self._is_closed:
+                raise self._closed_error
+            if self._held is not None:
+                return self._held
+            if self._opening is None:
+                self._opening = asyncio.create_task(self._open_once())
+                self._opening.add_done_callback(lambda task: task.cancelled() or task.exception())  # when all callers were cancelled
+            await asyncio.shield(self._opening)
+
+    async def _open_once(self) -> None:
+        try:
+            self._held = _Held(await self._open())
+        finally:
+            self._opening = None  # in the task, not after it: whoever sees a task here can wait for it
+
+    def _close_if_unused(self, held: _Held[Place]) -> None:
+        if held.is_retired and not held.users and not held.closed.is_set():
+            self._lost.remove(held)
+            self._close(held.place)
+            held.closed.set()
