@@ -8,6 +8,7 @@ KVHOLD_SETUP_SERVERS=0 installs nothing. No service is started: tests start thei
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ PROGRAMS = {  # program -> Debian's package
     "memcached": "memcached",
     "openssl": "openssl",
 }
+LIBRARIES = {"libibverbs.so.1": "libibverbs1"}  # what Mooncake's client loads, without any RDMA device
 _POLICY = Path("/usr/sbin/policy-rc.d")  # where it exists and says 101, packages start no service
 
 
@@ -31,19 +33,27 @@ def main() -> None:
         print("servers for tests: all there")
         return
     if may_install(os.environ):
-        failure = install(sorted({PROGRAMS[name] for name in missing}))
+        failure = install(sorted({(PROGRAMS | LIBRARIES)[name] for name in missing}))
         if failure:
             print(failure, file=sys.stderr)
         missing = missing_programs(os.environ.get("PATH", ""))
     if missing:
-        packages = " ".join(sorted({PROGRAMS[name] for name in missing}))
+        packages = " ".join(sorted({(PROGRAMS | LIBRARIES)[name] for name in missing}))
         print(f"servers for tests: without {', '.join(missing)}; their tests are skipped (apt-get install {packages})")
     else:
         print("servers for tests: installed")
 
 
 def missing_programs(path: str) -> list[str]:
-    return [name for name in PROGRAMS if shutil.which(name, path=path) is None]
+    return [name for name in PROGRAMS if shutil.which(name, path=path) is None] + [name for name in LIBRARIES if not _loads(name)]
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 def may_install(environ: Mapping[str, str]) -> bool:

@@ -10,8 +10,9 @@ has closed one in the meantime, its commands go out once more, on a new one. Run
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 from kvhold.core.errors import ProtocolError, TierError
 from kvhold.net.stream import Bytes, Stream
@@ -38,11 +39,12 @@ class Exchange:
 class Pool:
     """At most `limit` connections, opened when needed."""
 
-    def __init__(self, open: Callable[[], Awaitable[Stream]], limit: int) -> None:
+    def __init__(self, open: Callable[[], Coroutine[Any, Any, Stream]], limit: int) -> None:
         self._open = open
         self._room = asyncio.Semaphore(limit)
         self._idle: list[Stream] = []
         self._lent: set[Stream] = set()
+        self._opening: set[asyncio.Future[Stream]] = set()
         self._closed = False
         self.limit = limit
 
@@ -67,11 +69,13 @@ class Pool:
                 self._idle.append(stream)
 
     def close(self) -> None:
-        """Close all connections, those in use too, for good."""
+        """Close all connections, those in use and those being made too, for good. Whoever waits for one gets an OSError."""
         self._closed = True
         for stream in (*self._idle, *self._lent):
             stream.close()
         self._idle.clear()
+        for opening in self._opening:
+            opening.cancel()
 
     async def _take(self, fresh: bool) -> Stream:
         if self._closed:
@@ -81,7 +85,24 @@ class Pool:
             if not fresh and stream.quiet:
                 return stream
             stream.close()
-        return await self._open()
+        opening = asyncio.ensure_future(self._open())
+        self._opening.add(opening)
+        try:
+            await asyncio.wait((opening,))
+        except asyncio.CancelledError:
+            opening.cancel()
+            opening.add_done_callback(_close_unused)  # it may have come in the same turn
+            raise
+        finally:
+            self._opening.discard(opening)
+        if opening.cancelled():
+            raise ConnectionAbortedError("closed on this side")
+        return opening.result()
+
+
+def _close_unused(opening: "asyncio.Future[Stream]") -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()
 
 
 async def run(pool: Pool, exchanges: Sequence[Exchange], *, fault: Callable[[Exception], TierError]) -> None:

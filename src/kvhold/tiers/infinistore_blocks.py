@@ -1,0 +1,380 @@
+"""Values in a store of RDMA blocks: what the InfiniStore tier does, over the few calls that it makes.
+
+    tier = BlockTier(layout, connect)                          # connect() gives a Connection; kvhold.tiers.infinistore has the real one
+
+The store maps names to blocks. It knows no sizes (a read moves as many bytes as the reader asks for, whatever is stored), overwrites
+what is there, answers one code for a whole batch, and evicts block by block. So a value is blocks of equal size under names that no other
+put uses, and a head, one small block under the key's own name, which is written last: it says how many bytes there are and which
+blocks. Whoever has read a head reads the blocks of one put or misses; a value is never mixed from two.
+
+Bytes travel through memory that is registered once, in slots; a slot belongs to an operation until the operation has ended, whoever is
+cancelled meanwhile, and the caller's memory is only ever copied. So there is no largest value, and a cancelled call ends at once.
+One loop calls; one thread of ours makes the calls that block; completions come from a thread of the client.
+
+Left out: listing (the store cannot), and blocks without a head, which a killed or cancelled writer leaves until the store evicts them. Of
+two that put one key at the same moment the later head may stay, and the blocks of the other are left too.
+"""
+
+import asyncio
+import mmap
+import secrets
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import numpy as np
+
+from kvhold.core.errors import TierError, TierFull, TierUnavailable
+from kvhold.tiers.base import Parts, TierTraits, check_lengths, in_thread, size_of
+
+Result = TypeVar("Result")
+Move = Callable[[list[str], list[int], int, int, Callable[[int], None]], int]
+
+HEAD_BYTES = 64
+_HEAD = struct.Struct("<8sQI16s")  # magic, bytes of the value, bytes of a block, the put's own name
+_MAGIC = b"kvholdI1"
+_COPY_IN_THREAD = 256 << 10  # below it, handing a copy to a thread costs more than the copy
+_LAST_MOVES_S = 5.0  # a device that has not ended by then will not
+_NAMES_AT_ONCE = 1000
+_MOVES_AT_ONCE = 64  # the client has 128 buffers for requests and aborts beyond them
+
+_DONE, _MISSING, _NO_ROOM = 200, 404, 507
+
+
+class Connection(Protocol):
+    """The calls that are made; those of `infinistore._infinistore.Connection`. Negative is failure; a callback gets one of HTTP's codes."""
+
+    def register_mr(self, pointer: int, size: int, /) -> int: ...
+    def w_rdma_async(self, names: list[str], offsets: list[int], block: int, base: int, done: Callable[[int], None], /) -> int: ...
+    def r_rdma_async(self, names: list[str], offsets: list[int], block: int, base: int, done: Callable[[int], None], /) -> int: ...
+    def check_exist(self, name: str, /) -> int: ...
+    def delete_keys(self, names: list[str], /) -> int: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """How values are cut. slot_bytes: a whole number of blocks, moved by one request."""
+
+    root: str
+    block_bytes: int
+    slot_bytes: int
+    slots: int
+
+
+@dataclass(frozen=True)
+class _Head:
+    nbytes: int
+    block_bytes: int
+    put_id: bytes
+
+    def pack(self) -> bytes:
+        return _HEAD.pack(_MAGIC, self.nbytes, self.block_bytes, self.put_id)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> "_Head | None":
+        magic, nbytes, block_bytes, put_id = _HEAD.unpack_from(data)
+        return cls(nbytes, block_bytes, put_id) if magic == _MAGIC and block_bytes else None
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.nbytes // self.block_bytes)
+
+
+class _Refused(Exception):
+    """The store answered with this code."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+class BlockTier:
+    """Values in one store of blocks. `connect` blocks, and runs in the tier's thread; it raises TierError."""
+
+    traits: ClassVar[TierTraits] = TierTraits(name="infinistore", shared=True)
+
+    def __init__(self, layout: BlockLayout, connect: Callable[[], Connection], place: str) -> None:
+        assert layout.slot_bytes % layout.block_bytes == 0 and layout.slot_bytes >= HEAD_BYTES
+        self._layout = layout
+        self._connect = connect
+        self._place = place
+        self._connection: Connection | None = None
+        self._is_lost = False
+        self._memory: mmap.mmap | None = None
+        self._free: asyncio.Queue[int] = asyncio.Queue()  # offsets of slots
+        self._moves = asyncio.Semaphore(_MOVES_AT_ONCE)
+        self._opening = asyncio.Lock()
+        self._thread: ThreadPoolExecutor | None = None
+
+    async def check(self) -> None:
+        """Tier contract."""
+        if await self._blocking("check", lambda connection: connection.check_exist(f"{self._layout.root}check")) < 0:
+            raise self._lost("check")
+
+    async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
+        """Tier contract: all heads at once."""
+        heads = await _all([self._whole("probe", partial(self._head, key)) for key in keys])
+        return [head.nbytes if head else None for head in heads]
+
+    async def get(
+        self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
+    ) -> list[int | TierError | None]:
+        """Tier contract: the head, then the blocks that are wanted."""
+        check_lengths(keys, into, starts)
+        return await _all(
+            [
+                self._item("get", partial(self._get, key, parts, None if starts is None else starts[i]))
+                for i, (key, parts) in enumerate(zip(keys, into, strict=True))
+            ]
+        )
+
+    async def put(self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None) -> list[TierError | None]:
+        """Tier contract. ttl_s is ignored: the store evicts what is old when it needs room."""
+        first = dict(reversed(items))  # the first value of a key that is there twice
+        faults = await _all([self._item("put", partial(self._put, key, parts)) for key, parts in first.items()])
+        answers = dict(zip(first, faults, strict=True))
+        return [answers[key] for key, _ in items]
+
+    async def delete(self, keys: Sequence[bytes]) -> list[bool]:
+        """Tier contract: the heads first, so that nobody finds a value without its blocks."""
+        unique = list(dict.fromkeys(keys))
+        heads = await _all([self._whole("delete", partial(self._head, key)) for key in unique])
+        removed = set()
+        for key, head in zip(unique, heads, strict=True):
+            if head and await self._drop([self._name(key)]):
+                removed.add(key)
+                await self._drop_blocks(key, head)
+        return [key in removed and key not in keys[:i] for i, key in enumerate(keys)]
+
+    async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
+        """Raises TierError: the store cannot list."""
+        raise TierError(self.traits.name, "scan", "InfiniStore does not list its keys; clear it by its own tools")
+        yield b""  # type: ignore[unreachable]  # makes this a generator
+
+    async def close(self) -> None:
+        """Tier contract. Waits a while for the operations of cancelled calls: they own parts of the registered memory."""
+        async with self._opening:
+            if self._connection is not None:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_LAST_MOVES_S):
+                        for _ in range(self._layout.slots):
+                            await self._free.get()
+                await self._hang_up()
+
+    async def _get(self, key: bytes, parts: Parts, start: int | None) -> int | None:
+        head, room = await self._head(key), size_of(parts)
+        if head is None or (head.nbytes > room if start is None else start + room > head.nbytes):
+            return None
+        first, wanted = (0, head.nbytes) if start is None else (start, room)
+        block = head.block_bytes
+        if block > self._layout.slot_bytes:
+            return None  # written by another configuration, with blocks that fit no slot here
+        target, at = _Cursor(parts), first // block * block
+        while at < first + wanted:
+            count = min(self._layout.slot_bytes // block, -(-(first + wanted - at) // block))
+            batch = self._blocks(key, head, at // block, count)
+            inside = slice(max(first - at, 0), min(first + wanted - at, count * block))
+            await self._move("get", batch, block, after=partial(target.fill, inside=inside))
+            at += count * block
+        return wanted
+
+    async def _put(self, key: bytes, parts: Parts) -> None:
+        if await self._head(key) is not None:
+            return
+        head = _Head(size_of(parts), self._layout.block_bytes, secrets.token_bytes(16))
+        source, at_once = _Cursor(parts), self._layout.slot_bytes // head.block_bytes
+        try:
+            for at in range(0, head.num_blocks, at_once):
+                batch = self._blocks(key, head, at, min(at_once, head.num_blocks - at))
+                await self._move("put", batch, head.block_bytes, before=source.drain)
+            if await self._head(key) is None:
+                await self._move("put", [self._name(key)], HEAD_BYTES, before=_Cursor([memoryview(head.pack())]).drain)
+        except _Refused:
+            await self._drop_blocks(key, head)
+            raise
+        there = await self._head(key)
+        if there is not None and there.put_id != head.put_id:  # another put was there before us, or came later by a moment
+            await self._drop_blocks(key, head)
+
+    async def _head(self, key: bytes) -> _Head | None:
+        found: list[_Head | None] = []
+        try:
+            await self._move("head", [self._name(key)], HEAD_BYTES, after=lambda slot: found.append(_Head.unpack(bytes(slot[:HEAD_BYTES]))))
+        except _Refused as refused:
+            if refused.code == _MISSING:
+                return None
+            raise
+        return found[0]
+
+    async def _move(
+        self,
+        operation: str,
+        names: list[str],
+        block: int,
+        *,
+        before: Callable[[memoryview], None] | None = None,
+        after: Callable[[memoryview], None] | None = None,
+    ) -> None:
+        """One batch of blocks: out of a slot that `before` has filled, or into one that `after` reads. Raises _Refused."""
+        connection = await self._open(operation)
+        memory, free = self._memory, self._free
+        assert memory is not None
+        async with self._moves:
+            at = await free.get()
+            slot = memoryview(memory)[at : at + self._layout.slot_bytes]
+            loop = asyncio.get_running_loop()
+            done: asyncio.Future[int] = loop.create_future()
+
+            def ended(code: int) -> None:  # in a thread of the client
+                with suppress(RuntimeError):  # the loop is closed, nobody waits
+                    loop.call_soon_threadsafe(done.set_result, code)
+
+            try:
+                if before is not None:
+                    await self._copy(partial(before, slot[: len(names) * block]), len(names) * block)
+                move = connection.w_rdma_async if before is not None else connection.r_rdma_async
+                offsets = [at + i * block for i in range(len(names))]
+                if move(names, offsets, block, _address(memory), ended) < 0:
+                    done.set_result(-1)
+            except BaseException:
+                free.put_nowait(at)
+                raise
+            try:
+                code = await asyncio.shield(done)
+            except asyncio.CancelledError:
+                # Not ours before that: the device still uses the slot, and so its memory.
+                done.add_done_callback(partial(_give_back, free, at, memory))
+                raise
+            try:
+                if code != _DONE:
+                    raise _Refused(code)
+                if after is not None:
+                    await self._copy(partial(after, slot), len(names) * block)
+            finally:
+                free.put_nowait(at)
+
+    async def _copy(self, copy: Callable[[], None], nbytes: int) -> None:
+        assert self._thread is not None
+        if nbytes < _COPY_IN_THREAD:
+            copy()
+        else:
+            await in_thread(self._thread, copy)
+
+    async def _drop_blocks(self, key: bytes, head: _Head) -> None:
+        """Until there are no more: how many a head claims is not believed."""
+        for at in range(0, head.num_blocks, _NAMES_AT_ONCE):
+            if not await self._drop(self._blocks(key, head, at, min(_NAMES_AT_ONCE, head.num_blocks - at))):
+                return
+
+    async def _drop(self, names: list[str]) -> int:
+        removed = await self._blocking("delete", lambda connection: connection.delete_keys(names))
+        if removed < 0:
+            raise self._lost("delete")
+        return removed
+
+    async def _blocking(self, operation: str, work: Callable[[Connection], Result]) -> Result:
+        connection = await self._open(operation)
+        assert self._thread is not None
+        return await in_thread(self._thread, lambda: work(connection))
+
+    async def _open(self, operation: str) -> Connection:
+        async with self._opening:
+            if self._is_lost:
+                await self._hang_up()
+            if self._connection is None:
+                nbytes = self._layout.slots * self._layout.slot_bytes
+                thread, memory = ThreadPoolExecutor(1, thread_name_prefix="kvhold-infinistore"), mmap.mmap(-1, nbytes)
+                connection = await in_thread(thread, self._connect)
+                if await in_thread(thread, lambda: connection.register_mr(_address(memory), nbytes)) < 0:
+                    await in_thread(thread, connection.close)
+                    raise TierUnavailable(
+                        self.traits.name, operation, f"{self._place}: the device does not register {nbytes} bytes (see ulimit -l)"
+                    )
+                self._free = asyncio.Queue()
+                for i in range(self._layout.slots):
+                    self._free.put_nowait(i * self._layout.slot_bytes)
+                self._thread, self._memory, self._connection = thread, memory, connection
+            return self._connection
+
+    async def _hang_up(self) -> None:
+        connection, thread = self._connection, self._thread
+        self._connection = self._thread = self._memory = None
+        self._is_lost = False
+        if connection is not None and thread is not None:
+            await in_thread(thread, connection.close)
+            thread.shutdown(wait=False)
+
+    async def _item(self, operation: str, call: Callable[[], Awaitable[Result]]) -> Result | TierError | None:
+        """One item's answer; what the store refused is its own fault, or a miss."""
+        try:
+            return await call()
+        except _Refused as refused:
+            return None if refused.code == _MISSING else self._fault(refused.code, operation)
+
+    async def _whole(self, operation: str, call: Callable[[], Awaitable[Result]]) -> Result:
+        try:
+            return await call()
+        except _Refused as refused:
+            raise self._fault(refused.code, operation) from None
+
+    def _fault(self, code: int, operation: str) -> TierError:
+        if code == _NO_ROOM:
+            return TierFull(self.traits.name, operation, f"{self._place} has no room for it")
+        return self._lost(operation) if code < 0 else TierError(self.traits.name, operation, f"{self._place} answered {code}")
+
+    def _lost(self, operation: str) -> TierError:
+        self._is_lost = self._connection is not None  # the next call makes another
+        return TierUnavailable(self.traits.name, operation, f"no answer from {self._place}")
+
+    def _name(self, key: bytes) -> str:
+        return self._layout.root + key.hex()
+
+    def _blocks(self, key: bytes, head: _Head, first: int, count: int) -> list[str]:
+        return [f"{self._name(key)}.{head.put_id.hex()}.{i}" for i in range(first, first + count)]
+
+
+class _Cursor:
+    """A place in a value's parts that moves on as bytes are copied."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._left: Iterator[memoryview] = (part.cast("B") for part in parts if part.nbytes)
+        self._part = memoryview(b"")
+
+    def fill(self, data: memoryview, inside: slice) -> None:
+        """Copy this part of `data` into the parts."""
+        self._over(data[inside], lambda part, piece: np.copyto(np.frombuffer(part, np.uint8), np.frombuffer(piece, np.uint8)))
+
+    def drain(self, data: memoryview) -> None:
+        """Copy from the parts into `data`, as far as they go."""
+        self._over(data, lambda part, piece: np.copyto(np.frombuffer(piece, np.uint8), np.frombuffer(part, np.uint8)))
+
+    def _over(self, data: memoryview, copy: Callable[[memoryview, memoryview], None]) -> None:
+        while data.nbytes:
+            if not self._part.nbytes:
+                self._part = next(self._left, memoryview(b""))
+                if not self._part.nbytes:
+                    return
+            step = min(self._part.nbytes, data.nbytes)
+            copy(self._part[:step], data[:step])
+            self._part, data = self._part[step:], data[step:]
+
+
+def _give_back(free: "asyncio.Queue[int]", at: int, memory: mmap.mmap, done: "asyncio.Future[int]") -> None:
+    """Holds on to the memory until then, whatever became of its connection."""
+    free.put_nowait(at)
+
+
+def _address(memory: mmap.mmap) -> int:
+    return int(np.frombuffer(memory, np.uint8).ctypes.data)
+
+
+async def _all(calls: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """All at once; it ends when all have ended, also when it is cancelled. Raises what the first one raised."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return [task.result() for task in tasks]

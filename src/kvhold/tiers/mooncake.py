@@ -1,0 +1,350 @@
+"""The Mooncake tier: values in the memory of a Mooncake Store, by its own client.
+
+    tier = MooncakeTier.from_url(parse_url("mooncake://master:50051?allow_all_interfaces=true&segment_bytes=4GiB"))
+    faults = await tier.put([(key, [header, payload])])
+
+The client (`pip install mooncake-transfer-engine-non-cuda`, or the CUDA build; it needs libibverbs1) blocks, so its calls run in threads of
+the tier's own; it moves bytes between the store and the caller's parts without a copy of ours. A cancelled call ends when its thread has
+ended, so nobody writes to memory that was given back. One loop calls.
+
+Mind: the client **listens on all interfaces**, with no authentication, in every process that has this tier; nothing it can be told
+changes that (0.3.13), so the tier refuses to be made without `allow_all_interfaces=true`. Run it in a network of its own.
+
+A value is visible when it is whole, and a key keeps its first value. A value that was just read or asked for is leased by the master
+(5 s by default) and cannot be removed until then: `delete` waits, at most `delete_wait_s`. The client cannot list keys: `scan` asks the
+master's HTTP port, where `admin` names it. With `segment_bytes` this process lends memory to the store, and what lies there ends with it.
+Left out: RDMA is written as the client documents it, with each call registering its memory, and was never run.
+"""
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from ipaddress import ip_address
+from itertools import accumulate
+from typing import Any, ClassVar, TypeVar
+from urllib.request import urlopen
+
+import numpy as np
+from mooncake.store import MooncakeDistributedStore, ReplicateConfig
+
+from kvhold.core.config import setting, size
+from kvhold.core.errors import ConfigError, TierError, TierFull, TierUnavailable
+from kvhold.core.keys import KEY_BYTES
+from kvhold.tiers.base import Parts, TierTraits, check_lengths, in_thread, size_of
+from kvhold.tiers.url import TierUrl
+
+Result = TypeVar("Result")
+Place = tuple[int, int]  # an address and a number of bytes
+
+# The client's error codes, as far as they mean something to us.
+_NO_ROOM = -200
+_NOT_READY = -703  # somebody is writing it
+_MISSING = -704
+_EXISTS = -705
+_LEASED = -706
+_LEASE_EXPIRED = -707
+_NO_ANSWER = -900
+_GONE = (_MISSING, _NOT_READY, _LEASE_EXPIRED)
+
+_CONNECT_S = 1.0
+_LEASE_POLL_S = 0.05
+_LISTING_BYTES = 1 << 30  # more than that is no listing of keys
+
+
+@dataclass(frozen=True)
+class MooncakeConfig:
+    """Settings of one Mooncake tier."""
+
+    master: str = setting("", "host:port of the master")
+    metadata: str = setting("P2PHANDSHAKE", "the metadata server; P2PHANDSHAKE: none, the clients tell each other")
+    admin: str = setting("", "host:port of the master's HTTP server (its --metrics_port), which lists keys; empty: no scan")
+    protocol: str = setting("tcp", "how bytes travel", choices=("tcp", "rdma"))
+    device: str = setting("", "RDMA devices, separated by commas")
+    hostname: str = setting("", "how other clients reach this one; empty: loopback if the master is there, else this host's name")
+    segment_bytes: int = size(0, "memory that this process lends to the store")
+    buffer_bytes: int = size(16 << 20, "the client's own buffer")
+    replicas: int = setting(1, "copies of each value", minimum=1)
+    prefix: str = setting("kvhold", "before each key; tiers with different prefixes do not see each other")
+    threads: int = setting(4, "calls at once", minimum=1)
+    delete_wait_s: float = setting(10.0, "how long a delete waits for leases to end", minimum=0)
+    allow_all_interfaces: bool = setting(False, "I know that the client listens on all interfaces, without authentication")
+
+
+class MooncakeTier:
+    """Values in one store, below one prefix."""
+
+    traits: ClassVar[TierTraits] = TierTraits(name="mooncake", shared=True)
+
+    def __init__(self, config: MooncakeConfig) -> None:
+        host, colon, port = config.master.rpartition(":")
+        if not (host and colon and port.isdigit()):
+            raise ConfigError(f"mooncake: {config.master!r} is not the master's host:port; write mooncake://host:50051")
+        if not config.allow_all_interfaces:
+            raise ConfigError(
+                "mooncake: its client listens on all interfaces of this host without authentication;"
+                " set allow_all_interfaces=true if that network is yours alone"
+            )
+        if "/" in config.prefix or not config.prefix.isprintable() or not config.prefix.isascii():
+            raise ConfigError(f"mooncake: prefix = {config.prefix!r}: use ASCII without /")
+        self._config = config
+        self._host, self._port = host.strip("[]"), int(port)
+        self._root = f"{config.prefix}/"
+        self._client: Any = None
+        self._threads: ThreadPoolExecutor | None = None
+        self._opening = asyncio.Lock()
+        self._session = threading.Lock()
+        self._replicate = ReplicateConfig()
+        self._replicate.replica_num = config.replicas
+
+    @classmethod
+    def from_url(cls, url: TierUrl) -> "MooncakeTier":
+        """`mooncake://master:port?option=value`. Raises ConfigError."""
+        if "@" in url.netloc or url.path.strip("/"):
+            raise ConfigError("mooncake: write mooncake://host:port?option=value; it has no credentials and no path")
+        return cls(url.apply(MooncakeConfig(master=url.netloc)))
+
+    async def check(self) -> None:
+        """Tier contract: ask the master after one key."""
+        await self._ask("check", self._alive)
+
+    async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
+        """Tier contract: one call for which are there, one for the sizes of those."""
+        return await self._ask("probe", lambda client: self._sizes(client, keys, "probe")) if keys else []
+
+    async def get(
+        self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
+    ) -> list[int | TierError | None]:
+        """Tier contract: the sizes, then one call for all values, but for keys that are there twice."""
+        check_lengths(keys, into, starts)
+        return await self._ask("get", lambda client: self._get(client, keys, into, starts)) if keys else []
+
+    async def put(self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None) -> list[TierError | None]:
+        """Tier contract: one call for all. ttl_s is ignored: the master evicts what is old when it needs room."""
+        first = dict(reversed(items))  # the first value of a key that is there twice
+        faults = await self._ask("put", lambda client: self._put(client, first)) if first else {}
+        return [faults[key] for key, _ in items]
+
+    async def delete(self, keys: Sequence[bytes]) -> list[bool]:
+        """Tier contract. Raises TierError where a lease did not end in time."""
+        unique = list(dict.fromkeys(keys))
+        removed: set[bytes] = set()
+        until = time.monotonic() + self._config.delete_wait_s
+        while unique:
+            leased = await self._ask("delete", partial(self._remove, keys=unique, removed=removed))
+            if leased and time.monotonic() > until:
+                raise TierError(self.traits.name, "delete", f"{len(leased)} keys are still leased to readers")
+            unique = leased
+            if leased:
+                await asyncio.sleep(_LEASE_POLL_S)
+        return [key in removed and key not in keys[:i] for i, key in enumerate(keys)]
+
+    async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
+        """Tier contract, where `admin` is set; TierError where it is not."""
+        if not self._config.admin:
+            raise TierError(self.traits.name, "scan", "the client lists no keys: set the option admin to the master's HTTP host:port")
+        for name in await self._ask("scan", lambda _: self._listing()):
+            key = self._key(name)
+            if key is not None and key.startswith(prefix):
+                yield key
+
+    async def close(self) -> None:
+        """Tier contract. With a dead master the client takes its time: 15 s were seen."""
+        async with self._opening:
+            client, threads = self._client, self._threads
+            self._client = self._threads = None
+            if threads is not None:
+                if client is not None:
+                    await in_thread(threads, client.close)
+                threads.shutdown(wait=False)
+
+    async def _ask(self, operation: str, work: Callable[[Any], Result]) -> Result:
+        client = await self._open(operation)
+        assert self._threads is not None
+        return await in_thread(self._threads, lambda: work(client))
+
+    async def _open(self, operation: str) -> Any:
+        async with self._opening:
+            if self._client is None:
+                await self._reach_master(operation)  # quickly: `setup` tries a dead one for long
+                if self._threads is None:
+                    self._threads = ThreadPoolExecutor(self._config.threads, thread_name_prefix="kvhold-mooncake")
+                client = MooncakeDistributedStore()
+                code = await in_thread(self._threads, lambda: self._set_up(client))
+                if code:
+                    raise self._fault(code, operation)
+                self._client = client
+            return self._client
+
+    async def _reach_master(self, operation: str) -> None:
+        try:
+            _, writer = await asyncio.wait_for(asyncio.open_connection(self._host, self._port), _CONNECT_S)
+        except (OSError, TimeoutError) as error:
+            raise TierUnavailable(self.traits.name, operation, f"no master at {self._config.master}: {str(error) or 'timed out'}") from None
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
+
+    def _set_up(self, client: Any) -> int:
+        config = self._config
+        hostname = config.hostname or ("127.0.0.1" if _is_loopback(self._host) else socket.gethostname())
+        code: int = client.setup(
+            hostname, config.metadata, config.segment_bytes, config.buffer_bytes, config.protocol, config.device, config.master
+        )
+        return code
+
+    def _alive(self, client: Any) -> None:
+        code = client.batch_is_exist([self._root])[0]
+        if code < 0:
+            raise self._fault(code, "check")
+
+    def _sizes(self, client: Any, keys: Sequence[bytes], operation: str) -> list[int | None]:
+        """Whether they are there first: the call that knows sizes takes 4 s to find a dead master, and then finds nothing."""
+        names = [self._name(key) for key in keys]
+        codes = dict(zip(names, client.batch_is_exist(names), strict=True))
+        if any(code < 0 for code in codes.values()):
+            raise self._fault(min(codes.values()), operation)
+        there = [name for name, code in codes.items() if code]
+        found = client.batch_get_replica_desc(there) if there else {}
+        return [_size_in(found.get(name, ())) for name in names]
+
+    def _get(self, client: Any, keys: Sequence[bytes], into: Sequence[Parts], starts: Sequence[int] | None) -> list[int | TierError | None]:
+        answers: list[int | TierError | None] = [None] * len(keys)
+        reads: list[tuple[int, int, int]] = []  # index, first byte, bytes
+        for i, (nbytes, parts) in enumerate(zip(self._sizes(client, keys, "get"), into, strict=True)):
+            room = size_of(parts)
+            if nbytes is None or (nbytes > room if starts is None else starts[i] + room > nbytes):
+                continue
+            if room:
+                reads.append((i, 0, nbytes) if starts is None else (i, starts[i], room))
+            else:
+                answers[i] = 0
+        with self._known(client, [into[i] for i, _, _ in reads]) as places:
+            cut = {i: _cut(place, nbytes) for (i, _, nbytes), place in zip(reads, places, strict=True)}
+            for batch in _without_repeats(reads, keys):
+                names, targets = [self._name(keys[i]) for i, _, _ in batch], [cut[i] for i, _, _ in batch]
+                codes = self._read(client, names, targets, None if starts is None else [start for _, start, _ in batch])
+                for (i, _, _), code in zip(batch, codes, strict=True):
+                    answers[i] = code if code >= 0 else None if code in _GONE else self._fault(code, "get")
+        return answers
+
+    def _read(self, client: Any, names: list[str], places: Sequence[Sequence[Place]], starts: Sequence[int] | None) -> list[int]:
+        """Bytes read of each value, or an error code."""
+        pointers, lengths = [[at for at, _ in p] for p in places], [[nbytes for _, nbytes in p] for p in places]
+        codes: list[int]
+        if starts is None:
+            codes = client.batch_get_into_multi_buffers(names, pointers, lengths)
+            return codes
+        sources = [list(accumulate(of_value[:-1], initial=start)) for of_value, start in zip(lengths, starts, strict=True)]
+        with self._session:  # the client knows its sessions by key alone
+            opened = client.batch_get_session_start(names)
+            try:
+                codes = client.batch_get_into_multi_buffer_ranges(names, pointers, lengths, sources)
+            finally:
+                client.batch_get_session_end(names)
+        return [code if code < 0 else nbytes for code, nbytes in zip(opened, codes, strict=True)]
+
+    def _put(self, client: Any, values: dict[bytes, Parts]) -> dict[bytes, TierError | None]:
+        names = [self._name(key) for key in values]
+        with self._known(client, list(values.values())) as places:
+            pointers, lengths = [[at for at, _ in p] for p in places], [[n for _, n in p] for p in places]
+            codes = client.batch_put_from_multi_buffers(names, pointers, lengths, self._replicate)
+        faults = {key: None if code in (0, _EXISTS) else self._fault(code, "put") for key, code in zip(values, codes, strict=True)}
+        if all(code == _NO_ANSWER for code in codes):
+            raise self._fault(_NO_ANSWER, "put")
+        return faults
+
+    def _remove(self, client: Any, keys: Sequence[bytes], removed: set[bytes]) -> list[bytes]:
+        """Adds to `removed`; returns those that are leased."""
+        codes = client.batch_remove([self._name(key) for key in keys])
+        leased = []
+        for key, code in zip(keys, codes, strict=True):
+            if code == 0:
+                removed.add(key)
+            elif code == _LEASED:
+                leased.append(key)
+            elif code != _MISSING:
+                raise self._fault(code, "delete")
+        return leased
+
+    def _listing(self) -> list[str]:
+        try:
+            with urlopen(f"http://{self._config.admin}/get_all_keys", timeout=30) as answer:
+                text: bytes = answer.read(_LISTING_BYTES)
+        except OSError as error:
+            raise TierUnavailable(self.traits.name, "scan", f"no listing from {self._config.admin}: {error}") from None
+        return text.decode(errors="replace").splitlines()
+
+    @contextmanager
+    def _known(self, client: Any, values: Sequence[Parts]) -> Iterator[list[list[Place]]]:
+        """Where the parts of each value are; known to the RDMA devices meanwhile. Empty parts are left out."""
+        arrays = [[np.frombuffer(part.cast("B"), np.uint8) for part in parts if part.nbytes] for parts in values]
+        places = [[(int(array.ctypes.data), array.nbytes) for array in of_value] for of_value in arrays]
+        known: list[int] = []
+        try:
+            if self._config.protocol != "tcp":
+                for at, nbytes in (place for of_value in places for place in of_value):
+                    if code := client.register_buffer(at, nbytes):
+                        raise self._fault(code, "register")
+                    known.append(at)
+            yield places
+        finally:
+            for at in known:
+                client.unregister_buffer(at)
+
+    def _name(self, key: bytes) -> str:
+        return self._root + key.hex()
+
+    def _key(self, name: str) -> bytes | None:
+        with suppress(ValueError):
+            key = bytes.fromhex(name[len(self._root) :])
+            return key if len(key) == KEY_BYTES and self._name(key) == name else None
+        return None
+
+    def _fault(self, code: int, operation: str) -> TierError:
+        at = f"the store of {self._config.master}"
+        if code == _NO_ROOM:
+            return TierFull(self.traits.name, operation, f"{at} has no room for it (no client lends that much memory)")
+        if code == _NO_ANSWER:
+            return TierUnavailable(self.traits.name, operation, f"no answer from {at}")
+        return TierError(self.traits.name, operation, f"{at} gave error {code}")
+
+
+def _size_in(replicas: Sequence[Any]) -> int | None:
+    """The size of a value of which there is a whole replica in memory."""
+    for replica in replicas:
+        if replica.is_memory_replica() and replica.status.name == "COMPLETE":
+            nbytes: int = replica.get_memory_descriptor().buffer_descriptor.size
+            return nbytes
+    return None
+
+
+def _cut(places: Sequence[Place], nbytes: Any) -> list[Place]:
+    """The first `nbytes` of them."""
+    cut, left = [], int(nbytes)
+    for at, length in places:
+        if left:
+            cut.append((at, min(length, left)))
+            left -= cut[-1][1]
+    return cut
+
+
+def _without_repeats(reads: Sequence[tuple[int, int, int]], keys: Sequence[bytes]) -> Iterator[list[tuple[int, int, int]]]:
+    """Batches in which no key is twice: of two reads of one key the client fills one and reports both as done (0.3.13)."""
+    left = list(reads)
+    while left:
+        first = {keys[read[0]]: read for read in reversed(left)}
+        yield list(first.values())
+        left = [read for read in left if first[keys[read[0]]] is not read]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

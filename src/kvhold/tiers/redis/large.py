@@ -1,0 +1,140 @@
+"""Values in parts: put, read, counted and mended. `split.py` has their format.
+
+    stored = await large.put(name, parts, ttl_ms); nbytes = await large.read(name, head, 0, parts)
+
+The parts go first, under a time to live of an hour; then the head, which makes the value visible, under the same; then the time is taken
+from the parts, and from the head last. So whatever is cut short disappears by itself, and a head never outlives its parts, but where a
+server evicts one of them: such a value is a miss, and whoever meets it removes the head, if it is still the same. Event loop.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+from kvhold.core.errors import TierError
+from kvhold.net.stream import Stream
+from kvhold.tiers.base import Parts, size_of
+from kvhold.tiers.redis.resp import Call, ErrorReply, command, fault_of, read_reply, set_pieces
+from kvhold.tiers.redis.router import Router, fault_in
+from kvhold.tiers.redis.split import HEAD_BYTES, Head, cut, looks_like_head
+from kvhold.tiers.redis.values import ReadRange
+
+_UNFINISHED_MS = 3600_000
+
+
+class LargeValues:
+    """Those that are stored in parts of at most `part_bytes`."""
+
+    def __init__(self, router: Router, part_bytes: int) -> None:
+        self._router = router
+        self._part_bytes = part_bytes
+
+    async def sizes(self, names: Sequence[bytes]) -> list[int | None]:
+        """Of names where strings of HEAD_BYTES are: the size of each value, None where a part is missing or the string is gone."""
+        peeks = [peek(name) for name in names]
+        await self._router.run("probe", peeks, bulk=False)
+        return [await self._size(call.name, call.reply) if isinstance(call.reply, bytes) else None for call in peeks]
+
+    async def read(self, name: bytes, head: Head | None, start: int | None, parts: Parts) -> int | TierError | None:
+        """Read the value, or the range from `start` on, into its parts: as `Tier.get`."""
+        if head is None:
+            return None
+        wanted = size_of(parts)
+        if (start is None and head.nbytes > wanted) or (start is not None and start + wanted > head.nbytes):
+            return None
+        begin, nbytes = (0, head.nbytes) if start is None else (start, wanted)
+        reads: list[ReadRange] = []
+        part_names, at = head.part_names(name), 0
+        for span in head.spans(begin, nbytes):
+            reads.append(ReadRange(part_names[span.part], span.start, cut(parts, at, span.nbytes)))
+            at += span.nbytes
+        try:
+            await self._router.run("get", reads, bulk=True)
+        except TierError as error:
+            return error
+        for call in reads:
+            if (fault := fault_in(call, "get")) is not None:
+                return fault
+        if any(call.reply is None for call in reads):
+            with suppress(TierError):  # the next one to meet it tries again
+                await self.mend(name, head)
+            return None
+        return nbytes
+
+    async def put(self, name: bytes, value: Parts, ttl_ms: int | None) -> bool | TierError:
+        """Store it: true if that was done, false if the name has a string already."""
+        head = Head.new(size_of(value), self._part_bytes)
+        try:
+            return await self._put(name, head, value, ttl_ms)
+        except TierError as error:
+            with suppress(TierError):  # else they go by themselves
+                await self.remove_parts(name, head)
+            return error
+
+    async def mend(self, name: bytes, head: Head) -> None:
+        """Remove a head some of whose parts are gone, unless another value stands there now."""
+        await self._router.run("delete", [_RemoveHead(name, head)], bulk=False)
+        await self.remove_parts(name, head)
+
+    async def remove_parts(self, name: bytes, head: Head) -> None:
+        """Those of a value that is visible no more, or never was."""
+        await self._router.run("delete", [Call(part, "UNLINK", part) for part in head.part_names(name)], bulk=False)
+
+    async def _put(self, name: bytes, head: Head, value: Parts, ttl_ms: int | None) -> bool:
+        names = head.part_names(name)
+        uploads = []
+        for i, part in enumerate(names):
+            pieces = cut(value, i * head.part_bytes, head.part_bytes)
+            request = set_pieces(part, pieces, "PX", _UNFINISHED_MS)
+            uploads.append(Call(part, request=request, value_bytes=size_of(pieces)))
+        await self._all(uploads, b"OK", bulk=True)
+        # From here on no part goes before the head may.
+        lasting = 2 * _UNFINISHED_MS + (ttl_ms or 0)
+        await self._all([Call(part, "PEXPIRE", part, lasting) for part in names], 1)
+        written = Call(name, request=set_pieces(name, [memoryview(head.pack())], "PX", ttl_ms or _UNFINISHED_MS, "NX"))
+        await self._router.run("put", [written], bulk=False)
+        if written.reply is None and written.fault is None:
+            await self.remove_parts(name, head)
+            return False
+        if written.fault is not None or written.reply != b"OK":
+            raise written.fault or fault_of(written.reply, "put")
+        if ttl_ms is None:
+            with suppress(TierError):  # it is there, if not for long
+                await self._all([Call(part, "PERSIST", part) for part in names], 1)
+                await self._all([Call(name, "PERSIST", name)], 1)
+        return True
+
+    async def _all(self, calls: Sequence[Call], expected: object, *, bulk: bool = False) -> None:
+        await self._router.run("put", calls, bulk=bulk)
+        for call in calls:
+            if call.fault is not None or call.reply != expected:
+                raise call.fault or fault_of(call.reply, "put")
+
+    async def _size(self, name: bytes, data: bytes) -> int | None:
+        if (head := Head.parse(data)) is None:
+            return len(data) if len(data) == HEAD_BYTES and not looks_like_head(data) else None
+        calls = [Call(part, "STRLEN", part) for part in head.part_names(name)]
+        await self._router.run("probe", calls, bulk=False)
+        whole = [span.nbytes for span in head.spans(0, head.nbytes)] == [call.reply for call in calls]
+        return head.nbytes if whole else None
+
+
+def peek(name: bytes) -> Call:
+    """The first bytes of a string: HEAD_BYTES, and one more where there is one, which shows that it is no head."""
+    return Call(name, "GETRANGE", name, 0, HEAD_BYTES)
+
+
+class _RemoveHead(Call):
+    """Goes alone over its connection, for it speaks twice: what it saw must not have changed when it removes it."""
+
+    def __init__(self, name: bytes, head: Head) -> None:
+        self._head = head.pack()
+        super().__init__(name, request=(command("WATCH", name) + command("GETRANGE", name, 0, HEAD_BYTES),))
+
+    async def take(self, stream: Stream) -> None:
+        watched, seen = await read_reply(stream), await read_reply(stream)
+        again = [("MULTI",), ("UNLINK", self.name), ("EXEC",)] if watched == b"OK" and seen == self._head else [("UNWATCH",)]
+        await stream.send([command(*words) for words in again])
+        for _ in again:
+            self.reply = await read_reply(stream)
+        if isinstance(watched, ErrorReply):
+            self.reply = watched

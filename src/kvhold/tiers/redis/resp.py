@@ -1,0 +1,165 @@
+"""Redis' protocol, version 2, as far as a tier needs it: commands out, replies in, nothing believed.
+
+    stream.send([command("STRLEN", name)]); length = await read_reply(stream)
+    stream.send(set_pieces(name, parts, "NX")); reply = await read_reply(stream)
+
+A reply that breaks the rules is a ProtocolError; the stream is then of no more use. What a reply announces is bounded before anything is
+allocated for it. An error reply is a value, for it belongs to one command alone. Runs in the event loop.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from kvhold.core.errors import ProtocolError, TierDenied, TierError, TierFull, TierUnavailable
+from kvhold.net.pool import Exchange
+from kvhold.net.stream import Bytes, Stream
+from kvhold.tiers.base import Parts, size_of
+
+_MAX_SMALL_BYTES = 1 << 20  # of a string in a reply that is not a value
+_MAX_ITEMS = 1 << 16  # of a list
+_MAX_DEPTH = 5  # of lists in lists
+_INTEGER = re.compile(rb"-?\d{1,19}")
+
+_DENIED = ("NOAUTH", "WRONGPASS", "NOPERM", "DENIED")
+_UNAVAILABLE = ("LOADING", "READONLY", "CLUSTERDOWN", "MASTERDOWN", "TRYAGAIN", "BUSY", "MISCONF", "NOREPLICAS", "MOVED", "ASK")
+
+
+@dataclass(frozen=True)
+class ErrorReply:
+    """`-CODE text`."""
+
+    text: str
+
+    @property
+    def code(self) -> str:
+        """Its first word."""
+        return self.text.partition(" ")[0]
+
+
+Reply: TypeAlias = int | bytes | ErrorReply | list["Reply"] | None
+
+
+class Call(Exchange):
+    """One command with a small reply, or a value that is sent.
+
+    name: the key that it is about, which says where it goes
+    """
+
+    def __init__(self, name: bytes, *words: bytes | str | int, request: Sequence[Bytes] = (), value_bytes: int = 0) -> None:
+        self.name = name
+        self.request = request or (command(*words),)
+        self.value_bytes = value_bytes
+        self.reply: Reply = None
+
+    async def take(self, stream: Stream) -> None:
+        self.reply = await read_reply(stream)
+        if isinstance(self.reply, ErrorReply) and self.reply.text.startswith("ERR Protocol error"):
+            stream.close()  # as the server does now: what follows must not suffer for this one
+
+    def forget(self) -> None:
+        """As if it had never been sent."""
+        self.fault = None
+        self.reply = None
+
+
+class Asking(Exchange):
+    """A call to a node that is about to take over its key: the node answers only if it is told so first."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.request = (command("ASKING"), *call.request)
+        self.value_bytes = call.value_bytes
+
+    async def take(self, stream: Stream) -> None:
+        await read_reply(stream)  # an error here comes again with the command itself
+        await self.call.take(stream)
+
+
+def command(*words: bytes | str | int) -> bytes:
+    """A command of short words."""
+    data = [word if isinstance(word, bytes) else str(word).encode() for word in words]
+    return b"*%d\r\n" % len(data) + b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in data])
+
+
+def set_pieces(name: bytes, value: Parts, *options: bytes | str | int) -> list[Bytes]:
+    """`SET name value options`, with the value where it is."""
+    head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (3 + len(options), len(name), name, size_of(value))
+    tail = b"\r\n" + command(*options).partition(b"\r\n")[2] if options else b"\r\n"
+    return [head, *value, tail]
+
+
+async def read_reply(stream: Stream, depth: int = 0) -> Reply:
+    """One small reply of any kind."""
+    line = await stream.line()
+    kind, rest = line[:1], line[1:]
+    if kind == b":":
+        return _integer(rest)
+    if kind == b"+":
+        return rest
+    if kind == b"-":
+        return ErrorReply(_readable(rest))
+    if kind == b"$":
+        return await _read_string(stream, _integer(rest))
+    if kind == b"*":
+        return await _read_list(stream, _integer(rest), depth)
+    raise _not_redis(line)
+
+
+async def read_string_head(stream: Stream) -> int | ErrorReply | None:
+    """The length of the string that follows on the stream, with its CRLF; None for no string; or the error in its place."""
+    line = await stream.line()
+    if line[:1] == b"-":
+        return ErrorReply(_readable(line[1:]))
+    if line[:1] != b"$":
+        raise _not_redis(line)
+    nbytes = _integer(line[1:])
+    if nbytes < -1:
+        raise ProtocolError(f"a string of {nbytes} bytes")
+    return None if nbytes == -1 else nbytes
+
+
+def fault_of(reply: Reply, operation: str) -> TierError:
+    """Whose fault a reply tells of that should not have come."""
+    if not isinstance(reply, ErrorReply):
+        return TierError("redis", operation, f"the server answered {str(reply)[:40]!r}, which is no answer to that")
+    if reply.code == "OOM":
+        return TierFull("redis", operation, f"the server is full: {reply.text}")
+    if reply.code in _DENIED:
+        return TierDenied("redis", operation, reply.text)
+    if reply.code in _UNAVAILABLE or "max number of clients" in reply.text:
+        return TierUnavailable("redis", operation, reply.text)
+    return TierError("redis", operation, reply.text)
+
+
+async def _read_string(stream: Stream, nbytes: int) -> bytes | None:
+    if nbytes == -1:
+        return None
+    if not 0 <= nbytes <= _MAX_SMALL_BYTES:
+        raise ProtocolError(f"a string of {nbytes} bytes, where at most {_MAX_SMALL_BYTES} can be meant")
+    data = await stream.read(nbytes)
+    await stream.expect_crlf()
+    return data
+
+
+async def _read_list(stream: Stream, length: int, depth: int) -> list[Reply] | None:
+    if length == -1:
+        return None
+    if not 0 <= length <= _MAX_ITEMS or depth == _MAX_DEPTH:
+        raise ProtocolError(f"a list of {length} items in {depth} others, which nobody asked for")
+    return [await read_reply(stream, depth + 1) for _ in range(length)]
+
+
+def _integer(text: bytes) -> int:
+    if not _INTEGER.fullmatch(text):  # int() takes more than the protocol: blanks, a plus, underscores
+        raise ProtocolError(f"{_readable(text)!r}, where a number should be")
+    return int(text)
+
+
+def _not_redis(line: bytes) -> ProtocolError:
+    return ProtocolError(f"{_readable(line)[:40]!r}, which is no reply of Redis' kind that could come here")
+
+
+def _readable(text: bytes) -> str:
+    return text[:200].decode("ascii", "backslashreplace")

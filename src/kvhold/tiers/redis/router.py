@@ -1,0 +1,126 @@
+"""Calls to the servers that hold their keys, whatever happens to the servers meanwhile.
+
+    router = Router(make_topology(config))
+    await router.run("get", calls, bulk=True)          # each call has then its reply or its fault
+
+A key that has moved is followed, a few times. Where a server failed, or is a primary no more, the topology is asked anew, and what has
+another server now goes there, once. A call that is cancelled leaves doubt behind: perhaps its server will never answer again, and the
+next call asks who serves its keys. Runs in the event loop.
+"""
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from kvhold.core.errors import TierDenied, TierError, TierUnavailable
+from kvhold.net.pool import Exchange
+from kvhold.tiers.redis.node import Node
+from kvhold.tiers.redis.resp import Asking, Call, ErrorReply, fault_of
+from kvhold.tiers.redis.topology import Topology
+
+_MAX_ROUNDS = 8  # a redirect each
+
+_log = logging.getLogger(__name__)
+
+
+class Router:
+    """A topology, and how calls go through it."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+        self._ailing: set[Node] = set()
+
+    async def run(self, operation: str, calls: Sequence[Call], *, bulk: bool) -> None:
+        """Every call has its reply or its fault then. Raises TierError where nothing is known about any, for the place itself failed."""
+        try:
+            await self._run(operation, calls, bulk=bulk)
+        except asyncio.CancelledError:
+            self.topology.doubt()
+            raise
+        faults = [outage(call, operation) for call in calls]
+        if calls and all(faults):
+            raise next(fault for fault in faults if fault)
+
+    async def _run(self, operation: str, calls: Sequence[Call], *, bulk: bool) -> None:
+        failed: dict[Call, Node] = {}  # at a node that is not to be tried again
+        asking: dict[Call, Node] = {}
+        pending = list(calls)
+        for _ in range(_MAX_ROUNDS):
+            groups = await self._placed(pending, failed, asking)
+            if not groups:
+                return
+            await _together([node.run(operation, list(group.values()), bulk=bulk) for node, group in groups.items()])
+            pending, asking = [], {}
+            for node, group in groups.items():
+                self._note(node, all(isinstance(call.fault or group[call].fault, TierUnavailable) for call in group))
+                for call, exchange in group.items():
+                    call.fault = exchange.fault
+                    if self._goes_on(call, node, failed, asking):
+                        pending.append(call)
+        for call in pending:
+            call.fault = TierUnavailable("redis", operation, f"sent from server to server, {_MAX_ROUNDS} times")
+
+    async def _placed(self, calls: Sequence[Call], failed: dict[Call, Node], asking: dict[Call, Node]) -> dict[Node, dict[Call, Exchange]]:
+        """Calls by server, each with what is sent for it. One that has failed and has no other server keeps its fault."""
+        groups: dict[Node, dict[Call, Exchange]] = {}
+        for call in calls:
+            if call in asking:
+                groups.setdefault(asking[call], {})[call] = Asking(call)
+                continue
+            try:
+                node = await self.topology.node_of(call.name)
+            except TierError as error:
+                call.fault = call.fault or error
+                continue
+            if failed.get(call) is not node:
+                call.forget()
+                groups.setdefault(node, {})[call] = call
+        return groups
+
+    def _goes_on(self, call: Call, node: Node, failed: dict[Call, Node], asking: dict[Call, Node]) -> bool:
+        """Whether another server may know better."""
+        code = call.reply.code if isinstance(call.reply, ErrorReply) and call.fault is None else ""
+        if code in ("MOVED", "ASK") and isinstance(call.reply, ErrorReply):
+            to = self.topology.moved(call.name, call.reply, node)
+            if to is not None and code == "ASK":
+                asking[call] = to
+            return to is not None
+        if not isinstance(call.fault, TierUnavailable) and code not in ("READONLY", "CLUSTERDOWN", "MASTERDOWN"):
+            return False
+        self.topology.doubt()
+        if call in failed:
+            return False
+        failed[call] = node
+        return True
+
+    def _note(self, node: Node, fails: bool) -> None:
+        """A log line when a server begins to fail, and when it is back."""
+        if fails and node not in self._ailing:
+            self._ailing.add(node)
+            _log.warning("redis: %s does not answer; what it holds is missed until it does", node.address)
+        elif not fails and node in self._ailing:
+            self._ailing.discard(node)
+            _log.info("redis: %s answers again", node.address)
+
+
+def outage(call: Call, operation: str) -> TierError | None:
+    """The fault of a call that was not answered for a reason that is not its own."""
+    fault = fault_in(call, operation)
+    return fault if isinstance(fault, (TierUnavailable, TierDenied)) or call.fault is not None else None
+
+
+def fault_in(call: Call, operation: str) -> TierError | None:
+    """What went wrong with one call."""
+    if call.fault is not None:
+        return call.fault
+    return fault_of(call.reply, operation) if isinstance(call.reply, ErrorReply) else None
+
+
+async def _together(runs: Sequence[Coroutine[Any, Any, None]]) -> None:
+    if len(runs) == 1:
+        await runs[0]
+        return
+    async with asyncio.TaskGroup() as group:
+        for each in runs:
+            group.create_task(each)

@@ -1,0 +1,239 @@
+"""The Redis tier: chunks in Redis or Valkey; one server, one behind Sentinel, or a cluster.
+
+    tier = RedisTier.from_url(parse_url("redis://:secret@cache.example:6379/0?ttl_s=86400"))
+    await tier.put([(key, [header, payload])]); await tier.probe([key]); await tier.get([key], [[header, payload]])
+
+A value is one string under one name, `kvhold:{<key in hex>}`, written by one `SET ... NX`: there is no other key about it that could
+disagree with it, and no reader meets half of one. `split.py` says what happens to values larger than a string may be. A probe is one
+pipelined STRLEN a key; values go between socket and the caller's memory without a copy in between (`stream.py`).
+
+**Primaries only.** A replica lags behind: it would miss what was just stored, and bring back what was deleted. A failover may lose the
+latest values, since replication is asynchronous: they are misses. What a replica has, it has whole.
+
+The user at the server needs get, getrange, getdel, strlen, set, unlink, pexpire, persist, watch, unwatch, multi, exec, scan, ping and
+select, on the keys of the prefix; in a cluster `cluster|slots`, with Sentinel `role`. Redis 6.2 or later. Where the server evicts
+(maxmemory-policy), what is gone is a miss. Runs in one event loop, in no thread. Left out: replicas, and time-outs, which `guard.py` has.
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from typing import ClassVar, Self
+
+from kvhold.core.errors import TierError
+from kvhold.tiers.base import Parts, TierTraits, check_lengths, size_of
+from kvhold.tiers.redis.large import LargeValues, peek
+from kvhold.tiers.redis.names import Names
+from kvhold.tiers.redis.node import Node
+from kvhold.tiers.redis.resp import Call, ErrorReply, Reply, fault_of, set_pieces
+from kvhold.tiers.redis.router import Router, fault_in
+from kvhold.tiers.redis.settings import RedisConfig, config_from
+from kvhold.tiers.redis.split import HEAD_BYTES, Head, joined, looks_like_head
+from kvhold.tiers.redis.topology import ask, make_topology
+from kvhold.tiers.redis.values import ReadRange, ReadWhole, fill
+from kvhold.tiers.url import TierUrl
+
+_SCAN_COUNT = 1000  # names looked at in one round trip
+_MAX_TTL_MS = 100 * 365 * 86_400_000
+_PUT_ROUNDS = 3  # where a value that is there turns out to be broken, it is put again
+
+
+class RedisTier:
+    """One place in Redis or Valkey. Does no I/O before it is used."""
+
+    traits: ClassVar[TierTraits] = TierTraits("redis", durable=True, shared=True, expires=True)
+
+    def __init__(self, config: RedisConfig) -> None:
+        config.check()
+        self._config = config
+        self._names = Names(config.prefix)
+        self._topology = make_topology(config)
+        self._router = Router(self._topology)
+        self._large = LargeValues(self._router, config.max_value_bytes)
+
+    @classmethod
+    def from_url(cls, url: TierUrl) -> Self:
+        """`settings.py` has the forms. Raises ConfigError."""
+        return cls(config_from(url))
+
+    async def check(self) -> None:
+        """Every primary answers, and lets us look at a key."""
+        name = self._names.of(b"")
+        self._topology.doubt()
+        for node in await self._topology.primaries():
+            await self._ping(node)
+        await self._router.run("check", [Call(name, "STRLEN", name)], bulk=False)
+
+    async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
+        """Tier contract. What a server of a cluster holds that does not answer now, is missing."""
+        sizes = [reply if isinstance(reply, int) and reply > 0 else None for reply in await self._lengths(keys, "probe")]
+        unsure = [i for i, nbytes in enumerate(sizes) if nbytes == HEAD_BYTES]
+        if unsure:
+            for i, nbytes in zip(unsure, await self._large.sizes([self._names.of(keys[i]) for i in unsure]), strict=True):
+                sizes[i] = nbytes
+        return sizes
+
+    async def get(
+        self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
+    ) -> list[int | TierError | None]:
+        """Tier contract."""
+        check_lengths(keys, into, starts)
+        froms: Sequence[int | None] = [None] * len(keys) if starts is None else starts
+        if any(start is not None and start < 0 for start in froms):
+            raise ValueError("a range that starts before its value")
+        reads = [self._read(self._names.of(key), parts, start) for key, parts, start in zip(keys, into, froms, strict=True)]
+        await self._router.run("get", reads, bulk=True)
+        peeks = {i: peek(read.name) for i, read in enumerate(reads) if isinstance(read, ReadRange) and _may_be_in_parts(read)}
+        if peeks:
+            await self._router.run("get", list(peeks.values()), bulk=False)
+        calls = [peeks.get(i, read) for i, read in enumerate(reads)]
+        got = [await self._got(call, parts, start) for call, parts, start in zip(calls, into, froms, strict=True)]
+        for i in (i for i, start in enumerate(froms) if start is not None and not size_of(into[i])):  # of no bytes, nothing was read
+            (nbytes,) = await self.probe([keys[i]])
+            got[i] = None if nbytes is None or (froms[i] or 0) > nbytes else 0
+        return got
+
+    async def put(self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None) -> list[TierError | None]:
+        """Tier contract."""
+        ttl_ms = self._ttl_ms(ttl_s)
+        faults: dict[bytes, TierError | None] = {}
+        todo: dict[bytes, Parts] = {}
+        for key, parts in items:
+            todo.setdefault(key, parts)  # of a key that is there twice the first counts
+        for _ in range(_PUT_ROUNDS):
+            taken = await self._put_once(todo, ttl_ms, faults)
+            broken = await self._unreadable(taken, faults) if taken else []
+            todo = {key: todo[key] for key in broken}
+            if not todo:
+                break
+        faults |= {key: TierError("redis", "put", "what is there loses its parts again and again") for key in todo}
+        return [faults[key] for key, _ in items]
+
+    async def delete(self, keys: Sequence[bytes]) -> list[bool]:
+        """Tier contract."""
+        lengths = await self._lengths(keys, "delete")
+        calls: dict[int, Call] = {}
+        for i, (key, length) in enumerate(zip(keys, lengths, strict=True)):
+            name = self._names.of(key)
+            if length == HEAD_BYTES:
+                calls[i] = Call(name, "GETDEL", name)  # perhaps a head: then its parts go, too
+            elif length != 0:
+                calls[i] = Call(name, "UNLINK", name)
+        await self._router.run("delete", list(calls.values()), bulk=False)
+        for call in calls.values():
+            if (fault := fault_in(call, "delete")) is not None:
+                raise fault
+            if isinstance(call.reply, bytes) and (head := Head.parse(call.reply)) is not None:
+                await self._large.remove_parts(call.name, head)
+        return [i in calls and calls[i].reply not in (0, None) for i in range(len(keys))]
+
+    async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
+        """Tier contract. Goes through all names of the database, those of others too."""
+        seen: set[bytes] = set()  # a server may name a key twice
+        for node in await self._topology.primaries():
+            cursor = b"0"
+            while True:
+                cursor, names = await self._scan_step(node, cursor, self._names.pattern(prefix))
+                for name in names:
+                    key = self._names.key(name)
+                    if key is not None and key.startswith(prefix) and key not in seen:
+                        seen.add(key)
+                        yield key
+                if cursor == b"0":
+                    break
+
+    async def close(self) -> None:
+        """Close all connections, those of running calls too."""
+        self._topology.close()
+
+    async def _ping(self, node: Node) -> None:
+        if (reply := await ask(node, "PING")) != b"PONG":
+            raise fault_of(reply, "check")
+
+    async def _lengths(self, keys: Sequence[bytes], operation: str) -> list[Reply]:
+        """What STRLEN says of each key: an error reply for what is no string, None where the server cannot be asked."""
+        names = [self._names.of(key) for key in keys]
+        calls = [Call(name, "STRLEN", name) for name in names]
+        await self._router.run(operation, calls, bulk=False)
+        return [call.reply for call in calls]
+
+    def _read(self, name: bytes, parts: Parts, start: int | None) -> Call:
+        if start is None:
+            return ReadWhole(name, parts)
+        # A range within the first bytes of a string could come out of a head and look right.
+        return ReadRange(name, start, parts) if start + size_of(parts) > HEAD_BYTES and size_of(parts) else peek(name)
+
+    async def _got(self, call: Call, parts: Parts, start: int | None) -> int | TierError | None:
+        if (fault := fault_in(call, "get")) is not None:
+            return fault
+        if not isinstance(call.reply, bytes):
+            return call.reply if isinstance(call.reply, int) else None
+        if looks_like_head(call.reply):
+            return await self._large.read(call.name, Head.parse(call.reply), start, parts)
+        wanted = size_of(parts)
+        if isinstance(call, ReadWhole) or start is None or start + wanted > len(call.reply) or not call.reply:
+            return None
+        return fill(parts, call.reply[start : start + wanted])
+
+    async def _put_once(self, todo: dict[bytes, Parts], ttl_ms: int | None, faults: dict[bytes, TierError | None]) -> list[bytes]:
+        """Put each, note what became of it, and return the keys that have something already."""
+        taken: list[bytes] = []
+        small: dict[bytes, Call] = {}
+        options = ("NX",) if ttl_ms is None else ("NX", "PX", ttl_ms)
+        for key, parts in todo.items():
+            name, nbytes = self._names.of(key), size_of(parts)
+            if not nbytes:
+                faults[key] = TierError("redis", "put", "a value of no bytes")
+            elif nbytes > self._config.max_value_bytes or (nbytes == HEAD_BYTES and looks_like_head(joined(parts))):
+                stored = await self._large.put(name, parts, ttl_ms)
+                faults[key] = None if isinstance(stored, bool) else stored
+                taken += [key] if stored is False else []
+            else:
+                small[key] = Call(name, request=set_pieces(name, parts, *options), value_bytes=nbytes)
+        await self._router.run("put", list(small.values()), bulk=True)
+        for key, call in small.items():
+            faults[key] = fault_in(call, "put")
+            if faults[key] is None and call.reply != b"OK":
+                faults[key] = None if call.reply is None else fault_of(call.reply, "put")
+                taken += [key] if call.reply is None else []
+        return taken
+
+    async def _unreadable(self, keys: Sequence[bytes], faults: dict[bytes, TierError | None]) -> list[bytes]:
+        """Those keys whose value was found without some of its parts, and removed: they can be put again.
+
+        Without this a key that holds something else, or half of a value, would count as stored for ever and never be found. What was
+        there and has gone since, was put and removed."""
+        broken: list[bytes] = []
+        for key, length in zip(keys, await self._lengths(keys, "put"), strict=True):
+            if isinstance(length, ErrorReply):
+                faults[key] = fault_of(length, "put")
+            elif length == HEAD_BYTES and await self._mended(self._names.of(key)):
+                broken.append(key)
+        return broken
+
+    async def _mended(self, name: bytes) -> bool:
+        """Whether there was a head without all of its parts; it is removed."""
+        if await self._large.sizes([name]) != [None]:
+            return False
+        look = peek(name)
+        await self._router.run("put", [look], bulk=False)
+        head = Head.parse(look.reply) if isinstance(look.reply, bytes) else None
+        if head is not None:
+            await self._large.mend(name, head)
+        return head is not None
+
+    async def _scan_step(self, node: Node, cursor: bytes, pattern: bytes) -> tuple[bytes, list[bytes]]:
+        reply = await ask(node, "SCAN", cursor, "MATCH", pattern, "COUNT", str(_SCAN_COUNT), "TYPE", "string")
+        match reply:
+            case [bytes(following), list(names)]:
+                return following, [name for name in names if isinstance(name, bytes)]
+            case _:
+                raise fault_of(reply, "scan")
+
+    def _ttl_ms(self, ttl_s: float | None) -> int | None:
+        ttl_s = ttl_s if ttl_s is not None else self._config.ttl_s or None
+        return None if ttl_s is None else max(1, min(_MAX_TTL_MS, round(min(ttl_s, _MAX_TTL_MS) * 1000)))
+
+
+def _may_be_in_parts(read: ReadRange) -> bool:
+    """Whether a range that was too short could have been read out of a head."""
+    start = read.start
+    return read.reply is None and read.fault is None and read.short_bytes == max(0, HEAD_BYTES - start)

@@ -1,0 +1,254 @@
+"""Which server holds a key: always the one; the primary that sentinels name; or the owner of its slot in a cluster.
+
+    topology = make_topology(config)
+    node = await topology.node_of(name); topology.doubt()
+
+Sentinels and cluster nodes are asked when first needed, and again after `doubt`: a call that failed, was cancelled or was sent away. All
+that are known are asked at once and the first good answer counts, so that a dead one costs nothing. Only primaries are used. Runs in the
+event loop.
+"""
+
+import asyncio
+import binascii
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from kvhold.core.errors import TierError, TierUnavailable
+from kvhold.net.stream import Address
+from kvhold.tiers.redis.node import Login, Node, Tls
+from kvhold.tiers.redis.resp import Call, ErrorReply, Reply, fault_of
+from kvhold.tiers.redis.settings import RedisConfig
+
+NUM_SLOTS = 16384
+
+Answer = TypeVar("Answer")
+
+
+class Topology(Protocol):
+    """Servers and what they hold."""
+
+    async def node_of(self, name: bytes) -> Node:
+        """The server for a key. Raises TierError where that cannot be found out."""
+
+    async def primaries(self) -> Sequence[Node]:
+        """All servers that hold keys. Raises TierError."""
+
+    def doubt(self) -> None:
+        """Ask again before the next key."""
+
+    def moved(self, name: bytes, reply: ErrorReply, by: Node) -> Node | None:
+        """The server that `by` names in a MOVED or ASK reply about a key; None where that makes no sense."""
+
+    def close(self) -> None:
+        """Close all connections."""
+
+
+class Single:
+    """One server, at a fixed address."""
+
+    def __init__(self, config: RedisConfig) -> None:
+        login = Login(config.username, config.password, config.db)
+        self._node = Node(config.addresses[0], login, tls=Tls(config), connections=config.connections)
+
+    async def node_of(self, name: bytes) -> Node:
+        """It."""
+        return self._node
+
+    async def primaries(self) -> Sequence[Node]:
+        """It."""
+        return (self._node,)
+
+    def doubt(self) -> None:
+        """There is nothing to ask."""
+
+    def moved(self, name: bytes, reply: ErrorReply, by: Node) -> Node | None:
+        """A single server moves nothing."""
+        return None
+
+    def close(self) -> None:
+        self._node.close()
+
+
+class Discovered:
+    """What Sentinel and Cluster have in common: nodes that come and go, and a question that is asked by one caller at a time."""
+
+    def __init__(self, config: RedisConfig, login: Login) -> None:
+        self._config = config
+        self._login = login
+        self._tls = Tls(config)
+        self._nodes: dict[Address, Node] = {}
+        self._asking = asyncio.Lock()
+        self._known = False
+
+    def doubt(self) -> None:
+        """Ask again before the next key."""
+        self._known = False
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._keep(())
+
+    async def _ask(self) -> None:
+        raise NotImplementedError
+
+    async def _learn(self) -> None:
+        if not self._known:
+            async with self._asking:
+                if not self._known:
+                    await self._ask()
+                    self._known = True
+
+    def _node(self, address: Address) -> Node:
+        if address not in self._nodes:
+            self._nodes[address] = Node(address, self._login, tls=self._tls, connections=self._config.connections)
+        return self._nodes[address]
+
+    def _keep(self, addresses: Iterable[Address]) -> None:
+        """Close the nodes that are no longer of use."""
+        kept = set(addresses)
+        for address in [address for address in self._nodes if address not in kept]:
+            self._nodes.pop(address).close()
+
+
+class Sentinels(Discovered):
+    """The primary that the sentinels name. A server that is not, or no longer, a primary is refused when it is connected to."""
+
+    def __init__(self, config: RedisConfig) -> None:
+        super().__init__(config, Login(config.username, config.password, config.db, primary_only=True))
+        login = Login(config.sentinel_username, config.sentinel_password)
+        self._sentinels = [Node(address, login, tls=self._tls, connections=1) for address in config.addresses]
+        self._primary: Address | None = None
+
+    async def node_of(self, name: bytes) -> Node:
+        """The primary."""
+        await self._learn()
+        assert self._primary is not None
+        return self._node(self._primary)
+
+    async def primaries(self) -> Sequence[Node]:
+        """The primary."""
+        return (await self.node_of(b""),)
+
+    def moved(self, name: bytes, reply: ErrorReply, by: Node) -> Node | None:
+        """Single servers move nothing."""
+        return None
+
+    def close(self) -> None:
+        """Close all connections."""
+        super().close()
+        for sentinel in self._sentinels:
+            sentinel.close()
+
+    async def _ask(self) -> None:
+        self._primary = await first_good([self._ask_one(sentinel) for sentinel in self._sentinels])
+        self._keep([self._primary])
+
+    async def _ask_one(self, sentinel: Node) -> Address:
+        reply = await ask(sentinel, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._config.service)
+        if reply is None:
+            raise TierError("redis", "connect", f"the sentinel {sentinel.address} watches no {self._config.service!r}: see ?service=")
+        if isinstance(reply, list) and len(reply) == 2 and (found := _address(*reply)):
+            return found
+        raise fault_of(reply, "connect")
+
+
+class Cluster(Discovered):
+    """The owners of the slots."""
+
+    def __init__(self, config: RedisConfig) -> None:
+        super().__init__(config, Login(config.username, config.password))
+        self._owners: list[Address | None] = [None] * NUM_SLOTS
+
+    async def node_of(self, name: bytes) -> Node:
+        """The owner of the key's slot."""
+        await self._learn()
+        owner = self._owners[slot_of(name)]
+        if owner is None:
+            raise TierUnavailable("redis", "connect", f"no node of the cluster serves slot {slot_of(name)}")
+        return self._node(owner)
+
+    async def primaries(self) -> Sequence[Node]:
+        """Every owner of a slot."""
+        await self._learn()
+        return [self._node(address) for address in dict.fromkeys(self._owners) if address]
+
+    def moved(self, name: bytes, reply: ErrorReply, by: Node) -> Node | None:
+        """`MOVED 3999 host:port`: remembered, and all slots asked for again before the next call. `ASK` is for this once."""
+        host, colon, port = reply.text.rpartition(" ")[2].rpartition(":")
+        address = _address(host.strip("[]").encode() or by.address.host.encode(), port.encode())
+        if not colon or address is None:
+            return None
+        if reply.code == "MOVED":
+            self._owners[slot_of(name)] = address
+            self.doubt()
+        return self._node(address)
+
+    async def _ask(self) -> None:
+        asked = [self._node(address) for address in dict.fromkeys((*self._nodes, *self._config.addresses))]
+        self._owners = await first_good([self._ask_one(node) for node in asked])
+        self._keep([*(address for address in self._owners if address), *self._config.addresses])
+
+    async def _ask_one(self, node: Node) -> list[Address | None]:
+        reply = await ask(node, "CLUSTER", "SLOTS")
+        owners: list[Address | None] = [None] * NUM_SLOTS
+        if not isinstance(reply, list):
+            raise fault_of(reply, "connect")
+        if not reply:
+            raise TierUnavailable("redis", "connect", f"{node.address} is in no cluster that serves anything")
+        for row in reply:
+            match row:
+                case [int(first), int(last), [host, int(port), *_], *_] if 0 <= first <= last < NUM_SLOTS:
+                    address = _address(host or node.address.host.encode(), port)
+                    owners[first : last + 1] = [address] * (last + 1 - first)
+                case _:
+                    raise fault_of(row, "connect")
+        return owners
+
+
+def make_topology(config: RedisConfig) -> Topology:
+    """The one that a configuration asks for."""
+    if config.service:
+        return Sentinels(config)
+    return Cluster(config) if config.cluster else Single(config)
+
+
+def slot_of(name: bytes) -> int:
+    """The slot of a key: CRC16 of what stands in its first braces, if anything does (the Redis Cluster specification)."""
+    start = name.find(b"{")
+    end = name.find(b"}", start + 1)
+    tag = name[start + 1 : end] if 0 <= start and start + 1 < end else name
+    return binascii.crc_hqx(tag, 0) % NUM_SLOTS
+
+
+async def ask(node: Node, *words: bytes | str) -> Reply:
+    """The reply to one small command. Raises the TierError where there is none."""
+    call = Call(b"", *words)
+    await node.run("connect", [call], bulk=False)
+    if call.fault is not None:
+        raise call.fault
+    return call.reply
+
+
+async def first_good(questions: Sequence[Coroutine[Any, Any, Answer]]) -> Answer:
+    """The first answer that comes; the others are cancelled. Raises TierError if none comes: of what was raised, what a user can mend."""
+    tasks = [asyncio.ensure_future(question) for question in questions]
+    faults: list[TierError] = []
+    try:
+        for done in asyncio.as_completed(tasks):
+            try:
+                return await done
+            except TierError as error:
+                faults.append(error)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    raise min(faults, key=lambda fault: (fault.retryable, isinstance(fault, TierUnavailable)))
+
+
+def _address(host: Reply, port: Reply) -> Address | None:
+    """Of what a server says; None where that is none."""
+    text = str(port, "ascii", "replace") if isinstance(port, bytes) else str(port)
+    if not isinstance(host, bytes) or not host or len(host) > 255 or not text.isdecimal() or not 0 < int(text) < 65536:
+        return None
+    return Address(host.decode("ascii", "backslashreplace"), int(text))

@@ -1,0 +1,86 @@
+"""Reading values into the caller's memory: the commands whose replies are not small.
+
+    read = ReadWhole(name, parts); await router.run("get", [read]); read.reply
+
+What a server announces is held against what the caller has room for before a byte is received. Runs in the event loop.
+"""
+
+from kvhold.core.errors import ProtocolError
+from kvhold.net.stream import Stream
+from kvhold.tiers.base import Parts, size_of
+from kvhold.tiers.redis.resp import Call, read_string_head
+from kvhold.tiers.redis.split import HEAD_BYTES, looks_like_head
+
+_DRAIN_BYTES = 4 << 20  # more than that, and a new connection costs less than reading what nobody wants
+
+
+class ReadWhole(Call):
+    """`GET`. The reply is the size; None for a miss or what is larger than the parts; the bytes of the head of a value in parts."""
+
+    def __init__(self, name: bytes, parts: Parts) -> None:
+        self.parts = parts
+        self.room_bytes = size_of(parts)
+        super().__init__(name, "GET", name, value_bytes=self.room_bytes)
+
+    async def take(self, stream: Stream) -> None:
+        nbytes = await read_string_head(stream)
+        if not isinstance(nbytes, int):
+            self.reply = nbytes
+        elif nbytes == HEAD_BYTES:
+            data = await stream.read(nbytes)
+            await stream.expect_crlf()
+            self.reply = data if looks_like_head(data) else fill(self.parts, data)
+        elif nbytes > self.room_bytes:
+            self.reply = None
+            await _drop(stream, nbytes)
+        else:
+            await stream.read_into(self.parts, nbytes)
+            await stream.expect_crlf()
+            self.reply = nbytes or None
+
+
+class ReadRange(Call):
+    """`GETRANGE` of as many bytes as the parts have. The reply is their number, or None where there are fewer: `short_bytes`."""
+
+    def __init__(self, name: bytes, start: int, parts: Parts) -> None:
+        self.parts = parts
+        self.room_bytes = size_of(parts)
+        self.start = start
+        self.short_bytes = 0
+        super().__init__(name, "GETRANGE", name, start, start + self.room_bytes - 1, value_bytes=self.room_bytes)
+
+    async def take(self, stream: Stream) -> None:
+        nbytes = await read_string_head(stream)
+        self.reply = None
+        if nbytes is None or not isinstance(nbytes, int):
+            self.reply = nbytes
+        elif nbytes > self.room_bytes:
+            raise ProtocolError(f"{nbytes} bytes for a range of {self.room_bytes}")
+        elif nbytes < self.room_bytes:
+            self.short_bytes = nbytes
+            await _drop(stream, nbytes)
+        else:
+            await stream.read_into(self.parts, nbytes)
+            await stream.expect_crlf()
+            self.reply = nbytes
+
+
+def fill(parts: Parts, data: bytes) -> int | None:
+    """Copy `data`, little, into the parts, and return its size; None where it does not fit, or is nothing."""
+    if len(data) > size_of(parts) or not data:
+        return None
+    at = 0
+    for part in parts:
+        step = min(part.nbytes, len(data) - at)
+        if step:
+            part.cast("B")[:step] = data[at : at + step]
+            at += step
+    return len(data)
+
+
+async def _drop(stream: Stream, nbytes: int) -> None:
+    if nbytes > _DRAIN_BYTES:
+        stream.close()
+        return
+    await stream.skip(nbytes)
+    await stream.expect_crlf()

@@ -1,0 +1,313 @@
+"""The S3 tier: values as objects of a bucket, in AWS or in any store that speaks S3 (Ceph, MinIO, R2 ...).
+
+    tier = S3Tier.from_url(parse_url("s3://bucket/prefix?endpoint=http://127.0.0.1:9000&region=us-east-1"))
+    faults = await tier.put([(key, [header, payload])])
+
+The client is obstore, whose requests run in its own threads without the GIL. A put is sent from the caller's memory as it is, part by
+part; a get arrives in obstore's memory and is copied once into the caller's. One loop calls; two threads copy large values.
+
+An object is `prefix/<namespace>/<rest of the key>`, in hex. That a key keeps its first value is a conditional PUT (`If-None-Match: *`),
+which AWS, Ceph, MinIO, R2 and others enforce; where a store does not, `put_if_absent=false` asks before it writes, and of two writers
+at once the last one stays, whole. So it is for values of `multipart_bytes` and more, whose parts travel side by side.
+A miss needs the right to list the bucket: without it S3 answers 403 for what is not there, and `check` says so.
+
+Left out: `~/.aws` profiles (export the keys, or use a role) and expiry (set a lifecycle rule; and one for incomplete multipart uploads,
+which a killed process leaves, unseen but paid for). Of two that delete one key at once, both may count it.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+import obstore
+from obstore.exceptions import AlreadyExistsError
+from obstore.store import S3Store
+
+from kvhold.core.errors import ConfigError, TierDenied, TierError, TierUnavailable
+from kvhold.core.keys import KEY_BYTES, NAMESPACE_BYTES
+from kvhold.tiers.base import Parts, TierTraits, check_lengths, in_thread, size_of
+from kvhold.tiers.s3_faults import OBSTORE_FAULTS, Place, fault_of, is_conflict, is_missing_object, status_of
+from kvhold.tiers.s3_store import S3Config, check_config, endpoint_of, open_store, prefix_of
+from kvhold.tiers.url import TierUrl
+
+__all__ = ["S3Config", "S3Tier"]
+
+Result = TypeVar("Result")
+
+_COPY_IN_THREAD = 256 << 10  # below it, handing a copy to a thread costs more than the copy
+_COPY_THREADS = 2
+_PARTS_AT_ONCE = 4
+_ABORT_S = 5.0  # how long a cancelled multipart upload may take to remove its parts
+_HAND_BACK_S = 0.01  # obstore's threads return from their last call; one that waits for the GIL when Python exits aborts the process
+_LAST = "z"  # sorts after all names of ours
+_NAME_CHARS = 2 * KEY_BYTES + 1
+
+
+class S3Tier:
+    """Values in one bucket, below one prefix."""
+
+    traits: ClassVar[TierTraits] = TierTraits(name="s3", durable=True, shared=True)
+
+    def __init__(self, config: S3Config) -> None:
+        check_config(config)
+        self._config = config
+        self._root = prefix_of(config)
+        self._place = Place(self.traits.name, config.bucket, endpoint_of(config))
+        self._transfers = asyncio.Semaphore(config.parallel)
+        self._questions = asyncio.Semaphore(config.parallel_probes)
+        self._store: S3Store | None = None
+        self._copiers: ThreadPoolExecutor | None = None
+
+    @classmethod
+    def from_url(cls, url: TierUrl) -> "S3Tier":
+        """`s3://bucket/prefix?option=value`. Raises ConfigError."""
+        if "@" in url.netloc:
+            raise ConfigError(
+                "s3: credentials go into the environment, or the options access_key_id and secret_access_key; not before an @"
+            )
+        return cls(url.apply(S3Config(bucket=url.netloc, prefix=url.path)))
+
+    async def check(self) -> None:
+        """Tier contract: an empty page of a listing, which needs the bucket, the credentials and the right to list."""
+        try:
+            await obstore.list(self._client(), self._root or None, offset=f"{self._root}{_LAST}").collect_async()
+        except OBSTORE_FAULTS as error:
+            raise self._fault(error, "check") from None
+
+    async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
+        """Tier contract: a HEAD each, at once. Where the bucket itself is missing nothing is found; `check` and `put` tell."""
+        return [_raised(found) for found in await _all([self._size(key, "probe") for key in keys])]
+
+    async def get(
+        self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
+    ) -> list[int | TierError | None]:
+        """Tier contract: a GET each, `parallel` at once."""
+        check_lengths(keys, into, starts)
+        calls = [
+            self._get(key, parts, None if starts is None else starts[i]) for i, (key, parts) in enumerate(zip(keys, into, strict=True))
+        ]
+        return _unless_all_failed(await _all(calls))
+
+    async def put(self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None) -> list[TierError | None]:
+        """Tier contract: a PUT each, `parallel` at once. ttl_s is ignored."""
+        first = dict(reversed(items))  # the first value of a key that is there twice
+        faults = _unless_all_failed(await _all([self._put(key, parts) for key, parts in first.items()]))
+        answers = dict(zip(first, faults, strict=True))
+        return [answers[key] for key, _ in items]
+
+    async def delete(self, keys: Sequence[bytes]) -> list[bool]:
+        """Tier contract: S3 does not say what it removed, so those that are there are asked for first."""
+        unique = list(dict.fromkeys(keys))
+        sizes = [_raised(found) for found in await _all([self._size(key, "delete") for key in unique])]
+        there = {key for key, nbytes in zip(unique, sizes, strict=True) if nbytes is not None}
+        if there:
+            try:
+                await obstore.delete_async(self._client(), [self._name(key) for key in there])
+            except OBSTORE_FAULTS as error:
+                raise self._fault(error, "delete") from None
+        return [key in there and key not in keys[:i] for i, key in enumerate(keys)]
+
+    async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
+        """Tier contract: the pages of a listing, of one namespace where the prefix names one."""
+        async for name in self._names(prefix[:NAMESPACE_BYTES].hex() if len(prefix) >= NAMESPACE_BYTES else ""):
+            key = self._key(name)
+            if key is not None and key.startswith(prefix):
+                yield key
+
+    async def close(self) -> None:
+        """Tier contract."""
+        if self._copiers is not None:
+            self._copiers.shutdown(wait=False)
+            self._copiers = None
+        if self._store is not None:
+            self._store = None
+            await asyncio.sleep(_HAND_BACK_S)
+
+    def _client(self) -> S3Store:
+        if self._store is None:
+            self._store = open_store(self._config)
+        return self._store
+
+    def _name(self, key: bytes) -> str:
+        return f"{self._root}{key[:NAMESPACE_BYTES].hex()}/{key[NAMESPACE_BYTES:].hex()}"
+
+    def _key(self, name: str) -> bytes | None:
+        """The key whose object this is; None for what others keep below the same prefix."""
+        with suppress(ValueError):
+            key = bytes.fromhex(name[len(self._root) :].replace("/", "", 1))
+            return key if len(key) == KEY_BYTES and self._name(key) == name else None
+        return None
+
+    def _fault(self, error: BaseException, operation: str) -> TierError:
+        return fault_of(error, operation=operation, place=self._place)
+
+    async def _size(self, key: bytes, operation: str) -> int | TierError | None:
+        async with self._questions:
+            try:
+                return (await obstore.head_async(self._client(), self._name(key)))["size"] or None  # an empty object is none of ours
+            except FileNotFoundError:
+                return None
+            except OBSTORE_FAULTS as error:
+                return self._fault(error, operation)
+
+    async def _get(self, key: bytes, parts: Parts, start: int | None) -> int | TierError | None:
+        wanted = size_of(parts)
+        async with self._transfers:
+            try:
+                if start is None:
+                    data = await self._whole(key, wanted)
+                elif wanted:
+                    data = await obstore.get_range_async(self._client(), self._name(key), start=start, length=wanted)
+                else:
+                    there = (await obstore.head_async(self._client(), self._name(key)))["size"]
+                    return 0 if start <= there else None
+            except OBSTORE_FAULTS as error:
+                if is_missing_object(error) or status_of(error) == 416:  # 416: the range begins beyond the end
+                    return None
+                return self._fault(error, "get")
+            if data is None or (start is not None and len(data) < wanted):
+                return None
+            await self._copy(memoryview(data), parts)
+            return len(data)
+
+    async def _whole(self, key: bytes, room: int) -> "obstore.Bytes | None":
+        """The value; None where it does not fit, which its response's header says before any of it is read."""
+        answer = await obstore.get_async(self._client(), self._name(key))
+        if not 0 < answer.meta["size"] <= room:
+            return None
+        return await answer.bytes_async()
+
+    async def _copy(self, data: memoryview, parts: Parts) -> None:
+        if data.nbytes < _COPY_IN_THREAD:
+            _fill(parts, data)
+            return
+        if self._copiers is None:
+            self._copiers = ThreadPoolExecutor(_COPY_THREADS, thread_name_prefix="kvhold-s3")
+        await in_thread(self._copiers, lambda: _fill(parts, data))
+
+    async def _put(self, key: bytes, parts: Parts) -> TierError | None:
+        name, in_parts = self._name(key), size_of(parts) >= self._config.multipart_bytes
+        async with self._transfers, _lent(parts, self._config.part_bytes if in_parts else None) as views:
+            try:
+                if self._config.put_if_absent and not in_parts:
+                    await obstore.put_async(self._client(), name, views, mode="create", use_multipart=False)
+                elif not await self._is_there(name):
+                    whole = obstore.put_async
+                    await (self._put_in_parts(name, views) if in_parts else whole(self._client(), name, views, use_multipart=False))
+            except AlreadyExistsError as error:
+                return self._fault(error, "put") if is_conflict(error) else None
+            except OBSTORE_FAULTS as error:
+                return self._fault(error, "put")
+        return None
+
+    async def _is_there(self, name: str) -> bool:
+        try:
+            await obstore.head_async(self._client(), name)
+        except FileNotFoundError:
+            return False
+        return True
+
+    async def _put_in_parts(self, name: str, views: list[memoryview]) -> None:
+        """A multipart upload. Cancelled, it first gives itself time to remove its parts, which obstore does when its input fails."""
+        given_up: list[bool] = []
+
+        def pieces() -> Iterator[memoryview]:  # iterated by obstore's threads
+            for view in views:
+                if given_up:
+                    raise RuntimeError("given up")
+                yield view
+
+        upload = asyncio.ensure_future(
+            obstore.put_async(
+                self._client(), name, pieces(), use_multipart=True, chunk_size=self._config.part_bytes, max_concurrency=_PARTS_AT_ONCE
+            )
+        )
+        try:
+            await asyncio.shield(upload)
+        except asyncio.CancelledError:
+            given_up.append(True)
+            with suppress(asyncio.CancelledError):  # cancelled once more: no more time
+                await asyncio.wait((upload,), timeout=_ABORT_S)
+            if not upload.cancel() and not upload.cancelled():
+                upload.exception()  # so that nobody misses it
+            raise
+
+    async def _names(self, folder: str) -> AsyncIterator[str]:
+        pages = obstore.list(self._client(), f"{self._root}{folder}" or None, chunk_size=1000)
+        while True:
+            try:
+                page = await anext(pages)
+            except StopAsyncIteration:
+                return
+            except OBSTORE_FAULTS as error:
+                raise self._fault(error, "scan") from None
+            for found in page:
+                yield found["path"]
+
+
+@asynccontextmanager
+async def _lent(parts: Parts, piece_bytes: int | None) -> AsyncIterator[list[memoryview]]:
+    """The caller's memory as obstore reads it, in pieces of at most that size; ends when obstore has let go of all of it.
+
+    obstore holds an export of each view, in its own threads, until it has dropped the request that reads it. A request that was
+    cancelled, or answered before it was read to its end, is dropped a little after our call has ended. A view with exports refuses
+    to be released: that is how we know.
+    """
+    step = piece_bytes or max(1, size_of(parts))
+    views = [view[at : at + step] for view in _flat(parts) for at in range(0, view.nbytes, step)]
+    try:
+        yield views
+    finally:
+        cancelled = False
+        while not _released(views):
+            try:
+                await asyncio.sleep(0.001)
+            except asyncio.CancelledError:
+                cancelled = True
+        if cancelled:
+            raise asyncio.CancelledError
+
+
+def _released(views: list[memoryview]) -> bool:
+    for view in views:
+        try:
+            view.release()
+        except BufferError:
+            return False
+    return True
+
+
+def _flat(parts: Parts) -> list[memoryview]:
+    return [part.cast("B") for part in parts if part.nbytes]
+
+
+def _fill(parts: Parts, data: memoryview) -> None:
+    """Copy `data` over the parts, without the GIL where it is long."""
+    source, at = np.frombuffer(data, np.uint8), 0
+    for part in _flat(parts):
+        step = min(part.nbytes, source.size - at)
+        np.frombuffer(part, np.uint8)[:step] = source[at : at + step]
+        at += step
+
+
+async def _all(calls: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """All at once. It ends when all have ended, also when it is cancelled."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(call) for call in calls]
+    return [task.result() for task in tasks]
+
+
+def _raised(found: int | TierError | None) -> int | None:
+    if isinstance(found, TierError):
+        raise found
+    return found
+
+
+def _unless_all_failed(answers: list[Result]) -> list[Result]:
+    """The answers; raises what they all are if the place itself has failed."""
+    if answers and all(isinstance(answer, TierUnavailable | TierDenied) for answer in answers):
+        raise answers[0]  # type: ignore[misc]  # it is one of them
+    return answers

@@ -1,0 +1,106 @@
+"""What obstore raises, as our errors: the one place where the S3 tier's faults are named.
+
+    except OBSTORE_FAULTS as error:
+        return fault_of(error, operation="put", place=place)       # a TierError whose message says what to do
+
+obstore gives most faults as one class with a long text: the request, the status and the server's XML, then its own internals. From it
+are taken the status, the server's code and message, or what the system said of the connection; nothing else, so that no header, key
+or signature ends up in a log. Pure; any thread.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from obstore.exceptions import BaseError, InvalidPathError
+
+from kvhold.core.errors import TierDenied, TierError, TierFull, TierUnavailable
+
+OBSTORE_FAULTS: Final = (BaseError, OSError, ValueError)  # a missing object is a FileNotFoundError, a bad argument a ValueError
+
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>(\w{1,80})</Code>")
+_MESSAGE = re.compile(r"<Message>([^<]{1,200})")
+_SYSTEM = re.compile(r'(?:message|error): "([^"\\]{1,200})"')  # inside Rust's rendering of the cause
+
+_FULL = frozenset({"QuotaExceeded", "EntityTooLarge", "InsufficientCapacity", "StorageFull", "XMinioStorageFull"})
+_ANOTHER_REGION = frozenset({"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"})
+_NO_CREDENTIALS = (
+    "no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the options access_key_id and secret_access_key,"
+    " or give this instance a role"
+)
+_METADATA_PATHS = ("/latest/api/token", "/latest/meta-data/", "Error performing GET http://169.254.170.2")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which bucket, where: for messages. `endpoint` is empty for AWS itself."""
+
+    tier: str
+    bucket: str
+    endpoint: str
+
+    def __str__(self) -> str:
+        return f"bucket {self.bucket!r} at {self.endpoint or 'AWS'}"
+
+
+def status_of(error: BaseException) -> int | None:
+    """The HTTP status of the answer that caused `error`; None where there was no answer."""
+    match = _STATUS.search(str(error))
+    return int(match[1]) if match else None
+
+
+def is_missing_object(error: BaseException) -> bool:
+    """Whether the server says that there is no such object, and not that there is no such bucket. (A HEAD does not tell them apart.)"""
+    return isinstance(error, FileNotFoundError) and _code_of(str(error)) in ("", "NoSuchKey", "NoSuchUpload")
+
+
+def is_conflict(error: BaseException) -> bool:
+    """Whether somebody else is writing the object, which obstore calls "already exists": it may still fail."""
+    return _code_of(str(error)) == "ConditionalRequestConflict"
+
+
+def fault_of(error: BaseException, *, operation: str, place: Place) -> TierError:
+    """`error`, one of OBSTORE_FAULTS, as a TierError."""
+    text = str(error)
+    status, code = status_of(error), _code_of(text)
+    kind: type[TierError]
+    if any(path in text for path in _METADATA_PATHS):
+        kind, detail = TierDenied, _NO_CREDENTIALS
+    elif isinstance(error, InvalidPathError):
+        kind, detail = TierError, "cannot list what others keep there under names with empty segments; use a prefix of its own"
+    elif code == "NoSuchBucket":
+        kind, detail = TierUnavailable, "there is no such bucket; create it or correct the URL"
+    elif code in _FULL or status == 507:
+        kind, detail = TierFull, _answer(text, status, code)
+    elif code in _ANOTHER_REGION or "configured region" in text:
+        kind, detail = TierUnavailable, f"the bucket is in another region: set the option region ({_answer(text, status, code)})"
+    elif status in (401, 403):
+        kind, detail = TierDenied, f"wrong credentials or rights ({_answer(text, status, code)})"
+    elif status is None:
+        kind, detail = TierUnavailable, f"no answer: {_system(error, text)}"
+    elif status >= 500 or status in (408, 429):
+        kind, detail = TierUnavailable, _answer(text, status, code)
+    else:
+        kind, detail = TierError, _answer(text, status, code)
+    return kind(place.tier, operation, f"{place}: {detail}")
+
+
+def _code_of(text: str) -> str:
+    match = _CODE.search(text)
+    return match[1] if match else ""
+
+
+def _answer(text: str, status: int | None, code: str) -> str:
+    message = _MESSAGE.search(text)
+    said = f": {message[1].strip()}" if message else ""
+    return f"answer {status} {code}".rstrip() + said
+
+
+def _system(error: BaseException, text: str) -> str:
+    match = _SYSTEM.search(text)
+    if match:
+        return match[1]
+    if "TimedOut" in text:
+        return "timed out"
+    return f"{type(error).__name__}: {text.partition(chr(10))[0].rpartition(' - ')[2][:200]}"

@@ -1,0 +1,160 @@
+"""The Mooncake tier against a real master, with memory that the tier itself lends. Skipped where the client is not installed."""
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator, Iterator
+from itertools import count
+
+import pytest
+
+from kvhold.core.errors import ConfigError, TierError, TierUnavailable
+from kvhold.testing import TierContract
+from kvhold.testing.servers.mooncake import MooncakeMaster
+from kvhold.testing.tier import fetch, make_key, make_value, scanned, store
+from kvhold.tiers.url import parse_url
+from tests.tiers.conftest import start_or_skip
+
+pytest.importorskip("mooncake.store", reason="pip install mooncake-transfer-engine-non-cuda", exc_type=ImportError)
+from mooncake.store import MooncakeDistributedStore
+
+from kvhold.tiers.mooncake import MooncakeConfig, MooncakeTier
+
+pytestmark = pytest.mark.slow  # a client takes a second to close
+
+MIB = 1 << 20
+LENT_BYTES = 256 * MIB
+_numbers = count()
+
+
+@pytest.fixture(scope="module")
+def master() -> Iterator[MooncakeMaster]:
+    yield from start_or_skip(MooncakeMaster)
+
+
+@pytest.fixture
+def own_master() -> Iterator[MooncakeMaster]:
+    """One that a test may hurt."""
+    yield from start_or_skip(MooncakeMaster)
+
+
+@pytest.fixture(scope="module")
+def lender(master: MooncakeMaster) -> Iterator[None]:
+    """Another client, whose memory the store uses. (One that lends takes 2 s to close.)"""
+    client = MooncakeDistributedStore()
+    assert client.setup("127.0.0.1", "P2PHANDSHAKE", LENT_BYTES, 16 * MIB, "tcp", "", f"127.0.0.1:{master.port}") == 0
+    yield
+    client.close()
+
+
+@pytest.fixture
+async def tier(master: MooncakeMaster, lender: None) -> AsyncIterator[MooncakeTier]:
+    tier = MooncakeTier.from_url(parse_url(master.url(prefix=f"test-{next(_numbers)}")))
+    yield tier
+    await tier.close()
+
+
+class TestMooncakeTier(TierContract):
+    too_large_bytes = LENT_BYTES + MIB
+
+    @pytest.fixture
+    async def tier(self, tier: MooncakeTier) -> MooncakeTier:
+        return tier
+
+
+async def test_tiers_with_different_prefixes_do_not_see_each_other(master: MooncakeMaster, tier: MooncakeTier) -> None:
+    other = MooncakeTier.from_url(parse_url(master.url(prefix="another")))
+    assert await store(tier, {make_key(1): b"mine"}) == [True]
+    assert await other.probe([make_key(1)]) == [None]
+    assert await store(other, {make_key(1): b"theirs", make_key(2): b"2"}) == [True, True]
+    assert await fetch(tier, [make_key(1), make_key(2)], [10, 10]) == [b"mine", None]
+    assert await fetch(other, [make_key(1)], [10]) == [b"theirs"]
+    assert await scanned(other) == sorted([make_key(1), make_key(2)])
+    assert await other.delete([make_key(1), make_key(2)]) == [True, True]
+    assert await scanned(tier) == [make_key(1)]
+    await other.close()
+
+
+async def test_a_delete_waits_for_the_lease_of_a_reader_and_says_so_when_it_does_not_end(
+    master: MooncakeMaster, tier: MooncakeTier
+) -> None:
+    await store(tier, {make_key(1): b"x"})
+    assert await fetch(tier, [make_key(1)], [1]) == [b"x"]
+    hasty = MooncakeTier.from_url(parse_url(master.url(prefix=tier._config.prefix, delete_wait_s=0)))
+    await hasty.check()
+    assert await fetch(tier, [make_key(1)], [1]) == [b"x"]
+    with pytest.raises(TierError, match="leased"):
+        await hasty.delete([make_key(1)])
+    assert await tier.delete([make_key(1)]) == [True]
+    await hasty.close()
+
+
+async def test_a_cancelled_get_leaves_no_thread_that_writes(tier: MooncakeTier) -> None:
+    """D35: a time-out there left the thread writing into memory that had been given back."""
+    values = {make_key(i): make_value(i, 4 * MIB) for i in range(4)}
+    assert await store(tier, values) == [True] * 4
+    for turns in range(6):
+        memory = [bytearray(4 * MIB) for _ in values]
+        call = asyncio.ensure_future(tier.get(list(values), [[memoryview(m)] for m in memory]))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.wait((call,))
+        del call  # whose traceback has the caller's memory in its frames
+        gc.collect()
+        for one in memory:
+            one.append(0)  # a BufferError if a thread still had it
+
+
+async def test_without_lent_memory_the_store_is_full(own_master: MooncakeMaster) -> None:
+    tier = MooncakeTier.from_url(parse_url(own_master.url()))
+    faults = await tier.put([(make_key(1), [memoryview(b"x")])])
+    assert [getattr(fault, "reason", None) for fault in faults] == ["full"]
+    await tier.close()
+
+
+async def test_a_dead_master_is_unavailable_and_no_miss(own_master: MooncakeMaster) -> None:
+    tier = MooncakeTier.from_url(parse_url(own_master.url(segment_bytes="16MiB")))
+    assert await store(tier, {make_key(1): b"x"}) == [True]
+    own_master.kill()
+    for call in (
+        tier.check,
+        lambda: tier.probe([make_key(1)]),
+        lambda: fetch(tier, [make_key(1)], [1]),
+        lambda: store(tier, {make_key(2): b"x"}),
+        lambda: tier.delete([make_key(1)]),
+        lambda: scanned(tier),
+    ):
+        with pytest.raises(TierUnavailable):
+            await call()
+    await tier.close()
+
+
+async def test_a_master_that_was_never_there_is_named(own_master: MooncakeMaster) -> None:
+    own_master.kill()
+    tier = MooncakeTier.from_url(parse_url(own_master.url()))
+    with pytest.raises(TierUnavailable, match=f"127.0.0.1:{own_master.port}"):
+        await tier.probe([make_key(1)])
+    own_master.start()
+    assert await tier.probe([make_key(1)]) == [None]
+    await tier.close()
+
+
+async def test_a_scan_without_the_masters_http_port_says_what_to_set(master: MooncakeMaster) -> None:
+    tier = MooncakeTier.from_url(parse_url(master.url(admin="")))
+    with pytest.raises(TierError, match="admin"):
+        await scanned(tier)
+    await tier.close()
+
+
+def test_what_cannot_work_is_refused_when_it_is_made() -> None:
+    for text, message in {
+        "mooncake://host:1": "allow_all_interfaces",
+        "mooncake://host?allow_all_interfaces=true": "host:port",
+        "mooncake://host:1/path?allow_all_interfaces=true": "no path",
+        "mooncake://me:secret@host:1?allow_all_interfaces=true": "credentials",
+        "mooncake://host:1?allow_all_interfaces=true&prefix=a/b": "prefix",
+        "mooncake://host:1?allow_all_interfaces=true&protocol=udp": "protocol",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            MooncakeTier.from_url(parse_url(text))
+    assert MooncakeConfig().allow_all_interfaces is False
