@@ -7,11 +7,11 @@ BIN    := $(VENV)/bin
 stage = @printf '\n=== %s ===\n' '$(1)'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers demo test lint docs unit vllm faults clean
+.PHONY: help setup servers demo test lint docs unit tiers vllm faults soak-damage soak-kills soak-redis clean
 .NOTPARALLEL:
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 setup: ## make the environment in VENV (.venv), a CPU build of vLLM included; a few minutes, then under a second
 	@$(PYTHON) tools/setup_env.py --venv '$(VENV)'
@@ -22,7 +22,7 @@ servers: ## the real servers that tests of tiers start (Redis, memcached): insta
 demo: setup ## see what a held KV cache saves, on this machine
 	@$(BIN)/kvhold demo
 
-test: lint docs unit vllm ## everything that must hold: lint, types, docs, unit tests, tests with a real vLLM
+test: lint docs unit tiers vllm ## everything that must hold: lint, types, docs, unit tests, tests with real servers, with a real vLLM
 
 lint: setup ## style, types, and who may import whom
 	$(call stage,ruff check)
@@ -39,9 +39,13 @@ docs: setup ## build the documentation into site/
 	$(call stage,mkdocs)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-unit: setup servers ## the tests that need no vLLM
-	$(call stage,pytest: without vLLM)
-	@$(BIN)/python -m pytest -m 'not vllm'
+unit: setup ## the tests that need no server and no vLLM; under three minutes
+	$(call stage,pytest: units)
+	@$(BIN)/python -m pytest -m 'not vllm and not server and not slow'
+
+tiers: setup servers ## the tests with real servers, and the long ones; four at a time, because they wait more than they compute
+	$(call stage,pytest: real servers and long tests)
+	@$(BIN)/python -m pytest -m '(server or slow) and not vllm' -n 4 --dist loadfile
 
 vllm: setup servers ## the tests with a real vLLM
 	$(call stage,pytest: with vLLM)
@@ -49,6 +53,15 @@ vllm: setup servers ## the tests with a real vLLM
 
 faults: setup servers ## each tier, each way in which it can fail, as one table; some minutes
 	@$(BIN)/kvhold bench faults
+
+soak-damage: setup ## 100,000 damaged frames: is each one noticed?; half a minute
+	@$(BIN)/kvhold bench soak damage
+
+soak-kills: setup ## a node killed 1,000 times: does what was acknowledged come back?; half an hour
+	@$(BIN)/kvhold bench soak kills
+
+soak-redis: setup servers ## a real vLLM over a Redis that dies every minute; half an hour
+	@$(BIN)/kvhold bench soak redis
 
 clean: ## remove what building and testing left, but not the environment
 	rm -rf build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -8,7 +8,16 @@ import pytest
 
 from kvhold.testing.servers.base import NotInstalled, ServerProcess
 
+_WITH_SERVERS = ("central", "redis", "memcached", "s3", "mooncake", "layerwise")
+
 Server = TypeVar("Server", bound=ServerProcess)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Modules whose tests start real servers; `make unit` leaves them to `make tiers`."""
+    for item in items:
+        if "tests/tiers/" in item.nodeid and any(item.path.name.startswith(f"test_{name}") for name in _WITH_SERVERS):
+            item.add_marker("server")
 
 
 def start_or_skip(make: Callable[[], Server]) -> Iterator[Server]:

@@ -24,13 +24,14 @@ from vllm.pooling_params import PoolingParams
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.request import Request, RequestStatus
 
-from kvhold.core.config import Config, load_config
+from kvhold.core.config import ClientConfig, Config, load_config
 from kvhold.core.errors import ConfigError, LayoutError
 from kvhold.core.keys import Namespace
 from kvhold.core.layout import Group, Layout
 from kvhold.integrations.vllm import register, scheduler, space
 from kvhold.integrations.vllm.connector import KVHoldConnector
 from kvhold.integrations.vllm.steps import Load, Steps, Store
+from kvhold.node import NodeClient
 from tests.vllm.scheduling import (
     Engine,
     NodeProcess,
@@ -996,3 +997,260 @@ def test_steps_cross_processes_unchanged() -> None:
     with one, other:
         one.send(steps)
         assert other.recv() == steps
+
+
+LATE = {"client": {"arrival_timeout_s": 0.2}}
+PATIENT = {"client": {"arrival_timeout_s": 600}}
+
+
+class TestTiersBelow:
+    """Prompts that only a tier below the node's memory has."""
+
+    @pytest.fixture
+    def start(self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[NodeProcess, Engine]]]:
+        """A function that starts a node over a disk, with faults in its reads if told so, and an engine on it."""
+        nodes: list[NodeProcess] = []
+        made: list[Iterator[MakeEngine]] = []
+
+        def start(faults: str = "", options: str = "", **engine_options: Any) -> tuple[NodeProcess, Engine]:
+            url = f"disk://{tmp_path}/kv?max_bytes=1GiB{options}"
+            with monkeypatch.context() as patched:
+                patched.setenv("KVHOLD_TIERS", f"faults+{url}&faults={faults}" if faults else url)
+                nodes.append(NodeProcess(tmp_path / f"node{len(nodes)}.sock"))
+            made.append(engines_on(nodes[-1], folder))
+            return nodes[-1], next(made[-1])(**engine_options)
+
+        def end() -> None:
+            try:
+                while made:
+                    assert next(made.pop(0), None) is None  # all done, and nothing held
+            finally:
+                for node in nodes:
+                    node.go_on()
+                    node.kill()  # before another may have the disk
+
+        start.end = end  # type: ignore[attr-defined]
+        yield start
+        end()
+
+    @pytest.fixture
+    def prompt(self, start: Callable[..., tuple[NodeProcess, Engine]]) -> list[int]:
+        """One of 300 tokens that is on the disk already."""
+        prompt = make_prompt("below", 300)
+        _, storing = start()
+        store(storing, prompt)
+        assert storing.hands.client.flush(deadline_s=60)
+        start.end()  # type: ignore[attr-defined]
+        return prompt
+
+    @pytest.mark.parametrize("asynchronous", [False, True], ids=["one pass at a time", "two passes at a time"])
+    @pytest.mark.parametrize("real_worker", [False, True], ids=["worker played", "worker real"])
+    def test_it_is_loaded_when_it_has_come(
+        self, start: Callable[..., tuple[NodeProcess, Engine]], prompt: list[int], real_worker: bool, asynchronous: bool
+    ) -> None:
+        _, engine = start("get:delay:1:50ms", settings=PATIENT, real_worker=real_worker, asynchronous=asynchronous)
+        engine.add("a", prompt)
+        engine.run()
+        assert engine.outputs["a"] == answer_to(prompt, 2)
+        assert engine.tokens_computed["a"] == 300 - 288 + 1
+        assert len(engine.loads) == 1
+
+    def test_while_it_comes_others_go_on_and_it_is_not_computed(
+        self, start: Callable[..., tuple[NodeProcess, Engine]], prompt: list[int]
+    ) -> None:
+        node, engine = start("get:hang", "&get_timeout_s=1000", settings=PATIENT)
+        engine.add("waits", prompt)
+        for number in range(5):
+            engine.add(f"{number}", other := make_prompt(number, 200))
+            engine.run(until=lambda number=number: len(engine.outputs.get(f"{number}", [])) == 2)
+            assert engine.outputs[f"{number}"] == answer_to(other, 2)
+        assert "waits" not in engine.tokens_computed
+        assert engine.loads == []
+        assert node.held()["tickets"] == 1
+        engine.abort("waits")
+        eventually(lambda: node.held() == NOTHING)
+
+    def test_no_pass_is_held_up_by_what_arrives(self, start: Callable[..., tuple[NodeProcess, Engine]], prompt: list[int]) -> None:
+        """The answer about one that arrives is taken when it is there, however long the node takes."""
+        node, engine = start("get:hang", "&get_timeout_s=1000", settings=PATIENT)
+        engine.add("waits", prompt)
+        eventually(lambda: engine.step() and engine.connector.scheduler._followed["waits"].arriving)
+        node.hold_up()
+        engine.step()
+        followed = engine.connector.scheduler._followed["waits"]
+        side = engine.connector.scheduler
+        side._patience_s = WITHIN_FOR_EVER_S
+        assert side._resolve(followed) is False
+        side._patience_s = 0.0
+        node.go_on()
+        engine.abort("waits")
+
+    def test_it_is_computed_when_it_comes_too_late(self, start: Callable[..., tuple[NodeProcess, Engine]], prompt: list[int]) -> None:
+        node, engine = start("get:hang", "&get_timeout_s=1000", settings=LATE)
+        engine.add("a", prompt)
+        engine.run()
+        assert probed(node)
+        assert engine.outputs["a"] == answer_to(prompt, 2)
+        assert engine.tokens_computed["a"] == 300 + 1
+        assert engine.loads == []
+
+    @pytest.mark.parametrize("fault", ["get:error", "get:corrupt", "get:truncate", "get:stale"])
+    def test_it_is_computed_when_it_does_not_come(
+        self, start: Callable[..., tuple[NodeProcess, Engine]], prompt: list[int], fault: str
+    ) -> None:
+        node, engine = start(fault, settings=PATIENT)
+        engine.add("a", prompt)
+        engine.run()
+        assert probed(node)
+        assert engine.outputs["a"] == answer_to(prompt, 2)
+        assert engine.tokens_computed["a"] == 300 + 1
+
+    def test_what_has_come_in_time_is_loaded_and_the_rest_computed(
+        self, start: Callable[..., tuple[NodeProcess, Engine]], prompt: list[int]
+    ) -> None:
+        node, engine = start("get:hang:@3", "&get_timeout_s=1000&batch_bytes=1&concurrent_calls=1", settings=LATE)
+        engine.add("a", prompt)
+        engine.run()
+        assert probed(node)
+        assert engine.outputs["a"] == answer_to(prompt, 2)
+        assert engine.tokens_computed["a"] in (300 + 1, 300 - 64 + 1, 300 - 128 + 1), "no more than two chunks came"
+
+    def test_requests_that_go_away_while_it_comes_leave_nothing_whatever_was_being_asked(
+        self, start: Callable[..., tuple[NodeProcess, Engine]], prompt: list[int]
+    ) -> None:
+        node, engine = start("get:hang", "&get_timeout_s=1000", settings=PATIENT)
+        names = [f"{number}" for number in range(20)]
+        for name in names:
+            engine.add(name, prompt)
+        followed = engine.connector.scheduler._followed
+        eventually(lambda: engine.step() and all(followed[name].arriving for name in names))
+        node.hold_up()
+        engine.step()
+        asked = [followed[name].lookup for name in names]
+        engine.abort(*names)
+        assert any(lookup is not None and lookup.cancelled() for lookup in asked), "some were never asked again"
+        node.go_on()
+        engine.run()
+        eventually(lambda: node.held() == NOTHING)
+
+    def test_one_that_may_not_load_does_not_wait(self, start: Callable[..., tuple[NodeProcess, Engine]], prompt: list[int]) -> None:
+        node, engine = start("get:hang", "&get_timeout_s=1000", settings=PATIENT)
+        engine.add("a", prompt, **asks(load=False))
+        engine.run()
+        eventually(lambda: probed(node))
+        assert engine.tokens_computed["a"] == 300 + 1
+
+    def test_an_engine_that_only_stores_does_not_wait(self, start: Callable[..., tuple[NodeProcess, Engine]], prompt: list[int]) -> None:
+        node, engine = start("get:hang", "&get_timeout_s=1000", settings=PATIENT, role="kv_producer")
+        engine.add("a", prompt)
+        engine.run()
+        eventually(lambda: probed(node))
+        assert engine.tokens_computed["a"] == 300 + 1
+
+
+WITHIN_FOR_EVER_S = 1e6
+
+
+def probed(node: NodeProcess) -> bool:
+    """Whether the node's disk was asked, and had something."""
+    with NodeClient(node.socket, ClientConfig(), name="test-status") as client:
+        counters: dict[str, float] = client.status()["tier_counters"]
+    return counters.get("kvhold_tier_items{tier=disk,operation=probe,result=hit}", 0) > 0
+
+
+def asks(**rules: Any) -> dict[str, Any]:
+    """A request's word about the cache, as vLLM's server passes it on."""
+    return {"sampling": {"extra_args": {"kv_transfer_params": {"kvhold": rules}}}}
+
+
+class TestRules:
+    def test_what_is_not_to_be_stored_is_not_and_what_is_there_is_loaded(self, engine: MakeEngine) -> None:
+        one = engine()
+        prompt = make_prompt("rules store", 300)
+        one.add("a", prompt, **asks(store=False))
+        one.run()
+        assert one.stores == []
+        forget_locally(one)
+        store(one, prompt)
+        one.add("b", [*prompt, 5], **asks(store=False))
+        one.run()
+        assert one.tokens_computed["b"] == 301 - 288 + 1
+        assert one.stores == []
+
+    def test_what_is_not_to_be_loaded_is_computed_and_not_stored_twice(self, engine: MakeEngine) -> None:
+        one = engine()
+        prompt = make_prompt("rules load", 300)
+        store(one, prompt)
+        one.hands.granted_chunks = 0
+        one.add("a", prompt, **asks(load=False))
+        one.run()
+        assert one.loads == []
+        assert one.tokens_computed["a"] == 300 + 1
+        assert one.hands.granted_chunks == 0, "the node has it already"
+        other = make_prompt("rules load other", 300)
+        one.add("b", other, **asks(load=False))
+        one.run()
+        assert one.hands.granted_chunks == 5
+
+    @pytest.mark.parametrize(
+        ("settings", "asked", "ttl_s"), [(0, 50, 50.0), (30, None, 30.0), (30, 50, 30.0), (30, 20, 20.0), (0, None, None)]
+    )
+    def test_a_time_to_live_goes_with_what_is_stored(
+        self, engine: MakeEngine, settings: float, asked: float | None, ttl_s: float | None
+    ) -> None:
+        one = engine(settings={"rules": {"ttl_s": settings}})
+        one.add("a", make_prompt(f"rules ttl {settings} {asked}", 300), **asks(**({} if asked is None else {"ttl_s": asked})))
+        one.run()
+        assert one.stores
+        assert {each.ttl_s for each in one.stores} == {ttl_s}
+
+    def test_what_has_outlived_its_time_is_computed_again(self, engine: MakeEngine) -> None:
+        one = engine(real_worker=True)
+        prompt = make_prompt("rules ttl over", 300)
+        one.add("a", prompt, **asks(ttl_s=0.5))
+        one.run()
+        numbers = iter(range(1000))
+
+        def computed_whole() -> bool:
+            forget_locally(one)
+            one.add(name := f"again {next(numbers)}", prompt, **asks(store=False))
+            one.run()
+            return one.tokens_computed[name] == 300 + 1
+
+        eventually(computed_whole)
+
+    def test_tags_must_match(self, engine: MakeEngine) -> None:
+        one = engine()
+        prompt = make_prompt("rules tags", 300)
+        tagged = asks(tags={"tenant": "a"})
+        one.add("a", prompt, **tagged)
+        one.run()
+        computed = {}
+        for name, rules in (("none", {}), ("other", asks(tags={"tenant": "b"})), ("same", tagged)):
+            forget_locally(one)
+            one.add(name, prompt, **rules)
+            one.run()
+            computed[name] = one.tokens_computed[name]
+        assert computed == {"none": 301, "other": 301, "same": 300 - 288 + 1}
+
+    @pytest.mark.parametrize("rules", [{"stor": False}, {"store": "no"}, {"ttl_s": -1}, {"tags": "a"}], ids=str)
+    def test_a_request_that_is_not_understood_is_computed_and_not_cached(
+        self, engine: MakeEngine, rules: dict[str, Any], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        one = engine()
+        prompt = make_prompt("rules nonsense", 300)
+        store(one, prompt)
+        one.add("a", prompt, **asks(**rules))
+        one.run()
+        assert one.tokens_computed["a"] == 300 + 1
+        assert (one.stores, one.loads) == ([], [])
+
+    def test_what_the_settings_forbid_no_request_may(self, engine: MakeEngine) -> None:
+        one, forbidden = engine(), engine(settings={"rules": {"store": False, "load": False}})
+        prompt = make_prompt("rules forbidden", 300)
+        store(one, prompt)
+        for name, text in (("a", prompt), ("b", make_prompt("rules forbidden too", 300))):
+            forbidden.add(name, text, **asks(store=True, load=True))
+            forbidden.run()
+            assert forbidden.tokens_computed[name] == 300 + 1
+        assert (forbidden.stores, forbidden.loads) == ([], [])

@@ -36,7 +36,8 @@ class Landing:
         if arrival.place.nbytes == header_bytes + entry.nbytes:
             return cls(arrival, chunk, (page_aligned(header_bytes), chunk))
         most = max_frame_bytes(_RAW, layout, _group(entry), entry.num_tokens, align=ALIGNMENT)
-        return cls(arrival, chunk, (page_aligned(min(arrival.place.nbytes, 2 * most)),))  # what is larger than that does not fit: a miss
+        # What is larger than that does not fit: a miss. Nothing at all is a frame that is cut short, like any other.
+        return cls(arrival, chunk, (page_aligned(max(1, min(arrival.place.nbytes, 2 * most))),))
 
     def accept(self, nbytes: int, *, check: bool) -> int:
         """Check what arrived, all of it, and have the chunk in the arena. Returns when it expires. Raises FrameError."""

@@ -69,8 +69,7 @@ class LocalCache:
             self._move()
             if found.arriving and wait_s != 0:
                 wait_s = self._config.client.arrival_timeout_s if wait_s is None else wait_s
-                self._lock.wait_for(lambda: self._closed or not self._state.refresh(found.ticket).arriving, wait_s)
-                found = self._state.refresh(found.ticket, settle=True)
+                found = self._await(found.ticket, wait_s)
         ticket = found.ticket
         return Hit(ticket, found.num_tokens, lambda: self._release(ticket), arriving=found.arriving, ask=self._ask)
 
@@ -133,6 +132,8 @@ class LocalCache:
         """Write what waits to lower tiers, for `drain_timeout_s` at most; give back everything, and the arena itself. Idempotent."""
         self._toucher.stop()
         with self._lock:
+            if self._closed:
+                return
             self._closed = True
             self._state.gone(self._owner)
             self._lock.notify_all()
@@ -150,6 +151,15 @@ class LocalCache:
     def _check_open(self) -> None:
         if self._closed:
             raise KVHoldError("this cache is closed")
+
+    def _await(self, ticket: int, wait_s: float) -> Found:
+        """Under the lock: wait for what arrives, and settle."""
+        try:
+            self._lock.wait_for(lambda: self._closed or self._state.is_over(ticket), wait_s)
+        except BaseException:  # Ctrl-C: nobody else knows the ticket
+            self._state.release(self._owner, ticket)
+            raise
+        return self._state.refresh(ticket, settle=True)
 
     def _move(self) -> None:
         """Under the lock: have the state's orders done."""

@@ -115,7 +115,7 @@ class Mover:
             outbox = _Outbox(guard)
             self._outboxes.append(outbox)
             if not guard.config.read_only:
-                for _ in range(max(1, guard.config.parallel - 1)):
+                for _ in range(max(1, guard.config.concurrent_calls - 1)):
                     self._start(self._write_from(outbox))
         self._start(self._stack.check())
 
@@ -215,19 +215,19 @@ class Mover:
             return None
         if expires_at and expires_at <= self._ram.now():
             self._metrics.add("kvhold_expired_chunks", tier=guard.name)
-            await self._remove(guard, landing.arrival.entry.key)
+            await self._remove(guard, [landing.arrival.entry.key])
             return None
         return expires_at
 
     async def _refuse(self, guard: Guard, key: bytes, error: FrameError) -> None:
         self._metrics.add("kvhold_tier_bad_frames", tier=guard.name, reason=error.reason)
         log.warning("tier %s: %s is removed: %s", guard.name, key.hex(), error)
-        await self._remove(guard, key)
+        await self._remove(guard, [key])
 
-    async def _remove(self, guard: Guard, key: bytes) -> None:
+    async def _remove(self, guard: Guard, keys: list[bytes]) -> None:
         if not guard.config.read_only:
             async with guard.gate.turn(Urgency.DELETE):
-                await guard.delete([key])
+                await guard.delete(keys)
 
     def _tell_fetched(self, entry: Entry, expires_at: int | None) -> None:
         self._post(lambda: self._state.fetched(entry, expires_at is not None, expires_at or 0))
@@ -261,6 +261,7 @@ class Mover:
                     pending = await self._write_batch(guard, batch)
             except Exception:  # one batch is lost, not the tier
                 log.exception("tier %s: a batch was not written", guard.name)
+                guard.drop(len(batch), reason="internal")
             finally:
                 for write in batch:
                     outbox.writing.remove(write)
@@ -269,11 +270,14 @@ class Mover:
                 if pending is None:
                     self._finish(batch)
                 else:  # the tier may still be reading the entries' memory
-                    pending.add_done_callback(partial(self._finish_late, batch))
+                    pending.add_done_callback(partial(self._finish_late, guard, batch))
 
     async def _write_batch(self, guard: Guard, batch: list[_Write]) -> "asyncio.Task[Any] | None":
         """Write what the tier does not have yet. Returns the call that still holds the entries' memory, if there is one."""
-        there = await guard.probe([write.order.entry.key for write in batch]) if guard.available else [None] * len(batch)
+        if not guard.available:  # then nothing is even hashed for it
+            guard.drop(len(batch), reason="unavailable")
+            return None
+        there = await guard.probe([write.order.entry.key for write in batch])
         missing = [write for write, size in zip(batch, there, strict=True) if size is None and not write.order.entry.doomed]
         pending = []
         for expires_at in sorted({write.order.entry.expires_at for write in missing}):
@@ -296,7 +300,10 @@ class Mover:
             write.frame = asyncio.ensure_future(_future_result(making))
         return await asyncio.shield(write.frame)
 
-    def _finish_late(self, batch: list[_Write], _: "asyncio.Task[Any]") -> None:
+    def _finish_late(self, guard: Guard, batch: list[_Write], _: "asyncio.Task[Any]") -> None:
+        cleared = [write.order.entry.key for write in batch if write.order.entry.doomed]
+        if cleared:  # no clear waits for a call that hangs; it may have written them after all
+            self._start(self._remove(guard, cleared))
         self._finish(batch)
 
     def _finish(self, batch: Iterable[_Write]) -> None:
@@ -327,7 +334,8 @@ class Mover:
                 self._finish(dropped)
                 self._count_queued(outbox)
             for outbox in self._outboxes:
-                while any(write.order.entry.key.startswith(order.prefix) for write in outbox.writing):
+                writing = [write for write in outbox.writing if write.order.entry.key.startswith(order.prefix)]
+                while any(write in outbox.writing for write in writing):
                     await self._some_written()
             await self._stack.clear(order.prefix)
         finally:

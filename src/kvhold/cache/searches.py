@@ -50,7 +50,6 @@ class _Coming:
 
     arrival: Arrival
     searches: set[int] = field(default_factory=set)
-    given_up: bool = False
 
 
 class Searches:
@@ -63,6 +62,7 @@ class Searches:
         self._give_order = give_order
         self._searches: dict[int, Search] = {}
         self._coming: dict[bytes, _Coming] = {}
+        self._given_up = 0
         self._clearing: list[bytes] = []
 
     def __contains__(self, number: int) -> bool:
@@ -73,8 +73,8 @@ class Searches:
 
     @property
     def num_arriving(self) -> int:
-        """Chunks that are being read."""
-        return len(self._coming)
+        """Chunks that are being read, or whose read was given up and has not let go of their memory."""
+        return len(self._coming) + self._given_up
 
     def may_begin(self, query: Query) -> bool:
         """Not while the query's namespace is being cleared below RAM."""
@@ -133,16 +133,14 @@ class Searches:
 
     def given_up(self, entry: Entry) -> list[int]:
         """A read failed, but something may still write to its memory: nobody waits for it, and it stays reserved until `let_go`."""
-        coming = self._coming[entry.key]
-        coming.given_up = True
+        coming = self._coming.pop(entry.key)
+        self._given_up += 1
         self._metrics.add("kvhold_withdrawn_chunks", reason="too late")
-        over = self._tell(coming, entry)
-        coming.searches.clear()
-        return over
+        return self._tell(coming, entry)
 
     def let_go(self, entry: Entry) -> None:
         """Nothing writes to the memory of a read that was given up any more."""
-        del self._coming[entry.key]
+        self._given_up -= 1
         self._ram.abandon(entry)
 
     def finish(self, number: int) -> tuple[Search, Extent]:
@@ -214,6 +212,4 @@ class Searches:
 
     def _find_or_coming(self, key: bytes) -> Entry | None:
         coming = self._coming.get(key)
-        if coming is not None:
-            return None if coming.given_up else coming.arrival.entry
-        return self._ram.find(key)
+        return coming.arrival.entry if coming is not None else self._ram.find(key)

@@ -153,14 +153,17 @@ class CacheState:
 
         settle: it is final with what is here by now
         """
-        if ticket in self._searches:
+        if self._is_arriving(ticket):
             search = self._searches[ticket]
-            if settle or search.over:
-                self._settle(ticket)
-            else:
+            if not settle and not search.over:
                 return Found(ticket, search.presence().extent().num_tokens, arriving=True)
+            self._settle(ticket)
         held = self._tickets.get(ticket)
         return Found(ticket, sum(held.num_tokens)) if held is not None else Found(0, 0)
+
+    def is_over(self, ticket: int) -> bool:
+        """Whether nothing more will come for it. Cheap, unlike `refresh`."""
+        return ticket not in self._searches or self._searches[ticket].over
 
     def prefetch(self, owner: Owner, query: Query) -> None:
         """Bring what lower tiers have of a prompt into RAM, for nobody in particular yet."""
@@ -175,7 +178,7 @@ class CacheState:
         """Move one shard's pins from the ticket to `owner`; chunks before `first_chunk` are let go. None if the ticket is not good."""
         if first_chunk < 0:
             raise ProtocolError(f"a claim from chunk {first_chunk} on; the first one is 0")
-        if ticket in self._searches:  # whoever claims waits no longer
+        if self._is_arriving(ticket):  # whoever claims waits no longer
             self._settle(ticket)
         held = self._tickets.get(ticket)
         if held is None or shard not in held.shards:
@@ -353,7 +356,7 @@ class CacheState:
         self._writes.done(number)
 
     def cleared(self, prefix: bytes) -> None:
-        """Of a ClearOrder. What came up from below while it was under way goes, too."""
+        """Of a ClearOrder. Nothing came up from below meanwhile: what was on its way was doomed, and nothing new was begun."""
         self._clears -= 1
         self._searches.cleared(prefix)
 
@@ -362,6 +365,10 @@ class CacheState:
 
     def _of(self, owner: Owner) -> _Holdings:
         return self._holdings.setdefault(owner, _Holdings())
+
+    def _is_arriving(self, ticket: int) -> bool:
+        """Whether somebody waits for it: one that was prefetched is nobody's ticket."""
+        return ticket in self._searches and self._searches[ticket].owner is not None
 
     def _settle(self, number: int) -> None:
         """An arriving ticket becomes final, with what is here of it by now."""

@@ -17,6 +17,7 @@ _COMMANDS = {
     "serve": ("kvhold.cli.serve", "Run this host's node in the foreground."),
     "status": ("kvhold.cli.status", "Show what the node holds and counts."),
     "stop": ("kvhold.cli.stop", "End this host's node."),
+    "tiers": ("kvhold.cli.tiers", "Which tiers there are, and what can be set."),
     "doctor": ("kvhold.cli.doctor", "Try each tier, and say what is wrong."),
     "demo": ("kvhold.cli.demo.command", "Show on a real engine what a hit is worth."),
     "bench": ("kvhold.cli.bench.command", "Measure, against limits taken in the same run."),

@@ -42,7 +42,7 @@ class GuardConfig:
     get_timeout_s: float = setting(5.0, "deadline of one batch of reads", minimum=0.001)
     put_timeout_s: float = setting(10.0, "deadline of one batch of writes, or of deletes", minimum=0.001)
     batch_bytes: int = size(32 << 20, "bytes of chunks that are read or written in one call")
-    parallel: int = setting(4, "calls at once", minimum=1)
+    concurrent_calls: int = setting(4, "calls at once", minimum=1)
     breaker_failures: int = setting(3, "after so many failures in a row the tier is left alone", minimum=1)
     breaker_pause_s: float = setting(1.0, "then it is tried after so long, later less often, at least every 30 s", minimum=0.001)
 
@@ -76,7 +76,7 @@ class Guard:
     def __init__(self, tier: Tier, config: GuardConfig, *, name: str, metrics: Metrics) -> None:
         self.name = name
         self.config = config
-        self.gate = Gate(config.parallel)
+        self.gate = Gate(config.concurrent_calls)
         self.traits = tier.traits
         self._tier = tier
         self._metrics = metrics
@@ -172,6 +172,7 @@ class Guard:
             "durable": self.traits.durable,
             "shared": self.traits.shared,
             "read_only": self.config.read_only,
+            "used_bytes": getattr(self._tier, "used_bytes", None),
         }
 
     async def close(self) -> None:

@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from types import ModuleType
 from typing import Protocol
 
 from kvhold.core.errors import ConfigError, KVHoldError
@@ -35,7 +36,7 @@ class _Home:
 
 
 _DISK, _FS = _Home("kvhold.tiers.disk", "DiskTier"), _Home("kvhold.tiers.fs", "SharedFilesTier")
-_REDIS = _Home("kvhold.tiers.redis", "RedisTier", "redis")
+_REDIS = _Home("kvhold.tiers.redis", "RedisTier")
 _CENTRAL = _Home("kvhold.tiers.central", "CentralTier")
 _TIERS = {
     "disk": _DISK,
@@ -47,6 +48,8 @@ _TIERS = {
     "redis-cluster": _REDIS,
     "valkey": _REDIS,
     "valkeys": _REDIS,
+    "valkey-sentinel": _REDIS,
+    "valkey-cluster": _REDIS,
     "memcached": _Home("kvhold.tiers.memcached", "MemcachedTier"),
     "s3": _Home("kvhold.tiers.s3", "S3Tier", "s3"),
     "mooncake": _Home("kvhold.tiers.mooncake", "MooncakeTier", "mooncake"),
@@ -102,6 +105,20 @@ def tier_schemes() -> tuple[str, ...]:
     return tuple(sorted({*_TIERS, *_plugins(), PLUGIN_SCHEME}))
 
 
+def tier_options(scheme: str) -> list[tuple[str, object, str]]:
+    """`(name, default, help)` of every option of our tiers of this scheme; "" for those that every tier has.
+
+    Raises ConfigError for an unknown scheme, or where what it needs is not installed.
+    """
+    if not scheme:
+        return [(name, option.default, option.metadata["help"]) for name, option in _GUARD_OPTIONS.items()]
+    if scheme not in _TIERS:
+        raise ConfigError(f"there is no tier {scheme!r} of ours; known are {', '.join(sorted(_TIERS))}")
+    home = _TIERS[scheme]
+    settings = getattr(_load_module(home, scheme), home.name.replace("Tier", "Config"), None)  # by this name beside each tier
+    return [] if settings is None else [(f.name, f.default, f.metadata["help"]) for f in fields(settings)]
+
+
 class _Wrapper(Protocol):
     option_names: frozenset[str]
     from_url: Callable[[Tier, Mapping[str, str], str], Tier]
@@ -143,15 +160,21 @@ def _load_plugin(named: str, url: TierUrl, plugins: Sequence[str]) -> TierClass:
 
 
 def _load(home: _Home, url: TierUrl):  # type: ignore[no-untyped-def]  # the caller names what it expects
+    module = _load_module(home, url.shown)
     try:
-        return getattr(import_module(home.module), home.name)
-    except ImportError as error:
-        how = f": pip install 'kvhold[{home.extra}]'" if home.extra else ""
-        raise ConfigError(f"tiers: {url.shown}: {error}{how}") from error
+        return getattr(module, home.name)
     except AttributeError:
         raise ConfigError(f"tiers: {url.shown}: module {home.module} has no {home.name}") from None
+
+
+def _load_module(home: _Home, shown: str) -> ModuleType:
+    try:
+        return import_module(home.module)
+    except ImportError as error:
+        how = f": pip install 'kvhold[{home.extra}]'" if home.extra else ""
+        raise ConfigError(f"tiers: {shown}: {error}{how}") from error
     except Exception as error:  # the code of others
-        raise ConfigError(f"tiers: {url.shown}: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"tiers: {shown}: {type(error).__name__}: {error}") from error
 
 
 def _take(url: TierUrl, names: Mapping[str, object]) -> TierUrl:

@@ -19,7 +19,7 @@ from kvhold.core.errors import ConfigError
 Settings = TypeVar("Settings")
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://")
-_SECRET = re.compile(r"secret|token|password|key_id", re.IGNORECASE)
+_SECRET = re.compile(r"secret|token|passw|^pass$|auth|credential|access_key|key_id", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -76,13 +76,16 @@ class TierUrl:
 def parse_url(text: str) -> TierUrl:
     """Take the line apart. Raises ConfigError."""
     if not _SCHEME.match(text):
-        raise ConfigError(f"tiers: {text.partition('?')[0]!r} is not a tier's URL, such as disk:///var/cache/kvhold or redis://host:6379/0")
+        place = text.partition("?")[0].rpartition("@")[2]
+        raise ConfigError(f"tiers: {place!r} is not a tier's URL, such as disk:///var/cache/kvhold or redis://host:6379/0")
     try:
         parts = urlsplit(text)
-    except ValueError as error:
-        raise ConfigError(f"tiers: {text.partition('?')[0].rpartition('@')[2]!r} is not a URL: {error}") from None
+    except ValueError:  # its message may show the password
+        raise ConfigError(f"tiers: {text.partition('?')[0].rpartition('@')[2]!r} is not a URL") from None
     if parts.fragment:
         raise ConfigError(f"tiers: {parts.scheme}://...: '#' begins a fragment; write it as %23")
+    if ":" in parts.netloc and "@" in parts.path:  # what was meant to be a password would be shown
+        raise ConfigError(f"tiers: {parts.scheme}://...: in a password, '/' is %2F and '@' is %40; in a path, '@' is %40")
     try:
         pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
     except ValueError:

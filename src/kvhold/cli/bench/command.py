@@ -3,7 +3,7 @@
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from kvhold.cli.bench.rows import Row, table
+from kvhold.cli.bench.soak.command import command as soak
 
 _MARKS = {True: "yes", False: "NO", None: "-"}
 
@@ -36,9 +37,31 @@ def micro(json_file: Path | None) -> None:
 
 
 @command.command()
-@click.option(
-    "--tier", "tiers", multiple=True, type=click.Choice(("disk", "fs", "redis", "s3", "kvhold")), help="Only these. [default: all]"
-)
+@click.option("--tier", "only", multiple=True, help="Only these: disk, redis, s3, kvhold. [default: all]")
+@click.option("--folder", type=click.Path(path_type=Path), help="On which disk. [default: the one of temporary files]")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the rows to this file.")
+def tiers(only: tuple[str, ...], folder: Path | None, json_file: Path | None) -> None:
+    """Put and get of each tier, beside the plainest means that the same place allows."""
+    from kvhold.cli.bench.tiers import TIERS, TierRow, rows
+    from kvhold.testing.servers.base import NotInstalled
+
+    _check_names(only, TIERS)
+    click.echo(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}\n")
+    measured: list[TierRow] = []
+    for tier in only or tuple(TIERS):
+        try:
+            for row in rows(tier, where=folder):
+                measured.append(row)
+                shown = f"{row.tier:8} {row.op:21} {row.mb_s:8.0f} {row.unit:8} {row.ratio:5.2f} of {row.limit_mb_s:8.0f} ({row.limit})"
+                click.echo(shown)
+        except NotInstalled as error:
+            click.echo(f"{tier:8} not measured: {error}")
+    if json_file is not None:
+        _write(json_file, measured)
+
+
+@command.command()
+@click.option("--tier", "tiers", multiple=True, help="Only these: disk, fs, redis, memcached, s3, kvhold. [default: all]")
 @click.option("--fault", "only", multiple=True, help="Only these, such as 'dies mid-put'. [default: all]")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the rows to this file.")
 def faults(tiers: tuple[str, ...], only: tuple[str, ...], json_file: Path | None) -> None:
@@ -47,9 +70,8 @@ def faults(tiers: tuple[str, ...], only: tuple[str, ...], json_file: Path | None
     from kvhold.cli.bench.places import PLACES
     from kvhold.testing.servers.base import NotInstalled
 
-    for name, known in ((tiers, PLACES), (only, FAULTS)):
-        if unknown := set(name) - set(known):
-            raise click.UsageError(f"{', '.join(sorted(unknown))}: known are {', '.join(known)}")
+    _check_names(tiers, PLACES)
+    _check_names(only, FAULTS)
     measured: list[FaultRow] = []
     for tier in tiers or tuple(PLACES):
         try:
@@ -63,6 +85,14 @@ def faults(tiers: tuple[str, ...], only: tuple[str, ...], json_file: Path | None
         _write(json_file, measured)
     if any(False in (row.right, row.alive, row.in_deadline, row.baseline, row.counted) for row in measured):
         raise SystemExit(1)
+
+
+command.add_command(soak, "soak")
+
+
+def _check_names(given: Sequence[str], known: Iterable[str]) -> None:
+    if unknown := set(given) - set(known):
+        raise click.UsageError(f"{', '.join(sorted(unknown))}: known are {', '.join(known)}")
 
 
 def _write(path: Path, rows: Sequence[Any]) -> None:

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from kvhold.testing.servers.base import ServerProcess
 from kvhold.testing.servers.central import CentralServer
+from kvhold.testing.servers.memcached import MemcachedServer
 from kvhold.testing.servers.redis import RedisServer
 from kvhold.testing.servers.s3 import MotoServer
 
@@ -154,6 +155,12 @@ def _redis() -> Place:
     )
 
 
+def _memcached() -> Place:
+    server = MemcachedServer(item_bytes=4 << 20)
+    small = MemcachedServer(item_bytes=1 << 20, memory_bytes=8 << 20, evict=False)
+    return ServerPlace("memcached", server, lambda _: server.url, full=(small, lambda _: small.url))
+
+
 def _s3() -> Place:
     server = MotoServer()
     return ServerPlace(
@@ -184,6 +191,7 @@ PLACES: dict[str, Callable[[], Place]] = {
     "disk": DiskPlace,
     "fs": lambda: DiskPlace("fs"),
     "redis": _redis,
+    "memcached": _memcached,
     "s3": _s3,
     "kvhold": _central,
 }

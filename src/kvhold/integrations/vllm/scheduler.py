@@ -41,6 +41,7 @@ class _Followed:
     """A request from its arrival to its end.
 
     rules: what the request may do; nothing, where they are not understood
+    arriving: the hit that `lookup` asks about again
     asked_s: when the cache was asked last; since_s: when it was asked first for this hit
     tried: how often it had been preempted when it was last looked up; a load is tried once for each time it starts anew, so that one
     that keeps failing ends in computing, not in a circle
@@ -50,6 +51,7 @@ class _Followed:
     naming: "Future[Prompt | None] | None" = None
     tracker: RequestTracker | None = None
     lookup: "Future[Hit | None] | None" = None
+    arriving: Hit | None = None
     asked_s: float = 0.0
     since_s: float = 0.0
     hit: Hit | None = None
@@ -105,7 +107,7 @@ class SchedulerSide:
         if followed.lookup is not None and not self._resolve(followed):
             return None
         found = followed.hit.num_tokens if followed.hit is not None else 0
-        if found <= computed_tokens or request.skip_reading_prefix_cache or not self._may_load or not followed.rules.load:
+        if found <= computed_tokens or request.skip_reading_prefix_cache or not self._loads_for(followed):
             return 0  # the hit stays until there are blocks: by then the engine may have evicted what it has now
         followed.first_token = computed_tokens
         return found - computed_tokens
@@ -225,12 +227,12 @@ class SchedulerSide:
         return None
 
     def _resolve(self, followed: _Followed) -> bool:
-        """Take the lookup's answer if it is there in time and final. False: not yet. Too late is a miss; a hit that comes then is let go."""
+        """Take the lookup's answer if it is there in time and final. False: not yet. Too late is a miss; the hit is let go."""
         assert followed.lookup is not None
         assert followed.naming is not None
         began_s, hit = time.monotonic(), None
         try:
-            hit = followed.lookup.result(timeout=self._patience_s)
+            hit = followed.lookup.result(timeout=0 if followed.arriving else self._patience_s)  # what takes long anyway holds up no pass
             followed.lookup = None
         except FutureTimeout:
             if began_s - followed.asked_s < self._config.client.call_timeout_s:
@@ -239,22 +241,25 @@ class SchedulerSide:
         finally:
             self._patience_s = max(0.0, self._patience_s - (time.monotonic() - began_s))
         if hit is not None and hit.arriving:
-            settle = began_s - followed.since_s >= self._config.client.arrival_timeout_s
-            followed.lookup = self._lookups.submit(_look_again, hit, settle)
+            settle = not self._loads_for(followed) or began_s - followed.since_s >= self._config.client.arrival_timeout_s
+            followed.lookup, followed.arriving = self._lookups.submit(_look_again, hit, settle), hit
             followed.asked_s = began_s
             return False
-        followed.hit = hit
+        followed.hit, followed.arriving = hit, None
         prompt = followed.naming.result() if followed.naming.done() else None
         if prompt is not None:
             followed.tracker = RequestTracker(prompt)
             followed.tracker.found(hit.num_tokens if hit is not None else 0)
         return True
 
+    def _loads_for(self, followed: _Followed) -> bool:
+        return self._may_load and followed.rules.load
+
     def _let_go(self, followed: _Followed) -> None:
         if followed.lookup is not None and not followed.lookup.cancel():
             self._lookups.submit(_close_late_hit, followed.lookup)  # that thread has answered it by then
         followed.lookup = None
-        hit, followed.hit = followed.hit, None
+        hit, followed.hit, followed.arriving = followed.arriving or followed.hit, None, None
         if hit is not None and hit.ticket:
             self._lookups.submit(hit.close)
 

@@ -1,0 +1,173 @@
+"""A node over a disk, killed again and again at random moments while it stores and clears: `run(1_000, seed=1)`.
+
+A prompt is acknowledged when `flush` has said that it is written. After each restart every prompt acknowledged in the last round, and some
+of those before, must be a full hit with the right bytes, and the tier's idea of the space it takes must be what the file system says. What
+was cleared is not looked for. Now and then everything is cleared, so that a long run needs no large disk.
+"""
+
+import logging
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvhold.core.config import ClientConfig
+from kvhold.core.errors import KVHoldError
+from kvhold.core.keys import Namespace, Prompt
+from kvhold.core.layout import Group, Layout
+from kvhold.node import NodeClient
+from kvhold.testing.cache import a_prompt, read, store
+
+LAYOUT = Layout(groups=(Group(layers=4, planes=2, heads=2, head_dim=64, dtype="bfloat16"),), tokens_per_chunk=64)  # 128 KiB a chunk
+PROMPT_TOKENS = 3 * 64 + 10
+_ROUNDS_A_SPACE = 20
+_REREAD = 6
+
+
+@dataclass(frozen=True)
+class Kills:
+    """How it went. lost, wrong and misaccounted must be 0."""
+
+    rounds: int
+    acknowledged: int
+    looked_up: int
+    lost: int
+    wrong: int
+    misaccounted: int
+    seconds: float
+    passed: bool
+
+
+@dataclass
+class _Run:
+    folder: Path
+    chance: random.Random
+    seeds: int = 0
+    kept: list[int] = field(default_factory=list)
+    fresh: list[int] = field(default_factory=list)
+    acknowledged: int = 0
+    looked_up: int = 0
+    lost: int = 0
+    wrong: int = 0
+    misaccounted: int = 0
+    space: int = 0
+
+
+def run(rounds: int, seed: int) -> Kills:
+    """Kill it `rounds` times."""
+    began = time.monotonic()
+    logging.getLogger("kvhold.node").setLevel(logging.ERROR)  # each kill would be told
+    folder = Path(tempfile.mkdtemp(prefix="kvhold-kills-"))
+    work = _Run(folder, random.Random(seed))
+    try:
+        for number in range(rounds):
+            _round(work, number)
+        _round(work, rounds, last=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    found = work.lost + work.wrong + work.misaccounted
+    seconds = round(time.monotonic() - began, 1)
+    return Kills(rounds, work.acknowledged, work.looked_up, work.lost, work.wrong, work.misaccounted, seconds, found == 0)
+
+
+def _round(work: _Run, number: int, *, last: bool = False) -> None:
+    with _Node(work.folder) as node, node.client() as client:
+        client.register(_space(work))
+        _look(work, client, everything=last)
+        _account(work, client)
+        if last:
+            return
+        if number % _ROUNDS_A_SPACE == _ROUNDS_A_SPACE - 1:
+            work.space, work.kept, work.fresh = work.space + 1, [], []  # what is cleared now may or may not be there after the kill
+            threading.Timer(work.chance.uniform(0, 0.05), node.kill).start()
+            with suppress(KVHoldError):
+                client.clear()
+        else:
+            threading.Timer(work.chance.uniform(0.01, 0.25), node.kill).start()
+            _store_until_dead(work, client)
+        node.wait()
+
+
+def _store_until_dead(work: _Run, client: NodeClient) -> None:
+    work.kept, work.fresh = [*work.kept, *work.fresh], []
+    with suppress(KVHoldError):
+        while True:
+            work.seeds += 1
+            store(client, _prompt(work, work.seeds))
+            if client.flush(deadline_s=30):
+                work.fresh.append(work.seeds)
+                work.acknowledged += 1
+
+
+def _look(work: _Run, client: NodeClient, *, everything: bool) -> None:
+    """At all of the last round, and some of those before."""
+    earlier = work.kept if everything else work.chance.sample(work.kept, min(_REREAD, len(work.kept)))
+    for seed in (*work.fresh, *earlier):
+        work.looked_up += 1
+        try:
+            work.lost += read(client, _prompt(work, seed)) != PROMPT_TOKENS
+        except AssertionError:
+            work.wrong += 1
+
+
+def _account(work: _Run, client: NodeClient) -> None:
+    """The tier's own idea of its space against the file system's."""
+    client.lookup(_prompt(work, 0).query()).close()  # what nobody has stored: its answer comes after the disk has been looked over
+    (tier,) = client.status()["tiers"]
+    kv = work.folder / "kv"
+    files = [path for path in kv.glob("??/*") if path.is_file()]
+    work.misaccounted += tier["used_bytes"] != sum(path.stat().st_blocks * 512 for path in files)
+
+
+def _space(work: _Run) -> Namespace:
+    return Namespace(model=f"kills {work.space}", layout=LAYOUT)
+
+
+def _prompt(work: _Run, seed: int) -> Prompt:
+    return a_prompt(_space(work), PROMPT_TOKENS, seed)
+
+
+class _Node:
+    """One life of the node."""
+
+    def __init__(self, folder: Path) -> None:
+        self._socket = folder / "node.sock"
+        command = [sys.executable, "-m", "kvhold", "serve", "--socket", str(self._socket), "--ram-bytes", "32MiB"]
+        command += ["--tier", f"disk://{folder}/kv?max_bytes=4GiB"]
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("KVHOLD_")}
+        self._log = (folder / "log").open("ab")
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log, env=environ)
+        assert self._process.stdout is not None
+        if not self._process.stdout.readline():
+            raise RuntimeError(f"the node did not start: {(folder / 'log').read_text()[-2000:]}")
+
+    def client(self) -> NodeClient:
+        """Patient, so that a busy machine is not taken for a lost chunk."""
+        return NodeClient(self._socket, ClientConfig(call_timeout_s=30, arrival_timeout_s=30), name="kills")
+
+    def kill(self) -> None:
+        """At once."""
+        with suppress(ProcessLookupError):
+            os.kill(self._process.pid, signal.SIGKILL)
+
+    def wait(self) -> None:
+        """Until it is dead."""
+        self._process.wait()
+
+    def __enter__(self) -> "_Node":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._log.close()

@@ -1,0 +1,690 @@
+"""Lookups that go below RAM, as a state machine over a scripted world: it answers orders in any order, late, never, wrongly or well.
+
+The arena is a model of one: for each slot, what was written there last. What a tier reads into memory is written there at once, as the
+worst of tiers would, so memory that is handed on too early shows up as somebody else's bytes.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import count
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule, run_state_machine_as_test
+
+from kvhold.cache.hits import needed_chunks
+from kvhold.cache.orders import Arrival, ClearOrder, FetchOrder, ProbeOrder, WriteOrder
+from kvhold.cache.state import new_state
+from kvhold.core.api import ABSENT
+from kvhold.core.config import Config
+from kvhold.core.keys import HASH_BYTES, Namespace, make_key
+from kvhold.core.layout import Group, Layout
+from kvhold.tiers.stack import Place
+from tests.cache.test_state import LAYOUT, SHARDS, SLOT, SPACES, TEXTS, prompt_of
+
+OWNERS = ("a", "b", "c")
+HOLDS = 1_000_000_000_000  # bytes that a tier says a value has; the state does not look at them
+NOTHING = {"tickets": 0, "loans": 0, "rooms": 0}
+
+
+def slots(entry):
+    return slice(entry.offset // SLOT, -(-(entry.offset + entry.nbytes) // SLOT))
+
+
+def needed_keys(prompt, num_tokens, shards=SHARDS):
+    """All keys that a hit of `num_tokens` needs."""
+    layout = prompt.namespace.layout
+    whole, rest = divmod(num_tokens, layout.tokens_per_chunk)
+    hashes = [prompt.hash_at(i) for i in range(whole)] + ([prompt.tails[-HASH_BYTES:]] if rest else [])
+    return {
+        make_key(prompt.namespace.digest, h, group, shard)
+        for shard in range(shards)
+        for group in range(len(layout.groups))
+        for i, h in enumerate(hashes)
+        if i in needed_chunks(layout, group, num_tokens)
+    }
+
+
+def all_keys(prompt, shards=SHARDS):
+    layout = prompt.namespace.layout
+    hashes = [prompt.hash_at(i) for i in range(prompt.num_whole)] + ([prompt.tails[-HASH_BYTES:]] if prompt.tail_lengths else [])
+    return [make_key(prompt.namespace.digest, h, g, s) for h in hashes for g in range(len(layout.groups)) for s in range(shards)]
+
+
+def longest(prompt, present, shards=SHARDS):
+    """By the definition: try every length."""
+    for num_tokens in range(len(prompt.tokens), 0, -1):
+        ends_with_tail = num_tokens % prompt.namespace.layout.tokens_per_chunk
+        if (not ends_with_tail or num_tokens == len(prompt.tokens)) and needed_keys(prompt, num_tokens, shards) <= present:
+            return num_tokens
+    return 0
+
+
+@dataclass(eq=False)
+class Read:
+    """An arrival that was not answered; or was given up, and has not let go."""
+
+    arrival: Arrival
+    garbage: int
+    given_up: bool = False
+
+
+class World(RuleBasedStateMachine):
+    """A cache with one tier below, which holds whatever the machine says it does."""
+
+    slots_in_all = 60
+    write_behind_bytes = 8 * SLOT
+
+    numbers = Bundle("numbers")
+    spaces = st.integers(0, len(SPACES) - 1)
+    prompts = st.tuples(spaces, st.integers(0, len(TEXTS) - 1), st.integers(1, 9))
+    owners = st.sampled_from(OWNERS)
+    any_of = st.integers(0, 10_000)
+
+    @initialize(target=numbers)
+    def begin(self):
+        arena = SimpleNamespace(nbytes=self.slots_in_all * SLOT)
+        self.state = new_state(Config(tiers=("disk:///x", "redis://y"), write_behind_bytes=self.write_behind_bytes), arena)
+        self.now = 1_000_000.0
+        self.state.ram._clock = lambda: self.now
+        self.state.register(LAYOUT)
+        self.memory = np.zeros(self.slots_in_all, dtype=np.int64)
+        self.ids = count(1)
+        self.content: dict[int, bytes] = {}  # what stands in memory -> the key whose bytes these are
+        self.below = {key for space in SPACES for text in TEXTS for n in range(1, 10) for key in all_keys(space.prompt(text[:n]))}
+        self.probes: list[ProbeOrder] = []
+        self.reads: list[Read] = []
+        self.writes: dict[int, WriteOrder] = {}
+        self.clears: list[ClearOrder] = []
+        self.searched: dict[int, tuple] = {}  # number -> (owner, prompt)
+        self.loans: dict[int, tuple] = {}  # number -> (owner, [(key, offset, nbytes)])
+        self.entered: Counter[int] = Counter()
+        return multiple()
+
+    # Owners
+
+    @rule(owner=owners, prompt=prompts, shards=st.sampled_from([(0, 1), (0, 1), (1,)]))
+    def store(self, owner, prompt, shards):
+        for shard in shards:
+            names = prompt_of(*prompt).chunks()
+            granted = self.state.reserve(owner, LAYOUT, names, shard)
+            self.take_orders()
+            chunks = [chunk for chunk in range(len(names)) if granted.offsets[0][chunk] != ABSENT]
+            for chunk in chunks:
+                chain_hash = names.hashes[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES]
+                for g in range(len(LAYOUT.groups)):
+                    self.write(self.state.ram._entries[make_key(names.namespace, chain_hash, g, shard)], good=True)
+            self.nothing_in_use_was_written_by_others()
+            self.state.commit(owner, granted.room, chunks)
+            self.take_orders()
+
+    @rule(target=numbers, owner=owners, prompt=prompts)
+    def lookup(self, owner, prompt):
+        found = self.state.lookup(owner, prompt_of(*prompt).query())
+        self.take_orders()
+        if not found.ticket:
+            assert found.num_tokens == 0 and not found.arriving
+            return multiple()
+        self.searched[found.ticket] = (owner, prompt)
+        return found.ticket
+
+    @rule(owner=owners, prompt=prompts)
+    def prefetch(self, owner, prompt):
+        before = self.state.holdings()
+        self.state.prefetch(owner, prompt_of(*prompt).query())
+        self.take_orders()
+        assert self.state.holdings() == before, "nobody holds what was prefetched"
+
+    @rule(number=numbers, settle=st.booleans())
+    def refresh(self, number, settle):
+        search = self.state._searches._searches.get(number)
+        present = set(search.pinned) if search is not None else None
+        over = search is not None and search.over
+        found = self.state.refresh(number, settle=settle)
+        if search is not None:
+            assert found.num_tokens == longest(prompt_of(*self.searched[number][1]), present)
+            assert found.arriving == (not over and not settle)
+            assert found.ticket == (number if found.num_tokens or found.arriving else 0)
+        assert not (settle and found.arriving)
+
+    @rule(owner=owners, number=numbers, shard=st.integers(0, SHARDS), first=st.integers(0, 3))
+    def claim(self, owner, number, shard, first):
+        lent = self.state.claim(owner, number, shard, first)
+        if lent is not None:
+            prompt = prompt_of(*self.searched[number][1])
+            entries = self.state._holdings[owner].loans[lent.loan]
+            num_tokens = sum(lent.num_tokens) + first * LAYOUT.tokens_per_chunk if lent.num_tokens else 0
+            assert {entry.key for entry in entries} <= needed_keys(prompt, num_tokens)
+            self.loans[lent.loan] = (owner, [(entry.key, entry.offset, entry.nbytes) for entry in entries])
+
+    @rule(number=numbers)
+    def release(self, number):
+        self.state.release(self.searched[number][0], number)
+
+    @rule(which=any_of)
+    def return_loan(self, which):
+        if self.loans:
+            number = sorted(self.loans)[which % len(self.loans)]
+            self.state.release(self.loans.pop(number)[0], number)
+
+    @rule(owner=owners, seldom=st.integers(0, 3))
+    def vanish(self, owner, seldom):
+        if not seldom:
+            self.state.gone(owner)
+            self.loans = {number: loan for number, loan in self.loans.items() if loan[0] != owner}
+            self.take_orders()
+
+    @rule(space=st.none() | spaces, seldom=st.integers(0, 2))
+    def clear(self, space, seldom):
+        if not seldom:
+            namespace = None if space is None else SPACES[space].digest
+            self.state.clear(namespace)
+            assert self.state.ram.entries(namespace or b"") == []
+            self.take_orders()
+
+    # The world below
+
+    @rule(prompt=prompts, left_out=st.sets(any_of, max_size=2))
+    def has_below(self, prompt, left_out):
+        keys = all_keys(prompt_of(*prompt))
+        self.below |= set(keys)
+        self.below -= {keys[number % len(keys)] for number in left_out}
+
+    @rule(target=numbers, owner=owners, prompt=prompts, given_up=st.booleans())
+    def is_on_its_way(self, owner, prompt, given_up):
+        """A lookup that is a step further; perhaps what it waits for hangs."""
+        found = self.lookup(owner, prompt)
+        for order in [order for order in self.probes if order.search == found]:
+            self.probes.remove(order)
+            self.state.probed(order.search, {key: Place(key[9] % 2, HOLDS) for key in order.keys if key in self.below})
+            self.take_orders()
+        for read in [read for read in self.reads if given_up and not read.given_up][:1]:
+            read.given_up = True
+            self.state.given_up(read.arrival.entry)
+            self.take_orders()
+        return found
+
+    @rule(which=any_of, lost=st.booleans())
+    def answer_probe(self, which, lost):
+        if self.probes:
+            order = self.probes.pop(which % len(self.probes))
+            assert order.keys and len(set(order.keys)) == len(order.keys)
+            places = {} if lost else {key: Place(key[9] % 2, HOLDS) for key in order.keys if key in self.below}
+            self.state.probed(order.search, places)
+            self.take_orders()
+
+    @rule(which=any_of, answer=st.sampled_from(["well", "well", "well", "fails", "expires", "given up"]))
+    def answer_read(self, which, answer):
+        if self.reads:
+            read = self.reads[which % len(self.reads)]
+            entry = read.arrival.entry
+            if not read.given_up and answer == "given up":
+                read.given_up = True
+                self.state.given_up(entry)
+            else:
+                self.reads.remove(read)
+                self.end_read(read, answer)
+            self.take_orders()
+
+    @rule(prompt=prompts, owner=owners)
+    def everything_is_answered_well(self, prompt, owner):
+        """What a quick world does; so that deeper states are met more often."""
+        while self.probes or any(not read.given_up for read in self.reads):
+            while self.probes:
+                self.answer_probe(0, False)
+            for read in [read for read in self.reads if not read.given_up]:
+                self.reads.remove(read)
+                self.end_read(read, "well")
+                self.take_orders()
+
+    @rule(which=any_of)
+    def answer_write(self, which):
+        if self.writes:
+            self.state.written(self.writes.pop(sorted(self.writes)[which % len(self.writes)]).number)
+            self.take_orders()
+
+    @rule(which=any_of)
+    def answer_clear(self, which):
+        if self.clears:
+            order = self.clears.pop(which % len(self.clears))
+            self.below = {key for key in self.below if not key.startswith(order.prefix)}
+            self.state.cleared(order.prefix)
+            self.take_orders()
+
+    @rule(step=st.sampled_from([0, 0, 0, 40]))
+    def time_passes(self, step):
+        self.now += step
+
+    def end_read(self, read, answer):
+        entry = read.arrival.entry
+        assert (self.memory[slots(entry)] == read.garbage).all(), "somebody wrote where a tier was still writing"
+        if read.given_up:
+            self.state.let_go(entry)
+        elif answer == "fails" or entry.key not in self.below:
+            self.state.fetched(entry, False)
+        else:
+            self.write(entry, good=True)
+            self.state.fetched(entry, True, int(self.now) + 30 if answer == "expires" else 0)
+
+    def write(self, entry, *, good):
+        number = next(self.ids)
+        self.content[number] = entry.key if good else b""
+        self.memory[slots(entry)] = number
+        return number
+
+    def take_orders(self):
+        for order in self.state.take_orders():
+            match order:
+                case ProbeOrder():
+                    self.probes.append(order)
+                case FetchOrder():
+                    for arrival in order.arrivals:
+                        self.reads.append(Read(arrival, self.write(arrival.entry, good=False)))
+                case WriteOrder():
+                    assert order.number not in self.writes
+                    self.writes[order.number] = order
+                case ClearOrder():
+                    self.clears.append(order)
+        assert self.state.take_orders() == [], "each order is given once"
+
+    # What must hold at every step
+
+    @invariant()
+    def nothing_in_use_was_written_by_others(self):
+        for owner, pieces in self.loans.values():
+            for key, offset, nbytes in pieces:
+                there = self.memory[offset // SLOT : -(-(offset + nbytes) // SLOT)]
+                assert all(self.content[int(number)] == key for number in there), f"what {owner} reads is another's"
+        for entry in self.state.ram.entries():
+            if entry.committed:
+                assert all(self.content[int(number)] == entry.key for number in self.memory[slots(entry)])
+        for order in self.writes.values():
+            assert all(self.content[int(number)] == order.entry.key for number in self.memory[slots(order.entry)])
+
+    @invariant()
+    def every_pin_is_somebody_s(self):
+        pins: Counter[int] = Counter()
+        for search in self.state._searches._searches.values():
+            pins.update(map(id, search.pinned.values()))
+        for ticket in self.state._tickets.values():
+            pins.update(id(entry) for groups in ticket.shards.values() for row in groups for entry in row if entry is not None)
+        for held in self.state._holdings.values():
+            pins.update(id(entry) for entries in held.loans.values() for entry in entries)
+        pins.update(id(order.entry) for order in self.writes.values())
+        in_use = {id(entry): entry for entry in self.state.ram.entries()}
+        for entry in in_use.values():
+            assert entry.pins == pins[id(entry)]
+        doomed = self.state.ram.num_pinned - sum(entry.pins > 0 for entry in in_use.values())
+        writing_doomed = sum(read.arrival.entry.doomed for read in self.reads)
+        assert doomed == len(pins.keys() - in_use.keys()) + writing_doomed
+
+    @invariant()
+    def memory_is_in_use_for_what_is_here_read_or_on_its_way_and_nothing_else(self):
+        used = {entry.offset: entry.nbytes for entry in self.state.ram.entries()}
+        used |= {read.arrival.entry.offset: read.arrival.entry.nbytes for read in self.reads}
+        used |= {order.entry.offset: order.entry.nbytes for order in self.writes.values()}
+        for search in self.state._searches._searches.values():
+            used |= {entry.offset: entry.nbytes for entry in search.pinned.values()}
+        for ticket in self.state._tickets.values():
+            for groups in ticket.shards.values():
+                used |= {entry.offset: entry.nbytes for row in groups for entry in row if entry is not None}
+        for _, pieces in self.loans.values():
+            used |= {offset: nbytes for _, offset, nbytes in pieces}
+        assert self.state.ram.used_bytes == sum(-(-nbytes // SLOT) * SLOT for nbytes in used.values())
+        assert self.state.status()["arriving_chunks"] == len(self.reads)
+
+    @invariant()
+    def whoever_waits_waits_for_something(self):
+        probing = [order.search for order in self.probes]
+        on_their_way = {read.arrival.entry.key for read in self.reads if not read.given_up}
+        assert len(on_their_way) == sum(not read.given_up for read in self.reads), "a chunk is read once at a time"
+        for number, search in self.state._searches._searches.items():
+            assert search.probing == (number in probing)
+            assert search.awaited <= on_their_way
+            assert search.owner is not None or not search.over, "what nobody waits for goes when it is over"
+
+    @invariant()
+    def what_waits_to_be_written_is_counted_exactly_and_bounded(self):
+        queued = sum(order.entry.nbytes for order in self.writes.values())
+        assert self.state.status()["write_behind"] == {"chunks": len(self.writes), "bytes": queued}
+        assert queued <= self.write_behind_bytes
+        assert self.state.all_done(self.state.mark) == (not self.writes and not self.clears)
+
+    @invariant()
+    def nothing_of_what_is_being_cleared_is_fetched_or_here(self):
+        if not self.clears:
+            return
+        for read in self.reads:
+            if not read.given_up and any(read.arrival.entry.key.startswith(order.prefix) for order in self.clears):
+                assert read.arrival.entry.doomed
+
+    def teardown(self):
+        if not hasattr(self, "state"):
+            return
+        for owner in OWNERS:
+            self.state.gone(owner)
+        self.loans.clear()
+        while self.probes or self.reads or self.writes or self.clears:
+            self.answer_write(0)
+            self.answer_read(len(self.reads) // 2, "well")
+            self.answer_probe(0, False)
+            self.answer_clear(0)
+        assert self.state.holdings() == NOTHING
+        assert self.state.status()["pinned_chunks"] == 0
+        assert not self.state._searches._searches
+        self.state.clear(None)
+        self.take_orders()
+        self.answer_clear(0)
+        assert self.state.ram.used_bytes == self.state.ram.num_chunks == self.state.ram.num_pinned == 0
+        assert self.state.all_done(self.state.mark)
+
+
+class TightWorld(World):
+    """A smaller arena than two prompts need."""
+
+    slots_in_all = 22
+    write_behind_bytes = 3 * SLOT
+
+
+@pytest.mark.parametrize("world", [World, TightWorld])
+def test_whatever_order_the_world_answers_in_everybody_gets_what_is_theirs_and_nothing_is_left(world):
+    run_state_machine_as_test(world, settings=settings(max_examples=100, stateful_step_count=50))
+
+
+# One law, with room for everything: what comes is the longest hit that RAM and tiers have together.
+
+_SIZE = 3
+_FULL = Group(layers=1, planes=1, heads=1, head_dim=8, dtype="int8")
+_GROUPS = {
+    "full": (_FULL,),
+    "two full": (_FULL, Group(layers=2, planes=1, heads=1, head_dim=8, dtype="int8")),
+    "sliding": (Group(layers=1, planes=1, heads=1, head_dim=8, dtype="int8", attention="sliding", window=4),),
+    "full, sliding, state": (
+        _FULL,
+        Group(layers=1, planes=1, heads=1, head_dim=8, dtype="int8", attention="sliding", window=5),
+        Group(layers=1, planes=1, heads=1, head_dim=8, dtype="int8", attention="state"),
+    ),
+}
+
+
+@pytest.mark.parametrize("groups", _GROUPS.values(), ids=_GROUPS)
+@settings(max_examples=60)
+@given(data=st.data())
+def test_what_comes_is_the_longest_hit_that_memory_and_tiers_have_together(groups, data):
+    layout = Layout(groups, tokens_per_chunk=_SIZE)
+    shards = data.draw(st.integers(1, 2))
+    prompt = Namespace("m", layout, shards=shards).prompt(np.arange(data.draw(st.integers(1, 17)), dtype=np.int32))
+    keys = all_keys(prompt, shards)
+    lost = data.draw(st.sets(st.sampled_from(keys), max_size=3))
+    here = data.draw(st.sets(st.sampled_from(keys))) - lost
+    below = set(keys) - here - lost
+    state = new_state(Config(tiers=("disk:///x",)), SimpleNamespace(nbytes=400 * SLOT))
+    state.register(layout)
+    for shard in range(shards):
+        names = prompt.chunks()
+        room = state.reserve("w", layout, names, shard).room
+        state.commit("w", room, range(len(names)))
+    for order in state.take_orders():
+        state.written(order.number)
+    for entry in state.ram.entries():
+        if entry.key not in here:
+            state.ram.remove(entry)
+    found = state.lookup("a", prompt.query())
+    assert found.num_tokens <= longest(prompt, here | below, shards)
+    for order in state.take_orders():
+        assert not set(order.keys) & here, "nobody is asked for what is here"
+        state.probed(order.search, {key: Place(0, 100) for key in order.keys if key in below})
+    for order in state.take_orders():
+        for arrival in data.draw(st.permutations(order.arrivals)):
+            assert state.refresh(found.ticket).arriving
+            state.fetched(arrival.entry, True)
+    final = state.refresh(found.ticket)
+    assert (final.num_tokens, final.arriving) == (longest(prompt, here | below, shards), False)
+    assert set(state._orders) == set(), "what came from the first tier is not written there again"
+    state.gone("a")
+    assert state.status()["pinned_chunks"] == 0
+
+
+# Single turns of events.
+
+
+class Bench:
+    """A state with one namespace of one full group, and short ways to say what happens."""
+
+    def __init__(self, *, num_slots=60, write_behind_bytes=0):
+        self.layout = Layout((Group(layers=1, planes=1, heads=1, head_dim=1500, dtype="int8"),), tokens_per_chunk=2)
+        self.space = Namespace("m", self.layout)
+        arena = SimpleNamespace(nbytes=num_slots * SLOT)
+        self.state = new_state(Config(tiers=("disk:///x", "redis://y"), write_behind_bytes=write_behind_bytes), arena)
+        self.state.register(self.layout)
+
+    def prompt(self, num_tokens, seed=0):
+        return self.space.prompt(np.arange(num_tokens, dtype=np.int32) + 1000 * seed)
+
+    def arriving(self, prompt, owner="a", tier=0):
+        """A lookup whose chunks are all on their way: its number, and the arrivals."""
+        found = self.state.lookup(owner, prompt.query())
+        [probe] = self.state.take_orders()
+        self.state.probed(probe.search, {key: Place(tier, 100) for key in probe.keys})
+        orders = self.state.take_orders()
+        return found.ticket, [arrival for order in orders for arrival in order.arrivals]
+
+    def finished(self):
+        """Nothing is held, and a clear leaves nothing."""
+        for order in self.state.take_orders():
+            if isinstance(order, WriteOrder):
+                self.state.written(order.number)
+        assert self.state.holdings() == NOTHING
+        assert self.state.status()["pinned_chunks"] == self.state.status()["arriving_chunks"] == 0
+        self.state.clear(None)
+        assert self.state.ram.used_bytes == 0
+
+
+def test_a_prompt_that_memory_has_whole_asks_no_tier():
+    bench = Bench()
+    room = bench.state.reserve("w", bench.layout, bench.prompt(8).chunks(), 0).room
+    bench.state.commit("w", room, range(4))
+    bench.state.take_orders()
+    found = bench.state.lookup("a", bench.prompt(8).query())
+    assert (found.num_tokens, found.arriving, bench.state.take_orders()) == (8, False, [])
+
+
+def test_the_tiers_are_asked_once_for_all_that_memory_lacks_in_the_prompt_s_order():
+    bench = Bench()
+    room = bench.state.reserve("w", bench.layout, bench.prompt(4).chunks(), 0).room
+    bench.state.commit("w", room, range(2))
+    bench.state.take_orders()
+    prompt = bench.prompt(13)
+    bench.state.lookup("a", prompt.query())
+    [probe] = bench.state.take_orders()
+    assert probe.keys == all_keys(prompt, 1)[2:]
+
+
+def test_reads_are_ordered_from_the_prompt_s_start_as_far_as_there_is_room_and_no_further_than_a_gap():
+    bench = Bench(num_slots=3)
+    _, arrivals = bench.arriving(bench.prompt(10))
+    assert [arrival.entry.first_token for arrival in arrivals] == [0, 2, 4]
+    bench = Bench()
+    found = bench.state.lookup("a", bench.prompt(10).query())
+    [probe] = bench.state.take_orders()
+    bench.state.probed(found.ticket, {key: Place(0, 1) for key in probe.keys if key != probe.keys[2]})
+    [fetch] = bench.state.take_orders()
+    assert [arrival.entry.first_token for arrival in fetch.arrivals] == [0, 2]
+
+
+def test_nothing_is_read_beyond_a_chunk_that_somebody_else_is_writing():
+    bench = Bench()
+    names = bench.prompt(10).chunks(2, last=3, tail=False)
+    room = bench.state.reserve("w", bench.layout, names, 0).room
+    ticket, arrivals = bench.arriving(bench.prompt(10))
+    assert [arrival.entry.first_token for arrival in arrivals] == [0, 2]
+    for arrival in arrivals:
+        bench.state.fetched(arrival.entry, True)
+    assert bench.state.refresh(ticket).num_tokens == 4
+    bench.state.commit("w", room, [0])
+    for owner in "aw":
+        bench.state.gone(owner)
+    bench.finished()
+
+
+def test_of_two_clears_the_first_that_ends_lets_nothing_up_yet():
+    bench = Bench()
+    for _ in range(2):
+        bench.state.clear(bench.space.digest)
+    bench.state.take_orders()
+    bench.state.cleared(bench.space.digest)
+    assert not bench.state.all_done(0)
+    assert not bench.state.lookup("a", bench.prompt(4).query()).arriving
+    bench.state.cleared(bench.space.digest)
+    assert bench.state.all_done(0)
+    assert bench.state.lookup("a", bench.prompt(4).query()).arriving
+
+
+def test_a_second_lookup_of_what_is_arriving_reads_nothing_twice_and_gets_all_of_it():
+    bench = Bench()
+    prompt = bench.prompt(8)
+    one, arrivals = bench.arriving(prompt, "a")
+    two = bench.state.lookup("b", prompt.query())
+    assert two.arriving
+    assert bench.state.take_orders() == []
+    for arrival in arrivals:
+        bench.state.fetched(arrival.entry, True)
+    assert [bench.state.refresh(number).num_tokens for number in (one, two.ticket)] == [8, 8]
+    for owner in "ab":
+        bench.state.gone(owner)
+    bench.finished()
+
+
+def test_a_lookup_while_a_given_up_read_still_holds_its_memory_waits_for_nothing_that_cannot_come():
+    bench = Bench()
+    prompt = bench.prompt(8)
+    one, arrivals = bench.arriving(prompt, "a")
+    bench.state.given_up(arrivals[1].entry)
+    for arrival in (arrivals[0], *arrivals[2:]):
+        bench.state.fetched(arrival.entry, True)
+    assert bench.state.refresh(one).num_tokens == 2
+    two = bench.state.lookup("b", prompt.query())
+    [probe] = bench.state.take_orders()
+    bench.state.probed(probe.search, {key: Place(0, 100) for key in probe.keys})
+    assert bench.state.refresh(two.ticket) == type(two)(two.ticket, 2, False)
+    bench.state.let_go(arrivals[1].entry)
+    three, again = bench.arriving(prompt, "c")
+    assert [arrival.entry.key for arrival in again] == [arrivals[1].entry.key]
+    bench.state.fetched(again[0].entry, True)
+    assert bench.state.refresh(three).num_tokens == 8
+    for owner in "abc":
+        bench.state.gone(owner)
+    bench.finished()
+
+
+def test_what_was_given_up_and_cleared_may_be_read_anew_before_the_first_read_lets_go():
+    bench = Bench()
+    prompt = bench.prompt(2)
+    one, [first] = bench.arriving(prompt, "a")
+    bench.state.given_up(first.entry)
+    bench.state.clear(None)
+    bench.state.take_orders()
+    bench.state.cleared(b"")
+    two, [second] = bench.arriving(prompt, "b")
+    assert second.entry.offset != first.entry.offset
+    bench.state.let_go(first.entry)
+    bench.state.fetched(second.entry, True)
+    assert bench.state.refresh(two).num_tokens == 2
+    assert bench.state.refresh(one).num_tokens == 0
+    bench.state.gone("b")
+    bench.finished()
+
+
+def test_a_claim_before_all_has_come_lends_what_has_and_the_rest_comes_all_the_same():
+    bench = Bench()
+    ticket, arrivals = bench.arriving(bench.prompt(8))
+    for arrival in arrivals[:2]:
+        bench.state.fetched(arrival.entry, True)
+    lent = bench.state.claim("b", ticket, 0, 0)
+    assert lent.num_tokens == [2, 2]
+    for arrival in arrivals[2:]:
+        bench.state.fetched(arrival.entry, True)
+    assert bench.state.lookup("c", bench.prompt(8).query()).num_tokens == 8
+    for owner in "abc":
+        bench.state.gone(owner)
+    bench.finished()
+
+
+def test_a_chunk_that_came_without_those_before_it_is_no_hit_and_is_not_pinned_for_it():
+    bench = Bench()
+    ticket, arrivals = bench.arriving(bench.prompt(8))
+    bench.state.fetched(arrivals[0].entry, False)
+    for arrival in arrivals[1:]:
+        bench.state.fetched(arrival.entry, True)
+    assert bench.state.refresh(ticket) == type(bench.state.refresh(ticket))(0, 0, False)
+    bench.finished()
+
+
+def test_what_was_prefetched_is_nobody_s_ticket():
+    bench = Bench()
+    bench.state.prefetch("a", bench.prompt(4).query())
+    [probe] = bench.state.take_orders()
+    for call in (
+        lambda: bench.state.refresh(probe.search, settle=True),
+        lambda: bench.state.claim("b", probe.search, 0, 0),
+        lambda: bench.state.release("b", probe.search),
+    ):
+        call()
+    assert bench.state.holdings() == NOTHING
+    bench.state.probed(probe.search, {key: Place(0, 1) for key in probe.keys})
+    [fetch] = bench.state.take_orders()
+    for arrival in fetch.arrivals:
+        bench.state.fetched(arrival.entry, True)
+    assert bench.state.lookup("b", bench.prompt(4).query()).num_tokens == 4
+    bench.state.gone("b")
+    bench.finished()
+
+
+def test_while_a_namespace_is_being_cleared_below_nothing_of_it_comes_up():
+    bench = Bench()
+    found = bench.state.lookup("a", bench.prompt(4).query())
+    [probe] = bench.state.take_orders()
+    bench.state.clear(bench.space.digest)
+    [clear] = bench.state.take_orders()
+    assert isinstance(clear, ClearOrder)
+    bench.state.probed(found.ticket, {key: Place(0, 1) for key in probe.keys})
+    assert bench.state.lookup("b", bench.prompt(4).query()) == type(found)(0, 0, False)
+    assert bench.state.take_orders() == []
+    assert not bench.state.all_done(0)
+    bench.state.cleared(clear.prefix)
+    assert bench.state.all_done(0)
+    assert bench.state.lookup("b", bench.prompt(4).query()).arriving
+    for owner in "ab":
+        bench.state.gone(owner)
+    bench.finished()
+
+
+def test_what_arrives_after_a_clear_is_not_seen_nor_written_anywhere():
+    bench = Bench()
+    ticket, arrivals = bench.arriving(bench.prompt(4), tier=1)
+    bench.state.clear(None)
+    bench.state.take_orders()
+    for arrival in arrivals:
+        bench.state.fetched(arrival.entry, True)
+    assert bench.state.take_orders() == []
+    assert bench.state.refresh(ticket).num_tokens == 0
+    assert bench.state.ram.used_bytes == 0
+    bench.finished()
+
+
+def test_what_came_from_the_second_tier_is_written_to_those_above_it_alone():
+    bench = Bench()
+    _, arrivals = bench.arriving(bench.prompt(4), tier=1)
+    for arrival in arrivals:
+        bench.state.fetched(arrival.entry, True, 4_000_000_000)
+    orders = bench.state.take_orders()
+    assert [(order.entry.key, order.above, order.entry.expires_at) for order in orders] == [
+        (arrival.entry.key, 1, 4_000_000_000) for arrival in arrivals
+    ]
+    for order in orders:
+        bench.state.written(order.number)
+    bench.state.gone("a")
+    bench.finished()

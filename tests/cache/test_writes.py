@@ -1,0 +1,141 @@
+"""The queue of chunks that wait to be written below: bounded, exact, and never in anybody's way."""
+
+import logging
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from kvhold.cache.orders import WriteOrder
+from kvhold.cache.state import new_state
+from kvhold.core.config import Config
+from kvhold.core.keys import Namespace, make_key
+from kvhold.core.layout import Group, Layout
+
+SLOT = 4096
+LAYOUT = Layout((Group(layers=1, planes=1, heads=1, head_dim=2048, dtype="int8"),), tokens_per_chunk=2)
+CHUNK_BYTES = LAYOUT.chunk_bytes(0, 2)
+SPACE = Namespace("m", LAYOUT)
+
+
+def new(*, num_slots=64, chunks_in_queue=4, tiers=("disk:///x",)):
+    config = Config(tiers=tiers, write_behind_bytes=chunks_in_queue * CHUNK_BYTES)
+    state = new_state(config, SimpleNamespace(nbytes=num_slots * SLOT))
+    state.register(LAYOUT)
+    return state
+
+
+def prompt(num_chunks, seed=0):
+    return SPACE.prompt(np.arange(2 * num_chunks, dtype=np.int32) + 10_000 * seed)
+
+
+def commit(state, num_chunks, seed=0, ttl_s=None):
+    """Store a prompt. Returns the mark and what was ordered."""
+    names = prompt(num_chunks, seed).chunks()
+    granted = state.reserve("a", LAYOUT, names, 0, ttl_s=ttl_s)
+    mark = state.commit("a", granted.room, range(num_chunks))
+    return mark, state.take_orders()
+
+
+def dropped(state):
+    return state.metrics.value("kvhold_tier_dropped_chunks", tier="all", reason="queue full")
+
+
+def test_what_was_committed_is_ordered_to_be_written_the_beginning_first():
+    _, orders = commit(new(), 4)
+    keys = [make_key(SPACE.digest, prompt(4).hash_at(i), 0, 0) for i in range(4)]
+    assert [order.entry.key for order in orders] == keys
+    assert all(isinstance(order, WriteOrder) and order.above is None for order in orders)
+
+
+def test_without_tiers_nothing_is_ordered_or_held():
+    state = new(tiers=())
+    mark, orders = commit(state, 4)
+    assert (orders, state.status()["pinned_chunks"], state.all_done(mark)) == ([], 0, True)
+
+
+def test_what_is_too_much_is_dropped_counted_logged_once_a_burst_and_stays_in_memory(caplog):
+    state = new(chunks_in_queue=3)
+    with caplog.at_level(logging.WARNING):
+        _, orders = commit(state, 5)
+        _, more = commit(state, 4, seed=1)
+    assert (len(orders), len(more)) == (3, 0)
+    assert dropped(state) == 6
+    assert state.status()["write_behind"] == {"chunks": 3, "bytes": 3 * CHUNK_BYTES}
+    assert len(caplog.records) == 1
+    assert state.lookup("b", prompt(5).query()).num_tokens == 10
+    for order in orders:
+        state.written(order.number)
+    _, orders = commit(state, 2, seed=2)
+    assert len(orders) == 2
+    with caplog.at_level(logging.WARNING):
+        commit(state, 3, seed=3)
+    assert dropped(state) == 8
+    assert len(caplog.records) == 2, "another burst"
+
+
+def test_what_waits_is_not_evicted_and_what_was_written_is():
+    state = new(num_slots=8, chunks_in_queue=4)
+    _, orders = commit(state, 4)
+    commit(state, 8, seed=1)
+    assert state.lookup("b", prompt(4).query()).num_tokens == 8
+    state.gone("b")
+    for order in orders:
+        state.written(order.number)
+    commit(state, 8, seed=2)
+    assert state.status()["chunks"] == 8
+    assert all(state.ram.find(order.entry.key) is None for order in orders)
+
+
+def test_a_mark_is_reached_when_all_before_it_is_written_in_whatever_order():
+    state = new(chunks_in_queue=8)
+    first, one = commit(state, 2)
+    second, two = commit(state, 2, seed=1)
+    assert (state.all_done(0), state.all_done(first), state.all_done(second)) == (True, False, False)
+    for order in reversed(two):
+        state.written(order.number)
+    assert (state.all_done(first), state.all_done(second)) == (False, False)
+    state.written(one[0].number)
+    assert not state.all_done(first)
+    state.written(one[1].number)
+    assert (state.all_done(first), state.all_done(second), state.all_done(state.mark)) == (True, True, True)
+
+
+def test_a_mark_does_not_wait_for_what_came_after_it():
+    state = new(chunks_in_queue=8)
+    first, one = commit(state, 2)
+    commit(state, 2, seed=1)
+    for order in one:
+        state.written(order.number)
+    assert state.all_done(first)
+
+
+def test_what_was_cleared_while_it_was_filled_is_not_written():
+    state = new()
+    names = prompt(2).chunks()
+    granted = state.reserve("a", LAYOUT, names, 0)
+    state.clear(None)
+    state.take_orders()
+    state.commit("a", granted.room, [0, 1])
+    assert state.take_orders() == []
+    assert state.ram.used_bytes == 0
+
+
+def test_what_is_cleared_while_it_is_written_keeps_its_memory_until_then():
+    state = new()
+    _, orders = commit(state, 2)
+    state.clear(None)
+    assert state.ram.used_bytes == 2 * SLOT
+    for order in orders:
+        assert order.entry.doomed
+        state.written(order.number)
+    assert state.ram.used_bytes == 0
+    assert state.status()["write_behind"] == {"chunks": 0, "bytes": 0}
+
+
+@pytest.mark.parametrize("ttl_s", [None, 90])
+def test_a_time_to_live_goes_with_the_chunk(ttl_s):
+    state = new()
+    state.ram._clock = lambda: 1000.5
+    _, orders = commit(state, 2, ttl_s=ttl_s)
+    assert [order.entry.expires_at for order in orders] == ([1091] * 2 if ttl_s else [0, 0])

@@ -1,0 +1,292 @@
+"""A node with a tier below: what its clients get from there, and what becomes of it when they, or the node, come to a sudden end."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvhold.core.api import Cache
+from kvhold.core.keys import Namespace
+from kvhold.net import messages as m
+from kvhold.node import NodeClient
+from kvhold.testing.cache import HYBRID, CacheContract, MakeCache, a_prompt, check, flood, read, store
+from tests.node.nodes import NOTHING, PATIENT_S, SPACE, RawClient, RunningNode, clean_environ, eventually, held_by
+
+MakeNode = Callable[..., RunningNode]
+
+_A_CLIENT_THAT_WAITS = """
+import sys
+from pathlib import Path
+from kvhold.core.config import ClientConfig
+from kvhold.node import NodeClient
+from kvhold.testing.cache import a_prompt
+from tests.node.nodes import SPACE
+client = NodeClient(Path(sys.argv[1]), ClientConfig(call_timeout_s=60), name="waiting")
+client.register(SPACE)
+client.lookup(a_prompt(SPACE, 160).query(), wait_s=600)
+"""
+
+
+def tiers_file(folder: Path, *lines: str, **settings: object) -> str:
+    """A settings file with these tiers."""
+    path = folder / f"{len(list(folder.iterdir()))}.toml"
+    rest = "".join(f"{name} = {value!r}\n" for name, value in settings.items())
+    path.write_text(f"tiers = {list(lines)!r}\n{rest}")
+    return str(path)
+
+
+def on_disk(folder: Path, **options: object) -> str:
+    return f"disk://{folder}/kv?max_bytes=1GiB" + "".join(f"&{name}={value}" for name, value in options.items())
+
+
+@pytest.fixture
+def node_over(start_node: MakeNode, tmp_path: Path) -> Callable[..., RunningNode]:
+    """A function that starts a node over tiers."""
+
+    def start(*lines: str, **settings: object) -> RunningNode:
+        return start_node("--config", tiers_file(tmp_path, *lines, **settings))
+
+    return start
+
+
+def a_client(node: RunningNode) -> NodeClient:
+    client = node.client(arrival_timeout_s=PATIENT_S)
+    client.register(SPACE)
+    client.register(Namespace("model", HYBRID))
+    return client
+
+
+def at_rest(client: Cache) -> bool:
+    status = client.status()
+    return status["arriving_chunks"] == 0 and status["write_behind"]["chunks"] == 0
+
+
+def is_at_baseline(client: NodeClient) -> None:
+    eventually(lambda: at_rest(client))
+    assert held_by(client) == NOTHING
+    assert client.status()["pinned_chunks"] == 0
+    client.clear()
+    assert client.status()["used_bytes"] == 0
+
+
+def restarted(node: RunningNode, node_over: Callable[..., RunningNode], *lines: str) -> RunningNode:
+    """A node in its place, with the same tiers and an empty memory."""
+    node.close()
+    return node_over(*lines)
+
+
+@pytest.fixture(scope="module")
+def shared_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
+    """A node over a disk for all tests of the contract."""
+    folder = tmp_path_factory.mktemp("node")
+    node = RunningNode(folder / "node.sock", "--config", tiers_file(folder, on_disk(folder)))
+    yield node
+    node.close()
+
+
+class TestNodeOverADisk(CacheContract):
+    """The whole contract over a node with a disk.
+
+    What must differ, and why: chunks that are being written below are pinned until they are, so a test that looks at the arena's use,
+    or needs all of it, waits for that first.
+    """
+
+    @pytest.fixture
+    def make_cache(self, shared_node: RunningNode) -> Iterator[MakeCache]:
+        made: list[NodeClient] = []
+
+        def make() -> NodeClient:
+            made.append(shared_node.client(arrival_timeout_s=PATIENT_S))
+            return made[-1]
+
+        yield make
+        for client in made:
+            client.close()
+
+    @pytest.fixture
+    def cache(self, make_cache: MakeCache) -> Iterator[Cache]:
+        cache = make_cache()
+        cache.clear()
+        yield cache
+        assert isinstance(cache, NodeClient)
+        is_at_baseline(cache)
+
+    def test_a_full_arena_makes_room_by_evicting(self, cache: Cache, hybrid: Namespace) -> None:
+        flood(cache, hybrid)
+        eventually(lambda: at_rest(cache))
+        assert store(cache, a_prompt(hybrid, 90)) == [0, 1, 2, 3, 4, 5]
+        assert read(cache, a_prompt(hybrid, 90)) == 90
+
+    def test_a_loan_stays_exact_under_pressure(self, cache: Cache, hybrid: Namespace) -> None:
+        prompt = a_prompt(hybrid, 90)
+        store(cache, prompt)
+        with cache.lookup(prompt.query()) as hit:
+            loan = cache.claim(hit.ticket)
+        assert loan is not None
+        with loan:
+            flood(cache, hybrid)
+            check(loan, prompt, 90)
+        eventually(lambda: at_rest(cache))
+        flood(cache, hybrid, seed=2_000_000)
+        eventually(lambda: at_rest(cache))
+        assert read(cache, prompt) == 90, "evicted, and back from the disk"
+
+    def test_a_loan_stays_exact_after_a_clear(self, cache: Cache, hybrid: Namespace) -> None:
+        prompt = a_prompt(hybrid, 90)
+        store(cache, prompt)
+        with cache.lookup(prompt.query()) as hit:
+            loan = cache.claim(hit.ticket)
+            assert loan is not None
+            with loan:
+                assert cache.clear() > 0
+                assert read(cache, prompt) == 0
+                flood(cache, hybrid)
+                check(loan, prompt, 90)
+        cache.clear()
+        eventually(lambda: cache.status()["used_bytes"] == 0)
+
+    def test_what_is_being_written_while_the_cache_is_cleared_does_not_appear(self, cache: Cache, space: Namespace) -> None:
+        prompt = a_prompt(space, 40)
+        with cache.reserve(space.layout, prompt.chunks()) as room:
+            cache.clear()
+            assert store(cache, prompt) == [0, 1, 2]
+            room.commit()
+            assert read(cache, prompt) == 40
+        cache.clear()
+        eventually(lambda: cache.status()["used_bytes"] == 0)
+        assert read(cache, prompt) == 0
+
+
+def test_what_one_node_stored_the_next_one_has_byte_for_byte(node_over: Callable[..., RunningNode], tmp_path: Path) -> None:
+    node = node_over(on_disk(tmp_path))
+    client = a_client(node)
+    prompts = [a_prompt(space, 90, seed) for seed in range(5) for space in (SPACE, Namespace("model", HYBRID))]
+    for prompt in prompts:
+        store(client, prompt)
+    client = a_client(restarted(node, node_over, on_disk(tmp_path)))
+    assert [read(client, prompt) for prompt in prompts] == [90] * 10
+    assert client.status()["tiers"][0]["name"] == "disk"
+    is_at_baseline(client)
+
+
+def test_a_node_that_is_told_to_stop_writes_what_waits_first(node_over: Callable[..., RunningNode], tmp_path: Path) -> None:
+    node = node_over("faults+" + on_disk(tmp_path, faults="put:delay:1:50ms", batch_bytes="64KiB", concurrent_calls=1))
+    client = a_client(node)
+    prompts = [a_prompt(SPACE, 160, seed) for seed in range(3)]
+    for prompt in prompts:
+        store(client, prompt)
+    assert not at_rest(client)
+    client = a_client(restarted(node, node_over, on_disk(tmp_path)))
+    assert [read(client, prompt) for prompt in prompts] == [160] * 3
+    is_at_baseline(client)
+
+
+def test_one_that_hangs_while_writing_keeps_no_node_from_ending(node_over: Callable[..., RunningNode], tmp_path: Path) -> None:
+    node = node_over("faults+" + on_disk(tmp_path, faults="put:hang", put_timeout_s=1000), drain_timeout_s=0.1)
+    store(a_client(node), a_prompt(SPACE, 160))
+    node.close()  # asserts that it ends well
+
+
+def test_what_a_killed_node_was_writing_is_whole_or_not_there(node_over: Callable[..., RunningNode], tmp_path: Path) -> None:
+    node = node_over(on_disk(tmp_path, batch_bytes="64KiB"))
+    client = a_client(node)
+    prompts = [a_prompt(SPACE, 160, seed) for seed in range(30)]
+    for prompt in prompts:
+        store(client, prompt)
+    node.kill()
+    client = a_client(node_over(on_disk(tmp_path)))
+    for prompt in prompts:
+        read(client, prompt)  # asserts that every byte is right
+    assert not [name for name in client.status()["tier_counters"] if name.startswith("kvhold_tier_bad_frames")]
+    is_at_baseline(client)
+
+
+def test_a_client_that_is_killed_while_its_lookup_arrives_leaves_nothing(node_over: Callable[..., RunningNode], tmp_path: Path) -> None:
+    filled = node_over(on_disk(tmp_path))
+    store(a_client(filled), a_prompt(SPACE, 160))
+    slow = "faults+" + on_disk(tmp_path, faults="get:hang:@1", get_timeout_s=3)
+    node = restarted(filled, node_over, slow)
+    client = a_client(node)
+    waiting = subprocess.Popen([sys.executable, "-c", _A_CLIENT_THAT_WAITS, str(node.path)], env=clean_environ(PYTHONPATH=str(Path.cwd())))
+    try:
+        eventually(lambda: client.status()["arriving_chunks"] == 10)
+        assert held_by(client)["tickets"] == 1
+    finally:
+        waiting.send_signal(signal.SIGKILL)
+        waiting.wait()
+    eventually(lambda: held_by(client) == NOTHING)
+    eventually(lambda: at_rest(client))
+    assert read(client, a_prompt(SPACE, 160)) == 160
+    is_at_baseline(client)
+
+
+def test_a_lookup_under_way_when_the_node_is_killed_fails_in_time(node_over: Callable[..., RunningNode], tmp_path: Path) -> None:
+    filled = node_over(on_disk(tmp_path))
+    store(a_client(filled), a_prompt(SPACE, 160))
+    node = restarted(filled, node_over, "faults+" + on_disk(tmp_path, faults="get:hang", get_timeout_s=1000))
+    client = a_client(node)
+    hit = client.lookup(a_prompt(SPACE, 160).query(), wait_s=0)
+    assert hit.arriving
+    node.kill()
+    with pytest.raises(Exception, match="node"):
+        hit.wait(time.monotonic() + PATIENT_S)
+    hit.close()
+
+
+def test_a_ticket_that_arrives_is_claimed_by_another_process_as_far_as_it_has_come(
+    node_over: Callable[..., RunningNode], tmp_path: Path
+) -> None:
+    filled = node_over(on_disk(tmp_path))
+    store(a_client(filled), a_prompt(SPACE, 160))
+    node = restarted(filled, node_over, "faults+" + on_disk(tmp_path, faults="get:hang:@1", get_timeout_s=2))
+    scheduler, worker = a_client(node), a_client(node)
+    store(scheduler, a_prompt(SPACE, 32))
+    with scheduler.lookup(a_prompt(SPACE, 160).query(), wait_s=0) as hit:
+        assert (hit.arriving, hit.num_tokens) == (True, 32)
+        loan = worker.claim(hit.ticket)
+        assert loan is not None
+        with loan:
+            check(loan, a_prompt(SPACE, 160), 32)
+        hit.refresh()
+        assert (hit.arriving, hit.ticket) == (False, 0)
+    is_at_baseline(worker)
+
+
+def test_a_stranger_cannot_take_what_was_prefetched_into_a_ticket(node_over: Callable[..., RunningNode], tmp_path: Path) -> None:
+    filled = node_over(on_disk(tmp_path))
+    store(a_client(filled), a_prompt(SPACE, 160))
+    node = restarted(filled, node_over, "faults+" + on_disk(tmp_path, faults="get:hang:@1", get_timeout_s=1))
+    client = a_client(node)
+    store(client, a_prompt(SPACE, 32))
+    with client.lookup(a_prompt(SPACE, 32).query()) as hit:
+        client.prefetch(a_prompt(SPACE, 160).query())
+        with RawClient(node.path, greet=True) as raw:
+            for number in range(hit.ticket, hit.ticket + 5):
+                raw.ask(m.Refresh(number, settle=True))
+    eventually(lambda: at_rest(client))
+    is_at_baseline(client)
+
+
+def test_a_write_through_store_knows_when_it_is_below(node_over: Callable[..., RunningNode], tmp_path: Path) -> None:
+    client = a_client(node_over("faults+" + on_disk(tmp_path, faults="put:hang:@2", put_timeout_s=1000), drain_timeout_s=0.1))
+    names = a_prompt(SPACE, 32).chunks()
+    with client.reserve(SPACE.layout, names) as room:
+        mark = room.commit()
+    assert client.flush(mark, deadline_s=PATIENT_S)
+    with client.reserve(SPACE.layout, a_prompt(SPACE, 32, seed=1).chunks()) as room:
+        later = room.commit()
+    assert not client.flush(later, deadline_s=0)
+    assert client.flush(mark, deadline_s=0)
+
+
+def test_a_node_whose_tiers_cannot_be_does_not_start_and_says_why(tmp_path: Path) -> None:
+    from tests.node.nodes import run_kvhold
+
+    ended = run_kvhold("serve", "--socket", str(tmp_path / "s"), "--config", tiers_file(tmp_path, "dsik:///x"))
+    assert ended.returncode != 0
+    assert "did you mean 'disk'" in ended.stdout + ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -1,0 +1,320 @@
+"""Whatever a tier does, its guard answers in time, raises nothing and counts everything."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from kvhold.core.errors import TierDenied, TierError, TierFull, TierUnavailable
+from kvhold.core.metrics import Metrics
+from kvhold.tiers.base import Parts
+from kvhold.tiers.guard import Guard, GuardConfig
+from tests.tiers.memory import MemoryTier, Place, a_place
+
+SOON_S = 0.02  # a deadline that is to pass
+KEYS = [bytes([i]) * 60 for i in range(3)]
+FAULTS = {
+    "TierError": TierError("memory", "x", "broken"),
+    "TierUnavailable": TierUnavailable("memory", "x", "gone"),
+    "TierFull": TierFull("memory", "x", "full"),
+    "TierDenied": TierDenied("memory", "x", "no"),
+    "ValueError": ValueError("nonsense"),
+    "AssertionError": AssertionError(),
+    "OSError": OSError(5, "I/O"),
+    "CancelledError": asyncio.CancelledError(),
+}
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    with a_place() as place:
+        yield place
+
+
+class Bench:
+    def __init__(self, place: Place, **settings: object) -> None:
+        self.metrics = Metrics()
+        self.guard = Guard(MemoryTier(place), GuardConfig(**settings), name="t", metrics=self.metrics)
+
+    def count(self, name: str, **labels: str) -> float:
+        return self.metrics.value(name, tier="t", **labels)
+
+    async def get(self) -> tuple[list[int | None], list[bytes], "asyncio.Task[object] | None"]:
+        buffers = [bytearray(4) for _ in KEYS]
+        outcome = await self.guard.get(KEYS, parts(buffers))
+        return outcome.items, [bytes(buffer) for buffer in buffers], outcome.pending
+
+    async def call(self, operation: str) -> object:
+        """The call, and nothing but its answer."""
+        if operation == "get":
+            return (await self.get())[0]
+        if operation == "put":
+            return (await self.guard.put(items())).items
+        if operation == "clear":
+            return await self.guard.clear(b"")
+        return await getattr(self.guard, operation)(KEYS)
+
+
+@pytest.fixture
+async def bench(place: Place) -> AsyncIterator[Bench]:
+    bench = Bench(place)
+    yield bench
+    await bench.guard.close()
+
+
+def items() -> list[tuple[bytes, Parts]]:
+    return [(key, [memoryview(b"ab"), memoryview(b"cd")]) for key in KEYS]
+
+
+def parts(buffers: list[bytearray]) -> list[Parts]:
+    return [[memoryview(buffer)] for buffer in buffers]
+
+
+NOTHING_CAME = {"probe": [None] * 3, "get": [None] * 3, "put": [False] * 3, "delete": [False] * 3, "clear": 0}
+
+
+async def test_what_goes_well_is_passed_on_and_counted(bench: Bench) -> None:
+    assert await bench.call("probe") == [None] * 3
+    assert await bench.call("put") == [True] * 3
+    assert await bench.call("probe") == [4] * 3
+    assert await bench.get() == ([4] * 3, [b"abcd"] * 3, None)
+    assert await bench.guard.scan(b"\1") == [KEYS[1]]
+    assert await bench.guard.delete(KEYS[:1]) == [True]
+    assert await bench.call("delete") == [False, True, True]
+    counted = {
+        (operation, result): bench.count("kvhold_tier_items", operation=operation, result=result)
+        for operation, result in (("probe", "miss"), ("probe", "hit"), ("put", "stored"), ("get", "hit"), ("delete", "removed"))
+    }
+    assert set(counted.values()) == {3}
+    assert bench.count("kvhold_tier_bytes", operation="put") == bench.count("kvhold_tier_bytes", operation="get") == 12
+    assert bench.guard.status()["last_fault"] == ""
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+@pytest.mark.parametrize("operation", NOTHING_CAME)
+async def test_nothing_that_a_tier_raises_comes_through(
+    bench: Bench, place: Place, operation: str, fault: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    await bench.call("put")
+    place.faults["scan" if operation == "clear" else operation] = fault
+    with caplog.at_level(logging.CRITICAL):
+        assert await bench.call(operation) == NOTHING_CAME[operation]
+    reason = fault.reason if isinstance(fault, TierError) else "internal"
+    assert bench.count("kvhold_tier_errors", operation="scan" if operation == "clear" else operation, reason=reason) >= 1
+    if operation == "put":
+        dropped = fault.reason if isinstance(fault, TierError) else "error"
+        assert bench.count("kvhold_tier_dropped_chunks", reason=dropped) == 3
+    place.faults.clear()
+    if isinstance(fault, TierDenied):
+        assert not bench.guard.available, "nothing is to be hoped for"
+    else:
+        assert await bench.call("probe") == [4] * 3
+
+
+@pytest.mark.parametrize("operation", ["probe", "get", "put", "delete"])
+async def test_an_answer_with_an_item_too_few_is_none(bench: Bench, place: Place, operation: str, caplog: pytest.LogCaptureFixture) -> None:
+    await bench.call("put")
+    place.shorten = True
+    assert await bench.call(operation) == NOTHING_CAME[operation]
+    assert bench.count("kvhold_tier_errors", operation=operation, reason="internal") >= 1
+
+
+async def test_a_fault_of_one_item_is_that_item_s_alone(bench: Bench, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def get(self: object, keys: object, into: object, *, starts: object = None) -> list[object]:
+        return [3, TierError("memory", "get", "a bad sector"), None]
+
+    async def put(self: object, items: object, *, ttl_s: object = None) -> list[object]:
+        return [None, TierFull("memory", "put", "no room"), None]
+
+    monkeypatch.setattr(MemoryTier, "get", get)
+    monkeypatch.setattr(MemoryTier, "put", put)
+    assert await bench.call("get") == [3, None, None]
+    assert await bench.call("put") == [True, False, True]
+    assert bench.count("kvhold_tier_errors", operation="get", reason="error") == 1
+    assert bench.count("kvhold_tier_errors", operation="put", reason="full") == 1
+    assert bench.count("kvhold_tier_dropped_chunks", reason="full") == 1
+    assert bench.count("kvhold_tier_bytes", operation="put") == 8
+
+
+class TestRetries:
+    @pytest.mark.parametrize(("operation", "calls"), [("probe", 2), ("get", 2), ("delete", 2), ("put", 1)])
+    async def test_only_what_may_safely_be_done_twice_is(self, bench: Bench, place: Place, operation: str, calls: int) -> None:
+        place.faults[operation] = FAULTS["TierUnavailable"]
+        await bench.call(operation)
+        assert place.calls[operation] == calls
+
+    @pytest.mark.parametrize("fault", ["TierFull", "TierDenied"])
+    async def test_what_cannot_go_better_is_not_tried_again(self, bench: Bench, place: Place, fault: str) -> None:
+        place.faults["get"] = FAULTS[fault]
+        await bench.call("get")
+        assert place.calls["get"] == 1
+
+    async def test_a_second_try_that_works_is_as_good_as_a_first(self, bench: Bench, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+        await bench.call("put")
+        enter = Place.enter
+
+        async def enter_and_mend(self: Place, operation: str, keys: list[bytes]) -> None:
+            try:
+                await enter(self, operation, keys)
+            finally:
+                self.faults.clear()
+
+        monkeypatch.setattr(Place, "enter", enter_and_mend)
+        place.faults["get"] = FAULTS["TierError"]
+        assert await bench.get() == ([4] * 3, [b"abcd"] * 3, None)
+        assert bench.count("kvhold_tier_errors", operation="get", reason="error") == 1
+
+
+class TestDeadlines:
+    @pytest.mark.parametrize("operation", ["probe", "get", "put", "delete"])
+    async def test_a_tier_that_hangs_is_a_miss_and_is_not_called_again_for_it(self, place: Place, operation: str) -> None:
+        bench = Bench(place, probe_timeout_s=SOON_S, get_timeout_s=SOON_S, put_timeout_s=SOON_S)
+        place.hold(operation)
+        assert await bench.call(operation) == NOTHING_CAME[operation]
+        assert place.calls[operation] == 1
+        assert bench.count("kvhold_tier_errors", operation=operation, reason="timeout") == 1
+        await bench.guard.close()
+
+    async def test_a_call_that_ends_when_it_is_cancelled_is_pending_for_no_longer_than_that(self, place: Place) -> None:
+        bench = Bench(place, get_timeout_s=SOON_S)
+        place.hold("get")
+        _, _, pending = await bench.get()
+        assert pending is not None
+        await asyncio.wait((pending,))
+        assert place.inside["get"] == 0
+        assert bench.guard.status()["stuck_calls"] == 0
+        await bench.guard.close()
+
+    @pytest.mark.parametrize("operation", ["get", "put"])
+    async def test_what_does_not_let_go_is_pending_until_it_does(self, place: Place, operation: str) -> None:
+        bench = Bench(place, get_timeout_s=SOON_S, put_timeout_s=SOON_S)
+        await bench.call("put")
+        place.deaf = True
+        place.hold(operation)
+        buffers = [bytearray(4) for _ in KEYS]
+        outcome = await (bench.guard.get(KEYS, parts(buffers)) if operation == "get" else bench.guard.put(items()))
+        assert outcome.items == NOTHING_CAME[operation]
+        assert outcome.pending is not None
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not outcome.pending.done()
+        assert bench.guard.status()["stuck_calls"] == 1
+        assert bench.count("kvhold_tier_stuck_calls") == 1
+        place.let_go(operation)
+        await asyncio.wait((outcome.pending,))
+        await asyncio.sleep(0)
+        assert bench.guard.status()["stuck_calls"] == 0
+        assert bench.count("kvhold_tier_stuck_calls") == 0
+        await bench.guard.close()
+
+    async def test_a_scan_that_hangs_ends_the_clear(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("kvhold.tiers.guard._SCAN_TIMEOUT_S", SOON_S)
+        bench = Bench(place)
+        place.hold("scan")
+        assert await bench.guard.clear(b"") == 0
+        assert bench.count("kvhold_tier_errors", operation="scan", reason="timeout") == 1
+        await bench.guard.close()
+
+    async def test_whoever_is_cancelled_waits_until_the_tier_has_let_go(self, bench: Bench, place: Place) -> None:
+        place.hold("get")
+        call = asyncio.ensure_future(bench.get())
+        while not place.inside["get"]:  # noqa: ASYNC110 - as above
+            await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert place.inside["get"] == 0
+
+    async def test_a_close_that_hangs_is_left_behind(self, place: Place) -> None:
+        bench = Bench(place, get_timeout_s=SOON_S)
+        place.hold("close")
+        await bench.guard.close()
+        assert bench.count("kvhold_tier_errors", operation="close", reason="timeout") == 1
+
+
+class TestBreaker:
+    async def test_a_tier_that_keeps_failing_is_touched_no_more(self, place: Place, caplog: pytest.LogCaptureFixture) -> None:
+        bench = Bench(place, breaker_failures=2, breaker_pause_s=1000)
+        place.faults["get"] = FAULTS["TierUnavailable"]
+        with caplog.at_level(logging.WARNING):
+            await bench.call("get")
+        assert not bench.guard.available
+        assert bench.count("kvhold_tier_available") == 0
+        assert len(caplog.records) == 1
+        before = place.calls.copy()
+        for operation, answer in NOTHING_CAME.items():
+            assert await bench.call(operation) == answer
+        assert place.calls == before
+        assert bench.count("kvhold_tier_errors", operation="put", reason="breaker open") == 1
+        assert bench.count("kvhold_tier_dropped_chunks", reason="unavailable") == 3
+        assert "gone" in bench.guard.status()["last_fault"]
+        await bench.guard.close()
+
+    async def test_successes_in_between_keep_it_in_use(self, place: Place) -> None:
+        bench = Bench(place, breaker_failures=2, breaker_pause_s=1000)
+        for _ in range(6):
+            place.faults["put"] = FAULTS["TierError"]
+            await bench.call("put")
+            await bench.call("probe")
+        assert bench.guard.available
+        await bench.guard.close()
+
+    async def test_it_is_tried_in_the_background_and_used_again(self, place: Place, caplog: pytest.LogCaptureFixture) -> None:
+        bench = Bench(place, breaker_failures=1, breaker_pause_s=0.001)
+        place.faults |= {"get": FAULTS["TierUnavailable"], "check": FAULTS["TierUnavailable"]}
+        await bench.call("get")
+        while place.calls["check"] < 3:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.001)
+        assert not bench.guard.available
+        place.faults.clear()
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="kvhold.tiers.guard"):
+            while not bench.guard.available:  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.001)
+        assert bench.count("kvhold_tier_available") == 1
+        assert [record.message for record in caplog.records] == ["tier t is back"]
+        await bench.call("put")
+        assert await bench.call("probe") == [4] * 3
+        await bench.guard.close()
+
+    @pytest.mark.parametrize("fault", ["ValueError", "CancelledError"])
+    async def test_a_check_that_breaks_the_contract_does_not_end_the_tries(self, place: Place, fault: str) -> None:
+        bench = Bench(place, breaker_failures=1, breaker_pause_s=0.001)
+        place.faults |= {"get": FAULTS["TierUnavailable"], "check": FAULTS[fault]}
+        await bench.call("get")
+        while place.calls["check"] < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        place.faults.clear()
+        while not bench.guard.available:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        await bench.guard.close()
+
+    async def test_while_calls_are_stuck_in_it_no_more_are_made(self, place: Place) -> None:
+        bench = Bench(place, breaker_failures=1, breaker_pause_s=0.001, get_timeout_s=SOON_S)
+        place.deaf = True
+        place.hold("get")
+        _, _, pending = await bench.get()
+        assert pending is not None
+        for _ in range(20):
+            await asyncio.sleep(0.001)
+        assert place.calls["check"] == 0
+        place.let_go("get")
+        while not bench.guard.available:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        await bench.guard.close()
+
+    async def test_an_opening_after_a_closing_leaves_one_background_task(self, place: Place) -> None:
+        bench = Bench(place, breaker_failures=1, breaker_pause_s=1000)
+        for _ in range(3):
+            place.faults["put"] = FAULTS["TierError"]
+            await bench.call("put")
+            await asyncio.sleep(0)
+            assert not bench.guard.available
+            bench.guard._succeeded()  # as a call does that was under way
+        await bench.call("put")
+        await asyncio.sleep(0)
+        mending = [task for task in asyncio.all_tasks() if "_mend" in repr(task)]
+        assert len(mending) == 1
+        await bench.guard.close()
+        assert all(task.done() for task in mending)
