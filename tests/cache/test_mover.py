@@ -260,7 +260,15 @@ class TestReads:
             assert read(cache, a_prompt(SPACE, 48, seed=1)) == 48
             cache.clear()
             place.faults = {}
+            assert read(cache, a_prompt(SPACE, 64)) == 0, "it could not be cleared there, and is not used"
+
+    def test_what_a_tier_has_and_cannot_give_is_found_in_the_next_one(self, place: Place, second: Place) -> None:
+        with a_cache_over(place.url(), second.url()) as cache:
+            put_below(cache, 64)
+            place.unreadable = set(keys_of(64)[1:3])
+            assert read(cache, a_prompt(SPACE, 64)) == 16, "the first time it is not known yet"
             assert read(cache, a_prompt(SPACE, 64)) == 64
+            assert set(fetched_keys(second)) == place.unreadable
 
     def test_an_answer_of_the_wrong_length_is_a_miss(self, place: Place) -> None:
         with a_cache_over(place.url(breaker_failures=1000)) as cache:
@@ -471,6 +479,20 @@ class TestClears:
             assert not cache.flush(0, deadline_s=0)
             place.let_go("delete")
             assert cache.flush(0, deadline_s=60)
+
+    def test_what_a_tier_could_not_clear_is_not_used_and_goes_when_it_can(self, place: Place) -> None:
+        with a_cache_over(place.url(breaker_pause_s=0.01)) as cache:
+            put_below(cache, 64)
+            place.faults = {"scan": TierUnavailable("memory", "scan", "away")}
+            cache.clear()
+            assert read(cache, a_prompt(SPACE, 64)) == 0
+            assert cache.status()["tiers"][0]["clears_owed"] == 1
+            assert len(place.values) == 4
+            place.faults = {}
+            eventually(lambda: not place.values)
+            eventually(lambda: cache.status()["tiers"][0]["clears_owed"] == 0)
+            put_below(cache, 64)
+            assert read(cache, a_prompt(SPACE, 64)) == 64
 
     def test_one_that_a_tier_fails_ends_all_the_same(self, place: Place, second: Place) -> None:
         with a_cache_over(place.url(), second.url()) as cache:

@@ -36,6 +36,7 @@ class Place:
         self.asked: dict[str, list[list[bytes]]] = {}  # operation -> the keys of each call
         self.inside: Counter[str] = Counter()
         self.faults: dict[str, BaseException] = {}
+        self.unreadable: set[bytes] = set()  # these it has and cannot give
         self.deaf = False  # does not end when it is cancelled, but when it is let go
         self.shorten = False  # answers with an item too few
         self._held: set[str] = set()
@@ -141,8 +142,10 @@ class MemoryTier:
     def _answer(self, items: list) -> list:  # type: ignore[type-arg]
         return items[:-1] if self._place.shorten else items
 
-    def _copy(self, key: bytes, parts: Parts) -> int | None:
+    def _copy(self, key: bytes, parts: Parts) -> int | TierError | None:
         value = self._place.values.get(key)
+        if value is not None and key in self._place.unreadable:
+            return TierError("memory", "get", "a bad sector")
         if value is None or len(value) > size_of(parts):
             return None
         at = 0

@@ -32,8 +32,11 @@ def open_cache(**settings: Any) -> "LocalCache":
 class LocalCache:
     """Meets `core.api.Cache`. Only what comes from lower tiers is waited for. After `close`, every call raises KVHoldError."""
 
-    def __init__(self, config: Config) -> None:
-        """Raises CapacityError when the arena does not fit, ConfigError for tiers that cannot be."""
+    def __init__(self, config: Config, *, check: bool = True) -> None:
+        """check: look at every byte that comes from a tier; off only to measure what that costs.
+
+        Raises CapacityError when the arena does not fit, ConfigError for tiers that cannot be.
+        """
         self._config = config
         self._arena = Arena.create(config.ram_bytes or default_arena_bytes(), huge_pages=config.huge_pages)
         self._state = new_state(config, self._arena)
@@ -42,7 +45,7 @@ class LocalCache:
         self._owner = object()
         self._buffer = np.frombuffer(self._arena.buffer, dtype=np.uint8)
         try:
-            self._mover: Mover | None = make_mover(config, self._state, self._happen)
+            self._mover: Mover | None = make_mover(config, self._state, self._happen, check=check)
         except BaseException:
             self._buffer = np.empty(0, dtype=np.uint8)
             self._arena.close()

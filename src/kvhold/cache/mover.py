@@ -53,6 +53,15 @@ class _Write:
         return self.order.entry.nbytes
 
 
+@dataclass(frozen=True)
+class _Arrived:
+    """What came of a landing: when it expires (0: never), or what is wrong with it."""
+
+    landing: Landing
+    expires_at: int = 0
+    fault: FrameError | None = None
+
+
 @dataclass
 class _Outbox:
     """What waits to be written to one tier."""
@@ -75,7 +84,7 @@ class Mover:
         self._stack = stack
         self._metrics = metrics
         self._post = post
-        self._check = check
+        self.check = check
         self._hashing = ThreadPoolExecutor(_HASH_THREADS, thread_name_prefix="kvhold-hash")
         self._outboxes: list[_Outbox] = []
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -184,13 +193,12 @@ class Mover:
             if outcome.pending is not None:
                 self._give_up(left, outcome.pending)
                 return
-            for landing, nbytes in zip(landings, outcome.items, strict=True):
-                expires_at = await self._arrive(guard, landing, nbytes)
-                left.pop(id(landing.arrival))
-                self._tell_fetched(landing.arrival.entry, expires_at)
+            arrived = await self._loop.run_in_executor(self._hashing, self._check_all, landings, outcome.items)
+            good = [one for one in arrived if self._is_good(one)]
+            self._tell_fetched([(left.pop(id(one.landing.arrival)).entry, one.expires_at) for one in good])
+            await self._remove_bad(guard, arrived)  # and then the rest is told, so that the next lookup does not find it again
         finally:  # whatever happened: nobody waits for ever, no memory is lost
-            for arrival in left.values():
-                self._tell_fetched(arrival.entry, None)
+            self._tell_fetched([(arrival.entry, None) for arrival in left.values()])
 
     def _give_up(self, left: dict[int, Arrival], pending: "asyncio.Task[Any]") -> None:
         entries = [arrival.entry for arrival in left.values()]
@@ -204,33 +212,44 @@ class Mover:
 
         pending.add_done_callback(let_go)
 
-    async def _arrive(self, guard: Guard, landing: "Landing", nbytes: int | None) -> int | None:
-        """When the chunk that landed expires (0: never); None if it is no good."""
-        if nbytes is None:
-            return None
-        try:
-            expires_at = await self._loop.run_in_executor(self._hashing, lambda: landing.accept(nbytes, check=self._check))
-        except FrameError as error:
-            await self._refuse(guard, landing.arrival.entry.key, error)
-            return None
-        if expires_at and expires_at <= self._ram.now():
-            self._metrics.add("kvhold_expired_chunks", tier=guard.name)
-            await self._remove(guard, [landing.arrival.entry.key])
-            return None
-        return expires_at
+    def _check_all(self, landings: Sequence[Landing], sizes: Sequence[int | None]) -> list["_Arrived"]:
+        """In a thread: check what has landed, all of a batch, while the next one is being read."""
+        return [_accepted(landing, nbytes, check=self.check) for landing, nbytes in zip(landings, sizes, strict=True) if nbytes is not None]
 
-    async def _refuse(self, guard: Guard, key: bytes, error: FrameError) -> None:
-        self._metrics.add("kvhold_tier_bad_frames", tier=guard.name, reason=error.reason)
-        log.warning("tier %s: %s is removed: %s", guard.name, key.hex(), error)
-        await self._remove(guard, [key])
+    def _is_good(self, one: "_Arrived") -> bool:
+        return one.fault is None and not self._has_expired(one)
+
+    def _has_expired(self, one: "_Arrived") -> bool:
+        return 0 < one.expires_at <= self._ram.now()
+
+    async def _remove_bad(self, guard: Guard, arrived: Sequence["_Arrived"]) -> None:
+        keys = []
+        for one in arrived:
+            key = one.landing.arrival.entry.key
+            if one.fault is not None:
+                self._metrics.add("kvhold_tier_bad_frames", tier=guard.name, reason=one.fault.reason)
+                log.warning("tier %s: %s is removed: %s", guard.name, key.hex(), one.fault)
+                keys.append(key)
+            elif self._has_expired(one):
+                self._metrics.add("kvhold_expired_chunks", tier=guard.name)
+                keys.append(key)
+        if keys:
+            await self._remove(guard, keys)
 
     async def _remove(self, guard: Guard, keys: list[bytes]) -> None:
         if not guard.config.read_only:
             async with guard.gate.turn(Urgency.DELETE):
                 await guard.delete(keys)
 
-    def _tell_fetched(self, entry: Entry, expires_at: int | None) -> None:
-        self._post(lambda: self._state.fetched(entry, expires_at is not None, expires_at or 0))
+    def _tell_fetched(self, ended: Sequence[tuple[Entry, int | None]]) -> None:
+        """Entries, and when each expires (0: never; None: it is no good)."""
+
+        def tell() -> None:
+            for entry, expires_at in ended:
+                self._state.fetched(entry, expires_at is not None, expires_at or 0)
+
+        if ended:
+            self._post(tell)
 
     # Down.
 
@@ -342,12 +361,19 @@ class Mover:
             self._post(lambda: self._state.cleared(order.prefix))
 
 
-def make_mover(config: Config, state: CacheState, post: Callable[[Callable[[], None]], None]) -> Mover | None:
-    """The mover of the tiers that the settings name; None if there are none. Raises ConfigError."""
+def _accepted(landing: Landing, nbytes: int, *, check: bool) -> _Arrived:
+    try:
+        return _Arrived(landing, landing.accept(nbytes, check=check))
+    except FrameError as fault:
+        return _Arrived(landing, fault=fault)
+
+
+def make_mover(config: Config, state: CacheState, post: Callable[[Callable[[], None]], None], *, check: bool = True) -> Mover | None:
+    """The mover of the tiers that the settings name; None if there are none. check: as of Mover. Raises ConfigError."""
     if not config.tiers:
         return None
     metrics = Metrics()
-    return Mover(state, make_stack(config.tiers, plugins=config.plugins, metrics=metrics), metrics, post)
+    return Mover(state, make_stack(config.tiers, plugins=config.plugins, metrics=metrics), metrics, post, check=check)
 
 
 def _batches(items: list[Any], size: Callable[[Any], int], most: int) -> Iterable[list[Any]]:

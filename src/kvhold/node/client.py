@@ -150,7 +150,7 @@ class NodeClient:
     def clear(self, namespace: bytes | None = None, *, deadline_s: float | None = None) -> int:
         """Forget everything, or one namespace, here and in lower tiers."""
         removed = self._call(m.Clear(namespace), m.Done, deadline_s).count
-        self.flush(0)
+        self.flush(0, deadline_s=deadline_s)
         return removed
 
     def flush(self, mark: int | None = None, *, deadline_s: float | None = None) -> bool:

@@ -72,7 +72,7 @@ class SharedFilesTier:
     def from_url(cls, url: TierUrl) -> Self:
         """`fs:///path?options`. Raises ConfigError."""
         if url.netloc:
-            raise ConfigError(f"{url.shown}: a folder's path is absolute: write fs:///{url.netloc}{url.path}")
+            raise ConfigError(f"{url.shown}: a folder's path is absolute: write fs:///path, with three slashes")
         return cls(url.apply(SharedFilesConfig(path=url.path)))
 
     async def check(self) -> None:

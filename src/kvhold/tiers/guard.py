@@ -22,12 +22,15 @@ from kvhold.core.metrics import Metrics
 from kvhold.tiers.base import Parts, Tier, size_of
 from kvhold.tiers.breaker import Breaker
 from kvhold.tiers.gate import Gate, Urgency
+from kvhold.tiers.hidden import Hidden
 
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
 _SCAN_TIMEOUT_S = 60.0  # of a whole tier
+_DELETE_KEYS = 256  # in one call
+_LONGEST_PAUSE_S = 30.0
 _PER_ITEM = ("probe", "get", "put", "delete")
 _LEAVE_S = 5.0  # how long whoever cancels a call waits for it to let go
 
@@ -81,7 +84,9 @@ class Guard:
         self._tier = tier
         self._metrics = metrics
         self._breaker = Breaker(failures=config.breaker_failures, first_pause_s=config.breaker_pause_s)
+        self._hidden = Hidden()
         self._mending: asyncio.Task[None] | None = None
+        self._paying: asyncio.Task[None] | None = None
         self._stuck: set[asyncio.Task[Any]] = set()
         self._last_fault = ""
         metrics.set("kvhold_tier_available", 1, tier=name)
@@ -102,6 +107,7 @@ class Guard:
         if keys:
             await self._run(call, lambda: self._tier.probe(keys))
         found: list[int | None] = [None] * len(keys) if call.result is None else call.result
+        found = [None if size is None or self._hidden.hides(key) else size for key, size in zip(keys, found, strict=True)]
         self._count("probe", hit=sum(size is not None for size in found), miss=sum(size is None for size in found))
         return found
 
@@ -109,7 +115,8 @@ class Guard:
         """Read values, or ranges, as `Tier.get`; `None` for whatever did not arrive."""
         call = _Call[list[int | TierError | None]]("get", len(keys), self.config.get_timeout_s)
         await self._run(call, lambda: self._tier.get(keys, into, starts=starts))
-        items = [self._without_fault("get", item) for item in call.result or [None] * len(keys)]
+        answers = call.result or [None] * len(keys)
+        items = [self._without_fault("get", key, item) for key, item in zip(keys, answers, strict=True)]
         arrived = [size for size in items if size is not None]
         self._count("get", hit=len(arrived), miss=len(keys) - len(arrived))
         self._metrics.add("kvhold_tier_bytes", sum(arrived), tier=self.name, operation="get")
@@ -140,25 +147,27 @@ class Guard:
         call = _Call[list[bool]]("delete", len(keys), self.config.put_timeout_s)
         await self._run(call, lambda: self._tier.delete(keys))
         removed = call.result if call.result is not None else [False] * len(keys)
+        for key, gone in zip(keys, removed, strict=True):
+            if gone:
+                self._hidden.removed(key)
         self._count("delete", removed=sum(removed), absent=len(removed) - sum(removed))
         return removed
 
     async def scan(self, prefix: bytes) -> list[bytes]:
         """Every key that begins with `prefix`, as far as the tier can say."""
-        keys: list[bytes] = []
+        keys, _ = await self._scan(prefix)
+        return [key for key in keys if not self._hidden.hides(key)]
 
-        async def collect() -> None:
-            keys.extend([key async for key in self._tier.scan(prefix)])
+    async def clear(self, prefix: bytes) -> int:
+        """Remove every value whose key begins with `prefix`. Returns how many went.
 
-        await self._run(_Call[None]("scan", 0, _SCAN_TIMEOUT_S), collect)
-        return list(dict.fromkeys(keys))
-
-    async def clear(self, prefix: bytes, *, batch: int = 256) -> int:
-        """Remove every value whose key begins with `prefix`. Returns how many went."""
-        removed, keys = 0, await self.scan(prefix)
-        for at in range(0, len(keys), batch):
-            async with self.gate.turn(Urgency.DELETE):
-                removed += sum(await self.delete(keys[at : at + batch]))
+        Where the tier cannot do it now, none of them is found any more, and it is done when the tier can.
+        """
+        self._hidden.owe(prefix)
+        removed = await self._pay(prefix)
+        if prefix in self._hidden.owed and self._paying is None:
+            log.warning("tier %s could not be cleared now; what was to go is not used, and goes when it can", self.name)
+            self._paying = asyncio.ensure_future(self._pay_by_and_by())
         return removed
 
     def status(self) -> dict[str, Any]:
@@ -172,14 +181,16 @@ class Guard:
             "durable": self.traits.durable,
             "shared": self.traits.shared,
             "read_only": self.config.read_only,
+            "clears_owed": len(self._hidden.owed),
             "used_bytes": getattr(self._tier, "used_bytes", None),
         }
 
     async def close(self) -> None:
         """End the background's tries, and the tier. What hangs is left behind."""
-        if self._mending is not None:
-            self._mending.cancel()
-            await asyncio.wait((self._mending,))
+        for task in (self._mending, self._paying):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait((task,))
         call = _Call[None]("close", 0, self.config.get_timeout_s)
         await self._attempt(call, self._tier.close)
 
@@ -235,6 +246,7 @@ class Guard:
     def _succeeded(self) -> None:
         if self._breaker.succeeded():
             self._metrics.set("kvhold_tier_available", 1, tier=self.name)
+            self._hidden.mended()
             log.info("tier %s is back", self.name)
 
     def _failed(self, operation: str, fault: TierError, *, reason: str | None = None) -> None:
@@ -251,11 +263,44 @@ class Guard:
         self._metrics.add("kvhold_tier_errors", tier=self.name, operation=operation, reason=reason or fault.reason)
         log.debug("tier %s: %s: %s", self.name, operation, fault)
 
-    def _without_fault(self, operation: str, item: int | TierError | None) -> int | None:
+    def _without_fault(self, operation: str, key: bytes, item: int | TierError | None) -> int | None:
         if isinstance(item, TierError):
             self._fault(operation, item)
+            self._hidden.unreadable(key)
             return None
         return item
+
+    async def _scan(self, prefix: bytes) -> tuple[list[bytes], TierError | None]:
+        keys: list[bytes] = []
+
+        async def collect() -> None:
+            keys.extend([key async for key in self._tier.scan(prefix)])
+
+        fault = await self._run(_Call[None]("scan", 0, _SCAN_TIMEOUT_S), collect)
+        return list(dict.fromkeys(keys)), fault
+
+    async def _pay(self, prefix: bytes) -> int:
+        """Remove what is owed of one prefix; it is paid if the tier says that nothing is left."""
+        keys, fault = await self._scan(prefix)
+        removed = 0
+        for at in range(0, len(keys), _DELETE_KEYS):
+            async with self.gate.turn(Urgency.DELETE):
+                removed += sum(await self.delete(keys[at : at + _DELETE_KEYS]))
+        if keys and fault is None:
+            keys, fault = await self._scan(prefix)
+        if not keys and fault is None:
+            self._hidden.paid(prefix)
+        return removed
+
+    async def _pay_by_and_by(self) -> None:
+        """While something is owed: try now and then."""
+        pause_s = self.config.breaker_pause_s
+        while self._hidden.owed:
+            await asyncio.sleep(pause_s)
+            pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
+            for prefix in self._hidden.owed if self.available else ():
+                await self._pay(prefix)
+        self._paying = None
 
     async def _mend(self) -> None:
         """While the breaker is open: try now and then."""

@@ -22,8 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+import numpy as np
+
+from kvhold.cache import LocalCache
 from kvhold.cli.bench.limits import RawFiles, RawRedis, RawSocket
-from kvhold.core.keys import HASH_BYTES, KEY_BYTES
+from kvhold.core.config import load_config
+from kvhold.core.keys import HASH_BYTES, KEY_BYTES, Namespace
+from kvhold.core.layout import Group, Layout
 from kvhold.tiers.base import Tier
 from kvhold.tiers.registry import make_tier
 
@@ -84,6 +89,7 @@ async def disk_rows(where: Path | None = None) -> list[TierRow]:
         rows = [_row("disk", op, memory.nbytes, seconds, limit) for limit in raw for op, seconds in (("put", put_s), ("get", get_s))]
         rows.append(await _lookup_row("disk", tier, memory))
         await tier.close()
+        rows.append(await _checks_row("disk", lambda name: f"disk://{folder}/{name}?max_bytes=4GiB"))
         return rows
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -120,6 +126,9 @@ async def redis_rows() -> list[TierRow]:
             for op, seconds in (("put", put_s), ("get", get_s))
         ]
         rows.append(await _lookup_row("redis", tier, memory))
+        await tier.delete(memory.keys)
+        await library.flushdb()
+        rows.append(await _checks_row("redis", lambda name: f"redis://:right@127.0.0.1:{server.port}/0?prefix={name}:"))
         raw.close()
         await library.aclose()
         await tier.close()
@@ -213,6 +222,48 @@ async def _lookup_row(name: str, tier: Tier, memory: Memory) -> TierRow:
     seconds = await _in_turn({"kvhold": lambda: tier.probe(keys), "one round trip": tier.check}, rounds=25)
     rate, limit = 1 / seconds["kvhold"], 1 / seconds["one round trip"]
     return TierRow(name, f"lookup of {LOOKUP_CHUNKS} chunks", rate, limit, rate / limit, "calls/s", "one round trip")
+
+
+class Retriever:
+    """A whole cache over a tier, which holds two prompts where its memory has room for one: so each lookup brings all its chunks up."""
+
+    def __init__(self, url: str, *, check: bool) -> None:
+        group = Group(layers=32, planes=2, heads=8, head_dim=128, dtype="bfloat16")
+        layout = Layout(groups=(group,), tokens_per_chunk=VALUE_BYTES // group.layer_bytes(1) // group.layers)
+        namespace = Namespace(model="bench", layout=layout)
+        ram_bytes = int(1.2 * NUM_VALUES * VALUE_BYTES) + 8 * MIB
+        self._cache = LocalCache(
+            load_config({"ram_bytes": ram_bytes, "tiers": [url], "write_behind_bytes": ram_bytes}, environ={}), check=check
+        )
+        self._cache.register(namespace)
+        numbers = np.random.default_rng(0).integers(0, 1 << 30, (2, NUM_VALUES * layout.tokens_per_chunk), dtype=np.int32)
+        self._prompts = [namespace.prompt(row) for row in numbers]
+        self.nbytes = NUM_VALUES * layout.chunk_bytes(0, layout.tokens_per_chunk)
+        for prompt in self._prompts:
+            with self._cache.reserve(layout, prompt.chunks()) as room:
+                for at in room.chunks().offsets:
+                    room.buffer[at : at + VALUE_BYTES] = 7
+                room.commit()
+            assert self._cache.flush(deadline_s=120)
+
+    def retrieve(self) -> None:
+        """The prompt that was not asked for last, from its lookup to its last checked byte."""
+        self._prompts.reverse()
+        with self._cache.lookup(self._prompts[0].query(), wait_s=120) as hit:
+            assert hit.num_tokens == len(self._prompts[0].tokens), hit.num_tokens
+
+    def close(self) -> None:
+        """Let go."""
+        self._cache.close()
+
+
+async def _checks_row(name: str, url: Callable[[str], str]) -> TierRow:
+    """What checking every byte costs a retrieve: the limit is the same without checks."""
+    checked, unchecked = Retriever(url("checked"), check=True), Retriever(url("unchecked"), check=False)
+    seconds = await _in_turn({"kvhold": _threaded(checked.retrieve), "no checks": _threaded(unchecked.retrieve)}, rounds=max(ROUNDS, 9))
+    checked.close()
+    unchecked.close()
+    return _row(name, "retrieve, checked", checked.nbytes, seconds, "no checks")
 
 
 async def _in_turn(work: dict[str, Work], *, before: dict[str, Work] | None = None, rounds: int = 0) -> dict[str, float]:

@@ -73,7 +73,7 @@ class DiskTier:
     def from_url(cls, url: TierUrl) -> Self:
         """`disk:///path[,/path...]?options`. Raises ConfigError."""
         if url.netloc:
-            raise ConfigError(f"{url.shown}: a disk's path is absolute: write disk:///{url.netloc}{url.path}")
+            raise ConfigError(f"{url.shown}: a disk's path is absolute: write disk:///path, with three slashes")
         return cls(url.apply(DiskConfig(path=url.path)))
 
     @property
