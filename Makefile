@@ -41,7 +41,7 @@ docs: setup ## build the documentation into site/
 
 unit: setup ## the tests that need no server and no vLLM; under three minutes
 	$(call stage,pytest: units)
-	@$(BIN)/python -m pytest -m 'not vllm and not server and not slow'
+	@$(BIN)/python -m pytest -m 'not vllm and not server and not slow' -n 2 --dist loadfile
 
 tiers: setup servers ## the tests with real servers, and the long ones; four at a time, because they wait more than they compute
 	$(call stage,pytest: real servers and long tests)

@@ -127,7 +127,7 @@ class TestSettings:
     @pytest.mark.parametrize(
         ("url", "told"),
         [
-            ("disk://var/cache", r"disk:///var/cache"),
+            ("disk://var/cache", r"disk:///path, with three slashes"),
             ("disk://", r"absolute"),
             ("disk:///a,b", r"absolute"),
             ("disk:///a,/a/", r"each once"),

@@ -1,7 +1,7 @@
 """What a disk tier has acknowledged survives `kill -9`, at any moment, and nothing else is taken for a value.
 
 DISK_CRASH_ROUNDS=1000 python -m pytest tests/tiers/test_disk_crash.py      # as long as you like
-python -m tests.tiers.test_disk_crash FOLDER SEED FIRST_NUMBER MAX_BYTES    # the process that is killed
+python -m tests.tiers.test_disk_crash_writer FOLDER SEED FIRST_NUMBER MAX_BYTES    # the process that is killed
 """
 
 import os
@@ -23,6 +23,7 @@ KEPT = 20  # values that go from one round to the next
 MOST_WRITES = 60  # acknowledged before a writer is killed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_bytes", [1 << 30, 2 * MIB], ids=["with room", "evicting"])
 async def test_what_was_acknowledged_survives_kill_9(tmp_path: Path, max_bytes: int) -> None:
     chance = random.Random(max_bytes)

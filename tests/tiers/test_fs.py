@@ -60,7 +60,12 @@ def files(folder: Path) -> list[str]:
 class TestSettings:
     @pytest.mark.parametrize(
         ("url", "told"),
-        [("fs://mnt/shared", "fs:///mnt/shared"), ("fs://", "absolute"), ("fs:///a?max_bytes=1", "max_bytes"), ("fs:///a?stale_s=1", "60")],
+        [
+            ("fs://mnt/shared", "fs:///path, with three slashes"),
+            ("fs://", "absolute"),
+            ("fs:///a?max_bytes=1", "max_bytes"),
+            ("fs:///a?stale_s=1", "60"),
+        ],
     )
     def test_what_cannot_be_is_refused(self, url: str, told: str) -> None:
         with pytest.raises(ConfigError, match=told):

@@ -177,10 +177,10 @@ class Failing:
             loan._offsets = loan._offsets + (1 << 40)
         return loan
 
-    def reserve(self, layout: Layout, names: ChunkNames) -> Room:
+    def reserve(self, layout: Layout, names: ChunkNames, *, ttl_s: float | None) -> Room:
         self.num_reserved += 1
         self._fail("reserve")
-        room = self._cache.reserve(layout, names)
+        room = self._cache.reserve(layout, names, ttl_s=ttl_s)
         if self._operation == "partial":
             room._offsets = np.where(np.arange(len(names)) == 1, ABSENT, room._offsets)
         if self._operation == "commit":
