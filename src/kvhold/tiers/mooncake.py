@@ -52,6 +52,7 @@ _LEASE_EXPIRED = -707
 _NO_ANSWER = -900
 _GONE = (_MISSING, _NOT_READY, _LEASE_EXPIRED)
 
+_TRIES = 3
 _CONNECT_S = 1.0
 _LEASE_POLL_S = 0.05
 _LISTING_BYTES = 1 << 30  # more than that is no listing of keys
@@ -226,11 +227,16 @@ class MooncakeTier:
                 answers[i] = 0
         with self._known(client, [into[i] for i, _, _ in reads]) as places:
             cut = {i: _cut(place, nbytes) for (i, _, nbytes), place in zip(reads, places, strict=True)}
-            for batch in _without_repeats(reads, keys):
-                names, targets = [self._name(keys[i]) for i, _, _ in batch], [cut[i] for i, _, _ in batch]
-                codes = self._read(client, names, targets, None if starts is None else [start for _, start, _ in batch])
-                for (i, _, _), code in zip(batch, codes, strict=True):
-                    answers[i] = code if code >= 0 else None if code in _GONE else self._fault(code, "get")
+            for _ in range(_TRIES):
+                late = []  # a large batch on a busy host may outlast its lease
+                for batch in _without_repeats(reads, keys):
+                    names, targets = [self._name(keys[i]) for i, _, _ in batch], [cut[i] for i, _, _ in batch]
+                    codes = self._read(client, names, targets, None if starts is None else [start for _, start, _ in batch])
+                    for read, code in zip(batch, codes, strict=True):
+                        answers[read[0]] = code if code >= 0 else None if code in _GONE else self._fault(code, "get")
+                        if code == _LEASE_EXPIRED:
+                            late.append(read)
+                reads = late
         return answers
 
     def _read(self, client: Any, names: list[str], places: Sequence[Sequence[Place]], starts: Sequence[int] | None) -> list[int]:
@@ -260,13 +266,13 @@ class MooncakeTier:
         return faults
 
     def _remove(self, client: Any, keys: Sequence[bytes], removed: set[bytes]) -> list[bytes]:
-        """Adds to `removed`; returns those that are leased."""
+        """Adds to `removed`; returns those that are leased, or still being written."""
         codes = client.batch_remove([self._name(key) for key in keys])
         leased = []
         for key, code in zip(keys, codes, strict=True):
             if code == 0:
                 removed.add(key)
-            elif code == _LEASED:
+            elif code in (_LEASED, _NOT_READY):
                 leased.append(key)
             elif code != _MISSING:
                 raise self._fault(code, "delete")
