@@ -141,7 +141,8 @@ class _Node:
     def __init__(self, folder: Path) -> None:
         self._socket = folder / "node.sock"
         command = [sys.executable, "-m", "kvhold", "serve", "--socket", str(self._socket), "--ram-bytes", "32MiB"]
-        command += ["--tier", f"disk://{folder}/kv?max_bytes=4GiB"]
+        patient = "probe_timeout_s=60&get_timeout_s=60&put_timeout_s=60"  # a busy machine loses no chunk, it is late
+        command += ["--tier", f"disk://{folder}/kv?max_bytes=4GiB&{patient}"]
         environ = {name: value for name, value in os.environ.items() if not name.startswith("KVHOLD_")}
         self._log = (folder / "log").open("ab")
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log, env=environ)
@@ -151,7 +152,7 @@ class _Node:
 
     def client(self) -> NodeClient:
         """Patient, so that a busy machine is not taken for a lost chunk."""
-        return NodeClient(self._socket, ClientConfig(call_timeout_s=30, arrival_timeout_s=30), name="kills")
+        return NodeClient(self._socket, ClientConfig(call_timeout_s=60, arrival_timeout_s=60), name="kills")
 
     def kill(self) -> None:
         """At once."""
