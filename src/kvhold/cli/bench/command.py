@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from kvhold.cli.bench.rows import Row, table
+from kvhold.cli.bench.rows import Row, needing, table
 from kvhold.cli.bench.soak.command import command as soak
 
 _MARKS = {True: "yes", False: "NO", None: "-"}
@@ -42,15 +42,18 @@ def micro(json_file: Path | None) -> None:
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the rows to this file.")
 def tiers(only: tuple[str, ...], folder: Path | None, json_file: Path | None) -> None:
     """Put and get of each tier, beside the plainest means that the same place allows."""
-    from kvhold.cli.bench.tiers import TIERS, TierRow, rows
-    from kvhold.testing.servers.base import NotInstalled
+    with needing("'kvhold[testing,s3]' redis hiredis"):
+        from kvhold.cli.bench.tiers import TIERS, TierRow, rows
+        from kvhold.testing.servers.base import NotInstalled
 
     _check_names(only, TIERS)
     click.echo(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}\n")
     measured: list[TierRow] = []
     for tier in only or tuple(TIERS):
         try:
-            for row in rows(tier, where=folder):
+            with needing("'kvhold[s3]' redis hiredis"):
+                found = rows(tier, where=folder)
+            for row in found:
                 measured.append(row)
                 shown = f"{row.tier:8} {row.op:21} {row.mb_s:8.0f} {row.unit:8} {row.ratio:5.2f} of {row.limit_mb_s:8.0f} ({row.limit})"
                 click.echo(shown)
@@ -66,9 +69,10 @@ def tiers(only: tuple[str, ...], folder: Path | None, json_file: Path | None) ->
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the rows to this file.")
 def faults(tiers: tuple[str, ...], only: tuple[str, ...], json_file: Path | None) -> None:
     """Each tier, each way in which it can fail: are outputs right, the node alive, deadlines kept? Exits with 1 where not."""
-    from kvhold.cli.bench.faults import FAULTS, FaultRow, rows
-    from kvhold.cli.bench.places import PLACES
-    from kvhold.testing.servers.base import NotInstalled
+    with needing("'kvhold[testing,s3]'"):
+        from kvhold.cli.bench.faults import FAULTS, FaultRow, rows
+        from kvhold.cli.bench.places import PLACES
+        from kvhold.testing.servers.base import NotInstalled
 
     _check_names(tiers, PLACES)
     _check_names(only, FAULTS)

@@ -1,7 +1,19 @@
 """One measured number beside the limit measured with it, and how a few of them are printed."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+
+from kvhold.core.errors import ConfigError
+
+
+@contextmanager
+def needing(packages: str) -> Iterator[None]:
+    """What is imported here may be missing where kvhold is only used. Raises ConfigError that says what to install."""
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(f"{error}; this command needs more than kvhold itself: pip install {packages}") from error
 
 
 @dataclass(frozen=True)

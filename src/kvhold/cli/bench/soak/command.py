@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from kvhold.cli.bench.rows import needing
+
 _json = click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the result to this file.")
 _seed = click.option("--seed", default=1, show_default=True, help="Of the random choices, so that a run can be repeated.")
 
@@ -34,7 +36,8 @@ def damage(count: int, seed: int, json_file: Path | None) -> None:
 @_json
 def kills(rounds: int, seed: int, json_file: Path | None) -> None:
     """`kill -9` of a node that stores and clears: is every acknowledged chunk on disk a hit afterwards, and the accounting exact?"""
-    from kvhold.cli.bench.soak import kills as run
+    with needing("'kvhold[testing]'"):
+        from kvhold.cli.bench.soak import kills as run
 
     _report(lambda: run.run(rounds, seed), json_file)
 
@@ -46,7 +49,8 @@ def kills(rounds: int, seed: int, json_file: Path | None) -> None:
 @_json
 def redis(minutes: float, every_s: float, seed: int, json_file: Path | None) -> None:
     """A real vLLM over Redis, which is killed and started again and again: wrong tokens, errors, memory that grows?"""
-    from kvhold.cli.bench.soak import redis as run
+    with needing("'kvhold[testing]'"):
+        from kvhold.cli.bench.soak import redis as run
 
     _report(lambda: run.run(minutes, every_s, seed), json_file)
 
