@@ -167,7 +167,7 @@ class FakeNode:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
-            with connection:
+            with connection, suppress(ConnectionError):  # the client may hang up at any time, even with something unread
                 connection.settimeout(PATIENT_S)
                 for said in conversation:
                     connection.recv(65536)
