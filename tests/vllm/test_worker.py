@@ -75,7 +75,7 @@ class SlowCache:
         self.given_back = 0
         self._layout = layout
 
-    def reserve(self, layout: Layout, names: Any, shard: int = 0) -> Room:
+    def reserve(self, layout: Layout, names: Any, shard: int = 0, *, ttl_s: float | None = None) -> Room:
         self.go.wait(20)
         return Room(np.zeros((1, 1), dtype=np.int64), np.array([4 * BLOCK]), np.zeros(1 << 20, dtype=np.uint8), lambda _: None, self._back)
 
@@ -86,7 +86,7 @@ class SlowCache:
 class BrokenCache:
     """What nobody thought of."""
 
-    def reserve(self, *_: Any) -> Room:
+    def reserve(self, *_: Any, **__: Any) -> Room:
         raise RuntimeError("reserve")
 
     def claim(self, *_: Any, **__: Any) -> Loan:
