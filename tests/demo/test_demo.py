@@ -20,6 +20,7 @@ FIELDS = {
 }
 
 
+@pytest.mark.slow
 def test_without_vllm_it_runs_on_transformers_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("command", "run"):
         monkeypatch.setattr(f"kvhold.cli.demo.{module}.is_vllm_available", lambda: False)

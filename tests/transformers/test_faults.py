@@ -75,6 +75,7 @@ def held_by(cache: NodeClient) -> dict[str, int]:
 
 
 class TestNode:
+    @pytest.mark.slow
     def test_what_one_process_stores_another_loads(self, llama: Any, socket: Path, tmp_path: Path) -> None:
         with node_on(socket):
             environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])}
