@@ -3,6 +3,7 @@
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,15 @@ MIB = 1 << 20
 
 def a_tier(url: str) -> CentralTier:
     return CentralTier.from_url(parse_url(url))
+
+
+@asynccontextmanager
+async def tier_of(server: CentralServer) -> AsyncIterator[CentralTier]:
+    tier = a_tier(server.url)
+    try:
+        yield tier
+    finally:
+        await tier.close()
 
 
 @pytest.fixture(scope="module")
@@ -152,51 +162,50 @@ class TestAccess:
 class TestFaults:
     async def test_a_dead_server_is_unavailable_and_used_again_when_it_is_back(self) -> None:
         with CentralServer() as server:
-            tier = a_tier(server.url)
-            assert await store(tier, {make_key(1): b"x"}) == [True]
-            server.kill()
-            for call in (tier.check(), tier.probe([make_key(1)]), tier.delete([make_key(1)]), fetch(tier, [make_key(1)], [1])):
-                with pytest.raises(TierUnavailable):
-                    await call
-            server.start()
-            assert await fetch(tier, [make_key(1)], [1]) == [None]
-            assert await store(tier, {make_key(1): b"y"}) == [True]
-            assert await fetch(tier, [make_key(1)], [1]) == [b"y"]
-            await tier.close()
+            async with tier_of(server) as tier:
+                assert await store(tier, {make_key(1): b"x"}) == [True]
+                server.kill()
+                for call in (tier.check(), tier.probe([make_key(1)]), tier.delete([make_key(1)]), fetch(tier, [make_key(1)], [1])):
+                    with pytest.raises(TierUnavailable):
+                        await call
+                server.start()
+                assert await fetch(tier, [make_key(1)], [1]) == [None]
+                assert await store(tier, {make_key(1): b"y"}) == [True]
+                assert await fetch(tier, [make_key(1)], [1]) == [b"y"]
 
     async def test_killed_in_the_middle_of_a_put_it_has_stored_nothing_by_halves(self) -> None:
         with CentralServer(ram_bytes="256MiB") as server:
-            tier = a_tier(server.url)
-            values = {make_key(i): make_value(i, 8 * MIB) for i in range(8)}
-            call = asyncio.ensure_future(store(tier, values))
-            while await tier.probe([make_key(0)]) == [None]:
-                pass  # until the first one is there
-            server.kill()
-            try:
-                stored = await call
-            except TierUnavailable:
-                stored = [False] * 8
-            assert not all(stored)
-            await tier.close()
+            async with tier_of(server) as tier:
+                values = {make_key(i): make_value(i, 8 * MIB) for i in range(16)}
+                call = asyncio.ensure_future(store(tier, values))
+                await asyncio.sleep(0.005)  # this loop does the sending: it has begun, and is far from its end
+                server.kill()
+                try:
+                    stored = await call
+                except TierUnavailable:
+                    stored = [False] * 16
+                assert not all(stored)
+                server.start()
+                assert await tier.probe(list(values)) == [None] * 16
+                assert await store(tier, values) == [True] * 16
+                assert await fetch(tier, list(values), [8 * MIB] * 16) == list(values.values())
 
     async def test_below_it_a_disk_outlives_it(self, tmp_path: Path) -> None:
         with CentralServer("--tier", f"disk://{tmp_path}/d") as server:
-            tier = a_tier(server.url)
             values = {make_key(i): make_value(i, 100_000 + i) for i in range(10)}
-            assert await store(tier, values) == [True] * 10
-            await tier.close()
+            async with tier_of(server) as tier:
+                assert await store(tier, values) == [True] * 10
             server.stop()  # it writes what waits before it ends
             server.start()
-            tier = a_tier(server.url)
-            assert await tier.probe([*values, make_key(99)]) == [*(100_000 + i for i in range(10)), None]
-            assert await fetch(tier, list(values), [200_000] * 10) == list(values.values())
-            buffer = bytearray(1000)
-            assert await tier.get([make_key(3)], [[memoryview(buffer)]], starts=[500]) == [1000]
-            assert bytes(buffer) == values[make_key(3)][500:1500]
-            assert await scanned(tier) == sorted(values)
-            assert await tier.delete(list(values)) == [True] * 10
-            assert await tier.probe(list(values)) == [None] * 10
-            await tier.close()
+            async with tier_of(server) as tier:
+                assert await tier.probe([*values, make_key(99)]) == [*(100_000 + i for i in range(10)), None]
+                assert await fetch(tier, list(values), [200_000] * 10) == list(values.values())
+                buffer = bytearray(1000)
+                assert await tier.get([make_key(3)], [[memoryview(buffer)]], starts=[500]) == [1000]
+                assert bytes(buffer) == values[make_key(3)][500:1500]
+                assert await scanned(tier) == sorted(values)
+                assert await tier.delete(list(values)) == [True] * 10
+                assert await tier.probe(list(values)) == [None] * 10
 
     async def test_what_is_larger_than_it_takes_is_full_and_loses_itself_alone(self, tier: CentralTier) -> None:
         items = [(make_key(i), [memoryview(bytes(size))]) for i, size in enumerate((10, 40 * MIB, 10))]

@@ -32,11 +32,8 @@ def open_cache(**settings: Any) -> "LocalCache":
 class LocalCache:
     """Meets `core.api.Cache`. Only what comes from lower tiers is waited for. After `close`, every call raises KVHoldError."""
 
-    def __init__(self, config: Config, *, check: bool = True) -> None:
-        """check: look at every byte that comes from a tier; off only to measure what that costs.
-
-        Raises CapacityError when the arena does not fit, ConfigError for tiers that cannot be.
-        """
+    def __init__(self, config: Config) -> None:
+        """Raises CapacityError when the arena does not fit, ConfigError for tiers that cannot be."""
         self._config = config
         self._arena = Arena.create(config.ram_bytes or default_arena_bytes(), huge_pages=config.huge_pages)
         self._state = new_state(config, self._arena)
@@ -45,7 +42,7 @@ class LocalCache:
         self._owner = object()
         self._buffer = np.frombuffer(self._arena.buffer, dtype=np.uint8)
         try:
-            self._mover: Mover | None = make_mover(config, self._state, self._happen, check=check)
+            self.mover: Mover | None = make_mover(config, self._state, self._happen)
         except BaseException:
             self._buffer = np.empty(0, dtype=np.uint8)
             self._arena.close()
@@ -128,7 +125,7 @@ class LocalCache:
         """Sizes, counts and counters."""
         with self._lock:
             self._check_open()
-            tiers = self._mover.status() if self._mover is not None else {}
+            tiers = self.mover.status() if self.mover is not None else {}
             return self._state.status() | {"arena_touched_bytes": self._toucher.touched_bytes} | tiers
 
     def close(self) -> None:
@@ -140,8 +137,8 @@ class LocalCache:
             self._closed = True
             self._state.gone(self._owner)
             self._lock.notify_all()
-        if self._mover is not None:
-            self._mover.close(drain_timeout_s=self._config.drain_timeout_s)
+        if self.mover is not None:
+            self.mover.close(drain_timeout_s=self._config.drain_timeout_s)
         self._buffer = np.empty(0, dtype=np.uint8)
         self._arena.close()
 
@@ -166,8 +163,8 @@ class LocalCache:
 
     def _move(self) -> None:
         """Under the lock: have the state's orders done."""
-        if self._mover is not None:
-            self._mover.submit(self._state.take_orders())
+        if self.mover is not None:
+            self.mover.submit(self._state.take_orders())
 
     def _happen(self, event: Callable[[], None]) -> None:
         """From the mover's thread."""

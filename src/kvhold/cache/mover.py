@@ -75,16 +75,16 @@ class _Outbox:
 class Mover:
     """One thread, one loop, one stack."""
 
-    def __init__(
-        self, state: CacheState, stack: Stack, metrics: Metrics, post: Callable[[Callable[[], None]], None], *, check: bool = True
-    ) -> None:
-        """metrics: its own, counted in its thread. check: off only to measure what checking costs."""
+    check = True
+    """Look at every byte that comes up; off only to measure what that costs."""
+
+    def __init__(self, state: CacheState, stack: Stack, metrics: Metrics, post: Callable[[Callable[[], None]], None]) -> None:
+        """metrics: its own, counted in its thread."""
         self._state = state
         self._ram: RamTier = state.ram
         self._stack = stack
         self._metrics = metrics
         self._post = post
-        self.check = check
         self._hashing = ThreadPoolExecutor(_HASH_THREADS, thread_name_prefix="kvhold-hash")
         self._outboxes: list[_Outbox] = []
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -368,12 +368,12 @@ def _accepted(landing: Landing, nbytes: int, *, check: bool) -> _Arrived:
         return _Arrived(landing, fault=fault)
 
 
-def make_mover(config: Config, state: CacheState, post: Callable[[Callable[[], None]], None], *, check: bool = True) -> Mover | None:
-    """The mover of the tiers that the settings name; None if there are none. check: as of Mover. Raises ConfigError."""
+def make_mover(config: Config, state: CacheState, post: Callable[[Callable[[], None]], None]) -> Mover | None:
+    """The mover of the tiers that the settings name; None if there are none. Raises ConfigError."""
     if not config.tiers:
         return None
     metrics = Metrics()
-    return Mover(state, make_stack(config.tiers, plugins=config.plugins, metrics=metrics), metrics, post, check=check)
+    return Mover(state, make_stack(config.tiers, plugins=config.plugins, metrics=metrics), metrics, post)
 
 
 def _batches(items: list[Any], size: Callable[[Any], int], most: int) -> Iterable[list[Any]]:

@@ -3,7 +3,7 @@
 | tier | limit |
 |---|---|
 | disk | the same values as new files, by as many threads, with O_DIRECT; and by the page cache, where what was just written still is |
-| redis | the same values over blocking sockets, sendmsg and recv_into, as many connections; and redis-py with hiredis |
+| redis | the same values over blocking sockets, sendmsg and recv_into, as many connections; and redis-py with hiredis, in two ways |
 | s3 | obstore by itself, as many requests at once |
 | kvhold | a TCP connection on loopback to a process that only receives, or only sends |
 
@@ -35,6 +35,7 @@ from kvhold.tiers.registry import make_tier
 VALUE_BYTES = 8 << 20
 NUM_VALUES = 16
 ROUNDS = 5
+CHECK_ROUNDS = 41  # few per cent, in a noisy figure
 LOOKUP_CHUNKS = 125
 MIB = 1 << 20
 
@@ -89,7 +90,7 @@ async def disk_rows(where: Path | None = None) -> list[TierRow]:
         rows = [_row("disk", op, memory.nbytes, seconds, limit) for limit in raw for op, seconds in (("put", put_s), ("get", get_s))]
         rows.append(await _lookup_row("disk", tier, memory))
         await tier.close()
-        rows.append(await _checks_row("disk", lambda name: f"disk://{folder}/{name}?max_bytes=4GiB"))
+        rows.append(await _checks_row("disk", f"disk://{folder}/retrieved?max_bytes=4GiB"))
         return rows
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -97,6 +98,7 @@ async def disk_rows(where: Path | None = None) -> list[TierRow]:
 
 async def redis_rows() -> list[TierRow]:
     """Against raw sockets, and redis-py."""
+    import redis
     import redis.asyncio
 
     from kvhold.testing.servers.redis import RedisServer
@@ -105,32 +107,52 @@ async def redis_rows() -> list[TierRow]:
     with RedisServer(password="right") as server:
         tier, _ = make_tier(f"redis://:right@127.0.0.1:{server.port}/0")
         raw = RawRedis(server.port, "right", memory.values, connections=4)
+        plain = redis.Redis(port=server.port, password="right")
         library = redis.asyncio.Redis(port=server.port, password="right")
+
+        def plain_set() -> None:
+            for at, value in enumerate(memory.values):
+                plain.set(f"l{at}", value)
+
+        def plain_get() -> None:
+            for at, into in enumerate(memory.into):
+                into[:] = _bytes(plain.get(f"l{at}"))
 
         async def library_set() -> None:
             await asyncio.gather(*(library.set(f"l{at}", value) for at, value in enumerate(memory.values)))
 
         async def library_get() -> None:
-            for at in range(len(memory.into)):
-                value = await library.get(f"l{at}")
-                assert isinstance(value, bytes)
-                memory.into[at][:] = value
+            async def one(at: int) -> None:
+                memory.into[at][:] = _bytes(await library.get(f"l{at}"))
 
-        puts = {"kvhold": lambda: _put(tier, memory), "raw sockets": _threaded(raw.set), "redis-py": library_set}
-        gets = {"kvhold": lambda: _get(tier, memory), "raw sockets": _threaded(lambda: raw.get(memory.into)), "redis-py": library_get}
+            await asyncio.gather(*(one(at) for at in range(len(memory.into))))
+
+        puts: dict[str, Work] = {
+            "kvhold": lambda: _put(tier, memory),
+            "raw sockets": _threaded(raw.set),
+            "redis-py": _threaded(plain_set),
+            "redis-py, 16 at once": library_set,
+        }
+        gets: dict[str, Work] = {
+            "kvhold": lambda: _get(tier, memory),
+            "raw sockets": _threaded(lambda: raw.get(memory.into)),
+            "redis-py": _threaded(plain_get),
+            "redis-py, 16 at once": library_get,
+        }
         put_s = await _in_turn(puts, before={"kvhold": lambda: tier.delete(memory.keys)})
         get_s = await _in_turn(gets)
         rows = [
             _row("redis", op, memory.nbytes, seconds, limit)
-            for limit in ("raw sockets", "redis-py")
+            for limit in ("raw sockets", "redis-py", "redis-py, 16 at once")
             for op, seconds in (("put", put_s), ("get", get_s))
         ]
         rows.append(await _lookup_row("redis", tier, memory))
         await tier.delete(memory.keys)
         await library.flushdb()
-        rows.append(await _checks_row("redis", lambda name: f"redis://:right@127.0.0.1:{server.port}/0?prefix={name}:"))
+        rows.append(await _checks_row("redis", f"redis://:right@127.0.0.1:{server.port}/0?prefix=retrieved:"))
         raw.close()
         await library.aclose()
+        plain.close()
         await tier.close()
     return rows
 
@@ -227,14 +249,12 @@ async def _lookup_row(name: str, tier: Tier, memory: Memory) -> TierRow:
 class Retriever:
     """A whole cache over a tier, which holds two prompts where its memory has room for one: so each lookup brings all its chunks up."""
 
-    def __init__(self, url: str, *, check: bool) -> None:
+    def __init__(self, url: str) -> None:
         group = Group(layers=32, planes=2, heads=8, head_dim=128, dtype="bfloat16")
         layout = Layout(groups=(group,), tokens_per_chunk=VALUE_BYTES // group.layer_bytes(1) // group.layers)
         namespace = Namespace(model="bench", layout=layout)
         ram_bytes = int(1.2 * NUM_VALUES * VALUE_BYTES) + 8 * MIB
-        self._cache = LocalCache(
-            load_config({"ram_bytes": ram_bytes, "tiers": [url], "write_behind_bytes": ram_bytes}, environ={}), check=check
-        )
+        self._cache = LocalCache(load_config({"ram_bytes": ram_bytes, "tiers": [url], "write_behind_bytes": ram_bytes}, environ={}))
         self._cache.register(namespace)
         numbers = np.random.default_rng(0).integers(0, 1 << 30, (2, NUM_VALUES * layout.tokens_per_chunk), dtype=np.int32)
         self._prompts = [namespace.prompt(row) for row in numbers]
@@ -246,8 +266,10 @@ class Retriever:
                 room.commit()
             assert self._cache.flush(deadline_s=120)
 
-    def retrieve(self) -> None:
-        """The prompt that was not asked for last, from its lookup to its last checked byte."""
+    def retrieve(self, *, check: bool) -> None:
+        """The prompt that was not asked for last, from its lookup to its last byte, checked or not."""
+        assert self._cache.mover is not None
+        self._cache.mover.check = check
         self._prompts.reverse()
         with self._cache.lookup(self._prompts[0].query(), wait_s=120) as hit:
             assert hit.num_tokens == len(self._prompts[0].tokens), hit.num_tokens
@@ -257,26 +279,35 @@ class Retriever:
         self._cache.close()
 
 
-async def _checks_row(name: str, url: Callable[[str], str]) -> TierRow:
-    """What checking every byte costs a retrieve: the limit is the same without checks."""
-    checked, unchecked = Retriever(url("checked"), check=True), Retriever(url("unchecked"), check=False)
-    seconds = await _in_turn({"kvhold": _threaded(checked.retrieve), "no checks": _threaded(unchecked.retrieve)}, rounds=max(ROUNDS, 9))
-    checked.close()
-    unchecked.close()
-    return _row(name, "retrieve, checked", checked.nbytes, seconds, "no checks")
+async def _checks_row(name: str, url: str) -> TierRow:
+    """What checking every byte costs a retrieve: the limit is the same cache without checks, in turn."""
+    retriever = Retriever(url)
+    work = {"kvhold": _threaded(lambda: retriever.retrieve(check=True)), "no checks": _threaded(lambda: retriever.retrieve(check=False))}
+    seconds = await _in_turn(work, rounds=CHECK_ROUNDS)
+    retriever.close()
+    return _row(name, "retrieve, checked", retriever.nbytes, seconds, "no checks")
 
 
 async def _in_turn(work: dict[str, Work], *, before: dict[str, Work] | None = None, rounds: int = 0) -> dict[str, float]:
-    """Median seconds of each, after one round that does not count. before: what is done ahead of one, and not timed. rounds: 0: ROUNDS."""
+    """Median seconds of each, after one round that does not count; every other round goes backwards.
+
+    before: what is done ahead of one, and not timed. rounds: 0: ROUNDS.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in work}
-    for _ in range(1 + (rounds or ROUNDS)):
-        for name, call in work.items():
+    for number in range(1 + (rounds or ROUNDS)):
+        turns = list(work.items())
+        for name, call in reversed(turns) if number % 2 else turns:
             if before and name in before:
                 await before[name]()
             began = time.perf_counter()
             await call()
             seconds[name].append(time.perf_counter() - began)
     return {name: median(times[1:]) for name, times in seconds.items()}
+
+
+def _bytes(value: object) -> bytes:
+    assert isinstance(value, bytes)
+    return value
 
 
 def _threaded(work: Callable[[], None]) -> Work:
