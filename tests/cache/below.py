@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from kvhold.cache import LocalCache, open_cache
@@ -25,6 +27,12 @@ def eventually(condition: Callable[[], Any]) -> Any:
         assert time.monotonic() < until, "it never came to that"
         time.sleep(0.002)
     return answer
+
+
+def on_disk(folder: Path, **options: object) -> str:
+    """A disk's line for settings; without other options, of one that nobody gives up because the machine is busy."""
+    patient = dict.fromkeys(("probe_timeout_s", "get_timeout_s", "put_timeout_s"), PATIENT_S)
+    return f"disk://{folder}/kv?max_bytes=1GiB" + "".join(f"&{name}={value}" for name, value in (patient | options).items())
 
 
 def cache_over(*tiers: str, **settings: Any) -> LocalCache:
@@ -52,6 +60,13 @@ def is_at_baseline(cache: Cache) -> None:
     assert status["pinned_chunks"] == 0
     cache.clear()
     assert cache.status()["used_bytes"] == cache.status()["chunks"] == 0
+
+
+def set_deadlines(cache: LocalCache, **timeouts: float) -> None:
+    """Of all tiers, from now on: what is to hang is given up soon, and nothing else is."""
+    assert cache.mover is not None
+    for guard in cache.mover._stack.guards:
+        guard.config = replace(guard.config, **timeouts)
 
 
 def at_rest(cache: Cache) -> bool:

@@ -17,6 +17,7 @@ from kvhold.memory.slab import ALIGNMENT
 from kvhold.testing.cache import LAYOUTS, PLAIN, CacheContract, MakeCache, a_prompt, check, demanded_bytes, flood, read, store
 from tests.cache.below import (
     HYBRID_SPACE,
+    PATIENT_S,
     SPACE,
     a_cache_over,
     at_rest,
@@ -25,6 +26,7 @@ from tests.cache.below import (
     eventually,
     forget,
     is_at_baseline,
+    on_disk,
     tier_counter,
 )
 from tests.tiers.memory import Place, a_place
@@ -34,10 +36,6 @@ from tests.tiers.memory import Place, a_place
 def place() -> Iterator[Place]:
     with a_place() as place:
         yield place
-
-
-def on_disk(folder: Path, **options: object) -> str:
-    return f"disk://{folder}/kv?max_bytes=1GiB" + "".join(f"&{name}={value}" for name, value in options.items())
 
 
 class TestLocalCacheOverADisk(CacheContract):
@@ -136,18 +134,19 @@ def test_what_was_evicted_comes_back_byte_for_byte(layout: Layout, tmp_path: Pat
 
 
 def test_what_a_small_arena_evicts_by_itself_comes_back(tmp_path: Path) -> None:
-    prompts = [a_prompt(HYBRID_SPACE, 90, seed) for seed in range(120)]
+    prompts = [a_prompt(HYBRID_SPACE, 90, seed) for seed in range(45)]
     with a_cache_over(on_disk(tmp_path), ram_bytes="8MiB", write_behind_bytes="2MiB") as cache:
         for prompt in prompts:
             store(cache, prompt)
             cache.flush()
         assert cache.status()["counters"]["kvhold_evicted_chunks{tier=ram}"] > 100
-        assert [read(cache, prompt) for prompt in prompts] == [90] * 120
+        assert [read(cache, prompt) for prompt in prompts] == [90] * 45
 
 
 def test_an_ending_cache_writes_what_waits_and_the_next_one_has_it(tmp_path: Path) -> None:
     prompts = [a_prompt(HYBRID_SPACE, 90, seed) for seed in range(8)]
-    with cache_over("faults+" + on_disk(tmp_path, faults="put:delay:1:10ms", batch_bytes="64KiB")) as cache:
+    slow = "faults+" + on_disk(tmp_path, faults="put:delay:@1:1s", batch_bytes="64KiB", concurrent_calls=1)
+    with cache_over(slow, drain_timeout_s=PATIENT_S) as cache:
         for prompt in prompts:
             store(cache, prompt)
         assert not at_rest(cache)
@@ -325,8 +324,6 @@ def live(cache: LocalCache, seed: int) -> int:
 
 
 def test_a_close_under_the_feet_of_threads_ends_all_their_calls(tmp_path: Path) -> None:
-    cache = cache_over("faults+" + on_disk(tmp_path, faults="get:delay:1:5ms"), ram_bytes="8MiB")
-
     def until_closed(seed: int) -> str:
         try:
             while True:
@@ -334,7 +331,8 @@ def test_a_close_under_the_feet_of_threads_ends_all_their_calls(tmp_path: Path) 
         except KVHoldError as error:
             return str(error)
 
-    with ThreadPoolExecutor(8) as pool:
+    url = "faults+" + on_disk(tmp_path, faults="get:delay:1:5ms")
+    with ThreadPoolExecutor(8) as pool, cache_over(url, ram_bytes="8MiB") as cache:
         lives = [pool.submit(until_closed, seed) for seed in range(6)]
         eventually(lambda: cache.status()["counters"].get("kvhold_promoted_chunks"))
         closings = [pool.submit(cache.close) for _ in range(2)]

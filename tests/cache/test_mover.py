@@ -16,17 +16,19 @@ from tests.cache.below import (
     CHUNK_BYTES,
     HYBRID_SPACE,
     NOTHING,
+    PATIENT_S,
     SPACE,
     a_cache_over,
     at_rest,
     cache_over,
     eventually,
     forget,
+    set_deadlines,
     tier_counter,
 )
 from tests.tiers.memory import Place, a_place
 
-SOON = {"get_timeout_s": 0.03, "put_timeout_s": 0.03, "probe_timeout_s": 5}
+SOON_S = 0.03  # a deadline that is to pass
 
 
 @pytest.fixture
@@ -199,28 +201,31 @@ class TestReads:
             assert cache.status()["pinned_chunks"] == 0
 
     def test_what_a_read_that_hangs_was_to_fill_stays_reserved_until_it_lets_go(self, place: Place) -> None:
-        with a_cache_over(place.url(**SOON)) as cache:
+        with a_cache_over(place.url()) as cache:
             put_below(cache, 64)
             place.deaf = True
             place.hold("get")
+            set_deadlines(cache, get_timeout_s=SOON_S)
             assert read(cache, a_prompt(SPACE, 64)) == 0
             status = cache.status()
             assert (status["arriving_chunks"], status["used_bytes"]) == (4, 4 * CHUNK_BYTES)
             assert status["tiers"][0]["stuck_calls"] == 1
             cache.clear(deadline_s=5)
             assert cache.status()["used_bytes"] == 4 * CHUNK_BYTES, "not by a clear, either"
-            assert status["counters"]["kvhold_withdrawn_chunks{reason=too late}"] == 4
+            assert status["counters"]["kvhold_withdrawn_chunks{reason=deadline}"] == 4
             place.let_go("get")
             eventually(lambda: cache.status()["used_bytes"] == 0)
             assert cache.status()["tiers"][0]["stuck_calls"] == 0
 
     def test_a_second_lookup_while_a_read_hangs_ends_and_a_third_after_it_finds_all(self, place: Place) -> None:
-        with a_cache_over(place.url(**SOON)) as cache:
+        with a_cache_over(place.url()) as cache:
             put_below(cache, 64)
             place.deaf = True
             place.hold("get")
+            set_deadlines(cache, get_timeout_s=SOON_S)
             assert read(cache, a_prompt(SPACE, 64)) == 0
             assert read(cache, a_prompt(SPACE, 64)) == 0
+            set_deadlines(cache, get_timeout_s=PATIENT_S)
             place.let_go("get")
             eventually(lambda: at_rest(cache))
             assert read(cache, a_prompt(SPACE, 64)) == 64
@@ -390,11 +395,12 @@ class TestWrites:
             cache._state.ram._clock = clock
 
     def test_memory_of_a_write_that_hangs_is_kept_until_it_lets_go(self, place: Place) -> None:
-        with a_cache_over(place.url(**SOON)) as cache:
+        with a_cache_over(place.url(put_timeout_s=SOON_S)) as cache:
             place.deaf = True
             place.hold("put")
             store(cache, a_prompt(SPACE, 32))
             eventually(lambda: cache.status()["tiers"][0]["stuck_calls"] == 1)
+            set_deadlines(cache, put_timeout_s=PATIENT_S)
             assert not cache.flush(deadline_s=0)
             cache.clear(deadline_s=5)
             assert cache.status()["used_bytes"] == 2 * CHUNK_BYTES
@@ -442,11 +448,12 @@ class TestClears:
             assert read(cache, a_prompt(SPACE, 64)) == 0
 
     def test_nor_what_a_call_that_hung_wrote_after_all(self, place: Place) -> None:
-        with a_cache_over(place.url(**SOON)) as cache:
+        with a_cache_over(place.url(put_timeout_s=SOON_S)) as cache:
             place.deaf = True
             place.hold("put")
             store(cache, a_prompt(SPACE, 32))
             eventually(lambda: cache.status()["tiers"][0]["stuck_calls"] == 1)
+            set_deadlines(cache, put_timeout_s=PATIENT_S)
             cache.clear()
             assert place.values == {}
             place.let_go("put")
@@ -506,49 +513,49 @@ class TestClears:
 
 class TestEnds:
     def test_what_waits_is_written_before_the_end(self, place: Place) -> None:
-        cache = cache_over(place.url(batch_bytes=1, concurrent_calls=1), drain_timeout_s=60)
-        place.hold("put")
-        store(cache, a_prompt(SPACE, 64))
-        ending = threading.Thread(target=cache.close)
-        ending.start()
-        place.let_go("put")
-        ending.join(60)
-        assert not ending.is_alive()
-        assert sorted(place.values) == sorted(keys_of(64))
-        assert place.calls["close"] == 1
+        with cache_over(place.url(batch_bytes=1, concurrent_calls=1), drain_timeout_s=60) as cache:
+            place.hold("put")
+            store(cache, a_prompt(SPACE, 64))
+            ending = threading.Thread(target=cache.close)
+            ending.start()
+            place.let_go("put")
+            ending.join(60)
+            assert not ending.is_alive()
+            assert sorted(place.values) == sorted(keys_of(64))
+            assert place.calls["close"] == 1
 
     def test_a_second_close_takes_nothing_from_under_the_first(self, place: Place) -> None:
-        cache = cache_over(place.url(batch_bytes=1, concurrent_calls=1), drain_timeout_s=60)
-        place.hold("probe")
-        store(cache, a_prompt(SPACE, 64))
-        ending = threading.Thread(target=cache.close)
-        ending.start()
-        eventually(lambda: cache._closed)
-        cache.close()
-        place.let_go("probe")
-        ending.join(60)
-        assert sorted(place.values) == sorted(keys_of(64))
+        with cache_over(place.url(batch_bytes=1, concurrent_calls=1), drain_timeout_s=60) as cache:
+            place.hold("probe")
+            store(cache, a_prompt(SPACE, 64))
+            ending = threading.Thread(target=cache.close)
+            ending.start()
+            eventually(lambda: cache._closed)
+            cache.close()
+            place.let_go("probe")
+            ending.join(60)
+            assert sorted(place.values) == sorted(keys_of(64))
 
     def test_for_as_long_as_the_settings_say_and_then_it_says_what_was_not(self, place: Place, caplog: pytest.LogCaptureFixture) -> None:
-        cache = cache_over(place.url(batch_bytes=1, concurrent_calls=1), drain_timeout_s=0.01)
-        place.hold("put")
-        store(cache, a_prompt(SPACE, 64))
-        place.wait_for("put")
-        with caplog.at_level(logging.WARNING):
-            cache.close()
-        assert any("3 chunks were not written" in record.message for record in caplog.records)
+        with cache_over(place.url(batch_bytes=1, concurrent_calls=1), drain_timeout_s=0.01) as cache:
+            place.hold("put")
+            store(cache, a_prompt(SPACE, 64))
+            place.wait_for("put")
+            with caplog.at_level(logging.WARNING):
+                cache.close()
+            assert any("3 chunks were not written" in record.message for record in caplog.records)
 
     @pytest.mark.parametrize("held", ["probe", "get"])
     def test_a_lookup_that_waits_is_a_miss(self, place: Place, held: str) -> None:
-        cache = cache_over(place.url())
-        put_below(cache, 64)
-        place.hold(held)
-        with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(cache.lookup, a_prompt(SPACE, 64).query())
-            place.wait_for(held)
-            cache.close()
-            with waiting.result(60) as hit:
-                assert (hit.ticket, hit.num_tokens) == (0, 0)
+        with cache_over(place.url()) as cache:
+            put_below(cache, 64)
+            place.hold(held)
+            with ThreadPoolExecutor(1) as pool:
+                waiting = pool.submit(cache.lookup, a_prompt(SPACE, 64).query())
+                place.wait_for(held)
+                cache.close()
+                with waiting.result(60) as hit:
+                    assert (hit.ticket, hit.num_tokens) == (0, 0)
 
     def test_tiers_that_cannot_be_leave_no_thread_behind(self) -> None:
         before = set(threading.enumerate())

@@ -18,11 +18,13 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 from kvhold.cache.hits import needed_chunks
 from kvhold.cache.orders import Arrival, ClearOrder, FetchOrder, ProbeOrder, WriteOrder
 from kvhold.cache.state import new_state
-from kvhold.core.api import ABSENT
+from kvhold.core.api import ABSENT, Found
 from kvhold.core.config import Config
 from kvhold.core.keys import HASH_BYTES, Namespace, make_key
 from kvhold.core.layout import Group, Layout
+from kvhold.core.reasons import CLEARED, DEADLINE, REASONS, TIER_DOWN, WHOLE
 from kvhold.tiers.stack import Place
+from tests.cache.laws import Index, assert_counters_reconcile
 from tests.cache.test_state import LAYOUT, SHARDS, SLOT, SPACES, TEXTS, prompt_of
 
 OWNERS = ("a", "b", "c")
@@ -87,7 +89,9 @@ class World(RuleBasedStateMachine):
     @initialize(target=numbers)
     def begin(self):
         arena = SimpleNamespace(nbytes=self.slots_in_all * SLOT)
-        self.state = new_state(Config(tiers=("disk:///x", "redis://y"), write_behind_bytes=self.write_behind_bytes), arena)
+        config = Config(tiers=("disk:///x", "redis://y"), write_behind_bytes=self.write_behind_bytes, event_buffer=10_000)
+        self.state = new_state(config, arena)
+        self.index = Index(self.state)
         self.now = 1_000_000.0
         self.state.ram._clock = lambda: self.now
         self.state.register(LAYOUT)
@@ -100,6 +104,7 @@ class World(RuleBasedStateMachine):
         self.writes: dict[int, WriteOrder] = {}
         self.clears: list[ClearOrder] = []
         self.searched: dict[int, tuple] = {}  # number -> (owner, prompt)
+        self.lent_bytes = 0
         self.loans: dict[int, tuple] = {}  # number -> (owner, [(key, offset, nbytes)])
         self.entered: Counter[int] = Counter()
         return multiple()
@@ -112,19 +117,25 @@ class World(RuleBasedStateMachine):
             names = prompt_of(*prompt).chunks()
             granted = self.state.reserve(owner, LAYOUT, names, shard)
             self.take_orders()
-            chunks = [chunk for chunk in range(len(names)) if granted.offsets[0][chunk] != ABSENT]
-            for chunk in chunks:
+            got = [(chunk, g) for g, row in enumerate(granted.offsets) for chunk, at in enumerate(row) if at != ABSENT]
+            chunks = sorted({chunk for chunk, _ in got})
+            for chunk, g in got:
                 chain_hash = names.hashes[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES]
-                for g in range(len(LAYOUT.groups)):
-                    self.write(self.state.ram._entries[make_key(names.namespace, chain_hash, g, shard)], good=True)
+                self.write(self.state.ram._entries[make_key(names.namespace, chain_hash, g, shard)], good=True)
             self.nothing_in_use_was_written_by_others()
             self.state.commit(owner, granted.room, chunks)
             self.take_orders()
 
     @rule(target=numbers, owner=owners, prompt=prompts)
     def lookup(self, owner, prompt):
+        asked_before = self.state.metrics.value("kvhold_lookup_tokens")
         found = self.state.lookup(owner, prompt_of(*prompt).query())
         self.take_orders()
+        asked = self.state.metrics.value("kvhold_lookup_tokens") - asked_before
+        assert asked == (0 if found.arriving else prompt[2] if prompt[2] <= len(TEXTS[prompt[1]]) else len(TEXTS[prompt[1]]))
+        if not found.arriving:
+            assert (found.reason == WHOLE) == (found.num_tokens == asked)
+            assert sum(found.sources.values()) == found.num_tokens
         if not found.ticket:
             assert found.num_tokens == 0 and not found.arriving
             return multiple()
@@ -149,6 +160,7 @@ class World(RuleBasedStateMachine):
             assert found.arriving == (not over and not settle)
             assert found.ticket == (number if found.num_tokens or found.arriving else 0)
         assert not (settle and found.arriving)
+        self.answers_for_itself(number, found)
 
     @rule(owner=owners, number=numbers, shard=st.integers(0, SHARDS), first=st.integers(0, 3))
     def claim(self, owner, number, shard, first):
@@ -158,6 +170,7 @@ class World(RuleBasedStateMachine):
             entries = self.state._holdings[owner].loans[lent.loan]
             num_tokens = sum(lent.num_tokens) + first * LAYOUT.tokens_per_chunk if lent.num_tokens else 0
             assert {entry.key for entry in entries} <= needed_keys(prompt, num_tokens)
+            self.lent_bytes += sum(entry.nbytes for entry in entries)
             self.loans[lent.loan] = (owner, [(entry.key, entry.offset, entry.nbytes) for entry in entries])
 
     @rule(number=numbers)
@@ -258,6 +271,14 @@ class World(RuleBasedStateMachine):
     def time_passes(self, step):
         self.now += step
 
+    def answers_for_itself(self, number, found):
+        """Of an answer, when it is final: its tokens by source, and a reason."""
+        if found.arriving or not found.ticket:
+            return
+        assert sum(found.sources.values()) == found.num_tokens
+        assert (found.reason == WHOLE) == (found.num_tokens == len(prompt_of(*self.searched[number][1]).tokens))
+        assert found.reason in REASONS
+
     def end_read(self, read, answer):
         entry = read.arrival.entry
         assert (self.memory[slots(entry)] == read.garbage).all(), "somebody wrote where a tier was still writing"
@@ -335,6 +356,12 @@ class World(RuleBasedStateMachine):
             used |= {offset: nbytes for _, offset, nbytes in pieces}
         assert self.state.ram.used_bytes == sum(-(-nbytes // SLOT) * SLOT for nbytes in used.values())
         assert self.state.status()["arriving_chunks"] == len(self.reads)
+
+    @invariant()
+    def what_is_counted_adds_up(self):
+        assert_counters_reconcile(self.state)
+        self.index.assert_right()
+        assert self.state.metrics.value("kvhold_loaned_bytes") == self.lent_bytes
 
     @invariant()
     def whoever_waits_waits_for_something(self):
@@ -569,7 +596,7 @@ def test_a_lookup_while_a_given_up_read_still_holds_its_memory_waits_for_nothing
     two = bench.state.lookup("b", prompt.query())
     [probe] = bench.state.take_orders()
     bench.state.probed(probe.search, {key: Place(0, 100) for key in probe.keys})
-    assert bench.state.refresh(two.ticket) == type(two)(two.ticket, 2, False)
+    assert bench.state.refresh(two.ticket) == Found(two.ticket, 2, sources={"ram": 2}, reason=DEADLINE)
     bench.state.let_go(arrivals[1].entry)
     three, again = bench.arriving(prompt, "c")
     assert [arrival.entry.key for arrival in again] == [arrivals[1].entry.key]
@@ -619,7 +646,7 @@ def test_a_chunk_that_came_without_those_before_it_is_no_hit_and_is_not_pinned_f
     bench.state.fetched(arrivals[0].entry, False)
     for arrival in arrivals[1:]:
         bench.state.fetched(arrival.entry, True)
-    assert bench.state.refresh(ticket) == type(bench.state.refresh(ticket))(0, 0, False)
+    assert bench.state.refresh(ticket) == Found(0, 0, reason=TIER_DOWN)
     bench.finished()
 
 
@@ -651,7 +678,7 @@ def test_while_a_namespace_is_being_cleared_below_nothing_of_it_comes_up():
     [clear] = bench.state.take_orders()
     assert isinstance(clear, ClearOrder)
     bench.state.probed(found.ticket, {key: Place(0, 1) for key in probe.keys})
-    assert bench.state.lookup("b", bench.prompt(4).query()) == type(found)(0, 0, False)
+    assert bench.state.lookup("b", bench.prompt(4).query()) == Found(0, 0, reason=CLEARED)
     assert bench.state.take_orders() == []
     assert not bench.state.all_done(0)
     bench.state.cleared(clear.prefix)

@@ -21,6 +21,7 @@ from kvhold.core.config import Config
 from kvhold.core.errors import LayoutError
 from kvhold.core.keys import HASH_BYTES, Namespace, make_key
 from kvhold.core.layout import Group, Layout
+from tests.cache.laws import Index, assert_counters_reconcile
 
 SLOT = 4096
 SLOTS = 60
@@ -89,7 +90,8 @@ class Life(RuleBasedStateMachine):
     @initialize(target=owners)
     def begin(self):
         arena = SimpleNamespace(nbytes=SLOTS * SLOT)
-        self.state = new_state(Config(policy=self.policy), arena)
+        self.state = new_state(Config(policy=self.policy, event_buffer=10_000), arena)
+        self.index = Index(self.state)
         self.state.register(LAYOUT)
         self.memory = np.zeros(SLOTS, dtype=np.int64)
         self.writes = count(1)
@@ -101,9 +103,17 @@ class Life(RuleBasedStateMachine):
 
     # What owners do
 
-    @rule(target=rooms, owner=owners, prompt=prompts, shard=st.integers(0, SHARDS - 1), first=st.integers(0, 2), tail=st.booleans())
-    def reserve(self, owner, prompt, shard, first, tail):
-        room = self.reserved(owner, prompt_of(*prompt), shard, first, tail)
+    @rule(
+        target=rooms,
+        owner=owners,
+        prompt=prompts,
+        shard=st.integers(0, SHARDS - 1),
+        first=st.integers(0, 2),
+        tail=st.booleans(),
+        unwanted=st.none() | st.sets(st.tuples(st.integers(0, len(GROUPS) - 1), st.integers(0, 4))),
+    )
+    def reserve(self, owner, prompt, shard, first, tail, unwanted):
+        room = self.reserved(owner, prompt_of(*prompt), shard, first, tail, unwanted)
         return multiple() if room is None else room
 
     @rule(room=rooms, chosen=st.none() | st.sets(st.integers(0, 4)))
@@ -178,20 +188,35 @@ class Life(RuleBasedStateMachine):
         assert self.state.clear(namespace) == len(before)
         assert self.state.ram.entries(namespace or b"") == []
 
-    def reserved(self, owner, prompt, shard, first=0, tail=True):
+    def reserved(self, owner, prompt, shard, first=0, tail=True, unwanted=None):
+        """unwanted: groups of chunks that are not asked for; None: `groups` is not given."""
         names = prompt.chunks(min(first, prompt.num_whole), tail=tail)
         sizes = names.num_tokens(LAYOUT)
-        granted = self.state.reserve(owner, LAYOUT, names, shard)
-        chunks = {}
+        asked = [(g, i) not in (unwanted or ()) for g in range(len(GROUPS)) for i in range(len(names))]
+        keys = [
+            [make_key(names.namespace, names.hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES], g, shard) for i in range(len(names))]
+            for g in range(len(GROUPS))
+        ]
+        held, evicted = {entry.key for entry in self.state.ram.entries()}, self.evicted
+        granted = self.state.reserve(owner, LAYOUT, names, shard, groups=None if unwanted is None else bytes(asked))
+        chunks, full = {}, False
+        last = max((i for row in granted.offsets for i, at in enumerate(row) if at != ABSENT), default=0)
         for chunk in range(len(names)):
-            chain_hash = names.hashes[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES]
-            offsets = [row[chunk] for row in granted.offsets]
-            if ABSENT in offsets:
-                assert set(offsets) == {ABSENT}, "a chunk gets all its groups or none"
+            missing = {g for g in range(len(GROUPS)) if asked[g * len(names) + chunk] and keys[g][chunk] not in held}
+            got = {g for g, row in enumerate(granted.offsets) if row[chunk] != ABSENT}
+            asked_of_it = {g for g in range(len(GROUPS)) if asked[g * len(names) + chunk]}
+            if got:
+                assert not full, "nothing after what found no room"
+                assert missing <= got <= asked_of_it, "all that a chunk is missing or none"
+                assert got == missing or self.evicted > evicted, "and only what is missing, or had to go meanwhile"
+                here = {entry.key for entry in self.state.ram.entries()}
+                assert {keys[g][chunk] for g in asked_of_it} <= here or chunk < last, "nothing of it went for the rest of it"
+            full = full or (bool(missing) and not got)
+            if not got:
                 continue
             chunks[chunk] = [
-                Piece(make_key(names.namespace, chain_hash, g, shard), at, LAYOUT.chunk_bytes(g, int(sizes[chunk])), next(self.writes))
-                for g, at in enumerate(offsets)
+                Piece(keys[g][chunk], granted.offsets[g][chunk], LAYOUT.chunk_bytes(g, int(sizes[chunk])), next(self.writes))
+                for g in sorted(got)
             ]
             for piece in chunks[chunk]:
                 assert 0 <= piece.offset <= piece.offset + piece.nbytes <= SLOTS * SLOT
@@ -224,9 +249,7 @@ class Life(RuleBasedStateMachine):
         if ticket not in self.live_tickets or shard not in ticket.shards:
             assert lent is None
             return None
-        groups = ticket.shards.pop(shard)
-        if not ticket.shards:
-            self.live_tickets.discard(ticket)
+        groups = ticket.shards[shard]
         assert lent.offsets == [[ABSENT if piece is None else piece.offset for piece in row[first:]] for row in groups]
         assert sum(lent.num_tokens) == max(0, ticket.num_tokens - first * LAYOUT.tokens_per_chunk)
         loan = Loan(owner, lent.loan, [piece for row in groups for piece in row[first:] if piece is not None])
@@ -271,6 +294,11 @@ class Life(RuleBasedStateMachine):
             assert entry.pins == pins.get((entry.key, entry.offset), 0)
 
     @invariant()
+    def what_is_counted_adds_up(self):
+        assert_counters_reconcile(self.state)
+        self.index.assert_right()
+
+    @invariant()
     def what_is_out_is_counted(self):
         assert self.state.holdings() == {"tickets": len(self.live_tickets), "loans": len(self.live_loans), "rooms": len(self.live_rooms)}
         for owner in "abc":
@@ -294,6 +322,10 @@ class Life(RuleBasedStateMachine):
             assert self.state.ram.used_bytes == self.state.ram.num_chunks == self.state.ram.num_pinned == 0
 
     # The definition
+
+    @property
+    def evicted(self):
+        return self.state.metrics.value("kvhold_evicted_chunks", tier="ram")
 
     def pinned(self):
         for ticket in self.live_tickets:

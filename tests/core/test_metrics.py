@@ -46,12 +46,12 @@ class TestMetrics:
         metrics = Metrics()
         metrics.add("kvhold_stored_chunks")
         metrics.add("kvhold_stored_chunks", 4)
-        metrics.add("kvhold_lookup_tokens", 10, result="hit")
-        metrics.add("kvhold_lookup_tokens", 5, result="miss")
-        metrics.add("kvhold_lookup_tokens", 1, result="hit")
+        metrics.add("kvhold_hit_tokens", 10, source="ram")
+        metrics.add("kvhold_hit_tokens", 5, source="disk")
+        metrics.add("kvhold_hit_tokens", 1, source="ram")
         assert metrics.value("kvhold_stored_chunks") == 5
-        assert metrics.value("kvhold_lookup_tokens", result="hit") == 11
-        assert metrics.value("kvhold_lookup_tokens", result="miss") == 5
+        assert metrics.value("kvhold_hit_tokens", source="ram") == 11
+        assert metrics.value("kvhold_hit_tokens", source="disk") == 5
 
     def test_what_is_set_stands_as_it_was_set(self) -> None:
         metrics = Metrics()
@@ -96,9 +96,9 @@ class TestMetrics:
             ("kvhold_no_such_thing", {}),
             ("stored_bytes", {}),
             ("kvhold_stored_bytes", {"tier": "ram"}),
-            ("kvhold_lookup_tokens", {}),
-            ("kvhold_lookup_tokens", {"reason": "hit"}),
-            ("kvhold_lookup_tokens", {"result": "hit", "tier": "ram"}),
+            ("kvhold_hit_tokens", {}),
+            ("kvhold_hit_tokens", {"reason": "ram"}),
+            ("kvhold_hit_tokens", {"source": "ram", "tier": "ram"}),
         ],
     )
     def test_an_unknown_name_or_label_fails_at_once(self, name: str, labels: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -21,23 +22,22 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
         request.getfixturevalue("shared_node")  # lives longer than the test
     before, threads, children = open_descriptors(), _threads(), set(psutil.Process().children())
     yield
-    assert open_descriptors().items() <= before.items()
     eventually(lambda: _threads() <= threads)
+    assert open_descriptors().items() <= before.items()
     assert set(psutil.Process().children()) <= children
 
 
 @pytest.fixture
 def start_node(nothing_is_left: None, tmp_path: Path) -> Iterator[Callable[..., RunningNode]]:
     """A function that starts a node on a socket in `tmp_path`, with more arguments for `kvhold serve` if given."""
-    started: list[RunningNode] = []
+    with ExitStack() as started:
 
-    def start(*arguments: str) -> RunningNode:
-        started.append(RunningNode(tmp_path / "node.sock", *arguments))
-        return started[-1]
+        def start(*arguments: str) -> RunningNode:
+            node = RunningNode(tmp_path / "node.sock", *arguments)
+            started.callback(node.close)
+            return node
 
-    yield start
-    for node in started:
-        node.close()
+        yield start
 
 
 @pytest.fixture

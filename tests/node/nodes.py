@@ -9,10 +9,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from kvhold.core.config import ClientConfig
 from kvhold.core.errors import KVHoldError
@@ -23,6 +25,13 @@ from kvhold.node import NodeClient
 from kvhold.testing.cache import PLAIN, a_prompt, fill
 
 PATIENT_S = 60.0  # on a busy machine; nothing that works takes nearly as long
+PATIENT = ClientConfig(
+    connect_timeout_s=PATIENT_S,
+    call_timeout_s=PATIENT_S,
+    arrival_timeout_s=PATIENT_S,
+    heartbeat_interval_s=PATIENT_S,  # who finds a lost node is the test's call
+    reconnect_interval_s=0.02,
+)
 NOTHING = {"tickets": 0, "loans": 0, "rooms": 0}
 SPACE = Namespace(model="model", layout=PLAIN)
 
@@ -67,9 +76,11 @@ class RunningNode:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=clean_environ())
         assert self.process.stdout is not None
-        self.ready = self.process.stdout.readline()
-        self.process.stdout.close()
-        assert "ready" in self.ready, self.log.read_text()
+        with self.process.stdout as said:
+            self.ready = said.readline()
+        if "ready" not in self.ready:
+            self.kill()
+            pytest.fail(f"the node did not start: {self.log.read_text()}")
 
     @property
     def pid(self) -> int:
@@ -77,8 +88,7 @@ class RunningNode:
 
     def client(self, *, name: str = "test", **settings: Any) -> NodeClient:
         """One that waits long for answers, and not long before it looks for a lost node."""
-        defaults = {"connect_timeout_s": PATIENT_S, "call_timeout_s": PATIENT_S, "reconnect_interval_s": 0.02}
-        self._clients.append(NodeClient(self.path, ClientConfig(**defaults | settings), name=name))
+        self._clients.append(NodeClient(self.path, replace(PATIENT, **settings), name=name))
         return self._clients[-1]
 
     def kill(self) -> None:
@@ -100,7 +110,10 @@ class RunningNode:
             client.close()
         if self.process.poll() is None:
             self.process.terminate()
-            assert self.process.wait(PATIENT_S) == 0, self.log.read_text()
+            try:
+                assert self.process.wait(PATIENT_S) == 0, self.log.read_text()
+            finally:
+                self.kill()
         assert "Traceback" not in self.log.read_text(), self.log.read_text()
 
 
@@ -210,6 +223,11 @@ def bytes_of(room: Any) -> np.ndarray:
     return np.concatenate(
         [room.buffer[at : at + PLAIN.chunk_bytes(0, int(n))] for at, n in zip(places.offsets, places.num_tokens, strict=True)]
     )
+
+
+def set_deadlines(client: NodeClient, **settings: float) -> None:
+    """Its settings, from now on: it has joined in peace, and what the test breaks is given up soon."""
+    client._config = replace(client._config, **settings)
 
 
 def held_by(client: NodeClient) -> dict[str, int]:

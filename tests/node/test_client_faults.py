@@ -19,6 +19,7 @@ from kvhold.node import NodeClient
 from kvhold.testing.cache import PLAIN, a_prompt, check, fill, flood, read, store
 from tests.node.nodes import (
     NOTHING,
+    PATIENT_S,
     SPACE,
     RawClient,
     RunningNode,
@@ -36,8 +37,8 @@ import signal, sys
 from pathlib import Path
 from kvhold.node import NodeClient
 from kvhold.testing.cache import a_prompt
-from tests.node.nodes import SPACE, write_half
-client = NodeClient(Path(sys.argv[1]), name="child")
+from tests.node.nodes import PATIENT, SPACE, write_half
+client = NodeClient(Path(sys.argv[1]), PATIENT, name="child")
 client.register(SPACE)
 {work}
 print("ready", flush=True)
@@ -83,7 +84,7 @@ def test_a_client_killed_while_it_holds_loans_and_hits_gives_them_back(shared_no
         store(client, a_prompt(SPACE, 64))
         work = "hits = [client.lookup(a_prompt(SPACE, 64).query()) for _ in range(3)]; loan = client.claim(hits[0].ticket)"
         with child(shared_node, work) as process:
-            assert held_by(client) == {"tickets": 2, "loans": 1, "rooms": 0}
+            assert held_by(client) == {"tickets": 3, "loans": 1, "rooms": 0}
             assert client.clear() == 4
             assert client.status()["used_bytes"] > 0, "it is being read"
             process.kill()
@@ -108,6 +109,24 @@ def test_a_ticket_is_claimed_in_another_process_and_outlives_the_one_that_looked
             check(loan, prompt, 72)
         worker.clear()
         assert worker.status()["used_bytes"] == 0
+
+
+def test_several_clients_claim_one_shard_and_each_ends_by_itself(shared_node: RunningNode) -> None:
+    with shared_node.client() as scheduler, shared_node.client() as watcher:
+        scheduler.register(SPACE)
+        prompt = a_prompt(SPACE, 64, 21)
+        store(scheduler, prompt)
+        workers = [shared_node.client() for _ in range(3)]
+        hit = scheduler.lookup(prompt.query())
+        loans = [worker.claim(hit.ticket, first_chunk=first) for worker, first in zip(workers, (0, 1, 3), strict=True)]
+        scheduler.close()  # and with it the hit
+        for worker, loan, left in zip(workers, loans, (3, 1, 0), strict=True):
+            assert loan is not None
+            check(loan, prompt, 64)
+            worker.close()  # without letting go, but for its connection: the loan keeps the memory until it is closed
+            loan.close()
+            eventually(lambda left=left: watcher.status()["pinned_chunks"] == left)
+        assert held_by(watcher) == NOTHING
 
 
 def test_what_one_client_is_writing_another_gets_no_memory_for(shared_node: RunningNode) -> None:
@@ -183,15 +202,17 @@ def test_a_call_cut_short_does_not_leave_its_answer_to_the_next(node: RunningNod
     def interrupt(number: int, frame: object) -> None:
         raise Interrupted
 
+    def ask_and_be_interrupted() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        client.lookup(a_prompt(SPACE, 64, 1).query())
+
     client = node.client()
     client.register(SPACE)
     store(client, a_prompt(SPACE, 64, 1))
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        with node.stopped():
-            signal.setitimer(signal.ITIMER_REAL, 0.2)
-            with pytest.raises(Interrupted):
-                client.lookup(a_prompt(SPACE, 64, 1).query())
+        with node.stopped(), pytest.raises(Interrupted):
+            ask_and_be_interrupted()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -293,5 +314,5 @@ def test_a_client_without_a_deadline_of_its_own_waits_no_longer_than_its_setting
         before = time.monotonic()
         with pytest.raises(DeadlineExceeded) as caught:
             client.status()
-        assert time.monotonic() - before < 10
+        assert time.monotonic() - before < PATIENT_S / 2
     assert caught.value.deadline_s == 0.2

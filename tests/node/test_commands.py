@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from kvhold.cli.status import command as status
 from kvhold.cli.stop import command as stop
+from kvhold.net.messages import PROTOCOL_VERSION
 from kvhold.node import NodeClient
 from kvhold.testing.cache import a_prompt, store
 from tests.node.nodes import PATIENT_S, SPACE, RunningNode, run_kvhold
@@ -71,7 +72,7 @@ def test_stop_ends_the_node(node: RunningNode, patient: None) -> None:
 
 
 def test_serve_says_when_it_is_ready_and_what_it_has(shared_node: RunningNode) -> None:
-    assert shared_node.ready == f"kvhold node ready on {shared_node.path}: 16.0 MiB in normal pages, protocol 2\n"
+    assert shared_node.ready == f"kvhold node ready on {shared_node.path}: 16.0 MiB in normal pages, protocol {PROTOCOL_VERSION}\n"
 
 
 @pytest.mark.parametrize(

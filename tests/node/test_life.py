@@ -11,13 +11,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvhold.core.config import ClientConfig, Config, NodeConfig
+from kvhold.core.config import Config, NodeConfig
 from kvhold.core.errors import CapacityError, NodeError
 from kvhold.node import NodeClient, connect
 from kvhold.node.paths import default_socket, prepare_folder, socket_path
 from kvhold.node.server import Node
 from kvhold.testing.cache import a_prompt, read, store
-from tests.node.nodes import PATIENT_S, SPACE, RunningNode, clean_environ, eventually, run_kvhold, works
+from tests.node.nodes import PATIENT, PATIENT_S, SPACE, RunningNode, clean_environ, eventually, run_kvhold, works
 
 StartNode = Callable[..., RunningNode]
 
@@ -26,7 +26,7 @@ def config_at(path: Path, **settings: object) -> Config:
     return Config(
         ram_bytes=4 << 20,
         node=NodeConfig(socket=str(path), **settings),
-        client=ClientConfig(connect_timeout_s=PATIENT_S, call_timeout_s=PATIENT_S, reconnect_interval_s=0.02),
+        client=PATIENT,
     )
 
 
@@ -126,12 +126,21 @@ def test_a_signal_ends_a_node_cleanly_under_its_clients(node: RunningNode, numbe
 
 
 def test_an_idle_node_ends_but_not_under_a_client(start_node: StartNode) -> None:
-    node = start_node("--idle-exit-s", "0.1")
-    with node.client() as client:
+    node, client = eventually(lambda: _joined_in_time(start_node("--idle-exit-s", "0.1")))
+    with client:
         eventually(lambda: client.status()["uptime_s"] > 1.5)
     assert node.process.wait(PATIENT_S) == 0
     assert not node.path.exists()
     assert "no clients" in node.log.read_text()
+
+
+def _joined_in_time(node: RunningNode) -> tuple[RunningNode, NodeClient] | None:
+    """The node and a client; None if it has ended before the client came, as it does within a second."""
+    try:
+        return node, node.client()
+    except NodeError:
+        node.process.wait(PATIENT_S)
+        return None
 
 
 # Started by engines
@@ -169,7 +178,7 @@ def test_of_engines_that_start_at_once_one_starts_the_node_and_all_join_it(tmp_p
         assert race.stdout is not None
         pids = {race.stdout.readline().strip() for _ in range(8)}
         assert len(pids) == 1, f"one node, and nobody was turned away: {pids}"
-        with NodeClient(path, config_at(path).client) as client:
+        with NodeClient(path, PATIENT) as client:
             status = client.status()
             assert {str(status["pid"])} == pids
             assert len(status["clients"]) == 9
@@ -190,7 +199,7 @@ def test_a_detached_node_listens_where_it_was_told_to_from_where_it_was_started(
     command = [sys.executable, "-m", "kvhold", "serve", "--detach", "--socket", "here.sock", "--ram-bytes", "4MiB"]
     with (tmp_path / "log").open("wb") as log:  # not a pipe: the node keeps it open
         assert subprocess.run(command, cwd=tmp_path, env=clean_environ(), stdout=log, stderr=log, timeout=PATIENT_S).returncode == 0
-    with NodeClient(tmp_path / "here.sock") as client:
+    with NodeClient(tmp_path / "here.sock", PATIENT) as client:
         pid = client.status()["pid"]
         client.stop_node()
     eventually(lambda: not _runs(pid))
@@ -209,7 +218,7 @@ def joined(tmp_path: Path) -> Iterator[NodeClient]:
         yield client
         pid = eventually(lambda: works(client) and client.status()["pid"])
         client.close()
-        with NodeClient(tmp_path / "node.sock") as last:
+        with NodeClient(tmp_path / "node.sock", PATIENT) as last:
             last.stop_node()
         eventually(lambda: not _runs(pid))
 

@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -18,7 +19,20 @@ from kvhold.net import messages as m
 from kvhold.net.wire import encode
 from kvhold.node import NodeClient
 from kvhold.testing.cache import HYBRID, a_prompt, check, flood, read, store
-from tests.node.nodes import NOTHING, PATIENT_S, SPACE, FakeNode, RunningNode, bytes_of, eventually, filled_room, held_by, works
+from tests.node.nodes import (
+    NOTHING,
+    PATIENT,
+    PATIENT_S,
+    SPACE,
+    FakeNode,
+    RunningNode,
+    bytes_of,
+    eventually,
+    filled_room,
+    held_by,
+    set_deadlines,
+    works,
+)
 
 WELCOME = bytes(encode(m.Welcome(m.PROTOCOL_VERSION, "0", 1, 2 << 20, False)))
 
@@ -197,10 +211,11 @@ def test_an_answer_that_makes_no_sense_is_an_error_and_the_connection_is_not_use
     data, error = ANSWERS[answer]
     with (
         FakeNode(tmp_path / "s", [WELCOME, data]),
-        NodeClient(tmp_path / "s", ClientConfig(call_timeout_s=0.5, connect_timeout_s=0.5, reconnect_interval_s=PATIENT_S)) as client,
+        NodeClient(tmp_path / "s", replace(PATIENT, reconnect_interval_s=PATIENT_S)) as client,
     ):
+        set_deadlines(client, connect_timeout_s=0.5)
         with pytest.raises(error):
-            client.clear()
+            client.clear(deadline_s=0.5 if error is DeadlineExceeded else PATIENT_S)
         assert not client.connected
         with pytest.raises(NodeError, match="looking for it"):
             client.clear()
@@ -216,8 +231,9 @@ def test_an_answer_that_trickles_is_given_up_in_time(tmp_path: Path) -> None:
 
     with (
         FakeNode(tmp_path / "s", [WELCOME, trickle]),
-        NodeClient(tmp_path / "s", ClientConfig(call_timeout_s=0.3, connect_timeout_s=0.5, reconnect_interval_s=PATIENT_S)) as client,
+        NodeClient(tmp_path / "s", replace(PATIENT, reconnect_interval_s=PATIENT_S)) as client,
     ):
+        set_deadlines(client, call_timeout_s=0.3, connect_timeout_s=0.5)
         before = time.monotonic()
         with pytest.raises(DeadlineExceeded):
             client.clear()

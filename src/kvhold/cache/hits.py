@@ -27,11 +27,14 @@ def longest_hit(
                 all(has_chunk(g, i) for i in needed_chunks(layout, g, tokens) if i < num_whole) for g in others
             ):
                 return num_whole, tail
-    for chunks in range(reach, 0, -1):
+    chunks = reach
+    while chunks:
         tokens = chunks * layout.tokens_per_chunk
-        if all(all(has_chunk(g, i) for i in needed_chunks(layout, g, tokens)) for g in others):
-            return chunks, None
-    return 0, None
+        gap = min((i for g in others for i in needed_chunks(layout, g, tokens) if not has_chunk(g, i)), default=None)
+        if gap is None:
+            break
+        chunks = gap  # every hit that ends after the gap and before here looks at it, too
+    return chunks, None
 
 
 def needed_chunks(layout: Layout, group: int, num_tokens: int) -> range:

@@ -14,9 +14,10 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from kvhold.cache.events import snapshot_of
 from kvhold.cache.mover import Mover, make_mover
-from kvhold.cache.state import Found, new_state
-from kvhold.core.api import Hit, Loan, Room
+from kvhold.cache.state import new_state
+from kvhold.core.api import EventBatch, Found, Hit, Loan, Room, mask_bytes
 from kvhold.core.config import Config, load_config
 from kvhold.core.errors import KVHoldError
 from kvhold.core.keys import ChunkNames, Namespace, Query
@@ -71,7 +72,7 @@ class LocalCache:
                 wait_s = self._config.client.arrival_timeout_s if wait_s is None else wait_s
                 found = self._await(found.ticket, wait_s)
         ticket = found.ticket
-        return Hit(ticket, found.num_tokens, lambda: self._release(ticket), arriving=found.arriving, ask=self._ask)
+        return Hit(found, lambda: self._release(ticket), ask=self._ask)
 
     def prefetch(self, query: Query, *, deadline_s: float | None = None) -> None:
         """Have what lower tiers hold of a prompt brought into memory."""
@@ -81,7 +82,7 @@ class LocalCache:
             self._move()
 
     def claim(self, ticket: int, shard: int = 0, *, first_chunk: int = 0, deadline_s: float | None = None) -> Loan | None:
-        """Take over one shard's part of a hit."""
+        """A loan of one shard's part of a hit."""
         with self._lock:
             self._check_open()
             lent = self._state.claim(self._owner, ticket, shard, first_chunk)
@@ -90,12 +91,21 @@ class LocalCache:
         return Loan(_table(lent.offsets), _table(lent.num_tokens), first_chunk, self._buffer, lambda: self._release(lent.loan))
 
     def reserve(
-        self, layout: Layout, names: ChunkNames, shard: int = 0, *, ttl_s: float | None = None, deadline_s: float | None = None
+        self,
+        layout: Layout,
+        names: ChunkNames,
+        shard: int = 0,
+        *,
+        groups: npt.ArrayLike | None = None,
+        ttl_s: float | None = None,
+        deadline_s: float | None = None,
     ) -> Room:
         """Memory for what is missing."""
+        mask = mask_bytes(groups, layout, names)
         with self._lock:
             self._check_open()
-            granted = self._state.reserve(self._owner, self._state.layout(layout.fingerprint), names, shard, ttl_s=ttl_s)
+            layout = self._state.layout(layout.fingerprint)
+            granted = self._state.reserve(self._owner, layout, names, shard, groups=mask, ttl_s=ttl_s)
         return Room(
             _table(granted.offsets),
             names.num_tokens(layout),
@@ -120,6 +130,19 @@ class LocalCache:
             mark = self._state.mark if mark is None else mark
             wait_s = self._config.client.arrival_timeout_s if deadline_s is None else deadline_s
             return self._lock.wait_for(lambda: self._closed or self._state.all_done(mark), wait_s) and not self._closed
+
+    def snapshot(self, *, deadline_s: float | None = None) -> EventBatch:
+        """All that is visible in memory now."""
+        with self._lock:
+            self._check_open()
+            number, entries = self._state.snapshot()
+        return EventBatch(snapshot_of(entries, number), number)
+
+    def events(self, after: int, *, deadline_s: float | None = None) -> EventBatch:
+        """What has happened since event number `after`."""
+        with self._lock:
+            self._check_open()
+            return self._state.events(after)
 
     def status(self, *, deadline_s: float | None = None) -> dict[str, Any]:
         """Sizes, counts and counters."""
@@ -173,11 +196,10 @@ class LocalCache:
             self._move()
             self._lock.notify_all()
 
-    def _ask(self, ticket: int, settle: bool) -> tuple[int, int, bool]:
+    def _ask(self, ticket: int, settle: bool) -> Found:
         with self._lock:
             self._check_open()
-            found: Found = self._state.refresh(ticket, settle=settle)
-        return found.ticket, found.num_tokens, found.arriving
+            return self._state.refresh(ticket, settle=settle)
 
     def _release(self, number: int) -> None:
         with self._lock:

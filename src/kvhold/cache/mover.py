@@ -27,6 +27,7 @@ from kvhold.cache.state import CacheState
 from kvhold.core.config import Config
 from kvhold.core.errors import FrameError
 from kvhold.core.metrics import Metrics
+from kvhold.core.reasons import BAD_FRAME, EVICTED, EXPIRED, TIER_DOWN
 from kvhold.tiers.base import Parts
 from kvhold.tiers.gate import Urgency
 from kvhold.tiers.guard import Guard
@@ -167,11 +168,12 @@ class Mover:
 
     async def _probe(self, order: ProbeOrder) -> None:
         try:
-            places = await self._stack.probe(order.keys)
+            silent: set[str] = set()
+            places = await self._stack.probe(order.keys, silent)
         except BaseException:
-            self._post(lambda: self._state.probed(order.search, {}))
+            self._post(lambda: self._state.probed(order.search, {}, silent=True))
             raise
-        self._post(lambda: self._state.probed(order.search, places))
+        self._post(lambda: self._state.probed(order.search, places, silent=bool(silent)))
 
     async def _fetch(self, order: FetchOrder) -> None:
         """All of it, batch by batch, each tier by itself."""
@@ -185,6 +187,7 @@ class Mover:
 
     async def _fetch_batch(self, guard: Guard, batch: list[Arrival]) -> None:
         left = {id(arrival): arrival for arrival in batch}  # those that the state has not been told of yet
+        why: dict[int, str] = {}
         try:
             async with guard.gate.turn(Urgency.READ):
                 landings = [Landing.of(self._ram, arrival) for arrival in batch]
@@ -196,9 +199,11 @@ class Mover:
             arrived = await self._loop.run_in_executor(self._hashing, self._check_all, landings, outcome.items)
             good = [one for one in arrived if self._is_good(one)]
             self._tell_fetched([(left.pop(id(one.landing.arrival)).entry, one.expires_at) for one in good])
+            why |= {id(arrival): TIER_DOWN if failed else EVICTED for arrival, failed in zip(batch, outcome.failed, strict=True)}
+            why |= {id(one.landing.arrival): BAD_FRAME if one.fault is not None else EXPIRED for one in arrived}
             await self._remove_bad(guard, arrived)  # and then the rest is told, so that the next lookup does not find it again
         finally:  # whatever happened: nobody waits for ever, no memory is lost
-            self._tell_fetched([(arrival.entry, None) for arrival in left.values()])
+            self._tell_fetched([(arrival.entry, why.get(number, TIER_DOWN)) for number, arrival in left.items()])
 
     def _give_up(self, left: dict[int, Arrival], pending: "asyncio.Task[Any]") -> None:
         entries = [arrival.entry for arrival in left.values()]
@@ -232,6 +237,7 @@ class Mover:
                 keys.append(key)
             elif self._has_expired(one):
                 self._metrics.add("kvhold_expired_chunks", tier=guard.name)
+                self._metrics.add("kvhold_expired_bytes", one.landing.arrival.entry.nbytes, tier=guard.name)
                 keys.append(key)
         if keys:
             await self._remove(guard, keys)
@@ -241,12 +247,15 @@ class Mover:
             async with guard.gate.turn(Urgency.DELETE):
                 await guard.delete(keys)
 
-    def _tell_fetched(self, ended: Sequence[tuple[Entry, int | None]]) -> None:
-        """Entries, and when each expires (0: never; None: it is no good)."""
+    def _tell_fetched(self, ended: Sequence[tuple[Entry, int | str]]) -> None:
+        """Entries, and when each expires (0: never), or why it is no good."""
 
         def tell() -> None:
-            for entry, expires_at in ended:
-                self._state.fetched(entry, expires_at is not None, expires_at or 0)
+            for entry, outcome in ended:
+                if isinstance(outcome, str):
+                    self._state.fetched(entry, False, why=outcome)
+                else:
+                    self._state.fetched(entry, True, outcome)
 
         if ended:
             self._post(tell)
@@ -373,7 +382,9 @@ def make_mover(config: Config, state: CacheState, post: Callable[[Callable[[], N
     if not config.tiers:
         return None
     metrics = Metrics()
-    return Mover(state, make_stack(config.tiers, plugins=config.plugins, metrics=metrics), metrics, post)
+    stack = make_stack(config.tiers, plugins=config.plugins, metrics=metrics)
+    state.tier_names = [guard.name for guard in stack.guards]
+    return Mover(state, stack, metrics, post)
 
 
 def _batches(items: list[Any], size: Callable[[Any], int], most: int) -> Iterable[list[Any]]:

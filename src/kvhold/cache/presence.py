@@ -46,6 +46,14 @@ class Need(Generic[Found]):
     found: Found
 
 
+@dataclass(frozen=True)
+class Gap:
+    """Why a hit is not longer: the first missing key. siblings: those of the other groups and shards of its chunk."""
+
+    key: bytes
+    siblings: list[bytes]
+
+
 class Presence(Generic[Found]):
     """One look at one query."""
 
@@ -91,6 +99,24 @@ class Presence(Generic[Found]):
             key = self._key(group, shard, chunk, extent.tail if is_tail else None)
             parent = self._key(group, shard, chunk - 1, None) if chunk else None
             yield Need(shard, group, chunk, num_tokens, key, parent, found)
+
+    def gap(self, extent: Extent) -> Gap | None:
+        """What keeps the longest hit from ending at the next place where one may end; None if it could not be longer."""
+        if extent.num_tokens == self.asked_tokens:
+            return None
+        layout, shards = self._layout, range(self._query.shards)
+        tail = len(self._query.tail_lengths) - 1 if extent.whole == self._num_whole else None
+        end = self.asked_tokens if tail is not None else (extent.whole + 1) * layout.tokens_per_chunk
+        firsts = [
+            extent.whole if geometry.attention == "full" else needed_chunks(layout, group, end).start
+            for group, geometry in enumerate(layout.groups)
+        ]
+        for chunk in range(min(firsts), extent.whole + 1):
+            keys = [[self._key(g, s, chunk, tail if chunk == extent.whole else None) for s in shards] for g in range(len(firsts))]
+            absent = [key for first, row in zip(firsts, keys, strict=True) if chunk >= first for key in row if self._find_key(key) is None]
+            if absent:
+                return Gap(absent[0], [key for row in keys for key in row if key != absent[0]])
+        return None
 
     def missing(self) -> list[bytes]:
         """The keys of all chunks, and tails, that are not present, in the prompt's order: what lower tiers are asked for."""

@@ -3,29 +3,36 @@
     number = searches.begin(owner, query, layout)     # pins what RAM has; orders a probe
     searches.probed(number, places)                   # reserves memory for what tiers have; orders the reads
     searches.fetched(entry, ok) ...                   # the search is over when all of it has come or failed
-    found = searches.finish(number)                   # at any time: what is pinned by now
+    searches[number].presence()                       # at any time: what is pinned by now
+    searches.finish(number, needed)                   # the end: but for these, all pins fall
 
 Events in, orders out, no I/O. Several searches share what one of them fetches. A search that nobody waits for any more still brings
 what it ordered: it is in RAM for the next one.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvhold.cache.orders import Arrival, FetchOrder, Order, ProbeOrder
-from kvhold.cache.presence import Extent, Need, Presence
+from kvhold.cache.presence import Need, Presence
 from kvhold.cache.writes import Writes
 from kvhold.core.keys import Query
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
+from kvhold.core.reasons import BEING_WRITTEN, CLEARED, DEADLINE, EXPIRED, NO_ROOM, TIER_DOWN
 from kvhold.tiers.ram import Entry, RamTier, Wanted
 from kvhold.tiers.stack import Place
 
 
 @dataclass
 class Search:
-    """One lookup that waits. pinned: what is here for it; awaited: keys that are on their way; probing: tiers have not answered yet."""
+    """One lookup that waits.
+
+    pinned: what is here for it; awaited: keys that are on their way; probing: tiers have not answered yet
+    places: where tiers have what RAM has not; silent: some tier did not answer
+    sources: of what came up for it, the number of its tier; faults: of what did not, why
+    """
 
     owner: Hashable
     query: Query
@@ -33,6 +40,10 @@ class Search:
     pinned: dict[bytes, Entry] = field(default_factory=dict)
     awaited: set[bytes] = field(default_factory=set)
     probing: bool = True
+    places: dict[bytes, Place] = field(default_factory=dict)
+    silent: bool = False
+    sources: dict[bytes, int] = field(default_factory=dict)
+    faults: dict[bytes, str] = field(default_factory=dict)
 
     @property
     def over(self) -> bool:
@@ -42,6 +53,15 @@ class Search:
     def presence(self) -> Presence[Entry]:
         """What is pinned, as a hit sees it."""
         return Presence(self.query, self.layout, self.pinned.get)
+
+    def would_have(self, find: Callable[[bytes], Entry | None]) -> "Presence[Entry | Place]":
+        """What is pinned, and what RAM (`find`) or tiers have and nobody has needed yet."""
+
+        def anywhere(key: bytes) -> Entry | Place | None:
+            lost = key in self.faults or key in self.awaited
+            return self.pinned.get(key) or (None if lost else find(key) or self.places.get(key))
+
+        return Presence(self.query, self.layout, anywhere)
 
 
 @dataclass
@@ -62,7 +82,7 @@ class Searches:
         self._give_order = give_order
         self._searches: dict[int, Search] = {}
         self._coming: dict[bytes, _Coming] = {}
-        self._given_up = 0
+        self._given_up: set[Entry] = set()
         self._clearing: list[bytes] = []
 
     def __contains__(self, number: int) -> bool:
@@ -74,7 +94,7 @@ class Searches:
     @property
     def num_arriving(self) -> int:
         """Chunks that are being read, or whose read was given up and has not let go of their memory."""
-        return len(self._coming) + self._given_up
+        return len(self._coming) + len(self._given_up)
 
     def may_begin(self, query: Query) -> bool:
         """Not while the query's namespace is being cleared below RAM."""
@@ -91,12 +111,13 @@ class Searches:
         else:
             self.probed(number, {})
 
-    def probed(self, number: int, places: dict[bytes, Place]) -> None:
+    def probed(self, number: int, places: dict[bytes, Place], *, silent: bool = False) -> None:
         """The tiers have answered. Reserves memory from the prompt's start on, as far as there is room."""
         search = self._searches.get(number)
         if search is None:
             return
         search.probing = False
+        search.places, search.silent = places, silent
         if not self.may_begin(search.query):
             return  # cleared meanwhile
         presence: Presence[Entry | Place] = Presence(search.query, search.layout, lambda key: self._find_or_coming(key) or places.get(key))
@@ -117,41 +138,46 @@ class Searches:
         if arrivals:
             self._give_order(FetchOrder(arrivals))
 
-    def fetched(self, entry: Entry, ok: bool, *, expires_at: int = 0) -> list[int]:
-        """A read has ended, and its memory is the arena's again. Returns the searches that are over now."""
+    def fetched(self, entry: Entry, ok: bool, *, expires_at: int = 0, why: str = TIER_DOWN) -> list[int]:
+        """A read has ended, and its memory is the arena's again. Returns the searches that are over now.
+
+        why: what was wrong, if it was not ok
+        """
         coming = self._coming.pop(entry.key)
         if ok:
             entry.expires_at = expires_at
+            cleared = entry.doomed
             self._ram.commit(entry)
-            self._metrics.add("kvhold_promoted_chunks")
+            if cleared:
+                self._metrics.add("kvhold_withdrawn_chunks", reason=CLEARED)
+            else:
+                self._metrics.add("kvhold_promoted_chunks")
+                self._metrics.add("kvhold_promoted_bytes", entry.nbytes)
             if coming.arrival.place.tier > 0:
                 self._writes.add(entry, coming.arrival.layout, above=coming.arrival.place.tier)
         else:
-            self._metrics.add("kvhold_withdrawn_chunks", reason="not read")
+            self._metrics.add("kvhold_withdrawn_chunks", reason=why)
             self._ram.abandon(entry)
-        return self._tell(coming, entry)
+        return self._tell(coming, entry, why if not ok else CLEARED if entry.doomed else EXPIRED)
 
     def given_up(self, entry: Entry) -> list[int]:
         """A read failed, but something may still write to its memory: nobody waits for it, and it stays reserved until `let_go`."""
         coming = self._coming.pop(entry.key)
-        self._given_up += 1
-        self._metrics.add("kvhold_withdrawn_chunks", reason="too late")
-        return self._tell(coming, entry)
+        self._given_up.add(entry)
+        self._metrics.add("kvhold_withdrawn_chunks", reason=DEADLINE)
+        return self._tell(coming, entry, DEADLINE)
 
     def let_go(self, entry: Entry) -> None:
         """Nothing writes to the memory of a read that was given up any more."""
-        self._given_up -= 1
+        self._given_up.discard(entry)
         self._ram.abandon(entry)
 
-    def finish(self, number: int) -> tuple[Search, Extent]:
-        """End a search with what is pinned by now; pins beyond the hit fall. What is still on its way arrives all the same."""
-        search = self._end(number)
-        presence = search.presence()
-        extent = presence.extent()
-        needed = {need.key for need in presence.needed(extent)}
-        for key in [key for key in search.pinned if key not in needed]:
-            self._ram.unpin(search.pinned.pop(key))
-        return search, extent
+    def finish(self, number: int, needed: Collection[Entry]) -> None:
+        """End a search; but for those that are `needed`, all its pins fall. What is still on its way arrives all the same."""
+        kept = {entry.key for entry in needed}
+        for key, entry in self._end(number).pinned.items():
+            if key not in kept:
+                self._ram.unpin(entry)
 
     def drop(self, number: int) -> None:
         """Nobody waits for it any more."""
@@ -177,7 +203,7 @@ class Searches:
             self._coming[key].searches.discard(number)
         return search
 
-    def _tell(self, coming: _Coming, entry: Entry) -> list[int]:
+    def _tell(self, coming: _Coming, entry: Entry, why_not: str) -> list[int]:
         """Whoever waits has it now, or never will."""
         over = []
         arrived = self._ram.find(entry.key) is entry
@@ -187,21 +213,29 @@ class Searches:
             if arrived:
                 self._ram.pin(entry)
                 search.pinned[entry.key] = entry
+                search.sources[entry.key] = coming.arrival.place.tier
+            else:
+                search.faults[entry.key] = why_not
             if search.over:
                 over.append(number)
         return over
 
     def _reserve(self, search: Search, need: Need[Entry | Place], place: Place | None) -> Arrival | None:
         if place is None or self._ram.holds(need.key):  # somebody else is writing it, or a read that was given up still has its memory
-            self._metrics.add("kvhold_withdrawn_chunks", reason="in progress")
+            stuck = any(entry.key == need.key for entry in self._given_up)
+            self._withdraw(search, need.key, DEADLINE if stuck else BEING_WRITTEN)
             return None
         first_token = need.chunk * search.layout.tokens_per_chunk
         wanted = Wanted(need.key, search.layout.chunk_bytes(need.group, need.num_tokens), need.parent)
         entries = self._ram.reserve_all([wanted], num_tokens=need.num_tokens, first_token=first_token)
         if entries is None:
-            self._metrics.add("kvhold_withdrawn_chunks", reason="no room")
+            self._withdraw(search, need.key, NO_ROOM)
             return None
         return Arrival(entries[0], search.layout, place)
+
+    def _withdraw(self, search: Search, key: bytes, why: str) -> None:
+        self._metrics.add("kvhold_withdrawn_chunks", reason=why)
+        search.faults[key] = why
 
     def _pin_present(self, search: Search, needs: Sequence[Need[Any]]) -> None:
         """Pin what is visible in RAM. Last one first, so that by age a prefix never goes before its continuation."""
@@ -213,3 +247,20 @@ class Searches:
     def _find_or_coming(self, key: bytes) -> Entry | None:
         coming = self._coming.get(key)
         return coming.arrival.entry if coming is not None else self._ram.find(key)
+
+
+def sources_of(needs: Iterable[Need[Entry]], num_tokens: int, came_from: dict[bytes, int], names: Sequence[str]) -> dict[str, int]:
+    """Tokens of a hit by source: `ram`, or the slowest tier that anything came from which the hit needs of the chunk.
+
+    came_from: key -> number of its tier in `names`, for what was not in RAM
+    """
+    slowest: dict[int, tuple[int, int]] = {}
+    for need in needs:
+        tier = came_from.get(need.key, -1)
+        slowest[need.chunk] = max(tier, slowest.get(need.chunk, (-1, 0))[0]), need.num_tokens
+    tokens: dict[str, int] = {}
+    for tier, count in slowest.values():
+        if tier >= 0:
+            tokens[names[tier]] = tokens.get(names[tier], 0) + count
+    in_ram = num_tokens - sum(tokens.values())
+    return ({"ram": in_ram} if in_ram else {}) | tokens

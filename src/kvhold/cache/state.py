@@ -4,7 +4,7 @@
 the node): what an owner holds, hits, loans and rooms, goes when the owner goes (`gone`), and the arena is back at its baseline. Memory
 of a room is given back only then too, because its owner may be writing until then.
 
-    lookup -> a ticket with pins -> claim (pins move to the claimer, shard by shard) -> release
+    lookup -> a ticket with pins -> claim (the claimer's own pins on a shard, by as many claimers as there are) -> release, of each
     reserve -> commit / abandon
 
 Where there are tiers below RAM, a lookup that RAM does not answer in full is *arriving*: its ticket is good already, and grows while
@@ -12,23 +12,26 @@ chunks are brought up (`searches.py`), until `refresh` says that it is final, or
 (`writes.py`). What the state wants done stands in `take_orders`; the mover does it and answers with the events at the end of this class.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from math import ceil
 from secrets import randbits
 from typing import Any
 
+from kvhold.cache.events import EventLog
+from kvhold.cache.gone import Gone
 from kvhold.cache.orders import ClearOrder, Order
 from kvhold.cache.presence import Extent, Presence
-from kvhold.cache.searches import Searches
+from kvhold.cache.searches import Search, Searches, sources_of
 from kvhold.cache.writes import Writes
-from kvhold.core.api import ABSENT
+from kvhold.core.api import ABSENT, EventBatch, Found
 from kvhold.core.config import Config
-from kvhold.core.errors import LayoutError, ProtocolError
+from kvhold.core.errors import ConfigError, LayoutError, ProtocolError
 from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES, ChunkNames, Query, make_key
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
+from kvhold.core.reasons import BEING_WRITTEN, CLEARED, DEADLINE, INCOMPLETE, NEVER_STORED, NO_ROOM, REASONS, TIER_DOWN, WHOLE
 from kvhold.memory.arena import Arena
 from kvhold.tiers.policies import make_policy
 from kvhold.tiers.ram import Entry, RamTier, Wanted
@@ -37,15 +40,6 @@ from kvhold.tiers.stack import Place
 Owner = Hashable
 
 _MAX_SHARDS = 0xFFFF
-
-
-@dataclass(frozen=True)
-class Found:
-    """Answer to a lookup. `ticket` is 0 when nothing was found (and nothing is held). arriving: it may grow yet; ask again."""
-
-    ticket: int
-    num_tokens: int
-    arriving: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,7 +53,7 @@ class Lent:
 
 @dataclass(frozen=True)
 class Granted:
-    """Answer to a reserve: offsets `[group][chunk]`, ABSENT for chunks that got none. `room` is 0 when none did."""
+    """Answer to a reserve: offsets `[group][chunk]`, ABSENT where nothing was granted. `room` is 0 when nothing was at all."""
 
     room: int
     offsets: list[list[int]]
@@ -67,16 +61,17 @@ class Granted:
 
 @dataclass
 class _Ticket:
-    """A hit that waits to be claimed: for each shard not yet claimed, entries `[group][chunk]`, None where not needed."""
+    """A hit that may be claimed: for each shard entries `[group][chunk]`, pinned, None where not needed."""
 
     owner: Owner
     num_tokens: list[int]
     shards: dict[int, list[list[Entry | None]]]
+    found: Found
 
 
 @dataclass
 class _Room:
-    """Reserved chunks: chunk number -> one entry a group."""
+    """Reserved chunks: chunk number -> one entry for each group that was granted."""
 
     layout: Layout
     chunks: dict[int, list[Entry]]
@@ -96,14 +91,14 @@ def new_state(config: Config, arena: Arena) -> "CacheState":
     metrics = Metrics()
     ram = RamTier(arena, make_policy(config.policy), metrics, quota_bytes=config.namespace_quota_bytes)
     write_behind_bytes = config.write_behind_bytes or arena.nbytes // 4
-    return CacheState(ram, metrics, num_tiers=len(config.tiers), write_behind_bytes=write_behind_bytes)
+    return CacheState(ram, metrics, num_tiers=len(config.tiers), write_behind_bytes=write_behind_bytes, event_buffer=config.event_buffer)
 
 
 class CacheState:
     """All of one cache but its I/O."""
 
-    def __init__(self, ram: RamTier, metrics: Metrics, *, num_tiers: int = 0, write_behind_bytes: int = 0) -> None:
-        """num_tiers: below RAM. write_behind_bytes: the most that may wait to be written there."""
+    def __init__(self, ram: RamTier, metrics: Metrics, *, num_tiers: int = 0, write_behind_bytes: int = 0, event_buffer: int = 0) -> None:
+        """num_tiers: below RAM. write_behind_bytes: the most that may wait to be written there. event_buffer: events remembered."""
         self.ram = ram
         self.metrics = metrics
         self._has_lower = num_tiers > 0
@@ -115,6 +110,10 @@ class CacheState:
         self._writes = Writes(ram, metrics, self._give_order, limit_bytes=write_behind_bytes)
         self._searches = Searches(ram, self._writes, metrics, self._give_order)
         self._clears = 0
+        self._gone = Gone()
+        self._log = EventLog(event_buffer) if event_buffer else None
+        self.tier_names = [f"tier-{number}" for number in range(1, num_tiers + 1)]
+        ram.watch = self._changed
 
     def register(self, layout: Layout) -> None:
         """Make a layout known by its fingerprint."""
@@ -133,20 +132,18 @@ class CacheState:
         _check_query(layout, query)
         presence = Presence(query, layout, self.ram.find)
         extent = presence.extent()
-        if self._has_lower and extent.num_tokens < presence.asked_tokens and self._searches.may_begin(query):
+        if self._is_worth_a_search(query, presence, extent):
             number = next(self._numbers)
             self._of(owner).tickets.add(number)
             self._searches.begin(number, owner, query, layout)
             return self.refresh(number)
-        self._count_lookup(extent.num_tokens, presence.asked_tokens)
-        if not extent.num_tokens:
-            return Found(0, 0)
-        ticket = next(self._numbers)
-        found = presence.found(extent)
-        for entry in reversed(found.values()):  # last one first: see `commit`
-            self.ram.pin(entry)
-        self._issue(ticket, owner, query, layout, extent, found)
-        return Found(ticket, extent.num_tokens)
+        answer = self._answer(next(self._numbers), presence, extent, None)
+        self._count_lookup(answer, presence.asked_tokens)
+        if answer.ticket:
+            found = presence.found(extent)
+            self._pin(found.values())
+            self._issue(answer, owner, query, layout, extent, found)
+        return answer
 
     def refresh(self, ticket: int, *, settle: bool = False) -> Found:
         """How far a ticket goes now. One that is final stays as it is; one that came to nothing is no more.
@@ -157,9 +154,9 @@ class CacheState:
             search = self._searches[ticket]
             if not settle and not search.over:
                 return Found(ticket, search.presence().extent().num_tokens, arriving=True)
-            self._settle(ticket)
+            return self._settle(ticket)
         held = self._tickets.get(ticket)
-        return Found(ticket, sum(held.num_tokens)) if held is not None else Found(0, 0)
+        return held.found if held is not None else Found(0, 0)
 
     def is_over(self, ticket: int) -> bool:
         """Whether nothing more will come for it. Cheap, unlike `refresh`."""
@@ -167,40 +164,46 @@ class CacheState:
 
     def prefetch(self, owner: Owner, query: Query) -> None:
         """Bring what lower tiers have of a prompt into RAM, for nobody in particular yet."""
-        found = self.lookup(owner, query)
-        if found.arriving:
-            self._searches.orphan(found.ticket)
-            self._of(owner).tickets.discard(found.ticket)
-        elif found.ticket:
-            self.release(owner, found.ticket)
+        layout = self.layout(query.layout)
+        _check_query(layout, query)
+        presence = Presence(query, layout, self.ram.find)
+        extent = presence.extent()
+        if self._is_worth_a_search(query, presence, extent):
+            number = next(self._numbers)
+            self._searches.begin(number, None, query, layout)
+            self._settle_orphans([number] if self.is_over(number) else [])
+        else:
+            found = presence.found(extent).values()
+            self._pin(found)  # so that it is not the next to go
+            self._unpin(found)
 
     def claim(self, owner: Owner, ticket: int, shard: int, first_chunk: int) -> Lent | None:
-        """Move one shard's pins from the ticket to `owner`; chunks before `first_chunk` are let go. None if the ticket is not good."""
+        """Pin one shard's entries from `first_chunk` on for `owner`, beside the ticket's own pins. None if the ticket is not good."""
         if first_chunk < 0:
             raise ProtocolError(f"a claim from chunk {first_chunk} on; the first one is 0")
         if self._is_arriving(ticket):  # whoever claims waits no longer
             self._settle(ticket)
         held = self._tickets.get(ticket)
         if held is None or shard not in held.shards:
-            self.metrics.add("kvhold_claims_failed", reason="unknown ticket" if held is None else "claimed already")
+            self.metrics.add("kvhold_claims_failed", reason="unknown ticket" if held is None else "no such shard")
             return None
-        groups = held.shards.pop(shard)
-        if not held.shards:
-            self._forget_ticket(ticket)
-        for chunks in groups:
-            self._unpin(chunks[:first_chunk])
+        groups = held.shards[shard]
         lent = [entry for chunks in groups for entry in chunks[first_chunk:] if entry is not None]
+        for entry in lent:
+            self.ram.hold(entry)
         loan = next(self._numbers)
         self._of(owner).loans[loan] = lent
-        self.metrics.add("kvhold_loaned_chunks", len(lent))
-        self.metrics.add("kvhold_loaned_bytes", sum(entry.nbytes for entry in lent))
+        self._count("loaned", lent)
         offsets = [[ABSENT if entry is None else entry.offset for entry in chunks[first_chunk:]] for chunks in groups]
         return Lent(loan, offsets, held.num_tokens[first_chunk:])
 
     def release(self, owner: Owner, number: int) -> None:
-        """Let go of a ticket (what was not claimed of it) or of a loan. Unknown numbers are ignored: it may be gone already."""
+        """Let go of a ticket (loans of it go on) or of a loan. Unknown numbers are ignored: it may be gone already."""
         held = self._tickets.get(number)
         if number in self._searches and self._searches[number].owner == owner:
+            search = self._searches[number]
+            presence = search.presence()
+            self._count_lookup(self._answer(number, presence, presence.extent(), search), presence.asked_tokens)
             self._of(owner).tickets.discard(number)
             self._searches.drop(number)
         elif held is not None and held.owner == owner:
@@ -208,29 +211,45 @@ class CacheState:
         else:
             self._unpin(self._of(owner).loans.pop(number, []))
 
-    def reserve(self, owner: Owner, layout: Layout, names: ChunkNames, shard: int, *, ttl_s: float | None = None) -> Granted:
-        """Memory for the chunks that are missing, in order, until there is no room. A chunk gets all its groups or none."""
+    def reserve(
+        self, owner: Owner, layout: Layout, names: ChunkNames, shard: int, *, groups: bytes | None = None, ttl_s: float | None = None
+    ) -> Granted:
+        """Memory for what is missing, in order, until there is no room for all that a chunk is missing.
+
+        groups: `[group][chunk]`, a byte each, not 0 where it is to be written; None: all
+        """
         _check_names(layout, names, shard)
+        if groups is not None and len(groups) != len(layout.groups) * len(names):
+            raise ProtocolError(
+                f"groups has {len(groups)} bytes for {len(layout.groups)} groups of {len(names)} chunks; one each is needed"
+            )
         expires_at = 0 if ttl_s is None else ceil(self.ram.now() + ttl_s)
-        groups = range(len(layout.groups))
-        offsets = [[ABSENT] * len(names) for _ in groups]
+        offsets = [[ABSENT] * len(names) for _ in layout.groups]
         taken: dict[int, list[Entry]] = {}
         first_token, parent = names.first_token, names.parent
         for chunk in range(len(names)):
             num_tokens = names.tail_tokens if names.tail_tokens and chunk == len(names) - 1 else layout.tokens_per_chunk
             chain_hash = names.hashes[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES]
-            wanted = [_wanted(layout, names.namespace, chain_hash, parent, g, shard, num_tokens) for g in groups]
-            if self._is_missing(wanted):
+            asked = [g for g in range(len(layout.groups)) if groups is None or groups[g * len(names) + chunk]]
+            missing, there = self._split(names.namespace, chain_hash, asked, shard)
+            if missing:
+                wanted = [_wanted(layout, names.namespace, chain_hash, parent, g, shard, num_tokens) for g in missing]
+                for entry in there:  # not to be driven out by what it belongs to
+                    self.ram.hold(entry)
                 entries = self.ram.reserve_all(wanted, num_tokens=num_tokens, first_token=first_token, expires_at=expires_at)
+                self._unpin(there)
                 if entries is None:  # nor would what follows be of use without it
-                    self.metrics.add("kvhold_store_skipped_chunks", len(names) - chunk, reason="no room")
+                    self.metrics.add("kvhold_store_skipped_chunks", len(missing), reason="no room")
+                    for one in wanted:
+                        self._gone.add(one.key, NO_ROOM)
                     break
                 taken[chunk] = entries
-                for g, entry in enumerate(entries):
+                for g, entry in zip(missing, entries, strict=True):
                     offsets[g][chunk] = entry.offset
             first_token, parent = first_token + num_tokens, chain_hash
         if not taken:
             return Granted(0, offsets)
+        self._count("reserved", [entry for entries in taken.values() for entry in entries])
         room = next(self._numbers)
         self._of(owner).rooms[room] = _Room(layout, taken)
         return Granted(room, offsets)
@@ -244,11 +263,11 @@ class CacheState:
         if held is None:
             return self.mark
         committed = [(chunk, held.chunks.pop(chunk)) for chunk in sorted(set(chunks), reverse=True) if chunk in held.chunks]
+        self._count("abandoned", [entry for _, entries in committed for entry in entries if entry.doomed])  # cleared while it was written
+        self._count("stored", [entry for _, entries in committed for entry in entries if not entry.doomed])
         for _, entries in committed:
             for entry in entries:
                 self.ram.commit(entry)
-                self.metrics.add("kvhold_stored_chunks")
-                self.metrics.add("kvhold_stored_bytes", entry.nbytes)
         if self._has_lower:
             for _, entries in reversed(committed):  # below, the beginning first: without it the rest is of no use
                 for entry in entries:
@@ -263,7 +282,7 @@ class CacheState:
         for entries in held.chunks.values() if held is not None else ():
             for entry in entries:
                 self.ram.abandon(entry)
-                self.metrics.add("kvhold_abandoned_chunks")
+            self._count("abandoned", entries)
 
     def touches_memory(self, owner: Owner) -> bool:
         """Whether `owner` has a loan or a room: it may be reading or writing the arena now."""
@@ -293,6 +312,15 @@ class CacheState:
             self._clears += 1
             self._give_order(ClearOrder(namespace or b""))
         return removed
+
+    def snapshot(self) -> tuple[int, list[Entry]]:
+        """The number of the last event, and all that is visible in RAM after it."""
+        log = self._events_log()
+        return log.last, [entry for entry in self.ram.entries() if entry.committed]
+
+    def events(self, after: int) -> EventBatch:
+        """What has happened in RAM since event number `after`."""
+        return self._events_log().after(after)
 
     @property
     def mark(self) -> int:
@@ -333,15 +361,17 @@ class CacheState:
 
     # Events: what came of the orders.
 
-    def probed(self, search: int, places: dict[bytes, Place]) -> None:
-        """Of a ProbeOrder."""
-        self._searches.probed(search, places)
+    def probed(self, search: int, places: dict[bytes, Place], *, silent: bool = False) -> None:
+        """Of a ProbeOrder. silent: some tier did not answer."""
+        self._searches.probed(search, places, silent=silent)
         if search in self._searches and self._searches[search].over:
             self._settle_orphans([search])
 
-    def fetched(self, entry: Entry, ok: bool, expires_at: int = 0) -> None:
-        """Of one arrival of a FetchOrder: its bytes are here and right, or not; nobody writes to its memory any more."""
-        self._settle_orphans(self._searches.fetched(entry, ok, expires_at=expires_at))
+    def fetched(self, entry: Entry, ok: bool, expires_at: int = 0, *, why: str = TIER_DOWN) -> None:
+        """Of one arrival of a FetchOrder: its bytes are here and right, or not (why); nobody writes to its memory any more."""
+        if not ok and why != TIER_DOWN:
+            self._gone.add(entry.key, why)
+        self._settle_orphans(self._searches.fetched(entry, ok, expires_at=expires_at, why=why))
 
     def given_up(self, entry: Entry) -> None:
         """Of one arrival: it failed, but its memory may still be written to until `let_go`."""
@@ -370,15 +400,52 @@ class CacheState:
         """Whether somebody waits for it: one that was prefetched is nobody's ticket."""
         return ticket in self._searches and self._searches[ticket].owner is not None
 
-    def _settle(self, number: int) -> None:
+    def _settle(self, number: int) -> Found:
         """An arriving ticket becomes final, with what is here of it by now."""
-        search, extent = self._searches.finish(number)
+        search = self._searches[number]
         presence = search.presence()
-        self._count_lookup(extent.num_tokens, presence.asked_tokens)
-        if extent.num_tokens:
-            self._issue(number, search.owner, search.query, search.layout, extent, presence.found(extent))
+        extent = presence.extent()
+        found = presence.found(extent)
+        answer = self._answer(number, presence, extent, search)
+        self._count_lookup(answer, presence.asked_tokens)
+        self._searches.finish(number, found.values())
+        if answer.ticket:
+            self._issue(answer, search.owner, search.query, search.layout, extent, found)
         else:
             self._of(search.owner).tickets.discard(number)
+        return answer
+
+    def _is_worth_a_search(self, query: Query, presence: Presence[Entry], extent: Extent) -> bool:
+        return self._has_lower and extent.num_tokens < presence.asked_tokens and self._searches.may_begin(query)
+
+    def _answer(self, number: int, presence: Presence[Entry], extent: Extent, search: Search | None) -> Found:
+        """A final answer: how far, from where, and why no further."""
+        if not extent.num_tokens:
+            return Found(0, 0, reason=self._reason(presence, extent, search))
+        sources = {"ram": extent.num_tokens}
+        if search is not None and search.sources:
+            sources = sources_of(presence.needed(extent), extent.num_tokens, search.sources, self.tier_names)
+        return Found(number, extent.num_tokens, sources=sources, reason=self._reason(presence, extent, search))
+
+    def _reason(self, presence: Presence[Entry], extent: Extent, search: Search | None) -> str:
+        gap = presence.gap(extent)
+        if search is not None:  # what is there for the asking keeps no hit from being longer
+            gap = search.would_have(self.ram.find).gap(extent) or gap
+        if gap is None:
+            return WHOLE
+        if search is not None and (fault := search.faults.get(gap.key)):
+            return fault
+        if search is not None and (search.probing or gap.key in search.awaited):
+            return DEADLINE
+        if self.ram.holds(gap.key):
+            return BEING_WRITTEN
+        if search is not None and search.silent:
+            return TIER_DOWN
+        if self._has_lower and search is None:
+            return CLEARED  # it is being cleared below, or would have been looked for there
+        places = search.places if search is not None else ()
+        partly = any(key in places or self.ram.find(key) is not None for key in gap.siblings)
+        return self._gone.why(gap.key) or (INCOMPLETE if partly else NEVER_STORED)
 
     def _settle_orphans(self, over: Iterable[int]) -> None:
         for number in over:
@@ -386,54 +453,81 @@ class CacheState:
                 self._searches.drop(number)
 
     def _issue(
-        self, ticket: int, owner: Owner, query: Query, layout: Layout, extent: Extent, found: dict[tuple[int, int, int], Entry]
+        self, answer: Found, owner: Owner, query: Query, layout: Layout, extent: Extent, found: dict[tuple[int, int, int], Entry]
     ) -> None:
         """A final ticket over entries that are pinned: `found[shard, group, chunk]`."""
         groups, chunks = range(len(layout.groups)), range(extent.chunks)
         shards = {shard: [[found.get((shard, group, chunk)) for chunk in chunks] for group in groups] for shard in range(query.shards)}
         counts = [layout.tokens_per_chunk] * extent.whole + ([extent.tail_tokens] if extent.tail is not None else [])
-        self._tickets[ticket] = _Ticket(owner, counts, shards)
-        self._of(owner).tickets.add(ticket)
+        self._tickets[answer.ticket] = _Ticket(owner, counts, shards, answer)
+        self._of(owner).tickets.add(answer.ticket)
+
+    def _events_log(self) -> EventLog:
+        if self._log is None:
+            raise ConfigError("event_buffer is 0: this cache keeps no events; set it to how many are to be remembered, such as 100000")
+        return self._log
 
     def _clear_ram(self, prefix: bytes) -> int:
         entries = self.ram.entries(prefix)
         for entry in entries:
-            self.ram.remove(entry)
-        self.metrics.add("kvhold_cleared_chunks", len(entries))
+            self.ram.remove(entry, why=CLEARED)
         return len(entries)
 
-    def _is_missing(self, wanted: list[Wanted]) -> bool:
-        """Whether a chunk's groups are not all present, and nobody is writing them."""
-        present = [self.ram.find(one.key) is not None for one in wanted]
-        if all(present):
-            self.metrics.add("kvhold_store_skipped_chunks", reason="present")
-            return False
-        if any(self.ram.holds(one.key) and not there for one, there in zip(wanted, present, strict=True)):
-            self.metrics.add("kvhold_store_skipped_chunks", reason="in progress")
-            return False
-        return True
+    def _changed(self, what: str, entry: Entry) -> None:
+        """In RAM, something that was visible has gone, or something has become visible."""
+        if self._log is not None:
+            self._log.add(what, entry)
+        if what in REASONS:
+            self._gone.add(entry.key, what)
+        if what == CLEARED:
+            self._count("cleared", [entry])
+
+    def _split(self, namespace: bytes, chain_hash: bytes, groups: Iterable[int], shard: int) -> tuple[list[int], list[Entry]]:
+        """Of a chunk's groups those that are not here and that nobody is writing, and the entries of those that are here."""
+        missing, there = [], []
+        for group in groups:
+            key = make_key(namespace, chain_hash, group, shard)
+            if (entry := self.ram.find(key)) is not None:
+                self.metrics.add("kvhold_store_skipped_chunks", reason="present")
+                there.append(entry)
+            elif self.ram.holds(key):
+                self.metrics.add("kvhold_store_skipped_chunks", reason="in progress")
+            else:
+                missing.append(group)
+        return missing, there
 
     def _drop_ticket(self, ticket: int) -> None:
-        held = self._forget_ticket(ticket)
+        held = self._tickets.pop(ticket)
+        self._of(held.owner).tickets.discard(ticket)
         for groups in held.shards.values():
             for chunks in groups:
                 self._unpin(chunks)
 
-    def _forget_ticket(self, ticket: int) -> _Ticket:
-        held = self._tickets.pop(ticket)
-        self._of(held.owner).tickets.discard(ticket)
-        return held
+    def _pin(self, entries: Collection[Entry]) -> None:
+        """Last one first: see `commit`."""
+        for entry in reversed(tuple(entries)):
+            self.ram.pin(entry)
 
     def _unpin(self, entries: Iterable[Entry | None]) -> None:
         for entry in entries:
             if entry is not None:
                 self.ram.unpin(entry)
 
-    def _count_lookup(self, found: int, asked: int) -> None:
-        result = "miss" if not found else "hit" if found == asked else "partial"
+    def _count_lookup(self, answer: Found, asked: int) -> None:
+        """Once for each lookup, when it is final: what is asked for is found, by its source, or missed, by its reason."""
+        result = "miss" if not answer.num_tokens else "hit" if answer.num_tokens == asked else "partial"
         self.metrics.add("kvhold_lookup_requests", result=result)
-        self.metrics.add("kvhold_lookup_tokens", found, result="hit")
-        self.metrics.add("kvhold_lookup_tokens", asked - found, result="miss")
+        self.metrics.add("kvhold_lookup_tokens", asked)
+        for source, num_tokens in answer.sources.items():
+            self.metrics.add("kvhold_hit_tokens", num_tokens, source=source)
+        if answer.num_tokens < asked:
+            self.metrics.add("kvhold_missed_tokens", asked - answer.num_tokens, reason=answer.reason)
+
+    def _count(self, what: str, entries: Sequence[Entry]) -> None:
+        """They are reserved, stored, abandoned, cleared or loaned, by number and bytes."""
+        if entries:
+            self.metrics.add(f"kvhold_{what}_chunks", len(entries))
+            self.metrics.add(f"kvhold_{what}_bytes", sum([entry.nbytes for entry in entries]))
 
 
 def _wanted(layout: Layout, namespace: bytes, chain_hash: bytes, parent: bytes, group: int, shard: int, num_tokens: int) -> Wanted:

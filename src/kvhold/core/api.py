@@ -3,25 +3,27 @@
     with cache.lookup(prompt.query()) as hit:                          # pinned: how many tokens are here, and have come from below
         with cache.claim(hit.ticket) as loan:                          # the bytes of one shard, lent until closed
             scatter(loan.chunks(group=0), ...)
-    with cache.reserve(namespace, prompt.chunks(first=3)) as room:     # memory for what is missing
+    with cache.reserve(layout, prompt.chunks(first=3)) as room:        # memory for what is missing
         gather(..., room.chunks(group=0)); room.commit()               # visible now; what is not committed is given back
 
 A hit, a loan and a room are owned by whoever holds them and end with their `with`, or with the holder's connection. A ticket is a
-number that may be sent to another process (scheduler to worker), which claims the loan there. Chunks that lower tiers have are brought
-into memory by the lookup: a hit that is *arriving* may grow, and is final when it has been settled. All calls are safe from any thread.
-A miss is a shorter hit; a fault or a deadline missed is one of our errors, and leaves nothing behind.
+number that may be sent to other processes (scheduler to workers), each of which claims a loan there. Chunks that lower tiers have are
+brought into memory by the lookup: a hit that is *arriving* may grow, and is final when it has been settled. All calls are safe from any
+thread. A miss is a shorter hit; a fault or a deadline missed is one of our errors, and leaves nothing behind.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvhold.core.keys import ChunkNames, Namespace, Query
+from kvhold.core.errors import ProtocolError
+from kvhold.core.keys import NAMESPACE_BYTES, ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.01  # between two questions after a hit that is arriving
@@ -60,27 +62,94 @@ class Holding:
         self.close()
 
 
+class Event(msgspec.Struct, frozen=True, array_like=True):
+    """A chunk of one group and one shard has become visible in a tier, or is so no more. A prompt's end may come before its beginning.
+
+    number: counts up by one from event to event; in a snapshot, that of the last event before it
+    kind:   admitted, evicted, expired or cleared
+    tier:   `ram`: what goes on in tiers below is not told
+    first_token, num_tokens: its place in its prompt
+    parent: the key of the chunk before it in its prompt, of the same group and shard; empty if it is the first, or not known
+    """
+
+    number: int
+    kind: str
+    key: bytes
+    tier: str
+    num_tokens: int
+    first_token: int
+    parent: bytes
+
+    @property
+    def namespace(self) -> bytes:
+        """Its namespace's digest."""
+        return self.key[:NAMESPACE_BYTES]
+
+
+@dataclass(frozen=True, slots=True)
+class EventBatch:
+    """Events in order. next: ask for those after this number; lost: some are missing, or all: start anew from a snapshot."""
+
+    events: list[Event]
+    next: int
+    lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Answer to a lookup.
+
+    ticket:   0 when nothing was found, and nothing is held
+    arriving: it may grow yet; ask again
+    sources:  of how many tokens the KV was in memory (`ram`), and of how many in which lower tier; by the slowest where parts of a chunk
+              came from several. Empty while it is arriving
+    reason:   why it ends where it ends, one of `core.reasons.REASONS`; empty while it is arriving
+    """
+
+    ticket: int
+    num_tokens: int
+    arriving: bool = False
+    sources: dict[str, int] = field(default_factory=dict)
+    reason: str = ""
+
+
 class Hit(Holding):
     """What a lookup found and pinned: `num_tokens` from the prompt's start, `ticket` to claim it with (0 when nothing was found).
 
     arriving: lower tiers may have more, which is on its way; `refresh` asks again, `settle` makes do with what is here
+    sources, reason: where it came from and why it ends where it ends, see `Found`
     """
 
-    def __init__(
-        self,
-        ticket: int,
-        num_tokens: int,
-        give_back: Callable[[], None],
-        *,
-        arriving: bool = False,
-        ask: "Callable[[int, bool], tuple[int, int, bool]] | None" = None,
-    ) -> None:
-        """ask: `(ticket, settle)` -> `(ticket, num_tokens, arriving)`, for a hit that is arriving."""
+    def __init__(self, found: Found, give_back: Callable[[], None], *, ask: Callable[[int, bool], Found] | None = None) -> None:
+        """ask: `(ticket, settle)` -> how far it goes now, for a hit that is arriving."""
         super().__init__(give_back)
-        self.ticket = ticket
-        self.num_tokens = num_tokens
-        self.arriving = arriving
+        self._found = found
         self._ask = ask
+
+    @property
+    def ticket(self) -> int:
+        """The number to claim it with."""
+        return self._found.ticket
+
+    @property
+    def num_tokens(self) -> int:
+        """How far it goes."""
+        return self._found.num_tokens
+
+    @property
+    def arriving(self) -> bool:
+        """Whether it may grow."""
+        return self._found.arriving
+
+    @property
+    def sources(self) -> dict[str, int]:
+        """Tokens by where their KV was; their sum is `num_tokens`, once it is final."""
+        return self._found.sources
+
+    @property
+    def reason(self) -> str:
+        """Why it ends where it ends, once it is final."""
+        return self._found.reason
 
     def refresh(self) -> None:
         """How far it goes now."""
@@ -101,7 +170,7 @@ class Hit(Holding):
 
     def _update(self, *, settle: bool) -> None:
         if self.arriving and self._ask is not None:
-            self.ticket, self.num_tokens, self.arriving = self._ask(self.ticket, settle)
+            self._found = self._ask(self.ticket, settle)
 
 
 class Loan(Holding):
@@ -138,7 +207,7 @@ class Room(Holding):
         commit: Callable[[Sequence[int]], int],
         give_back: Callable[[], None],
     ) -> None:
-        """offsets: [groups, chunks], a column of ABSENT for each chunk that is there already, or found no room."""
+        """offsets: [groups, chunks], ABSENT for what is there already, was not asked for, or found no room."""
         super().__init__(give_back)
         self.num_tokens = num_tokens
         self.buffer = buffer
@@ -147,11 +216,11 @@ class Room(Holding):
 
     @property
     def granted(self) -> list[int]:
-        """The numbers of the chunks (within the reservation) that got memory."""
-        return [int(i) for i in np.flatnonzero(self._offsets[0] != ABSENT)]
+        """The numbers of the chunks (within the reservation) that got memory, in one group at least; `chunks` says in which."""
+        return [int(i) for i in np.flatnonzero((self._offsets != ABSENT).any(axis=0))]
 
     def chunks(self, group: int = 0) -> ChunkBytes:
-        """Where the chunks of `group` are to be written in `buffer`."""
+        """Where the chunks of `group` are to be written in `buffer`; ABSENT for those that are not."""
         return ChunkBytes(self._offsets[group], self.num_tokens)
 
     def commit(self, chunks: Sequence[int] | None = None) -> int:
@@ -182,13 +251,25 @@ class Cache(Protocol):
         """Have what lower tiers hold of a prompt brought into memory, and wait for nothing."""
 
     def claim(self, ticket: int, shard: int = 0, *, first_chunk: int = 0, deadline_s: float | None = None) -> Loan | None:
-        """Take over one shard's part of a hit, from chunk `first_chunk` on; None when the ticket is not (or no longer) good."""
+        """A loan of one shard's part of a hit, from chunk `first_chunk` on; None when the ticket is not (or no longer) good.
+
+        A ticket is good until its hit is closed, for as many claims as are wanted, of one shard too. Each loan has pins of its own.
+        """
 
     def reserve(
-        self, layout: Layout, names: ChunkNames, shard: int = 0, *, ttl_s: float | None = None, deadline_s: float | None = None
+        self,
+        layout: Layout,
+        names: ChunkNames,
+        shard: int = 0,
+        *,
+        groups: npt.ArrayLike | None = None,
+        ttl_s: float | None = None,
+        deadline_s: float | None = None,
     ) -> Room:
-        """Memory for those of `names` that are missing and that nobody else is writing; a chunk gets all its groups or none.
+        """Memory for what is missing of `names` and that nobody else is writing. All that a chunk is missing gets it, or none of that.
 
+        groups: [groups, chunks] bool, which groups of which chunks are to be written; None: all. A hit needs of each group what its
+                attention needs: one may pass over a chunk whose sliding group is missing, and ends where no missing one is in the window
         ttl_s: they are not to be used after so long, here or below
         """
 
@@ -204,8 +285,27 @@ class Cache(Protocol):
         False when the deadline came first (None: as long as a request waits for chunks, by the settings).
         """
 
+    def snapshot(self, *, deadline_s: float | None = None) -> EventBatch:
+        """All that is visible in memory now, as events `admitted`; `events(snapshot.next)` goes on from there."""
+
+    def events(self, after: int, *, deadline_s: float | None = None) -> EventBatch:
+        """What has happened since event number `after`, some thousand events at most; ask again with `next` until there are none.
+
+        Raises KVHoldError where the setting `event_buffer` is 0.
+        """
+
     def status(self, *, deadline_s: float | None = None) -> dict[str, Any]:
         """Sizes, counts and counters, for people and monitors."""
 
     def close(self) -> None:
         """Give back everything that was held through this object."""
+
+
+def mask_bytes(groups: npt.ArrayLike | None, layout: Layout, names: ChunkNames) -> bytes | None:
+    """The mask of a `reserve`, a byte for each group of each chunk, row by row; None where it says all. Raises ProtocolError."""
+    if groups is None:
+        return None
+    mask, wanted = np.asarray(groups), (len(layout.groups), len(names))
+    if mask.dtype != np.bool_ or mask.shape != wanted:
+        raise ProtocolError(f"groups must be bool and have the shape [groups, chunks] = {wanted}, not {mask.dtype} and {mask.shape}")
+    return mask.tobytes()

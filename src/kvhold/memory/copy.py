@@ -2,11 +2,15 @@
 
     gather_blocks(view, block_ids, room.buffer, room.chunks(), threads=2)
     scatter_slots(view, slots, loan.buffer, loan.chunks(), threads=2)
+    scatter_layer = plan_scatter(view, block_ids, loan.buffer, loan.chunks(), threads=2)   # planned once ...
+    scatter_layer(0)                                                                        # ... and done a layer at a time
 
 Ids and slots are those of all the chunks laid end to end; a chunk that is ABSENT (not granted, not needed) is left out together with its
-ids, a negative id is skipped. One call moves all layers. Raises ValueError for ids, slots or chunks out of bounds, LayoutError where
-slots are given for an opaque packing. Any thread; `kvhold.kernels` does the work.
+ids, a negative id is skipped. One call moves all layers, but where it says otherwise. Raises ValueError for ids, slots or chunks out of
+bounds, LayoutError where slots are given for an opaque packing. Any thread; `kvhold.kernels` does the work.
 """
+
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +19,7 @@ from kvhold.core.api import ABSENT, ChunkBytes
 from kvhold.kernels import Chunks, Plan, gather, plan_blocks, plan_slots, scatter, warm_up
 from kvhold.memory.views import View
 
-__all__ = ["gather_blocks", "gather_slots", "scatter_blocks", "scatter_slots", "warm_up"]
+__all__ = ["gather_blocks", "gather_slots", "plan_scatter", "scatter_blocks", "scatter_slots", "warm_up"]
 
 Int64s = npt.NDArray[np.int64]
 Buffer = npt.NDArray[np.uint8]
@@ -29,6 +33,12 @@ def gather_blocks(view: View, block_ids: Int64s, buffer: Buffer, places: ChunkBy
 def scatter_blocks(view: View, block_ids: Int64s, buffer: Buffer, places: ChunkBytes, *, threads: int = 1) -> None:
     """Copy chunks into blocks. Arguments as for `gather_blocks`."""
     scatter(_plan_blocks(view, block_ids, buffer, places), threads=threads)
+
+
+def plan_scatter(view: View, block_ids: Int64s, buffer: Buffer, places: ChunkBytes, *, threads: int = 1) -> Callable[[int], None]:
+    """`scatter_blocks`, a layer at a time: what is returned copies the layer of that number. Arguments as for `gather_blocks`."""
+    plan = _plan_blocks(view, block_ids, buffer, places)
+    return lambda layer: scatter(plan, layers=range(layer, layer + 1), threads=threads)
 
 
 def gather_slots(view: View, slots: Int64s, buffer: Buffer, places: ChunkBytes, *, threads: int = 1) -> None:

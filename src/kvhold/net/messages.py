@@ -10,10 +10,11 @@ from typing import Any, Union
 
 import msgspec
 
+from kvhold.core.api import Event
 from kvhold.core.keys import ChunkNames, Query
 from kvhold.core.layout import Layout
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_MESSAGE_BYTES = 8 << 20  # the hashes of a prompt of 100 million tokens
 MAGIC = "kvhold"
 
@@ -54,11 +55,16 @@ class Lookup(Message, frozen=True):
 
 
 class Found(Message, frozen=True):
-    """What a lookup found and pinned. arriving: more may come from lower tiers; ask again with Refresh."""
+    """What a lookup found and pinned. arriving: more may come from lower tiers; ask again with Refresh.
+
+    sources: tokens by where their KV was, reason: why the hit ends there; both when it is final
+    """
 
     ticket: int
     num_tokens: int
     arriving: bool = False
+    sources: dict[str, int] = {}
+    reason: str = ""
 
 
 class Refresh(Message, frozen=True):
@@ -75,7 +81,7 @@ class Prefetch(Message, frozen=True):
 
 
 class Claim(Message, frozen=True):
-    """-> Lent, or Gone when the ticket is no longer good"""
+    """-> Lent, or Gone when the ticket is no longer good. As often as is wanted; each loan is released by itself."""
 
     ticket: int
     shard: int
@@ -101,12 +107,13 @@ class Release(Message, frozen=True):
 
 
 class Reserve(Message, frozen=True):
-    """-> Granted"""
+    """-> Granted. groups: `[group][chunk]`, a byte each, not 0 where it is to be written; None: all"""
 
     layout: bytes
     names: ChunkNames
     shard: int
     ttl_s: float | None = None
+    groups: bytes | None = None
 
 
 class Granted(Message, frozen=True):
@@ -139,6 +146,27 @@ class Flushed(Message, frozen=True):
     """Has all up to this mark been written to lower tiers, or given up, and is nothing being cleared? -> Done; 1 for yes"""
 
     mark: int
+
+
+class Snapshot(Message, frozen=True):
+    """All that is visible in memory, as events; from number `first` of it on. 0 takes a new one, more continues that. -> Happened"""
+
+    first: int
+
+
+class Events(Message, frozen=True):
+    """What has happened since event number `after`? -> Happened"""
+
+    after: int
+
+
+class Happened(Message, frozen=True):
+    """Events. next: the number to go on from; lost: some are missing; more: of a snapshot, this is not all."""
+
+    events: list[Event]
+    next: int
+    lost: bool = False
+    more: bool = False
 
 
 class Status(Message, frozen=True):
@@ -174,6 +202,6 @@ class Refused(Message, frozen=True):
 
 
 Request = Union[  # noqa: UP007 - msgspec reads the union
-    Register, Lookup, Refresh, Prefetch, Claim, Release, Reserve, Commit, Abandon, Clear, Flushed, Status, Stop, Ping
+    Register, Lookup, Refresh, Prefetch, Claim, Release, Reserve, Commit, Abandon, Clear, Flushed, Snapshot, Events, Status, Stop, Ping
 ]
-Answer = Union[Found, Lent, Gone, Granted, Report, Done, Refused]  # noqa: UP007
+Answer = Union[Found, Lent, Gone, Granted, Happened, Report, Done, Refused]  # noqa: UP007

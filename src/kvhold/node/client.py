@@ -20,7 +20,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvhold.core.api import Hit, Loan, Room
+from kvhold.core.api import EventBatch, Found, Hit, Loan, Room, mask_bytes
 from kvhold.core.config import ClientConfig
 from kvhold.core.errors import KVHoldError, NodeError, ProtocolError
 from kvhold.core.keys import ChunkNames, Namespace, Query
@@ -86,12 +86,11 @@ class NodeClient:
         link = self._current("lookup")
         found = self._call(m.Lookup(query), m.Found, deadline_s, link)
 
-        def ask(ticket: int, settle: bool) -> tuple[int, int, bool]:
-            now = self._call(m.Refresh(ticket, settle), m.Found, deadline_s, link)
-            return now.ticket, now.num_tokens, now.arriving
+        def ask(ticket: int, settle: bool) -> Found:
+            return _found(self._call(m.Refresh(ticket, settle), m.Found, deadline_s, link))
 
         ticket = found.ticket
-        hit = Hit(ticket, found.num_tokens, lambda: self._let_go(link, ticket), arriving=found.arriving, ask=ask)
+        hit = Hit(_found(found), lambda: self._let_go(link, ticket), ask=ask)
         if hit.arriving and wait_s != 0:
             try:
                 hit.wait(time.monotonic() + (self._config.arrival_timeout_s if wait_s is None else wait_s))
@@ -105,7 +104,7 @@ class NodeClient:
         self._call(m.Prefetch(query), m.Done, deadline_s)
 
     def claim(self, ticket: int, shard: int = 0, *, first_chunk: int = 0, deadline_s: float | None = None) -> Loan | None:
-        """Take over one shard's part of a hit; the ticket may come from another process."""
+        """A loan of one shard's part of a hit; the ticket may come from another process."""
         link = self._current("claim")
         buffer = link.hold()
         lent: m.Answer | None = None
@@ -127,14 +126,22 @@ class NodeClient:
         )
 
     def reserve(
-        self, layout: Layout, names: ChunkNames, shard: int = 0, *, ttl_s: float | None = None, deadline_s: float | None = None
+        self,
+        layout: Layout,
+        names: ChunkNames,
+        shard: int = 0,
+        *,
+        groups: npt.ArrayLike | None = None,
+        ttl_s: float | None = None,
+        deadline_s: float | None = None,
     ) -> Room:
         """Memory in the node's arena for what is missing."""
+        request = m.Reserve(layout.fingerprint, names, shard, ttl_s, mask_bytes(groups, layout, names))
         link = self._current("reserve")
         buffer = link.hold()
         granted: m.Granted | None = None
         try:
-            granted = self._call(m.Reserve(layout.fingerprint, names, shard, ttl_s), m.Granted, deadline_s, link)
+            granted = self._call(request, m.Granted, deadline_s, link)
         finally:
             if granted is None:
                 link.let_go()
@@ -163,6 +170,21 @@ class NodeClient:
                 return False
             time.sleep(_FLUSH_PAUSE_S)
         return True
+
+    def snapshot(self, *, deadline_s: float | None = None) -> EventBatch:
+        """All that is visible in the node's memory now; `events` goes on from there. It comes in parts, each with a deadline."""
+        link = self._current("snapshot")
+        part = self._call(m.Snapshot(0), m.Happened, deadline_s, link)
+        events = list(part.events)
+        while part.more:
+            part = self._call(m.Snapshot(len(events)), m.Happened, deadline_s, link)
+            events += part.events
+        return EventBatch(events, part.next)
+
+    def events(self, after: int, *, deadline_s: float | None = None) -> EventBatch:
+        """What has happened in the node's memory since event number `after`."""
+        part = self._call(m.Events(after), m.Happened, deadline_s)
+        return EventBatch(part.events, part.next, part.lost)
 
     def status(self, *, deadline_s: float | None = None) -> dict[str, Any]:
         """What `kvhold status` shows."""
@@ -306,3 +328,7 @@ class NodeClient:
             for layout in missing:
                 link.call("register", encode(m.Register(layout)), self._config.call_timeout_s)
                 told.add(layout.fingerprint)
+
+
+def _found(found: m.Found) -> Found:
+    return Found(found.ticket, found.num_tokens, found.arriving, found.sources, found.reason)

@@ -6,9 +6,12 @@ A session is the owner of what its client holds. It ends with its connection, an
 from collections.abc import Callable
 from typing import Any
 
+from kvhold.cache.events import MOST, snapshot_of
 from kvhold.cache.state import CacheState
+from kvhold.core.api import Found
 from kvhold.core.errors import KVHoldError, ProtocolError
 from kvhold.net import messages as m
+from kvhold.tiers.ram import Entry
 
 _MAX_TTL_S = float(1 << 40)
 _MAX_NAME = 100  # it is shown in every status and log line
@@ -23,6 +26,7 @@ class Session:
         self._state = state
         self._status = status
         self._stop = stop
+        self._seen: tuple[int, list[Entry]] = (0, [])  # the snapshot that is being fetched
         self._verbs: dict[type, Callable[[Any], m.Answer]] = {
             m.Register: self._register,
             m.Lookup: self._lookup,
@@ -35,6 +39,8 @@ class Session:
             m.Abandon: self._abandon,
             m.Clear: self._clear,
             m.Flushed: self._flushed,
+            m.Snapshot: self._snapshot,
+            m.Events: self._events,
             m.Status: self._report,
             m.Stop: self._end,
             m.Ping: self._ping,
@@ -63,12 +69,10 @@ class Session:
         return m.Done()
 
     def _lookup(self, request: m.Lookup) -> m.Answer:
-        found = self._state.lookup(self, request.query)
-        return m.Found(found.ticket, found.num_tokens, found.arriving)
+        return _found(self._state.lookup(self, request.query))
 
     def _refresh(self, request: m.Refresh) -> m.Answer:
-        found = self._state.refresh(request.ticket, settle=request.settle)
-        return m.Found(found.ticket, found.num_tokens, found.arriving)
+        return _found(self._state.refresh(request.ticket, settle=request.settle))
 
     def _prefetch(self, request: m.Prefetch) -> m.Answer:
         self._state.prefetch(self, request.query)
@@ -86,7 +90,7 @@ class Session:
         layout = self._state.layout(request.layout)
         if request.ttl_s is not None and not 0 <= request.ttl_s < _MAX_TTL_S:
             raise ProtocolError(f"a time to live of {request.ttl_s} seconds")
-        granted = self._state.reserve(self, layout, request.names, request.shard, ttl_s=request.ttl_s)
+        granted = self._state.reserve(self, layout, request.names, request.shard, groups=request.groups, ttl_s=request.ttl_s)
         return m.Granted(granted.room, granted.offsets)
 
     def _commit(self, request: m.Commit) -> m.Answer:
@@ -102,6 +106,22 @@ class Session:
     def _flushed(self, request: m.Flushed) -> m.Answer:
         return m.Done(int(self._state.all_done(request.mark)), self._state.mark)
 
+    def _snapshot(self, request: m.Snapshot) -> m.Answer:
+        if request.first == 0:
+            self._seen = self._state.snapshot()
+        if request.first < 0:
+            raise ProtocolError(f"a snapshot from number {request.first} on; the first one is 0")
+        number, entries = self._seen
+        page = entries[request.first : request.first + MOST]
+        more = request.first + len(page) < len(entries)
+        if not more:
+            self._seen = (number, [])
+        return m.Happened(snapshot_of(page, number), number, more=more)
+
+    def _events(self, request: m.Events) -> m.Answer:
+        batch = self._state.events(request.after)
+        return m.Happened(batch.events, batch.next, batch.lost)
+
     def _report(self, request: m.Status) -> m.Answer:
         return m.Report(self._status())
 
@@ -111,3 +131,7 @@ class Session:
 
     def _ping(self, request: m.Ping) -> m.Answer:
         return m.Done()
+
+
+def _found(found: Found) -> m.Found:
+    return m.Found(found.ticket, found.num_tokens, found.arriving, found.sources, found.reason)

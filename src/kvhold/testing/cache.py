@@ -11,15 +11,19 @@ After each test nothing is held, and a clear brings the arena back to its baseli
 import random
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from secrets import token_hex
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from kvhold.core.api import ABSENT, Cache, Loan, Room
 from kvhold.core.errors import KVHoldError
 from kvhold.core.keys import HASH_BYTES, ChunkNames, Namespace, Prompt, make_key
 from kvhold.core.layout import Group, Layout
+from kvhold.core.reasons import REASONS
 
 MakeCache = Callable[[], Cache]
 
@@ -47,6 +51,19 @@ LAYOUTS = {
 }
 
 
+_PATIENT_S = 60.0
+
+_Partial = tuple[int, list[list[bool]]]  # how much of a prompt, and which groups of which of its chunks are stored
+_partial_stores = st.lists(
+    st.integers(1, 6).flatmap(
+        lambda chunks: st.tuples(
+            st.just(16 * chunks), st.lists(st.lists(st.booleans(), min_size=chunks, max_size=chunks), min_size=3, max_size=3)
+        )
+    ),
+    max_size=4,
+)
+
+
 def demanded_bytes(key: bytes, nbytes: int) -> npt.NDArray[np.uint8]:
     """[nbytes] what a chunk of this key holds in these tests."""
     return np.random.default_rng(int.from_bytes(key, "little")).integers(0, 256, nbytes, dtype=np.uint8)
@@ -58,20 +75,22 @@ def a_prompt(namespace: Namespace, num_tokens: int, seed: int = 0) -> Prompt:
 
 
 def fill(room: Room, layout: Layout, names: ChunkNames, shard: int = 0) -> None:
-    """Write what the keys demand into every chunk that was granted."""
+    """Write what the keys demand into all that was granted."""
     for group in range(len(layout.groups)):
         places = room.chunks(group)
-        for chunk in room.granted:
+        for chunk in map(int, np.flatnonzero(places.offsets != ABSENT)):
             key = make_key(names.namespace, names.hashes[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES], group, shard)
             nbytes = layout.chunk_bytes(group, int(places.num_tokens[chunk]))
             at = int(places.offsets[chunk])
             room.buffer[at : at + nbytes] = demanded_bytes(key, nbytes)
 
 
-def store(cache: Cache, prompt: Prompt, shard: int = 0, *, first: int = 0, tail: bool = True) -> list[int]:
+def store(
+    cache: Cache, prompt: Prompt, shard: int = 0, *, first: int = 0, tail: bool = True, groups: npt.ArrayLike | None = None
+) -> list[int]:
     """Reserve, fill and commit a prompt's chunks from number `first` on. Returns which were granted."""
     layout, names = prompt.namespace.layout, prompt.chunks(first, tail=tail)
-    with cache.reserve(layout, names, shard) as room:
+    with cache.reserve(layout, names, shard, groups=groups) as room:
         fill(room, layout, names, shard)
         room.commit()
         return room.granted
@@ -234,6 +253,46 @@ class CacheContract:
                     assert loan.first_chunk == first_chunk
                     check(loan, prompt, 90)
 
+    def test_a_hit_says_where_it_came_from_and_why_it_ends(self, cache: Cache) -> None:
+        hybrid = _registered(cache, Namespace(model="model", layout=HYBRID, cache_salt=token_hex(8)))  # whose keys never were here
+        prompt = a_prompt(hybrid, 48)
+
+        def answer(num_tokens: int) -> tuple[int, dict[str, int], str]:
+            with cache.lookup(a_prompt(hybrid, num_tokens).query()) as hit:
+                assert hit.reason in REASONS
+                return hit.num_tokens, hit.sources, hit.reason
+
+        assert answer(48) == (0, {}, "never_stored")
+        with cache.reserve(HYBRID, prompt.chunks()) as room:
+            assert answer(48) == (0, {}, "being_written")
+            fill(room, HYBRID, prompt.chunks())
+            room.commit()
+        assert answer(48) == (48, {"ram": 48}, "whole")
+        assert answer(64) == (48, {"ram": 48}, "never_stored")
+        store(cache, a_prompt(hybrid, 64), groups=[[True] * 4, [True] * 4, [False] * 4])
+        assert answer(64) == (48, {"ram": 48}, "incomplete")
+        cache.clear()
+        assert answer(48) == (0, {}, "cleared")
+
+    def test_what_is_looked_up_is_counted_as_found_or_as_missed(self, cache: Cache, space: Namespace) -> None:
+        def counted(name: str) -> float:
+            return sum(float(value) for key, value in cache.status()["counters"].items() if key.partition("{")[0] == name)
+
+        before = [counted(name) for name in ("kvhold_lookup_tokens", "kvhold_hit_tokens", "kvhold_missed_tokens")]
+        store(cache, a_prompt(space, 40))
+        found = sum(read(cache, a_prompt(space, num_tokens)) for num_tokens in (40, 48, 17, 80))
+        asked, hit, missed = (
+            counted(name) - was
+            for name, was in zip(("kvhold_lookup_tokens", "kvhold_hit_tokens", "kvhold_missed_tokens"), before, strict=True)
+        )
+        assert (asked, hit, missed) == (185, found, 185 - found)
+
+    def test_a_cache_that_keeps_no_events_says_so(self, cache: Cache) -> None:
+        with pytest.raises(KVHoldError, match="event_buffer"):
+            cache.snapshot()
+        with pytest.raises(KVHoldError, match="event_buffer"):
+            cache.events(0)
+
     def test_namespaces_do_not_mix(self, cache: Cache, space: Namespace) -> None:
         other = _registered(cache, Namespace(model="model", layout=PLAIN, cache_salt="tenant"))
         store(cache, a_prompt(space, 64))
@@ -255,6 +314,57 @@ class CacheContract:
             room.commit()
         assert cache.status()["used_bytes"] == used
         assert store(cache, a_prompt(hybrid, 80)) == [3, 4]
+
+    def test_of_a_chunk_only_the_groups_that_are_asked_for_get_memory(self, cache: Cache, hybrid: Namespace) -> None:
+        prompt = a_prompt(hybrid, 40)
+        mask = np.array([[1, 1, 0], [0, 1, 0], [0, 1, 0]], dtype=bool)
+        with cache.reserve(HYBRID, prompt.chunks(), groups=mask) as room:
+            assert room.granted == [0, 1]
+            assert [(room.chunks(group).offsets != ABSENT).tolist() for group in range(3)] == mask.tolist()
+            fill(room, HYBRID, prompt.chunks())
+            room.commit()
+        assert read(cache, prompt) == 0, "sliding attention looks back at 24 tokens, of which 8 are missing"
+        assert store(cache, prompt, groups=[[False] * 3, [True, False, False], [False] * 3]) == [0]
+        assert read(cache, prompt) == 32
+
+    def test_what_a_chunk_is_missing_gets_memory_beside_what_is_there(self, cache: Cache, hybrid: Namespace) -> None:
+        prompt = a_prompt(hybrid, 48)
+        full = [[True] * 3, [False] * 3, [False] * 3]
+        assert store(cache, prompt, groups=full) == [0, 1, 2]
+        assert read(cache, prompt) == 0, "full attention alone does not go on"
+        with cache.reserve(HYBRID, prompt.chunks()) as room:
+            assert room.granted == [0, 1, 2]
+            assert [(room.chunks(group).offsets != ABSENT).any() for group in range(3)] == [False, True, True]
+            assert store(cache, prompt) == [], "somebody else is writing the rest"
+            fill(room, HYBRID, prompt.chunks())
+            room.commit()
+        assert read(cache, prompt) == 48
+
+    def test_a_mask_of_nothing_gets_nothing(self, cache: Cache, hybrid: Namespace) -> None:
+        assert store(cache, a_prompt(hybrid, 48), groups=np.zeros((3, 3), dtype=bool)) == []
+        assert store(cache, a_prompt(hybrid, 0), groups=np.zeros((3, 0), dtype=bool)) == []
+        assert cache.status()["used_bytes"] == 0
+
+    @settings(
+        max_examples=60,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors, HealthCheck.too_slow],
+    )
+    @given(stores=_partial_stores)
+    def test_a_hit_ends_only_where_every_group_has_what_it_looks_at(self, cache: Cache, hybrid: Namespace, stores: list[_Partial]) -> None:
+        cache.clear()
+        there: set[tuple[int, int]] = set()  # (group, first token of a chunk)
+        for num_tokens, mask in stores:
+            store(cache, a_prompt(hybrid, num_tokens), groups=mask, tail=False)
+            there |= {(group, 16 * chunk) for group, row in enumerate(mask) for chunk, wanted in enumerate(row) if wanted}
+
+        def goes_on(end: int) -> bool:
+            """Whether from `end` on a model could go on: for each group, by the tokens that it looks back at."""
+            looks_at = {0: range(end), 1: range(max(0, end - _SLIDING.window), end), 2: range(max(0, end - 1), end)}
+            return all((group, token // 16 * 16) in there for group, tokens in looks_at.items() for token in tokens)
+
+        for num_tokens in (16, 40, 64, 96):
+            assert read(cache, a_prompt(hybrid, num_tokens)) == max(filter(goes_on, range(0, num_tokens + 1, 16)))
 
     def test_what_somebody_else_is_writing_gets_no_memory(self, cache: Cache, space: Namespace) -> None:
         prompt = a_prompt(space, 48)
@@ -388,13 +498,47 @@ class CacheContract:
 
     # Tickets and endings
 
-    def test_a_shard_is_claimed_once(self, cache: Cache, space: Namespace) -> None:
-        store(cache, a_prompt(space, 32))
-        with cache.lookup(a_prompt(space, 32).query()) as hit:
-            loan = cache.claim(hit.ticket)
-            assert loan is not None
-            with loan:
-                assert cache.claim(hit.ticket) is None
+    def test_a_shard_may_be_claimed_by_several_and_is_pinned_until_the_last_lets_go(self, cache: Cache, space: Namespace) -> None:
+        prompt = a_prompt(space, 64)
+        store(cache, prompt)
+
+        def pinned() -> int:
+            assert cache.flush(deadline_s=_PATIENT_S)  # what is still being written below is pinned, too
+            return int(cache.status()["pinned_chunks"])
+
+        hit = cache.lookup(prompt.query())
+        whole, end, again = cache.claim(hit.ticket), cache.claim(hit.ticket, first_chunk=3), cache.claim(hit.ticket)
+        assert whole is not None and end is not None and again is not None
+        whole.close()
+        assert pinned() == 4, "the hit is open"
+        hit.close()
+        assert pinned() == 4
+        flood(cache, space)
+        check(again, prompt, 64)
+        again.close()
+        assert pinned() == 1
+        flood(cache, space, seed=2_000_000)
+        check(end, prompt, 64)
+        end.close()
+        assert pinned() == 0
+
+    def test_each_of_several_loans_outlives_a_clear(self, cache: Cache, hybrid: Namespace) -> None:
+        prompt = a_prompt(hybrid, 90)
+        store(cache, prompt)
+        with cache.lookup(prompt.query()) as hit:
+            one = cache.claim(hit.ticket)
+            assert one is not None
+            cache.clear()
+            two = cache.claim(hit.ticket)
+            assert two is not None, "the hit is open"
+        one.close()
+        flood(cache, hybrid)
+        check(two, prompt, 90)
+        cache.clear()
+        assert cache.flush(deadline_s=_PATIENT_S)
+        assert cache.status()["used_bytes"] > 0
+        two.close()
+        assert cache.status()["used_bytes"] == 0
 
     def test_a_ticket_that_is_not_good_is_none(self, cache: Cache, space: Namespace) -> None:
         store(cache, a_prompt(space, 32))
@@ -469,7 +613,10 @@ class CacheContract:
         with pytest.raises(KVHoldError, match="tail of 7 tokens"):
             cache.reserve(space.layout, ChunkNames(names.namespace, names.hashes, 7))
 
-    @pytest.mark.parametrize("nonsense", ["shard-1", "shard65536", "namespace", "hashes", "tail-alone", "claim", "query-tail", "clear"])
+    @pytest.mark.parametrize(
+        "nonsense",
+        ["shard-1", "shard65536", "namespace", "hashes", "tail-alone", "claim", "query-tail", "clear", "mask-shape", "mask-kind"],
+    )
     def test_a_request_that_makes_no_sense_is_an_error_and_takes_nothing(self, cache: Cache, make_cache: MakeCache, nonsense: str) -> None:
         client = make_cache()
         space = _registered(client, Namespace(model="model", layout=PLAIN))
@@ -485,6 +632,8 @@ class CacheContract:
                 type(query)(query.namespace, query.layout, 1, query.hashes, query.tail_hashes, (PLAIN.tokens_per_chunk,))
             ),
             "clear": lambda: client.clear(space.digest[:3]),
+            "mask-shape": lambda: client.reserve(PLAIN, names, groups=np.ones((3, 1), dtype=bool)),
+            "mask-kind": lambda: client.reserve(PLAIN, names, groups=np.ones((1, 3))),
         }
         with pytest.raises(KVHoldError):
             calls[nonsense]()

@@ -52,10 +52,15 @@ class GuardConfig:
 
 @dataclass(frozen=True)
 class Outcome(Generic[Result]):
-    """What came of a call, item by item. `pending`: it has not let go of the caller's memory yet, and ends when it has."""
+    """What came of a call, item by item.
+
+    pending: it has not let go of the caller's memory yet, and ends when it has
+    failed:  of a read, for each item whether something went wrong, and it is not just absent
+    """
 
     items: list[Result]
     pending: "asyncio.Task[Any] | None" = None
+    failed: list[bool] = field(default_factory=list)
 
 
 @dataclass
@@ -101,11 +106,13 @@ class Guard:
         call = _Call[None]("check", 0, self.config.get_timeout_s)
         return await self._attempt(call, self._tier.check)
 
-    async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Sizes of the values that are there; `None` for all when the tier cannot say."""
+    async def probe(self, keys: Sequence[bytes], silent: set[str] | None = None) -> list[int | None]:
+        """Sizes of the values that are there; `None` for all when the tier cannot say, and then its name goes into `silent`."""
         call = _Call[list[int | None]]("probe", len(keys), self.config.probe_timeout_s)
         if keys:
             await self._run(call, lambda: self._tier.probe(keys))
+            if call.result is None and silent is not None:
+                silent.add(self.name)
         found: list[int | None] = [None] * len(keys) if call.result is None else call.result
         found = [None if size is None or self._hidden.hides(key) else size for key, size in zip(keys, found, strict=True)]
         self._count("probe", hit=sum(size is not None for size in found), miss=sum(size is None for size in found))
@@ -120,7 +127,8 @@ class Guard:
         arrived = [size for size in items if size is not None]
         self._count("get", hit=len(arrived), miss=len(keys) - len(arrived))
         self._metrics.add("kvhold_tier_bytes", sum(arrived), tier=self.name, operation="get")
-        return Outcome(items, call.pending)
+        failed = [call.result is None or isinstance(item, TierError) for item in answers]
+        return Outcome(items, call.pending, failed)
 
     async def put(self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None) -> Outcome[bool]:
         """Store values, as `Tier.put`; true where they are there now. What is not is counted with its reason."""
@@ -280,15 +288,18 @@ class Guard:
         return list(dict.fromkeys(keys)), fault
 
     async def _pay(self, prefix: bytes) -> int:
-        """Remove what is owed of one prefix; it is paid if the tier says that nothing is left."""
+        """Remove what is owed of one prefix; it is paid if nothing is left of it. What is stored meanwhile is not owed."""
         keys, fault = await self._scan(prefix)
-        removed = 0
+        left: set[bytes] = set()
         for at in range(0, len(keys), _DELETE_KEYS):
+            batch = keys[at : at + _DELETE_KEYS]
             async with self.gate.turn(Urgency.DELETE):
-                removed += sum(await self.delete(keys[at : at + _DELETE_KEYS]))
-        if keys and fault is None:
-            keys, fault = await self._scan(prefix)
-        if not keys and fault is None:
+                left.update(key for key, gone in zip(batch, await self.delete(batch), strict=True) if not gone)
+        removed = len(keys) - len(left)
+        if left and fault is None:  # others may have removed them
+            there, fault = await self._scan(prefix)
+            left.intersection_update(there)
+        if not left and fault is None:
             self._hidden.paid(prefix)
         return removed
 

@@ -21,10 +21,13 @@ from typing import ClassVar
 from kvhold.core.errors import TierError, TierFull
 from kvhold.core.keys import NAMESPACE_BYTES
 from kvhold.core.metrics import Metrics
+from kvhold.core.reasons import CLEARED, EVICTED, EXPIRED
 from kvhold.memory.arena import Arena
 from kvhold.memory.slab import SlabAllocator, size_class
 from kvhold.tiers.base import Parts, TierTraits, check_lengths, size_of
 from kvhold.tiers.policies import Policy
+
+ADMITTED, REPLACED = "admitted", "replaced"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,7 @@ class RamTier:
         self._quota_bytes = quota_bytes
         self._clock = clock
         self._entries: dict[bytes, Entry] = {}
+        self.watch: Callable[[str, Entry], None] | None = None  # told of each that becomes visible (ADMITTED) or has gone (why)
         self._to_be_continued: Counter[bytes] = Counter()  # by how many chunks that are being written each key is continued
         self._used_by: Counter[bytes] = Counter()  # namespace -> bytes, reserved ones included
         self._doomed = 0
@@ -122,7 +126,8 @@ class RamTier:
             return None
         if entry.expires_at and entry.expires_at <= self._clock():
             self._metrics.add("kvhold_expired_chunks", tier="ram")
-            self.remove(entry)
+            self._metrics.add("kvhold_expired_bytes", entry.nbytes, tier="ram")
+            self.remove(entry, why=EXPIRED)
             return None
         return entry
 
@@ -142,7 +147,7 @@ class RamTier:
         for one, offset in zip(wanted, offsets, strict=True):
             if (old := self._entries.get(one.key)) is not None:
                 assert old.committed, "reserved twice"
-                self.remove(old)
+                self.remove(old, why=REPLACED)
             entry = Entry(one, offset, num_tokens=num_tokens, first_token=first_token, expires_at=expires_at)
             self._entries[entry.key] = entry
             self._used_by[entry.key[:NAMESPACE_BYTES]] += size_class(entry.nbytes)
@@ -159,6 +164,8 @@ class RamTier:
             return
         entry.committed = True
         self._policy.insert(entry.key, size_class(entry.nbytes), entry.parent)  # what evicting it gives back
+        if self.watch is not None:
+            self.watch(ADMITTED, entry)
 
     def abandon(self, entry: Entry) -> None:
         """Give its memory back unseen."""
@@ -188,12 +195,14 @@ class RamTier:
             self._doomed -= 1
             self._free(entry)
 
-    def remove(self, entry: Entry, *, evicted: bool = False) -> None:
+    def remove(self, entry: Entry, *, why: str = CLEARED) -> None:
         """Forget it now; its memory goes when its readers (or its writer) have finished."""
         assert self._entries.get(entry.key) is entry, "removed already"
         del self._entries[entry.key]
         if entry.committed:
-            self._policy.remove(entry.key, evicted=evicted)
+            self._policy.remove(entry.key, evicted=why == EVICTED)
+            if self.watch is not None:
+                self.watch(why, entry)
         if entry.pins or not entry.committed:
             entry.doomed = True
             self._doomed += 1
@@ -307,7 +316,7 @@ class RamTier:
             entry = self._entries[key]
             self._metrics.add("kvhold_evicted_chunks", tier="ram")
             self._metrics.add("kvhold_evicted_bytes", entry.nbytes, tier="ram")
-            self.remove(entry, evicted=True)
+            self.remove(entry, why=EVICTED)
         return bool(victims)
 
     def _is_kept(self, key: bytes) -> bool:

@@ -38,14 +38,17 @@ class Stack:
         """Try each once, so that one that is dead is known before the first request needs it."""
         await asyncio.gather(*(guard.check() for guard in self.guards))
 
-    async def probe(self, keys: Sequence[bytes]) -> dict[bytes, Place]:
-        """Where each key is, if anywhere. One call a tier, for what no tier above it has."""
+    async def probe(self, keys: Sequence[bytes], silent: set[str] | None = None) -> dict[bytes, Place]:
+        """Where each key is, if anywhere. One call a tier, for what no tier above it has.
+
+        silent: gets the names of tiers that did not answer
+        """
         places: dict[bytes, Place] = {}
         missing = list(keys)
         for number, guard in enumerate(self.guards):
             if not missing:
                 break
-            sizes = await guard.probe(missing)
+            sizes = await guard.probe(missing, silent)
             places |= {key: Place(number, size) for key, size in zip(missing, sizes, strict=True) if size is not None}
             missing = [key for key, size in zip(missing, sizes, strict=True) if size is None]
         return places

@@ -1,0 +1,59 @@
+"""What becomes visible in memory and what goes, as a numbered stream: the last so many events, for whoever keeps an index of this cache.
+
+    log = EventLog(100_000); log.add("admitted", entry)
+    log.after(number)                     # what happened since; and whether something is missing in between
+
+Numbers begin anywhere, so that a number of an earlier run, or of another cache, is never taken for one of this: it is *lost*, and the index
+starts anew from a snapshot. Pure; its cache is the single writer.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from itertools import islice
+from secrets import randbits
+
+from kvhold.core.api import Event, EventBatch
+from kvhold.tiers.ram import Entry
+
+MOST = 10_000  # in one batch, so that it fits a message
+
+
+class EventLog:
+    """A bounded buffer of events."""
+
+    def __init__(self, limit: int) -> None:
+        """limit: how many are remembered."""
+        self._events: deque[Event] = deque(maxlen=limit)
+        self._last = randbits(48)
+
+    @property
+    def last(self) -> int:
+        """The number of the newest."""
+        return self._last
+
+    def add(self, kind: str, entry: Entry) -> None:
+        """It has happened now."""
+        self._last += 1
+        self._events.append(event_of(kind, entry, self._last))
+
+    def after(self, number: int) -> EventBatch:
+        """Those after `number`, the oldest first, MOST at most."""
+        new = self._last - number
+        if not 0 <= new <= len(self._events):  # forgotten since, or no number of ours
+            return EventBatch([], self._last, lost=True)
+        if new <= MOST:  # from the end: whoever keeps up pays for what is new alone
+            events = list(islice(reversed(self._events), new))[::-1]
+        else:
+            skipped = len(self._events) - new
+            events = list(islice(self._events, skipped, skipped + MOST))
+        return EventBatch(events, number + len(events))
+
+
+def event_of(kind: str, entry: Entry, number: int) -> Event:
+    """An event about an entry of memory."""
+    return Event(number, kind, entry.key, "ram", entry.num_tokens, entry.first_token, entry.parent or b"")
+
+
+def snapshot_of(entries: Iterable[Entry], number: int) -> list[Event]:
+    """Entries as if each had been admitted just before event `number + 1`."""
+    return [event_of("admitted", entry, number) for entry in entries]
