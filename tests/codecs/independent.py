@@ -68,6 +68,10 @@ def namespace_digest(space: dict, fingerprint: bytes) -> bytes:
     return blake2b(encode(["kvhold-namespace-1", fields, tags, fingerprint]), digest_size=16).digest()
 
 
-def chunk_hash(namespace: bytes, parent: bytes, tokens: list[int], extra: bytes = b"") -> bytes:
+def chunk_hash(namespace: bytes, parent: bytes, tokens: list[int], extra: bytes = b"", inserts: list | None = None) -> bytes:
+    """inserts: [start, length, digest] of each that this chunk touches."""
+    person = b"kvhold-chunk-1\0\0"
+    if inserts:
+        person, extra = b"kvhold-insert-1\0", encode([extra, inserts])
     message = parent + struct.pack("<I", len(tokens)) + struct.pack(f"<{len(tokens)}i", *tokens) + extra
-    return blake2b(message, digest_size=20, salt=namespace, person=b"kvhold-chunk-1\0\0").digest()
+    return blake2b(message, digest_size=20, salt=namespace, person=person).digest()

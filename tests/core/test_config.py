@@ -119,6 +119,12 @@ class TestBadValues:
             ("tokens_per_chunk", True, "must be a number"),
             ("tokens_per_chunk", [256], "must be a number"),
             ("copy_threads", -1, "must be at least 0"),
+            ("save_decode", "maybe", "must be true or false"),
+            ("save_decode", 1, "must be true or false"),
+            ("store_tails", "", "must be true or false"),
+            ("skip_last_n_tokens", -1, "must be at least 0"),
+            ("skip_last_n_tokens", 1.5, "must be a whole number"),
+            ("skip_last_n_tokens", True, "must be a number"),
             ("policy", "lur", "must be one of lru, lfu, fifo, mru, s3fifo; did you mean 'lru'?"),
             ("policy", "s3fif", "did you mean 's3fifo'?"),
             ("policy", "", "must be one of lru, lfu"),
@@ -183,6 +189,13 @@ class TestGoodValues:
         config = load_config({"tokens_per_chunk": value, "client": {"call_timeout_s": value}}, environ={})
         assert (config.tokens_per_chunk, config.client.call_timeout_s) == (7, 7.0)
         assert (type(config.tokens_per_chunk), type(config.client.call_timeout_s)) == (int, float)
+
+    def test_what_of_a_request_is_stored(self) -> None:
+        defaults = load_config(environ={})
+        assert (defaults.save_decode, defaults.store_tails, defaults.skip_last_n_tokens) == (False, True, 0)
+        environ = {"KVHOLD_SAVE_DECODE": "true", "KVHOLD_STORE_TAILS": "no", "KVHOLD_SKIP_LAST_N_TOKENS": "8"}
+        config = load_config(environ=environ)
+        assert (config.save_decode, config.store_tails, config.skip_last_n_tokens) == (True, False, 8)
 
     def test_every_setting_can_come_from_the_environment(self) -> None:
         texts = {name: " ".join(default) if isinstance(default, tuple) else str(default) for name, default, _ in describe()}

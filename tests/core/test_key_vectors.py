@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvhold.core.keys import HASH_BYTES, Namespace, Prompt
+from kvhold.core.keys import HASH_BYTES, Insert, Namespace, Prompt
 from kvhold.core.layout import Group, Layout
 from tests.codecs import independent
 
@@ -52,6 +52,30 @@ INPUTS: list[dict[str, Any]] = [
         "tokens": [0, 1, 128000, -1, 5, 6, 7, 8, 9, 10, 11],
         "extras": {"1": "00ff", "2": "696d616765"},
     },
+    {
+        "says": "an insert that ends in the chunk after its first, a second beside it, text before and after them, a tail of text",
+        "layout": DENSE,
+        "namespace": PLAIN,
+        "tokens": [1, 2, 3, 4, 5, 6, 7, 7, 7, 7, 8, 8, 13, 14, 15, 16, 17],
+        "extras": {},
+        "inserts": [[6, 4, {"text": "3f2a9c"}], [10, 2, {"hex": "00ff10"}]],
+    },
+    {
+        "says": "tails at an engine's blocks, of which an insert touches the last, in a chunk with an extra; a long digest that is text",
+        "layout": HYBRID | {"tokens_per_chunk": 8},
+        "namespace": FULL,
+        "tokens": [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 11, 11, 11, 12],
+        "extras": {"1": "00ff"},
+        "inserts": [[13, 1, {"text": "adaptér:" + "0123456789abcdef" * 4}]],
+    },
+    {
+        "says": "one insert over a whole prompt of three chunks and a tail",
+        "layout": DENSE,
+        "namespace": PLAIN,
+        "tokens": [9] * 14,
+        "extras": {},
+        "inserts": [[0, 14, {"hex": "ab" * 32}]],
+    },
 ]
 
 
@@ -60,7 +84,16 @@ def prompt_of(inputs: dict[str, Any]) -> Prompt:
     space = inputs["namespace"] | {"tags": tuple(map(tuple, inputs["namespace"]["tags"]))}
     groups = tuple(Group(**group) for group in layout["groups"])
     namespace = Namespace(layout=Layout(groups, layout["tokens_per_chunk"], layout["tail_tokens"]), **space)
-    return namespace.prompt(inputs["tokens"], {int(chunk): bytes.fromhex(extra) for chunk, extra in inputs["extras"].items()})
+    extras = {int(chunk): bytes.fromhex(extra) for chunk, extra in inputs["extras"].items()}
+    return namespace.prompt(inputs["tokens"], extras, inserts=[Insert(*insert) for insert in inserts_of(inputs)])
+
+
+def inserts_of(inputs: dict[str, Any]) -> list[tuple[int, int, bytes | str]]:
+    """Place and digest of each; the first vectors know of none."""
+    return [
+        (start, length, digest["text"] if "text" in digest else bytes.fromhex(digest["hex"]))
+        for start, length, digest in inputs.get("inserts", [])
+    ]
 
 
 def by_kvhold(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -85,8 +118,13 @@ def by_the_page(inputs: dict[str, Any]) -> dict[str, Any]:
     namespace = independent.namespace_digest(inputs["namespace"], fingerprint)
     size, step = layout["tokens_per_chunk"], layout["tail_tokens"]
     whole, hashes, parent = len(tokens) // size, [], bytes(20)
+
+    def touching(first: int, end: int) -> list[Any]:
+        return [list(insert) for insert in inserts_of(inputs) if insert[0] < end and insert[0] + insert[1] > first]
+
     for chunk in range(whole):
-        parent = independent.chunk_hash(namespace, parent, tokens[chunk * size : (chunk + 1) * size], extras.get(chunk, b""))
+        first, end = chunk * size, (chunk + 1) * size
+        parent = independent.chunk_hash(namespace, parent, tokens[first:end], extras.get(chunk, b""), touching(first, end))
         hashes.append(parent)
     rest = tokens[whole * size :]
     tails = ([len(rest)] if rest else []) if step == 1 else list(range(step, len(rest) + 1, step))
@@ -96,7 +134,10 @@ def by_the_page(inputs: dict[str, Any]) -> dict[str, Any]:
         "namespace_digest": namespace.hex(),
         "hashes": [value.hex() for value in hashes],
         "tail_lengths": tails,
-        "tail_hashes": [independent.chunk_hash(namespace, parent, rest[:n], extras.get(whole, b"")).hex() for n in tails],
+        "tail_hashes": [
+            independent.chunk_hash(namespace, parent, rest[:n], extras.get(whole, b""), touching(whole * size, whole * size + n)).hex()
+            for n in tails
+        ],
         "keys_of_the_first_chunk": [
             (namespace + hashes[0] + group.to_bytes(2, "little") + shard.to_bytes(2, "little")).hex()
             for group in range(groups)

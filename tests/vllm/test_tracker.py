@@ -1,6 +1,8 @@
-"""What of a request's prompt is to be stored, and when: counted as vLLM's scheduler counts, without vLLM."""
+"""What of a request is to be stored, and when: counted as vLLM's scheduler counts, without vLLM."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,19 +20,27 @@ def make_tracker(num_tokens: int, *, block: int = 16, chunk: int = 160) -> Reque
     return RequestTracker(Namespace("model", layout).prompt(np.arange(num_tokens, dtype=np.int32)))
 
 
-def take(tracker: RequestTracker) -> range | None:
+def take(tracker: RequestTracker, token_ids: Sequence[int] = ()) -> range | None:
     """Blocks of what is taken; checks that the names are those of what lies in them."""
-    taken = tracker.take()
+    return checked(tracker, tracker.take(token_ids), token_ids)
+
+
+def finish(tracker: RequestTracker, token_ids: Sequence[int], num_blocks: int) -> range | None:
+    """The same of what is taken at the end."""
+    return checked(tracker, tracker.finish(token_ids, num_blocks), token_ids)
+
+
+def checked(tracker: RequestTracker, taken: tuple[ChunkNames, range] | None, token_ids: Sequence[int]) -> range | None:
+    """The blocks that were taken, when their names are those of the text that lies in them."""
     if taken is None:
         return None
     names, blocks = taken
-    layout = tracker.prompt.namespace.layout
-    per_chunk = layout.tokens_per_chunk // layout.tail_tokens
-    first, rest = divmod(blocks.start, per_chunk)
+    namespace = tracker.prompt.namespace
+    first, rest = divmod(blocks.start * namespace.layout.tail_tokens, namespace.layout.tokens_per_chunk)
     assert rest == 0, "begins with a chunk"
-    assert len(blocks) * layout.tail_tokens == names.num_tokens(layout).sum()
-    assert names == tracker.prompt.chunks(first, last=first + len(names) - bool(names.tail_tokens), tail=bool(names.tail_tokens))
-    assert names.first_token == blocks.start * layout.tail_tokens
+    text = namespace.prompt(list(token_ids) or tracker.prompt.tokens).until(blocks.stop * namespace.layout.tail_tokens)
+    assert names == text.chunks(first)
+    assert names.num_tokens(namespace.layout).sum() == len(blocks) * namespace.layout.tail_tokens
     return blocks
 
 
@@ -145,6 +155,233 @@ def test_of_a_whole_hit_nothing_is_stored_although_the_last_token_is_computed_ag
     assert take(tracker) is None
     tracker.advance(1)
     assert take(tracker) is None
+
+
+class TestDecode:
+    """With `save_decode`: what is generated is stored, when it is certain and computed."""
+
+    @staticmethod
+    def generating(num_prompt: int, **options: Any) -> RequestTracker:
+        tracker = make_tracker(num_prompt, chunk=options.pop("chunk", 160))
+        return RequestTracker(tracker.prompt, save_decode=True, **options)
+
+    def test_the_sums_go_on_and_nothing_is_taken_before_a_chunk_is_whole(self) -> None:
+        tracker = self.generating(1000)
+        tracker.start(0)
+        known = list(range(1000))
+        sums, taken = [], []
+        for scheduled in (400, 400, 200, 1, 1):
+            tracker.advance(scheduled)
+            sums.append(tracker.num_scheduled_tokens)
+            taken.append(take(tracker, known))
+            known += [7] * (tracker.num_scheduled_tokens >= 1000)  # each pass from the prompt's last on samples a token
+        assert sums == [400, 800, 1000, 1001, 1002]
+        assert taken == [range(20), range(20, 50), range(50, 62), None, None]
+
+    def test_hit_blocks_count_as_computed_up_to_the_bound_of_thirty(self) -> None:
+        tracker = self.generating(480)
+        tracker.found(20 * 16)
+        tracker.start(20 * 16)
+        tracker.advance(160)
+        assert tracker.computed_tokens == 30 * 16
+        assert take(tracker, range(480)) == range(20, 30)
+
+    def test_a_chunk_that_generated_tokens_complete_is_taken_with_the_pass_that_computes_its_last_token(self) -> None:
+        tracker = self.generating(150)
+        tracker.start(0)
+        tracker.advance(150)
+        assert take(tracker, range(150)) == range(9), "the prompt's tail"
+        for known in range(151, 160):
+            tracker.advance(1)
+            assert take(tracker, range(known)) is None
+        tracker.advance(1)
+        assert take(tracker, range(160)) == range(10), "the 160th token was sampled by the pass before, and is computed in this one"
+        tracker.advance(1)
+        assert take(tracker, range(161)) is None, "once"
+
+    def test_without_it_nothing_generated_is_taken(self) -> None:
+        tracker = make_tracker(150)
+        tracker.start(0)
+        tracker.advance(150)
+        assert take(tracker, range(150)) == range(9)
+        for known in range(151, 400):
+            tracker.advance(1)
+            assert take(tracker, range(known)) is None
+        assert tracker.finish(range(400), 25) is None
+
+    def test_what_is_scheduled_but_not_known_is_not_taken(self) -> None:
+        """Two passes at a time, or drafts: 170 tokens are scheduled, 159 are known."""
+        tracker = self.generating(150, store_tails=False)
+        tracker.start(0)
+        tracker.advance(150)
+        tracker.advance(20)
+        assert take(tracker, range(159)) is None
+        tracker.advance(1)
+        assert take(tracker, range(160)) == range(10)
+
+    def test_the_end_leaves_a_tail_of_whole_blocks_without_the_token_sampled_last(self) -> None:
+        for num_tokens, blocks in [(176, None), (177, range(10, 11)), (192, range(10, 11)), (193, range(10, 12)), (321, range(10, 20))]:
+            tracker = self.generating(165)
+            tracker.start(0)
+            tracker.advance(165)
+            assert take(tracker, range(165)) == range(10)
+            tracker.advance(num_tokens - 166)
+            assert finish(tracker, range(num_tokens), 25) == blocks, f"{num_tokens} tokens"
+
+    def test_the_end_takes_chunks_that_the_last_pass_has_made_certain(self) -> None:
+        """The last pass accepted many drafts, or it was one of several under way."""
+        tracker = self.generating(150)
+        tracker.start(0)
+        tracker.advance(150)
+        assert take(tracker, range(150)) == range(9)
+        tracker.advance(200)
+        assert take(tracker, range(151)) is None
+        assert finish(tracker, range(340), 25) == range(21), "two chunks and a tail of one block"
+
+    def test_a_request_that_is_given_up_leaves_what_is_certain_to_be_computed(self) -> None:
+        """Its last token was to be computed by a pass that may not run any more."""
+        for num_tokens, blocks in [(160, None), (176, None), (177, range(10, 11))]:
+            tracker = self.generating(150)
+            tracker.start(0)
+            tracker.advance(num_tokens)
+            assert take(tracker, range(num_tokens)) == range(10)
+            assert finish(tracker, range(num_tokens), 25) == blocks, f"{num_tokens} tokens"
+
+    def test_the_prompts_tail_is_not_taken_twice(self) -> None:
+        tracker = self.generating(176)
+        tracker.start(0)
+        tracker.advance(176)
+        assert take(tracker, range(176)) == range(11)
+        tracker.advance(10)
+        assert tracker.finish(range(187), 25) is None, "its tail ends where the prompt's does"
+
+    def test_a_request_that_ends_before_anything_generated_is_computed_leaves_nothing_new(self) -> None:
+        for scheduled, known in [(100, 200), (200, 200), (200, 201)]:
+            tracker = self.generating(200)
+            tracker.start(0)
+            tracker.advance(scheduled)
+            take(tracker, range(200))
+            assert tracker.finish(range(known), 25) is None
+
+    def test_a_request_that_ends_without_blocks_leaves_nothing(self) -> None:
+        """It was preempted, and nobody wants it any more."""
+        tracker = self.generating(165)
+        tracker.start(0)
+        tracker.advance(165)
+        take(tracker, range(165))
+        tracker.advance(100)
+        assert tracker.finish(range(260), 0) is None
+        assert finish(tracker, range(260), 15) == range(10, 15), "with only some of them, what lies in those"
+
+    def test_without_tails_only_whole_chunks_are_taken(self) -> None:
+        tracker = self.generating(200, store_tails=False)
+        tracker.start(0)
+        tracker.advance(200)
+        assert take(tracker, range(200)) == range(10)
+        tracker.advance(100)
+        assert tracker.finish(range(300), 25) is None
+        tracker.advance(100)
+        assert finish(tracker, range(400), 25) == range(10, 20)
+
+    def test_after_a_preemption_what_was_generated_is_taken_again_as_it_is_computed_again(self) -> None:
+        tracker = self.generating(150)
+        tracker.start(0)
+        tracker.advance(150)
+        take(tracker, range(150))
+        tracker.advance(180)
+        assert take(tracker, range(330)) == range(20)
+        tracker.start(0)
+        tracker.advance(100)
+        assert take(tracker, range(330)) is None
+        tracker.advance(100)
+        assert take(tracker, range(330)) == range(10)
+        tracker.advance(131)
+        assert take(tracker, range(331)) == range(10, 20)
+        tracker.advance(30)
+        assert finish(tracker, range(361), 25) == range(20, 22)
+
+    def test_an_end_in_the_middle_of_computing_again_takes_what_is_computed_by_then(self) -> None:
+        tracker = self.generating(150)
+        tracker.start(0)
+        tracker.advance(150)
+        take(tracker, range(150))
+        tracker.advance(180)
+        assert take(tracker, range(330)) == range(20)
+        tracker.start(0)
+        tracker.advance(300)
+        assert finish(tracker, range(330), 25) == range(10), "and no tail: the text is named beyond it already"
+
+    def test_rejected_drafts_change_nothing(self) -> None:
+        told, untold = self.generating(150), self.generating(150)
+        for tracker in (told, untold):
+            tracker.start(0)
+            tracker.advance(150)
+            take(tracker, range(150))
+        known = 151
+        for accepted in (0, 3, 1, 0, 2, 4, 4, 0, 1):
+            told.advance(5, known - 1)
+            untold.advance(5)
+            assert take(told, range(known)) == take(untold, range(known))
+            known += accepted + 1
+        assert told.num_scheduled_tokens == untold.num_scheduled_tokens == 150 + 9 * 5
+        assert told.next_chunk == 1
+        told.start(0)
+        told.advance(48)
+        assert told.computed_tokens == 48
+
+    def test_a_load_that_failed_beside_a_pass_voids_what_was_taken_from_there_on(self) -> None:
+        tracker = make_tracker(1000)
+        tracker.found(320)
+        tracker.start(320)
+        tracker.advance(320)
+        assert take(tracker) == range(20, 40)
+        tracker.advance(400, 176)
+        assert tracker.computed_tokens == 576
+        assert take(tracker) == range(10, 30)
+
+
+class TestSkippedEnd:
+    """`skip_last_n_tokens`: the prompt is cut, and what is generated is stored up to so many tokens before its end."""
+
+    @staticmethod
+    def cut(num_prompt: int, skip: int, **options: Any) -> RequestTracker:
+        prompt = make_tracker(num_prompt).prompt
+        return RequestTracker(prompt.until(max(0, num_prompt - skip)), skip_last_n_tokens=skip, **options)
+
+    @pytest.mark.parametrize(("skip", "blocks"), [(0, range(12)), (1, range(12)), (8, range(12)), (9, range(11)), (40, range(10))])
+    def test_the_last_tokens_of_the_prompt_are_not_stored(self, skip: int, blocks: range) -> None:
+        for save_decode in (False, True):
+            tracker = self.cut(200, skip, save_decode=save_decode)
+            tracker.start(0)
+            tracker.advance(200)
+            assert take(tracker, range(200)) == blocks
+
+    @pytest.mark.parametrize("skip", [185, 200, 300])
+    def test_a_prompt_of_which_no_block_is_left_stores_nothing(self, skip: int) -> None:
+        tracker = self.cut(200, skip)
+        tracker.start(0)
+        tracker.advance(200)
+        assert take(tracker, range(200)) is None
+
+    def test_with_what_is_generated_the_end_moves_on(self) -> None:
+        tracker = self.cut(165, 20, save_decode=True)
+        tracker.start(0)
+        tracker.advance(165)
+        assert take(tracker, range(165)) == range(9), "up to token 145"
+        for known in range(166, 180):
+            tracker.advance(1)
+            assert take(tracker, range(known)) is None
+        tracker.advance(1)
+        assert take(tracker, range(180)) == range(10), "the first 160 of 180"
+        tracker.advance(20)
+        assert finish(tracker, range(196), 25) == range(10, 11), "the first 176 of 196"
+
+    def test_more_computed_at_the_start_than_may_be_stored_is_no_trouble(self) -> None:
+        tracker = self.cut(200, 50, save_decode=True)
+        tracker.found(320)
+        tracker.start(199)
+        tracker.advance(1)
+        assert take(tracker, range(200)) is None
 
 
 @dataclass

@@ -87,6 +87,19 @@ class Config:
     """All settings of one process."""
 
     tokens_per_chunk: int = setting(256, "tokens in a chunk; engines round it up to a multiple of their block", minimum=1)
+    head_shards: int = setting(
+        0,
+        "into how many shards the heads are divided, so that engines with other numbers of tensor parallel workers share; 0: one a worker",
+    )
+    save_decode: bool = setting(False, "store what is generated, too, so that the next turn of a conversation finds it (vLLM)")
+    store_tails: bool = setting(
+        True, "store the blocks after the last whole chunk, too, at the end of a prompt and of what is generated (vLLM)"
+    )
+    skip_last_n_tokens: int = setting(
+        0,
+        "the last tokens of a text that are neither stored nor looked up: of a prompt; with save_decode, of what there is so far (vLLM)",
+        minimum=0,
+    )
     model_id: str = setting("", "a name for the model and its weights, where they cannot be told by content or hub commit")
     ram_bytes: int = size(0, "memory for cached KV; 0: a quarter of what is free at start, at most 4 GiB")
     policy: str = setting("lru", "which chunk is evicted first", choices=("lru", "lfu", "fifo", "mru", "s3fifo"))
@@ -97,6 +110,7 @@ class Config:
     write_behind_bytes: int = size(
         0, "chunks that may wait to be written to lower tiers, beyond which they are dropped; 0: a quarter of RAM"
     )
+    event_buffer: int = setting(0, "changes of memory that are remembered for routers and other indexes; 0: none, and no events", minimum=0)
     drain_timeout_s: float = setting(5.0, "how long an ending cache goes on writing what waits", minimum=0)
     copy_threads: int = setting(0, "threads that copy between engine and arena; 0: as many as cores, at most 2", minimum=0)
     node: NodeConfig = field(default_factory=NodeConfig)

@@ -3,17 +3,23 @@
     namespace = Namespace(model="llama", layout=layout)
     prompt = namespace.prompt(tokens)            # the keys of a prompt, hashed once
     prompt.chunk_key(0)                          # 40 bytes
+    namespace.prompt(tokens, inserts=[Insert(start=5, length=576, digest=image_hash)])
+    text = prompt.growing(); text.append([17])   # what is generated after it, hashed as it comes
 
 A chunk's key is its namespace's digest, the chained hash of all tokens up to the chunk's end, the group and the shard. The chain is
-blake2b (RFC 7693) with the namespace as salt: h[i] = H(h[i-1], number of tokens, tokens of chunk i, extra of chunk i). It is keyed, so
-nobody guesses another namespace's keys from the same text, and 160 bits wide, so nobody makes two texts meet. A token is hashed as
-int32, little-endian. Pure functions; any thread.
+blake2b (RFC 7693) with the namespace as salt: h[i] = H(h[i-1], number of tokens, tokens of chunk i, extra and inserts of chunk i). It is
+keyed, so nobody guesses another namespace's keys from the same text, and 160 bits wide, so nobody makes two texts meet. A token is hashed
+as int32, little-endian. No I/O; any thread, but a GrowingPrompt belongs to one at a time.
 """
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
+from itertools import pairwise
+from operator import index
 from typing import Any
 
 import msgspec
@@ -28,6 +34,8 @@ HASH_BYTES = 20
 KEY_BYTES = NAMESPACE_BYTES + HASH_BYTES + 4
 
 _PERSON = b"kvhold-chunk-1"
+_PERSON_WITH_INSERTS = b"kvhold-insert-1"
+_NO_PARENT = bytes(HASH_BYTES)
 
 
 class ChunkNames(msgspec.Struct, frozen=True, array_like=True):
@@ -74,6 +82,19 @@ class Query(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True)
+class Insert:
+    """Content in a prompt that is no text: an image, a video, audio. The tokens in its place say nothing about it.
+
+    start, length: its place, in tokens of the prompt
+    digest: a hash of all that its KV depends on but for its place, never cut short; bytes or text, which are never equal
+    """
+
+    start: int
+    length: int
+    digest: bytes | str
+
+
+@dataclass(frozen=True)
 class Namespace:
     """Everything that must be equal for KV to be reusable. Two namespaces that differ in any field share no key.
 
@@ -109,9 +130,15 @@ class Namespace:
             cache_salt = canonical([self.cache_salt, cache_salt]).hex()
         return replace(self, lora=lora or self.lora, cache_salt=cache_salt or self.cache_salt, tags=(*self.tags, *tags))
 
-    def prompt(self, tokens: npt.ArrayLike, extras: Mapping[int, bytes] | None = None) -> "Prompt":
-        """Hash a prompt once. `tokens`: [n] integers, best an int32 array; `extras`: for some chunks, what else their KV depends on."""
-        return Prompt(self, as_tokens(tokens), extras or {})
+    def prompt(self, tokens: npt.ArrayLike, extras: Mapping[int, bytes] | None = None, *, inserts: Iterable[Insert] = ()) -> "Prompt":
+        """Hash a prompt once. Raises ValueError, naming the field, for what are no tokens or no inserts of this prompt.
+
+        tokens:  [n] integers, best an int32 array
+        extras:  for some chunks, what else their KV depends on
+        inserts: what in the prompt is no text, in any order; they must not overlap
+        """
+        array = as_tokens(tokens)
+        return Prompt(self, array, extras or {}, as_inserts(inserts, len(array)))
 
 
 def as_tokens(tokens: npt.ArrayLike) -> npt.NDArray[np.int32]:
@@ -128,88 +155,228 @@ def as_tokens(tokens: npt.ArrayLike) -> npt.NDArray[np.int32]:
     return np.ascontiguousarray(array)
 
 
-@dataclass(frozen=True, eq=False)
-class Prompt:
-    """The token hashes of one prompt in one namespace. Hashing is done on first use, one call a chunk."""
+def as_inserts(inserts: Iterable[Insert], num_tokens: int) -> tuple[Insert, ...]:
+    """`inserts` in the order of their places. Raises ValueError unless each lies inside `num_tokens` tokens and apart from the others."""
+    checked = [(_as_insert(insert, f"inserts[{i}]", num_tokens), i) for i, insert in enumerate(inserts)]
+    checked.sort(key=lambda pair: pair[0].start)
+    for (before, i), (after, j) in pairwise(checked):
+        if after.start < before.start + before.length:
+            raise ValueError(f"inserts[{j}].start is {after.start}, inside inserts[{i}] at {_place(before)}; inserts must not overlap")
+    return tuple(insert for insert, _ in checked)
+
+
+def _as_insert(insert: Any, name: str, num_tokens: int) -> Insert:
+    if not isinstance(insert, Insert):
+        raise ValueError(f"{name} is {insert!r}; it must be an Insert")
+    numbers = {}
+    for field, least in (("start", 0), ("length", 1)):
+        value = getattr(insert, field)
+        try:
+            numbers[field] = index(value)
+        except TypeError:
+            raise ValueError(f"{name}.{field} is {value!r}; it must be a whole number of tokens") from None
+        if isinstance(value, bool) or numbers[field] < least:
+            raise ValueError(f"{name}.{field} is {value!r}; it must be {least} or more")
+    digest: Any = insert.digest
+    if not isinstance(digest, (bytes, str)) or not digest:
+        raise ValueError(f"{name}.digest is {digest!r}; it must be the content's whole hash, as bytes or text, and not empty")
+    whole = Insert(**numbers, digest=digest)
+    if whole.start + whole.length > num_tokens:
+        raise ValueError(f"{name}.length is {whole.length}: it reaches from {_place(whole)}, beyond the prompt's {num_tokens} tokens")
+    return whole
+
+
+def _place(insert: Insert) -> str:
+    return f"{insert.start} to {insert.start + insert.length}"
+
+
+class _Text(ABC):
+    """What can be said of any text whose whole chunks are hashed, finished or growing."""
 
     namespace: Namespace
-    tokens: npt.NDArray[np.int32]
-    extras: Mapping[int, bytes]
+
+    @property
+    @abstractmethod
+    def num_tokens(self) -> int:
+        """Tokens in all."""
+
+    @abstractmethod
+    def _hashes(self, first: int, last: int) -> bytes:
+        """The hashes of the whole chunks `first` to before `last`, end to end."""
+
+    @abstractmethod
+    def _tail_hash(self, num_tokens: int) -> bytes:
+        """The hash of the tail that takes the first `num_tokens` tokens after the last whole chunk."""
 
     @property
     def num_whole(self) -> int:
-        """How many whole chunks the prompt has."""
-        return len(self.tokens) // self.namespace.layout.tokens_per_chunk
+        """How many whole chunks it has."""
+        return self.num_tokens // self.namespace.layout.tokens_per_chunk
 
-    @cached_property
-    def _raw(self) -> memoryview:
-        return memoryview(self.tokens.tobytes())
-
-    @cached_property
-    def chain(self) -> bytes:
-        """The hashes of the whole chunks, HASH_BYTES each, end to end."""
-        size = self.namespace.layout.tokens_per_chunk
-        raw = self._raw
-        header, step, salt = size.to_bytes(4, "little"), 4 * size, self.namespace.digest
-        extras, parent, chain = self.extras, bytes(HASH_BYTES), []
-        for start in range(0, self.num_whole * step, step):
-            state = blake2b(parent + header, digest_size=HASH_BYTES, salt=salt, person=_PERSON)
-            state.update(raw[start : start + step])
-            if extras and (extra := extras.get(start // step)):
-                state.update(extra)
-            parent = state.digest()
-            chain.append(parent)
-        return b"".join(chain)
-
-    @cached_property
+    @property
     def tail_lengths(self) -> tuple[int, ...]:
         """How long in tokens a tail after the last whole chunk may be, shortest first: each block's end, or, where tails
-        may end anywhere, the prompt's own end alone."""
+        may end anywhere, the text's own end alone."""
         step = self.namespace.layout.tail_tokens
-        rest = len(self.tokens) - self.num_whole * self.namespace.layout.tokens_per_chunk
+        rest = self.num_tokens % self.namespace.layout.tokens_per_chunk
         if step == 1:
             return (rest,) if rest else ()
         return tuple(range(step, rest + 1, step)) if step else ()
 
-    @cached_property
+    @property
+    def chain(self) -> bytes:
+        """The hashes of the whole chunks, HASH_BYTES each, end to end."""
+        return self._hashes(0, self.num_whole)
+
+    @property
     def tails(self) -> bytes:
-        """The hashes of those tails, HASH_BYTES each, end to end."""
+        """The hashes of the possible tails, HASH_BYTES each, end to end."""
         return b"".join(map(self._tail_hash, self.tail_lengths))
 
     def query(self) -> Query:
-        """This prompt as a lookup asks for it."""
+        """This text as a lookup asks for it."""
         space = self.namespace
         return Query(space.digest, space.layout.fingerprint, space.shards, self.chain, self.tails, self.tail_lengths)
 
     def chunks(self, first: int = 0, *, last: int | None = None, tail: bool = True) -> ChunkNames:
         """The whole chunks from number `first` to before `last` (default: all), and the longest tail after them, unless `tail` is false."""
         assert 0 <= first <= self.num_whole, "what begins after the last whole chunk is its tail"
-        hashes = self.chain[first * HASH_BYTES : self.num_whole * HASH_BYTES if last is None else last * HASH_BYTES]
+        hashes = self._hashes(first, self.num_whole if last is None else last)
         first_token = first * self.namespace.layout.tokens_per_chunk
         parent = self.hash_at(first - 1) if first else b""
-        if tail and self.tail_lengths:
+        tail_tokens = 0
+        if tail and (lengths := self.tail_lengths):
             assert last in (None, self.num_whole), "a tail follows the last whole chunk"
-            return ChunkNames(self.namespace.digest, hashes + self.tails[-HASH_BYTES:], self.tail_lengths[-1], first_token, parent)
-        return ChunkNames(self.namespace.digest, hashes, 0, first_token, parent)
+            tail_tokens = lengths[-1]
+            hashes += self._tail_hash(tail_tokens)
+        return ChunkNames(self.namespace.digest, hashes, tail_tokens, first_token, parent)
 
     def hash_at(self, chunk: int) -> bytes:
         """The hash of whole chunk number `chunk`."""
         assert 0 <= chunk < self.num_whole, "not a whole chunk of this prompt"
-        return self.chain[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES]
+        return self._hashes(chunk, chunk + 1)
 
     def chunk_key(self, chunk: int, group: int = 0, shard: int = 0) -> bytes:
         """The key of whole chunk number `chunk`."""
         return make_key(self.namespace.digest, self.hash_at(chunk), group, shard)
 
+
+@dataclass(frozen=True, eq=False)
+class Prompt(_Text):
+    """The token hashes of one prompt in one namespace. Hashing is done on first use, one call a chunk.
+
+    `inserts` are in order and apart; some may lie beyond the end of a prompt that was cut (`until`).
+    """
+
+    namespace: Namespace
+    tokens: npt.NDArray[np.int32]
+    extras: Mapping[int, bytes]
+    inserts: tuple[Insert, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in all."""
+        return len(self.tokens)
+
+    @cached_property
+    def chain(self) -> bytes:
+        """The hashes of the whole chunks, HASH_BYTES each, end to end."""
+        size = self.namespace.layout.tokens_per_chunk
+        return b"".join(self._links(0, _NO_PARENT, self._raw[: 4 * size * self.num_whole], size))
+
+    @cached_property
+    def tails(self) -> bytes:
+        """The hashes of the possible tails, HASH_BYTES each, end to end."""
+        return super().tails
+
+    def until(self, num_tokens: int) -> "Prompt":
+        """The first `num_tokens` tokens of it. An insert that reaches beyond them is still named by its whole place."""
+        assert 0 <= num_tokens <= self.num_tokens, "a prompt can only be cut"
+        return replace(self, tokens=self.tokens[:num_tokens])
+
+    def growing(self) -> "GrowingPrompt":
+        """This prompt, to be continued. It stays as it is itself."""
+        return GrowingPrompt(self)
+
+    def _links(self, chunk: int, parent: bytes, raw: "memoryview | bytes", size: int) -> list[bytes]:
+        """The hashes of the chunks of `size` tokens that lie end to end in `raw`; the first is number `chunk` and comes after `parent`."""
+        salt, header, step, links = self.namespace.digest, size.to_bytes(4, "little"), 4 * size, []
+        start = chunk * self.namespace.layout.tokens_per_chunk
+        for at in range(0, len(raw), step):
+            inserts = self._inserts_in(start, start + size) if self.inserts else ()
+            person = _PERSON_WITH_INSERTS if inserts else _PERSON
+            state = blake2b(parent + header, digest_size=HASH_BYTES, salt=salt, person=person)
+            state.update(raw[at : at + step])
+            extra = self.extras.get(chunk, b"") if self.extras else b""
+            if inserts:
+                state.update(canonical([extra, [[insert.start, insert.length, insert.digest] for insert in inserts]]))
+            elif extra:
+                state.update(extra)
+            parent = state.digest()
+            links.append(parent)
+            chunk, start = chunk + 1, start + size
+        return links
+
+    @cached_property
+    def _raw(self) -> memoryview:
+        return memoryview(self.tokens.tobytes())
+
+    @cached_property
+    def _edges(self) -> tuple[list[int], list[int]]:
+        """Where inserts begin and where they end, both ascending, because they are apart."""
+        return [insert.start for insert in self.inserts], [insert.start + insert.length for insert in self.inserts]
+
+    def _inserts_in(self, start: int, end: int) -> tuple[Insert, ...]:
+        """The inserts of which some token lies at `start` or after it and before `end`."""
+        begins, ends = self._edges
+        return self.inserts[bisect_right(ends, start) : bisect_left(begins, end)]
+
+    def _hashes(self, first: int, last: int) -> bytes:
+        return self.chain[first * HASH_BYTES : last * HASH_BYTES]
+
     def _tail_hash(self, num_tokens: int) -> bytes:
-        first = self.num_whole * self.namespace.layout.tokens_per_chunk
-        parent = self.hash_at(self.num_whole - 1) if self.num_whole else bytes(HASH_BYTES)
-        raw = self._raw[4 * first : 4 * (first + num_tokens)]
-        header = num_tokens.to_bytes(4, "little")
-        state = blake2b(parent + header, digest_size=HASH_BYTES, salt=self.namespace.digest, person=_PERSON)
-        state.update(raw)
-        state.update(self.extras.get(self.num_whole, b""))
-        return state.digest()
+        first = 4 * self.num_whole * self.namespace.layout.tokens_per_chunk
+        parent = self.chain[-HASH_BYTES:] or _NO_PARENT
+        return self._links(self.num_whole, parent, self._raw[first : first + 4 * num_tokens], num_tokens)[0]
+
+
+class GrowingPrompt(_Text):
+    """A prompt and the tokens that follow it, hashed as they come: n more cost O(n), however many there are already.
+
+    Its keys are those of a prompt of all its tokens, with the extras and inserts that the prompt was made with.
+    Not for two threads at once; what it has given (`chunks`, `query`) does not change with it.
+    """
+
+    def __init__(self, prompt: Prompt) -> None:
+        self.namespace = prompt.namespace
+        self._prompt = prompt
+        self._hashed = bytearray(prompt.chain)
+        self._rest = bytearray(prompt.tokens[prompt.num_whole * self.namespace.layout.tokens_per_chunk :].tobytes())
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in all."""
+        return len(self._hashed) // HASH_BYTES * self.namespace.layout.tokens_per_chunk + len(self._rest) // 4
+
+    def append(self, tokens: npt.ArrayLike) -> None:
+        """[n] integers follow. Raises ValueError, and changes nothing, for what are no tokens."""
+        self._rest += as_tokens(tokens).tobytes()
+        size = self.namespace.layout.tokens_per_chunk
+        whole = len(self._rest) // (4 * size) * 4 * size
+        if whole:
+            links = self._prompt._links(len(self._hashed) // HASH_BYTES, self._parent, bytes(self._rest[:whole]), size)
+            self._hashed += b"".join(links)
+            del self._rest[:whole]
+
+    @property
+    def _parent(self) -> bytes:
+        return bytes(self._hashed[-HASH_BYTES:]) or _NO_PARENT
+
+    def _hashes(self, first: int, last: int) -> bytes:
+        return bytes(self._hashed[first * HASH_BYTES : last * HASH_BYTES])
+
+    def _tail_hash(self, num_tokens: int) -> bytes:
+        return self._prompt._links(self.num_whole, self._parent, bytes(self._rest[: 4 * num_tokens]), num_tokens)[0]
 
 
 def make_key(namespace: bytes, chain_hash: bytes, group: int, shard: int) -> bytes:
