@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from kvhold.core.api import ABSENT, Loan, Room
 from kvhold.core.keys import HASH_BYTES
@@ -36,45 +37,52 @@ class Witness(WorkerSide):
 
     def register(self, kv_caches: dict[str, Any]) -> None:
         super().register(kv_caches)
-        self._tensors = [kv_caches[name] for name in self._layer_names]
+        self._tensors = [
+            [self._blocks_of(kv_caches[name]).chunk(len(self._held), dim=1) for name in part.layer_names] for part in self._geometry.parts
+        ]
 
-    def _gather(self, store: Store, room: Room) -> bool:
-        copied = super()._gather(store, room)
-        per_chunk, at = self._blocks_per_chunk, 0
-        for i, num_tokens in enumerate(room.num_tokens):
-            blocks = store.block_ids[at : at + int(num_tokens) // self._namespace.layout.tail_tokens]
-            at += per_chunk
-            if room.chunks().offsets[i] != ABSENT:
-                chunk_hash = store.names.hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]
-                (self._ledger / chunk_hash.hex()).write_bytes(b"".join(map(self._digest, blocks)))
+    def _gather(self, store: Store, shard: int, room: Room) -> bool:
+        copied = super()._gather(store, shard, room)
+        for part, ids in enumerate(store.block_ids):
+            at = 0
+            for i, num_tokens in enumerate(room.num_tokens):
+                blocks = ids[at : at + self._blocks_of_chunk(part, int(num_tokens))]
+                at += len(blocks)
+                if room.chunks(part).offsets[i] != ABSENT:
+                    chunk_hash = store.names.hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]
+                    digests = b"".join(self._digest(part, shard, block) for block in blocks)
+                    self._entry(chunk_hash, part, shard).write_bytes(digests)
         self._stop_here("store")
         return copied
 
-    def _scatter(self, load: Load, loan: Loan) -> None:
+    def _scatter(self, load: Load, shard: int, loan: Loan) -> None:
         self._stop_here("load")
-        super()._scatter(load, loan)
-        per_chunk, compared = self._blocks_per_chunk, 0
-        for at, block in enumerate(load.block_ids):
-            if block < 0:
-                continue
-            chunk_hash = _chunk_hashes[load.request_id][load.first_chunk + at // per_chunk]
-            digests = (self._ledger / chunk_hash.hex()).read_bytes()
-            place = at % per_chunk * 16
-            if self._digest(block) != digests[place : place + 16]:
-                with (self._ledger / "mismatches").open("a") as file:
-                    file.write(f"{load.request_id} {chunk_hash.hex()} block {at}\n")
-            compared += 1
+        super()._scatter(load, shard, loan)
+        compared = 0
+        for part, ids in enumerate(load.block_ids):
+            per_chunk = self._blocks_of_chunk(part, self._namespace.layout.tokens_per_chunk)
+            for at, block in enumerate(ids):
+                if block < 0:
+                    continue
+                chunk_hash = _chunk_hashes[load.request_id][load.first_chunk + at // per_chunk]
+                place = at % per_chunk * 16
+                if self._digest(part, shard, block) != self._entry(chunk_hash, part, shard).read_bytes()[place : place + 16]:
+                    with (self._ledger / "mismatches").open("a") as file:
+                        file.write(f"{load.request_id} {chunk_hash.hex()} part {part} block {at}\n")
+                compared += 1
         with (self._ledger / "compared").open("a") as file:
             file.write(f"{compared}\n")
 
-    @property
-    def _blocks_per_chunk(self) -> int:
-        return self._namespace.layout.tokens_per_chunk // self._namespace.layout.tail_tokens
+    def _blocks_of_chunk(self, part: int, num_tokens: int) -> int:
+        return -(-num_tokens // self._geometry.parts[part].group.block_tokens)
 
-    def _digest(self, block: int) -> bytes:
+    def _entry(self, chunk_hash: bytes, part: int, shard: int) -> Path:
+        return self._ledger / f"{chunk_hash.hex()}-{part}-{shard}"
+
+    def _digest(self, part: int, shard: int, block: int) -> bytes:
         digest = blake2b(digest_size=16)
-        for tensor in self._tensors:
-            digest.update(np.ascontiguousarray(tensor[block].numpy()).data)
+        for slices in self._tensors[part]:
+            digest.update(np.ascontiguousarray(slices[shard - self._held.start][block].view(torch.uint8).numpy()).data)
         return digest.digest()
 
     def _stop_here(self, where: str) -> None:

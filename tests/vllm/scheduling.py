@@ -93,7 +93,8 @@ def make_folder(folder: Path, *, weights: bytes = b"weights", **changes: Any) ->
 
 def make_config(options: Options, socket: Path) -> VllmConfig:
     """vLLM's own configuration."""
-    settings = {"tokens_per_chunk": options.chunk, "node": {"socket": str(socket), "autostart": False}}
+    settings: dict[str, Any] = {"tokens_per_chunk": options.chunk, "node": {"socket": str(socket), "autostart": False}}
+    settings["client"] = {"call_timeout_s": WITHIN_S}  # a busy machine is no lost node
     model = ModelConfig(model=str(options.folder), dtype="float32", seed=0, skip_tokenizer_init=True, max_model_len=MAX_LENGTH)
     cache = CacheConfig(block_size=options.block, enable_prefix_caching=options.caching, cache_dtype="auto")
     cache.num_gpu_blocks = options.num_blocks
@@ -364,21 +365,23 @@ class Hands:
         assert isinstance(steps, Steps)
         for store in steps.stores:
             self._store(store)
+        stored = {store.request_id for store in steps.stores if store.last}
         self.waiting += steps.loads
         if self.hold:
-            return KVConnectorOutput()
+            return KVConnectorOutput(finished_sending=stored)
         ended, self.waiting = self.waiting, []
         failed: set[int] = set()
         for load in ended:
             failed |= self._load(load)
-        return KVConnectorOutput(finished_recving={load.request_id for load in ended}, invalid_block_ids=failed)
+        loaded = {load.request_id for load in ended}
+        return KVConnectorOutput(finished_sending=stored, finished_recving=loaded, invalid_block_ids=failed)
 
     def close(self) -> None:
         self.client.close()
 
     def _store(self, store: Store) -> None:
         per_chunk = self._layout.tokens_per_chunk // self._layout.tail_tokens
-        blocks = [store.block_ids[i : i + per_chunk] for i in range(0, len(store.block_ids), per_chunk)]
+        blocks = [store.block_ids[0][i : i + per_chunk] for i in range(0, len(store.block_ids[0]), per_chunk)]
         assert len(blocks) == len(store.names)
         try:
             with self.client.reserve(self._layout, store.names) as room:
@@ -391,7 +394,7 @@ class Hands:
             return
 
     def _load(self, load: Load) -> set[int]:
-        wanted = {block for block in load.block_ids if block >= 0}
+        wanted = {block for block in load.block_ids[0] if block >= 0}
         if self.fail:
             return wanted
         try:
@@ -402,7 +405,7 @@ class Hands:
             self.gone.append(load)
             return wanted
         with loan:
-            block_ids = deque(load.block_ids)
+            block_ids = deque(load.block_ids[0])
             places = loan.chunks()
             for offset, tokens in zip(places.offsets, places.num_tokens, strict=True):
                 assert offset != ABSENT

@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.pooling_params import PoolingParams
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 from vllm.v1.request import Request, RequestStatus
 
 from kvhold.core.config import ClientConfig, Config, load_config
@@ -30,6 +30,7 @@ from kvhold.core.keys import Namespace
 from kvhold.core.layout import Group, Layout
 from kvhold.integrations.vllm import register, scheduler, space
 from kvhold.integrations.vllm.connector import KVHoldConnector
+from kvhold.integrations.vllm.geometry import geometry_of
 from kvhold.integrations.vllm.steps import Load, Steps, Store
 from kvhold.node import NodeClient
 from tests.vllm.scheduling import (
@@ -110,6 +111,10 @@ def forget_locally(engine: Engine) -> None:
     assert engine.scheduler.reset_prefix_cache()
 
 
+def free_blocks(engine: Engine) -> int:
+    return int(engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+
 def store(engine: Engine, prompt: list[int]) -> None:
     """Have the prompt computed and stored, and nothing left of it in the engine."""
     engine.add(f"store-{len(engine.outputs)}", prompt, max_tokens=1)
@@ -143,7 +148,7 @@ class TestStores:
         for computed in (200, 400, 600, 700, 701):
             miss.next_pass()
             end = computed // chunk * chunk if computed < 700 else 700 // block * block
-            blocks = [b for s in miss.stores for b in s.block_ids]
+            blocks = [b for s in miss.stores for b in s.block_ids[0]]
             assert blocks == table(miss, "a")[: end // block], f"after {computed} tokens"
             assert sum(len(s.names) for s in miss.stores) == -(-end // chunk)
             stored = max(stored, end)
@@ -170,8 +175,8 @@ class TestStores:
         store(warm, prompt[:320])
         request = warm.add("a", prompt, max_tokens=2)
         warm.run(until=lambda: request.status == RequestStatus.RUNNING)
-        assert [len(load.block_ids) for load in warm.loads] == [20]
-        assert [s.block_ids for s in warm.stores] == [table(warm, "a")[20:30]]
+        assert [len(load.block_ids[0]) for load in warm.loads] == [20]
+        assert [s.block_ids[0] for s in warm.stores] == [table(warm, "a")[20:30]]
         warm.run()
         assert warm.tokens_computed["a"] == 160 + 1
         assert warm.outputs["a"] == answer_to(prompt, 2)
@@ -226,7 +231,7 @@ class TestLoads:
         warm.run(until=lambda: warm.tokens_computed.get("a"))
         if loaded:
             (load,) = warm.loads
-            assert (load.first_chunk, load.block_ids) == (0, table(warm, "a")[: loaded // BLOCK])
+            assert (load.first_chunk, load.block_ids[0]) == (0, table(warm, "a")[: loaded // BLOCK])
         warm.run()
         assert warm.tokens_computed["a"] == max(1, length - loaded) + 2
         assert warm.outputs["a"] == answer_to(prompt, 3)
@@ -248,8 +253,8 @@ class TestLoads:
         warm.add("a", longer)
         warm.run(until=lambda: warm.tokens_computed.get("a"))
         (load,) = warm.loads
-        assert load.block_ids == table(warm, "a")[:16]
-        assert [s.block_ids for s in warm.stores] == [table(warm, "a")[16:25]]
+        assert load.block_ids[0] == table(warm, "a")[:16]
+        assert [s.block_ids[0] for s in warm.stores] == [table(warm, "a")[16:25]]
 
     def test_a_shorter_prompt_loads_whole_chunks(self, engine: MakeEngine) -> None:
         warm = engine()
@@ -257,7 +262,7 @@ class TestLoads:
         store(warm, prompt)
         warm.add("a", prompt[:200])
         warm.run()
-        assert [len(load.block_ids) for load in warm.loads] == [12]
+        assert [len(load.block_ids[0]) for load in warm.loads] == [12]
 
     @pytest.mark.parametrize(("local", "first_chunk", "kept"), [(96, 1, 2), (128, 2, 0), (16, 0, 1), (176, 2, 3)])
     def test_blocks_that_vllm_has_itself_are_never_written(self, engine: MakeEngine, local: int, first_chunk: int, kept: int) -> None:
@@ -275,7 +280,7 @@ class TestLoads:
         warm.run(until=lambda: warm.tokens_computed.get("a"))
         (load,) = warm.loads
         assert load.first_chunk == first_chunk
-        assert load.block_ids == [-1] * kept + table(warm, "a")[local // BLOCK : 18]
+        assert load.block_ids[0] == [-1] * kept + table(warm, "a")[local // BLOCK : 18]
 
     def test_what_vllm_has_itself_is_neither_loaded_nor_held(self, engine: MakeEngine, node: NodeProcess) -> None:
         warm = engine()
@@ -299,7 +304,7 @@ class TestLoads:
         tight.next_pass()
         tight.add("a", prompt)
         tight.run()
-        assert [load.block_ids.count(-1) for load in tight.loads] != [20], "else vLLM evicted nothing"
+        assert [load.block_ids[0].count(-1) for load in tight.loads] != [20], "else vLLM evicted nothing"
         assert tight.tokens_computed["a"] == 325 - 320 + 1
 
     def test_without_prefix_caching_in_vllm_hits_are_loaded_just_the_same(self, engine: MakeEngine) -> None:
@@ -351,8 +356,8 @@ class TestPreemption:
         tight.loads.clear()
         tight.stores.clear()
         tight.run(until=lambda: tight.stores)
-        assert [(load.request_id, load.block_ids) for load in tight.loads] == [(name, table(tight, name)[:4])]
-        assert [(s.request_id, s.block_ids) for s in tight.stores] == [(name, table(tight, name)[4:12])]
+        assert [(load.request_id, load.block_ids[0]) for load in tight.loads] == [(name, table(tight, name)[:4])]
+        assert [(s.request_id, s.block_ids[0]) for s in tight.stores] == [(name, table(tight, name)[4:12])]
 
     def test_what_was_generated_before_the_preemption_is_not_stored_as_prompt(self, engine: MakeEngine) -> None:
         tight = engine(num_blocks=48, caching=False)
@@ -420,7 +425,7 @@ class TestAborts:
         forget_locally(warm)
         warm.add("b", prompt)
         warm.run()
-        assert [len(load.block_ids) for load in warm.loads] == [12], "what it had computed is in the node: 3 whole chunks"
+        assert [len(load.block_ids[0]) for load in warm.loads] == [12], "what it had computed is in the node: 3 whole chunks"
 
     def test_in_the_moment_it_arrives(self, engine: MakeEngine) -> None:
         warm = engine()
@@ -558,7 +563,7 @@ class TestAdapters:
         engine.add(f"{before} {len(engine.outputs)}", self.PROMPT, lora_request=adapter)
         engine.run()
         forget_locally(engine)
-        return sum(BLOCK * len(load.block_ids) for load in engine.loads[before:])
+        return sum(BLOCK * len(load.block_ids[0]) for load in engine.loads[before:])
 
     def test_each_has_its_own_kv_whatever_its_name(self, engine: MakeEngine, adapter: Callable[..., LoRARequest]) -> None:
         tuned = engine()
@@ -815,6 +820,75 @@ def test_whatever_happens_no_token_is_read_that_is_not_the_request_s_own(
     assert tight.loads or caching
 
 
+@pytest.mark.parametrize("real_worker", [False, True], ids=["worker played", "worker real"])
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["one pass at a time", "two passes at a time"])
+class TestSaveDecode:
+    """What is generated is stored, too, so that the next turn of a conversation finds it."""
+
+    def test_the_next_turn_loads_the_answer(self, engine: MakeEngine, asynchronous: bool, real_worker: bool) -> None:
+        talk = engine(asynchronous=asynchronous, real_worker=real_worker, settings={"save_decode": True})
+        prompt = make_prompt(f"talk {asynchronous} {real_worker}", 100)
+        talk.add("a", prompt, max_tokens=150)
+        talk.run()
+        answer = answer_to(prompt, 150)
+        assert talk.outputs["a"] == answer
+        text = [*prompt, *answer]
+        stored = (len(text) - 1) // BLOCK * BLOCK  # the last token's KV was never computed
+        assert stored == 240
+        forget_locally(talk)
+        talk.add("b", [*text, *make_prompt("and then", 5)], max_tokens=3)
+        talk.run()
+        assert talk.tokens_computed["b"] == len(text) + 5 - stored + 2
+        assert talk.outputs["b"] == answer_to([*text, *make_prompt("and then", 5)], 3)
+        assert free_blocks(talk) == talk.options.num_blocks - 1, "no block is kept for ever"
+
+    def test_an_aborted_request_keeps_no_blocks(self, engine: MakeEngine, asynchronous: bool, real_worker: bool) -> None:
+        talk = engine(asynchronous=asynchronous, real_worker=real_worker, settings={"save_decode": True})
+        request = talk.add("a", make_prompt(f"aborted talk {asynchronous} {real_worker}", 100), max_tokens=500)
+        talk.run(until=lambda: request.num_output_tokens > 60)
+        talk.abort("a")
+        talk.run()
+        assert free_blocks(talk) == talk.options.num_blocks - 1
+
+    def test_without_tails_whole_chunks_alone_are_stored(self, engine: MakeEngine, asynchronous: bool, real_worker: bool) -> None:
+        settings = {"save_decode": True, "store_tails": False}
+        talk = engine(asynchronous=asynchronous, real_worker=real_worker, settings=settings)
+        prompt = make_prompt(f"no tails {asynchronous} {real_worker}", 100)
+        talk.add("a", prompt, max_tokens=150)
+        talk.run()
+        forget_locally(talk)
+        text = [*prompt, *answer_to(prompt, 150)]
+        talk.add("b", text, max_tokens=1)
+        talk.run()
+        assert talk.tokens_computed["b"] == len(text) - 3 * CHUNK
+
+    def test_the_last_tokens_may_be_left_out(self, engine: MakeEngine, asynchronous: bool, real_worker: bool) -> None:
+        talk = engine(asynchronous=asynchronous, real_worker=real_worker, settings={"skip_last_n_tokens": 20})
+        prompt = make_prompt(f"skipped {asynchronous} {real_worker}", 4 * CHUNK)
+        talk.add("a", prompt)
+        talk.run()
+        forget_locally(talk)
+        talk.add("b", prompt, max_tokens=1)
+        talk.run()
+        assert talk.tokens_computed["b"] == 4 * CHUNK - (4 * CHUNK - 20) // BLOCK * BLOCK
+        assert talk.outputs["b"] == answer_to(prompt, 1)
+
+    def test_a_preempted_request_stores_nothing_wrong(self, engine: MakeEngine, asynchronous: bool, real_worker: bool) -> None:
+        tight = engine(asynchronous=asynchronous, real_worker=real_worker, num_blocks=40, settings={"save_decode": True})
+        prompts = {name: make_prompt(f"{name} decodes {asynchronous} {real_worker}", 150) for name in "abc"}
+        for name, prompt in prompts.items():
+            tight.add(name, prompt, max_tokens=150)
+        tight.run()
+        assert tight.preempted
+        for name, prompt in prompts.items():
+            assert tight.outputs[name] == answer_to(prompt, 150)
+            forget_locally(tight)
+            text = [*prompt, *tight.outputs[name]]
+            tight.add(f"{name} again", text, max_tokens=2)
+            tight.run()
+            assert tight.outputs[f"{name} again"] == answer_to(text, 2)
+
+
 class TestRefusals:
     """What is not proven to come back exactly is refused at the start, with the reason."""
 
@@ -825,24 +899,27 @@ class TestRefusals:
         view = SimpleNamespace(
             model_config=config.model_config,
             cache_config=SimpleNamespace(cache_dtype="auto"),
-            parallel_config=SimpleNamespace(pipeline_parallel_size=1, tensor_parallel_size=1, decode_context_parallel_size=1),
+            parallel_config=SimpleNamespace(
+                pipeline_parallel_size=1, tensor_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1
+            ),
             speculative_config=None,
+            scheduler_config=config.scheduler_config,
             load_config=config.load_config,
         )
         if change is not None:
             change(view)
         with pytest.raises(LayoutError) as caught:
-            space.namespace_of(view, kv or make_kv_config(options), Config())
+            geometry_of(view, kv or make_kv_config(options), Config())
         return str(caught.value)
 
     @pytest.mark.parametrize(
         ("section", "name", "value", "reason"),
         [
-            ("cache_config", "cache_dtype", "fp8_e4m3", "kv_cache_dtype is fp8_e4m3"),
-            ("parallel_config", "tensor_parallel_size", 2, "tensor_parallel_size > 1"),
-            ("parallel_config", "pipeline_parallel_size", 2, "pipeline_parallel_size > 1"),
+            ("cache_config", "cache_dtype", "nvfp4", "kv_cache_dtype is nvfp4"),
+            ("parallel_config", "pipeline_parallel_size", 3, "2 layers are not divided evenly among 3 pipeline stages"),
             ("parallel_config", "decode_context_parallel_size", 2, "decode_context_parallel_size > 1"),
-            (None, "speculative_config", object(), "speculative decoding"),
+            ("parallel_config", "prefill_context_parallel_size", 2, "prefill_context_parallel_size > 1"),
+            (None, "speculative_config", SimpleNamespace(method="eagle"), "speculative decoding by eagle"),
         ],
     )
     def test_of_an_engine_that_is_set_up_otherwise(self, folder: Path, section: str | None, name: str, value: object, reason: str) -> None:
@@ -851,33 +928,37 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("changes", "reason"),
         [
-            ({"sliding_window": 128}, "windowed or chunked"),
-            ({"attention_chunk_size": 128}, "windowed or chunked"),
+            ({"attention_chunk_size": 128}, "attention is chunked"),
             ({"non_causal": True}, "looks ahead"),
         ],
     )
     def test_of_attention_of_another_kind(self, folder: Path, changes: dict[str, Any], reason: str) -> None:
         assert reason in self.refused(folder, kv=make_kv_config(Options(folder), **changes))
 
-    def test_of_groups_of_another_number_or_kind(self, folder: Path) -> None:
+    def test_of_groups_of_another_kind(self, folder: Path) -> None:
         one = make_kv_config(Options(folder)).kv_cache_groups[0]
-        window = KVCacheGroupSpec(
-            ["a"], SlidingWindowSpec(block_size=16, num_kv_heads=1, head_size=32, dtype=torch.float32, sliding_window=64)
-        )
+        state = {"block_size": 16, "shapes": ((4, 4),), "dtypes": (torch.float32,)}
+        chunked = {"block_size": 16, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32, "attention_chunk_size": 64}
         for groups, reason in [
-            ([one, window], "2 KV cache groups"),
-            ([window], "its layers are SlidingWindowSpec"),
+            ([one, KVCacheGroupSpec(["a"], ChunkedLocalAttentionSpec(**chunked))], "its layers are ChunkedLocalAttentionSpec"),
+            ([one, KVCacheGroupSpec(["a"], MambaSpec(**state))], "mamba_cache_mode is none"),
+            ([KVCacheGroupSpec(one.layer_names, one.kv_cache_spec, enable_kv_transfer=False)], "not for transfer"),
             ([], "has no KV cache"),
         ]:
             assert reason in self.refused(folder, kv=KVCacheConfig(num_blocks=10, kv_cache_tensors=[], kv_cache_groups=groups))
 
     def test_of_all_reasons_at_once(self, folder: Path) -> None:
         def change(view: Any) -> None:
-            view.speculative_config = object()
-            view.parallel_config.tensor_parallel_size = 4
+            view.speculative_config = SimpleNamespace(method="eagle")
+            view.parallel_config.decode_context_parallel_size = 4
 
-        message = self.refused(folder, change, make_kv_config(Options(folder), sliding_window=64))
-        assert "windowed" in message and "tensor_parallel_size" in message and "speculative" in message
+        message = self.refused(folder, change, make_kv_config(Options(folder), attention_chunk_size=64))
+        assert "chunked" in message and "decode_context_parallel_size" in message and "speculative" in message
+
+    def test_of_heads_that_cannot_be_divided(self, folder: Path) -> None:
+        options = Options(folder)
+        with pytest.raises(LayoutError, match="head_shards is 3; 1 workers with 4 heads each"):
+            geometry_of(make_config(options, Path("unused")), make_kv_config(options, num_kv_heads=4), Config(head_shards=3))
 
     @pytest.mark.parametrize(
         ("settings", "named"),
@@ -904,7 +985,8 @@ class TestIdentity:
         for name, value in changes.items():
             section, _, field = name.partition("__")
             setattr(getattr(config, section), field, value)
-        return space.namespace_of(config, make_kv_config(options), settings or Config()).digest
+        geometry = geometry_of(config, make_kv_config(options), settings or Config())
+        return space.namespace_of(config, geometry, settings or Config()).digest
 
     def test_the_same_model_in_another_folder_is_the_same(self, tmp_path: Path) -> None:
         one, two = make_folder(tmp_path / "one" / "llama"), make_folder(tmp_path / "two" / "elsewhere")
@@ -992,7 +1074,7 @@ class TestRoles:
 def test_steps_cross_processes_unchanged() -> None:
     group = Group(layers=1, planes=2, heads=1, head_dim=8, dtype="float32")
     prompt = Namespace("model", Layout((group,), tokens_per_chunk=CHUNK, tail_tokens=BLOCK)).prompt(make_prompt("pipe", 200))
-    steps = Steps([Load("a", 2**60, 1, [-1, 2])], [Store("b", prompt.chunks(1), [3, 4, 5, 6, 7, 8, 9, 10])])
+    steps = Steps([Load("a", 2**60, 1, [[-1, 2]])], [Store("b", prompt.chunks(1), [[3, 4, 5, 6, 7, 8, 9, 10]])])
     one, other = Pipe()
     with one, other:
         one.send(steps)

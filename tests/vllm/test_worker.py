@@ -20,6 +20,7 @@ from kvhold.core.config import ClientConfig, Config, NodeConfig
 from kvhold.core.errors import LayoutError
 from kvhold.core.keys import Namespace
 from kvhold.core.layout import Group, Layout
+from kvhold.integrations.vllm.geometry import Geometry, Part
 from kvhold.integrations.vllm.steps import Load, Steps, Store
 from kvhold.integrations.vllm.worker import WorkerSide
 from tests.vllm.scheduling import LAYERS, Engine, NodeProcess, Options, RealHands, eventually, make_folder, make_prompt
@@ -45,10 +46,15 @@ def namespace() -> Namespace:
     return Namespace("model", Layout((group,), tokens_per_chunk=4 * BLOCK, tail_tokens=BLOCK))
 
 
+def geometry(namespace: Namespace) -> Geometry:
+    part = Part(table=0, layer_names=tuple(LAYERS), group=namespace.layout.groups[0])
+    return Geometry((part,), namespace.layout, shards=1, per_worker=1, copies=1, width=1)
+
+
 @pytest.fixture
 def side(node: NodeProcess, namespace: Namespace) -> Iterator[WorkerSide]:
     config = Config(node=NodeConfig(socket=str(node.socket), autostart=False), client=ClientConfig(call_timeout_s=0.3))
-    side = WorkerSide(config, namespace, list(LAYERS), shard=0)
+    side = WorkerSide(config, namespace, geometry(namespace), num_blocks=BLOCKS)
     side.register(tensors())
     cache = side._cache
     yield side
@@ -64,7 +70,7 @@ def tensors(blocks: int = BLOCKS, head: int = 64) -> dict[str, torch.Tensor]:
 def stores(namespace: Namespace, count: int) -> list[Store]:
     """One chunk of each of so many prompts."""
     prompts = [namespace.prompt(make_prompt(f"worker {number}", 4 * BLOCK)) for number in range(count)]
-    return [Store(str(number), prompt.chunks(), list(range(4))) for number, prompt in enumerate(prompts)]
+    return [Store(str(number), prompt.chunks(), [list(range(4))]) for number, prompt in enumerate(prompts)]
 
 
 class SlowCache:
@@ -75,7 +81,7 @@ class SlowCache:
         self.given_back = 0
         self._layout = layout
 
-    def reserve(self, layout: Layout, names: Any, shard: int = 0, *, ttl_s: float | None = None) -> Room:
+    def reserve(self, layout: Layout, names: Any, shard: int = 0, *, ttl_s: float | None = None, groups: Any = None) -> Room:
         self.go.wait(20)
         return Room(np.zeros((1, 1), dtype=np.int64), np.array([4 * BLOCK]), np.zeros(1 << 20, dtype=np.uint8), lambda _: None, self._back)
 
@@ -97,13 +103,14 @@ def test_what_is_stored_comes_back_bit_for_bit(side: WorkerSide, namespace: Name
     caches = tensors()
     side.register(caches)
     prompt = namespace.prompt(make_prompt("bits", 7 * BLOCK + 3))
-    side.begin(Steps(stores=[Store("a", prompt.chunks(), [9, 2, 30, 4, 11, 12, 39])]))
+    side.begin(Steps(stores=[Store("a", prompt.chunks(), [[9, 2, 30, 4, 11, 12, 39]])]))
     side.store()
     hit = eventually(lambda: hit if (hit := side._cache.lookup(prompt.query())).num_tokens else hit.close())
     before = {name: tensor.clone() for name, tensor in caches.items()}
-    side.start_loads(Steps(loads=[Load("b", hit.ticket, 0, [20, -1, 22, 23, 24, 25, 26])]))
+    side.start_loads(Steps(loads=[Load("b", hit.ticket, 0, [[20, -1, 22, 23, 24, 25, 26]])]))
     assert eventually(side.take_loaded) == {"b"}
     assert side.take_failed_blocks() == set()
+    hit.close()
     for name, tensor in caches.items():
         expected = before[name].clone()
         for source, target in zip([9, 30, 4, 11, 12, 39], [20, 22, 23, 24, 25, 26], strict=True):
@@ -112,7 +119,7 @@ def test_what_is_stored_comes_back_bit_for_bit(side: WorkerSide, namespace: Name
 
 
 def test_a_load_of_a_hit_that_is_gone_reports_all_its_blocks_and_only_once(side: WorkerSide) -> None:
-    side.start_loads(Steps(loads=[Load("a", 12345, 0, [-1, 5, 6, 7])]))
+    side.start_loads(Steps(loads=[Load("a", 12345, 0, [[-1, 5, 6, 7]])]))
     assert eventually(side.take_loaded) == {"a"}
     assert side.take_failed_blocks() == {5, 6, 7}
     assert (side.take_loaded(), side.take_failed_blocks()) == (set(), set())
@@ -120,7 +127,7 @@ def test_a_load_of_a_hit_that_is_gone_reports_all_its_blocks_and_only_once(side:
 
 def test_a_load_that_breaks_in_an_unforeseen_way_is_reported_too(side: WorkerSide) -> None:
     side._cache = BrokenCache()  # type: ignore[assignment]
-    side.start_loads(Steps(loads=[Load("a", 1, 0, [5])]))
+    side.start_loads(Steps(loads=[Load("a", 1, 0, [[5]])]))
     assert eventually(side.take_loaded) == {"a"}
     assert side.take_failed_blocks() == {5}
 
@@ -131,7 +138,7 @@ def test_a_store_that_breaks_in_an_unforeseen_way_does_not_break_the_step(side: 
     side.begin(Steps(stores=stores(namespace, 2)))
     side.store()
     side._cache = cache
-    out_of_range = Store("far", stores(namespace, 1)[0].names, [0, 1, 2, BLOCKS + 7])
+    out_of_range = Store("far", stores(namespace, 1)[0].names, [[0, 1, 2, BLOCKS + 7]])
     side.begin(Steps(stores=[out_of_range]))
     side.store()
     prompt = namespace.prompt(make_prompt("worker 0", 4 * BLOCK))

@@ -13,11 +13,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
 )
 
 from kvhold.core.config import load_config
+from kvhold.integrations.vllm.geometry import geometry_of
 from kvhold.integrations.vllm.scheduler import SchedulerSide
 from kvhold.integrations.vllm.space import namespace_of
+from kvhold.integrations.vllm.stats import PromMetrics, Stats
 from kvhold.integrations.vllm.steps import Steps
 from kvhold.integrations.vllm.worker import WorkerSide
 
@@ -33,7 +37,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class KVHoldConnector(KVConnectorBase_V1):
+class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
     """vLLM's KV connector, version 1 of its interface. Settings: `kv_connector_extra_config`, as in `kvhold.Config`."""
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
@@ -45,14 +49,15 @@ class KVHoldConnector(KVConnectorBase_V1):
         # vLLM reads this setting after it has made its connector.
         transfer.kv_load_failure_policy = "recompute"
         settings = load_config(transfer.kv_connector_extra_config)
-        namespace = namespace_of(vllm_config, kv_cache_config, settings)
+        geometry = geometry_of(vllm_config, kv_cache_config, settings)
+        namespace = namespace_of(vllm_config, geometry, settings)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(settings, namespace, loads=transfer.is_kv_consumer, stores=transfer.is_kv_producer)
+            self._scheduler = SchedulerSide(settings, namespace, geometry, loads=transfer.is_kv_consumer, stores=transfer.is_kv_producer)
         else:
-            layer_names = kv_cache_config.kv_cache_groups[0].layer_names
-            self._worker = WorkerSide(settings, namespace, layer_names, shard=vllm_config.parallel_config.rank)
+            rank, num_blocks = vllm_config.parallel_config.rank, kv_cache_config.num_blocks
+            self._worker = WorkerSide(settings, namespace, geometry, rank=rank, num_blocks=num_blocks)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -84,8 +89,10 @@ class KVHoldConnector(KVConnectorBase_V1):
         self.scheduler.loaded(connector_output.finished_recving or ())
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        self.scheduler.finished(request.request_id)
-        return False, None
+        return self.scheduler.finished(request, (block_ids,)), None
+
+    def request_finished_all_groups(self, request: "Request", block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        return self.scheduler.finished(request, block_ids), None
 
     def reset_cache(self) -> bool | None:
         return self.scheduler.reset()
@@ -119,10 +126,28 @@ class KVHoldConnector(KVConnectorBase_V1):
         self.worker.store(computed=sys.exception() is None)
 
     def get_finished(self, finished_req_ids: Iterable[str]) -> tuple[set[str] | None, set[str] | None]:
-        return None, self.worker.take_loaded()
+        return self.worker.take_stored(), self.worker.take_loaded()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        loaded, stored = self.worker.take_loaded(), self.worker.take_stored()
+        failed = self.worker.take_failed_requests()
+        return KVConnectorTransferResults(finished_sending=stored, finished_recving=loaded, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.worker.take_failed_blocks()
+
+    # Both.
+
+    def get_kv_connector_stats(self) -> Stats | None:
+        return (self._scheduler or self.worker).tally.take()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
+        return Stats(data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any) -> PromMetrics:
+        return PromMetrics(*args)
 
     def shutdown(self) -> None:
         """Leave the node; whatever was under way is finished or given back."""

@@ -10,19 +10,25 @@ pinned from the lookup until the request is loaded, runs without it, or is gone.
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from secrets import token_hex
 from typing import TYPE_CHECKING
 
+from vllm.v1.request import RequestStatus
+
 from kvhold.core.api import Hit
 from kvhold.core.config import Config
 from kvhold.core.errors import ConfigError, KVHoldError
-from kvhold.core.keys import Namespace, Prompt
+from kvhold.core.keys import ChunkNames, Namespace, Prompt
+from kvhold.core.reasons import WHOLE
 from kvhold.core.rules import Rules
+from kvhold.integrations.vllm.geometry import Geometry, Part
+from kvhold.integrations.vllm.media import Media
 from kvhold.integrations.vllm.space import join, prompt_of, rules_of
+from kvhold.integrations.vllm.stats import BELOW_MINIMUM, NO_ANSWER, NOT_NAMED, Tally
 from kvhold.integrations.vllm.steps import Load, Steps, Store
 from kvhold.integrations.vllm.tracker import RequestTracker
 
@@ -33,6 +39,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_NULL_BLOCK = 0  # vLLM's number for "no block"
 _PATIENCE_S = 0.003  # of one scheduling pass for all its lookups; RAM answers in less
 
 
@@ -40,6 +47,7 @@ _PATIENCE_S = 0.003  # of one scheduling pass for all its lookups; RAM answers i
 class _Followed:
     """A request from its arrival to its end.
 
+    request: as vLLM has it; of its tokens only those that are certain are looked at
     rules: what the request may do; nothing, where they are not understood
     arriving: the hit that `lookup` asks about again
     asked_s: when the cache was asked last; since_s: when it was asked first for this hit
@@ -47,6 +55,7 @@ class _Followed:
     that keeps failing ends in computing, not in a circle
     """
 
+    request: "Request"
     rules: Rules
     naming: "Future[Prompt | None] | None" = None
     tracker: RequestTracker | None = None
@@ -63,25 +72,28 @@ class _Followed:
 class SchedulerSide:
     """One engine's lookups."""
 
-    def __init__(self, config: Config, namespace: Namespace, *, loads: bool = True, stores: bool = True) -> None:
+    def __init__(self, config: Config, namespace: Namespace, geometry: Geometry, *, loads: bool = True, stores: bool = True) -> None:
         """loads, stores: whether this engine may. vLLM keeps passes under way from writing to freed blocks only where it knows of loads."""
         self._config = config
         self._may_load = loads
         self._may_store = stores
+        self._geometry = geometry
         self._configured = namespace
         self._namespace = namespace
         self._cache = join(config, namespace, name="vllm-scheduler")
         self._lookups = ThreadPoolExecutor(1, thread_name_prefix="kvhold-lookup")
         self._adapters: dict[tuple[int, str, str], str] = {}  # the lookup thread's
         self._followed: dict[str, _Followed] = {}
+        self.tally = Tally()
+        self._media = Media()  # the lookup thread's
         self._loads: list[Load] = []
+        self._last_stores: list[Store] = []
         self._patience_s = _PATIENCE_S  # what is left of it in this pass
-        block = namespace.layout.tail_tokens
         log.info(
-            "kvhold: %d tokens a chunk (%d blocks of %d), node on %s",
+            "kvhold: %d tokens a chunk (%s), %d shards, node on %s",
             namespace.layout.tokens_per_chunk,
-            namespace.layout.tokens_per_chunk // block,
-            block,
+            ", ".join(f"{len(part.layer_names)} layers of {part.group.attention} attention" for part in geometry.parts),
+            geometry.shards,
             self._cache.path,
         )
 
@@ -93,7 +105,7 @@ class SchedulerSide:
             log.warning("kvhold: request %s is not cached: %s", request.request_id, error)
             return
         if rules.store or rules.load:
-            self._followed[request.request_id] = _Followed(rules, naming=self._lookups.submit(self._name, request, rules))
+            self._followed[request.request_id] = _Followed(request, rules, naming=self._lookups.submit(self._name, request, rules))
 
     def matched(self, request: "Request", computed_tokens: int) -> int | None:
         """Tokens that can be loaded beyond `computed_tokens`; None: ask again."""
@@ -120,25 +132,26 @@ class SchedulerSide:
         if not external_tokens or followed.hit is None:
             self._let_go(followed)
             return
-        layout = self._namespace.layout
-        block = layout.tail_tokens
-        first_chunk = followed.first_token // layout.tokens_per_chunk
-        first_block, last_block = followed.first_token // block, -(-(followed.first_token + external_tokens) // block)
-        skipped = first_block - first_chunk * layout.tokens_per_chunk // block
-        ids = blocks.get_block_ids()[0][first_block:last_block]
-        unused = -(-followed.hit.num_tokens // block) - last_block
-        self._loads.append(Load(request.request_id, followed.hit.ticket, first_chunk, [-1] * skipped + list(ids) + [-1] * unused))
+        first_chunk = followed.first_token // self._namespace.layout.tokens_per_chunk
+        first = first_chunk * self._namespace.layout.tokens_per_chunk
+        last = followed.first_token + external_tokens
+        tables = blocks.get_block_ids()
+        ids = [
+            _blocks(part, tables[part.table], first, last, unused=followed.hit.num_tokens, skipped=followed.first_token)
+            for part in self._geometry.parts
+        ]
+        self._loads.append(Load(request.request_id, followed.hit.ticket, first_chunk, ids))
         followed.loading = True
 
     def plan(self, output: "SchedulerOutput") -> Steps:
         """What the workers do in the step that was just scheduled."""
-        stores: list[Store] = []
+        stores, self._last_stores = self._last_stores, []
         for new in output.scheduled_new_reqs:
-            self._run(stores, output, new.req_id, new.num_computed_tokens)
+            self._run(stores, output, new.req_id, new.num_computed_tokens, starts=True)
         cached = output.scheduled_cached_reqs
         for at, request_id in enumerate(cached.req_ids):
             resumed = request_id in cached.resumed_req_ids
-            self._run(stores, output, request_id, cached.num_computed_tokens[at] if resumed else None)
+            self._run(stores, output, request_id, cached.num_computed_tokens[at], starts=resumed)
         loads, self._loads = self._loads, []
         self._patience_s = _PATIENCE_S
         return Steps(loads, stores)
@@ -150,12 +163,27 @@ class SchedulerSide:
                 followed.loading = False
                 self._let_go(followed)
 
-    def finished(self, request_id: str) -> None:
-        """The request has ended, one way or another."""
-        if followed := self._followed.pop(request_id, None):
-            self._let_go(followed)
-            if followed.naming is not None:
-                followed.naming.cancel()
+    def finished(self, request: "Request", tables: tuple[list[int], ...]) -> bool:
+        """The request has ended, one way or another. True: what it has generated last is stored from its blocks, which have to wait.
+
+        tables: the blocks it has, of each of vLLM's KV cache groups
+        """
+        followed = self._followed.pop(request.request_id, None)
+        if followed is None:
+            return False
+        self._let_go(followed)
+        if followed.naming is not None:
+            followed.naming.cancel()
+        complete = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+        if not complete or followed.tracker is None or not self._stores_for(followed) or not self._saves_decode(followed):
+            return False
+        reached = min(len(tables[part.table]) * part.group.block_tokens for part in self._geometry.parts)
+        block = self._namespace.layout.tail_tokens or self._namespace.layout.tokens_per_chunk
+        taken = followed.tracker.finish(request.all_token_ids, reached // block)
+        if taken is None:
+            return False
+        self._last_stores.append(self._store(followed, taken[0], tables, last=True))
+        return True
 
     def reset(self) -> bool:
         """Load nothing that was stored before, and store nothing that is being computed now.
@@ -179,20 +207,22 @@ class SchedulerSide:
         self._lookups.shutdown(wait=True, cancel_futures=True)
         self._cache.close()
 
-    def _run(self, stores: list[Store], output: "SchedulerOutput", request_id: str, started_at: int | None) -> None:
-        """Count a scheduled request's tokens, and store what becomes whole. started_at: computed tokens, where it starts (again)."""
+    def _run(self, stores: list[Store], output: "SchedulerOutput", request_id: str, computed_tokens: int, *, starts: bool) -> None:
+        """Count a scheduled request's tokens, and store what becomes whole. computed_tokens: before this step; starts: it does (again)."""
         followed = self._followed.get(request_id)
-        if followed is None or followed.tracker is None or not self._may_store or not followed.rules.store:
+        if followed is None or followed.tracker is None or not self._stores_for(followed):
             return
-        if started_at is not None:
-            followed.tracker.start(started_at)
-        followed.tracker.advance(output.num_scheduled_tokens[request_id])
-        taken = followed.tracker.take()
-        if taken is None:
-            return
-        names, blocks = taken
-        table = output.kv_connector_block_state.get_block_ids(request_id)
-        stores.append(Store(request_id, names, list(table[0][blocks.start : blocks.stop]), followed.rules.ttl_s))
+        if starts:
+            followed.tracker.start(computed_tokens)
+        followed.tracker.advance(output.num_scheduled_tokens[request_id], computed_tokens)
+        taken = followed.tracker.take(followed.request.all_token_ids if self._saves_decode(followed) else ())
+        if taken is not None:
+            stores.append(self._store(followed, taken[0], output.kv_connector_block_state.get_block_ids(request_id)))
+
+    def _store(self, followed: _Followed, names: ChunkNames, tables: Sequence[list[int]], *, last: bool = False) -> Store:
+        end = names.first_token + int(names.num_tokens(self._namespace.layout).sum())
+        ids = [_blocks(part, tables[part.table], names.first_token, end) for part in self._geometry.parts]
+        return Store(followed.request.request_id, names, ids, followed.rules.ttl_s, last)
 
     def _look_up(self, followed: _Followed, request: "Request") -> None:
         if followed.naming is None:
@@ -204,8 +234,9 @@ class SchedulerSide:
     def _name(self, request: "Request", rules: Rules) -> Prompt | None:
         """On the lookup thread: hash the prompt. Never raises, because the scheduler would with it; what cannot be named is not cached."""
         try:
-            prompt = prompt_of(self._namespace, request, rules, self._adapters)
+            prompt = prompt_of(self._namespace, request, rules, self._adapters, self._media)
             if prompt is not None:
+                prompt = prompt.until(max(0, prompt.num_tokens - self._config.skip_last_n_tokens))
                 prompt.query()
         except KVHoldError as error:
             log.debug("kvhold: request %s is not cached: %s", request.request_id, error)
@@ -219,12 +250,18 @@ class SchedulerSide:
         """On the lookup thread, after the naming: ask the cache. Never raises."""
         prompt = None if naming.cancelled() else naming.result()
         try:
-            return self._cache.lookup(prompt.query(), wait_s=0) if prompt is not None else None
+            return self._cache.lookup(self._asked(prompt).query(), wait_s=0) if prompt is not None else None
         except KVHoldError as error:
             log.debug("kvhold: lookup: %s", error)
         except Exception:
             log.exception("kvhold: lookup")
         return None
+
+    def _asked(self, prompt: Prompt) -> Prompt:
+        """What is looked up of it: all, or all but its last token, which is computed again, where that must not be in the hit."""
+        if self._geometry.whole_prompt_fits or self._config.skip_last_n_tokens or not prompt.num_tokens:
+            return prompt
+        return prompt.until(prompt.num_tokens - 1)
 
     def _resolve(self, followed: _Followed) -> bool:
         """Take the lookup's answer if it is there in time and final. False: not yet. Too late is a miss; the hit is let go."""
@@ -247,10 +284,31 @@ class SchedulerSide:
             return False
         followed.hit, followed.arriving = hit, None
         prompt = followed.naming.result() if followed.naming.done() else None
+        self._count(followed.request, prompt, hit)
         if prompt is not None:
-            followed.tracker = RequestTracker(prompt)
+            followed.tracker = RequestTracker(
+                prompt,
+                save_decode=self._saves_decode(followed),
+                store_tails=self._config.store_tails,
+                skip_last_n_tokens=self._config.skip_last_n_tokens,
+            )
             followed.tracker.found(hit.num_tokens if hit is not None else 0)
         return True
+
+    def _count(self, request: "Request", prompt: Prompt | None, hit: Hit | None) -> None:
+        if hit is None:
+            reason = NO_ANSWER if prompt is not None else NOT_NAMED
+            self.tally.looked_up(request.num_prompt_tokens, sources={}, reason=reason)
+        else:
+            reason = hit.reason if hit.reason and hit.reason != WHOLE else BELOW_MINIMUM
+            self.tally.looked_up(request.num_prompt_tokens, sources=hit.sources, reason=reason)
+
+    def _stores_for(self, followed: _Followed) -> bool:
+        return self._may_store and followed.rules.store
+
+    def _saves_decode(self, followed: _Followed) -> bool:
+        """Not of a session whose prompt goes on after an answer: what is added may be more than its tokens."""
+        return self._config.save_decode and not followed.request.resumable
 
     def _loads_for(self, followed: _Followed) -> bool:
         return self._may_load and followed.rules.load
@@ -262,6 +320,17 @@ class SchedulerSide:
         hit, followed.hit, followed.arriving = followed.arriving or followed.hit, None, None
         if hit is not None and hit.ticket:
             self._lookups.submit(hit.close)
+
+
+def _blocks(part: Part, table: list[int], first: int, last: int, *, skipped: int = 0, unused: int = 0) -> list[int]:
+    """The blocks of tokens `first` to before `last`, as many as chunks from `first` to before `unused` have; -1 for those without a
+    place: that end before `skipped`, that begin after `last`, or that the engine has let go of (they have left a window)."""
+    size = part.group.block_tokens
+    begin, end = max(first, skipped) // size, -(-last // size)
+    ids = [block if block != _NULL_BLOCK else -1 for block in table[begin:end]]
+    if part.group.attention == "state":
+        ids += [-1] * (end - begin - len(ids))  # the state of what follows is not there yet
+    return [-1] * (begin - first // size) + ids + [-1] * (-(-unused // size) - end)
 
 
 def _look_again(hit: Hit, settle: bool) -> Hit | None:

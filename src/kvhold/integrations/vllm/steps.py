@@ -11,29 +11,31 @@ from kvhold.core.keys import ChunkNames
 class Load:
     """Bring a hit into blocks, beside the forward passes.
 
-    ticket:      of the hit, to be claimed by each worker for its shard
+    ticket:      of the hit, to be claimed by each worker for its shards
     first_chunk: number of the first chunk needed
-    block_ids:   the engine's blocks, from that chunk's first on; -1 for a block that is not to be written
+    block_ids:   of each part of the geometry: the engine's blocks, from that chunk's first on; -1 for a block that is not to be written
     """
 
     request_id: str
     ticket: int
     first_chunk: int
-    block_ids: list[int]
+    block_ids: list[list[int]]
 
 
 @dataclass(frozen=True)
 class Store:
     """Take chunks out of blocks, after the forward pass that completes them.
 
-    block_ids: the blocks of `names`, in order
+    block_ids: of each part of the geometry: the blocks of `names`, in order; -1 for one that the engine has let go of already
     ttl_s:     they are not to be used after so long; None: no limit
+    last:      the request has ended, and its blocks are kept until the workers say that they have them
     """
 
     request_id: str
     names: ChunkNames
-    block_ids: list[int]
+    block_ids: list[list[int]]
     ttl_s: float | None = None
+    last: bool = False
 
 
 @dataclass

@@ -14,12 +14,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
-from kvhold.core.api import ABSENT, Loan, Room
+from kvhold.core.api import ABSENT, ChunkBytes, Loan, Room
 from kvhold.core.config import Config
-from kvhold.core.errors import KVHoldError
+from kvhold.core.errors import KVHoldError, LayoutError
 from kvhold.core.keys import Namespace
+from kvhold.integrations.vllm.geometry import Geometry, Part
+from kvhold.integrations.vllm.proof import lots, prove
 from kvhold.integrations.vllm.space import join
+from kvhold.integrations.vllm.stats import Tally
 from kvhold.integrations.vllm.steps import Load, Steps, Store
 from kvhold.memory.arena import Region, Toucher
 from kvhold.memory.copy import gather_blocks, scatter_blocks, warm_up
@@ -42,47 +46,84 @@ class _Loaded:
     failed_blocks: list[int]
 
 
+@dataclass(frozen=True)
+class _Reserving:
+    """Memory that is being asked for, for what a pass completes of one shard."""
+
+    store: Store
+    shard: int
+    room: "Future[Room | None]"
+
+
 class WorkerSide:
     """One worker's copies."""
 
-    def __init__(self, config: Config, namespace: Namespace, layer_names: list[str], shard: int) -> None:
+    def __init__(self, config: Config, namespace: Namespace, geometry: Geometry, *, rank: int = 0, num_blocks: int) -> None:
+        """rank: this worker's number in its engine; num_blocks: the engine's blocks, the same for all its KV cache groups."""
         self._config = config
         self._namespace = namespace
-        self._layer_names = layer_names
-        self._shard = shard
+        self._geometry = geometry
+        self._held, self._stored = geometry.held_by(rank), geometry.stored_by(rank)
+        self._num_blocks = num_blocks
         self._threads = config.copy_threads or 2
-        self._view: View | None = None
+        self._views: dict[int, list[View]] = {}  # of each shard, a view a part
+        self.tally = Tally()
         self._toucher: Toucher | None = None
         self._cache = join(config, namespace, name="vllm-worker")
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="kvhold-load")
         self._storer = ThreadPoolExecutor(1, thread_name_prefix="kvhold-store")
-        self._reserved: list[tuple[Store, Future[Room | None]]] = []
+        self._reserved: list[_Reserving] = []
         self._finished: queue.SimpleQueue[_Loaded] = queue.SimpleQueue()
         self._failed_blocks: set[int] = set()
+        self._failed_requests: set[str] = set()
+        self._stored_last: set[str] = set()
 
     def register(self, kv_caches: dict[str, "torch.Tensor"]) -> None:
-        """Learn where the engine's blocks are. Raises LayoutError when they are not as the scheduler's side was told."""
-        group = self._namespace.layout.groups[0]
-        self._view = opaque_blocks(group, [kv_caches[name] for name in self._layer_names], block_axis=0)
-        warm_up(self._view.device)
-        self._warm_pages()
+        """Learn where the engine's blocks are, and prove that copies of them are exact.
 
-    def _warm_pages(self) -> None:
+        Raises LayoutError when they are not as the scheduler's side was told, or do not come back as they were.
+        """
+        self._views = {shard: [] for shard in self._held}
+        for part in self._geometry.parts:
+            tensors = [self._blocks_of(kv_caches[name]) for name in part.layer_names]
+            if len(self._held) > 1 and any(tensor.shape[1] % len(self._held) or tensor.ndim != 4 for tensor in tensors):
+                raise LayoutError(
+                    f"head_shards: the heads of {part.layer_names[0]} are not an axis that can be divided by {len(self._held)}"
+                )
+            views = [opaque_blocks(part.group, lot, block_axis=0) for lot in lots(tensors, len(self._held))]
+            prove(part, tensors, views)
+            for shard, view in zip(self._held, views, strict=True):
+                self._views[shard].append(view)
+        views = [view for of_shard in self._views.values() for view in of_shard]
+        warm_up(views[0].device)
+        self._warm_pages(views)
+
+    def _blocks_of(self, tensor: "torch.Tensor") -> "torch.Tensor":
+        """A layer's tensor with the engine's blocks as its first axis; a kernel's smaller blocks become a second one."""
+        if tensor.shape[0] == self._num_blocks:
+            return tensor
+        if tensor.shape[0] % self._num_blocks:
+            raise LayoutError(f"a layer's tensor has {tensor.shape[0]} blocks; the engine has {self._num_blocks}")
+        return tensor.unflatten(0, (self._num_blocks, -1))
+
+    def _warm_pages(self, views: list[View]) -> None:
         """Have the arena mapped, and the engine's first blocks faulted in, before the first hit has to wait for that (0.7 ms a MiB)."""
-        assert self._view is not None
         try:
             self._cache.arena_buffer.size  # noqa: B018 - the first use maps it
         except KVHoldError as error:
             log.debug("kvhold: %s", error)
-        if self._view.device == "cpu":
-            most = min(_WARM_BYTES, available_bytes() // 16) // len(self._view.table)
-            pool = self._view.num_rows * self._view.block_stride
-            regions = [Region(int(address), min(most, pool)).whole_pages() for address in self._view.table[:, 0]]
+        if views[0].device == "cpu":
+            first = {int(address): view for view in views for address in view.table[:, 0]}  # groups may lie over each other
+            most = min(_WARM_BYTES, available_bytes() // 16) // len(first)
+            regions = [Region(at, min(most, view.num_rows * view.block_stride)).whole_pages() for at, view in first.items()]
             self._toucher = Toucher(regions).start()
 
     def begin(self, steps: Steps) -> None:
         """Before the pass: ask for memory for what it will complete."""
-        self._reserved = [(store, self._storer.submit(self._reserve, store)) for store in steps.stores]
+        self._reserved = [
+            _Reserving(store, shard, self._storer.submit(self._reserve, store, shard)) for store in steps.stores for shard in self._stored
+        ]
+        self._stored_last.update(store.request_id for store in steps.stores if store.last)  # after this pass, well or not
 
     def start_loads(self, steps: Steps) -> None:
         """Start the loads; they end in `take_loaded`."""
@@ -96,21 +137,26 @@ class WorkerSide:
         """
         reserved, self._reserved = self._reserved, []
         until = time.monotonic() + self._config.client.call_timeout_s
-        for store, future in reserved:
+        for one in reserved:
             try:
-                room = future.result(timeout=max(0.0, until - time.monotonic())) if computed else None
+                room = one.room.result(timeout=max(0.0, until - time.monotonic())) if computed else None
             except FutureTimeout:
                 room = None
             if room is None:
-                if not future.cancel():
-                    self._storer.submit(_close_late_room, future)  # that thread has answered it by then
+                if not one.room.cancel():
+                    self._storer.submit(_close_late_room, one.room)  # that thread has answered it by then
                 continue
             try:
-                copied = self._gather(store, room)
+                copied = self._gather(one.store, one.shard, room)
             except Exception:  # the engine's step must not fail with us
-                log.exception("kvhold: could not store chunks of request %s", store.request_id)
+                log.exception("kvhold: could not store chunks of request %s", one.store.request_id)
                 copied = False
             self._storer.submit(_commit if copied else Room.close, room)
+
+    def take_stored(self) -> set[str]:
+        """Requests that have ended and whose blocks are not needed any more."""
+        stored, self._stored_last = self._stored_last, set()
+        return stored
 
     def take_loaded(self) -> set[str]:
         """Requests whose loads have ended since the last call. Their failed blocks are in `take_failed_blocks` from now on."""
@@ -121,11 +167,19 @@ class WorkerSide:
             except queue.Empty:
                 return ended
             ended.add(loaded.request_id)
-            self._failed_blocks.update(loaded.failed_blocks)
+            if loaded.failed_blocks and len(self._geometry.parts) > 1:
+                self._failed_requests.add(loaded.request_id)  # vLLM does not take blocks' numbers where there are several groups
+            else:
+                self._failed_blocks.update(loaded.failed_blocks)
 
     def take_failed_blocks(self) -> set[int]:
         """Blocks of ended loads that hold no KV."""
         failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def take_failed_requests(self) -> set[str]:
+        """Requests of ended loads whose blocks hold no KV, where there are several KV cache groups."""
+        failed, self._failed_requests = self._failed_requests, set()
         return failed
 
     def close(self) -> None:
@@ -136,43 +190,84 @@ class WorkerSide:
         self._storer.shutdown(wait=True)
         self._cache.close()
 
-    def _reserve(self, store: Store) -> Room | None:
+    def _reserve(self, store: Store, shard: int) -> Room | None:
         try:
-            return self._cache.reserve(self._namespace.layout, store.names, self._shard, ttl_s=store.ttl_s)
+            return self._cache.reserve(self._namespace.layout, store.names, shard, ttl_s=store.ttl_s, groups=self._groups(store))
         except KVHoldError as error:
             log.debug("kvhold: reserve: %s", error)
         except Exception:  # the engine's step would raise it
             log.exception("kvhold: reserve for request %s", store.request_id)
         return None
 
-    def _gather(self, store: Store, room: Room) -> bool:
+    def _groups(self, store: Store) -> npt.NDArray[np.bool_] | None:
+        """[parts, chunks]: of which chunks each part still has all its blocks; None: of all."""
+        if all(block >= 0 for ids in store.block_ids for block in ids):
+            return None
+        num_tokens = store.names.num_tokens(self._namespace.layout)
+        return np.array([_whole(part, ids, num_tokens) for part, ids in zip(self._geometry.parts, store.block_ids, strict=True)])
+
+    def _gather(self, store: Store, shard: int, room: Room) -> bool:
         """Copy the granted chunks out of their blocks. False when there was none."""
-        places = room.chunks()
-        if not (places.offsets != ABSENT).any():
-            return False
-        assert self._view is not None
-        gather_blocks(self._view, np.array(store.block_ids, dtype=np.int64), room.buffer, places, threads=self._threads)
-        return True
+        copied = False
+        for number, (view, ids) in enumerate(zip(self._views[shard], store.block_ids, strict=True)):
+            places = room.chunks(number)
+            if (places.offsets != ABSENT).any():
+                gather_blocks(view, np.array(ids, dtype=np.int64), room.buffer, places, threads=self._threads)
+                self.tally.add("stored_bytes", _nbytes(view, places))
+                copied = True
+        self.tally.add("stored_chunks", len(room.granted))
+        return copied
 
     def _load(self, load: Load) -> None:
         """On the load thread: claim, copy, report; whatever happens, the request is reported."""
-        failed = [block for block in load.block_ids if block >= 0]
+        began_s = time.monotonic()
+        failed = [block for ids in load.block_ids for block in ids if block >= 0]
         try:
-            loan = self._cache.claim(load.ticket, self._shard, first_chunk=load.first_chunk)
-            if loan is not None:
+            for shard in self._held:
+                loan = self._cache.claim(load.ticket, shard, first_chunk=load.first_chunk)
+                if loan is None:
+                    break
                 with loan:
-                    self._scatter(load, loan)
+                    self._scatter(load, shard, loan)
+            else:
                 failed = []
         except KVHoldError as error:
             log.warning("kvhold: the KV of request %s did not arrive and is computed: %s", load.request_id, error)
         except Exception:
             log.exception("kvhold: the KV of request %s could not be copied and is computed", load.request_id)
         finally:
+            self.tally.add("failed_loads" if failed else "loads", 1)
+            self.tally.add("load_seconds", time.monotonic() - began_s)
             self._finished.put(_Loaded(load.request_id, failed))
 
-    def _scatter(self, load: Load, loan: Loan) -> None:
-        assert self._view is not None
-        scatter_blocks(self._view, np.array(load.block_ids, dtype=np.int64), loan.buffer, loan.chunks(), threads=self._threads)
+    def _scatter(self, load: Load, shard: int, loan: Loan) -> None:
+        for number, (view, ids) in enumerate(zip(self._views[shard], load.block_ids, strict=True)):
+            places, blocks = loan.chunks(number), np.array(ids, dtype=np.int64)
+            _check_covered(self._geometry.parts[number], blocks, places)
+            scatter_blocks(view, blocks, loan.buffer, places, threads=self._threads)
+            self.tally.add("loaded_bytes", int((blocks >= 0).sum()) * view.group.layers * view.group.block_bytes)
+
+
+def _whole(part: Part, ids: list[int], num_tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """[chunks]: whether all blocks of each chunk are there."""
+    counts = -(-num_tokens // part.group.block_tokens)
+    ends = np.cumsum(counts)
+    there = np.array(ids, dtype=np.int64) >= 0
+    return np.array([there[end - count : end].all() for end, count in zip(ends, counts, strict=True)])
+
+
+def _check_covered(part: Part, blocks: npt.NDArray[np.int64], places: ChunkBytes) -> None:
+    """Every block that the engine waits for must get its bytes; one that nobody writes would be wrong KV."""
+    per_chunk = -(-places.num_tokens // part.group.block_tokens)
+    absent = np.repeat(places.offsets == ABSENT, per_chunk)
+    if (absent & (blocks >= 0)).any():
+        raise KVHoldError(f"the hit has no KV for {int((absent & (blocks >= 0)).sum())} blocks of KV cache group {part.table}")
+
+
+def _nbytes(view: View, places: ChunkBytes) -> int:
+    """Of the chunks that have a place."""
+    there = places.num_tokens[places.offsets != ABSENT]
+    return sum(view.group.layers * view.group.layer_bytes(int(num_tokens)) for num_tokens in there)
 
 
 def _commit(room: Room) -> None:

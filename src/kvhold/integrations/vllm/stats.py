@@ -1,0 +1,103 @@
+"""What the connector counts for vLLM: in its log, and for Prometheus beside its own metrics.
+
+    tally = Tally(); tally.looked_up(1000, sources={"ram": 768}, reason="never_stored"); stats = tally.take()
+
+Every token of every lookup is counted once: as found, by the tier that it came from, or as missed, by the reason. Every byte that is copied
+between blocks and the arena is counted once, where it was copied. So the figures add up: looked up = found + missed.
+"""
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+BELOW_MINIMUM, NOT_NAMED, NO_ANSWER = "below_minimum", "not_named", "no_answer"
+
+METRICS: dict[str, tuple[str, str]] = {
+    "lookup_tokens": ("", "Prompt tokens that were looked up."),
+    "hit_tokens": ("source", "Prompt tokens whose KV was found, by the tier it was in."),
+    "missed_tokens": (
+        "reason",
+        "Prompt tokens whose KV was not found, by why: a word of kvhold.core.reasons, below_minimum, not_named, or no_answer.",
+    ),
+    "loads": ("", "Hits that were loaded into blocks."),
+    "failed_loads": ("", "Hits that were not loaded after all, and computed."),
+    "loaded_bytes": ("", "Bytes copied into blocks."),
+    "stored_bytes": ("", "Bytes copied out of blocks."),
+    "stored_chunks": ("", "Chunks copied out of blocks, of one shard each."),
+    "load_seconds": ("", "Time from a load's start to its end, summed."),
+}
+"""`{name: (label, help)}`; all are counters."""
+
+
+class Tally:
+    """Counts until they are taken. Any thread.
+
+    What the cache cannot see is named here: `below_minimum`, less than a block; `not_named`, the KV depends on what kvhold cannot tell;
+    `no_answer`, no node, or too late.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: dict[str, float] = {}
+
+    def add(self, name: str, value: float, label: str = "") -> None:
+        """Count `value` more of a metric."""
+        assert bool(METRICS[name][0]) == bool(label), "a metric has a label or none"
+        with self._lock:
+            key = f"{name}:{label}" if label else name
+            self._counts[key] = self._counts.get(key, 0) + value
+
+    def looked_up(self, num_tokens: int, *, sources: Mapping[str, int], reason: str) -> None:
+        """A lookup of a prompt of `num_tokens` has its answer. reason: of what was not found."""
+        found = sum(sources.values())
+        self.add("lookup_tokens", num_tokens)
+        for source, tokens in sources.items():
+            self.add("hit_tokens", tokens, source)
+        if num_tokens > found:
+            self.add("missed_tokens", num_tokens - found, reason)
+
+    def take(self) -> "Stats | None":
+        """What was counted since the last call; None if nothing."""
+        with self._lock:
+            counts, self._counts = self._counts, {}
+        return Stats(counts) if counts else None
+
+
+class Stats(KVConnectorStats):
+    """Counts on their way to whoever logs them: `{"name" or "name:label": number}`."""
+
+    def reset(self) -> None:
+        self.data: dict[str, float] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> "Stats":
+        for name, value in other.data.items():
+            self.data[name] = self.data.get(name, 0) + value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return dict(sorted(self.data.items()))
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class PromMetrics(KVConnectorPromMetrics):
+    """The same as counters `vllm:kvhold_...`, with vLLM's own labels."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._counters = {
+            name: self._counter_cls(
+                name=f"vllm:kvhold_{name}", documentation=text, labelnames=[*self._labelnames, *([label] if label else [])]
+            )
+            for name, (label, text) in METRICS.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        engine = self.per_engine_labelvalues[engine_idx]
+        for key, value in transfer_stats_data.items():
+            name, _, label = key.partition(":")
+            if name in self._counters:
+                self._counters[name].labels(*engine, *([label] if label else [])).inc(value)

@@ -1,0 +1,120 @@
+"""Images and the like are known by all of their content, whatever vLLM or the user calls them."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="no vLLM in this environment")
+
+import numpy as np
+import torch
+from vllm.multimodal.inputs import PlaceholderRange
+
+from kvhold.core.keys import Insert
+from kvhold.integrations.vllm import media
+from kvhold.integrations.vllm.media import Media
+
+pytestmark = pytest.mark.vllm
+
+PIXELS = torch.arange(48, dtype=torch.float32).reshape(3, 4, 4)
+
+
+def feature(identifier: str = "photo", modality: str = "image", offset: int = 2, length: int = 9, **data: Any) -> Any:
+    """As vLLM has it: a processor's tensors by name; none, where it has been there before."""
+    elements = {name: SimpleNamespace(data=value) for name, value in data.items()} or None
+    return SimpleNamespace(
+        identifier=identifier, modality=modality, mm_position=PlaceholderRange(offset=offset, length=length), data=elements
+    )
+
+
+def inserts(memory: Media, *features: Any) -> list[Insert] | None:
+    return memory.inserts_of(SimpleNamespace(mm_features=list(features)))  # type: ignore[arg-type]
+
+
+def digest(**data: Any) -> bytes | str:
+    found = inserts(Media(), feature(**data))
+    assert found is not None
+    return found[0].digest
+
+
+def test_place_and_content_are_told() -> None:
+    found = inserts(Media(), feature(pixels=PIXELS), feature("other", offset=20, length=4, pixels=PIXELS + 1))
+    assert found is not None
+    assert [(insert.start, insert.length) for insert in found] == [(2, 9), (20, 4)]
+    assert found[0].digest != found[1].digest
+
+
+def test_a_text_has_none() -> None:
+    assert inserts(Media()) == []
+
+
+def test_what_the_user_calls_it_does_not_matter() -> None:
+    assert digest(identifier="a", pixels=PIXELS) == digest(identifier="b", pixels=PIXELS.clone())
+    assert digest(identifier="a", pixels=PIXELS) != digest(identifier="a", pixels=PIXELS + 1)
+
+
+def test_everything_counts() -> None:
+    one_bit = PIXELS.clone()
+    one_bit.view(torch.int32)[2, 3, 3] ^= 1
+    contents: list[dict[str, Any]] = [
+        {"pixels": PIXELS},
+        {"pixels": one_bit},
+        {"pixels": PIXELS.reshape(4, 3, 4)},
+        {"pixels": PIXELS.to(torch.bfloat16)},
+        {"pixels": PIXELS.view(torch.int32)},
+        {"pixels": PIXELS.numpy()},
+        {"other": PIXELS},
+        {"pixels": PIXELS, "modality": "video"},
+        {"pixels": PIXELS, "grid": torch.tensor([1, 4, 4])},
+        {"pixels": PIXELS, "grid": [1, 4, 4]},
+        {"pixels": PIXELS, "grid": [1, 44]},
+        {"pixels": PIXELS, "grid": [[1, 4], 4]},
+        {"pixels": PIXELS, "grid": ["1", "4", "4"]},
+        {"pixels": PIXELS, "grid": None},
+        {"pixels": PIXELS, "grid": torch.tensor(4)},
+        {"pixels": [PIXELS[0], PIXELS[1:]]},
+        {"pixels": torch.empty(0)},
+    ]
+    assert len({digest(**content) for content in contents}) == len(contents)
+
+
+def test_which_of_its_tokens_are_the_image_counts() -> None:
+    plain, masked = feature(pixels=PIXELS), feature(pixels=PIXELS)
+    masked.mm_position = PlaceholderRange(offset=2, length=9, is_embed=torch.tensor([True] * 8 + [False]))
+    one, two = inserts(Media(), plain), inserts(Media(), masked)
+    assert one is not None and two is not None
+    assert one[0].digest != two[0].digest
+
+
+def test_memory_in_another_order_is_the_same_content() -> None:
+    assert digest(pixels=PIXELS) == digest(pixels=PIXELS.permute(2, 0, 1).contiguous().permute(1, 2, 0))
+    assert digest(pixels=PIXELS.numpy()) == digest(pixels=np.asfortranarray(PIXELS.numpy()))
+
+
+def test_what_vllm_leaves_out_is_known_from_before_or_not_at_all() -> None:
+    memory = Media()
+    assert inserts(memory, feature()) is None
+    told = inserts(memory, feature(pixels=PIXELS))
+    assert inserts(memory, feature()) == told
+    assert inserts(memory, feature(), feature("another")) is None
+    changed = inserts(memory, feature(pixels=PIXELS + 1))
+    assert inserts(memory, feature()) == changed != told
+
+
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(media, "_REMEMBERED", 3)
+    memory = Media()
+    for name in "abc":
+        inserts(memory, feature(name, pixels=PIXELS))
+    inserts(memory, feature("a"))
+    inserts(memory, feature("d", pixels=PIXELS))
+    assert inserts(memory, feature("b")) is None, "the one that was asked for least lately is gone"
+    assert inserts(memory, feature("a")) and inserts(memory, feature("d"))
+
+
+def test_content_of_unknown_make_is_an_error_and_so_not_cached() -> None:
+    with pytest.raises(TypeError, match="object"):
+        digest(pixels=object())
+    with pytest.raises(TypeError, match="ndarray"):
+        digest(pixels=np.array([object()]))
