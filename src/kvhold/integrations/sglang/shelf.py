@@ -1,0 +1,190 @@
+"""Pages of one pool by SGLang's hashes, in the cache: count, load, store.
+
+    shelf = Shelf(cache, namespace, rules)
+    shelf.count(keys)                                   # how many from the first on
+    shelf.load(keys, scatter)                           # [True, True, False, ...], one a key
+    shelf.store(keys, prefix_keys, gather)
+
+Answers are per page: page i's belongs to key i, and one that is missing costs the others nothing. A lookup of the cache's ends at the
+first page that is missing, so pages behind a gap cost a question each; SGLang asks for what it has counted, which is one question.
+No fault of the cache's gets out of here: it is logged, and the page is a miss or was not stored. Any thread.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import TracebackType
+from typing import TypeAlias
+
+import numpy as np
+
+from kvhold.core.api import ABSENT, Cache, ChunkBytes, Hit, Loan
+from kvhold.core.config import Config
+from kvhold.core.errors import KVHoldError
+from kvhold.core.keys import Namespace
+from kvhold.integrations.sglang.names import names_of, query_of
+from kvhold.integrations.sglang.pools import Bytes
+
+log = logging.getLogger(__name__)
+
+Copy: TypeAlias = Callable[[int, Bytes, tuple[ChunkBytes, ...]], None]  # number of the first key, the arena, its chunks by group
+Take: TypeAlias = Callable[[int, Loan], None]  # number of the first key, the loan
+
+
+class Tally:
+    """What was moved, as SGLang's metrics want it: for each call its pages, and GB/s. Keeps the last 1,000 that nobody took."""
+
+    def __init__(self) -> None:
+        self._calls: deque[tuple[int, float]] = deque(maxlen=1000)
+
+    def add(self, num_pages: int, page_bytes: int, started_s: float) -> None:
+        if num_pages:
+            self._calls.append((num_pages, num_pages * page_bytes / max(time.monotonic() - started_s, 1e-9) / 1e9))
+
+    def take(self) -> list[tuple[int, float]]:
+        """Those since the last time."""
+        return [self._calls.popleft() for _ in range(len(self._calls))]
+
+
+class Shelf:
+    """The pages of one namespace."""
+
+    def __init__(self, cache: Cache, namespace: Namespace, config: Config) -> None:
+        self.namespace = namespace
+        self.loaded, self.stored = Tally(), Tally()
+        self._cache = cache
+        self._rules = config.rules
+        self._wait_s = config.client.arrival_timeout_s
+        self._groups = range(len(namespace.layout.groups))
+        self._page_bytes = sum(namespace.layout.chunk_bytes(group, namespace.layout.tokens_per_chunk) for group in self._groups)
+
+    def register(self) -> None:
+        """Make the layout known to the cache. A node that is lost is told when it is back."""
+        with _FaultsAreMisses("register"):
+            self._cache.register(self.namespace)
+
+    def count(self, keys: Sequence[str]) -> int:
+        """How many pages are there, from the first on. Those in lower tiers are brought into memory meanwhile."""
+        return self._find(keys, self._until()) or 0
+
+    def find(self, keys: Sequence[str]) -> Hit | None:
+        """What is there from the first page on, pinned until it is closed; None when nothing is."""
+        if not keys or not self._rules.load:
+            return None
+        with _FaultsAreMisses("lookup"):
+            query = query_of(self.namespace, keys)
+            hit = self._cache.lookup(query, wait_s=0)
+            try:
+                more = hit.arriving
+                hit.settle()
+                if more:  # for the next time that SGLang asks; it cannot wait for this one
+                    self._cache.prefetch(query)
+            except BaseException:
+                hit.close()
+                raise
+            if hit.num_tokens:
+                return hit
+            hit.close()
+        return None
+
+    def present(self, keys: Sequence[str], *, wait: bool = True) -> list[bool]:
+        """Which pages are there. wait: for those that lower tiers have, too."""
+        there = [False] * len(keys)
+        for first, pages in self._walk(keys, self._until() if wait else 0.0):
+            there[first : first + pages] = [True] * pages
+        return there
+
+    def load(self, keys: Sequence[str], scatter: Copy) -> list[bool]:
+        """Copy out what is there, and say which pages that was. A page that is False may have been written in part."""
+        started_s, arrived = time.monotonic(), [False] * len(keys)
+
+        def take(first: int, loan: Loan) -> None:
+            places = tuple(loan.chunks(group) for group in self._groups)
+            scatter(first, loan.buffer, places)
+            whole = _whole(places)
+            arrived[first : first + len(whole)] = whole
+
+        for _ in self._walk(keys, self._until(), take):
+            pass
+        self.loaded.add(sum(arrived), self._page_bytes, started_s)
+        return arrived
+
+    def store(self, keys: Sequence[str], prefix_keys: Sequence[str] | None, gather: Copy) -> list[bool]:
+        """Copy in what is missing, and say which pages are there now."""
+        if not self._rules.store:
+            return [False] * len(keys)
+        started_s, there = time.monotonic(), [False] * len(keys)
+        with _FaultsAreMisses("store"):
+            names, ttl_s = names_of(self.namespace, keys, prefix_keys), self._rules.ttl_s or None
+            with self._cache.reserve(self.namespace.layout, names, ttl_s=ttl_s) as room:
+                if room.granted:
+                    places = tuple(room.chunks(group) for group in self._groups)
+                    gather(0, room.buffer, places)
+                    room.commit()
+                    there = _whole(places)
+        self.stored.add(sum(there), self._page_bytes, started_s)
+        rest = [number for number, written in enumerate(there) if not written]
+        for number, found in zip(rest, self.present([keys[number] for number in rest], wait=False), strict=True):
+            there[number] = found
+        return there
+
+    def clear(self) -> None:
+        """Forget all pages."""
+        with _FaultsAreMisses("clear"):
+            self._cache.clear(self.namespace.digest)
+
+    def _until(self) -> float:
+        return time.monotonic() + self._wait_s
+
+    def _walk(self, keys: Sequence[str], until_s: float, take: Take | None = None) -> Iterator[tuple[int, int]]:
+        """Runs of pages that are there, as number of the first and how many; `take` is called for each while its loan is good."""
+        first = 0
+        while first < len(keys):
+            pages = self._find(keys[first:], until_s, None if take is None else partial(take, first))
+            if pages is None:
+                return
+            if pages:
+                yield first, pages
+            first += pages + 1
+
+    def _find(self, keys: Sequence[str], until_s: float, take: Callable[[Loan], None] | None = None) -> int | None:
+        """How many pages are there, from the first on; None after a fault, after which asking on would only cost time."""
+        if not keys or not self._rules.load:
+            return None
+        with _FaultsAreMisses("load"):
+            wait_s = max(0.0, until_s - time.monotonic())
+            with self._cache.lookup(query_of(self.namespace, keys), wait_s=wait_s) as hit:
+                hit.settle()
+                pages = hit.num_tokens // self.namespace.layout.tokens_per_chunk
+                if pages and take is not None:
+                    loan = self._cache.claim(hit.ticket)
+                    if loan is None:
+                        return None
+                    with loan:
+                        take(loan)
+                return pages
+        return None
+
+
+def _whole(places: tuple[ChunkBytes, ...]) -> list[bool]:
+    """Of which pages every group is among them."""
+    return [bool(whole) for whole in np.logical_and.reduce([place.offsets != ABSENT for place in places])]
+
+
+class _FaultsAreMisses:
+    """SGLang's threads go on without us. What they did not expect of us is logged in full."""
+
+    def __init__(self, operation: str) -> None:
+        self._operation = operation
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        if isinstance(error, KVHoldError):
+            log.debug("kvhold: %s: %s", self._operation, error)
+        elif isinstance(error, Exception):
+            log.error("kvhold: %s", self._operation, exc_info=error)
+        return isinstance(error, Exception)
