@@ -24,6 +24,8 @@ FIELDS = {
 def test_without_vllm_it_runs_on_transformers_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("command", "run"):
         monkeypatch.setattr(f"kvhold.cli.demo.{module}.is_vllm_available", lambda: False)
+    for name in ("CONNECT", "CALL"):
+        monkeypatch.setenv(f"KVHOLD_CLIENT_{name}_TIMEOUT_S", "60")  # a busy machine is no reason to compute
     figures, picture = tmp_path / "demo.json", tmp_path / "demo.png"
     arguments = ["demo", "--model-size", "tiny", "--tokens", "600", "--repeats", "1", "--json", str(figures), "--picture", str(picture)]
     result = CliRunner().invoke(cli, arguments)

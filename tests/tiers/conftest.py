@@ -1,16 +1,20 @@
 """Servers for the tests of tiers: the real ones, started once a module; a visible skip where the program is not installed."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
 from typing import TypeVar
 
 import pytest
 
 from kvhold.testing.servers.base import NotInstalled, ServerProcess
+from kvhold.tiers.base import Tier
 
 _WITH_SERVERS = ("central", "redis", "memcached", "s3", "mooncake", "layerwise")
 
 Server = TypeVar("Server", bound=ServerProcess)
+AnyTier = TypeVar("AnyTier", bound=Tier)
+
+_opened: list[Tier] = []
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -28,3 +32,17 @@ def start_or_skip(make: Callable[[], Server]) -> Iterator[Server]:
         except NotInstalled as error:
             pytest.skip(str(error))
         yield server
+
+
+def opened(tier: AnyTier) -> AnyTier:
+    """The tier, which is closed after the test however that ends, if it uses `nothing_stays_open`."""
+    _opened.append(tier)
+    return tier
+
+
+@pytest.fixture
+async def nothing_stays_open() -> AsyncIterator[None]:
+    """A test that fails leaves no connection to the next one, where it would be found as a resource that nobody closed."""
+    yield
+    while _opened:
+        await _opened.pop().close()

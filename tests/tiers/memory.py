@@ -43,8 +43,9 @@ class Place:
         self._changed = threading.Condition()
 
     def url(self, **options: object) -> str:
-        """The line for settings."""
-        return f"plugin://{PLUGIN}?place={self.name}" + "".join(f"&{name}={value}" for name, value in options.items())
+        """The line for settings; without other options, of a tier that nobody gives up because the machine is busy."""
+        patient = dict.fromkeys(("probe_timeout_s", "get_timeout_s", "put_timeout_s"), 60)
+        return f"plugin://{PLUGIN}?place={self.name}" + "".join(f"&{name}={value}" for name, value in (patient | options).items())
 
     def hold(self, *operations: str) -> None:
         """Calls of these wait from now on."""

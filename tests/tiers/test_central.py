@@ -20,12 +20,15 @@ from kvhold.testing.servers.certificates import Certificates, make_certificates
 from kvhold.testing.tier import fetch, make_key, make_value, scanned, store
 from kvhold.tiers.central import CentralTier
 from kvhold.tiers.url import parse_url
+from tests.tiers.conftest import opened
+
+pytestmark = pytest.mark.usefixtures("nothing_stays_open")
 
 MIB = 1 << 20
 
 
 def a_tier(url: str) -> CentralTier:
-    return CentralTier.from_url(parse_url(url))
+    return opened(CentralTier.from_url(parse_url(url)))
 
 
 @asynccontextmanager
@@ -48,11 +51,10 @@ async def tier(server: CentralServer) -> AsyncIterator[CentralTier]:
     tier = a_tier(server.url)
     yield tier
     await empty(tier)
-    await tier.close()
 
 
 async def empty(tier: CentralTier) -> None:
-    again = CentralTier(tier._config)
+    again = opened(CentralTier(tier._config))
     await again.delete(await scanned(again))
     await again.close()
 
@@ -65,7 +67,6 @@ class TestCentralTier(TierContract):
         tier = a_tier(server.url)
         yield tier
         await empty(tier)
-        await tier.close()
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +192,7 @@ class TestFaults:
                 assert await fetch(tier, list(values), [8 * MIB] * 16) == list(values.values())
 
     async def test_below_it_a_disk_outlives_it(self, tmp_path: Path) -> None:
-        with CentralServer("--tier", f"disk://{tmp_path}/d") as server:
+        with CentralServer("--tier", f"disk://{tmp_path}/d?probe_timeout_s=60&get_timeout_s=60&put_timeout_s=60") as server:
             values = {make_key(i): make_value(i, 100_000 + i) for i in range(10)}
             async with tier_of(server) as tier:
                 assert await store(tier, values) == [True] * 10

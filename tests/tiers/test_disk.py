@@ -110,7 +110,7 @@ class Gate:
 
         def held(*args: Any) -> Any:
             self._loop.call_soon_threadsafe(self.reached.set)
-            assert self._open.wait(10)  # not for ever: a test that fails has to end
+            assert self._open.wait(60)  # not for ever: a test that fails has to end
             return inner(*args)
 
         monkeypatch.setattr(os, name, held)
@@ -724,7 +724,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "kvhold-test", folder], check=False).returncode:
         pytest.skip("mounting a small file system takes root")
     yield folder
-    subprocess.run(["umount", folder], check=True)
+    subprocess.run(["umount", "--lazy", folder], check=True)  # a test that fails may have left a file open
 
 
 @contextmanager

@@ -139,6 +139,51 @@ async def test_a_fault_of_one_item_is_that_item_s_alone(bench: Bench, place: Pla
     assert bench.count("kvhold_tier_bytes", operation="put") == 8
 
 
+class TestClears:
+    async def test_what_is_stored_meanwhile_does_not_keep_it_from_ending(
+        self, bench: Bench, place: Place, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        await bench.call("put")
+        delete = MemoryTier.delete
+
+        async def delete_while_others_store(self: MemoryTier, keys: list[bytes]) -> list[bool]:
+            removed = await delete(self, keys)
+            place.values |= {KEYS[0]: b"later", b"another": b"later"}
+            return removed
+
+        monkeypatch.setattr(MemoryTier, "delete", delete_while_others_store)
+        assert await bench.guard.clear(b"") == 3
+        assert bench.guard.status()["clears_owed"] == 0
+        assert await bench.guard.probe([*KEYS[:2], b"another"]) == [5, None, 5]
+
+    async def test_what_others_have_removed_meanwhile_is_not_owed(
+        self, bench: Bench, place: Place, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        await bench.call("put")
+        delete = MemoryTier.delete
+
+        async def delete_after_others(self: MemoryTier, keys: list[bytes]) -> list[bool]:
+            place.values.pop(KEYS[1])
+            return await delete(self, keys)
+
+        monkeypatch.setattr(MemoryTier, "delete", delete_after_others)
+        assert await bench.guard.clear(b"") == 2
+        assert bench.guard.status()["clears_owed"] == 0
+
+    async def test_what_the_tier_did_not_remove_is_owed_and_not_found(
+        self, bench: Bench, place: Place, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def delete_nothing(self: MemoryTier, keys: list[bytes]) -> list[bool]:
+            return [False] * len(keys)
+
+        await bench.call("put")
+        monkeypatch.setattr(MemoryTier, "delete", delete_nothing)
+        assert await bench.guard.clear(b"") == 0
+        assert bench.guard.status()["clears_owed"] == 1
+        assert await bench.call("probe") == [None] * 3
+        assert len(place.values) == 3
+
+
 class TestRetries:
     @pytest.mark.parametrize(("operation", "calls"), [("probe", 2), ("get", 2), ("delete", 2), ("put", 1)])
     async def test_only_what_may_safely_be_done_twice_is(self, bench: Bench, place: Place, operation: str, calls: int) -> None:

@@ -13,6 +13,9 @@ from kvhold.core.layout import Group, Layout
 from kvhold.testing.servers.base import NotInstalled
 from kvhold.tiers.base import Tier
 from kvhold.tiers.registry import make_tier
+from tests.tiers.conftest import opened
+
+pytestmark = pytest.mark.usefixtures("nothing_stays_open")
 
 LAYOUTS = {
     "gqa": Layout(groups=(Group(layers=5, planes=2, heads=2, head_dim=32, dtype="bfloat16"),), tokens_per_chunk=64),
@@ -52,7 +55,7 @@ async def read_range(tier: Tier, key: bytes, start: int, nbytes: int) -> memoryv
 async def test_any_layer_is_read_alone_and_checked(place: Place, name: str, num_tokens: int) -> None:
     """R3: whole chunks and tails, each group with its own dtype and shape; the size that a probe tells is the frame's, to the byte."""
     layout = LAYOUTS[name]
-    tier, _ = make_tier(place.url())
+    tier = opened(make_tier(place.url())[0])
     for group, geometry in enumerate(layout.groups):
         key, chunk = a_key(group), memoryview(os.urandom(layout.chunk_bytes(group, num_tokens)))
         frame = frame_chunk(chunk, Raw(), key=key, layout=layout, num_tokens=num_tokens, first_token=128)
@@ -91,7 +94,7 @@ async def test_shapes_of_any_rank_and_dtype_are_stated_and_come_back(place: Plac
         header_bytes=header_size(rank=len(shape), num_layers=3),
     )
     assert encode_header(header) == encode_header(header)
-    tier, _ = make_tier(place.url())
+    tier = opened(make_tier(place.url())[0])
     assert await tier.put([(header.key, [memoryview(encode_header(header)), memoryview(payload)])]) == [None]
     back = bytearray(header.frame_bytes)
     assert await tier.get([header.key], [[memoryview(back)]]) == [header.frame_bytes]

@@ -12,7 +12,9 @@ from kvhold.testing.servers.memcached import MemcachedServer
 from kvhold.testing.tier import fetch, make_key, make_value, scanned, store
 from kvhold.tiers.memcached import MemcachedTier
 from kvhold.tiers.url import parse_url
-from tests.tiers.conftest import start_or_skip
+from tests.tiers.conftest import opened, start_or_skip
+
+pytestmark = pytest.mark.usefixtures("nothing_stays_open")
 
 KEY = make_key(1)
 MIB = 1 << 20
@@ -41,7 +43,7 @@ async def tier(server: MemcachedServer) -> AsyncIterator[MemcachedTier]:
 
 
 def at(url: str) -> MemcachedTier:
-    return MemcachedTier.from_url(parse_url(url))
+    return opened(MemcachedTier.from_url(parse_url(url)))
 
 
 class TestMemcachedTier(TierContract):

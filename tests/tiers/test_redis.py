@@ -43,8 +43,10 @@ async def tier_at(url: str, *servers: RedisServer) -> AsyncIterator[RedisTier]:
     for server in servers:
         server.call("FLUSHALL")
     tier = RedisTier.from_url(parse_url(url))
-    yield tier
-    await tier.close()
+    try:
+        yield tier
+    finally:
+        await tier.close()
 
 
 class TestOneServer(TierContract):

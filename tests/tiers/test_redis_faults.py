@@ -14,7 +14,9 @@ from kvhold.tiers.redis import RedisTier
 from kvhold.tiers.redis.names import Names
 from kvhold.tiers.redis.split import Head
 from kvhold.tiers.url import parse_url
-from tests.tiers.conftest import start_or_skip
+from tests.tiers.conftest import opened, start_or_skip
+
+pytestmark = pytest.mark.usefixtures("nothing_stays_open")
 
 KEY = make_key(1)
 MIB = 1 << 20
@@ -44,7 +46,7 @@ async def tier(server: RedisServer) -> AsyncIterator[RedisTier]:
 
 
 def at(url: str) -> RedisTier:
-    return RedisTier.from_url(parse_url(url))
+    return opened(RedisTier.from_url(parse_url(url)))
 
 
 def name(key: bytes) -> bytes:

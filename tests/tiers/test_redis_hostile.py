@@ -13,11 +13,18 @@ from kvhold.core.errors import TierDenied, TierError, TierUnavailable
 from kvhold.testing.tier import make_key, scanned
 from kvhold.tiers.redis import RedisTier
 from kvhold.tiers.url import parse_url
+from tests.tiers.conftest import opened
+
+pytestmark = pytest.mark.usefixtures("nothing_stays_open")
 
 KEY = make_key(1)
 GUARD = b"\xa5"
 
 Say = Callable[[list[bytes]], bytes | None]
+
+
+def at(url: str) -> RedisTier:
+    return opened(RedisTier.from_url(parse_url(url)))
 
 
 class Liar:
@@ -66,7 +73,7 @@ async def liar() -> AsyncIterator[Liar]:
 
 @pytest.fixture
 async def tier(liar: Liar) -> AsyncIterator[RedisTier]:
-    tier = RedisTier.from_url(parse_url(f"redis://127.0.0.1:{liar.port}?connections=1"))
+    tier = at(f"redis://127.0.0.1:{liar.port}?connections=1")
     yield tier
     await tier.close()
 
@@ -159,7 +166,7 @@ async def test_half_a_value_and_an_end_is_unavailable(liar: Liar, tier: RedisTie
         writer.close()
 
     async with await asyncio.start_server(half, "127.0.0.1", 0) as server:
-        broken = RedisTier.from_url(parse_url(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}"))
+        broken = at(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}")
         memory = bytearray(GUARD * 300)
         with pytest.raises(TierUnavailable):
             await broken.get([KEY], [[memoryview(memory)[100:200]]])
@@ -227,7 +234,7 @@ async def test_a_scan_that_is_answered_with_nonsense_is_an_error(liar: Liar, tie
 )
 async def test_a_cluster_that_says_nonsense_is_an_error(liar: Liar, slots: bytes) -> None:
     liar.say = lambda _: slots
-    tier = RedisTier.from_url(parse_url(f"redis-cluster://127.0.0.1:{liar.port}"))
+    tier = at(f"redis-cluster://127.0.0.1:{liar.port}")
     with pytest.raises(TierError):
         await tier.probe([KEY])
     await tier.close()
@@ -238,7 +245,7 @@ async def test_a_key_that_is_sent_round_in_circles_is_given_up(liar: Liar, code:
     port = liar.port
     slots = b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$9\r\n127.0.0.1\r\n:%d\r\n" % port
     liar.say = lambda words: slots if words[0] == b"CLUSTER" else b"-%b 1 127.0.0.1:%d\r\n" % (code, port)
-    tier = RedisTier.from_url(parse_url(f"redis-cluster://127.0.0.1:{port}"))
+    tier = at(f"redis-cluster://127.0.0.1:{port}")
     with pytest.raises(TierUnavailable):
         await tier.probe([KEY])
     assert len(liar.commands) < 40
@@ -280,7 +287,7 @@ async def test_what_a_server_says_of_itself_is_a_fault_of_the_place(
 
 async def test_a_password_that_the_server_repeats_is_not_told(liar: Liar) -> None:
     liar.say = lambda words: b"-ERR unknown command 'AUTH', with args beginning with: '%b'\r\n" % words[-1]
-    tier = RedisTier.from_url(parse_url(f"redis://:hunter2@127.0.0.1:{liar.port}"))
+    tier = at(f"redis://:hunter2@127.0.0.1:{liar.port}")
     with pytest.raises(TierDenied) as caught:
         await tier.check()
     assert "hunter2" not in str(caught.value)

@@ -12,14 +12,16 @@ from kvhold.tiers.redis import RedisTier
 from kvhold.tiers.redis.names import Names
 from kvhold.tiers.redis.topology import slot_of
 from kvhold.tiers.url import parse_url
-from tests.tiers.conftest import start_or_skip
+from tests.tiers.conftest import opened, start_or_skip
+
+pytestmark = pytest.mark.usefixtures("nothing_stays_open")
 
 VALUES = {make_key(i): make_value(i, 1000 + i) for i in range(30)}
 SIZES = [len(value) for value in VALUES.values()]
 
 
 def at(url: str) -> RedisTier:
-    return RedisTier.from_url(parse_url(url))
+    return opened(RedisTier.from_url(parse_url(url)))
 
 
 def slot(key: bytes) -> int:
@@ -103,7 +105,7 @@ class TestSlotsThatMove:
                 node.call("CLUSTER", "SETSLOT", slot(keys[0]), "NODE", source.call("CLUSTER", "MYID"))
 
     async def test_a_node_that_dies_loses_its_own_keys_alone(self) -> None:
-        with RedisCluster(timeout_ms=60_000) as cluster:  # so that the others go on serving meanwhile
+        with RedisCluster() as cluster:
             tier = at(cluster.url)
             await store(tier, VALUES)
             dead = cluster.owner(0)
@@ -147,10 +149,12 @@ class TestFailover:
         if how == "ask":
             sentinels.sentinels[0].call("SENTINEL", "FAILOVER", sentinels.service)
         elif how == "kill":
+            sentinels.be_quick()
             old.kill()
             with pytest.raises(TierUnavailable):
                 await tier.probe(list(VALUES))
         else:
+            sentinels.be_quick()
             old.pause()
             call = asyncio.ensure_future(tier.probe(list(VALUES)))
             for _ in range(50):

@@ -18,7 +18,9 @@ from kvhold.testing.tier import fetch, make_key, make_value, scanned, store
 from kvhold.tiers.s3 import S3Config, S3Tier
 from kvhold.tiers.s3_store import endpoint_of
 from kvhold.tiers.url import parse_url
-from tests.tiers.conftest import start_or_skip
+from tests.tiers.conftest import opened, start_or_skip
+
+pytestmark = pytest.mark.usefixtures("nothing_stays_open")
 
 BUCKET = "kvhold"
 MIB = 1 << 20
@@ -204,7 +206,10 @@ async def test_a_large_value_travels_in_parts(server: MotoServer, open_tier: Ope
     assert pending_uploads(server) == []
 
 
-async def test_a_cancelled_upload_in_parts_leaves_nothing(own_server: MotoServer, open_own: OpenTier) -> None:
+async def test_a_cancelled_upload_in_parts_leaves_nothing(
+    own_server: MotoServer, open_own: OpenTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvhold.tiers.s3._ABORT_S", 60.0)  # a busy moto takes its time
     tier, value = await open_own(multipart_bytes="6MiB", part_bytes="5MiB"), make_value(1, 31 * MIB)
     cut = 0
     for turn in range(12):
@@ -262,7 +267,7 @@ async def test_credentials_come_from_the_environment(own_server: MotoServer, mon
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", own_server.access_key_id)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", own_server.secret_access_key)
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")  # the option wins
-    tier = S3Tier.from_url(parse_url(f"s3://{BUCKET}/p?endpoint=http://127.0.0.1:{own_server.port}"))
+    tier = opened(S3Tier.from_url(parse_url(f"s3://{BUCKET}/p?endpoint=http://127.0.0.1:{own_server.port}")))
     await tier.check()
     assert await store(tier, {make_key(1): b"x"}) == [True]
     await tier.close()
@@ -346,7 +351,7 @@ async def test_a_connection_that_breaks_amid_a_value_loses_that_value_alone(serv
     values = {make_key(i): make_value(i, nbytes) for i, nbytes in enumerate((1_000, 3 * MIB, 2_000))}
     async with broken_after(server.port, 1 * MIB) as port:
         endpoint = f"http://127.0.0.1:{port}"
-        tier = S3Tier.from_url(parse_url(server.url(f"{BUCKET}/{prefix}", endpoint=endpoint)))
+        tier = opened(S3Tier.from_url(parse_url(server.url(f"{BUCKET}/{prefix}", endpoint=endpoint))))
         assert await store(tier, values) == [True] * 3
         memory = [bytearray(3 * MIB) for _ in values]
         got = await tier.get(list(values), [[memoryview(m)] for m in memory])
@@ -376,7 +381,7 @@ async def test_answers_that_moto_never_gives_are_named(status: int, code: str, k
     body = f"<Error><Code>{code}</Code><Message>said</Message><AWSAccessKeyId>hidden</AWSAccessKeyId></Error>" if code else ""
     async with answering(f"HTTP/1.1 {status} X\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()) as port:
         url = f"s3://{BUCKET}/p?endpoint=http://127.0.0.1:{port}&access_key_id=hidden&secret_access_key=hidden"
-        tier = S3Tier.from_url(parse_url(url))
+        tier = opened(S3Tier.from_url(parse_url(url)))
         items = [(make_key(1), [memoryview(b"x")])]
         fault = (await asyncio.gather(tier.put(items), return_exceptions=True))[0]
         await tier.close()

@@ -15,9 +15,9 @@ from kvhold.testing.servers.s3 import CephGateway, boto_client
 from kvhold.testing.tier import fetch, make_key, make_value, scanned, store
 from kvhold.tiers.s3 import S3Tier
 from kvhold.tiers.url import parse_url
-from tests.tiers.conftest import start_or_skip
+from tests.tiers.conftest import opened, start_or_skip
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_stays_open")]
 
 BUCKET = "kvhold"
 MIB = 1 << 20
@@ -73,7 +73,7 @@ async def test_what_is_wrong_is_named(server: CephGateway) -> None:
         (BUCKET, {"access_key_id": "hidden"}, TierDenied, "credentials"),
         ("no-such-bucket", {}, TierUnavailable, "no-such-bucket"),
     ):
-        tier = S3Tier.from_url(parse_url(server.url(place, **options)))
+        tier = opened(S3Tier.from_url(parse_url(server.url(place, **options))))
         for call in (tier.check, lambda tier=tier: store(tier, {make_key(1): b"x"}), lambda tier=tier: scanned(tier)):
             with pytest.raises(kind, match=message) as caught:
                 await call()

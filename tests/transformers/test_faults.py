@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 
 from kvhold.cache import LocalCache
 from kvhold.core.api import ABSENT, Hit, Loan, Room
-from kvhold.core.config import load_config
+from kvhold.core.config import ClientConfig, Config, NodeConfig, load_config
 from kvhold.core.errors import CapacityError, DeadlineExceeded, KVHoldError, NodeError
 from kvhold.core.keys import ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
@@ -27,17 +28,19 @@ from kvhold.node import NodeClient, connect
 from tests.transformers.models import prompt_of, small_chunks
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+PATIENT = ClientConfig(connect_timeout_s=60, call_timeout_s=60, heartbeat_interval_s=60, reconnect_interval_s=0.02)  # a busy machine waits
 REPOSITORY = Path(__file__).parent.parent.parent
 
 STORE = """
 import sys, torch
 from pathlib import Path
+from kvhold.core.config import ClientConfig
 from kvhold.integrations.transformers import Reuse
 from kvhold.node import NodeClient
 from tests.transformers.models import make_model, prompt_of, small_chunks
 
 torch.set_num_threads(1)
-with NodeClient(Path(sys.argv[1])) as cache:
+with NodeClient(Path(sys.argv[1]), ClientConfig(connect_timeout_s=60, call_timeout_s=60)) as cache:
     reuse = Reuse(make_model("llama"), cache, config=small_chunks())
     past = reuse.forward(prompt_of(50)).past_key_values
     assert reuse.last.num_stored == 50, reuse.last
@@ -81,7 +84,7 @@ class TestNode:
             environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])}
             command = [sys.executable, "-c", STORE, str(socket), str(tmp_path / "kv.pt")]
             subprocess.run(command, env=environ, cwd=tmp_path, check=True)
-            with NodeClient(socket) as cache:
+            with NodeClient(socket, PATIENT) as cache:
                 reuse = Reuse(llama, cache, config=small_chunks())
                 output = reuse.generate(prompt_of(50), return_dict_in_generate=True, **GREEDY)
                 assert reuse.last.num_loaded == 49 and not reuse.last.reason
@@ -93,7 +96,7 @@ class TestNode:
 
     def test_a_killed_node_is_gone_on_without_and_found_again(self, llama: Any, socket: Path, caplog: pytest.LogCaptureFixture) -> None:
         expected = llama.generate(prompt_of(50), **GREEDY)
-        config = load_config({"node": {"socket": str(socket), "autostart": False}, "client": {"reconnect_interval_s": 0.02}}, environ={})
+        config = Config(node=NodeConfig(socket=str(socket), autostart=False), client=PATIENT)
         with node_on(socket) as node, connect(config) as cache:
             reuse = Reuse(llama, cache, config=small_chunks())
             for loaded in (0, 49):
@@ -111,7 +114,7 @@ class TestNode:
                     assert reuse.last.num_loaded == loaded and not reuse.last.reason
 
     def test_a_node_that_dies_during_the_forward_pass_costs_only_the_store(self, llama: Any, socket: Path) -> None:
-        with node_on(socket) as node, NodeClient(socket) as cache:
+        with node_on(socket) as node, NodeClient(socket, PATIENT) as cache:
             reuse = Reuse(llama, cache, config=small_chunks())
             reuse.forward(prompt_of(40))
 
@@ -129,12 +132,10 @@ class TestNode:
         assert torch.equal(output, llama.generate(prompt_of(50), **GREEDY))
 
     def test_a_node_that_hangs_costs_its_deadline_once(self, llama: Any, socket: Path) -> None:
-        config = load_config(
-            {"node": {"socket": str(socket), "autostart": False}, "client": {"call_timeout_s": 0.2, "connect_timeout_s": 0.5}}, environ={}
-        )
-        with node_on(socket) as node, connect(config) as cache:
+        with node_on(socket) as node, NodeClient(socket, PATIENT) as cache:
             reuse = Reuse(llama, cache, config=small_chunks())
             reuse.forward(prompt_of(50))
+            cache._config = replace(cache._config, call_timeout_s=0.2, connect_timeout_s=0.5)
             os.kill(node.pid, signal.SIGSTOP)
             reasons = []
             for _ in range(2):
@@ -144,7 +145,7 @@ class TestNode:
             assert "no node on" in reasons[1]
 
 
-def wait_until_joined(cache: NodeClient, timeout_s: float = 20) -> None:
+def wait_until_joined(cache: NodeClient, timeout_s: float = 60) -> None:
     until = time.monotonic() + timeout_s
     while not cache.connected:
         assert time.monotonic() < until, "the node was not joined again"

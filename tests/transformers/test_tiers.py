@@ -19,9 +19,10 @@ def test_a_new_process_finds_on_disk_what_another_stored(llama: Any, tmp_path: P
     """With faults injected, fewer tokens are loaded, and the output is the same."""
     prompt = prompt_of(50)
     expected = llama.generate(prompt, **GREEDY)
-    options = "?faults=get:corrupt:0.5&faults_seed=1" if "faults" in kind else ""
+    options = "&faults=get:corrupt:0.5&faults_seed=1" if "faults" in kind else ""
+    url = f"{kind}://{tmp_path}/kv?probe_timeout_s=60&get_timeout_s=60&put_timeout_s=60{options}"
     for _ in range(3):
-        with open_cache(ram_bytes="4MiB", tiers=[f"{kind}://{tmp_path}/kv{options}"]) as cache:
+        with open_cache(ram_bytes="4MiB", tiers=[url], client={"arrival_timeout_s": 60}) as cache:
             reuse = Reuse(llama, cache, config=small_chunks())
             assert torch.equal(reuse.generate(prompt, **GREEDY), expected)
             assert cache.flush()

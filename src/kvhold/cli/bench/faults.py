@@ -35,7 +35,8 @@ LAYOUT = Layout(groups=(Group(layers=4, planes=2, heads=2, head_dim=64, dtype="b
 SPACE = Namespace(model="fault matrix", layout=LAYOUT)
 PROMPT_TOKENS = 8 * 64
 NUM_PROMPTS = 6
-_CALL_S, _ARRIVAL_S, _SLACK_S = 2.0, 3.0, 1.0
+SLACK_S = 1.0
+_CALL_S, _ARRIVAL_S = 2.0, 3.0
 _GUARD = "probe_timeout_s=0.3&get_timeout_s=0.6&put_timeout_s=0.6&breaker_failures=2&breaker_pause_s=0.1&batch_bytes=256KiB"
 _FAULT_COUNTERS = ("kvhold_tier_errors", "kvhold_tier_bad_frames", "kvhold_tier_dropped_chunks", "kvhold_withdrawn_chunks")
 
@@ -142,7 +143,7 @@ class Trial:
         except KVHoldError:
             self.alive = False
         finally:
-            self.in_deadline = self.in_deadline and time.monotonic() - began <= deadline_s + _SLACK_S
+            self.in_deadline = self.in_deadline and time.monotonic() - began <= deadline_s + SLACK_S
         return None
 
 

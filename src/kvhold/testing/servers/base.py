@@ -7,20 +7,23 @@ Where the program is not installed, starting raises NotInstalled, which names th
 """
 
 import os
+import secrets
 import shutil
 import signal
 import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Self
 
-_START_S = 60.0
+_START_S = 180.0
 _STOP_S = 20.0
 _POLL_S = 0.02
+_LOWEST_PORT = 10_240
 
 
 class NotInstalled(Exception):
@@ -142,8 +145,30 @@ def program(name: str, package: str) -> str:
 
 
 def free_port() -> int:
-    """A loopback port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A loopback port that nobody listens on now, and that the kernel gives to nobody unasked: so a server finds it free when it starts
+    a little later, and when it starts again."""
+    while True:
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", next(_ports)))
+            except OSError:
+                continue
+            port: int = probe.getsockname()[1]
+            return port
+
+
+def _own_ports() -> Iterator[int]:
+    """Below those that the kernel hands out, one after the other from a place of this process's own; 0, for any, where that cannot be."""
+    try:
+        end = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except OSError:
+        end = 0
+    if end < 2 * _LOWEST_PORT:
+        yield from repeat(0)
+    port = _LOWEST_PORT + secrets.randbelow(end - _LOWEST_PORT)
+    while True:
+        yield port
+        port = port + 1 if port + 1 < end else _LOWEST_PORT
+
+
+_ports = _own_ports()
