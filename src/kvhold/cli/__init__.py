@@ -20,6 +20,7 @@ _COMMANDS = {
     "tiers": ("kvhold.cli.tiers", "Which tiers there are, and what can be set."),
     "doctor": ("kvhold.cli.doctor", "Try each tier, and say what is wrong."),
     "demo": ("kvhold.cli.demo.command", "Show on a real engine what a hit is worth."),
+    "verify": ("kvhold.cli.verify.command", "Prove on a model that kvhold changes no answer and no bit."),
     "bench": ("kvhold.cli.bench.command", "Measure, against limits taken in the same run."),
 }
 

@@ -9,8 +9,6 @@ is killed must not take the caller along. Used from one thread. Leaves out on pu
 that there is `kvhold.cli.demo.openai_server`.
 """
 
-import os
-import select
 import sys
 import time
 from collections.abc import Mapping
@@ -72,7 +70,6 @@ class Engine:
         self._log_path = log_path
         self._environment = environment or {}
         self._process: LoggedProcess | None = None
-        self._unread = b""
 
     @property
     def pid(self) -> int:
@@ -140,14 +137,9 @@ class Engine:
     def _ask(self, operation: Operation, kind: type[_R], timeout_s: float) -> _R:
         """Send one operation and wait for its reply, which must be a `kind`."""
         process, doing = self._child(), str(operation.__struct_config__.tag)
-        if not process.is_alive:
-            raise process.failure(doing)
+        line = process.ask(msgspec.json.encode(operation), doing, timeout_s)
         try:
-            process.input.write(msgspec.json.encode(operation) + b"\n")
-            reply = _decoder.decode(self._read_line(process, doing, time.monotonic() + timeout_s))
-        except BrokenPipeError:
-            process.kill()
-            raise process.failure(doing) from None
+            reply = _decoder.decode(line)
         except msgspec.DecodeError as error:
             raise process.failure(doing, f"answered with what is no reply: {error}") from error
         if isinstance(reply, Refused):
@@ -155,20 +147,6 @@ class Engine:
         if not isinstance(reply, kind):
             raise process.failure(doing, f"answered {reply}")
         return reply
-
-    def _read_line(self, process: LoggedProcess, doing: str, deadline: float) -> bytes:
-        while b"\n" not in self._unread:
-            readable, _, _ = select.select([process.output], [], [], max(0.0, deadline - time.monotonic()))
-            if not readable:
-                process.kill()  # nobody knows what it is doing, and a late reply would be taken for the next one's
-                raise process.failure(doing, "was silent for too long and was killed")
-            data = os.read(process.output.fileno(), 1 << 16)
-            if not data:
-                process.wait(timeout_s=5.0)
-                raise process.failure(doing)
-            self._unread += data
-        line, self._unread = self._unread.split(b"\n", 1)
-        return line
 
 
 if __name__ == "__main__":

@@ -6,8 +6,10 @@ and read what they like, and what they start in turn inherits neither pipe. When
 does the engine.
 """
 
+import faulthandler
 import logging
 import os
+import signal
 import sys
 from typing import BinaryIO, Protocol
 
@@ -52,7 +54,8 @@ class Driver(Protocol):
 
 
 def main() -> int:
-    operations, replies = _take_pipes()
+    operations, replies = take_pipes()
+    faulthandler.register(signal.SIGUSR1)  # where each thread is, for a parent that has waited too long
     lines = msgspec.json.Decoder(Operation)
     driver: Driver | None = None
     for line in operations:
@@ -102,7 +105,7 @@ def _run(driver: Driver, operation: Operation) -> Reply:
             return Refused(reason="started already")
 
 
-def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
+def take_pipes() -> tuple[BinaryIO, BinaryIO]:
     """Standard input and output as files of our own; the standard descriptors read nothing and write to the log from here on."""
     operations, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)

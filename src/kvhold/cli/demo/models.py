@@ -128,7 +128,7 @@ def make_model(size: str, root: Path | None = None) -> ModelInfo:
             draft = Path(scratch) / "model"
             draft.mkdir()
             _write(geometry, draft)
-            _publish(draft, path)
+            publish(draft, path)
     return ModelInfo(name=size, path=path, geometry=geometry)
 
 
@@ -143,7 +143,7 @@ def _fingerprint(geometry: Geometry) -> str:
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _publish(draft: Path, path: Path) -> None:
+def publish(draft: Path, path: Path) -> None:
     """Give the finished folder its name. Another process may have been faster: its folder is as good."""
     try:
         draft.rename(path)

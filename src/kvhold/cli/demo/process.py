@@ -1,9 +1,15 @@
-"""A child process whose output goes to a log, and the error that quotes the log's end. Shared by the demo's engines and servers."""
+"""A child process whose output goes to a log, and the error that quotes the log's end. Shared by whoever runs engines and servers.
+
+One that was started with pipes is talked to in lines: `ask` sends one and waits for the answer. Whoever stays silent for too long is
+made to write down where each of its threads is (Python's faulthandler, which an engine's child sets up for SIGUSR1), and is killed.
+"""
 
 import os
+import select
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, BinaryIO
@@ -11,6 +17,8 @@ from typing import IO, BinaryIO
 from kvhold.core.errors import KVHoldError
 
 _LOG_TAIL_BYTES = 3_000
+_STACKS_TAIL_BYTES = 12_000  # of one that was silent: its threads' stacks are the end of its log
+_STACKS_WAIT_S = 5.0
 
 
 class EngineFailed(KVHoldError):
@@ -43,6 +51,8 @@ class LoggedProcess:
             bufsize=0,
             process_group=0,
         )
+        self._unread = b""
+        self._tail_bytes = _LOG_TAIL_BYTES
 
     @property
     def pid(self) -> int:
@@ -52,15 +62,20 @@ class LoggedProcess:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    @property
-    def input(self) -> IO[bytes]:
-        assert self._process.stdin is not None, "started without pipes"
-        return self._process.stdin
+    def ask(self, line: bytes, doing: str, timeout_s: float) -> bytes:
+        """Send one line and wait for the one that answers it, both without their ends. Raises EngineFailed, `doing` in it.
 
-    @property
-    def output(self) -> IO[bytes]:
-        assert self._process.stdout is not None, "started without pipes"
-        return self._process.stdout
+        One that does not answer in time is killed: nobody knows what it is doing, and a late answer would be taken for the next one's.
+        """
+        if not self.is_alive:
+            raise self.failure(doing)
+        deadline = time.monotonic() + timeout_s
+        try:
+            self._send(line + b"\n", doing, deadline)
+        except BrokenPipeError:
+            self.kill()
+            raise self.failure(doing) from None
+        return self._read_line(doing, deadline)
 
     def terminate(self) -> None:
         """Ask it to end."""
@@ -94,7 +109,7 @@ class LoggedProcess:
         if self._log.closed:
             return self._last_words
         size = os.fstat(self._log.fileno()).st_size
-        tail = os.pread(self._log.fileno(), _LOG_TAIL_BYTES, max(0, size - _LOG_TAIL_BYTES))  # the child writes at the shared offset
+        tail = os.pread(self._log.fileno(), self._tail_bytes, max(0, size - self._tail_bytes))  # the child writes at the shared offset
         return tail.decode(errors="replace")
 
     def failure(self, doing: str, what: str | None = None) -> EngineFailed:
@@ -104,3 +119,48 @@ class LoggedProcess:
             what = f"died by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with exit code {code}"
         where = f" ({self._log_path})" if self._log_path is not None else ""
         return EngineFailed(f"{doing}: {self._name} (pid {self.pid}) {what}; the end of its log{where}:\n{self.log_tail()}")
+
+    def _send(self, data: bytes, doing: str, deadline: float) -> None:
+        """All of it: a pipe takes what fits, and a child that reads nothing takes no more."""
+        pipe = _descriptor(self._process.stdin)
+        os.set_blocking(pipe, False)
+        rest = memoryview(data)
+        while rest:
+            if not select.select([], [pipe], [], max(0.0, deadline - time.monotonic()))[1]:
+                raise self._silent(doing)
+            rest = rest[os.write(pipe, rest) :]
+
+    def _read_line(self, doing: str, deadline: float) -> bytes:
+        pipe = _descriptor(self._process.stdout)
+        while b"\n" not in self._unread:
+            if not select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise self._silent(doing)
+            data = os.read(pipe, 1 << 16)
+            if not data:
+                self.wait(timeout_s=5.0)
+                raise self.failure(doing)
+            self._unread += data
+        line, self._unread = self._unread.split(b"\n", 1)
+        return line
+
+    def _silent(self, doing: str) -> EngineFailed:
+        """End one that does not answer; its log ends with its stacks, if it can still write them."""
+        self._dump_stacks()
+        self.kill()
+        return self.failure(doing, "was silent for too long and was killed")
+
+    def _dump_stacks(self) -> None:
+        """Have it write its threads' stacks to its log, and wait for that. Without faulthandler the signal ends it, as `kill` would."""
+        size = os.fstat(self._log.fileno()).st_size
+        self._tail_bytes = _STACKS_TAIL_BYTES
+        os.kill(self._process.pid, signal.SIGUSR1)
+        deadline = time.monotonic() + _STACKS_WAIT_S
+        while os.fstat(self._log.fileno()).st_size == size and time.monotonic() < deadline and self.is_alive:
+            time.sleep(0.05)
+        if self.is_alive:
+            time.sleep(0.2)  # for the rest of what it writes
+
+
+def _descriptor(pipe: IO[bytes] | None) -> int:
+    assert pipe is not None, "started without pipes"
+    return pipe.fileno()

@@ -24,6 +24,7 @@ from kvhold.node import NodeClient
 
 _OUTPUT_TOKENS = 16
 _NODE_OUTLIVES_ENGINES_S = 120.0
+_PATIENT = ClientConfig(connect_timeout_s=60, call_timeout_s=60)
 
 
 @dataclass
@@ -124,13 +125,13 @@ def _connector(socket: Path, ram_bytes: int) -> dict[str, Any]:
 
 
 def _bytes_loaded(socket: Path) -> int:
-    with NodeClient(socket, ClientConfig(), name="kvhold demo") as client:
+    with NodeClient(socket, _PATIENT, name="kvhold demo") as client:
         return int(client.status()["counters"].get("kvhold_loaned_bytes", 0))
 
 
 def _stop_node(socket: Path) -> None:
     try:
-        with NodeClient(socket, ClientConfig(), name="kvhold demo") as client:
+        with NodeClient(socket, _PATIENT, name="kvhold demo") as client:
             client.stop_node()
     except NodeError:
         pass  # it never started, or has ended

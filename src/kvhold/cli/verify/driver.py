@@ -1,0 +1,158 @@
+"""A real vLLM engine in this process, stepped by hand. Only for `engine_child`, whose parent has set the environment.
+
+    driver = Driver(Start(engine={"model": ..., ...}))
+    driver.ask(Ask(questions=[...], max_tokens=8)).token_ids
+
+Engines may follow each other in one process: importing vLLM takes longer than starting a small engine. Workers of parallel engines are
+processes of their own, which vLLM starts.
+"""
+
+import itertools
+import time
+from typing import Any
+
+from kvhold.cli.demo.prompts import corpus
+from kvhold.cli.verify.messages import Answered, Ask, Question, Start, Started
+
+_DRAIN_S = 120.0
+_VOCABULARY_TEXT = 20_000  # characters, from which the ids of text are taken
+_IMAGE_SIDE = 112  # pixels
+
+
+class Driver:
+    """One started engine."""
+
+    def __init__(self, options: Start) -> None:
+        from vllm.config import KVTransferConfig
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        given = dict(options.engine)
+        if (transfer := given.pop("kv_transfer_config", None)) is not None:
+            given["kv_transfer_config"] = KVTransferConfig(**transfer)
+        self._adapters = options.adapters
+        self._engine: Any = LLMEngine.from_engine_args(EngineArgs(disable_log_stats=True, **given))
+        _keep_kernels()
+        self._core: Any = self._engine.engine_core.engine_core  # in-process: the client holds the core itself
+        self._config: Any = self._core.vllm_config
+        self._request_ids = itertools.count()
+        self._processor: Any = None
+
+    def started(self) -> Started:
+        kv_cache = self._core.scheduler.kv_cache_config
+        specs = [(group.kv_cache_spec, len(group.layer_names)) for group in kv_cache.kv_cache_groups]
+        scheduling, workers = self._config.scheduler_config, self._config.parallel_config.world_size
+        return Started(
+            block_sizes=[spec.block_size for spec, _ in specs],
+            num_blocks=kv_cache.num_blocks,
+            token_bytes=workers * sum(-(-spec.page_size_bytes // spec.block_size) * layers for spec, layers in specs),
+            vocabulary=self._vocabulary(),
+            takes_images=bool(self._config.model_config.is_multimodal_model),
+            prefix_caching=bool(self._config.cache_config.enable_prefix_caching),
+            chunked_prefill=bool(scheduling.enable_chunked_prefill),
+            async_scheduling=bool(scheduling.async_scheduling),
+            max_num_batched_tokens=scheduling.max_num_batched_tokens,
+        )
+
+    def ask(self, operation: Ask) -> Answered:
+        from vllm.sampling_params import SamplingParams
+
+        params = SamplingParams(temperature=0.0, max_tokens=operation.max_tokens, ignore_eos=True, detokenize=False)
+        names: list[str] = []
+        for question in operation.questions:
+            name = f"verify-{next(self._request_ids)}"
+            names.append(self._engine.add_request(name, self._prompt(question), params, lora_request=self._lora(question)))
+        outputs: dict[str, Any] = {}
+        preempted: dict[str, int] = {}
+        while self._engine.has_unfinished_requests():
+            outputs.update((output.request_id, output) for output in self._step())
+            preempted.update((name, request.num_preemptions) for name, request in self._core.scheduler.requests.items())
+        self._drain()
+        last = list(outputs.values())
+        assert len(last) == len(names), f"{len(names)} questions, {len(last)} answers"
+        last.sort(key=lambda output: int(output.request_id.split("-")[1]))
+        return Answered(
+            token_ids=[list(output.outputs[0].token_ids) for output in last],
+            cached=[output.num_cached_tokens or 0 for output in last],
+            num_preemptions=sum(preempted.values()),
+        )
+
+    def reset(self) -> None:
+        """Raises RuntimeError when the engine will not forget."""
+        if not self._engine.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache: it still holds blocks of finished requests")
+
+    def close(self) -> None:
+        """Shut the engine down, so that another one can be started in this process."""
+        import gc
+
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        self._engine.engine_core.shutdown()
+        self._engine = self._core = self._config = None
+        cleanup_dist_env_and_memory()
+        gc.collect()
+
+    def _prompt(self, question: Question) -> dict[str, Any]:
+        if not question.images:
+            return {"prompt_token_ids": question.tokens}
+        if self._processor is None:
+            from transformers import AutoProcessor
+
+            self._processor = AutoProcessor.from_pretrained(self._config.model_config.model, local_files_only=True)
+        text = self._processor.tokenizer.decode(question.tokens)
+        content = [{"type": "image"} for _ in question.images] + [{"type": "text", "text": text}]
+        prompt = self._processor.apply_chat_template([{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True)
+        images = [_image(seed) for seed in question.images]
+        return {"prompt": prompt, "multi_modal_data": {"image": images if len(images) > 1 else images[0]}}
+
+    def _lora(self, question: Question) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        if question.adapter is None:
+            return None
+        return LoRARequest(f"adapter-{question.adapter}", 1 + question.adapter, self._adapters[question.adapter])
+
+    def _vocabulary(self) -> list[int]:
+        """The ids that occur in text: marks with a meaning of their own, such as an image's, are not among them."""
+        tokenizer = self._engine.get_tokenizer()
+        if tokenizer is None:
+            return list(range(self._config.model_config.get_vocab_size()))
+        ids = tokenizer.encode(corpus()[:_VOCABULARY_TEXT], add_special_tokens=False)
+        return sorted(set(ids) - set(tokenizer.all_special_ids))
+
+    def _step(self) -> list[Any]:
+        """One step. Where there was nothing to compute, as while KV is being loaded, wait a millisecond as vLLM's own loop does."""
+        began = time.perf_counter()
+        outputs: list[Any] = self._engine.step()
+        if not outputs and time.perf_counter() - began < 0.002:
+            time.sleep(0.001)
+        return outputs
+
+    def _drain(self) -> None:
+        """Step on until the scheduler has let go of what finished, as vLLM's own loop does: connectors save and free here."""
+        deadline = time.monotonic() + _DRAIN_S
+        while self._core.scheduler.has_requests():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"vLLM still holds finished requests after {_DRAIN_S:g} s: its connector has not let go of their blocks")
+            self._step()
+
+
+def _keep_kernels() -> None:
+    """Have the next engine in this process use the kernels that this one has registered.
+
+    vLLM registers its CPU kernels anew for each engine and looks for their users in every module there is. There it stumbles over llvmlite,
+    which the connector has loaded by then: "'_lib_fn_wrapper' object has no attribute 'get'".
+    """
+    from vllm.platforms import current_platform
+
+    current_platform.register_triton_kernel_overrides = lambda: None
+
+
+def _image(seed: int) -> Any:
+    """A picture of noise, another one for each seed."""
+    import numpy as np
+    from PIL import Image
+
+    pixels = np.random.default_rng(seed).integers(0, 256, (_IMAGE_SIDE, _IMAGE_SIDE, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)

@@ -1,0 +1,66 @@
+"""What a checkpoint needs besides a language model's weights: LoRA adapters and an image processor's settings."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+_RANK = 8
+_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_ADAPTER_STD = 0.5  # strong enough that each adapter's output is its own
+
+
+def save_adapter(folder: Path, settings: dict[str, Any], seed: int) -> None:
+    """A LoRA adapter of a Llama with `settings`, in the form of peft: adapter_config.json and adapter_model.safetensors."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(seed)
+    hidden = settings["hidden_size"]
+    heads = {
+        "q_proj": settings["num_attention_heads"],
+        "k_proj": settings["num_key_value_heads"],
+        "v_proj": settings["num_key_value_heads"],
+    }
+    weights = {}
+    for layer in range(settings["num_hidden_layers"]):
+        for target in _TARGETS:
+            size_in = settings["num_attention_heads"] * settings["head_dim"] if target == "o_proj" else hidden
+            size_out = heads[target] * settings["head_dim"] if target in heads else hidden
+            name = f"base_model.model.model.layers.{layer}.self_attn.{target}"
+            weights[f"{name}.lora_A.weight"] = torch.randn((_RANK, size_in), generator=generator) * size_in**-0.5
+            weights[f"{name}.lora_B.weight"] = torch.randn((size_out, _RANK), generator=generator) * _ADAPTER_STD * _RANK**-0.5
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "lora_alpha": _RANK,
+        "lora_dropout": 0.0,
+        "modules_to_save": None,
+        "r": _RANK,
+        "target_modules": list(_TARGETS),
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def save_image_processor(folder: Path, settings: dict[str, Any], tokenizer: Any) -> None:
+    """LLaVA's processor: `tokenizer`, and CLIP's image processor for square images of the model's size."""
+    from transformers import CLIPImageProcessor, LlavaProcessor
+
+    vision = settings["vision_config"]
+    size = vision["image_size"]
+    images = CLIPImageProcessor(size={"shortest_edge": size}, crop_size={"height": size, "width": size})
+    processor = LlavaProcessor(
+        image_processor=images,
+        tokenizer=tokenizer,
+        patch_size=vision["patch_size"],
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        image_token="<image>",
+        chat_template=tokenizer.chat_template,
+    )
+    processor.save_pretrained(folder)
