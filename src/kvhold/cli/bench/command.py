@@ -12,6 +12,7 @@ import click
 
 from kvhold.cli.bench.rows import Row, needing, table
 from kvhold.cli.bench.soak.command import command as soak
+from kvhold.cli.bench.vllm.command import command as vllm
 
 _MARKS = {True: "yes", False: "NO", None: "-"}
 
@@ -92,6 +93,7 @@ def faults(tiers: tuple[str, ...], only: tuple[str, ...], json_file: Path | None
 
 
 command.add_command(soak, "soak")
+command.add_command(vllm, "vllm")
 
 
 def _check_names(given: Sequence[str], known: Iterable[str]) -> None:

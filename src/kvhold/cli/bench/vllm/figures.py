@@ -1,0 +1,151 @@
+"""From the times of cells to rows: medians, and ratios within cells with intervals of confidence.
+
+Cores are shared, so a time says little and a ratio of two times from the same cell more: it is the median of such ratios that rows and
+goals are about. Intervals are of 95 %, by bootstrap over cells (percentiles of the resampled median). No I/O, no vLLM.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from kvhold.cli.bench.vllm.run import Cell
+from kvhold.cli.bench.vllm.systems import AGAIN, KVHOLD, LIMIT, OFFLOADING, PLAIN, SYSTEMS
+
+_RESAMPLES = 4_000
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A median of ratios within cells, the ends of its 95 % interval, and of how many cells."""
+
+    median: float
+    low: float
+    high: float
+    cells: int
+
+
+@dataclass(frozen=True)
+class VllmRow:
+    """One system at one share of reuse.
+
+    reuse: per cent of the prompt; throughput: tokens of prompts and outputs a second, two requests together; None: not measured
+    ratio_to_best_peer: its TTFT over that of the best other system, the limit aside, in the same cells; below 1 it is faster
+    cached_tokens: what the shortest hit spared; requests: those behind the TTFT
+    ttft_ratios, throughput_ratios, cpu_ratios: its value over that of each other system; CPU time is of all processes, for whole requests
+    """
+
+    reuse: int
+    system: str
+    ttft_p50_s: float
+    ttft_p99_s: float
+    throughput: float | None
+    ratio_to_best_peer: float
+    best_peer: str
+    cached_tokens: int
+    requests: int
+    ttft_ratios: dict[str, Ratio]
+    throughput_ratios: dict[str, Ratio]
+    cpu_ratios: dict[str, Ratio]
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What kvhold is to reach: `what` holds when the ratio is at most `most`.
+
+    noise: how far two identical engines were apart in this run, as a factor of 1 or more; no smaller difference means anything
+    """
+
+    what: str
+    ratio: Ratio
+    most: float
+    noise: float = 1.0
+
+    @property
+    def verdict(self) -> str:
+        """Whether it is reached; "undecided" where the interval, wider by the noise on both sides, has the goal in it."""
+        low, high = self.ratio.low / self.noise, self.ratio.high * self.noise
+        if low <= self.most < high:
+            return "undecided"
+        return "yes" if high <= self.most else "NO"
+
+
+def make_rows(cells: Sequence[Cell]) -> list[VllmRow]:
+    """A row for each system and each share of reuse."""
+    rows = []
+    for reuse in sorted({cell.reuse for cell in cells}):
+        alone = [cell for cell in cells if cell.reuse == reuse and not cell.burst]
+        bursts = [cell for cell in cells if cell.reuse == reuse and cell.burst]
+        names = list(dict.fromkeys(name for cell in alone for name in sorted(cell.seconds, key=SYSTEMS.index)))
+        medians = {name: float(np.median(_seconds(alone, name))) for name in names}
+        for name in names:
+            others = [other for other in names if other != name]
+            ttft_ratios = {other: ratio(alone, name, other) for other in others}
+            peers = [other for other in others if other not in (LIMIT, AGAIN)]
+            best = min(peers, key=medians.__getitem__)
+            rates = [cell.num_tokens / cell.seconds[name] for cell in bursts if name in cell.seconds]
+            rows.append(
+                VllmRow(
+                    reuse=reuse,
+                    system=name,
+                    ttft_p50_s=medians[name],
+                    ttft_p99_s=float(np.percentile(_seconds(alone, name), 99)),
+                    throughput=float(np.median(rates)) if rates else None,
+                    ratio_to_best_peer=ttft_ratios[best].median,
+                    best_peer=best,
+                    cached_tokens=min(cell.cached_tokens[name] for cell in alone if name in cell.seconds),
+                    requests=len(_seconds(alone, name)),
+                    ttft_ratios=ttft_ratios,
+                    throughput_ratios={other: ratio(bursts, other, name) for other in others if _shared(bursts, name, other)},
+                    cpu_ratios={other: ratio(bursts, name, other, "cpu_s") for other in others if _shared(bursts, name, other)},
+                )
+            )
+    return rows
+
+
+def goals(rows: Sequence[VllmRow]) -> list[Goal]:
+    """What kvhold's rows are judged by."""
+    found = []
+    control = next((row for row in rows if row.system == AGAIN), None)
+    of_ttft = _apart(control.ttft_ratios) if control is not None else 1.0
+    of_work = _apart(control.throughput_ratios) if control is not None else 1.0
+    of_cpu = _apart(control.cpu_ratios) if control is not None else 1.0
+    for row in rows:
+        if row.system != KVHOLD:
+            continue
+        ttft = row.ttft_ratios
+        if row.reuse == 0:
+            found.append(Goal("no reuse: TTFT over vLLM's without a connector", ttft[PLAIN], 1.02, of_ttft))
+            rate = row.throughput_ratios[PLAIN]
+            slower = Ratio(1 / rate.median, 1 / rate.high, 1 / rate.low, rate.cells)
+            found.append(Goal("no reuse: time for the same work over vLLM's without a connector", slower, 1.02, of_work))
+            found.append(Goal("no reuse: CPU time for it, beside that", row.cpu_ratios[PLAIN], 1.02, of_cpu))
+        elif OFFLOADING in ttft:
+            found.append(Goal(f"{row.reuse} % reuse: TTFT over vLLM's offloading's", ttft[OFFLOADING], 1.0, of_ttft))
+        if row.reuse == 100:
+            found.append(Goal("full hit: TTFT over that of vLLM's own prefix cache", ttft[LIMIT], 1.1, of_ttft))
+    return found
+
+
+def _apart(ratios: dict[str, Ratio]) -> float:
+    """How far the control is from the engine that it is a copy of."""
+    median = ratios[PLAIN].median
+    return max(median, 1 / median)
+
+
+def ratio(cells: Sequence[Cell], name: str, other: str, what: Literal["seconds", "cpu_s"] = "seconds") -> Ratio:
+    """Times of `name` over those of `other`, in the cells where both are."""
+    times = [getattr(cell, what) for cell in _shared(cells, name, other)]
+    values = np.array([time[name] / time[other] for time in times])
+    resampled = np.random.default_rng(0).choice(values, (_RESAMPLES, len(values)))
+    low, high = np.percentile(np.median(resampled, axis=1), (2.5, 97.5))
+    return Ratio(float(np.median(values)), float(low), float(high), len(values))
+
+
+def _shared(cells: Sequence[Cell], name: str, other: str) -> list[Cell]:
+    return [cell for cell in cells if name in cell.seconds and other in cell.seconds]
+
+
+def _seconds(cells: Sequence[Cell], name: str) -> list[float]:
+    return [cell.seconds[name] for cell in cells if name in cell.seconds]
