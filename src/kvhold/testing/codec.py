@@ -212,7 +212,7 @@ class CodecContract:
             for bytes_ in damaged:
                 with suppress(FrameError):
                     decode(codec, case, 0, bytes_)
-            assert tracemalloc.get_traced_memory()[1] < 16 << 20
+                assert tracemalloc.get_traced_memory()[1] < 16 << 20
         finally:
             tracemalloc.stop()
 

@@ -1,0 +1,151 @@
+"""`kvhold verify` on a real vLLM: every class of model that this build runs passes, and a connector that lies is caught."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvhold.testing.checkpoints import RECIPES, make_checkpoint
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+# What this vLLM does with each class in float32 on CPUs; a change of it is news. Refused: kvhold says why it does not serve them here.
+REFUSED = {"falcon-h1": "mamba_cache_mode is none", "deepseek-v2": "turns chunked prefill off for its MLA"}
+UNSUPPORTED = {"jamba": "selective_scan_fwd"}
+PASSING = sorted(RECIPES.keys() - REFUSED.keys() - UNSUPPORTED.keys())
+
+
+@dataclass(frozen=True)
+class Verified:
+    """One run of the command. rows: by model and path."""
+
+    exit_code: int
+    output: str
+    rows: dict[tuple[str, str], dict[str, Any]]
+
+
+def verify(folder: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> Verified:
+    argv = [sys.executable, "-m", "kvhold", "verify", *arguments, "--threads", "1", "--json", str(folder / "rows.json")]
+    ran = subprocess.run(argv, env=os.environ | (environment or {}), capture_output=True, text=True, check=False)
+    rows = json.loads((folder / "rows.json").read_text())
+    return Verified(ran.returncode, ran.stdout + ran.stderr, {(row["model"], row["path"]): row for row in rows})
+
+
+@pytest.fixture(scope="module")
+def classes(tmp_path_factory: pytest.TempPathFactory) -> Verified:
+    """All classes in the plain path, their engines in one process after each other."""
+    return verify(tmp_path_factory.mktemp("verify"), "--all-classes", "--paths", "plain")
+
+
+def assert_passed(row: dict[str, Any], output: str) -> None:
+    assert row["outcome"] == "pass", output
+    assert row["kv_exact"] is True
+    assert row["tokens_equal"] is True
+    assert row["requests"] >= 12
+    assert row["blocks"] > 10
+
+
+class TestClasses:
+    @pytest.mark.parametrize("name", PASSING)
+    def test_a_class_that_this_vllm_runs_passes(self, classes: Verified, name: str) -> None:
+        assert_passed(classes.rows[name, "plain"], classes.output)
+
+    @pytest.mark.parametrize("name", sorted(REFUSED))
+    def test_what_would_not_come_back_exactly_is_refused_with_the_reason(self, classes: Verified, name: str) -> None:
+        row = classes.rows[name, "plain"]
+        assert (row["outcome"], row["kv_exact"], row["tokens_equal"]) == ("refused", None, None), classes.output
+        assert REFUSED[name] in row["reason"]
+
+    @pytest.mark.parametrize("name", sorted(UNSUPPORTED))
+    def test_what_this_vllm_does_not_run_is_named_with_its_own_error(self, classes: Verified, name: str) -> None:
+        row = classes.rows[name, "unsupported by vLLM"]
+        assert (row["outcome"], row["kv_exact"], row["tokens_equal"], row["requests"]) == ("unsupported", None, None, 0)
+        assert UNSUPPORTED[name] in row["reason"]
+
+    def test_the_command_ends_well_and_shows_every_row(self, classes: Verified) -> None:
+        assert classes.exit_code == 0, classes.output
+        assert {model for model, _ in classes.rows} == set(RECIPES)
+        assert all(f"\n{name}" in classes.output for name in RECIPES)
+
+
+def test_the_other_paths_pass_on_a_users_model(tmp_path: Path) -> None:
+    model = str(make_checkpoint("llama").path)
+    paths = ["no-prefix-caching", "chunked-prefill", "preemption", "new-engine", "fp8-kv", "tp2"]
+    small = [
+        "--config",
+        '{"tokens_per_chunk": 64}',
+        "--engine-args",
+        '{"block_size": 32}',
+        "--kv-memory",
+        "64MiB",
+        "--max-model-len",
+        "2048",
+    ]
+    verified = verify(tmp_path, model, "--paths", ",".join([*paths, "async"]), *small)
+    for path in paths:
+        assert_passed(verified.rows[model, path], verified.output)
+    assert verified.rows[model, "async"]["outcome"] == "off"
+    assert verified.exit_code == 0, verified.output
+
+
+@pytest.mark.parametrize("damage", ["bit", "block"])
+def test_a_loaded_block_that_is_damaged_on_the_way_fails(tmp_path: Path, damage: str) -> None:
+    environment = {"PYTHONPATH": str(write_plugin(tmp_path)), "TEST_DAMAGE": damage}
+    verified = verify(tmp_path, "--classes", "llama", "--paths", "plain", environment=environment)
+    row = verified.rows["llama", "plain"]
+    assert verified.exit_code == 1, verified.output
+    assert "kvhold verify: FAILED" in verified.output
+    assert (row["outcome"], row["kv_exact"]) == ("FAIL", False), verified.output
+    assert "1 of " in row["reason"]
+    if damage == "block":
+        assert row["tokens_equal"] is False, "without its KV an answer is another"
+
+
+def test_a_connector_that_finds_nothing_fails(tmp_path: Path) -> None:
+    verified = verify(tmp_path, "--classes", "llama", "--paths", "plain", "--config", '{"rules": {"load": false}}')
+    row = verified.rows["llama", "plain"]
+    assert (verified.exit_code, row["outcome"], row["kv_exact"], row["tokens_equal"]) == (1, "FAIL", None, True), verified.output
+    assert "no hit" in row["reason"]
+
+
+def write_plugin(folder: Path) -> Path:
+    """A plugin of vLLM's, as a folder for PYTHONPATH: the first block that is loaded is damaged after it was copied."""
+    (folder / "damaging.py").write_text(
+        """
+import ctypes
+import os
+
+
+def register():
+    from kvhold.integrations.vllm import worker
+
+    scatter, done = worker.scatter_blocks, []
+    if scatter.__name__ == "damaging":
+        return
+
+    def damaging(view, blocks, *arguments, **options):
+        scatter(view, blocks, *arguments, **options)
+        there = [int(block) for block in blocks if block >= 0]
+        if done or not there:
+            return
+        done.append(True)
+        address = int(view.table[0, 0]) + there[0] * view.block_stride
+        if os.environ["TEST_DAMAGE"] == "bit":
+            (ctypes.c_ubyte * 1).from_address(address)[0] ^= 1
+        else:
+            ctypes.memset(address, 0, view.group.block_bytes)
+
+    worker.scatter_blocks = damaging
+"""
+    )
+    information = folder / "damaging-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: damaging\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text("[vllm.general_plugins]\ndamaging = damaging:register\n")
+    return folder
