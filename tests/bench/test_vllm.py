@@ -1,4 +1,4 @@
-"""`kvhold bench vllm` on real engines, all five of them, short: whether they agree, what they reuse, and what is written down."""
+"""`kvhold bench vllm` on real engines, all six of them, short: whether they agree, what they reuse, and what is written down."""
 
 import json
 import subprocess
