@@ -29,7 +29,7 @@ from kvhold.core.keys import Namespace
 from kvhold.core.layout import Group, Layout
 from kvhold.integrations.vllm import register, scheduler, space
 from kvhold.integrations.vllm.connector import KVHoldConnector
-from kvhold.integrations.vllm.geometry import geometry_of
+from kvhold.integrations.vllm.geometry import geometry_of, mixes_adapters
 from kvhold.integrations.vllm.steps import Load, Steps, Store
 from kvhold.node import NodeClient
 from tests.vllm.scheduling import (
@@ -895,6 +895,26 @@ class TestSaveDecode:
             tight.add(f"{name} again", text, max_tokens=2)
             tight.run()
             assert tight.outputs[f"{name} again"] == answer_to(text, 2)
+
+
+def test_where_adapters_may_leak_into_plain_requests_these_are_not_stored(engine: MakeEngine, tmp_path: Path) -> None:
+    """vLLM's CPU build computes a request without an adapter with that of another one in its batch."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"adapter")
+    adapter = LoRARequest("tuned", 1, str(tmp_path))
+    leaky = engine(caching=False)
+    leaky.connector.scheduler._stores_plain = False
+    prompt = make_prompt("leaks", 300)
+    for request_id, changes in (("plain", {}), ("tuned", {"lora_request": adapter}), ("tuned again", {"lora_request": adapter})):
+        leaky.add(request_id, prompt, **changes)
+        leaky.run()
+    assert {store.request_id for store in leaky.stores} == {"tuned"}
+    assert [load.request_id for load in leaky.loads] == ["tuned again"]
+
+
+@pytest.mark.parametrize(("lora", "trusted"), [(None, True), (SimpleNamespace(), False)])
+def test_adapters_leak_where_they_are_enabled_on_a_cpu(lora: object, trusted: bool) -> None:
+    assert mixes_adapters(SimpleNamespace(lora_config=lora)) is not trusted  # type: ignore[arg-type]
 
 
 class TestRefusals:

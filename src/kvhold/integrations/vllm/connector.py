@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvhold.core.config import load_config
-from kvhold.integrations.vllm.geometry import geometry_of
+from kvhold.integrations.vllm.geometry import geometry_of, mixes_adapters
 from kvhold.integrations.vllm.scheduler import SchedulerSide
 from kvhold.integrations.vllm.space import namespace_of
 from kvhold.integrations.vllm.stats import PromMetrics, Stats
@@ -54,7 +54,14 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(settings, namespace, geometry, loads=transfer.is_kv_consumer, stores=transfer.is_kv_producer)
+            self._scheduler = SchedulerSide(
+                settings,
+                namespace,
+                geometry,
+                loads=transfer.is_kv_consumer,
+                stores=transfer.is_kv_producer,
+                stores_plain=not mixes_adapters(vllm_config),
+            )
         else:
             rank, num_blocks = vllm_config.parallel_config.rank, kv_cache_config.num_blocks
             self._worker = WorkerSide(settings, namespace, geometry, rank=rank, num_blocks=num_blocks)

@@ -111,6 +111,14 @@ def geometry_of(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: Confi
     )
 
 
+def mixes_adapters(config: "VllmConfig") -> bool:
+    """Whether a request without an adapter may be computed with another request's.
+
+    vLLM's CPU build does so where both are in one batch: the KV of such a request is wrong, and nobody must find it under the model's name.
+    """
+    return config.lora_config is not None and current_platform.is_cpu()
+
+
 def _layout(parts: tuple[Part, ...], tokens_per_chunk: int) -> Layout:
     block = lcm(*(part.group.block_tokens for part in parts))
     groups = tuple(part.group for part in parts)

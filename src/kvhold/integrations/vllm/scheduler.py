@@ -72,11 +72,24 @@ class _Followed:
 class SchedulerSide:
     """One engine's lookups."""
 
-    def __init__(self, config: Config, namespace: Namespace, geometry: Geometry, *, loads: bool = True, stores: bool = True) -> None:
-        """loads, stores: whether this engine may. vLLM keeps passes under way from writing to freed blocks only where it knows of loads."""
+    def __init__(
+        self,
+        config: Config,
+        namespace: Namespace,
+        geometry: Geometry,
+        *,
+        loads: bool = True,
+        stores: bool = True,
+        stores_plain: bool = True,
+    ) -> None:
+        """loads, stores: whether this engine may. vLLM keeps passes under way from writing to freed blocks only where it knows of loads.
+
+        stores_plain: whether the KV of requests without an adapter can be trusted
+        """
         self._config = config
         self._may_load = loads
         self._may_store = stores
+        self._stores_plain = stores_plain
         self._geometry = geometry
         self._configured = namespace
         self._namespace = namespace
@@ -304,7 +317,8 @@ class SchedulerSide:
             self.tally.looked_up(request.num_prompt_tokens, sources=hit.sources, reason=reason)
 
     def _stores_for(self, followed: _Followed) -> bool:
-        return self._may_store and followed.rules.store
+        trusted = self._stores_plain or followed.request.lora_request is not None
+        return self._may_store and followed.rules.store and trusted
 
     def _saves_decode(self, followed: _Followed) -> bool:
         """Not of a session whose prompt goes on after an answer: what is added may be more than its tokens."""
