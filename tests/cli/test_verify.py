@@ -49,11 +49,12 @@ class TestPrompts:
         assert len(set(whole)) > 1, "and some do not"
         assert make_batches(VOCABULARY, sizes, seed=seed) == make_batches(VOCABULARY, sizes, seed=seed)
 
-    def test_each_prompt_is_asked_of_the_model_and_of_each_adapter(self) -> None:
-        questions = [q for batch in make_batches(VOCABULARY, Sizes(32, 64, 2_000), seed=1, num_adapters=2) for q in batch]
-        asked = {adapter: [q.tokens for q in questions if q.adapter == adapter] for adapter in (None, 0, 1)}
+    def test_each_prompt_is_asked_of_the_model_and_of_each_adapter_and_never_of_the_model_beside_an_adapter(self) -> None:
+        batches = make_batches(VOCABULARY, Sizes(32, 64, 2_000), seed=1, num_adapters=2)
+        asked = {adapter: [q.tokens for batch in batches for q in batch if q.adapter == adapter] for adapter in (None, 0, 1)}
         assert asked[None] == asked[0] == asked[1]
-        assert len(questions) == 3 * len(asked[None])
+        assert {frozenset(q.adapter is None for q in batch) for batch in batches} == {frozenset({True}), frozenset({False})}
+        assert any({q.adapter for q in batch} == {0, 1} for batch in batches)
 
     def test_the_same_words_are_asked_about_several_images(self) -> None:
         questions = [q for batch in make_batches(VOCABULARY, Sizes(32, 64, 2_000), seed=1, images=True) for q in batch if q.images]
@@ -145,8 +146,12 @@ class TestJudgement:
     def test_where_it_answers_most_so_tokens_prove_nothing(self) -> None:
         reference = asked([1], [2])
         reference.unsteady = {1}
-        row = judged(self.BARE, PATHS["plain"], reference, [asked([1], [9]), asked([1], [2])], self.GOOD)
-        assert (row.outcome, row.kv_exact, row.tokens_equal) == ("FAIL", True, None)
+        rounds = [asked([1], [9]), asked([1], [2])]
+        row = judged(self.BARE, PATHS["plain"], reference, rounds, self.GOOD)
+        assert (row.outcome, row.kv_exact, row.tokens_equal) == ("unsupported", True, None)
+        assert "1 of 2 questions" in row.reason
+        wrong = Verdict(compared=7, wrong=1, unknown=0, in_part=0)
+        assert judged(self.BARE, PATHS["plain"], reference, rounds, wrong).outcome == "FAIL", "KV is compared all the same"
 
     def test_nothing_loaded_fails(self) -> None:
         row = judged(self.BARE, PATHS["plain"], asked([1]), [asked([1]), asked([1])], Verdict(compared=0, wrong=0, unknown=0, in_part=0))

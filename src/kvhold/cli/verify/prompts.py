@@ -27,7 +27,10 @@ class Sizes:
 def make_batches(
     vocabulary: Sequence[int], sizes: Sizes, *, seed: int, num_adapters: int = 0, images: bool = False
 ) -> list[list[Question]]:
-    """Batches for one model. With adapters each prompt is asked of the model and of each adapter; with images some have pictures."""
+    """Batches for one model. With adapters each prompt is asked of the model and of each adapter; with images some have pictures.
+
+    The model itself has batches of its own: vLLM's CPU build computes what has no adapter with another request's, in a batch with it.
+    """
     rng = random.Random(seed)
     lengths = _lengths(sizes)
     shared = [rng.choice(vocabulary) for _ in range(lengths[-1])]
@@ -38,30 +41,32 @@ def make_batches(
     rng.shuffle(prompts)
     prompts += [prompts[-1], max(prompts, key=len)]  # the same twice in a batch, and again later
     questions = [Question(tokens=prompt) for prompt in prompts]
-    if num_adapters:
-        adapters = [None, *range(num_adapters)]
-        questions = [Question(tokens=prompt, adapter=adapter) for prompt in prompts for adapter in adapters]
     if images:
         questions += _with_images(shared[: sizes.block + 3], shared[: 2 * sizes.chunk])
-    return [questions[at : at + _BATCH] for at in range(0, len(questions), _BATCH)]
+    adapted = [Question(tokens=prompt, adapter=adapter) for prompt in prompts for adapter in range(num_adapters)]
+    return [*_batches(questions), *_batches(adapted)]
 
 
-def make_crowd(vocabulary: Sequence[int], sizes: Sizes, *, seed: int) -> list[list[Question]]:
+def make_crowd(vocabulary: Sequence[int], sizes: Sizes, *, seed: int, num_adapters: int = 0) -> list[list[Question]]:
     """One batch of prompts that all end just before a block does: their outputs want another block each, all at about the same time."""
     rng = random.Random(seed)
     length = crowd_tokens(sizes)
     shared = [rng.choice(vocabulary) for _ in range(sizes.block)]
-    return [
-        [
-            Question(tokens=(shared if number % 2 else []) + [rng.choice(vocabulary) for _ in range(length - (number % 2) * sizes.block)])
-            for number in range(_CROWD)
-        ]
-    ]
+    crowd = []
+    for number in range(_CROWD):
+        prefix = shared if number % 2 else []
+        tokens = prefix + [rng.choice(vocabulary) for _ in range(length - len(prefix))]
+        crowd.append(Question(tokens=tokens, adapter=number % num_adapters if num_adapters else None))
+    return [crowd]
 
 
 def crowd_tokens(sizes: Sizes) -> int:
     """The length of a crowd's prompts."""
     return -(-(sizes.chunk + sizes.block) // sizes.block) * sizes.block - 2
+
+
+def _batches(questions: list[Question]) -> list[list[Question]]:
+    return [questions[at : at + _BATCH] for at in range(0, len(questions), _BATCH)]
 
 
 def _lengths(sizes: Sizes) -> list[int]:

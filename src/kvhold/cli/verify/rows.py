@@ -16,7 +16,8 @@ class Row:
     kv_exact:     every block that was loaded held the bytes that were computed for its tokens; None: nothing was to be compared
     tokens_equal: every token of every request was what vLLM answered without a connector; None: not run
     requests:     how many were asked with the connector, those that fill the cache included
-    outcome:      "refused": kvhold does not serve this set-up; "unsupported": vLLM does not run it; "off": vLLM turns this path off here
+    outcome:      "refused": kvhold does not serve this set-up; "unsupported": vLLM does not run it, or not twice alike; "off": vLLM turns
+                  this path off here
     reason:       what to know about it; mostly empty where it passed
     blocks:       how many loaded blocks were compared
     """

@@ -48,19 +48,14 @@ def save_adapter(folder: Path, settings: dict[str, Any], seed: int) -> None:
 
 
 def save_image_processor(folder: Path, settings: dict[str, Any], tokenizer: Any) -> None:
-    """LLaVA's processor: `tokenizer`, and CLIP's image processor for square images of the model's size."""
-    from transformers import CLIPImageProcessor, LlavaProcessor
+    """Idefics3's processor: `tokenizer`, and an image processor that makes one square picture of the model's size of each image."""
+    from transformers import Idefics3Processor
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
     vision = settings["vision_config"]
-    size = vision["image_size"]
-    images = CLIPImageProcessor(size={"shortest_edge": size}, crop_size={"height": size, "width": size})
-    processor = LlavaProcessor(
-        image_processor=images,
-        tokenizer=tokenizer,
-        patch_size=vision["patch_size"],
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        image_token="<image>",
-        chat_template=tokenizer.chat_template,
-    )
+    side = {"longest_edge": vision["image_size"]}
+    images = Idefics3ImageProcessorPil(size=side, max_image_size=side, do_image_splitting=False)
+    patches = (vision["image_size"] // vision["patch_size"]) ** 2
+    image_tokens = patches // settings["scale_factor"] ** 2
+    processor = Idefics3Processor(images, tokenizer, image_seq_len=image_tokens, chat_template=tokenizer.chat_template)
     processor.save_pretrained(folder)

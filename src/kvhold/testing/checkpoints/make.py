@@ -14,7 +14,7 @@ from kvhold.testing.checkpoints.recipes import MAX_MODEL_LEN, RECIPES, Recipe
 from kvhold.testing.checkpoints.tokenizer import save_tokenizer
 from kvhold.testing.checkpoints.weights import draw_weights
 
-_RECIPE = 1  # count up when the same recipe would give other files
+_RECIPE = 2  # count up when the same recipe would give other files
 _SEED = 20_261
 _NUM_ADAPTERS = 2
 

@@ -117,6 +117,7 @@ RECIPES: dict[str, Recipe] = {
         "Lfm2Config",
         _of(
             layer_types=["conv", "full_attention"] * 2,
+            tie_word_embeddings=True,  # vLLM ties them, whatever is set
             block_auto_adjust_ff_dim=False,
             conv_dim=128,
             conv_dim_out=128,
@@ -156,24 +157,23 @@ RECIPES: dict[str, Recipe] = {
             routed_scaling_factor=1.0,
         ),
     ),
-    "llava": Recipe(
-        "multimodal (LLaVA)",
-        "LlavaConfig",
+    "idefics3": Recipe(
+        "multimodal (Idefics3)",
+        "Idefics3Config",
         {
             "text_config": {"model_type": "llama", **_of(_HEAD)},
             "vision_config": {
-                "model_type": "clip_vision_model",
                 "hidden_size": 64,
                 "intermediate_size": 128,
                 "num_hidden_layers": 2,
                 "num_attention_heads": 2,
                 "image_size": 112,
                 "patch_size": 14,
-                "projection_dim": 64,
             },
-            "image_token_index": IMAGE_ID,
-            "image_seq_length": 64,
-            "vision_feature_layer": -1,
+            "scale_factor": 2,  # so an image is (112 / 14 / 2) ** 2 = 16 tokens, and 3 marks
+            "image_token_id": IMAGE_ID,
+            "pad_token_id": PAD_ID,
+            "tie_word_embeddings": False,
         },
         kind="image",
     ),

@@ -8,8 +8,8 @@ from typing import Any
 
 VOCAB_SIZE = 512
 NUM_BYTES = 256
-_MARKS = ("<|end|>", "<|pad|>", "<image>")
-END_OF_TEXT_ID, PAD_ID, IMAGE_ID = range(NUM_BYTES, NUM_BYTES + len(_MARKS))
+_MARKS = ("<|end|>", "<|pad|>", "<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
+END_OF_TEXT_ID, PAD_ID, IMAGE_ID = range(NUM_BYTES, NUM_BYTES + 3)
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}{% else %}"
     "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}<image>{% endif %}{% endfor %}"
@@ -28,7 +28,7 @@ def save_tokenizer(folder: Path, *, max_model_len: int) -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(_MARKS))
-    end, pad, image = _MARKS
+    end, pad, image, *_ = _MARKS
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=end,

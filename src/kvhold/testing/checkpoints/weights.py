@@ -2,7 +2,7 @@
 
 What transformers draws by default (standard deviation 0.02) gives attention that looks at everything alike and logits that are all the
 same; then wrong KV changes no token. Here each matrix keeps the size of what goes through it, attention is sharper than that, and logits
-lead by far more than float32 noise. What is no matrix (norms, biases, decay rates, convolutions) stays as transformers draws it.
+lead by far more than float32 noise. What is no matrix (norms, biases, decay rates) stays as transformers draws it.
 """
 
 import math
@@ -23,27 +23,27 @@ def draw_weights(model: Any, seed: int) -> None:
     import torch
 
     generator = torch.Generator().manual_seed(seed)
-    scaled = model.config.model_type.startswith(_SCALED_EMBEDDING)
+    scaled, tied = model.config.model_type.startswith(_SCALED_EMBEDDING), model.config.tie_word_embeddings
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if _is_query_key_norm(name):
                 weight.fill_(_QUERY_KEY_NORM - 1.0 if scaled else _QUERY_KEY_NORM)
-            elif (std := _std(name, weight, scaled)) is not None:
+            elif (std := _std(name, weight, scaled=scaled, tied=tied)) is not None:
                 weight.copy_(torch.randn(weight.shape, generator=generator) * std)
 
 
-def _std(name: str, weight: "torch.Tensor", scaled: bool) -> float | None:
-    parts = name.removesuffix(".weight").split(".")
-    if weight.ndim < 2 or "norm" in name or parts[-1] in ("conv1d", "A_log") or name.endswith(".conv.conv.weight"):
+def _std(name: str, weight: "torch.Tensor", *, scaled: bool, tied: bool) -> float | None:
+    leaf = name.removesuffix(".weight").split(".")[-1]
+    if weight.ndim < 2 or "norm" in name or leaf == "A_log" or "position" in leaf:
         return None
-    if "position" in parts[-1] or "class_embedding" in parts[-1] or "patch_embedding" in parts[-1]:
-        return None
-    fan_in = int(weight.shape[-1])
-    if "embed" in parts[-1]:
-        return 1 / math.sqrt(fan_in) if scaled else 1.0
-    if parts[-1] == "lm_head":
-        return _LOGIT_STD / math.sqrt(fan_in)
-    return (_QUERY_KEY_GAIN if parts[-1] in ("q_proj", "k_proj") else _GAIN) / math.sqrt(fan_in)
+    if "conv" in leaf or "patch" in leaf:
+        return _GAIN / math.sqrt(math.prod(weight.shape[1:]))
+    size = int(weight.shape[-1])
+    if leaf == "lm_head" or ("embed" in leaf and tied):
+        return _LOGIT_STD / math.sqrt(size)
+    if "embed" in leaf:
+        return 1 / math.sqrt(size) if scaled else 1.0
+    return (_QUERY_KEY_GAIN if leaf in ("q_proj", "k_proj") else _GAIN) / math.sqrt(size)
 
 
 def _is_query_key_norm(name: str) -> bool:
