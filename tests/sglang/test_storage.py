@@ -403,6 +403,24 @@ def test_a_pool_of_another_class_is_moved_as_sglang_flattens_it_or_refused() -> 
         host_pages(pool, kv_dtype="", threads=1)
 
 
+def test_a_pool_that_sglang_does_not_flatten_is_refused() -> None:
+    from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
+
+    class Silent(type(mha_host("page_first"))):  # type: ignore[misc]
+        """As SGLang's own of scaled KV."""
+
+        def get_dummy_flat_data_page(self) -> Any:
+            raise NotImplementedError("its scales lie elsewhere")
+
+    pool = mha_host("page_first")
+    pool.__class__ = Silent
+    with pytest.raises(LayoutError, match=r"cannot flatten its pages \(its scales lie elsewhere"):
+        host_pages(pool, kv_dtype="", threads=1)
+    pool.__class__ = type(mha_host("page_first"))
+    with pytest.raises(LayoutError, match=r"cannot flatten its pages \(it has no get_size_per_token"):
+        host_pages(LogicalHostPool(PAGE * 4, PAGE), kv_dtype="", threads=1)
+
+
 def test_opaque_pages_come_back_bit_for_bit(open_storage: Any) -> None:
     class Subclass(type(mla_host("page_first"))):  # type: ignore[misc]
         """Not known to us."""

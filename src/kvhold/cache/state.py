@@ -8,38 +8,38 @@ of a room is given back only then too, because its owner may be writing until th
     reserve -> commit / abandon
 
 Where there are tiers below RAM, a lookup that RAM does not answer in full is *arriving*: its ticket is good already, and grows while
-chunks are brought up (`searches.py`), until `refresh` says that it is final, or it is claimed. What is committed waits to be written below
-(`writes.py`). What the state wants done stands in `take_orders`; the mover does it and answers with the events at the end of this class.
+chunks are brought up (`searches.py`), until `refresh` says that it is final, or it is claimed. What is written into rooms (`rooms.py`) and
+committed waits to be written below (`writes.py`). What the state wants done stands in `take_orders`; the mover does it and answers with the
+events at the end of this class.
 """
 
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from math import ceil
 from secrets import randbits
 from typing import Any
 
+from kvhold.cache.counts import count_entries, count_lookup
 from kvhold.cache.events import EventLog
 from kvhold.cache.gone import Gone
 from kvhold.cache.orders import ClearOrder, Order
 from kvhold.cache.presence import Extent, Presence
+from kvhold.cache.rooms import MAX_SHARDS, Granted, Room, Rooms
 from kvhold.cache.searches import Search, Searches, sources_of
 from kvhold.cache.writes import Writes
 from kvhold.core.api import ABSENT, EventBatch, Found
 from kvhold.core.config import Config
 from kvhold.core.errors import ConfigError, LayoutError, ProtocolError
-from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES, ChunkNames, Query, make_key
+from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES, ChunkNames, Query
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
-from kvhold.core.reasons import BEING_WRITTEN, CLEARED, DEADLINE, INCOMPLETE, NEVER_STORED, NO_ROOM, REASONS, TIER_DOWN, WHOLE
+from kvhold.core.reasons import BEING_WRITTEN, CLEARED, DEADLINE, INCOMPLETE, NEVER_STORED, REASONS, TIER_DOWN, WHOLE
 from kvhold.memory.arena import Arena
 from kvhold.tiers.policies import make_policy
-from kvhold.tiers.ram import Entry, RamTier, Wanted
+from kvhold.tiers.ram import Entry, RamTier
 from kvhold.tiers.stack import Place
 
 Owner = Hashable
-
-_MAX_SHARDS = 0xFFFF
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,6 @@ class Lent:
     loan: int
     offsets: list[list[int]]
     num_tokens: list[int]
-
-
-@dataclass(frozen=True)
-class Granted:
-    """Answer to a reserve: offsets `[group][chunk]`, ABSENT where nothing was granted. `room` is 0 when nothing was at all."""
-
-    room: int
-    offsets: list[list[int]]
 
 
 @dataclass
@@ -70,20 +62,12 @@ class _Ticket:
 
 
 @dataclass
-class _Room:
-    """Reserved chunks: chunk number -> one entry for each group that was granted."""
-
-    layout: Layout
-    chunks: dict[int, list[Entry]]
-
-
-@dataclass
 class _Holdings:
     """What one owner holds, by number. Among the tickets are those that are still arriving."""
 
     tickets: set[int] = field(default_factory=set)
     loans: dict[int, list[Entry]] = field(default_factory=dict)
-    rooms: dict[int, _Room] = field(default_factory=dict)
+    rooms: dict[int, Room] = field(default_factory=dict)
 
 
 def new_state(config: Config, arena: Arena) -> "CacheState":
@@ -111,6 +95,7 @@ class CacheState:
         self._searches = Searches(ram, self._writes, metrics, self._give_order)
         self._clears = 0
         self._gone = Gone()
+        self._rooms = Rooms(ram, metrics, self._gone, self._writes if num_tiers else None)
         self._log = EventLog(event_buffer) if event_buffer else None
         self.tier_names = [f"tier-{number}" for number in range(1, num_tiers + 1)]
         ram.watch = self._changed
@@ -138,7 +123,7 @@ class CacheState:
             self._searches.begin(number, owner, query, layout)
             return self.refresh(number)
         answer = self._answer(next(self._numbers), presence, extent, None)
-        self._count_lookup(answer, presence.asked_tokens)
+        count_lookup(self.metrics, answer, presence.asked_tokens)
         if answer.ticket:
             found = presence.found(extent)
             self._pin(found.values())
@@ -193,7 +178,7 @@ class CacheState:
             self.ram.hold(entry)
         loan = next(self._numbers)
         self._of(owner).loans[loan] = lent
-        self._count("loaned", lent)
+        count_entries(self.metrics, "loaned", lent)
         offsets = [[ABSENT if entry is None else entry.offset for entry in chunks[first_chunk:]] for chunks in groups]
         return Lent(loan, offsets, held.num_tokens[first_chunk:])
 
@@ -203,7 +188,7 @@ class CacheState:
         if number in self._searches and self._searches[number].owner == owner:
             search = self._searches[number]
             presence = search.presence()
-            self._count_lookup(self._answer(number, presence, presence.extent(), search), presence.asked_tokens)
+            count_lookup(self.metrics, self._answer(number, presence, presence.extent(), search), presence.asked_tokens)
             self._of(owner).tickets.discard(number)
             self._searches.drop(number)
         elif held is not None and held.owner == owner:
@@ -218,71 +203,27 @@ class CacheState:
 
         groups: `[group][chunk]`, a byte each, not 0 where it is to be written; None: all
         """
-        _check_names(layout, names, shard)
-        if groups is not None and len(groups) != len(layout.groups) * len(names):
-            raise ProtocolError(
-                f"groups has {len(groups)} bytes for {len(layout.groups)} groups of {len(names)} chunks; one each is needed"
-            )
-        expires_at = 0 if ttl_s is None else ceil(self.ram.now() + ttl_s)
-        offsets = [[ABSENT] * len(names) for _ in layout.groups]
-        taken: dict[int, list[Entry]] = {}
-        first_token, parent = names.first_token, names.parent
-        for chunk in range(len(names)):
-            num_tokens = names.tail_tokens if names.tail_tokens and chunk == len(names) - 1 else layout.tokens_per_chunk
-            chain_hash = names.hashes[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES]
-            asked = [g for g in range(len(layout.groups)) if groups is None or groups[g * len(names) + chunk]]
-            missing, there = self._split(names.namespace, chain_hash, asked, shard)
-            if missing:
-                wanted = [_wanted(layout, names.namespace, chain_hash, parent, g, shard, num_tokens) for g in missing]
-                for entry in there:  # not to be driven out by what it belongs to
-                    self.ram.hold(entry)
-                entries = self.ram.reserve_all(wanted, num_tokens=num_tokens, first_token=first_token, expires_at=expires_at)
-                self._unpin(there)
-                if entries is None:  # nor would what follows be of use without it
-                    self.metrics.add("kvhold_store_skipped_chunks", len(missing), reason="no room")
-                    for one in wanted:
-                        self._gone.add(one.key, NO_ROOM)
-                    break
-                taken[chunk] = entries
-                for g, entry in zip(missing, entries, strict=True):
-                    offsets[g][chunk] = entry.offset
-            first_token, parent = first_token + num_tokens, chain_hash
-        if not taken:
+        reserved, offsets = self._rooms.reserve(layout, names, shard, groups=groups, ttl_s=ttl_s)
+        if not reserved.chunks:
             return Granted(0, offsets)
-        self._count("reserved", [entry for entries in taken.values() for entry in entries])
         room = next(self._numbers)
-        self._of(owner).rooms[room] = _Room(layout, taken)
+        self._of(owner).rooms[room] = reserved
         return Granted(room, offsets)
 
     def commit(self, owner: Owner, room: int, chunks: Sequence[int]) -> int:
-        """Make chunks of a room visible. Last one first, so that by age a prefix never goes before its continuation.
-
-        Returns the mark that stands for their being written below (`all_done`).
-        """
-        held = self._of(owner).rooms.get(room)
-        if held is None:
-            return self.mark
-        committed = [(chunk, held.chunks.pop(chunk)) for chunk in sorted(set(chunks), reverse=True) if chunk in held.chunks]
-        self._count("abandoned", [entry for _, entries in committed for entry in entries if entry.doomed])  # cleared while it was written
-        self._count("stored", [entry for _, entries in committed for entry in entries if not entry.doomed])
-        for _, entries in committed:
-            for entry in entries:
-                self.ram.commit(entry)
-        if self._has_lower:
-            for _, entries in reversed(committed):  # below, the beginning first: without it the rest is of no use
-                for entry in entries:
-                    self._writes.add(entry, held.layout)
-        if not held.chunks:
-            del self._of(owner).rooms[room]
+        """Make chunks of a room visible. Returns the mark that stands for their being written below (`all_done`)."""
+        rooms = self._of(owner).rooms
+        if room in rooms:
+            self._rooms.commit(rooms[room], chunks)
+            if not rooms[room].chunks:
+                del rooms[room]
         return self.mark
 
     def abandon(self, owner: Owner, room: int) -> None:
         """Give back what a room holds uncommitted."""
         held = self._of(owner).rooms.pop(room, None)
-        for entries in held.chunks.values() if held is not None else ():
-            for entry in entries:
-                self.ram.abandon(entry)
-            self._count("abandoned", entries)
+        if held is not None:
+            self._rooms.abandon(held)
 
     def touches_memory(self, owner: Owner) -> bool:
         """Whether `owner` has a loan or a room: it may be reading or writing the arena now."""
@@ -407,7 +348,7 @@ class CacheState:
         extent = presence.extent()
         found = presence.found(extent)
         answer = self._answer(number, presence, extent, search)
-        self._count_lookup(answer, presence.asked_tokens)
+        count_lookup(self.metrics, answer, presence.asked_tokens)
         self._searches.finish(number, found.values())
         if answer.ticket:
             self._issue(answer, search.owner, search.query, search.layout, extent, found)
@@ -480,21 +421,7 @@ class CacheState:
         if what in REASONS:
             self._gone.add(entry.key, what)
         if what == CLEARED:
-            self._count("cleared", [entry])
-
-    def _split(self, namespace: bytes, chain_hash: bytes, groups: Iterable[int], shard: int) -> tuple[list[int], list[Entry]]:
-        """Of a chunk's groups those that are not here and that nobody is writing, and the entries of those that are here."""
-        missing, there = [], []
-        for group in groups:
-            key = make_key(namespace, chain_hash, group, shard)
-            if (entry := self.ram.find(key)) is not None:
-                self.metrics.add("kvhold_store_skipped_chunks", reason="present")
-                there.append(entry)
-            elif self.ram.holds(key):
-                self.metrics.add("kvhold_store_skipped_chunks", reason="in progress")
-            else:
-                missing.append(group)
-        return missing, there
+            count_entries(self.metrics, "cleared", [entry])
 
     def _drop_ticket(self, ticket: int) -> None:
         held = self._tickets.pop(ticket)
@@ -504,7 +431,7 @@ class CacheState:
                 self._unpin(chunks)
 
     def _pin(self, entries: Collection[Entry]) -> None:
-        """Last one first: see `commit`."""
+        """Last one first: see `Rooms.commit`."""
         for entry in reversed(tuple(entries)):
             self.ram.pin(entry)
 
@@ -513,43 +440,11 @@ class CacheState:
             if entry is not None:
                 self.ram.unpin(entry)
 
-    def _count_lookup(self, answer: Found, asked: int) -> None:
-        """Once for each lookup, when it is final: what is asked for is found, by its source, or missed, by its reason."""
-        result = "miss" if not answer.num_tokens else "hit" if answer.num_tokens == asked else "partial"
-        self.metrics.add("kvhold_lookup_requests", result=result)
-        self.metrics.add("kvhold_lookup_tokens", asked)
-        for source, num_tokens in answer.sources.items():
-            self.metrics.add("kvhold_hit_tokens", num_tokens, source=source)
-        if answer.num_tokens < asked:
-            self.metrics.add("kvhold_missed_tokens", asked - answer.num_tokens, reason=answer.reason)
-
-    def _count(self, what: str, entries: Sequence[Entry]) -> None:
-        """They are reserved, stored, abandoned, cleared or loaned, by number and bytes."""
-        if entries:
-            self.metrics.add(f"kvhold_{what}_chunks", len(entries))
-            self.metrics.add(f"kvhold_{what}_bytes", sum([entry.nbytes for entry in entries]))
-
-
-def _wanted(layout: Layout, namespace: bytes, chain_hash: bytes, parent: bytes, group: int, shard: int, num_tokens: int) -> Wanted:
-    before = make_key(namespace, parent, group, shard) if parent else None
-    return Wanted(make_key(namespace, chain_hash, group, shard), layout.chunk_bytes(group, num_tokens), before)
-
 
 def _check_query(layout: Layout, query: Query) -> None:
-    if len(query.namespace) != NAMESPACE_BYTES or len(query.hashes) % HASH_BYTES or not 1 <= query.shards <= _MAX_SHARDS:
+    if len(query.namespace) != NAMESPACE_BYTES or len(query.hashes) % HASH_BYTES or not 1 <= query.shards <= MAX_SHARDS:
         raise ProtocolError("a query's namespace, hashes or shards have an impossible size")
     if len(query.tail_hashes) != len(query.tail_lengths) * HASH_BYTES:
         raise ProtocolError("a query's tail hashes and tail lengths do not agree")
     if not all(0 < length < layout.tokens_per_chunk for length in query.tail_lengths):
         raise ProtocolError(f"a query's tail is not shorter than a chunk of {layout.tokens_per_chunk} tokens")
-
-
-def _check_names(layout: Layout, names: ChunkNames, shard: int) -> None:
-    if len(names.namespace) != NAMESPACE_BYTES or len(names.hashes) % HASH_BYTES or not 0 <= shard < _MAX_SHARDS:
-        raise ProtocolError("the chunks' namespace, hashes or shard have an impossible size")
-    if len(names.parent) not in (0, HASH_BYTES):
-        raise ProtocolError("the hash before the chunks has an impossible size")
-    if names.tail_tokens:
-        if not names.hashes:
-            raise ProtocolError("a tail without a hash")
-        layout.check_tokens(names.tail_tokens)

@@ -26,7 +26,7 @@ from kvhold.core.errors import ProtocolError
 from kvhold.core.keys import NAMESPACE_BYTES, ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.01  # between two questions after a hit that is arriving
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.01  # between two questions after a hit that is arriving: a node sends answers alone
 
 ABSENT = -1  # the offset of a chunk that was not granted, or that the hit does not need
 

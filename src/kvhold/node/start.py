@@ -21,7 +21,7 @@ from kvhold.node.paths import prepare_folder, socket_path
 
 log = logging.getLogger(__name__)
 
-_POLL_S = 0.01
+_POLL_S = 0.01  # a lock, a socket and a child that belong to other processes tell nobody when they are ready
 _LOG_TAIL_BYTES = 2000
 
 

@@ -100,7 +100,7 @@ class Trial:
         while not condition():
             if time.monotonic() > end:
                 return False
-            time.sleep(0.005)
+            time.sleep(0.005)  # what is waited for happens in other processes, which say nothing
         return True
 
     def row(self, tier: str, fault: str, *, countable: bool = True) -> FaultRow:

@@ -22,7 +22,7 @@ from kvhold.core.errors import LayoutError
 from kvhold.core.keys import HASH_BYTES, ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
 from kvhold.integrations.sglang.settings import KV_DTYPES, Settings
-from kvhold.integrations.vllm.weights import model_identity
+from kvhold.integrations.weights import model_identity
 
 log = logging.getLogger(__name__)
 

@@ -261,11 +261,14 @@ class PlainPages:
 
 
 def _opaque_host_pages(pool: Any) -> "OpaquePages":
+    for method in ("get_dummy_flat_data_page", "get_size_per_token", "get_data_page", "set_from_flat_data_page"):
+        if not hasattr(pool, method):  # a pool without memory of its own
+            raise LayoutError(f"{_named(pool)}: SGLang cannot flatten its pages (it has no {method})")
     try:
         sample = pool.get_dummy_flat_data_page()
         wanted = int(pool.get_size_per_token()) * int(pool.page_size)
-    except (NotImplementedError, AttributeError, TypeError) as error:
-        raise LayoutError(f"{_named(pool)}: SGLang cannot flatten its pages ({type(error).__name__}: {error})") from None
+    except NotImplementedError as error:
+        raise LayoutError(f"{_named(pool)}: SGLang cannot flatten its pages ({error})") from None
     if sample.nbytes != wanted:
         raise LayoutError(f"{_named(pool)}: a flat page has {sample.nbytes} bytes and the pool keeps {wanted} for it; some would be lost")
     what = [type(pool).__module__, type(pool).__qualname__, sglang.__version__, str(pool.layout), str(sample.dtype), sample.nbytes]

@@ -13,7 +13,7 @@ from kvhold.core.keys import Namespace, Prompt
 from kvhold.core.rules import Rules, request_rules
 from kvhold.integrations.vllm.geometry import Geometry
 from kvhold.integrations.vllm.media import Media
-from kvhold.integrations.vllm.weights import model_identity
+from kvhold.integrations.weights import model_identity
 from kvhold.node import NodeClient, connect
 
 if TYPE_CHECKING:

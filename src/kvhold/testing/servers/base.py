@@ -22,7 +22,7 @@ from typing import Any, Self
 
 _START_S = 400.0  # moto took 187 s on two cores with sixteen who want them
 _STOP_S = 20.0
-_POLL_S = 0.02
+_POLL_S = 0.02  # between two tries to reach a server that starts
 _LOWEST_PORT = 10_240
 
 

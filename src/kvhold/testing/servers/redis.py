@@ -20,7 +20,7 @@ from typing import Any, Self
 from kvhold.testing.servers.base import ServerProcess, free_port, program
 
 _FORM_S = 120.0
-_POLL_S = 0.02
+_POLL_S = 0.02  # a server does not call when it has done something on its own
 _CALL_S = 60.0
 _CALM_MS, _QUICK_MS = 60_000, 500
 

@@ -1,0 +1,139 @@
+"""Memory that is being written to: reserved for what is missing, then visible, or given back.
+
+    room, offsets = rooms.reserve(layout, names, shard)     # room.chunks: what was granted; offsets: where it is to be written
+    rooms.commit(room, [0, 1])                              # visible now, and to be written below
+    rooms.abandon(room)                                     # the rest is given back
+
+No I/O; the state says whose room it is, and drives this as its single writer. Only who has stopped writing may abandon.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from kvhold.cache.counts import count_entries
+from kvhold.cache.gone import Gone
+from kvhold.cache.writes import Writes
+from kvhold.core.api import ABSENT
+from kvhold.core.errors import ProtocolError
+from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES, ChunkNames, make_key
+from kvhold.core.layout import Layout
+from kvhold.core.metrics import Metrics
+from kvhold.core.reasons import NO_ROOM
+from kvhold.tiers.ram import Entry, RamTier, Wanted
+
+MAX_SHARDS = 0xFFFF
+
+
+@dataclass(frozen=True)
+class Granted:
+    """Answer to a reserve: offsets `[group][chunk]`, ABSENT where nothing was granted. `room` is 0 when nothing was at all."""
+
+    room: int
+    offsets: list[list[int]]
+
+
+@dataclass
+class Room:
+    """Reserved chunks: chunk number -> one entry for each group that was granted."""
+
+    layout: Layout
+    chunks: dict[int, list[Entry]]
+
+
+class Rooms:
+    """How one cache's memory is written to."""
+
+    def __init__(self, ram: RamTier, metrics: Metrics, gone: Gone, writes: Writes | None) -> None:
+        """gone: is told of what found no room; writes: where what is committed waits to be written below, None: there are no tiers."""
+        self._ram = ram
+        self._metrics = metrics
+        self._gone = gone
+        self._writes = writes
+
+    def reserve(
+        self, layout: Layout, names: ChunkNames, shard: int, *, groups: bytes | None = None, ttl_s: float | None = None
+    ) -> tuple[Room, list[list[int]]]:
+        """The room, and where in memory its chunks are, `[group][chunk]`. See `CacheState.reserve`. Raises ProtocolError."""
+        _check_names(layout, names, shard)
+        if groups is not None and len(groups) != len(layout.groups) * len(names):
+            raise ProtocolError(
+                f"groups has {len(groups)} bytes for {len(layout.groups)} groups of {len(names)} chunks; one each is needed"
+            )
+        expires_at = 0 if ttl_s is None else ceil(self._ram.now() + ttl_s)
+        offsets = [[ABSENT] * len(names) for _ in layout.groups]
+        room = Room(layout, {})
+        first_token, parent = names.first_token, names.parent
+        for chunk in range(len(names)):
+            num_tokens = names.tail_tokens if names.tail_tokens and chunk == len(names) - 1 else layout.tokens_per_chunk
+            chain_hash = names.hashes[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES]
+            asked = [g for g in range(len(layout.groups)) if groups is None or groups[g * len(names) + chunk]]
+            missing, there = self._split(names.namespace, chain_hash, asked, shard)
+            if missing:
+                wanted = [_wanted(layout, names.namespace, chain_hash, parent, g, shard, num_tokens) for g in missing]
+                for entry in there:  # not to be driven out by what it belongs to
+                    self._ram.hold(entry)
+                entries = self._ram.reserve_all(wanted, num_tokens=num_tokens, first_token=first_token, expires_at=expires_at)
+                for entry in there:
+                    self._ram.unpin(entry)
+                if entries is None:  # nor would what follows be of use without it
+                    self._metrics.add("kvhold_store_skipped_chunks", len(missing), reason="no room")
+                    for one in wanted:
+                        self._gone.add(one.key, NO_ROOM)
+                    break
+                room.chunks[chunk] = entries
+                for g, entry in zip(missing, entries, strict=True):
+                    offsets[g][chunk] = entry.offset
+            first_token, parent = first_token + num_tokens, chain_hash
+        count_entries(self._metrics, "reserved", [entry for entries in room.chunks.values() for entry in entries])
+        return room, offsets
+
+    def commit(self, room: Room, chunks: Sequence[int]) -> None:
+        """Make chunks visible. Last one first, so that by age a prefix never goes before its continuation."""
+        committed = [room.chunks.pop(chunk) for chunk in sorted(set(chunks), reverse=True) if chunk in room.chunks]
+        entries = [entry for of_chunk in committed for entry in of_chunk]
+        count_entries(self._metrics, "abandoned", [entry for entry in entries if entry.doomed])  # cleared while it was written
+        count_entries(self._metrics, "stored", [entry for entry in entries if not entry.doomed])
+        for entry in entries:
+            self._ram.commit(entry)
+        if self._writes is not None:
+            for of_chunk in reversed(committed):  # below, the beginning first: without it the rest is of no use
+                for entry in of_chunk:
+                    self._writes.add(entry, room.layout)
+
+    def abandon(self, room: Room) -> None:
+        """Give back what was not committed."""
+        for entries in room.chunks.values():
+            for entry in entries:
+                self._ram.abandon(entry)
+            count_entries(self._metrics, "abandoned", entries)
+
+    def _split(self, namespace: bytes, chain_hash: bytes, groups: Iterable[int], shard: int) -> tuple[list[int], list[Entry]]:
+        """Of a chunk's groups those that are not here and that nobody is writing, and the entries of those that are here."""
+        missing, there = [], []
+        for group in groups:
+            key = make_key(namespace, chain_hash, group, shard)
+            if (entry := self._ram.find(key)) is not None:
+                self._metrics.add("kvhold_store_skipped_chunks", reason="present")
+                there.append(entry)
+            elif self._ram.holds(key):
+                self._metrics.add("kvhold_store_skipped_chunks", reason="in progress")
+            else:
+                missing.append(group)
+        return missing, there
+
+
+def _wanted(layout: Layout, namespace: bytes, chain_hash: bytes, parent: bytes, group: int, shard: int, num_tokens: int) -> Wanted:
+    before = make_key(namespace, parent, group, shard) if parent else None
+    return Wanted(make_key(namespace, chain_hash, group, shard), layout.chunk_bytes(group, num_tokens), before)
+
+
+def _check_names(layout: Layout, names: ChunkNames, shard: int) -> None:
+    if len(names.namespace) != NAMESPACE_BYTES or len(names.hashes) % HASH_BYTES or not 0 <= shard < MAX_SHARDS:
+        raise ProtocolError("the chunks' namespace, hashes or shard have an impossible size")
+    if len(names.parent) not in (0, HASH_BYTES):
+        raise ProtocolError("the hash before the chunks has an impossible size")
+    if names.tail_tokens:
+        if not names.hashes:
+            raise ProtocolError("a tail without a hash")
+        layout.check_tokens(names.tail_tokens)
