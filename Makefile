@@ -7,11 +7,11 @@ BIN    := $(VENV)/bin
 stage = @printf '\n=== %s ===\n' '$(1)'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers demo test lint docs unit tiers vllm sglang faults soak-damage soak-kills soak-redis clean
+.PHONY: help setup servers demo test lint docs unit tiers vllm sglang faults soak-damage soak-kills soak-redis soak-requests clean
 .NOTPARALLEL:
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
 setup: ## make the environment in VENV (.venv), a CPU build of vLLM included; a few minutes, then under a second
 	@$(PYTHON) tools/setup_env.py --venv '$(VENV)'
@@ -66,6 +66,9 @@ soak-kills: setup ## a node killed 1,000 times: does what was acknowledged come 
 
 soak-redis: setup servers ## a real vLLM over a Redis that dies every minute; half an hour
 	@$(BIN)/kvhold bench soak redis
+
+soak-requests: setup ## 10,000 random requests of two vLLM engines: is every token that of an engine without kvhold?; a quarter of an hour
+	@$(BIN)/kvhold bench soak requests
 
 clean: ## remove what building and testing left, but not the environment
 	rm -rf build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

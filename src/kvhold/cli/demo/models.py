@@ -16,11 +16,7 @@ the best logit leads by about 0.6, and float32 noise (the prompt prefilled in tw
 Needs `safetensors` and `tokenizers`, which come with vLLM and with transformers; torch is not used.
 """
 
-import errno
-import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvhold.cli.demo.prompts import END_OF_TEXT, VOCAB_SIZE, corpus_digest, save_tokenizer, train_tokenizer
+from kvhold.cli.engines.checkpoints import default_root, fingerprint, make_once
 
 Weights = npt.NDArray[np.float32]
 
@@ -121,35 +118,14 @@ def make_model(size: str, root: Path | None = None) -> ModelInfo:
         raise ValueError(f"{size!r} is not a size of model; there are {', '.join(SIZES)}")
     geometry = SIZES[size]
     root = default_root() if root is None else root
-    path = root / f"{size}-{_fingerprint(geometry)}"
-    if not path.is_dir():
-        root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=root, prefix=f".{size}-") as scratch:
-            draft = Path(scratch) / "model"
-            draft.mkdir()
-            _write(geometry, draft)
-            publish(draft, path)
+    path = make_once(root / f"{size}-{_fingerprint(geometry)}", lambda folder: _write(geometry, folder))
     return ModelInfo(name=size, path=path, geometry=geometry)
-
-
-def default_root() -> Path:
-    """Where models are kept when nothing else is said."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvhold" / "models"
 
 
 def _fingerprint(geometry: Geometry) -> str:
     """12 hexadecimal digits of everything that decides the checkpoint's bytes."""
     recipe = [_RECIPE, _SEED, MAX_MODEL_LEN, asdict(geometry), [std for _, _, std in geometry.tensors()], corpus_digest()]
-    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def publish(draft: Path, path: Path) -> None:
-    """Give the finished folder its name. Another process may have been faster: its folder is as good."""
-    try:
-        draft.rename(path)
-    except OSError as error:
-        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-            raise
+    return fingerprint(recipe)
 
 
 def _write(geometry: Geometry, folder: Path) -> None:

@@ -24,7 +24,8 @@ import msgspec
 
 from kvhold.cli.demo.messages import EngineOptions
 from kvhold.cli.demo.process import EngineFailed, LoggedProcess
-from kvhold.cli.demo.vllm_engine import BATCHED_TOKENS, environment_for
+from kvhold.cli.demo.vllm_engine import BATCHED_TOKENS
+from kvhold.cli.engines.stepped import environment_for
 
 _HOST = "127.0.0.1"
 _POLL_S = 0.2

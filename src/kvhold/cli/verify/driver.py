@@ -8,15 +8,14 @@ processes of their own, which vLLM starts.
 """
 
 import gc
-import itertools
-import time
 from typing import Any
 
 from kvhold.cli.demo.prompts import corpus
-from kvhold.cli.verify.messages import Answered, Ask, Question, Start, Started
+from kvhold.cli.engines.stepped import SteppedEngine
+from kvhold.cli.verify.messages import Answered, Ask, Question, Serve, Served, Start, Started
+from kvhold.cli.verify.serving import serve
 
 _collect = gc.collect
-_DRAIN_S = 120.0
 _VOCABULARY_TEXT = 20_000  # characters, from which the ids of text are taken
 _IMAGE_SIDE = 112  # pixels
 
@@ -26,59 +25,47 @@ class Driver:
 
     def __init__(self, options: Start) -> None:
         gc.collect = _collect_later
-        from vllm.config import KVTransferConfig
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.v1.engine.llm_engine import LLMEngine
-
-        given = dict(options.engine)
-        if (transfer := given.pop("kv_transfer_config", None)) is not None:
-            given["kv_transfer_config"] = KVTransferConfig(**transfer)
         self._adapters = options.adapters
-        self._engine: Any = LLMEngine.from_engine_args(EngineArgs(disable_log_stats=True, **given))
+        self._engine = SteppedEngine(options.engine)
         _keep_kernels()
-        self._core: Any = self._engine.engine_core.engine_core  # in-process: the client holds the core itself
-        self._config: Any = self._core.vllm_config
-        self._request_ids = itertools.count()
         self._processor: Any = None
 
     def started(self) -> Started:
-        kv_cache = self._core.scheduler.kv_cache_config
+        kv_cache = self._engine.core.scheduler.kv_cache_config
         specs = [(group.kv_cache_spec, len(group.layer_names)) for group in kv_cache.kv_cache_groups]
-        scheduling, workers = self._config.scheduler_config, self._config.parallel_config.world_size
+        scheduling, workers = self._engine.config.scheduler_config, self._engine.config.parallel_config.world_size
         return Started(
             block_sizes=[spec.block_size for spec, _ in specs],
             num_blocks=kv_cache.num_blocks,
             token_bytes=workers * sum(-(-spec.page_size_bytes // spec.block_size) * layers for spec, layers in specs),
             vocabulary=self._vocabulary(),
-            takes_images=bool(self._config.model_config.is_multimodal_model),
-            prefix_caching=bool(self._config.cache_config.enable_prefix_caching),
+            takes_images=bool(self._engine.config.model_config.is_multimodal_model),
+            prefix_caching=bool(self._engine.config.cache_config.enable_prefix_caching),
             chunked_prefill=bool(scheduling.enable_chunked_prefill),
             async_scheduling=bool(scheduling.async_scheduling),
             max_num_batched_tokens=scheduling.max_num_batched_tokens,
         )
 
     def ask(self, operation: Ask) -> Answered:
-        from vllm.sampling_params import SamplingParams
-
-        params = SamplingParams(temperature=0.0, max_tokens=operation.max_tokens, ignore_eos=True, detokenize=False)
-        names: list[str] = []
-        for question in operation.questions:
-            name = f"verify-{next(self._request_ids)}"
-            names.append(self._engine.add_request(name, self._prompt(question), params, lora_request=self._lora(question)))
-        outputs: dict[str, Any] = {}
+        names = [
+            self._engine.add(self._prompt(question), max_tokens=operation.max_tokens, lora=self._lora(question))
+            for question in operation.questions
+        ]
+        last: dict[str, Any] = {}
         preempted: dict[str, int] = {}
-        while self._engine.has_unfinished_requests():
-            outputs.update((output.request_id, output) for output in self._step())
-            preempted.update((name, request.num_preemptions) for name, request in self._core.scheduler.requests.items())
-        self._drain()
-        last = list(outputs.values())
+        while self._engine.is_busy():
+            last.update((output.request_id, output) for output in self._engine.step())
+            preempted.update((name, request.num_preemptions) for name, request in self._engine.core.scheduler.requests.items())
+        self._engine.drain()
         assert len(last) == len(names), f"{len(names)} questions, {len(last)} answers"
-        last.sort(key=lambda output: int(output.request_id.split("-")[1]))
         return Answered(
-            token_ids=[list(output.outputs[0].token_ids) for output in last],
-            cached=[output.num_cached_tokens or 0 for output in last],
+            token_ids=[list(last[name].outputs[0].token_ids) for name in names],
+            cached=[last[name].num_cached_tokens or 0 for name in names],
             num_preemptions=sum(preempted.values()),
         )
+
+    def serve(self, operation: Serve) -> Served:
+        return serve(self._engine, operation)
 
     def reset(self) -> None:
         """Raises RuntimeError when the engine will not forget."""
@@ -89,8 +76,8 @@ class Driver:
         """Shut the engine down, so that another one can be started in this process."""
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-        self._engine.engine_core.shutdown()
-        self._engine = self._core = self._config = self._processor = None
+        self._engine.close()
+        self._processor = None
         _collect()
         cleanup_dist_env_and_memory()
 
@@ -100,7 +87,7 @@ class Driver:
         if self._processor is None:
             from transformers import AutoProcessor
 
-            self._processor = AutoProcessor.from_pretrained(self._config.model_config.model, local_files_only=True)
+            self._processor = AutoProcessor.from_pretrained(self._engine.config.model_config.model, local_files_only=True)
         text = self._processor.tokenizer.decode(question.tokens)
         content = [{"type": "image"} for _ in question.images] + [{"type": "text", "text": text}]
         prompt = self._processor.apply_chat_template([{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True)
@@ -116,27 +103,11 @@ class Driver:
 
     def _vocabulary(self) -> list[int]:
         """The ids that occur in text: marks with a meaning of their own, such as an image's, are not among them."""
-        tokenizer = self._engine.get_tokenizer()
+        tokenizer = self._engine.engine.get_tokenizer()
         if tokenizer is None:
-            return list(range(self._config.model_config.get_vocab_size()))
+            return list(range(self._engine.config.model_config.get_vocab_size()))
         ids = tokenizer.encode(corpus()[:_VOCABULARY_TEXT], add_special_tokens=False)
         return sorted(set(ids) - set(tokenizer.all_special_ids))
-
-    def _step(self) -> list[Any]:
-        """One step. Where there was nothing to compute, as while KV is being loaded, wait a millisecond as vLLM's own loop does."""
-        began = time.perf_counter()
-        outputs: list[Any] = self._engine.step()
-        if not outputs and time.perf_counter() - began < 0.002:
-            time.sleep(0.001)
-        return outputs
-
-    def _drain(self) -> None:
-        """Step on until the scheduler has let go of what finished, as vLLM's own loop does: connectors save and free here."""
-        deadline = time.monotonic() + _DRAIN_S
-        while self._core.scheduler.has_requests():
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"vLLM still holds finished requests after {_DRAIN_S:g} s: its connector has not let go of their blocks")
-            self._step()
 
 
 def _collect_later(generation: int = 2) -> int:

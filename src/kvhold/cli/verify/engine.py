@@ -18,10 +18,10 @@ from typing import Self, TypeVar
 import msgspec
 
 from kvhold.cli.demo.process import EngineFailed, LoggedProcess
-from kvhold.cli.demo.vllm_engine import environment_for
-from kvhold.cli.verify.messages import Answered, Ask, Done, Operation, Refused, Reply, Reset, Start, Started, Stop
+from kvhold.cli.engines.stepped import environment_for
+from kvhold.cli.verify.messages import Answered, Ask, Done, Operation, Refused, Reply, Reset, Serve, Served, Start, Started, Stop
 
-_R = TypeVar("_R", Started, Answered, Done)
+_R = TypeVar("_R", Started, Answered, Served, Done)
 _decoder: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
 _REFUSAL = "LayoutError: "
 
@@ -60,6 +60,9 @@ class Engines:
 
     def ask(self, questions: Ask) -> Answered:
         return self._ask(questions, Answered)
+
+    def serve(self, arrivals: Serve) -> Served:
+        return self._ask(arrivals, Served)
 
     def reset(self) -> None:
         """Have the engine forget its own KV."""

@@ -13,7 +13,7 @@ import msgspec
 
 from kvhold.cli.demo.engine_child import take_pipes
 from kvhold.cli.verify.driver import Driver
-from kvhold.cli.verify.messages import Ask, Done, Operation, Refused, Reply, Reset, Start, Stop
+from kvhold.cli.verify.messages import Ask, Done, Operation, Refused, Reply, Reset, Serve, Start, Stop
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +45,8 @@ def _run(drivers: list[Driver], operation: Operation) -> Reply:
     match operation:
         case Ask():
             return drivers[0].ask(operation)
+        case Serve():
+            return drivers[0].serve(operation)
         case Reset():
             drivers[0].reset()
         case Stop():

@@ -1,14 +1,18 @@
 """What the command and an engine's child process say to each other: one JSON object a line, `op` from us, `reply` from it.
 
-    {"op": "start", ...} -> {"reply": "started", ...}      {"op": "ask", ...} -> {"reply": "answered", ...}
-    {"op": "reset"}      -> {"reply": "done"}              {"op": "stop"}     -> {"reply": "done"}
+    {"op": "start", ...} -> {"reply": "started", ...}      {"op": "ask", ...}   -> {"reply": "answered", ...}
+    {"op": "reset"}      -> {"reply": "done"}              {"op": "serve", ...} -> {"reply": "served", ...}
+    {"op": "stop"}       -> {"reply": "done"}
 
 Any of them may be answered by {"reply": "refused", ...}. A stopped engine's process lives on and can start another engine.
 """
 
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
+
+Stage = Literal["arrived", "waiting", "loading", "prefill", "decode", "preempted"]
+STAGES: tuple[Stage, ...] = ("arrived", "waiting", "loading", "prefill", "decode", "preempted")  # of a request's life, in order
 
 
 class _Operation(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", forbid_unknown_fields=True):
@@ -44,6 +48,33 @@ class Ask(_Operation, frozen=True, kw_only=True, tag="ask"):
 
     questions: list[Question]
     max_tokens: int
+
+
+class Arrival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One request of many that come and go.
+
+    step:        of the engine, counted from the operation's begin, at which it arrives
+    abort:       the stage in which it is aborted, or the next later one that it reaches; None: it is served to its end
+    abort_after: so many steps later
+    salt, rules: its `cache_salt`; what it says to kvhold in `kv_transfer_params`
+    priority:    where the engine schedules by it; small numbers first
+    """
+
+    tokens: list[int]
+    max_tokens: int
+    step: int = 0
+    abort: Stage | None = None
+    abort_after: int = 0
+    salt: str = ""
+    rules: dict[str, Any] = {}
+    priority: int = 0
+
+
+class Serve(_Operation, frozen=True, kw_only=True, tag="serve"):
+    """Greedy decoding of requests that arrive while others run. margins: whether to tell how sure the answers are."""
+
+    arrivals: list[Arrival]
+    margins: bool = False
 
 
 class Reset(_Operation, frozen=True, kw_only=True, tag="reset"):
@@ -83,6 +114,25 @@ class Answered(_Reply, frozen=True, kw_only=True, tag="answered"):
     num_preemptions: int
 
 
+class Served(_Reply, frozen=True, kw_only=True, tag="served"):
+    """Each arrival's, in their order.
+
+    token_ids:  its output, or what there was of it when it was aborted
+    ends:       vLLM's `finish_reason` ("length" is the good one), or "abort"
+    aborted_in: the stage in which it was aborted; "" otherwise
+    margins:    of each token, by how much its logarithm of probability leads the next best one's; empty unless asked for
+    names:      what the scheduler and its connector call it
+    num_preemptions: of all together
+    """
+
+    token_ids: list[list[int]]
+    ends: list[str]
+    aborted_in: list[str]
+    margins: list[list[float]]
+    names: list[str]
+    num_preemptions: int
+
+
 class Done(_Reply, frozen=True, kw_only=True, tag="done"):
     """It was done."""
 
@@ -95,5 +145,5 @@ class Refused(_Reply, frozen=True, kw_only=True, tag="refused"):
     by_kvhold: bool = False
 
 
-Operation: TypeAlias = Start | Ask | Reset | Stop
-Reply: TypeAlias = Started | Answered | Done | Refused
+Operation: TypeAlias = Start | Ask | Serve | Reset | Stop
+Reply: TypeAlias = Started | Answered | Served | Done | Refused

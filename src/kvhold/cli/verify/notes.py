@@ -100,7 +100,7 @@ class Notes:
 
 def read_verdict(folder: Path) -> Verdict:
     """The sum over all engines and workers that have written to `folder`."""
-    loads = list(_loads(folder))
+    loads = list(read_loads(folder))
     return Verdict(
         compared=sum(load["compared"] for load in loads),
         wrong=sum(len(load["wrong"]) for load in loads),
@@ -109,6 +109,7 @@ def read_verdict(folder: Path) -> Verdict:
     )
 
 
-def _loads(folder: Path) -> Iterator[dict[str, Any]]:
+def read_loads(folder: Path) -> Iterator[dict[str, Any]]:
+    """Each load's own verdict, as `Notes.verdict` was told it."""
     for path in sorted(folder.glob("verdict-*")):
         yield from (json.loads(line) for line in path.read_text().splitlines())

@@ -9,7 +9,7 @@ from kvhold.cli.verify.messages import Started
 
 @dataclass(frozen=True)
 class Path:
-    """engine: vLLM's engine arguments; is_on: whether vLLM has taken them.
+    """engine: vLLM's engine arguments; is_on: whether vLLM has taken them; config: settings of kvhold.
 
     in_pieces: prompts are computed in steps of a block and a half
     crowded:   all at once, in too few blocks
@@ -19,6 +19,7 @@ class Path:
     about: str
     engine: dict[str, Any] = field(default_factory=dict)
     is_on: Callable[[Started], bool] = lambda started: True
+    config: dict[str, Any] = field(default_factory=dict)
     in_pieces: bool = False
     crowded: bool = False
     restart: bool = False
@@ -39,6 +40,12 @@ PATHS: dict[str, Path] = {
     "fp8-kv": Path("KV cache in fp8", {"kv_cache_dtype": "fp8"}),
     "ngram": Path(
         "speculation from the prompt", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}}
+    ),
+    "layerwise": Path(
+        "loads and stores inside the passes, a layer at a time",
+        {"enable_prefix_caching": False, "async_scheduling": False},
+        lambda started: not started.prefix_caching,
+        {"layerwise": True},
     ),
     "async": Path("asynchronous scheduling", {"async_scheduling": True}, lambda started: started.async_scheduling),
 }

@@ -24,7 +24,7 @@ from kvhold.cli.verify.notes import FOLDER, Verdict, read_verdict
 from kvhold.cli.verify.paths import PATHS, Path
 from kvhold.cli.verify.prompts import Sizes, crowd_tokens, make_batches, make_crowd
 from kvhold.cli.verify.rows import UNSUPPORTED, Row
-from kvhold.core.config import ClientConfig
+from kvhold.core.config import ClientConfig, Config
 from kvhold.core.errors import KVHoldError
 from kvhold.node import NodeClient
 
@@ -122,7 +122,7 @@ class Verification:
             socket, notes = FilePath(folder) / "node.sock", FilePath(folder) / "notes"
             notes.mkdir()
             try:
-                rounds = self._with_kvhold(path, reference.started, self._transfer(socket, notes))
+                rounds = self._with_kvhold(path, reference.started, self._transfer(path, socket, notes))
             except EngineFailed as error:
                 refused = isinstance(error, EngineRefused) and error.by_kvhold
                 return replace(row, outcome="refused" if refused else "FAIL", reason=str(error) if refused else self._told(error))
@@ -203,7 +203,7 @@ class Verification:
         assert self._shape is not None, "the plain path is the first to run"
         limit = self._settings.max_model_len - self._settings.max_tokens
         block = max((size for size in self._shape.block_sizes if size < limit // 2), default=1)
-        chunk = -(-int(self._settings.config.get("tokens_per_chunk", 256)) // block) * block
+        chunk = -(-int(self._settings.config.get("tokens_per_chunk", Config().tokens_per_chunk)) // block) * block
         return Sizes(block=block, chunk=chunk, limit=limit)
 
     def _engine(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -231,10 +231,10 @@ class Verification:
             arguments["num_gpu_blocks_override"] = 1 + _CROWD_FITS * sum(-(-length // size) for size in self._shape.block_sizes)
         return self._engine(arguments)
 
-    def _transfer(self, socket: FilePath, notes: FilePath) -> dict[str, Any]:
-        """`kv_transfer_config`: the user's settings for kvhold, but a node of our own."""
+    def _transfer(self, path: Path, socket: FilePath, notes: FilePath) -> dict[str, Any]:
+        """`kv_transfer_config`: the user's settings for kvhold and the path's, but a node of our own."""
         ours: dict[str, Any] = {"client": {"call_timeout_s": _PATIENT_S, "connect_timeout_s": _PATIENT_S}}
-        ours |= self._settings.config | {"node": {"socket": str(socket), "idle_exit_s": _NODE_OUTLIVES_ENGINES_S}}
+        ours |= self._settings.config | path.config | {"node": {"socket": str(socket), "idle_exit_s": _NODE_OUTLIVES_ENGINES_S}}
         return {
             "kv_connector": "WitnessedConnector",
             "kv_connector_module_path": "kvhold.cli.verify.witness",

@@ -1,14 +1,11 @@
 """A recipe becomes a folder: whole or not at all, once for each recipe and release of transformers."""
 
-import hashlib
-import json
-import tempfile
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from kvhold.cli.demo.models import default_root, publish
+from kvhold.cli.engines.checkpoints import default_root, fingerprint, make_once
 from kvhold.testing.checkpoints.files import save_adapter, save_image_processor
 from kvhold.testing.checkpoints.recipes import MAX_MODEL_LEN, RECIPES, Recipe
 from kvhold.testing.checkpoints.tokenizer import save_tokenizer
@@ -39,21 +36,14 @@ def make_checkpoint(name: str, root: Path | None = None) -> Checkpoint:
         raise ValueError(f"{name!r} is not a class of models; there are {', '.join(RECIPES)}")
     recipe = RECIPES[name]
     root = default_root() if root is None else root
-    folder = root / f"{name}-{_fingerprint(recipe)}"
-    if not folder.is_dir():
-        root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=root, prefix=f".{name}-") as scratch:
-            draft = Path(scratch) / "checkpoint"
-            draft.mkdir()
-            _write(recipe, draft)
-            publish(draft, folder)
+    folder = make_once(root / f"{name}-{_fingerprint(recipe)}", lambda draft: _write(recipe, draft))
     adapters = sorted(path for path in folder.iterdir() if path.name.startswith("adapter-"))
     return Checkpoint(name, folder / "model", recipe, tuple(adapters))
 
 
 def _fingerprint(recipe: Recipe) -> str:
     state = [_RECIPE, _SEED, asdict(recipe), version("transformers"), version("torch")]
-    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:12]
+    return fingerprint(state)
 
 
 def _write(recipe: Recipe, folder: Path) -> None:

@@ -55,6 +55,18 @@ def redis(minutes: float, every_s: float, seed: int, json_file: Path | None) -> 
     _report(lambda: run.run(minutes, every_s, seed), json_file)
 
 
+@command.command()
+@click.option("--requests", default=10_000, show_default=True, help="How many.")
+@_seed
+@_json
+def requests(requests: int, seed: int, json_file: Path | None) -> None:
+    """Random requests of two vLLM engines over one node that evicts all the time: is every token that of an engine without kvhold?"""
+    with needing("vLLM and 'kvhold[testing]'"):
+        from kvhold.cli.bench.soak import requests as soak
+
+    _report(lambda: soak.run(requests, seed), json_file)
+
+
 def _report(run: Callable[[], Any], json_file: Path | None) -> None:
     result = run()
     text = json.dumps(asdict(result), indent=2)
