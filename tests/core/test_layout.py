@@ -111,7 +111,7 @@ class TestFingerprint:
             Layout((SLIDING, GQA)),
             Layout((GQA,)),
             Layout((GQA, GQA)),
-            Layout((GQA, SLIDING), tokens_per_chunk=128),
+            Layout((GQA, SLIDING), tokens_per_chunk=64),
             Layout((GQA, SLIDING), tail_tokens=0),
             Layout((GQA, SLIDING), tail_tokens=16),
         ]

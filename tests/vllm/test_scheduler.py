@@ -1,11 +1,13 @@
 """The connector under vLLM's real scheduler and over a real node: what is stored and loaded, when, and whatever goes wrong."""
 
 import random
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import entry_points
 from multiprocessing import Pipe
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -314,6 +316,57 @@ class TestLoads:
             warm.run()
         assert len(warm.loads) == 1
         assert warm.tokens_computed["b"] == 300 - 288 + 1
+
+
+class TestWork:
+    def test_what_a_step_does_in_python_does_not_grow_with_the_prompt(self, engine: MakeEngine) -> None:
+        """Counted, not timed: the instructions that kvhold's own code runs on the scheduler's thread."""
+        counts = {}
+        for num_chunks in (2, 60):
+            warm = engine(num_blocks=600, budget=8192)
+            prompt = make_prompt(f"work {num_chunks}", num_chunks * CHUNK)
+            most_storing, _ = self.most(warm, "a", prompt)
+            forget_locally(warm)
+            most_loading, loaded = self.most(warm, "b", prompt)
+            assert loaded == num_chunks * CHUNK // BLOCK
+            counts[num_chunks] = (most_storing, most_loading)
+        assert counts[60] == pytest.approx(counts[2], rel=0.1), "30 times the tokens"
+
+    @staticmethod
+    def most(engine: Engine, name: str, prompt: list[int]) -> tuple[int, int]:
+        """Of the request's steps: instructions of the one with the most; and the blocks that were loaded."""
+        engine.add(name, prompt, max_tokens=1)
+        naming = engine.connector.scheduler._followed[name].naming
+        assert naming is not None
+        eventually(naming.done)
+        counts = []
+        while engine.scheduler.has_requests():
+            with counted() as instructions:
+                engine.schedule()
+            counts.append(len(instructions))
+            engine.execute()
+        return max(counts), sum(len(load.block_ids[0]) for load in engine.loads)
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """An item for each instruction of kvhold's that this thread runs in the block."""
+    instructions: list[int] = []
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        if "/kvhold/" not in frame.f_code.co_filename:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            instructions.append(frame.f_lasti)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield instructions
+    finally:
+        sys.settrace(before)
 
 
 class TestQueues:

@@ -30,18 +30,18 @@ def finish(tracker: RequestTracker, token_ids: Sequence[int], num_blocks: int) -
     return checked(tracker, tracker.finish(token_ids, num_blocks), token_ids)
 
 
-def checked(tracker: RequestTracker, taken: tuple[ChunkNames, range] | None, token_ids: Sequence[int]) -> range | None:
-    """The blocks that were taken, when their names are those of the text that lies in them."""
-    if taken is None:
+def checked(tracker: RequestTracker, names: ChunkNames | None, token_ids: Sequence[int]) -> range | None:
+    """The blocks of what was taken, when its names are those of the text that lies in them."""
+    if names is None:
         return None
-    names, blocks = taken
     namespace = tracker.prompt.namespace
-    first, rest = divmod(blocks.start * namespace.layout.tail_tokens, namespace.layout.tokens_per_chunk)
+    layout = namespace.layout
+    first, rest = divmod(names.first_token, layout.tokens_per_chunk)
     assert rest == 0, "begins with a chunk"
-    text = namespace.prompt(list(token_ids) or tracker.prompt.tokens).until(blocks.stop * namespace.layout.tail_tokens)
-    assert names == text.chunks(first)
-    assert names.num_tokens(namespace.layout).sum() == len(blocks) * namespace.layout.tail_tokens
-    return blocks
+    end = names.first_token + int(names.num_tokens(layout).sum())
+    assert end % layout.tail_tokens == 0, "ends with a block"
+    assert names == namespace.prompt(list(token_ids) or tracker.prompt.tokens).until(end).chunks(first)
+    return range(names.first_token // layout.tail_tokens, end // layout.tail_tokens)
 
 
 def test_the_scheduled_tokens_of_a_chunked_prompt_and_of_the_decoding_after_it_add_up() -> None:
@@ -457,13 +457,11 @@ def test_without_a_new_lookup_a_restart_takes_again_only_what_it_lost(story: tup
     assert known == num_tokens // block
 
 
-def test_names_and_blocks_agree_for_whole_chunks_and_tail() -> None:
+def test_names_are_those_of_whole_chunks_and_of_the_tail() -> None:
     tracker = make_tracker(200)
     tracker.start(0)
     tracker.advance(200)
-    taken = tracker.take()
-    assert taken is not None
-    names, blocks = taken
+    names = tracker.take()
     assert isinstance(names, ChunkNames)
-    assert (len(names), names.tail_tokens, names.first_token, blocks) == (2, 32, 0, range(12))
+    assert (len(names), names.tail_tokens, names.first_token) == (2, 32, 0)
     assert names.hashes[:HASH_BYTES] == tracker.prompt.hash_at(0)

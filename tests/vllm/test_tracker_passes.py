@@ -17,7 +17,7 @@ from kvhold.core.keys import ChunkNames, Namespace
 from kvhold.core.layout import Group, Layout
 from kvhold.integrations.vllm.tracker import RequestTracker
 
-Taken = tuple[ChunkNames, range] | None
+Taken = ChunkNames | None
 
 
 @dataclass(frozen=True)
@@ -181,11 +181,10 @@ class LittleEngine:
         """Compare names and numbers with the text's."""
         if taken is None:
             return
-        names, blocks = taken
-        start, end = blocks.start * self.setting.block, blocks.stop * self.setting.block
-        assert start == names.first_token
+        start = taken.first_token
+        end = start + int(taken.num_tokens(self.setting.namespace.layout).sum())
         true = self.setting.namespace.prompt(list(text)[:end]).chunks(start // self.setting.chunk)
-        assert names == true, "the names of another text"
+        assert taken == true, "the names of another text"
         truth = numbers(text[:end])
         assert [self.slots.get(at) for at in range(start, end)] == truth[start:end], "another text's KV"
         self.stored.append(range(start, end))

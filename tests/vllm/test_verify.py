@@ -83,7 +83,7 @@ class TestClasses:
 
 def test_the_other_paths_pass_on_a_users_model(tmp_path: Path) -> None:
     model = str(make_checkpoint("llama").path)
-    paths = ["no-prefix-caching", "chunked-prefill", "preemption", "new-engine", "fp8-kv", "tp2"]
+    paths = ["no-prefix-caching", "chunked-prefill", "preemption", "new-engine", "layerwise", "fp8-kv", "tp2"]
     small = [
         "--config",
         '{"tokens_per_chunk": 64}',

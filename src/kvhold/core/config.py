@@ -86,7 +86,7 @@ class RulesConfig:
 class Config:
     """All settings of one process."""
 
-    tokens_per_chunk: int = setting(256, "tokens in a chunk; engines round it up to a multiple of their block", minimum=1)
+    tokens_per_chunk: int = setting(128, "tokens in a chunk; engines round it up to a multiple of their block", minimum=1)
     head_shards: int = setting(
         0,
         "into how many shards the heads are divided, so that engines with other numbers of tensor parallel workers share; 0: one a worker",
@@ -95,6 +95,7 @@ class Config:
     store_tails: bool = setting(
         True, "store the blocks after the last whole chunk, too, at the end of a prompt and of what is generated (vLLM)"
     )
+    layerwise: bool = setting(False, "load and store a layer at a time inside the engine's passes, not beside and after them (vLLM)")
     skip_last_n_tokens: int = setting(
         0,
         "the last tokens of a text that are neither stored nor looked up: of a prompt; with save_decode, of what there is so far (vLLM)",

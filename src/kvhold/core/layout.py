@@ -98,7 +98,7 @@ class Layout:
     """
 
     groups: tuple[Group, ...]
-    tokens_per_chunk: int = 256
+    tokens_per_chunk: int = 128
     tail_tokens: int = 1
 
     def __post_init__(self) -> None:

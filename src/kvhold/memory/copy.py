@@ -19,7 +19,7 @@ from kvhold.core.api import ABSENT, ChunkBytes
 from kvhold.kernels import Chunks, Plan, gather, plan_blocks, plan_slots, scatter, warm_up
 from kvhold.memory.views import View
 
-__all__ = ["gather_blocks", "gather_slots", "plan_scatter", "scatter_blocks", "scatter_slots", "warm_up"]
+__all__ = ["gather_blocks", "gather_slots", "plan_gather", "plan_scatter", "scatter_blocks", "scatter_slots", "warm_up"]
 
 Int64s = npt.NDArray[np.int64]
 Buffer = npt.NDArray[np.uint8]
@@ -39,6 +39,12 @@ def plan_scatter(view: View, block_ids: Int64s, buffer: Buffer, places: ChunkByt
     """`scatter_blocks`, a layer at a time: what is returned copies the layer of that number. Arguments as for `gather_blocks`."""
     plan = _plan_blocks(view, block_ids, buffer, places)
     return lambda layer: scatter(plan, layers=range(layer, layer + 1), threads=threads)
+
+
+def plan_gather(view: View, block_ids: Int64s, buffer: Buffer, places: ChunkBytes, *, threads: int = 1) -> Callable[[int], None]:
+    """`gather_blocks`, a layer at a time: what is returned copies the layer of that number. Arguments as for `gather_blocks`."""
+    plan = _plan_blocks(view, block_ids, buffer, places)
+    return lambda layer: gather(plan, layers=range(layer, layer + 1), threads=threads)
 
 
 def gather_slots(view: View, slots: Int64s, buffer: Buffer, places: ChunkBytes, *, threads: int = 1) -> None:

@@ -18,7 +18,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvhold.core.config import load_config
+from kvhold.core.errors import LayoutError
+from kvhold.integrations.vllm.events import describer_of, with_events
 from kvhold.integrations.vllm.geometry import geometry_of, mixes_adapters
+from kvhold.integrations.vllm.layerwise import refusal
 from kvhold.integrations.vllm.scheduler import SchedulerSide
 from kvhold.integrations.vllm.space import namespace_of
 from kvhold.integrations.vllm.stats import PromMetrics, Stats
@@ -28,6 +31,7 @@ from kvhold.integrations.vllm.worker import WorkerSide
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -48,9 +52,13 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
         # vLLM's default for a failed load is to fail the request. A cache must not do that: what did not arrive is computed.
         # vLLM reads this setting after it has made its connector.
         transfer.kv_load_failure_policy = "recompute"
-        settings = load_config(transfer.kv_connector_extra_config)
+        settings = with_events(load_config(transfer.kv_connector_extra_config), vllm_config)
         geometry = geometry_of(vllm_config, kv_cache_config, settings)
         namespace = namespace_of(vllm_config, geometry, settings)
+        if settings.layerwise and (reason := refusal(vllm_config, geometry)):
+            raise LayoutError(
+                f"layerwise: kvhold does not load inside this engine's passes, because a failed load could not be undone: {reason}"
+            )
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -61,10 +69,12 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
                 loads=transfer.is_kv_consumer,
                 stores=transfer.is_kv_producer,
                 stores_plain=not mixes_adapters(vllm_config),
+                describer=describer_of(vllm_config, kv_cache_config, geometry),
+                layerwise=settings.layerwise,
             )
         else:
             rank, num_blocks = vllm_config.parallel_config.rank, kv_cache_config.num_blocks
-            self._worker = WorkerSide(settings, namespace, geometry, rank=rank, num_blocks=num_blocks)
+            self._worker = WorkerSide(settings, namespace, geometry, rank=rank, num_blocks=num_blocks, layerwise=settings.layerwise)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -83,8 +93,7 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler.arrived(request)
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
-        tokens = self.scheduler.matched(request, num_computed_tokens)
-        return tokens, bool(tokens)
+        return self.scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         self.scheduler.allocated(request, blocks, num_external_tokens)
@@ -100,6 +109,14 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
 
     def request_finished_all_groups(self, request: "Request", block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         return self.scheduler.finished(request, block_ids), None
+
+    def take_events(self) -> Iterable["KVCacheEvent"]:
+        return self.scheduler.take_events()
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """A graph of a whole pass would not wait for its layers."""
+        return load_config(extra_config).layerwise
 
     def reset_cache(self) -> bool | None:
         return self.scheduler.reset()
@@ -123,10 +140,12 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.start_loads(self._steps())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: a request whose KV is being loaded is not in the forward pass."""
+        """For loads inside the pass (`layerwise`); otherwise a request whose KV is being loaded is not in it."""
+        self.worker.wait_for_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: "torch.Tensor", attn_metadata: "AttentionMetadata", **kwargs: Any) -> None:
-        """Nothing: whole chunks are stored after the pass."""
+        """For `layerwise`; otherwise whole chunks are stored after the pass."""
+        self.worker.save_layer(layer_name)
 
     def wait_for_save(self) -> None:
         """vLLM calls this after a pass that raised, too."""
@@ -136,7 +155,7 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
         return self.worker.take_stored(), self.worker.take_loaded()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        loaded, stored = self.worker.take_loaded(), self.worker.take_stored()
+        loaded, stored = self.worker.take_loaded(idle=not self._steps().computes), self.worker.take_stored()
         failed = self.worker.take_failed_requests()
         return KVConnectorTransferResults(finished_sending=stored, finished_recving=loaded, failed_recving=failed)
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from secrets import token_hex
 from typing import TYPE_CHECKING
 
+import numpy as np
 from vllm.v1.request import RequestStatus
 
 from kvhold.core.api import Hit
@@ -25,6 +26,7 @@ from kvhold.core.errors import ConfigError, KVHoldError
 from kvhold.core.keys import ChunkNames, Namespace, Prompt
 from kvhold.core.reasons import WHOLE
 from kvhold.core.rules import Rules
+from kvhold.integrations.vllm.events import Announcer, Describer
 from kvhold.integrations.vllm.geometry import Geometry, Part
 from kvhold.integrations.vllm.media import Media
 from kvhold.integrations.vllm.space import join, prompt_of, rules_of
@@ -33,6 +35,7 @@ from kvhold.integrations.vllm.steps import Load, Steps, Store
 from kvhold.integrations.vllm.tracker import RequestTracker
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
@@ -81,25 +84,32 @@ class SchedulerSide:
         loads: bool = True,
         stores: bool = True,
         stores_plain: bool = True,
+        describer: Describer | None = None,
+        layerwise: bool = False,
     ) -> None:
         """loads, stores: whether this engine may. vLLM keeps passes under way from writing to freed blocks only where it knows of loads.
 
         stores_plain: whether the KV of requests without an adapter can be trusted
+        describer: for KV events; None: none
+        layerwise: what is in memory is loaded inside the pass that computes the rest (`layerwise.refusal` has nothing to say)
         """
         self._config = config
         self._may_load = loads
         self._may_store = stores
         self._stores_plain = stores_plain
+        self._layerwise = layerwise
         self._geometry = geometry
         self._configured = namespace
         self._namespace = namespace
         self._cache = join(config, namespace, name="vllm-scheduler")
         self._lookups = ThreadPoolExecutor(1, thread_name_prefix="kvhold-lookup")
+        self._announcer = Announcer(self._cache, self._lookups, describer) if describer is not None else None
         self._adapters: dict[tuple[int, str, str], str] = {}  # the lookup thread's
         self._followed: dict[str, _Followed] = {}
         self.tally = Tally()
         self._media = Media()  # the lookup thread's
         self._loads: list[Load] = []
+        self._inside: list[str] = []  # requests that the last pass has loaded
         self._last_stores: list[Store] = []
         self._patience_s = _PATIENCE_S  # what is left of it in this pass
         log.info(
@@ -120,22 +130,24 @@ class SchedulerSide:
         if rules.store or rules.load:
             self._followed[request.request_id] = _Followed(request, rules, naming=self._lookups.submit(self._name, request, rules))
 
-    def matched(self, request: "Request", computed_tokens: int) -> int | None:
-        """Tokens that can be loaded beyond `computed_tokens`; None: ask again."""
+    def matched(self, request: "Request", computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens that can be loaded beyond `computed_tokens`, None: ask again; and whether that is done beside the passes."""
         followed = self._followed.get(request.request_id)
         if followed is None:
-            return 0
+            return 0, False
         if followed.hit is None and followed.lookup is None:
             if followed.tried == request.num_preemptions:
-                return 0
+                return 0, False
             self._look_up(followed, request)
         if followed.lookup is not None and not self._resolve(followed):
-            return None
+            return None, False
         found = followed.hit.num_tokens if followed.hit is not None else 0
+        if self._layerwise:  # at least a block is computed: the pass must not write where a layer is being loaded
+            found = min(found, (request.num_tokens - 1) // self._block * self._block)
         if found <= computed_tokens or request.skip_reading_prefix_cache or not self._loads_for(followed):
-            return 0  # the hit stays until there are blocks: by then the engine may have evicted what it has now
+            return 0, False  # the hit stays until there are blocks: by then the engine may have evicted what it has now
         followed.first_token = computed_tokens
-        return found - computed_tokens
+        return found - computed_tokens, not self._layerwise
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> None:
         """Blocks are there for the tokens to load; or nothing is to be loaded after all."""
@@ -153,11 +165,12 @@ class SchedulerSide:
             _blocks(part, tables[part.table], first, last, unused=followed.hit.num_tokens, skipped=followed.first_token)
             for part in self._geometry.parts
         ]
-        self._loads.append(Load(request.request_id, followed.hit.ticket, first_chunk, ids))
+        self._loads.append(Load(request.request_id, followed.hit.ticket, first_chunk, ids, inside=self._layerwise))
         followed.loading = True
 
     def plan(self, output: "SchedulerOutput") -> Steps:
         """What the workers do in the step that was just scheduled."""
+        self.loaded(self._inside)  # scheduling is not asynchronous there: that pass is over
         stores, self._last_stores = self._last_stores, []
         for new in output.scheduled_new_reqs:
             self._run(stores, output, new.req_id, new.num_computed_tokens, starts=True)
@@ -166,8 +179,9 @@ class SchedulerSide:
             resumed = request_id in cached.resumed_req_ids
             self._run(stores, output, request_id, cached.num_computed_tokens[at], starts=resumed)
         loads, self._loads = self._loads, []
+        self._inside = [load.request_id for load in loads if load.inside]
         self._patience_s = _PATIENCE_S
-        return Steps(loads, stores)
+        return Steps(loads, stores, output.total_num_scheduled_tokens > 0)
 
     def loaded(self, request_ids: Iterable[str]) -> None:
         """The workers have finished with these loads, well or not."""
@@ -191,11 +205,10 @@ class SchedulerSide:
         if not complete or followed.tracker is None or not self._stores_for(followed) or not self._saves_decode(followed):
             return False
         reached = min(len(tables[part.table]) * part.group.block_tokens for part in self._geometry.parts)
-        block = self._namespace.layout.tail_tokens or self._namespace.layout.tokens_per_chunk
-        taken = followed.tracker.finish(request.all_token_ids, reached // block)
+        taken = followed.tracker.finish(request.all_token_ids, reached // self._block)
         if taken is None:
             return False
-        self._last_stores.append(self._store(followed, taken[0], tables, last=True))
+        self._last_stores.append(self._store(followed, taken, tables, last=True))
         return True
 
     def reset(self) -> bool:
@@ -209,16 +222,27 @@ class SchedulerSide:
             self._let_go(followed)
             followed.naming = followed.tracker = None
             followed.tried = -1
+        if self._announcer is not None:
+            self._announcer.reset()
         try:
             self._cache.clear(before.digest)
         except KVHoldError as error:
             log.warning("kvhold: what was cached before the reset is not used any more, but still takes memory: %s", error)
         return True
 
+    def take_events(self) -> "list[KVCacheEvent]":
+        """What has come into the cache's memory and what has gone, since the last call."""
+        return self._announcer.take() if self._announcer is not None else []
+
     def close(self) -> None:
         """Leave the node."""
         self._lookups.shutdown(wait=True, cancel_futures=True)
         self._cache.close()
+
+    @property
+    def _block(self) -> int:
+        """Tokens in a block that all parts have; in a chunk, where there are no tails."""
+        return self._namespace.layout.tail_tokens or self._namespace.layout.tokens_per_chunk
 
     def _run(self, stores: list[Store], output: "SchedulerOutput", request_id: str, computed_tokens: int, *, starts: bool) -> None:
         """Count a scheduled request's tokens, and store what becomes whole. computed_tokens: before this step; starts: it does (again)."""
@@ -230,9 +254,11 @@ class SchedulerSide:
         followed.tracker.advance(output.num_scheduled_tokens[request_id], computed_tokens)
         taken = followed.tracker.take(followed.request.all_token_ids if self._saves_decode(followed) else ())
         if taken is not None:
-            stores.append(self._store(followed, taken[0], output.kv_connector_block_state.get_block_ids(request_id)))
+            stores.append(self._store(followed, taken, output.kv_connector_block_state.get_block_ids(request_id)))
 
     def _store(self, followed: _Followed, names: ChunkNames, tables: Sequence[list[int]], *, last: bool = False) -> Store:
+        if self._announcer is not None:
+            self._announcer.stored(followed.request, names)
         end = names.first_token + int(names.num_tokens(self._namespace.layout).sum())
         ids = [_blocks(part, tables[part.table], names.first_token, end) for part in self._geometry.parts]
         return Store(followed.request.request_id, names, ids, followed.rules.ttl_s, last)
@@ -306,6 +332,8 @@ class SchedulerSide:
                 skip_last_n_tokens=self._config.skip_last_n_tokens,
             )
             followed.tracker.found(hit.num_tokens if hit is not None else 0)
+            if self._announcer is not None and hit is not None:
+                self._announcer.found(followed.request, prompt, hit.num_tokens)
         return True
 
     def _count(self, request: "Request", prompt: Prompt | None, hit: Hit | None) -> None:
@@ -341,7 +369,9 @@ def _blocks(part: Part, table: list[int], first: int, last: int, *, skipped: int
     place: that end before `skipped`, that begin after `last`, or that the engine has let go of (they have left a window)."""
     size = part.group.block_tokens
     begin, end = max(first, skipped) // size, -(-last // size)
-    ids = [block if block != _NULL_BLOCK else -1 for block in table[begin:end]]
+    there = np.array(table[begin:end], dtype=np.int64)
+    there[there == _NULL_BLOCK] = -1
+    ids: list[int] = there.tolist()
     if part.group.attention == "state":
         ids += [-1] * (end - begin - len(ids))  # the state of what follows is not there yet
     return [-1] * (begin - first // size) + ids + [-1] * (-(-unused // size) - end)

@@ -9,17 +9,19 @@ from kvhold.core.keys import ChunkNames
 
 @dataclass(frozen=True)
 class Load:
-    """Bring a hit into blocks, beside the forward passes.
+    """Bring a hit into blocks: beside the forward passes, or inside the one of this step.
 
     ticket:      of the hit, to be claimed by each worker for its shards
     first_chunk: number of the first chunk needed
     block_ids:   of each part of the geometry: the engine's blocks, from that chunk's first on; -1 for a block that is not to be written
+    inside:      the step's pass computes the rest of the request, and waits for each layer
     """
 
     request_id: str
     ticket: int
     first_chunk: int
     block_ids: list[list[int]]
+    inside: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ class Store:
 
 @dataclass
 class Steps(KVConnectorMetadata):
-    """One step's work."""
+    """One step's work. computes: whether the engine computes anything in it; where it does not, it has time to wait for a load."""
 
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
+    computes: bool = True

@@ -2,7 +2,7 @@
 
     tracker.start(computed_tokens)      # it is scheduled for the first time, or again after a preemption
     tracker.advance(scheduled_tokens)   # the step that was just planned will compute so many more
-    tracker.take(request.all_token_ids) # names and blocks of what becomes whole in that step, once
+    tracker.take(request.all_token_ids) # names of what becomes whole in that step, once
     tracker.finish(request.all_token_ids, num_blocks)   # it has ended: what else is whole, and the tail
 
 The tokens computed after a step are those it started with (hits, ours or the engine's own) and the sum of what was scheduled since. Of
@@ -76,13 +76,13 @@ class RequestTracker:
             self._keep(computed_tokens)
         self.num_scheduled_tokens += scheduled_tokens
 
-    def take(self, token_ids: Sequence[int] = ()) -> tuple[ChunkNames, range] | None:
-        """Chunks that are whole when the last step has run (and the prompt's tail, once the prompt is) and were not taken before, and
-        which blocks hold them. To be gathered after that step's pass and before the request's next one.
+    def take(self, token_ids: Sequence[int] = ()) -> ChunkNames | None:
+        """Chunks that are whole when the last step has run (and the prompt's tail, once the prompt is) and were not taken before.
+        To be gathered after that step's pass and before the request's next one.
 
         token_ids: with save_decode, all the request's tokens that are certain now: prompt, and what was sampled and accepted
 
-        The range counts the request's own blocks. None when there is nothing new.
+        None when there is nothing new.
         """
         end = self._end(len(token_ids))
         whole, first = end // self._chunk, self.next_chunk
@@ -95,7 +95,7 @@ class RequestTracker:
             names = self._grown(token_ids, whole * self._chunk).chunks(first, last=whole, tail=False)
         return self._taken(names, whole)
 
-    def finish(self, token_ids: Sequence[int], num_blocks: int) -> tuple[ChunkNames, range] | None:
+    def finish(self, token_ids: Sequence[int], num_blocks: int) -> ChunkNames | None:
         """With save_decode: what has become whole since the last `take`, and the tail of what was generated. The request has ended.
 
         token_ids:  all its tokens that are certain, the one sampled last among them
@@ -151,10 +151,8 @@ class RequestTracker:
         self.next_chunk = min(self.next_chunk, num_tokens // self._chunk)
         self.known_tail = self.known_tail if self.known_tail <= num_tokens else 0
 
-    def _taken(self, names: ChunkNames, whole: int) -> tuple[ChunkNames, range]:
-        first = names.first_token
-        end = whole * self._chunk + names.tail_tokens
+    def _taken(self, names: ChunkNames, whole: int) -> ChunkNames:
         self.next_chunk = max(self.next_chunk, whole)
         if names.tail_tokens:
-            self.known_tail = end
-        return names, range(first // self._block, end // self._block)
+            self.known_tail = whole * self._chunk + names.tail_tokens
+        return names

@@ -10,7 +10,8 @@ import queue
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,12 +22,13 @@ from kvhold.core.config import Config
 from kvhold.core.errors import KVHoldError, LayoutError
 from kvhold.core.keys import Namespace
 from kvhold.integrations.vllm.geometry import Geometry, Part
+from kvhold.integrations.vllm.layerwise import CopyLayer, Layerwise, blocks_of
 from kvhold.integrations.vllm.proof import lots, prove
 from kvhold.integrations.vllm.space import join
 from kvhold.integrations.vllm.stats import Tally
 from kvhold.integrations.vllm.steps import Load, Steps, Store
 from kvhold.memory.arena import Region, Toucher
-from kvhold.memory.copy import gather_blocks, scatter_blocks, warm_up
+from kvhold.memory.copy import gather_blocks, plan_gather, plan_scatter, scatter_blocks, warm_up
 from kvhold.memory.host import available_bytes
 from kvhold.memory.views import View, opaque_blocks
 
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _WARM_BYTES = 1 << 30  # of the engine's blocks, the first ones it will use
+_IDLE_WAIT_S = 0.005  # for a load, in a step that computes nothing: about what vLLM would sleep and step in vain; new requests wait as long
 
 
 @dataclass(frozen=True)
@@ -53,13 +56,19 @@ class _Reserving:
     store: Store
     shard: int
     room: "Future[Room | None]"
+    copies: list[CopyLayer] = field(default_factory=list)  # of what is copied a layer at a time, inside the pass
 
 
 class WorkerSide:
     """One worker's copies."""
 
-    def __init__(self, config: Config, namespace: Namespace, geometry: Geometry, *, rank: int = 0, num_blocks: int) -> None:
-        """rank: this worker's number in its engine; num_blocks: the engine's blocks, the same for all its KV cache groups."""
+    def __init__(
+        self, config: Config, namespace: Namespace, geometry: Geometry, *, rank: int = 0, num_blocks: int, layerwise: bool = False
+    ) -> None:
+        """rank: this worker's number in its engine; num_blocks: the engine's blocks, the same for all its KV cache groups.
+
+        layerwise: load and store a layer at a time, inside the passes (`layerwise.refusal` has nothing to say)
+        """
         self._config = config
         self._namespace = namespace
         self._geometry = geometry
@@ -72,8 +81,13 @@ class WorkerSide:
         self._cache = join(config, namespace, name="vllm-worker")
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="kvhold-load")
         self._storer = ThreadPoolExecutor(1, thread_name_prefix="kvhold-store")
+        self._layerwise: Layerwise | None = None
+        if layerwise:
+            self._layer_saver = ThreadPoolExecutor(1, thread_name_prefix="kvhold-layer")
+            self._layerwise = Layerwise(geometry.parts[0], self._loader, self._layer_saver)
         self._reserved: list[_Reserving] = []
         self._finished: queue.SimpleQueue[_Loaded] = queue.SimpleQueue()
+        self._loading = 0  # loads that were started and not taken
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._stored_last: set[str] = set()
@@ -127,8 +141,26 @@ class WorkerSide:
 
     def start_loads(self, steps: Steps) -> None:
         """Start the loads; they end in `take_loaded`."""
-        for load in steps.loads:
+        beside = [load for load in steps.loads if not load.inside]
+        for load in beside:
             self._loader.submit(self._load, load)
+        self._loading += len(beside)
+        if self._layerwise is not None:
+            self._layerwise.begin([load for load in steps.loads if load.inside], self._prepare)
+
+    def wait_for_layer(self, layer_name: str) -> None:
+        """In the pass, before the layer's attention: what is loaded inside it has come so far."""
+        if self._layerwise is not None:
+            self._layerwise.wait(layer_name)
+
+    def save_layer(self, layer_name: str) -> None:
+        """In the pass, after the layer's attention: what the pass completes is copied out of this layer, where there is memory by now."""
+        if self._layerwise is None:
+            return
+        for one in self._reserved:
+            if layer_name == self._geometry.parts[0].layer_names[0] and one.room.done() and (room := one.room.result()) is not None:
+                one.copies[:] = self._plan_gather(one.store, one.shard, room)
+            self._layerwise.save(layer_name, one.copies)
 
     def store(self, *, computed: bool = True) -> None:
         """After the pass: copy what it completed, and have it committed. All stores of a pass share one deadline.
@@ -136,6 +168,12 @@ class WorkerSide:
         computed: False when the pass failed; then its blocks hold no KV, and its stores are dropped
         """
         reserved, self._reserved = self._reserved, []
+        if self._layerwise is not None:
+            computed = self._layerwise.saved() and computed
+            for failed in self._layerwise.end().values():
+                self.tally.add("failed_loads" if failed else "loads", 1)
+                self._failed_blocks.update(failed)
+                computed = computed and not failed  # what was computed from blocks that were not loaded is not KV
         until = time.monotonic() + self._config.client.call_timeout_s
         for one in reserved:
             try:
@@ -147,7 +185,8 @@ class WorkerSide:
                     self._storer.submit(_close_late_room, one.room)  # that thread has answered it by then
                 continue
             try:
-                copied = self._gather(one.store, one.shard, room)
+                copied = bool(one.copies) or self._gather(one.store, one.shard, room)
+                self._count_stored(one.shard, room)
             except Exception:  # the engine's step must not fail with us
                 log.exception("kvhold: could not store chunks of request %s", one.store.request_id)
                 copied = False
@@ -158,19 +197,24 @@ class WorkerSide:
         stored, self._stored_last = self._stored_last, set()
         return stored
 
-    def take_loaded(self) -> set[str]:
-        """Requests whose loads have ended since the last call. Their failed blocks are in `take_failed_blocks` from now on."""
+    def take_loaded(self, *, idle: bool = False) -> set[str]:
+        """Requests whose loads have ended since the last call. Their failed blocks are in `take_failed_blocks` from now on.
+
+        idle: the engine has nothing to compute; wait a moment for a load that is under way
+        """
         ended: set[str] = set()
-        while True:
+        while self._loading:
             try:
-                loaded = self._finished.get_nowait()
+                loaded = self._finished.get(timeout=_IDLE_WAIT_S) if idle and not ended else self._finished.get_nowait()
             except queue.Empty:
                 return ended
+            self._loading -= 1
             ended.add(loaded.request_id)
             if loaded.failed_blocks and len(self._geometry.parts) > 1:
                 self._failed_requests.add(loaded.request_id)  # vLLM does not take blocks' numbers where there are several groups
             else:
                 self._failed_blocks.update(loaded.failed_blocks)
+        return ended
 
     def take_failed_blocks(self) -> set[int]:
         """Blocks of ended loads that hold no KV."""
@@ -188,6 +232,8 @@ class WorkerSide:
             self._toucher.stop()
         self._loader.shutdown(wait=True)
         self._storer.shutdown(wait=True)
+        if self._layerwise is not None:
+            self._layer_saver.shutdown(wait=True)
         self._cache.close()
 
     def _reserve(self, store: Store, shard: int) -> Room | None:
@@ -201,7 +247,7 @@ class WorkerSide:
 
     def _groups(self, store: Store) -> npt.NDArray[np.bool_] | None:
         """[parts, chunks]: of which chunks each part still has all its blocks; None: of all."""
-        if all(block >= 0 for ids in store.block_ids for block in ids):
+        if all(min(ids, default=0) >= 0 for ids in store.block_ids):
             return None
         num_tokens = store.names.num_tokens(self._namespace.layout)
         return np.array([_whole(part, ids, num_tokens) for part, ids in zip(self._geometry.parts, store.block_ids, strict=True)])
@@ -213,22 +259,49 @@ class WorkerSide:
             places = room.chunks(number)
             if (places.offsets != ABSENT).any():
                 gather_blocks(view, np.array(ids, dtype=np.int64), room.buffer, places, threads=self._threads)
-                self.tally.add("stored_bytes", _nbytes(view, places))
                 copied = True
-        self.tally.add("stored_chunks", len(room.granted))
         return copied
+
+    def _count_stored(self, shard: int, room: Room) -> None:
+        nbytes = sum(_nbytes(view, room.chunks(number)) for number, view in enumerate(self._views[shard]))
+        self.tally.add("stored_bytes", nbytes)
+        self.tally.add("stored_chunks", len(room.granted))
+
+    def _plan_gather(self, store: Store, shard: int, room: Room) -> list[CopyLayer]:
+        """Copies of what is granted, a layer at a time."""
+        (view,), (ids,), places = self._views[shard], store.block_ids, room.chunks(0)
+        return [plan_gather(view, np.array(ids, dtype=np.int64), room.buffer, places)] if (places.offsets != ABSENT).any() else []
+
+    def _prepare(self, load: Load, stack: ExitStack) -> list[CopyLayer]:
+        """On the load thread: claim a hit that is loaded inside a pass. Raises KVHoldError when it is gone."""
+        copies: list[CopyLayer] = []
+        for shard in self._held:
+            loan = self._cache.claim(load.ticket, shard, first_chunk=load.first_chunk)
+            if loan is None:
+                raise KVHoldError("the hit is gone")
+            stack.enter_context(loan)
+            (view,), (ids,), places = self._views[shard], load.block_ids, loan.chunks(0)
+            blocks = np.array(ids, dtype=np.int64)
+            _check_covered(self._geometry.parts[0], blocks, places)
+            copies.append(plan_scatter(view, blocks, loan.buffer, places, threads=self._threads))
+            self._count_loaded(view, blocks)
+        return copies
+
+    def _count_loaded(self, view: View, blocks: npt.NDArray[np.int64]) -> None:
+        self.tally.add("loaded_bytes", int((blocks >= 0).sum()) * view.group.layers * view.group.block_bytes)
 
     def _load(self, load: Load) -> None:
         """On the load thread: claim, copy, report; whatever happens, the request is reported."""
         began_s = time.monotonic()
-        failed = [block for ids in load.block_ids for block in ids if block >= 0]
+        failed = blocks_of(load)
+        loans: list[Loan] = []
         try:
             for shard in self._held:
                 loan = self._cache.claim(load.ticket, shard, first_chunk=load.first_chunk)
                 if loan is None:
                     break
-                with loan:
-                    self._scatter(load, shard, loan)
+                loans.append(loan)
+                self._scatter(load, shard, loan)
             else:
                 failed = []
         except KVHoldError as error:
@@ -239,13 +312,15 @@ class WorkerSide:
             self.tally.add("failed_loads" if failed else "loads", 1)
             self.tally.add("load_seconds", time.monotonic() - began_s)
             self._finished.put(_Loaded(load.request_id, failed))
+            for loan in loans:  # the engine need not wait for the node to hear of that
+                loan.close()
 
     def _scatter(self, load: Load, shard: int, loan: Loan) -> None:
         for number, (view, ids) in enumerate(zip(self._views[shard], load.block_ids, strict=True)):
             places, blocks = loan.chunks(number), np.array(ids, dtype=np.int64)
             _check_covered(self._geometry.parts[number], blocks, places)
             scatter_blocks(view, blocks, loan.buffer, places, threads=self._threads)
-            self.tally.add("loaded_bytes", int((blocks >= 0).sum()) * view.group.layers * view.group.block_bytes)
+            self._count_loaded(view, blocks)
 
 
 def _whole(part: Part, ids: list[int], num_tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

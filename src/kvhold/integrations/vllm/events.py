@@ -1,0 +1,347 @@
+"""What the cache holds, as vLLM's own KV cache events, for routers that follow these.
+
+    settings = with_events(settings, vllm_config)                  # a node started for this engine keeps events
+    describer = describer_of(vllm_config, kv_cache_config, geometry)       # None: vLLM's kv_events_config does not ask for events
+    announcer = Announcer(cache, lookup_thread, describer)
+    announcer.stored(request, names); announcer.found(request, prompt, hit_tokens); announcer.take()
+
+A router matches by vLLM's block hashes, and the cache knows its chunks by keys of its own. Both are known together only while there is a
+request: then each chunk that it stores or finds is *described*, by the hashes, tokens, adapter and extra keys that vLLM itself would
+publish. What the cache's event stream says is in memory and that is described is *announced*: `BlockStored` with medium CPU and locality
+LOCAL, of each of vLLM's KV cache groups by its number, once all shards of the chunk are there. What is announced and leaves memory is
+`BlockRemoved`. A block that stands in several chunks (a prompt's tail and the whole chunk that it grew into, or two tenants' tags, which
+vLLM's hashes do not tell apart) is announced with the first and removed with the last of them.
+
+What routers are not told: what is in tiers below memory alone, as the cache's stream is about memory; what other engines have stored,
+until a request of this one finds it; and more than `_MOST_DESCRIBED` chunks that are described and not in memory. Events go out with
+vLLM's steps, so that an engine without requests says nothing until the next one.
+
+Where the node's events are lost (it was too busy, or is another one), its snapshot says what is there now, and the difference goes out as
+events like any other. While there is no node all that was announced is removed, since nothing of it can be loaded. `AllBlocksCleared` is
+never sent: it names no medium, and routers would forget what the GPU holds, too.
+
+`take` runs on the scheduler's thread and waits for nothing; all else is done on the thread of the lookups, one after the other. What waits
+to be taken is what one question to the node has brought, and no other question is asked before it was taken.
+"""
+
+import logging
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
+from vllm.v1.core.kv_cache_utils import (
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    resolve_block_hashes,
+    resolve_kv_cache_block_sizes,
+    to_event_extra_keys,
+)
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
+
+from kvhold.core.api import Cache, Event
+from kvhold.core.config import Config
+from kvhold.core.errors import KVHoldError
+from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES, ChunkNames, Prompt, place_suffix
+from kvhold.core.layout import Layout
+from kvhold.integrations.vllm.geometry import Geometry
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.kv_cache_utils import ExternalBlockHash
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+log = logging.getLogger(__name__)
+
+_EVENT_BUFFER = 100_000  # what a node keeps for us, where the settings say nothing: some minutes of constant eviction
+_MOST_DESCRIBED = 4096  # chunks, some 10 KB each for the numbers of their tokens
+_PACE_S, _RETRY_S = 0.05, 1.0  # between two questions to the node, and after one without an answer
+_NAME_BYTES = NAMESPACE_BYTES + HASH_BYTES  # of a key; its group and shard follow
+
+
+def with_events(settings: Config, config: "VllmConfig") -> Config:
+    """The settings, with a buffer of events where vLLM is to publish events and they have none."""
+    return replace(settings, event_buffer=_EVENT_BUFFER) if _is_asked_for(config) and not settings.event_buffer else settings
+
+
+def describer_of(config: "VllmConfig", kv_cache: "KVCacheConfig", geometry: Geometry) -> "Describer | None":
+    """What describes this engine's chunks; None where vLLM is not to publish events."""
+    if not _is_asked_for(config):
+        return None
+    hashed_tokens = resolve_kv_cache_block_sizes(kv_cache, config)[1]
+    tables = tuple(
+        Table(
+            number=part.table,
+            block_tokens=part.group.block_tokens,
+            kind=get_kv_cache_spec_kind(kv_cache.kv_cache_groups[part.table].kv_cache_spec).value,
+            window=get_kv_cache_spec_sliding_window(kv_cache.kv_cache_groups[part.table].kv_cache_spec),
+        )
+        for part in geometry.parts
+    )
+    return Describer(geometry.layout, geometry.shards, tables, hashed_tokens)
+
+
+def _is_asked_for(config: "VllmConfig") -> bool:
+    return config.kv_events_config is not None and config.kv_events_config.enable_kv_cache_events
+
+
+@dataclass(frozen=True)
+class Table:
+    """One of vLLM's KV cache groups, as its events name it."""
+
+    number: int
+    block_tokens: int
+    kind: str
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A chunk as vLLM would publish it: an event for each group, None where vLLM has no hashes of that group's blocks."""
+
+    first_token: int
+    stored: tuple[BlockStored | None, ...]
+
+
+@dataclass(frozen=True)
+class Describer:
+    """Makes descriptions. hashed_tokens: how many tokens each of a request's block hashes stands for."""
+
+    layout: Layout
+    shards: int
+    tables: tuple[Table, ...]
+    hashed_tokens: int
+
+    def describe(self, request: "Request", names: ChunkNames, wanted: Callable[[bytes], bool]) -> Iterator[tuple[bytes, Described]]:
+        """The chunks `names` of the request's text that are `wanted`, by their names."""
+        first = names.first_token
+        for chunk, num_tokens in enumerate(names.num_tokens(self.layout).tolist()):
+            end = first + num_tokens
+            if end > len(request.block_hashes) * self.hashed_tokens:
+                return  # vLLM does not hash this request's blocks
+            name = names.namespace + names.hashes[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES]
+            if wanted(name):
+                token_ids = list(request.all_token_ids[first:end])
+                yield name, Described(first, tuple(self._stored(request, table, first, token_ids) for table in self.tables))
+            first = end
+
+    def _stored(self, request: "Request", table: Table, first: int, token_ids: list[int]) -> BlockStored | None:
+        size = table.block_tokens
+        if size % self.hashed_tokens:
+            return None
+        hashes = resolve_block_hashes(request.block_hashes, self.hashed_tokens, size)
+        begin, end = first // size, (first + len(token_ids)) // size
+        extras: list[tuple[Any, ...] | None] = [
+            generate_block_hash_extra_keys(request, at * size, (at + 1) * size, 0)[0] for at in range(begin, end)
+        ]
+        adapter = request.lora_request
+        return BlockStored(
+            block_hashes=[maybe_convert_block_hash(hashes[at]) for at in range(begin, end)],
+            parent_block_hash=maybe_convert_block_hash(hashes[begin - 1]) if begin else None,
+            token_ids=token_ids,
+            block_size=size,
+            lora_id=adapter.adapter_id if adapter is not None else None,
+            medium=MEDIUM_CPU,
+            lora_name=adapter.name if adapter is not None else None,
+            extra_keys=to_event_extra_keys(extras),
+            group_idx=table.number,
+            kv_cache_spec_kind=table.kind,
+            kv_cache_spec_sliding_window=table.window,
+            locality="LOCAL",
+            session_id=request.session_id,
+        )
+
+
+class Announced:
+    """What is in memory, what of it is described, and what routers have been told. No I/O; one thread's."""
+
+    def __init__(self, tables: tuple[Table, ...], shards: int) -> None:
+        """tables: a group's number with us is its place among them."""
+        self._tables = tables
+        self._places = [frozenset(place_suffix(group, shard) for shard in range(shards)) for group in range(len(tables))]
+        self._present: dict[bytes, set[bytes]] = {}  # of all chunks in memory, other models' too: the groups and shards that are there
+        self._described: OrderedDict[bytes, Described] = OrderedDict()  # until all groups are announced
+        self._told: dict[bytes, dict[int, list[ExternalBlockHash]]] = {}  # by name and group: the blocks
+        self._blocks: Counter[tuple[int, ExternalBlockHash]] = Counter()  # by group and hash: in how many chunks that are announced
+        self._touched: set[bytes] = set()
+
+    def wants(self, name: bytes) -> bool:
+        """Whether a description of this chunk adds anything."""
+        return name not in self._described and len(self._told.get(name, ())) < len(self._tables)
+
+    def describe(self, name: bytes, described: Described) -> None:
+        """A chunk's description, to be used when it is in memory."""
+        self._described[name] = described
+        self._touched.add(name)
+        if len(self._described) > _MOST_DESCRIBED:
+            self._described.popitem(last=False)
+
+    def happened(self, events: Iterable[Event]) -> None:
+        """Events of the cache, in order."""
+        for event in events:
+            name, place = event.key[:_NAME_BYTES], event.key[_NAME_BYTES:]
+            self._touched.add(name)
+            if event.kind == "admitted":
+                self._present.setdefault(name, set()).add(place)
+            elif there := self._present.get(name):
+                there.discard(place)
+                if not there:
+                    del self._present[name]
+
+    def replace(self, snapshot: Iterable[Event]) -> None:
+        """This, and nothing else, is in memory."""
+        self._touched.update(self._told)
+        self._present.clear()
+        self.happened(snapshot)
+
+    def withdraw(self) -> None:
+        """Nothing that has been described up to now can be loaded any more."""
+        self._described.clear()
+        for name in self._told:
+            self._touched.add(name)
+            self._present.pop(name, None)
+
+    def changes(self) -> "list[KVCacheEvent]":
+        """What routers are to be told since the last call: beginnings of prompts first, and what has come before what has gone."""
+        touched, self._touched = self._touched, set()
+        come = [(described.first_token, name, described) for name in touched if (described := self._described.get(name)) is not None]
+        come.sort(key=lambda item: item[:2])
+        events: list[KVCacheEvent] = []
+        for _, name, described in come:
+            events += self._tell(name, described)
+        gone: dict[int, list[ExternalBlockHash]] = {}
+        for name in touched:
+            for group in [group for group in self._told.get(name, ()) if not self._is_present(name, group)]:
+                gone.setdefault(group, []).extend(self._take_back(name, group))
+        return events + [
+            BlockRemoved(block_hashes=hashes, medium=MEDIUM_CPU, group_idx=self._tables[group].number, locality="LOCAL")
+            for group, hashes in gone.items()
+            if hashes
+        ]
+
+    def _is_present(self, name: bytes, group: int) -> bool:
+        return self._places[group] <= self._present.get(name, frozenset())
+
+    def _tell(self, name: bytes, described: Described) -> Iterator[BlockStored]:
+        told = self._told.get(name, {})
+        for group, stored in enumerate(described.stored):
+            if stored is None or group in told or not self._is_present(name, group):
+                continue
+            self._told[name] = told
+            told[group] = stored.block_hashes
+            keys = [(group, block) for block in stored.block_hashes]
+            known = next((i for i, key in enumerate(keys) if not self._blocks[key]), len(keys))  # chunks share what both begin with
+            self._blocks.update(keys)
+            if known < len(keys):
+                yield _without_first(stored, known) if known else stored
+        if len(told) == sum(stored is not None for stored in described.stored):
+            del self._described[name]
+
+    def _take_back(self, name: bytes, group: int) -> "Iterator[ExternalBlockHash]":
+        told = self._told[name]
+        for block in told.pop(group):
+            key = (group, block)
+            self._blocks[key] -= 1
+            if not self._blocks[key]:
+                del self._blocks[key]
+                yield block
+        if not told:
+            del self._told[name]
+
+
+def _without_first(stored: BlockStored, blocks: int) -> BlockStored:
+    """The event without its first blocks."""
+    return msgspec.structs.replace(
+        stored,
+        block_hashes=stored.block_hashes[blocks:],
+        parent_block_hash=stored.block_hashes[blocks - 1],
+        token_ids=stored.token_ids[blocks * stored.block_size :],
+        extra_keys=stored.extra_keys[blocks:] if stored.extra_keys is not None else None,
+    )
+
+
+class Announcer:
+    """Follows the cache's events for one engine."""
+
+    def __init__(self, cache: Cache, thread: Executor, describer: Describer) -> None:
+        """thread: has one thread, on which all but `take` is done."""
+        self._cache = cache
+        self._thread = thread
+        self._describer = describer
+        self._announced = Announced(describer.tables, describer.shards)
+        self._next: int | None = None  # the cache's events after this number are not known yet; None: nothing is
+        self._complaint = ""
+        self._asked: Future[list[KVCacheEvent]] | None = None
+        self._due_s = 0.0
+
+    def stored(self, request: "Request", names: ChunkNames) -> None:
+        """The workers are told to store these chunks."""
+        self._thread.submit(self._describe, request, lambda: names)
+
+    def found(self, request: "Request", prompt: Prompt, num_tokens: int) -> None:
+        """The cache has the request's first so many tokens."""
+        if num_tokens:
+            self._thread.submit(self._describe, request, lambda: _first_chunks(prompt, num_tokens))
+
+    def reset(self) -> None:
+        """Nothing that is stored or being stored now will be loaded."""
+        self._thread.submit(self._announced.withdraw)
+
+    def take(self) -> "list[KVCacheEvent]":
+        """What is new. Waits for nothing, and has the cache asked what is new by the next call, unless it was asked just now."""
+        events: list[KVCacheEvent] = []
+        if self._asked is not None and self._asked.done():
+            events, self._asked = self._asked.result(), None
+        if self._asked is None and time.monotonic() >= self._due_s:
+            self._due_s = time.monotonic() + _PACE_S
+            self._asked = self._thread.submit(self._ask)
+        return events
+
+    def _describe(self, request: "Request", names: Callable[[], ChunkNames]) -> None:
+        """Never raises: nobody would see it."""
+        try:
+            for name, described in self._describer.describe(request, names(), self._announced.wants):
+                self._announced.describe(name, described)
+        except Exception:
+            log.exception("kvhold: no KV events about request %s", request.request_id)
+
+    def _ask(self) -> "list[KVCacheEvent]":
+        """Never raises: the scheduler would."""
+        try:
+            self._read()
+            self._complaint = ""
+        except KVHoldError as error:
+            self._next = None
+            self._announced.replace(())
+            self._due_s = time.monotonic() + _RETRY_S
+            if str(error) != self._complaint:
+                self._complaint = str(error)
+                log.warning("kvhold: no KV events now: %s", error)
+        except Exception:
+            log.exception("kvhold: KV events")
+        return self._announced.changes()
+
+    def _read(self) -> None:
+        batch = self._cache.events(self._next) if self._next is not None else None
+        if batch is None or batch.lost:
+            batch = self._cache.snapshot()
+            self._announced.replace(batch.events)
+        else:
+            self._announced.happened(batch.events)
+        self._next = batch.next
+
+
+def _first_chunks(prompt: Prompt, num_tokens: int) -> ChunkNames:
+    """Those of a hit: whole ones, and the tail that it ends with."""
+    whole, tail = divmod(num_tokens, prompt.namespace.layout.tokens_per_chunk)
+    names = prompt.chunks(last=whole, tail=False)
+    if not tail:
+        return names
+    at = prompt.tail_lengths.index(tail) * HASH_BYTES
+    return ChunkNames(names.namespace, names.hashes + prompt.tails[at : at + HASH_BYTES], tail)
