@@ -33,7 +33,7 @@ from tests.vllm.scheduling import Engine, NodeProcess, Options, eventually, make
 pytestmark = pytest.mark.vllm
 
 BLOCK, CHUNK = 16, 64
-IMPATIENT = {"client": {"call_timeout_s": 20, "connect_timeout_s": 0.2, "reconnect_interval_s": 0.05, "heartbeat_interval_s": 0.2}}
+IMPATIENT = {"client": {"call_timeout_s": 20, "connect_timeout_s": 2.0, "reconnect_interval_s": 0.05, "heartbeat_interval_s": 0.2}}
 TABLES = (Table(0, 16, "full_attention", None), Table(1, 16, "sliding_window", 64))
 SHARDS = 2
 

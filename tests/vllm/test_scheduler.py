@@ -50,7 +50,7 @@ pytestmark = pytest.mark.vllm
 
 BLOCK, CHUNK = 16, 64
 NOTHING = {"tickets": 0, "loans": 0, "rooms": 0}
-IMPATIENT = {"client": {"call_timeout_s": 0.2, "connect_timeout_s": 0.2, "reconnect_interval_s": 0.05, "heartbeat_interval_s": 0.2}}
+IMPATIENT = {"client": {"call_timeout_s": 0.2, "connect_timeout_s": 2.0, "reconnect_interval_s": 0.05, "heartbeat_interval_s": 0.2}}
 
 MakeEngine = Callable[..., Engine]
 
