@@ -336,7 +336,7 @@ def test_the_scheduler_waits_for_no_question() -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_a_real_engine_publishes_what_is_in_memory(name: str, tmp_path: Path) -> None:
     """Over ZMQ, as a router reads it; RAM is too small for the prompts. gemma3 has groups with a window beside full attention."""
-    from kvhold.testing.checkpoints import make_checkpoint
+    from kvhold.cli.checkpoints import make_checkpoint
 
     prompts: list[list[int]] = []
     for number in range(24):

@@ -8,9 +8,9 @@ import pytest
 from click.testing import CliRunner
 
 from kvhold.cli.bench.command import command
+from kvhold.cli.checkpoints import make_checkpoint
 from kvhold.cli.verify.engine import Engines
 from kvhold.cli.verify.messages import STAGES, Arrival, Ask, Question, Serve, Start
-from kvhold.testing.checkpoints import make_checkpoint
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

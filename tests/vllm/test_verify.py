@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvhold.testing.checkpoints import RECIPES, make_checkpoint
+from kvhold.cli.checkpoints import RECIPES, make_checkpoint
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(3_600)]  # busy cores: all classes are one test's fixture
 

@@ -1,6 +1,7 @@
-"""Checkpoints that commands make for themselves: in the user's cache folder, under a name that tells their content, whole or not at all.
+"""Folders that are there whole or not at all, such as checkpoints made on this host: in the user's cache folder, under a name that tells
+their content.
 
-path = make_once(root / f"tiny-{fingerprint(recipe)}", lambda folder: write(recipe, folder))
+    path = make_once(root / f"tiny-{fingerprint(recipe)}", lambda folder: write(recipe, folder))
 """
 
 import errno

@@ -66,7 +66,7 @@ class _Classes(_Names):
         super().__init__(())
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        from kvhold.testing.checkpoints import RECIPES
+        from kvhold.cli.checkpoints import RECIPES
 
         self._known = list(RECIPES)
         return super().convert(value, param, ctx)
@@ -147,7 +147,7 @@ def _of_model(engines: Engines, subject: Subject, paths: tuple[str, ...], settin
 def _of_classes(
     engines: Engines, classes: tuple[str, ...] | None, paths: tuple[str, ...], settings: Settings, engine_args: dict[str, Any]
 ) -> Iterator[Row]:
-    from kvhold.testing.checkpoints import RECIPES, make_checkpoint
+    from kvhold.cli.checkpoints import RECIPES, make_checkpoint
 
     small = replace(
         settings, max_model_len=_SMALL_LENGTH, kv_memory_bytes=_SMALL_KV, config={"tokens_per_chunk": _SMALL_CHUNK} | settings.config

@@ -27,6 +27,7 @@ from typing import Any
 from msgspec import structs
 
 from kvhold.cli.bench.soak.texts import Shape, Texts
+from kvhold.cli.checkpoints import make_checkpoint
 from kvhold.cli.demo.process import EngineFailed
 from kvhold.cli.verify.engine import Engines
 from kvhold.cli.verify.messages import STAGES, Arrival, Serve, Served, Start, Started
@@ -34,7 +35,6 @@ from kvhold.cli.verify.notes import FOLDER, read_loads
 from kvhold.core.config import ClientConfig
 from kvhold.core.errors import KVHoldError
 from kvhold.node import NodeClient
-from kvhold.testing.checkpoints import make_checkpoint
 
 _SHAPE = Shape(block=32, chunk=64, limit=448)
 _LONGEST_ANSWER = 64

@@ -9,7 +9,7 @@ weights, `tokenizer.py` is the tokenizer that all share, `files.py` writes what 
 and safetensors, which come with vLLM.
 """
 
-from kvhold.testing.checkpoints.make import Checkpoint, make_checkpoint
-from kvhold.testing.checkpoints.recipes import RECIPES, Recipe
+from kvhold.cli.checkpoints.make import Checkpoint, make_checkpoint
+from kvhold.cli.checkpoints.recipes import RECIPES, Recipe
 
 __all__ = ["RECIPES", "Checkpoint", "Recipe", "make_checkpoint"]

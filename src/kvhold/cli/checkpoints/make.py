@@ -5,11 +5,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from kvhold.cli.checkpoints.files import save_adapter, save_image_processor
+from kvhold.cli.checkpoints.recipes import MAX_MODEL_LEN, RECIPES, Recipe
+from kvhold.cli.checkpoints.tokenizer import save_tokenizer
+from kvhold.cli.checkpoints.weights import draw_weights
 from kvhold.cli.engines.checkpoints import default_root, fingerprint, make_once
-from kvhold.testing.checkpoints.files import save_adapter, save_image_processor
-from kvhold.testing.checkpoints.recipes import MAX_MODEL_LEN, RECIPES, Recipe
-from kvhold.testing.checkpoints.tokenizer import save_tokenizer
-from kvhold.testing.checkpoints.weights import draw_weights
 
 _RECIPE = 2  # count up when the same recipe would give other files
 _SEED = 20_261

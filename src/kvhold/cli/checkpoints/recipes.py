@@ -7,7 +7,7 @@ the engine: attention heads of 32 elements and up, an MLA latent of 512 + 64, wh
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from kvhold.testing.checkpoints.tokenizer import END_OF_TEXT_ID, IMAGE_ID, PAD_ID, VOCAB_SIZE
+from kvhold.cli.checkpoints.tokenizer import END_OF_TEXT_ID, IMAGE_ID, PAD_ID, VOCAB_SIZE
 
 Kind = Literal["text", "adapters", "image"]
 
