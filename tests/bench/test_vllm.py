@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvhold.cli.bench.vllm.systems import AGAIN, KVHOLD, LIMIT, OFFLOADING, PLAIN, RECOMPUTE
+from kvhold.cli.bench.vllm.systems import AGAIN, KVHOLD, LEFT_AGAIN, LEFT_ALONE, LIMIT, OFFLOADING, PLAIN, RECOMPUTE
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -22,7 +22,8 @@ def test_systems_agree_and_rows_have_what_others_read(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr  # 1 where answers differ
     rows = {(row["reuse"], row["system"]): row for row in json.loads(figures.read_text())}
     everyone = {RECOMPUTE, OFFLOADING, KVHOLD, LIMIT}
-    assert rows.keys() == {(reuse, name) for reuse in (0, 25, 50, 75, 100) for name in everyone} | {(0, PLAIN), (0, AGAIN), (100, PLAIN)}
+    few = {(0, PLAIN), (0, AGAIN), (0, LEFT_ALONE), (0, LEFT_AGAIN), (100, PLAIN)}
+    assert rows.keys() == {(reuse, name) for reuse in (0, 25, 50, 75, 100) for name in everyone} | few
     for (reuse, name), row in rows.items():
         assert {"ttft_p50_s", "ttft_p99_s", "throughput", "ratio_to_best_peer"} <= row.keys()
         assert row["ttft_p99_s"] >= row["ttft_p50_s"] > 0

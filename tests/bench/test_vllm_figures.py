@@ -29,11 +29,14 @@ class FakeEngine:
     answer: int = 0
     asked: list[list[int]] = field(default_factory=list)
 
-    def generate(self, prompt: list[int], *, max_tokens: int) -> Generated:
+    def generate(self, prompt: list[int], *, max_tokens: int, rules: Any) -> Generated:
         self.asked.append(prompt)
         return Generated(ttft_s=0.5, total_s=1.0, token_ids=[self.answer + prompt[-1]] * max_tokens, num_cached_tokens=7)
 
-    def generate_many(self, prompts: list[list[int]], *, max_tokens: int) -> GeneratedMany:
+    def reset_prefix_cache(self) -> bool:
+        return True
+
+    def generate_many(self, prompts: list[list[int]], *, max_tokens: int, rules: Any) -> GeneratedMany:
         self.asked += prompts
         return GeneratedMany(token_ids=[[prompt[-1]] * max_tokens for prompt in prompts], num_cached_tokens=[3, 9])
 
@@ -89,7 +92,7 @@ def test_a_system_that_is_not_there_is_left_out(monkeypatch: pytest.MonkeyPatch)
     del engines[OFFLOADING]
     rows = make_rows(fake_rounds(engines, 1, monkeypatch))
     assert OFFLOADING not in {row.system for row in rows}
-    assert [goal.what.split(":")[0] for goal in goals(rows)] == ["no reuse"] * 3 + ["full hit"]
+    assert [goal.what.split(":")[0] for goal in goals(rows)] == ["no reuse"] * 5 + ["full hit"]
 
 
 def test_another_answer_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,6 +157,17 @@ def test_no_goal_is_decided_by_less_than_identical_engines_differ() -> None:
     assert AGAIN not in {row.best_peer for row in rows}
     assert Goal("", Ratio(1.3, 1.3, 1.3, 5), 1.02, 1.25).verdict == "NO"
     assert Goal("", Ratio(0.8, 0.8, 0.8, 5), 1.02, 1.25).verdict == "yes"
+
+
+def test_what_a_followed_request_costs_is_judged_within_one_engine() -> None:
+    plain = [cell(0, burst, recompute=1.0, vllm=1.0, kvhold=1.3) for burst in (False, True)]
+    within = [cell(0, burst, kvhold=1.01, kvhold__left_alone=1.0, kvhold__left_alone_again=1.005) for burst in (False, True)]
+    rows = make_rows((plain + within) * 5)
+    judged = [goal for goal in goals(rows) if "in one engine" in goal.what]
+    assert [(round(goal.ratio.median, 3), goal.noise, goal.verdict) for goal in judged] == [(1.01, 1.005, "yes")] * 2
+    worse = [cell(0, burst, kvhold=1.05, kvhold__left_alone=1.0, kvhold__left_alone_again=1.005) for burst in (False, True)]
+    assert [goal.verdict for goal in goals(make_rows((plain + worse) * 5)) if "in one engine" in goal.what] == ["NO"] * 2
+    assert {row.best_peer for row in rows if row.system == KVHOLD} <= {RECOMPUTE, "vllm"}
 
 
 def test_the_table_and_the_curve_show_every_row(tmp_path: Path) -> None:

@@ -91,13 +91,17 @@ class Engine:
         self.start_s = time.monotonic() - began
         return self
 
-    def generate(self, prompt_token_ids: list[int], *, max_tokens: int, timeout_s: float = 600.0) -> Generated:
-        """Greedy output of one prompt. Raises EngineFailed."""
-        return self._ask(Generate(prompt_token_ids=prompt_token_ids, max_tokens=max_tokens), Generated, timeout_s)
+    def generate(
+        self, prompt_token_ids: list[int], *, max_tokens: int, rules: Mapping[str, Any] | None = None, timeout_s: float = 600.0
+    ) -> Generated:
+        """Greedy output of one prompt. rules: what it says to kvhold (vLLM only). Raises EngineFailed."""
+        return self._ask(Generate(prompt_token_ids=prompt_token_ids, max_tokens=max_tokens, rules=dict(rules or {})), Generated, timeout_s)
 
-    def generate_many(self, prompts: list[list[int]], *, max_tokens: int, timeout_s: float = 600.0) -> GeneratedMany:
+    def generate_many(
+        self, prompts: list[list[int]], *, max_tokens: int, rules: Mapping[str, Any] | None = None, timeout_s: float = 600.0
+    ) -> GeneratedMany:
         """Greedy outputs of several prompts at once. Raises EngineFailed."""
-        return self._ask(GenerateMany(prompts=prompts, max_tokens=max_tokens), GeneratedMany, timeout_s)
+        return self._ask(GenerateMany(prompts=prompts, max_tokens=max_tokens, rules=dict(rules or {})), GeneratedMany, timeout_s)
 
     def reset_prefix_cache(self, timeout_s: float = 60.0) -> bool:
         """Make the engine forget its own cached KV; false if it could not. Raises EngineFailed."""

@@ -44,6 +44,7 @@ class Generate(_Operation, frozen=True, kw_only=True, tag="generate"):
 
     prompt_token_ids: list[int]
     max_tokens: int
+    rules: dict[str, Any] = {}  # what the request says to kvhold, as in `kv_transfer_params`
 
 
 class GenerateMany(_Operation, frozen=True, kw_only=True, tag="generate_many"):
@@ -51,6 +52,7 @@ class GenerateMany(_Operation, frozen=True, kw_only=True, tag="generate_many"):
 
     prompts: list[list[int]]
     max_tokens: int
+    rules: dict[str, Any] = {}
 
 
 class ResetPrefixCache(_Operation, frozen=True, kw_only=True, tag="reset_prefix_cache"):

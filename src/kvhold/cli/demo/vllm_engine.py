@@ -48,7 +48,7 @@ class VllmDriver:
 
     def generate(self, request: Generate) -> Generated:
         began = time.perf_counter()
-        self._engine.add({"prompt_token_ids": request.prompt_token_ids}, max_tokens=request.max_tokens)
+        self._engine.add({"prompt_token_ids": request.prompt_token_ids}, max_tokens=request.max_tokens, extra=_extra(request))
         ttft_s = None
         output: Any = None
         while self._engine.is_busy():
@@ -67,7 +67,8 @@ class VllmDriver:
         )
 
     def generate_many(self, request: GenerateMany) -> GeneratedMany:
-        names = [self._engine.add({"prompt_token_ids": prompt}, max_tokens=request.max_tokens) for prompt in request.prompts]
+        extra = _extra(request)
+        names = [self._engine.add({"prompt_token_ids": prompt}, max_tokens=request.max_tokens, extra=extra) for prompt in request.prompts]
         last: dict[str, Any] = {}
         while self._engine.is_busy():
             last.update((output.request_id, output) for output in self._engine.step())
@@ -82,3 +83,7 @@ class VllmDriver:
 
     def close(self) -> None:
         self._engine.close()
+
+
+def _extra(request: Generate | GenerateMany) -> dict[str, Any] | None:
+    return {"kv_transfer_params": {"kvhold": request.rules}} if request.rules else None

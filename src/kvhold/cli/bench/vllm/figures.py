@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from kvhold.cli.bench.vllm.run import Cell
-from kvhold.cli.bench.vllm.systems import AGAIN, KVHOLD, LIMIT, OFFLOADING, PLAIN, SYSTEMS
+from kvhold.cli.bench.vllm.systems import AGAIN, KVHOLD, LEFT_AGAIN, LEFT_ALONE, LIMIT, OFFLOADING, PLAIN, SYSTEMS
 
 _RESAMPLES = 4_000
 
@@ -80,9 +80,9 @@ def make_rows(cells: Sequence[Cell]) -> list[VllmRow]:
         names = list(dict.fromkeys(name for cell in alone for name in sorted(cell.seconds, key=SYSTEMS.index)))
         medians = {name: float(np.median(_seconds(alone, name))) for name in names}
         for name in names:
-            others = [other for other in names if other != name]
+            others = [other for other in names if other != name and _shared(alone, name, other)]
             ttft_ratios = {other: ratio(alone, name, other) for other in others}
-            peers = [other for other in others if other not in (LIMIT, AGAIN)]
+            peers = [other for other in others if other not in (LIMIT, AGAIN, LEFT_ALONE, LEFT_AGAIN)]
             best = min(peers, key=medians.__getitem__)
             rates = [cell.num_tokens / cell.seconds[name] for cell in bursts if name in cell.seconds]
             rows.append(
@@ -108,19 +108,24 @@ def goals(rows: Sequence[VllmRow]) -> list[Goal]:
     """What kvhold's rows are judged by."""
     found = []
     control = next((row for row in rows if row.system == AGAIN), None)
-    of_ttft = _apart(control.ttft_ratios) if control is not None else 1.0
-    of_work = _apart(control.throughput_ratios) if control is not None else 1.0
-    of_cpu = _apart(control.cpu_ratios) if control is not None else 1.0
+    of_ttft = _apart(control.ttft_ratios[PLAIN]) if control is not None else 1.0
+    of_work = _apart(control.throughput_ratios[PLAIN]) if control is not None else 1.0
+    of_cpu = _apart(control.cpu_ratios[PLAIN]) if control is not None else 1.0
+    within = next((row for row in rows if row.system == LEFT_AGAIN), None)
     for row in rows:
         if row.system != KVHOLD:
             continue
         ttft = row.ttft_ratios
         if row.reuse == 0:
             found.append(Goal("no reuse: TTFT over vLLM's without a connector", ttft[PLAIN], 1.02, of_ttft))
-            rate = row.throughput_ratios[PLAIN]
-            slower = Ratio(1 / rate.median, 1 / rate.high, 1 / rate.low, rate.cells)
+            slower = _inverse(row.throughput_ratios[PLAIN])
             found.append(Goal("no reuse: time for the same work over vLLM's without a connector", slower, 1.02, of_work))
             found.append(Goal("no reuse: CPU time for it, beside that", row.cpu_ratios[PLAIN], 1.02, of_cpu))
+            if within is not None:
+                what = "no reuse: {} over that of requests left alone, in one engine"
+                slower = _inverse(row.throughput_ratios[LEFT_ALONE])
+                found.append(Goal(what.format("TTFT"), ttft[LEFT_ALONE], 1.02, _apart(within.ttft_ratios[LEFT_ALONE])))
+                found.append(Goal(what.format("time"), slower, 1.02, _apart(within.throughput_ratios[LEFT_ALONE])))
         elif OFFLOADING in ttft:
             found.append(Goal(f"{row.reuse} % reuse: TTFT over vLLM's offloading's", ttft[OFFLOADING], 1.0, of_ttft))
         if row.reuse == 100:
@@ -128,10 +133,13 @@ def goals(rows: Sequence[VllmRow]) -> list[Goal]:
     return found
 
 
-def _apart(ratios: dict[str, Ratio]) -> float:
-    """How far the control is from the engine that it is a copy of."""
-    median = ratios[PLAIN].median
-    return max(median, 1 / median)
+def _apart(ratio: Ratio) -> float:
+    """How far the control is from what it is a copy of."""
+    return max(ratio.median, 1 / ratio.median)
+
+
+def _inverse(ratio: Ratio) -> Ratio:
+    return Ratio(1 / ratio.median, 1 / ratio.high, 1 / ratio.low, ratio.cells)
 
 
 def ratio(cells: Sequence[Cell], name: str, other: str, what: Literal["seconds", "cpu_s"] = "seconds") -> Ratio:

@@ -5,7 +5,8 @@ an order that changes from cell to cell, so that a neighbour's load falls on all
 cell's prompts begin with texts of its own, which the systems met in the round before, and go on with what nobody has met. In a round
 every engine computes several times what its own small KV memory holds, so it has forgotten them.
 
-Where systems differ by few per cent, at no reuse and at a full hit, a round has more cells, for those systems alone.
+Where systems differ by few per cent, at no reuse and at a full hit, a round has more cells, for those systems alone; and cells within one
+engine, which forgets its own KV before each request.
 """
 
 import random
@@ -13,7 +14,18 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from kvhold.cli.bench.vllm.systems import AGAIN, KVHOLD, LIMIT, OFFLOADING, OUTPUT_TOKENS, PLAIN, RECOMPUTE, System
+from kvhold.cli.bench.vllm.systems import (
+    AGAIN,
+    KVHOLD,
+    LEFT_AGAIN,
+    LEFT_ALONE,
+    LIMIT,
+    OFFLOADING,
+    OUTPUT_TOKENS,
+    PLAIN,
+    RECOMPUTE,
+    System,
+)
 from kvhold.cli.demo.models import ModelInfo
 from kvhold.cli.demo.prompts import make_prompt
 from kvhold.core.errors import KVHoldError
@@ -21,7 +33,7 @@ from kvhold.core.errors import KVHoldError
 _FIRST_KNOWN = 1_000_000  # seeds
 REUSE_PERCENT = (0, 25, 50, 75, 100)
 BURST = 2  # prompts handed over together
-HELD_PROMPTS = 30  # whose KV the large memories hold: a round makes 24
+HELD_PROMPTS = 40  # whose KV the large memories hold: a round makes 32
 
 
 class OutputsDiffer(KVHoldError):
@@ -65,8 +77,13 @@ def _cells(reuse: int) -> list[tuple[tuple[str, ...], bool]]:
     """A round's cells for this share of reuse: which systems, and whether it is a burst."""
     everyone = (RECOMPUTE, LIMIT, OFFLOADING, KVHOLD)
     if reuse == 0:
-        few = (PLAIN, AGAIN, KVHOLD)
-        return [((*few, *everyone), False), ((*few, *everyone), True), *[(few, burst) for burst in (False, True)] * 2]
+        few, within = (PLAIN, AGAIN, KVHOLD), (KVHOLD, LEFT_ALONE, LEFT_AGAIN)
+        return [
+            ((*few, *everyone), False),
+            ((*few, *everyone), True),
+            *[(few, burst) for burst in (False, True)] * 2,
+            *[(within, burst) for burst in (False, False, True)] * 2,
+        ]
     if reuse == 100:  # PLAIN shows that its memory is too small
         return [((PLAIN, *everyone), False), (everyone, True), *[((LIMIT, KVHOLD), False)] * 3]
     return [(everyone, False), (everyone, True)]
@@ -77,15 +94,17 @@ def _measure(systems: dict[str, System], prompts: list[list[int]], reuse: int, b
     outputs = {}
     for name in chance.sample(list(systems), len(systems)):
         system = systems[name]
+        if LEFT_ALONE in systems:
+            system.engine.reset_prefix_cache()
         cpu_s = system.cpu_s()
         if burst:
             began = time.perf_counter()
-            many = system.engine.generate_many(prompts, max_tokens=OUTPUT_TOKENS)
+            many = system.engine.generate_many(prompts, max_tokens=OUTPUT_TOKENS, rules=system.rules)
             cell.seconds[name] = time.perf_counter() - began
             outputs[name] = many.token_ids
             cell.cached_tokens[name] = min(many.num_cached_tokens)
         else:
-            one = system.engine.generate(prompts[0], max_tokens=OUTPUT_TOKENS)
+            one = system.engine.generate(prompts[0], max_tokens=OUTPUT_TOKENS, rules=system.rules)
             cell.seconds[name] = one.ttft_s
             outputs[name] = [one.token_ids]
             cell.cached_tokens[name] = one.num_cached_tokens

@@ -8,20 +8,23 @@
 | vllm, all in memory | no connector, the prefix cache in memory that holds everything: the limit, where a hit copies nothing |
 | offloading | vLLM's OffloadingConnector, with the host-memory spec of `benchmarks/vllm_host_offload.py` |
 | kvhold | kvhold's connector and a node |
+| kvhold, left alone | the same engine, asked to leave the request alone: what a request costs that is followed, stored and not found |
+| kvhold, left alone again | the same once more |
 
-The last two have the prefix cache too, KV memory as small as "vllm" has, and the same number of bytes to keep KV in.
+Offloading and kvhold have the prefix cache too, KV memory as small as "vllm" has, and the same number of bytes to keep KV in.
 
 Identical vLLM processes differ here by up to a third, each steadily in its own way: where memory comes to lie decides how fast the CPU's
-kernels are. Engines are therefore started without randomised addresses, and what then still differs is measured by "vllm, again".
+kernels are. Engines are therefore started without randomised addresses, and what then still differs is measured by "vllm, again". What is
+small is measured within one engine.
 """
 
 import ctypes
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +40,9 @@ AGAIN = "vllm, again"
 LIMIT = "vllm, all in memory"
 OFFLOADING = "offloading"
 KVHOLD = "kvhold"
-SYSTEMS = (RECOMPUTE, PLAIN, AGAIN, OFFLOADING, KVHOLD, LIMIT)
+LEFT_ALONE = "kvhold, left alone"
+LEFT_AGAIN = "kvhold, left alone again"
+SYSTEMS = (RECOMPUTE, PLAIN, AGAIN, OFFLOADING, KVHOLD, LEFT_ALONE, LEFT_AGAIN, LIMIT)
 OUTPUT_TOKENS = 8
 PEER_SPEC = Path(__file__).resolve().parents[5] / "benchmarks" / "vllm_host_offload.py"  # there is one in a checkout
 
@@ -49,10 +54,11 @@ _ASK_PERSONALITY = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class System:
-    """One system under measurement. pids: its processes."""
+    """One system under measurement. pids: its processes; rules: what its requests say to kvhold."""
 
     engine: Engine
     pids: tuple[int, ...]
+    rules: Mapping[str, Any] = field(default_factory=dict)
 
     def cpu_s(self) -> float:
         """CPU time that its processes have used, all threads."""
@@ -90,6 +96,8 @@ def started(model: ModelInfo, *, num_tokens: int, held_tokens: int, num_threads:
                 )
                 stack.enter_context(engine)
                 systems[name] = System(engine, (engine.pid, _node_pid(socket)) if name == KVHOLD else (engine.pid,))
+        of_kvhold = systems[KVHOLD]
+        systems |= {name: replace(of_kvhold, rules={"store": False, "load": False}) for name in (LEFT_ALONE, LEFT_AGAIN)}
         yield systems
 
 
