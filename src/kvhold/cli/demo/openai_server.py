@@ -48,10 +48,14 @@ class OpenAIServer:
 
     log_path: where its output goes; by default a file that goes away with this object.
     environment: variables for its processes besides those of this one.
+    engines: how many share the requests (vLLM's data parallel).
     """
 
-    def __init__(self, options: EngineOptions, *, log_path: Path | None = None, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, options: EngineOptions, *, log_path: Path | None = None, environment: Mapping[str, str] | None = None, engines: int = 1
+    ) -> None:
         self.options = options
+        self._engines = engines
         self.start_s: float | None = None  # from spawning to healthy
         self._log_path = log_path
         self._environment = {**environment_for(options.num_threads), **(environment or {})}
@@ -74,7 +78,7 @@ class OpenAIServer:
             raise EngineFailed(f"the server (pid {self._process.pid}) was started already")
         began = time.monotonic()
         self._port = _free_port()
-        argv = _arguments(self.options, self._port)
+        argv = _arguments(self.options, self._port, self._engines)
         self._process = LoggedProcess("vLLM's server", argv, log_path=self._log_path, environment=self._environment)
         try:
             self._wait_until_healthy(began + timeout_s)
@@ -84,8 +88,8 @@ class OpenAIServer:
         self.start_s = time.monotonic() - began
         return self
 
-    def complete(self, prompt: str | list[int], *, max_tokens: int, timeout_s: float = 600.0) -> Completion:
-        """Greedy output of one prompt, text or token ids, streamed. Raises EngineFailed."""
+    def complete(self, prompt: str | list[int], *, max_tokens: int, engine: int | None = None, timeout_s: float = 600.0) -> Completion:
+        """Greedy output of one prompt, text or token ids, streamed, from one of several engines if that is said. Raises EngineFailed."""
         request = {
             "model": _MODEL_NAME,
             "prompt": prompt,
@@ -99,7 +103,8 @@ class OpenAIServer:
         began = time.perf_counter()
         ttft_s: float | None = None
         text, token_ids, num_cached_tokens = "", list[int](), 0
-        with self._response("POST", "/v1/completions", timeout_s, request) as response:
+        headers = {} if engine is None else {"X-data-parallel-rank": str(engine)}
+        with self._response("POST", "/v1/completions", timeout_s, request, headers) as response:
             for event in _events(response):
                 if "error" in event:
                     raise self._child().failure("completion", f"answered {event['error']}")
@@ -173,12 +178,17 @@ class OpenAIServer:
 
     @contextmanager
     def _response(
-        self, method: str, path: str, timeout_s: float, body: Mapping[str, Any] | None = None
+        self,
+        method: str,
+        path: str,
+        timeout_s: float,
+        body: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> Iterator[http.client.HTTPResponse]:
         connection = http.client.HTTPConnection(_HOST, self._port, timeout=timeout_s)
         try:
             payload = None if body is None else msgspec.json.encode(body)
-            connection.request(method, path, body=payload, headers={"Content-Type": "application/json"})
+            connection.request(method, path, body=payload, headers={"Content-Type": "application/json", **(headers or {})})
             response = connection.getresponse()
             if response.status != http.HTTPStatus.OK:
                 raise self._child().failure(path, f"answered {response.status}: {response.read(1_000).decode(errors='replace')}")
@@ -197,7 +207,7 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
             yield json.loads(data)
 
 
-def _arguments(options: EngineOptions, port: int) -> list[str]:
+def _arguments(options: EngineOptions, port: int, engines: int) -> list[str]:
     arguments: dict[str, Any] = {
         "model": options.model_path,
         "served-model-name": _MODEL_NAME,
@@ -208,6 +218,8 @@ def _arguments(options: EngineOptions, port: int) -> list[str]:
         "kv-cache-memory-bytes": options.kv_cache_bytes,
         "max-num-batched-tokens": options.max_num_batched_tokens or BATCHED_TOKENS,
     }
+    if engines > 1:
+        arguments["data-parallel-size"] = engines
     if options.block_size is not None:
         arguments["block-size"] = options.block_size
     if options.kv_transfer_config is not None:
