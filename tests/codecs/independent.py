@@ -3,6 +3,7 @@
 import struct
 from hashlib import blake2b
 
+import numpy as np
 import xxhash
 
 
@@ -75,3 +76,100 @@ def chunk_hash(namespace: bytes, parent: bytes, tokens: list[int], extra: bytes 
         person, extra = b"kvhold-insert-1\0", encode([extra, inserts])
     message = parent + struct.pack("<I", len(tokens)) + struct.pack(f"<{len(tokens)}i", *tokens) + extra
     return blake2b(message, digest_size=20, salt=namespace, person=person).digest()
+
+
+def decode_chunk(frame: bytes, *, dtype: str, shape: list[int]) -> bytes:
+    """All layers of a frame of one of our codecs, decoded an element at a time."""
+    fields = read_frame(frame)
+    decode = {"raw": lambda encoded, *_: encoded, "lossless": decode_lossless, "int8": decode_int8, "fp8": decode_fp8}[str(fields["codec"])]
+    payload, layers = frame[int(str(fields["header_bytes"])) :], []
+    for row in fields["layers"]:  # type: ignore[attr-defined]
+        encoded = payload[row["offset"] : row["offset"] + row["length"]]
+        layers.append(encoded[1:] if encoded[0] == 0 and fields["codec"] != "raw" else decode(encoded, dtype, shape))
+    return b"".join(layers)
+
+
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1}
+
+
+def decode_lossless(encoded: bytes, dtype: str, shape: list[int]) -> bytes:
+    """`shape` is planes, tokens, heads, head_dim."""
+    assert encoded[0] == 1
+    size, count, width = ELEMENT_BYTES[dtype], shape[1] * shape[2] * shape[3], shape[2] * shape[3]
+    at, plain = 1, bytearray()
+    for _ in range(shape[0]):
+        streams = []
+        for _ in range(size):
+            stream, at = _decode_stream(encoded, at, count, width)
+            streams.append(stream)
+        for element in zip(*streams, strict=True):
+            turned = int.from_bytes(bytes(element), "big")
+            plain += (turned >> 1 | (turned & 1) << (8 * size - 1)).to_bytes(size, "little")
+    assert at == len(encoded)
+    return bytes(plain)
+
+
+def _decode_stream(data: bytes, at: int, count: int, width: int) -> tuple[bytes, int]:
+    form, at = data[at], at + 1
+    if form == 0:
+        return data[at : at + count], at + count
+    if form == 1:
+        return data[at : at + 1] * count, at + 1
+    bias = bytes(width)
+    if form == 3:
+        bias, at = data[at : at + width], at + width
+    symbols, at = data[at] + 1, at + 1
+    slots = []
+    for _ in range(symbols):
+        symbol, often = struct.unpack_from("<BH", data, at)
+        slots += [(symbol, often, len(slots))] * often
+        at += 3
+    assert len(slots) == 4096
+    segments = -(-count // 32768)
+    lengths = struct.unpack_from(f"<{segments}I", data, at)
+    at += 4 * segments
+    out = bytearray()
+    for length in lengths:
+        words = list(struct.unpack_from(f"<{length}H", data, at))
+        at += 2 * length
+        states = [words[2 * lane] + (words[2 * lane + 1] << 16) for lane in range(32)]
+        rest = iter(words[64:])
+        for i in range(min(32768, count - len(out))):
+            x = states[i % 32]
+            symbol, often, begin = slots[x % 4096]
+            x = often * (x // 4096) + x % 4096 - begin
+            states[i % 32] = x if x >= 1 << 16 else (x << 16) + next(rest)
+            out.append((symbol + bias[len(out) % width]) % 256)
+        assert states == [1 << 16] * 32 and next(rest, None) is None
+    return bytes(out), at
+
+
+def decode_int8(encoded: bytes, dtype: str, shape: list[int]) -> bytes:
+    assert encoded[0] == 1
+    heads, head_dim = shape[0] * shape[1] * shape[2], shape[3]
+    runs = -(-head_dim // 128)
+    scales = np.frombuffer(encoded, "<f4", heads * runs, 1)
+    codes = np.frombuffer(encoded, np.int8, heads * head_dim, 1 + 4 * len(scales)).astype(np.float32).reshape(heads, head_dim)
+    each = np.repeat(scales.reshape(heads, runs), 128, axis=1)[:, :head_dim]
+    return _rounded(codes * np.float32(1 / 127) * each, dtype)
+
+
+def decode_fp8(encoded: bytes, dtype: str, shape: list[int]) -> bytes:
+    planes, tokens, heads, head_dim = shape
+    kinds = planes * heads * (head_dim if encoded[0] == 1 else 1)
+    scales = np.frombuffer(encoded, "<f4", kinds, 1).reshape(planes, 1, heads, -1)
+    codes = np.frombuffer(encoded, np.uint8, planes * tokens * heads * head_dim, 1 + 4 * kinds).astype(np.int32).reshape(shape)
+    assert len(encoded) == 1 + 4 * kinds + codes.size
+    exponent, mantissa = codes >> 3 & 15, (codes & 7) / 8
+    values = np.where(exponent == 0, mantissa * 2.0**-6, (1 + mantissa) * 2.0 ** (exponent - 7))
+    values = np.where(codes & 128, -values, values).astype(np.float32)
+    return _rounded(values * np.float32(1 / 448) * scales, dtype)
+
+
+def _rounded(values: np.ndarray, dtype: str) -> bytes:
+    """float32 to the dtype, to nearest even."""
+    assert values.dtype == np.float32
+    if dtype != "bfloat16":
+        return values.astype({"float16": "<f2", "float32": "<f4"}[dtype]).tobytes()
+    bits = values.view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + (bits >> np.uint64(16) & np.uint64(1))) >> np.uint64(16)).astype("<u2").tobytes()

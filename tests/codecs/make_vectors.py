@@ -4,11 +4,14 @@ A frame that is committed is never changed: a new version of the format gets new
 """
 
 import json
+import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kvhold.codecs import FrameHeader, Raw, encode_header, frame_chunk, header_size
+import numpy as np
+
+from kvhold.codecs import FrameHeader, Raw, encode_header, frame_chunk, header_size, make_codec, unframe_chunk
 from kvhold.codecs.frame import checksum
 from kvhold.core.keys import make_key
 from kvhold.core.layout import Group, Layout
@@ -27,11 +30,13 @@ class Vector:
     says: str
     frame: bytes
     layout: Layout | None = None
+    decoded: str = ""  # of a codec's frame: checksum of the chunk that comes out
 
     def description(self) -> dict[str, object]:
         """The JSON beside the frame."""
         layout = {"layout_is": asdict(self.layout)} if self.layout else {}
-        return {"says": self.says, "file": f"{self.name}.bin", **read_frame(self.frame), **layout}
+        decoded = {"decoded": self.decoded} if self.decoded else {}
+        return {"says": self.says, "file": f"{self.name}.bin", **read_frame(self.frame), **layout, **decoded}
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,31 @@ def framed(layout: Layout, *, group: int = 0, shard: int = 0, num_tokens: int, f
     key = make_key(NAMESPACE, HASH, group, shard)
     frame = frame_chunk(chunk, Raw(), key=key, layout=layout, num_tokens=num_tokens, first_token=first_token, align=align)
     return b"".join(frame.parts)
+
+
+def encoded(name: str, says: str, codec: str, layout: Layout, layers: list[bytes], *, num_tokens: int) -> Vector:
+    """A frame of a codec of ours."""
+    key = make_key(NAMESPACE, HASH, 0, 0)
+    chunk = b"".join(layers)
+    frame = frame_chunk(memoryview(chunk), make_codec(codec), key=key, layout=layout, num_tokens=num_tokens, first_token=0)
+    whole = b"".join(frame.parts)
+    into = bytearray(len(chunk))
+    unframe_chunk(memoryview(whole), memoryview(into), key=key, layout=layout, num_tokens=num_tokens)
+    return Vector(name, says, whole, layout, f"{checksum(bytes(into)):016x}")
+
+
+def bfloat16s(tokens: int, width: int, *, sizes: bool) -> bytes:
+    """[tokens, width] numbers, by integers alone: exponents near 120, mantissas and signs all over; with `sizes` each fourth channel is
+    64 times as large."""
+    i = np.arange(tokens * width)
+    exponent = 120 - (i * i % 61) % 7 % 5 + np.where(sizes & (i % width % 4 == 3), 6, 0)
+    return bytes((exponent << 7 | i * 37 % 128 | i * 7 % 3 % 2 << 15).astype("<u2"))
+
+
+def numbers(count: int, dtype: str) -> bytes:
+    """Multiples of 1/64 from -8 to 8, each exact in float16 and float32."""
+    values = ((np.arange(count) * 389 + 7) % 1021 - 510) / 64
+    return bytes(values.astype({"float16": "<f2", "float32": "<f4"}[dtype]))
 
 
 def stated(
@@ -98,6 +128,11 @@ OPAQUE = Layout(
 )
 
 
+WIDE = Layout(groups=(Group(layers=3, planes=2, heads=2, head_dim=16, dtype="bfloat16"),), tokens_per_chunk=64)
+RUNS = Layout(groups=(Group(layers=3, planes=2, heads=2, head_dim=160, dtype="float16"),), tokens_per_chunk=4)
+SINGLE = Layout(groups=(Group(layers=2, planes=1, heads=2, head_dim=24, dtype="float32"),), tokens_per_chunk=32)
+
+
 def vectors() -> Iterator[Vector]:
     """Every frame that readers accept."""
     yield Vector("gqa", "a whole chunk, K and V", framed(GQA, num_tokens=4, first_token=8), GQA)
@@ -116,6 +151,27 @@ def vectors() -> Iterator[Vector]:
         "five axes, layers longer than when decoded, not to be used from 2100 on",
         stated(shape=(1, 5, 2, 1, 3), dtype="float8_e5m2", lengths=(33, 31), expires_at=4_102_444_800),
     )
+    both = bfloat16s(64, 32, sizes=True) + bfloat16s(64, 32, sizes=False)
+    yield encoded(
+        "lossless",
+        "a layer of a biased and a coded exponent plane, one of zeros, one of noise, which stays as it is",
+        "lossless",
+        WIDE,
+        [both, bytes(len(both)), random.Random(1).randbytes(len(both))],
+        num_tokens=64,
+    )
+    half = numbers(2 * 4 * 2 * 160, "float16")
+    yield encoded(
+        "int8",
+        "heads of two runs; a layer of numbers, one of zeros, one with an infinity, which stays as it is",
+        "int8",
+        RUNS,
+        [half, bytes(len(half)), half[:-2] + b"\x00\x7c"],
+        num_tokens=4,
+    )
+    yield encoded("fp8", "a scale for each channel", "fp8", WIDE, [both, bytes(len(both)), both[::-1]], num_tokens=64)
+    single = numbers(3 * 2 * 24, "float32")
+    yield encoded("fp8-tail", "a scale for each head", "fp8", SINGLE, [single, single[4:] + single[:4]], num_tokens=3)
 
 
 def rejected() -> Iterator[Rejected]:

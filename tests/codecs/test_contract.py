@@ -7,17 +7,59 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvhold.codecs import Codec, Raw
-from kvhold.core.layout import DTYPE_BYTES
-from kvhold.testing.codec import CASES, CodecContract
+from kvhold.codecs import Codec, Raw, make_codec
+from kvhold.core.layout import DTYPE_BYTES, Group, Layout
+from kvhold.testing.codec import CASES, Case, CodecContract
 from kvhold.testing.values import as_float64, from_float64
 from tests.codecs import sample_codecs
+
+
+def _case(group: Group, num_tokens: int) -> Case:
+    return Case(Layout(groups=(group,), tokens_per_chunk=128, tail_tokens=group.block_tokens or 1), 0, num_tokens)
 
 
 class TestRaw(CodecContract):
     @pytest.fixture
     def codec(self) -> Codec:
         return Raw()
+
+
+LARGE = {
+    **{f"{dtype}-large": _case(Group(layers=2, planes=2, heads=2, head_dim=64, dtype=dtype), 128) for dtype in DTYPE_BYTES},
+    "mla-large": _case(Group(layers=1, planes=1, heads=1, head_dim=576, dtype="bfloat16"), 128),  # several segments of a plane
+    "tail-large": _case(Group(layers=2, planes=2, heads=2, head_dim=64, dtype="bfloat16"), 1),
+    "odd-large": _case(Group(layers=2, planes=2, heads=3, head_dim=129, dtype="float16"), 37),
+    "state-large": _case(Group(layers=1, planes=1, heads=4, head_dim=64, dtype="float32", attention="state"), 128),
+    "opaque-large": _case(
+        Group(layers=1, planes=2, heads=2, head_dim=64, dtype="bfloat16", packing="engine-own", block_tokens=16, block_bytes=8195), 128
+    ),
+}
+
+
+class _OurCodec(CodecContract):
+    """Layers long enough to be coded at all, besides the suite's own small ones."""
+
+    @pytest.fixture(params=[*CASES, *LARGE])
+    def case(self, request: pytest.FixtureRequest) -> Case:
+        return {**CASES, **LARGE}[request.param]
+
+
+class TestLossless(_OurCodec):
+    @pytest.fixture
+    def codec(self) -> Codec:
+        return make_codec("lossless")
+
+
+class TestInt8(_OurCodec):
+    @pytest.fixture
+    def codec(self) -> Codec:
+        return make_codec("int8")
+
+
+class TestFP8(_OurCodec):
+    @pytest.fixture
+    def codec(self) -> Codec:
+        return make_codec("fp8")
 
 
 class TestALosslessPlugin(CodecContract):

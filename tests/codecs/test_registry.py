@@ -43,6 +43,30 @@ def test_our_codecs_are_found_and_shared() -> None:
     assert "raw" in codec_names()
 
 
+def test_our_codecs_are_named_and_compiled_only_when_asked_for() -> None:
+    assert {"fp8", "int8", "lossless", "raw"} <= set(codec_names())
+    code = "import sys; from kvhold.codecs import *; make_codec('raw'); print(len(codec_names()), 'numba' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert int(found[0]) >= 4 and found[1] == "False"
+
+
+def test_without_numba_a_codec_says_what_to_install_and_its_frames_are_unknown() -> None:
+    code = """
+import sys
+sys.modules["numba"] = None
+from kvhold.codecs import *
+from kvhold.core.errors import ConfigError
+for name in ("fp8", "int8", "lossless"):
+    try:
+        make_codec(name)
+    except ConfigError as error:
+        print(find_codec(name), error, sep="|")
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(found) == 3
+    assert all(line.startswith("None|") and "pip install 'kvhold[numba]'" in line for line in found)
+
+
 def test_an_unknown_name_is_an_error_in_settings_and_nothing_in_a_frame() -> None:
     with pytest.raises(ConfigError, match="did you mean 'raw'"):
         make_codec("raww")

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from kvhold.codecs import check_identity, encode_header, read_header, verify
+from kvhold.codecs import check_identity, encode_header, read_header, unframe_chunk, verify
+from kvhold.codecs.frame import checksum
 from kvhold.core.errors import FrameError
 from kvhold.core.layout import Group, Layout
-from tests.codecs.independent import layout_fingerprint, read_frame
+from tests.codecs.independent import decode_chunk, layout_fingerprint, read_frame
 from tests.codecs.make_vectors import FOLDER, Vector, described, rejected, vectors
 
 REJECTED = json.loads((FOLDER / "rejected.json").read_text())
@@ -57,6 +58,26 @@ def test_we_read_every_field_as_the_json_states_it(path: Any) -> None:
         layout = Layout(groups, described_layout["tokens_per_chunk"], described_layout["tail_tokens"])
         check_identity(header, key=header.key, layout=layout, num_tokens=header.num_tokens, first_token=header.first_token)
         assert layout_fingerprint(described_layout) == header.layout
+
+
+CODED = [path for path in sorted(FOLDER.glob("*.bin")) if "decoded" in json.loads(path.with_suffix(".json").read_text())]
+
+
+@pytest.mark.parametrize("path", CODED, ids=lambda path: path.stem)
+def test_a_committed_frame_of_a_codec_decodes_to_the_committed_chunk_here_and_by_the_page_alone(path: Any) -> None:
+    frame, stated = path.read_bytes(), json.loads(path.with_suffix(".json").read_text())
+    layout_is = stated["layout_is"]
+    layout = Layout(tuple(Group(**group) for group in layout_is["groups"]), layout_is["tokens_per_chunk"], layout_is["tail_tokens"])
+    into = bytearray(layout.chunk_bytes(0, stated["num_tokens"]))
+    key = bytes.fromhex(stated["key"])
+    unframe_chunk(memoryview(frame), memoryview(into), key=key, layout=layout, num_tokens=stated["num_tokens"])
+    assert f"{checksum(bytes(into)):016x}" == stated["decoded"]
+    assert decode_chunk(frame, dtype=stated["dtype"], shape=stated["shape"]) == into
+
+
+def test_every_codec_of_ours_has_a_committed_frame() -> None:
+    committed = {json.loads(path.read_text())["codec"] for path in FOLDER.glob("*.json") if path.stem != "rejected"}
+    assert committed >= {"raw", "lossless", "int8", "fp8"}
 
 
 @pytest.mark.parametrize("bad", REJECTED, ids=lambda bad: bad["says"])

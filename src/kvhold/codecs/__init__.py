@@ -1,5 +1,7 @@
 """Chunk to frame and back: `base.py` the contract of a codec, one file a codec, `frame.py` the format of what leaves the arena.
 
+All codecs but raw are compiled as they are imported, so none is imported here: `make_codec` does it.
+
 frame = frame_chunk(chunk, make_codec("raw"), key=key, layout=layout, num_tokens=256, first_token=0)
 unframe_chunk(received, into, key=key, layout=layout, num_tokens=256)
 """

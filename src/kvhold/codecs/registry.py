@@ -1,4 +1,4 @@
-"""Codecs by name: ours, and those of plugins (entry points of the group "kvhold.codecs", imported when first asked for).
+"""Codecs by name: ours, and those of plugins (entry points of the group "kvhold.codecs"), each imported when first asked for.
 
 make_codec("raw")       # a user's setting: an unknown name is a ConfigError
 find_codec("raw")       # a frame's header: an unknown name is None
@@ -12,7 +12,6 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TypeAlias
 
 from kvhold.codecs.base import Codec
-from kvhold.codecs.raw import Raw
 from kvhold.core.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -21,7 +20,11 @@ ENTRY_POINTS = "kvhold.codecs"
 
 FindCodec: TypeAlias = Callable[[str], Codec | None]
 
-_OURS: dict[str, type[Codec]] = {Raw.name: Raw}
+# By the place they are at and not by themselves: all but raw compile as they are imported, and want numba.
+_OURS: dict[str, EntryPoint] = {
+    name: EntryPoint(name, f"kvhold.codecs.{place}", ENTRY_POINTS)
+    for name, place in {"fp8": "fp8:FP8", "int8": "int8:Int8", "lossless": "lossless:Lossless", "raw": "raw:Raw"}.items()
+}
 
 
 def codec_names() -> tuple[str, ...]:
@@ -30,7 +33,7 @@ def codec_names() -> tuple[str, ...]:
 
 
 def make_codec(name: str) -> Codec:
-    """The codec of that name, one instance a process. Raises ConfigError for an unknown name, or a plugin that cannot be loaded."""
+    """The codec of that name, one instance a process. Raises ConfigError for an unknown name, or one that cannot be loaded here."""
     if name not in codec_names():
         near = get_close_matches(name, codec_names(), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -39,7 +42,7 @@ def make_codec(name: str) -> Codec:
 
 
 def find_codec(name: str) -> Codec | None:
-    """The codec of that name, or None: unknown, or a plugin that cannot be loaded, which is logged."""
+    """The codec of that name, or None: unknown, or one that cannot be loaded here, which is logged."""
     if name not in _OURS and name not in _plugins():
         return None  # before anything is cached: the name may come from a stranger's frame
     try:
@@ -51,12 +54,12 @@ def find_codec(name: str) -> Codec | None:
 
 @cache
 def _instance(name: str) -> Codec:
-    if name in _OURS:
-        return _OURS[name]()
-    point = _plugins()[name]
+    point = _OURS.get(name) or _plugins()[name]
     try:
         codec: Codec = point.load()()
     except (ImportError, AttributeError, TypeError) as error:
+        if name in _OURS:
+            raise ConfigError(f"codec {name!r} needs more than kvhold itself: pip install 'kvhold[numba]' ({error})") from error
         raise ConfigError(f"codec {name!r}: the plugin {point.value} cannot be loaded: {error}") from error
     if codec.name != name:
         raise ConfigError(f"codec {name!r}: the plugin {point.value} calls itself {codec.name!r}")

@@ -65,6 +65,32 @@ def tiers(only: tuple[str, ...], folder: Path | None, json_file: Path | None) ->
 
 
 @command.command()
+@click.option("--codec", "only", multiple=True, help="Only these, by name. [default: all, plugins too]")
+@click.option("--model", type=click.Path(exists=True, path_type=Path), help="Also on the KV of this checkpoint, a folder for transformers.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the rows to this file.")
+def codecs(only: tuple[str, ...], model: Path | None, json_file: Path | None) -> None:
+    """Ratio, speed on one core and error of each codec, on bfloat16 KV.
+
+    What codecs cost in the accuracy of answers is not measured here yet: accuracy_drop is null.
+    """
+    from kvhold.cli.bench import codecs as bench
+    from kvhold.codecs import codec_names
+
+    _check_names(only, codec_names())
+    samples = {"synthetic": bench.synthetic(), "normal": bench.normal()}
+    if model is not None:
+        with needing("'kvhold[transformers]'"):
+            samples[model.name] = bench.from_model(model)
+    click.echo(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}; one thread\n\n{bench.HEADING}")
+    measured: list[bench.CodecRow] = []
+    for row in bench.rows(only or codec_names(), samples):
+        measured.append(row)
+        click.echo(row)
+    if json_file is not None:
+        _write(json_file, measured)
+
+
+@command.command()
 @click.option("--tier", "tiers", multiple=True, help="Only these: disk, fs, redis, memcached, s3, kvhold. [default: all]")
 @click.option("--fault", "only", multiple=True, help="Only these, such as 'dies mid-put'. [default: all]")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the rows to this file.")

@@ -1,0 +1,330 @@
+"""Numbers into 8 bits and back, compiled: int8 with a scale for each run of channels, and float8 e4m3 with one for each column.
+
+    int8_encode(elements, "bfloat16", head_dim=128, run=128, codes=codes, largest=largest)
+    fp8_encode(elements, "bfloat16", column_largest(elements, "bfloat16", planes=2, width=1024), codes)
+    float_to_e4m3(values), e4m3_to_float(codes)               # what torch's float8_e4m3fn does, bit by bit
+
+Elements are the bits of bfloat16, float16 (uint16) or float32 (uint32), and finite; arithmetic is in float32, and every rounding is to
+nearest, ties to even. A scale is stored as the largest magnitude that it stands for, which float32 holds exactly whatever it is, and
+never as that over 127 or 448, which could vanish. Where its inverse would overflow, numbers and scale are first multiplied by a power
+of two. What an encoder has written never becomes infinite.
+
+Any thread; the GIL is released. Sizes are asserted before compiled code is entered.
+"""
+
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from kvhold.kernels.numba_compile import compiled, readonly
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+Codes: TypeAlias = npt.NDArray[np.int8]
+Floats: TypeAlias = npt.NDArray[np.float32]
+Elements: TypeAlias = npt.NDArray[Any]  # uint16 or uint32: the bits of floating-point numbers
+
+BFLOAT16, FLOAT16, FLOAT32 = 0, 1, 2
+KINDS = {"bfloat16": BFLOAT16, "float16": FLOAT16, "float32": FLOAT32}
+E4M3_MAX = 448.0
+
+
+def int8_encode(elements: Elements, dtype: str, head_dim: int, run: int, codes: Codes, largest: Floats) -> None:
+    """elements [rows * head_dim] to codes [rows * head_dim]; largest [rows * runs of a row], the last run of a row may be shorter."""
+    _check_int8(elements, head_dim, run, codes, largest)
+    _int8_encode(elements, KINDS[dtype], head_dim, run, codes, largest)
+
+
+def int8_decode(codes: Codes, largest: Floats, dtype: str, head_dim: int, run: int, elements: Elements) -> None:
+    """The inverse, as near as 8 bits allow."""
+    _check_int8(elements, head_dim, run, codes, largest)
+    _int8_decode(codes, largest, KINDS[dtype], head_dim, run, elements)
+
+
+def column_largest(elements: Elements, dtype: str, planes: int, width: int) -> Floats:
+    """float32 [planes, width] the largest magnitude of each column of `elements` as [planes, tokens, width]; above all others where
+    something is not finite."""
+    assert elements.size % (planes * width) == 0
+    largest = np.zeros((planes, width), np.float32)
+    _column_largest(elements, KINDS[dtype], largest)
+    return largest
+
+
+def all_finite(elements: Elements, dtype: str) -> bool:
+    """Whether there is neither an infinity nor a NaN."""
+    mask = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F80_0000}[dtype]
+    return bool(_all_finite(elements, mask))
+
+
+def fp8_encode(elements: Elements, dtype: str, largest: Floats, codes: Bytes) -> None:
+    """elements [planes, tokens, width] to as many codes; largest [planes, width], of which the column's largest is one or below."""
+    assert codes.size == elements.size and elements.size % largest.size == 0
+    _fp8_encode(elements, KINDS[dtype], largest, codes)
+
+
+def fp8_decode(codes: Bytes, largest: Floats, dtype: str, elements: Elements) -> None:
+    """The inverse, as near as 8 bits allow."""
+    assert codes.size == elements.size and elements.size % largest.size == 0
+    _fp8_decode(codes, largest, KINDS[dtype], elements)
+
+
+def float_to_e4m3(values: Floats) -> Bytes:
+    """Each of `values` to float8_e4m3fn as torch does it: to nearest even, what is larger than 448 to that, NaN to NaN."""
+    codes = np.empty(values.size, np.uint8)
+    _convert_to_e4m3(np.ascontiguousarray(values).reshape(-1), codes)
+    return codes.reshape(values.shape)
+
+
+def e4m3_to_float(codes: Bytes) -> Floats:
+    """What each of `codes` stands for."""
+    values = np.empty(codes.size, np.float32)
+    _convert_from_e4m3(np.ascontiguousarray(codes).reshape(-1), values)
+    return values.reshape(codes.shape)
+
+
+def _check_int8(elements: Elements, head_dim: int, run: int, codes: Codes, largest: Floats) -> None:
+    rows = elements.size // head_dim
+    assert run >= 1 and elements.size == rows * head_dim == codes.size and largest.size == rows * -(-head_dim // run)
+
+
+# --- compiled --------------------------------------------------------------------------------------------------------------------------
+
+_SMALL = np.float32(2.0**-60)  # below this the inverse of a scale may overflow
+_UP = np.float32(2.0**64)
+_STEPS = np.float32(127)
+_STEP = np.float32(1 / 127)  # 127 times it is 1 exactly, in float32
+_MOST = np.float32(E4M3_MAX)
+_PART = np.float32(1 / E4M3_MAX)  # and so is 448 times it
+_ONE = np.float32(1)
+_SIGN = np.uint32(0x8000_0000)
+_MAGNITUDE = np.uint32(0x7FFF_FFFF)
+
+
+@intrinsic
+def _as_float(_: Any, bits: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.uint32), emit
+
+
+@intrinsic
+def _as_bits(_: Any, value: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.uint32(types.float32), emit
+
+
+@intrinsic
+def _half_to_float(_: Any, bits: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(types.uint16), emit
+
+
+@intrinsic
+def _float_to_half(_: Any, value: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
+
+    return types.uint16(types.float32), emit
+
+
+@intrinsic
+def _nearest(_: Any, value: Any) -> Any:
+    """The nearest integer, ties to even, as int32; the value is within its range."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        rounded = builder.call(builder.module.declare_intrinsic("llvm.rint", (ir.FloatType(),)), args)
+        return builder.fptosi(rounded, ir.IntType(32))
+
+    return types.int32(types.float32), emit
+
+
+@njit(inline="always")
+def _to_bfloat16(value: Any) -> Any:
+    bits = _as_bits(value)
+    magnitude = np.uint32(bits & _MAGNITUDE)
+    rounded = np.uint32(np.uint32(magnitude + np.uint32(0x7FFF) + (magnitude >> np.uint32(16) & np.uint32(1))) >> np.uint32(16))
+    return np.uint16(min(rounded, np.uint32(0x7F7F)) | np.uint32(bits & _SIGN) >> np.uint32(16))
+
+
+@njit(inline="always")
+def _to_e4m3(value: Any) -> Any:
+    """The code of a value that is not NaN; what is larger becomes 448."""
+    bits = _as_bits(value)
+    magnitude = np.uint32(bits & _MAGNITUDE)
+    # From 2**-6 on: 20 bits of mantissa fall away, and the exponent's bias goes from 127 to 7.
+    normal = np.uint32(
+        np.uint32(magnitude + np.uint32(0x7FFFF) + (magnitude >> np.uint32(20) & np.uint32(1)) - np.uint32(120 << 23)) >> np.uint32(20)
+    )
+    # Below: an addition to 2**14, where float32 has steps of 2**-9, rounds for us.
+    below = np.uint32(_as_bits(np.float32(_as_float(magnitude) + np.float32(16384))) - np.uint32(141 << 23))
+    code = below if magnitude < np.uint32(121 << 23) else min(normal, np.uint32(0x7E))
+    return np.uint8(code | np.uint32(bits & _SIGN) >> np.uint32(24))
+
+
+@njit(inline="always")
+def _from_e4m3(code: Any) -> Any:
+    """The value of a code; 480 where that is NaN."""
+    bits = np.uint32(code)
+    low = np.uint32(bits & np.uint32(0x7F))
+    value = _as_float(np.uint32((low << np.uint32(20)) + np.uint32(120 << 23)))
+    # Below 8 the exponent is 0 and has no hidden one; taken as if it had, it is 2**-7 * (1 + m/8) instead of 2**-6 * m/8.
+    small = np.float32(np.float32(value - np.float32(2.0**-7)) * np.float32(2))
+    value = value if low >= np.uint32(8) else small
+    return _as_float(np.uint32(_as_bits(value) | np.uint32(bits & np.uint32(0x80)) << np.uint32(24)))
+
+
+@compiled(types.void(readonly(types.float32), types.uint8[::1]))
+def _convert_to_e4m3(values: Any, codes: Any) -> None:
+    for i in range(values.size):
+        codes[i] = _to_e4m3(values[i])
+        if np.isnan(values[i]):
+            codes[i] |= np.uint8(0x7F)
+
+
+@compiled(types.void(readonly(types.uint8), types.float32[::1]))
+def _convert_from_e4m3(codes: Any, values: Any) -> None:
+    for i in range(codes.size):
+        value = _from_e4m3(codes[i])
+        if codes[i] & 0x7F == 0x7F:
+            value = np.float32(np.nan)
+        values[i] = value
+
+
+@compiled(*(types.boolean(readonly(kind), types.int64) for kind in (types.uint16, types.uint32)))
+def _all_finite(elements: Any, mask: int) -> bool:
+    wild = 0
+    for i in range(elements.size):
+        wild += np.int64(elements[i]) & mask == mask
+    return wild == 0
+
+
+_UINTS = (types.uint16, types.uint32)
+_u8s, _i8s, _f32s = types.uint8[::1], types.int8[::1], types.float32[::1]
+
+
+@njit(inline="always")
+def _load(elements: Any, begin: int, count: int, kind: int, row: Any) -> None:
+    """`row[:count]` the numbers from `begin` on. Through this row, which stays in the nearest cache, the arithmetic is the same for all."""
+    source = elements[begin : begin + count]  # indices from 0 on: none can be negative, and the compiler uses vectors
+    if kind == BFLOAT16:
+        for i in range(count):
+            row[i] = _as_float(np.uint32(np.uint32(source[i]) << np.uint32(16)))
+    elif kind == FLOAT16:
+        for i in range(count):
+            row[i] = _half_to_float(np.uint16(source[i]))
+    else:
+        for i in range(count):
+            row[i] = _as_float(np.uint32(source[i]))
+
+
+@njit(inline="always")
+def _store(row: Any, count: int, kind: int, elements: Any, begin: int) -> None:
+    """The inverse of `_load`: to nearest even, and no larger than the largest finite value."""
+    into = elements[begin : begin + count]
+    if kind == BFLOAT16:
+        for i in range(count):
+            into[i] = _to_bfloat16(row[i])
+    elif kind == FLOAT16:
+        for i in range(count):
+            into[i] = _float_to_half(min(max(row[i], np.float32(-65504)), np.float32(65504)))
+    else:
+        for i in range(count):
+            into[i] = _as_bits(row[i])
+
+
+@compiled(*(types.void(readonly(kind), types.int64, types.int64, types.int64, _i8s, _f32s) for kind in _UINTS))
+def _int8_encode(elements: Any, kind: int, head_dim: int, run: int, codes: Any, largest: Any) -> None:
+    values = np.empty(run, np.float32)
+    runs = largest.size // (elements.size // head_dim)
+    for index in range(largest.size):
+        begin = index // runs * head_dim + index % runs * run
+        count = min(run, head_dim - index % runs * run)
+        _load(elements, begin, count, kind, values)
+        most = np.uint32(0)
+        for i in range(count):
+            most = max(most, np.uint32(_as_bits(values[i]) & _MAGNITUDE))
+        peak = _as_float(most)
+        largest[index] = peak
+        up = _UP if peak < _SMALL else _ONE
+        scale = np.float32(0)
+        if peak > np.float32(0):
+            scale = np.float32(_STEPS / np.float32(peak * up))
+        into = codes[begin : begin + count]
+        for i in range(count):
+            into[i] = np.int8(_nearest(np.float32(np.float32(values[i] * up) * scale)))
+
+
+@compiled(*(types.void(readonly(types.int8), readonly(types.float32), types.int64, types.int64, types.int64, kind[::1]) for kind in _UINTS))
+def _int8_decode(codes: Any, largest: Any, kind: int, head_dim: int, run: int, elements: Any) -> None:
+    values = np.empty(run, np.float32)
+    runs = largest.size // (elements.size // head_dim)
+    for index in range(largest.size):
+        begin = index // runs * head_dim + index % runs * run
+        count = min(run, head_dim - index % runs * run)
+        peak = largest[index]
+        source = codes[begin : begin + count]
+        for i in range(count):
+            values[i] = np.float32(np.float32(np.float32(source[i]) * _STEP) * peak)
+        _store(values, count, kind, elements, begin)
+
+
+@compiled(*(types.void(readonly(kind), types.int64, types.float32[:, ::1]) for kind in _UINTS))
+def _column_largest(elements: Any, kind: int, largest: Any) -> None:
+    planes, width = largest.shape
+    tokens = elements.size // largest.size
+    values, most = np.empty(width, np.float32), np.empty(width, np.uint32)
+    for plane in range(planes):
+        most[:] = np.uint32(0)
+        for token in range(tokens):
+            _load(elements, (plane * tokens + token) * width, width, kind, values)
+            for i in range(width):
+                most[i] = max(most[i], np.uint32(_as_bits(values[i]) & _MAGNITUDE))
+        for i in range(width):
+            largest[plane, i] = _as_float(most[i])
+
+
+@compiled(*(types.void(readonly(kind), types.int64, readonly(types.float32, 2), _u8s) for kind in _UINTS))
+def _fp8_encode(elements: Any, kind: int, largest: Any, codes: Any) -> None:
+    planes, width = largest.shape
+    tokens = elements.size // largest.size
+    values, ups, scales = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(width, np.float32)
+    for plane in range(planes):
+        for i in range(width):
+            peak = largest[plane, i]
+            ups[i] = _UP if peak < _SMALL else _ONE
+            scales[i] = np.float32(0)
+            if peak > np.float32(0):
+                scales[i] = np.float32(_MOST / np.float32(peak * ups[i]))
+        is_small = False
+        for i in range(width):
+            is_small |= ups[i] != _ONE
+        for token in range(tokens):
+            begin = (plane * tokens + token) * width
+            _load(elements, begin, width, kind, values)
+            into = codes[begin : begin + width]
+            if is_small:
+                for i in range(width):
+                    values[i] *= ups[i]
+            for i in range(width):
+                into[i] = _to_e4m3(np.float32(values[i] * scales[i]))
+
+
+@compiled(*(types.void(readonly(types.uint8), readonly(types.float32, 2), types.int64, kind[::1]) for kind in _UINTS))
+def _fp8_decode(codes: Any, largest: Any, kind: int, elements: Any) -> None:
+    planes, width = largest.shape
+    tokens = elements.size // largest.size
+    values = np.empty(width, np.float32)
+    for plane in range(planes):
+        for token in range(tokens):
+            begin = (plane * tokens + token) * width
+            for i in range(width):
+                values[i] = np.float32(np.float32(_from_e4m3(codes[begin + i]) * _PART) * largest[plane, i])
+            _store(values, width, kind, elements, begin)

@@ -1,0 +1,376 @@
+"""Bytes into planes and planes into fewer bytes: rANS (Duda 2013; interleaved as in Giesen 2014), in many lanes, compiled.
+
+    planes = split(elements)                                   # [bytes of an element][n]
+    words, counts = encode(planes[0], frequencies(histogram(planes[0])))
+    intact = decode(words, counts, freq, found)                # False: no encoder can have written this
+    merge([found, ...], bias, elements)
+
+An element is turned left by one bit, so that the sign leaves the top, and cut into bytes, most significant first: plane 0 of a bfloat16 is
+its exponent, plane 1 mantissa and sign.
+
+A plane is cut into segments of SEGMENT symbols, each decoded by itself. Symbol i of a segment belongs to lane i % LANES; a lane is a
+32-bit state in [2**16, 2**32) and frequencies sum to 2**12, so a symbol costs at most one 16-bit word. All lanes of a segment share one
+row of words, which the decoder takes in the order of symbols. LANES states are independent of each other, which keeps a core's
+arithmetic busy here, and are a warp on a GPU. A segment is LANES states as pairs of words, low half first, then the row.
+
+Nothing in `words` is believed: every read is checked, as often as it must be, and a wrong end is reported. Any thread; the GIL is released.
+"""
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from kvhold.kernels.numba_compile import compiled, readonly
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+Words: TypeAlias = npt.NDArray[np.uint16]
+Counts: TypeAlias = npt.NDArray[np.int64]
+Elements: TypeAlias = npt.NDArray[Any]  # uint8, uint16, uint32 or uint64
+
+LANES = 32
+SEGMENT = 1 << 15
+SCALE_BITS = 12
+SCALE = 1 << SCALE_BITS
+STATE_WORDS = 2 * LANES
+
+
+def split(elements: Elements) -> Bytes:
+    """uint8 [bytes of an element, n], most significant plane first, of `elements` [n], contiguous."""
+    planes = np.empty((elements.itemsize, elements.size), np.uint8)
+    _split(elements, planes)
+    return planes
+
+
+def merge(planes: Sequence[Bytes], bias: Bytes | None, out: Elements) -> None:
+    """What `split` took apart; `bias` [width] is added to plane 0, over and over, modulo 256 (width divides n)."""
+    assert len(planes) == out.itemsize and all(plane.size == out.size for plane in planes)
+    assert bias is None or out.size % bias.size == 0
+    if bias is None:
+        bias = _NO_BIAS
+    if len(planes) == 1:
+        _merge1(planes[0], bias, out)
+    elif len(planes) == 2:
+        _merge2(planes[0], planes[1], bias, out)
+    else:
+        _merge(np.stack(planes), bias, out)
+
+
+def histogram(plane: Bytes) -> Counts:
+    """int64 [256] how often each byte occurs."""
+    counts = np.zeros(256, np.int64)
+    _histogram(plane, counts)
+    return counts
+
+
+def channel_sums(plane: Bytes, width: int) -> Counts:
+    """int64 [width] the sum of each column of `plane` as [n / width, width]."""
+    assert plane.size % width == 0
+    sums = np.zeros(width, np.int64)
+    _channel_sums(plane, sums)
+    return sums
+
+
+def frequencies(counts: Counts) -> Counts:
+    """int64 [256] `counts` brought to the sum SCALE, at least 1 wherever something occurs. At least two bytes must occur."""
+    present = np.flatnonzero(counts)
+    assert present.size >= 2
+    total = int(counts.sum())
+    freq = np.zeros(256, np.int64)
+    share, rest = np.divmod(counts[present] * SCALE, total)
+    freq[present] = np.maximum(1, share)
+    missing = SCALE - int(freq.sum())
+    if missing > 0:  # to those who lost most in rounding
+        freq[present[np.argsort(-rest * (share > 0), kind="stable")[:missing]]] += 1
+    while missing < 0:  # from the most frequent: there a step costs least
+        most = int(freq.argmax())
+        taken = min(-missing, int(freq[most]) // 2)
+        freq[most] -= taken
+        missing += taken
+    return freq
+
+
+def num_segments(symbols: int) -> int:
+    """Segments of a plane of so many symbols."""
+    return -(-symbols // SEGMENT)
+
+
+def encode(plane: Bytes, freq: Counts) -> tuple[Words, Counts]:
+    """All segments end to end, and int64 [segments] the words of each. Every byte of the plane has a frequency below SCALE."""
+    words = np.empty(plane.size + num_segments(plane.size) * STATE_WORDS, np.uint16)
+    counts = np.zeros(num_segments(plane.size), np.int64)
+    used = _encode(plane, freq, words, counts)
+    return words[:used], counts
+
+
+def decode(words: Words, counts: Counts, freq: Counts, out: Bytes, *, wide: bool | None = None) -> bool:
+    """Fill `out` from all segments. False if they do not end as an encoder ends them; `out` then holds anything.
+
+    counts: int64 [num_segments(out.size)], of sum `words.size`, each at least STATE_WORDS (asserted)
+    freq:   int64 [256] of sum SCALE, none negative (asserted)
+    wide:   whether 16 lanes go in one vector; by default where AVX-512 VBMI2 makes that faster. Same results, for tests
+    """
+    assert counts.size == num_segments(out.size) and int(counts.sum()) == words.size and int(counts.min(initial=STATE_WORDS)) >= STATE_WORDS
+    assert freq.size == 256 and int(freq.sum()) == SCALE and int(freq.min()) >= 0
+    symbols = np.repeat(np.arange(256, dtype=np.uint32), freq)
+    starts = np.repeat(np.cumsum(freq) - freq, freq)
+    within = (np.arange(SCALE) - starts).astype(np.uint32)
+    table = symbols | (np.repeat(freq, freq) - 1).astype(np.uint32) << np.uint32(8) | within << np.uint32(20)
+    return bool(_decode(words, counts, table, _WIDE if wide is None else wide, out))
+
+
+# --- compiled --------------------------------------------------------------------------------------------------------------------------
+
+_NO_BIAS: Bytes = np.zeros(0, np.uint8)
+_LOW = 1 << 16  # the least value of a state between two symbols, and where an encoder starts
+
+_u1 = np.uint64(1)
+_u8 = np.uint64(8)
+_u12 = np.uint64(12)
+_u16 = np.uint64(16)
+_u20 = np.uint64(20)
+_u44 = np.uint64(44)
+_SLOT_MASK = np.uint64(SCALE - 1)
+_BYTE_MASK = np.uint64(255)
+_WORD_MASK = np.uint64(0xFFFF)
+_LIMIT = np.uint64(_LOW)
+
+
+_UINTS = (types.uint8, types.uint16, types.uint32, types.uint64)
+_bytes = readonly(types.uint8)
+
+
+@compiled(*(types.void(readonly(kind), types.uint8[:, ::1]) for kind in _UINTS))
+def _split(elements: Any, planes: Any) -> None:
+    size = planes.shape[0]
+    top = np.uint64(8 * size - 1)
+    for plane in range(size):
+        shift = np.uint64(8 * (size - 1 - plane))
+        for i in range(elements.size):
+            x = np.uint64(elements[i])
+            planes[plane, i] = np.uint8((x << _u1 | x >> top) >> shift & _BYTE_MASK)
+
+
+@compiled(types.void(_bytes, _bytes, types.uint8[::1]))
+def _merge1(high: Any, bias: Any, out: Any) -> None:
+    width = bias.size if bias.size else out.size
+    for row in range(0, out.size, width):
+        row_high, row_out = high[row : row + width], out[row : row + width]  # indices from 0 on let the compiler use vectors
+        if bias.size:
+            for i in range(width):
+                x = np.uint8(row_high[i] + bias[i])
+                row_out[i] = np.uint8(x >> 1 | (x & 1) << 7)
+        else:
+            for i in range(width):
+                x = row_high[i]
+                row_out[i] = np.uint8(x >> 1 | (x & 1) << 7)
+
+
+@compiled(types.void(_bytes, _bytes, _bytes, types.uint16[::1]))
+def _merge2(high: Any, low: Any, bias: Any, out: Any) -> None:
+    width = bias.size if bias.size else out.size
+    for row in range(0, out.size, width):
+        row_high, row_low, row_out = high[row : row + width], low[row : row + width], out[row : row + width]
+        if bias.size:
+            for i in range(width):
+                x = np.uint16(np.uint16(np.uint8(row_high[i] + bias[i])) << 8 | np.uint16(row_low[i]))
+                row_out[i] = np.uint16(x >> 1 | x << 15)
+        else:
+            for i in range(width):
+                x = np.uint16(np.uint16(row_high[i]) << 8 | np.uint16(row_low[i]))
+                row_out[i] = np.uint16(x >> 1 | x << 15)
+
+
+@compiled(*(types.void(readonly(types.uint8, 2), _bytes, kind[::1]) for kind in _UINTS[2:]))
+def _merge(planes: Any, bias: Any, out: Any) -> None:
+    size = planes.shape[0]
+    top = np.uint64(8 * size - 1)
+    width = bias.size if bias.size else out.size
+    for row in range(0, out.size, width):
+        for i in range(width):
+            x = np.uint64(planes[0, row + i])
+            if bias.size:
+                x = (x + np.uint64(bias[i])) & _BYTE_MASK
+            for plane in range(1, size):
+                x = x << _u8 | np.uint64(planes[plane, row + i])
+            out[row + i] = x >> _u1 | (x & _u1) << top
+
+
+@compiled(types.void(_bytes, types.int64[::1]))
+def _histogram(plane: Any, counts: Any) -> None:
+    parts = np.zeros((4, 256), np.uint32)  # four, so that equal neighbours do not wait for each other's store
+    whole = plane.size // 4 * 4
+    for i in range(0, whole, 4):
+        parts[0, plane[i]] += 1
+        parts[1, plane[i + 1]] += 1
+        parts[2, plane[i + 2]] += 1
+        parts[3, plane[i + 3]] += 1
+    for i in range(whole, plane.size):
+        parts[0, plane[i]] += 1
+    for value in range(256):
+        counts[value] = np.int64(parts[0, value]) + parts[1, value] + parts[2, value] + parts[3, value]
+
+
+@compiled(types.void(_bytes, types.int64[::1]))
+def _channel_sums(plane: Any, sums: Any) -> None:
+    width = sums.size
+    partial = np.zeros(width, np.uint32)
+    for row in range(0, plane.size, width):
+        values = plane[row : row + width]
+        for i in range(width):
+            partial[i] += values[i]
+        if row // width % (1 << 20) == (1 << 20) - 1:  # before it could overflow
+            for i in range(width):
+                sums[i] += partial[i]
+                partial[i] = 0
+    for i in range(width):
+        sums[i] += partial[i]
+
+
+@compiled(types.int64(_bytes, readonly(types.int64), types.uint16[::1], types.int64[::1]))
+def _encode(plane: Any, freq: Any, words: Any, counts: Any) -> int:
+    # x // f is (x * reciprocal) >> 44, exact for f < 2**12 and x < f * 2**20, which renormalising has just made true.
+    begins = np.zeros(256, np.uint64)
+    freqs = np.zeros(256, np.uint64)
+    reciprocals = np.zeros(256, np.uint64)
+    begin = np.uint64(0)
+    for symbol in range(256):
+        f = np.uint64(freq[symbol])
+        begins[symbol] = begin
+        freqs[symbol] = f
+        if f:
+            reciprocals[symbol] = ((_u1 << _u44) + f - _u1) // f
+        begin += f
+    states = np.empty(LANES, np.uint64)
+    row = np.empty(SEGMENT + 1, np.uint16)
+    used = 0
+    for segment in range(counts.size):
+        first = segment * SEGMENT
+        symbols = min(SEGMENT, plane.size - first)
+        states[:] = _LIMIT
+        at = row.size  # filled from its end: the decoder reads what was written last first
+        lane = symbols % LANES
+        for i in range(first + symbols - 1, first - 1, -1):
+            lane = (lane - 1) % LANES
+            symbol = plane[i]
+            x = states[lane]
+            f = freqs[symbol]
+            # Whether a word goes out is a coin's toss: written in any case, and kept or not, there is no branch to guess.
+            full = x >= f << _u20
+            row[at - 1] = np.uint16(x & _WORD_MASK)
+            at -= int(full)
+            x = x >> _u16 if full else x
+            q = (x * reciprocals[symbol]) >> _u44
+            states[lane] = (q << _u12) + (x - q * f) + begins[symbol]
+        begun = used
+        for lane in range(LANES):
+            words[used] = np.uint16(states[lane] & _WORD_MASK)
+            words[used + 1] = np.uint16(states[lane] >> _u16)
+            used += 2
+        for i in range(at, row.size):
+            words[used] = row[i]
+            used += 1
+        counts[segment] = used - begun
+    return used
+
+
+_row = ir.VectorType(ir.IntType(32), 16)
+_WIDE = "avx512vbmi2" in get_host_cpu_features() and get_host_cpu_features()["avx512vbmi2"]
+
+
+@intrinsic
+def _step16(_: Any, states: Any, table: Any, words: Any, out: Any) -> Any:
+    """One symbol from each of 16 lanes, all arguments addresses; how many words were taken. 16 words must be there to be read."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        module, count = builder.module, 16
+        bit, byte, half, word, long = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+        bits, bytes_, halves, longs = (ir.VectorType(kind, count) for kind in (bit, byte, half, long))
+
+        def every(kind: Any, value: Any) -> Any:
+            if isinstance(value, int):
+                return ir.Constant(ir.VectorType(kind, count), [value] * count)
+            single = builder.insert_element(ir.Constant(ir.VectorType(kind, count), ir.Undefined), value, word(0))
+            return builder.shuffle_vector(single, single, ir.Constant(_row, [0] * count))
+
+        at_states, at_words, at_out = (
+            builder.inttoptr(address, kind.as_pointer()) for address, kind in ((args[0], _row), (args[2], half), (args[3], bytes_))
+        )
+        x = builder.load(at_states, align=4)
+        slots = builder.zext(builder.and_(x, every(word, SCALE - 1)), longs)
+        addresses = builder.add(builder.shl(slots, every(long, 2)), every(long, args[1]))
+        pointers = builder.inttoptr(addresses, ir.VectorType(word.as_pointer(), count))
+        gather_type = ir.FunctionType(_row, [pointers.type, word, bits, _row])
+        gather = cgutils.get_or_insert_function(module, gather_type, "llvm.masked.gather.v16i32.v16p0")
+        entries = builder.call(gather, [pointers, word(4), every(bit, 1), every(word, 0)])
+        builder.store(builder.trunc(entries, bytes_), at_out, align=1)
+        freq = builder.add(builder.and_(builder.lshr(entries, every(word, 8)), every(word, SCALE - 1)), every(word, 1))
+        within = builder.lshr(entries, every(word, 20))
+        x = builder.add(builder.mul(freq, builder.lshr(x, every(word, SCALE_BITS))), within)
+        wanted = builder.icmp_unsigned("<", x, every(word, _LOW))
+        expand_type = ir.FunctionType(halves, [half.as_pointer(), bits, halves])
+        expand = cgutils.get_or_insert_function(module, expand_type, "llvm.masked.expandload.v16i16")
+        loaded = builder.zext(builder.call(expand, [at_words, wanted, every(half, 0)]), _row)
+        x = builder.select(wanted, builder.or_(builder.shl(x, every(word, 16)), loaded), x)
+        builder.store(x, at_states, align=4)
+        return builder.zext(builder.ctpop(builder.bitcast(wanted, half)), long)
+
+    return types.int64(types.int64, types.int64, types.int64, types.int64), emit
+
+
+@compiled(types.boolean(readonly(types.uint16), readonly(types.int64), readonly(types.uint32), types.boolean, types.uint8[::1]))
+def _decode(words: Any, counts: Any, table: Any, wide: bool, out: Any) -> bool:
+    states = np.empty(LANES, np.uint32)
+    begin = 0
+    for segment in range(counts.size):
+        for lane in range(LANES):
+            states[lane] = np.uint32(words[begin + 2 * lane]) | np.uint32(words[begin + 2 * lane + 1]) << np.uint32(16)
+        at = np.uint64(begin + STATE_WORDS)
+        begin += counts[segment]
+        end = np.uint64(begin)
+        i = segment * SEGMENT
+        stop = min(i + SEGMENT, out.size)
+        if wide:
+            while i + LANES <= stop and at + np.uint64(LANES) <= end:
+                for half in range(0, LANES, 16):
+                    words_at = words.ctypes.data + 2 * np.int64(at)
+                    at += np.uint64(_step16(states.ctypes.data + 4 * half, table.ctypes.data, words_at, out.ctypes.data + i + half))
+                i += LANES
+        # As long as a word is left for each lane, one can be loaded before it is known whether it is wanted: no branch to guess.
+        while i + LANES <= stop and at + np.uint64(LANES) <= end:
+            for lane in range(LANES):
+                x = np.uint64(states[lane])
+                entry = np.uint64(table[x & _SLOT_MASK])
+                x = ((entry >> _u8 & _SLOT_MASK) + _u1) * (x >> _u12) + (entry >> _u20)
+                out[i + lane] = np.uint8(entry & _BYTE_MASK)
+                word = np.uint64(words[at])
+                wanted = x < _LIMIT
+                states[lane] = np.uint32(x << _u16 | word if wanted else x)
+                at += np.uint64(wanted)
+            i += LANES
+        lane = 0
+        while i < stop:
+            x = np.uint64(states[lane])
+            entry = np.uint64(table[x & _SLOT_MASK])
+            x = ((entry >> _u8 & _SLOT_MASK) + _u1) * (x >> _u12) + (entry >> _u20)
+            out[i] = np.uint8(entry & _BYTE_MASK)
+            if x < _LIMIT:
+                if at == end:
+                    return False
+                x = x << _u16 | np.uint64(words[at])
+                at += _u1
+            states[lane] = np.uint32(x)
+            lane = (lane + 1) % LANES
+            i += 1
+        if at != end:
+            return False
+        for lane in range(LANES):
+            if states[lane] != np.uint32(_LOW):
+                return False
+    return True
