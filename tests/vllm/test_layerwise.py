@@ -13,15 +13,19 @@ import pytest
 
 pytest.importorskip("vllm", reason="no vLLM in this environment")
 
+import torch
 from vllm import envs
 
+from kvhold.core.config import Config, NodeConfig
 from kvhold.core.errors import KVHoldError, LayoutError
-from kvhold.core.layout import Group
+from kvhold.core.keys import Namespace
+from kvhold.core.layout import Group, Layout
 from kvhold.integrations.vllm.connector import KVHoldConnector
-from kvhold.integrations.vllm.geometry import Part
+from kvhold.integrations.vllm.geometry import Geometry, Part
 from kvhold.integrations.vllm.layerwise import CopyLayer, Layerwise, refusal
-from kvhold.integrations.vllm.steps import Load
-from tests.vllm.scheduling import Engine, NodeProcess, Options, RealHands, answer_to, eventually, make_folder, make_prompt
+from kvhold.integrations.vllm.steps import Load, Steps, Store
+from kvhold.integrations.vllm.worker import WorkerSide
+from tests.vllm.scheduling import LAYERS, Engine, NodeProcess, Options, RealHands, answer_to, eventually, make_folder, make_prompt
 
 pytestmark = pytest.mark.vllm
 
@@ -89,7 +93,7 @@ class TestOnePass:
     def test_layers_of_others_are_not_waited_for(self, passing: Layerwise) -> None:
         passing.wait("of a draft model")
         passing.save("of a draft model", [lambda layer: pytest.fail("it is not ours")])
-        assert passing.saved()
+        assert not passing.saved(), "and are none of the pass's"
 
     def test_a_layer_that_could_not_be_copied_out_is_told(self, passing: Layerwise) -> None:
         copied: list[int] = []
@@ -103,7 +107,14 @@ class TestOnePass:
             passing.save(name, [copy])
         assert not passing.saved()
         assert copied == [0, 1, 2, 3]
+        for name in NAMES:
+            passing.save(name, [])
         assert passing.saved(), "that was the pass before"
+
+    def test_a_pass_that_leaves_a_layer_out_has_not_copied_all(self, passing: Layerwise) -> None:
+        for name in NAMES[:-1]:
+            passing.save(name, [lambda layer: None])
+        assert not passing.saved()
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +147,36 @@ def ask(engine: Engine, name: str, prompt: list[int]) -> None:
     engine.run()
     assert engine.outputs[name] == answer_to(prompt, 3)
     eventually(lambda: not engine.hands.client.status()["held"]["rooms"])  # what was stored is committed beside the passes
+
+
+@pytest.mark.parametrize("handed_over", [1, len(LAYERS)])
+def test_every_layer_is_stored_whatever_the_pass_hands_over(node: NodeProcess, handed_over: int) -> None:
+    group = Group(
+        layers=len(LAYERS), planes=2, heads=1, head_dim=32, dtype="float32", packing="t", block_tokens=16, block_bytes=16 * 64 * 4
+    )
+    namespace = Namespace(f"handed over {handed_over}", Layout((group,), tokens_per_chunk=64, tail_tokens=16))
+    geometry = Geometry((Part(0, tuple(LAYERS), group),), namespace.layout, shards=1, per_worker=1, copies=1, width=1)
+    config = Config(node=NodeConfig(socket=str(node.socket), autostart=False))
+    side = WorkerSide(config, namespace, geometry, num_blocks=40, layerwise=True)
+    caches = {name: torch.randn(40, 1, 16, 64) for name in LAYERS}
+    side.register(caches)
+    prompt = namespace.prompt(make_prompt("handed over", 128))
+    side.begin(Steps(stores=[Store("a", prompt.chunks(), [list(range(8))])]))
+    for one in side._reserved:
+        one.room.result(timeout=20)  # there before the first layer: what is handed over is copied inside the pass
+    for name in LAYERS[:handed_over]:
+        side.save_layer(name)
+    assert all(one.copies for one in side._reserved)
+    side.store()
+    hit = eventually(lambda: hit if (hit := side._cache.lookup(prompt.query())).num_tokens else hit.close())
+    side.start_loads(Steps(loads=[Load("b", hit.ticket, 0, [list(range(20, 28))], inside=True)]))
+    for name in LAYERS:
+        side.wait_for_layer(name)
+    side.store()
+    assert side.take_failed_blocks() == set()
+    assert all(torch.equal(cache[20:28], cache[:8]) for cache in caches.values())
+    hit.close()
+    side.close()
 
 
 class TestEngine:

@@ -4,7 +4,7 @@
     passing.begin(loads, prepare)                            # before the pass; copied on the loader's thread from then on
     passing.wait(layer)                                      # in the pass, before each layer's attention
     passing.save(layer, copies)                              # ... and after it
-    passing.saved(), passing.end()                           # after the pass: whether all is copied out, and which loads have failed
+    passing.saved(), passing.end()                           # after the pass: whether all is copied out; which loads have failed
 
 Only where a failed load can be computed again. What a pass computes after a failed load is wrong, and must reach nobody: vLLM takes the
 request's tokens back, but has given its blocks to the prefix cache before the pass, has planned the next pass already where scheduling is
@@ -65,6 +65,7 @@ class Layerwise:
         self._changed = Condition()
         self._pass: _Pass | None = None
         self._saving: list[Future[None]] = []
+        self._saved: set[int] = set()  # layers
 
     def begin(self, loads: Sequence[Load], prepare: Prepare) -> None:
         """Start the loads of the pass that is to come."""
@@ -85,14 +86,15 @@ class Layerwise:
         number = self._numbers.get(layer_name)
         if number is not None:
             self._saving += [self._copier.submit(copy, number) for copy in copies]
+            self._saved.add(number)
 
     def saved(self) -> bool:
-        """Wait for the layers' copies. False: one has failed."""
-        saving, self._saving = self._saving, []
+        """Wait for the layers' copies. False: one has failed, or the pass has left a layer out."""
+        saving, self._saving, saved, self._saved = self._saving, [], self._saved, set()
         errors = [error for future in saving if (error := future.exception()) is not None]
         for error in errors:
             log.error("kvhold: could not copy a layer", exc_info=error)
-        return not errors
+        return not errors and len(saved) == len(self._numbers)
 
     def end(self) -> dict[str, list[int]]:
         """The pass is over. Its loads, by request: the blocks that did not get their KV; none, where all is well."""

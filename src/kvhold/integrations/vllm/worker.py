@@ -159,7 +159,10 @@ class WorkerSide:
             return
         for one in self._reserved:
             if layer_name == self._geometry.parts[0].layer_names[0] and one.room.done() and (room := one.room.result()) is not None:
-                one.copies[:] = self._plan_gather(one.store, one.shard, room)
+                try:
+                    one.copies[:] = self._plan_gather(one.store, one.shard, room)
+                except Exception:  # the pass must not fail with us
+                    log.exception("kvhold: chunks of request %s are not copied inside the pass", one.store.request_id)
             self._layerwise.save(layer_name, one.copies)
 
     def store(self, *, computed: bool = True) -> None:
@@ -169,7 +172,9 @@ class WorkerSide:
         """
         reserved, self._reserved = self._reserved, []
         if self._layerwise is not None:
-            computed = self._layerwise.saved() and computed
+            if not self._layerwise.saved():
+                for one in reserved:
+                    one.copies.clear()  # then all layers are copied now
             for failed in self._layerwise.end().values():
                 self.tally.add("failed_loads" if failed else "loads", 1)
                 self._failed_blocks.update(failed)
