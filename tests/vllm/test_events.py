@@ -193,8 +193,10 @@ def test_with_the_node_all_goes_and_comes_again_as_it_is_used(
     assert followed.router.held
     node.kill()
     eventually(lambda: [followed.router.read(followed.engine.connector.take_events())] and not followed.router.held)
+    clients = [followed.side._cache, followed.engine.hands.client]
+    eventually(lambda: not any(client.connected for client in clients))  # both have noticed: a store on a dead connection is dropped
     followed.node = start_node()
-    eventually(lambda: followed.side._cache.connected)
+    eventually(lambda: all(client.connected for client in clients))
     assert followed.engine.scheduler.reset_prefix_cache()
     followed.compute(prompt)
     eventually(lambda: followed.settles() and followed.router.held)
