@@ -86,6 +86,20 @@ def numbers(count: int, dtype: str) -> bytes:
     return bytes(values.astype({"float16": "<f2", "float32": "<f4"}[dtype]))
 
 
+def bells(tokens: int, width: int, *, are_keys: bool) -> bytes:
+    """[tokens, width] bfloat16 whole numbers, bell-shaped. Of keys, each fifth channel is wide and off zero, and one number far off; else
+    each third token is wide."""
+    found = (
+        np.frombuffer(random.Random(3).randbytes(4 * tokens * width), np.uint8).reshape(4, tokens, width).sum(axis=0).astype(np.int64) - 510
+    )
+    if are_keys:
+        found[:, ::5] = found[:, ::5] * 8 + 3000
+        found[tokens // 2, 1] = 20_000
+    else:
+        found[::3] *= 4
+    return bytes((found.astype("<f4").view("<u4") >> 16).astype("<u2"))
+
+
 def stated(
     *, shape: tuple[int, ...], dtype: str, lengths: tuple[int, ...], packing: str = "canonical", codec: str = "example", expires_at: int = 0
 ) -> bytes:
@@ -130,6 +144,9 @@ OPAQUE = Layout(
 
 WIDE = Layout(groups=(Group(layers=3, planes=2, heads=2, head_dim=16, dtype="bfloat16"),), tokens_per_chunk=64)
 RUNS = Layout(groups=(Group(layers=3, planes=2, heads=2, head_dim=160, dtype="float16"),), tokens_per_chunk=4)
+LONG = Layout(groups=(Group(layers=3, planes=2, heads=2, head_dim=40, dtype="bfloat16"),), tokens_per_chunk=64)
+SHORT = Layout(groups=(Group(layers=1, planes=2, heads=1, head_dim=150, dtype="float16"),), tokens_per_chunk=16)
+NARROW = Layout(groups=(Group(layers=1, planes=2, heads=1, head_dim=37, dtype="float32"),), tokens_per_chunk=64)
 SINGLE = Layout(groups=(Group(layers=2, planes=1, heads=2, head_dim=24, dtype="float32"),), tokens_per_chunk=32)
 
 
@@ -172,6 +189,49 @@ def vectors() -> Iterator[Vector]:
     yield encoded("fp8", "a scale for each channel", "fp8", WIDE, [both, bytes(len(both)), both[::-1]], num_tokens=64)
     single = numbers(3 * 2 * 24, "float32")
     yield encoded("fp8-tail", "a scale for each head", "fp8", SINGLE, [single, single[4:] + single[:4]], num_tokens=3)
+    yield encoded(
+        "cachegen",
+        "offsets and an exception in the keys, shifts in the values; a layer of zeros, one of noise, which stays as it is",
+        "cachegen",
+        LONG,
+        [bells(64, 80, are_keys=True) + bells(64, 80, are_keys=False), bytes(64 * 320), random.Random(2).randbytes(64 * 320)],
+        num_tokens=64,
+    )
+    for name in ("kivi4", "kivi2"):
+        yield encoded(
+            name,
+            "groups of 32 and of 8 channels; a layer of zeros, one of noise, which stays as it is",
+            name,
+            LONG,
+            [bells(64, 80, are_keys=True) + bells(64, 80, are_keys=False), bytes(64 * 320), random.Random(2).randbytes(64 * 320)],
+            num_tokens=64,
+        )
+        yield encoded(
+            f"{name}-tail",
+            "three tokens that do not fill a group, rows that do not fill their bytes",
+            name,
+            NARROW,
+            [numbers(2 * 35 * 37, "float32")],
+            num_tokens=35,
+        )
+    yield encoded(
+        "k8v4",
+        "keys of two runs, values of groups of 32; a layer of numbers, one of zeros, one with an infinity, which stays as it is",
+        "k8v4",
+        RUNS,
+        [half, bytes(len(half)), half[:-2] + b"\x00\x7c"],
+        num_tokens=4,
+    )
+    yield encoded(
+        "turboquant4",
+        "runs of 128 and of 32; a layer of which some runs are kept, one of zeros, one with an infinity, which stays as it is",
+        "turboquant4",
+        RUNS,
+        [half, bytes(len(half)), half[:-2] + b"\x00\x7c"],
+        num_tokens=4,
+    )
+    yield encoded("turboquant4-tail", "vectors filled up with zeros", "turboquant4", NARROW, [numbers(2 * 3 * 37, "float32")], num_tokens=3)
+    yield encoded("cachegen-tail", "channels that share", "cachegen", SHORT, [numbers(5 * 2 * 150, "float16")], num_tokens=5)
 
 
 def rejected() -> Iterator[Rejected]:

@@ -45,6 +45,15 @@ CASES = {
     "int8": _case("bfloat16", 33, head_dim=130),
     "fp8": _case("float16", 40),
     "fp8-tail": _case("float32", 3),
+    "cachegen": _case("bfloat16", 64, head_dim=40),
+    "cachegen-tail": _case("float32", 5),
+    "kivi4": _case("bfloat16", 40, head_dim=43, heads=1),
+    "kivi4-tail": _case("float32", 5),
+    "kivi2": _case("float16", 33, head_dim=33),
+    "kivi2-one": _case("bfloat16", 64, planes=1, heads=1, head_dim=70),
+    "k8v4": _case("bfloat16", 33, head_dim=130),
+    "turboquant4": _case("bfloat16", 33, head_dim=160),
+    "turboquant4-tail": _case("float32", 1, head_dim=24),
 }
 GOOD = {
     name: encode_layer(make_codec(name.partition("-")[0]), place, 0, memoryview(_layer(place, outliers=name == "lossless")))
@@ -106,7 +115,7 @@ def test_every_other_length_is_refused(name: str) -> None:
     assert not attack(name, good + b"\0") and not attack(name, good + good)
 
 
-@pytest.mark.parametrize("name", ["lossless", "lossless-bytes", "lossless-segments"])
+@pytest.mark.parametrize("name", ["lossless", "lossless-bytes", "lossless-segments", "cachegen", "cachegen-tail"])
 def test_every_bit_of_the_tables_may_be_wrong(name: str) -> None:
     """All that comes before the first words: forms, bias, frequencies, numbers of words."""
     good = bytearray(GOOD[name])

@@ -62,6 +62,40 @@ class TestFP8(_OurCodec):
         return make_codec("fp8")
 
 
+class TestCacheGen(_OurCodec):
+    @pytest.fixture
+    def codec(self) -> Codec:
+        return make_codec("cachegen")
+
+
+@pytest.mark.slow
+class TestLevelsOfCacheGen(CodecContract):
+    @pytest.fixture(params=["cachegen-fine", "cachegen-small"])
+    def codec(self, request: pytest.FixtureRequest) -> Codec:
+        return make_codec(request.param)
+
+
+@pytest.mark.slow
+class TestKIVI(_OurCodec):
+    @pytest.fixture(params=["kivi4", "kivi2"])
+    def codec(self, request: pytest.FixtureRequest) -> Codec:
+        return make_codec(request.param)
+
+
+@pytest.mark.slow
+class TestK8V4(_OurCodec):
+    @pytest.fixture
+    def codec(self) -> Codec:
+        return make_codec("k8v4")
+
+
+@pytest.mark.slow
+class TestTurboQuant(_OurCodec):
+    @pytest.fixture
+    def codec(self) -> Codec:
+        return make_codec("turboquant4")
+
+
 class TestALosslessPlugin(CodecContract):
     @pytest.fixture
     def codec(self) -> Codec:

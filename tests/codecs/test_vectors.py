@@ -77,7 +77,7 @@ def test_a_committed_frame_of_a_codec_decodes_to_the_committed_chunk_here_and_by
 
 def test_every_codec_of_ours_has_a_committed_frame() -> None:
     committed = {json.loads(path.read_text())["codec"] for path in FOLDER.glob("*.json") if path.stem != "rejected"}
-    assert committed >= {"raw", "lossless", "int8", "fp8"}
+    assert committed >= {"raw", "lossless", "int8", "fp8", "cachegen", "kivi4", "kivi2", "k8v4", "turboquant4"}
 
 
 @pytest.mark.parametrize("bad", REJECTED, ids=lambda bad: bad["says"])

@@ -7,6 +7,7 @@ unframe_chunk(received, into, key=key, layout=layout, num_tokens=256)
 """
 
 from kvhold.codecs.base import Codec
+from kvhold.codecs.budget import frame_within
 from kvhold.codecs.chunk import Frame, frame_chunk, max_frame_bytes, unframe_chunk, unframe_layer, unframe_payload
 from kvhold.codecs.frame import (
     FrameHeader,
@@ -20,7 +21,7 @@ from kvhold.codecs.frame import (
     verify_layer,
 )
 from kvhold.codecs.raw import Raw
-from kvhold.codecs.registry import codec_names, find_codec, make_codec
+from kvhold.codecs.registry import check_codec, codec_names, find_codec, make_codec
 
 __all__ = [
     "Codec",
@@ -28,11 +29,13 @@ __all__ = [
     "FrameHeader",
     "FrameSize",
     "Raw",
+    "check_codec",
     "check_identity",
     "codec_names",
     "encode_header",
     "find_codec",
     "frame_chunk",
+    "frame_within",
     "header_size",
     "make_codec",
     "max_frame_bytes",

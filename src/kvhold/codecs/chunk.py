@@ -7,11 +7,13 @@
     header = read_header(start)                                       # layerwise: the header, then ranges in any order
     unframe_layer(header, 3, arrived, into[a:b], layout=layout)
 
-A reader that lets a raw payload land in its destination calls `verify` on it there, and nothing is copied. Any thread, off an engine's
+A codec that does not accept an engine's own packing is given the layers in the canonical one, where that packing is known. A reader that
+lets a raw payload land in its destination calls `verify` on it there, and nothing is copied. Any thread, off an engine's
 path; the bytes are hashed and copied with the GIL released, a layer at a time, so that each is still in a core's cache for the second.
 """
 
 from dataclasses import dataclass
+from mmap import mmap
 from operator import index
 
 from kvhold.codecs.base import Codec
@@ -28,6 +30,7 @@ from kvhold.codecs.frame import (
     read_header,
     verify_layer,
 )
+from kvhold.codecs.packings import canonical_twin, from_canonical, to_canonical
 from kvhold.codecs.registry import FindCodec, find_codec
 from kvhold.core.errors import FrameError, LayoutError
 from kvhold.core.layout import Layout
@@ -52,11 +55,20 @@ class Frame:
         return self.header, self.payload
 
 
+def arranged(codec: Codec, layout: Layout, group: int) -> Layout | None:
+    """The layout in which `codec` gets the layers of a group: `layout`, or that with its packing undone; None: it does not accept them."""
+    for candidate in (layout, canonical_twin(layout, group)):
+        if candidate is not None and codec.accepts(candidate, group):
+            return candidate
+    return None
+
+
 def max_frame_bytes(codec: Codec, layout: Layout, group: int, num_tokens: int, *, align: int = ALIGNMENT) -> int:
     """The most bytes that a frame of such a chunk can have: the size of the `out` that frame_chunk wants."""
     layers = layout.groups[group].layers
     rank = len(layer_shape(layout, group, num_tokens)[1])
-    return header_size(rank=rank, num_layers=layers, align=align) + layers * codec.max_size(layout, group, num_tokens)
+    of_codec = arranged(codec, layout, group) or layout
+    return header_size(rank=rank, num_layers=layers, align=align) + layers * codec.max_size(of_codec, group, num_tokens)
 
 
 def frame_chunk(
@@ -86,7 +98,7 @@ def frame_chunk(
     plain, size = memoryview(chunk).cast("B"), layout.chunk_bytes(group, num_tokens)
     if len(plain) != size:
         raise LayoutError(f"a chunk of {len(plain)} bytes; {num_tokens} tokens of group {group} have {size}")
-    if not codec.accepts(layout, group):
+    if (of_codec := arranged(codec, layout, group)) is None:
         raise LayoutError(f"codec {codec.name!r} does not accept group {group}")
 
     dtype, shape = layer_shape(layout, group, num_tokens)
@@ -97,7 +109,10 @@ def frame_chunk(
     for layer in range(layout.groups[group].layers):
         start, length = layout.layer_range(group, layer, num_tokens)
         if target is not None:
-            length = _encode_layer(codec, plain[start : start + length], payload[end:], layout, group, layer, num_tokens)
+            bytes_ = plain[start : start + length]
+            if of_codec is not layout:
+                bytes_ = to_canonical(bytes_, layout.groups[group])
+            length = _encode_layer(codec, bytes_, payload[end:], of_codec, group, layer, num_tokens)
         lengths.append(length)
         checksums.append(checksum(payload[end : end + length]))
         end += length
@@ -174,10 +189,13 @@ def unframe_layer(
     if len(target) != header.layer_bytes:
         raise ValueError(f"into has {len(target)} bytes, a layer {header.layer_bytes}")
     codec, group = find(header.codec), group_of(header.key, layout)
-    if codec is None or not codec.accepts(layout, group):
+    if codec is None or (of_codec := arranged(codec, layout, group)) is None:
         raise FrameError("version", f"codec {header.codec!r} is not known here, or not for this layout")
     verify_layer(header, layer, source)
-    codec.decode(source, target, layout=layout, group=group, layer=layer, num_tokens=header.num_tokens)
+    plain = target if of_codec is layout else memoryview(bytearray(len(target)))
+    codec.decode(source, plain, layout=of_codec, group=group, layer=layer, num_tokens=header.num_tokens)
+    if plain is not target:
+        from_canonical(plain, target, layout.groups[group])
 
 
 def _target(codec: Codec, layout: Layout, group: int, num_tokens: int, align: int, out: memoryview | None) -> memoryview | None:
@@ -186,7 +204,7 @@ def _target(codec: Codec, layout: Layout, group: int, num_tokens: int, align: in
         return None
     most = max_frame_bytes(codec, layout, group, num_tokens, align=align)
     if out is None:
-        return memoryview(bytearray(most))
+        return memoryview(mmap(-1, most))  # from a page's beginning on, as direct I/O wants; what is not used is never touched
     if len(target := memoryview(out).cast("B")) < most:
         raise ValueError(f"out has {len(target)} bytes, the frame may need {most}")
     return target

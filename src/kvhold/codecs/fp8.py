@@ -9,20 +9,16 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvhold.codecs.elements import RAW, is_quantisable, read_elements, written_elements
-from kvhold.codecs.int8 import read_scales
-from kvhold.codecs.raw import copy
-from kvhold.core.errors import FrameError
-from kvhold.core.layout import DTYPE_BYTES, Layout
+from kvhold.codecs.elements import Elements
+from kvhold.codecs.quantised import Place, Quantised, read_scales
 from kvhold.kernels import numba_quantise as quantise
+from kvhold.kernels.numba_floats import LEAST_NORMAL
 
 BY_CHANNEL, BY_HEAD = 1, 2
 TOKENS_FOR_CHANNELS = 32  # from so many on, scales by channel add at most an eighth of a byte to an element
 
-_LEAST_NORMAL = {"bfloat16": 2.0**-126, "float16": 2.0**-14, "float32": 2.0**-126}
 
-
-class FP8:
+class FP8(Quantised):
     """e4m3 (OCP; torch.float8_e4m3fn), scaled so that a channel's largest magnitude becomes 448, rounded to nearest even.
 
     |decoded - original| is at most 1/16 of the original, or 2**-10 / 448 of the channel's largest where that is more; of the largest it is
@@ -32,51 +28,30 @@ class FP8:
     """
 
     name: ClassVar[str] = "fp8"
-    lossless: ClassVar[bool] = False
     error_bound: ClassVar[float] = 0.04  # 1/28 + 1/256
 
-    def accepts(self, layout: Layout, group: int) -> bool:
-        """bfloat16, float16 and float32 in the canonical packing; no state."""
-        return is_quantisable(layout, group, quantise.KINDS)
-
-    def max_size(self, layout: Layout, group: int, num_tokens: int) -> int:
-        """A layer's own size, and a byte."""
-        return 1 + layout.groups[group].layer_bytes(num_tokens)
-
-    def encode(self, plain: memoryview, out: memoryview, *, layout: Layout, group: int, layer: int, num_tokens: int) -> int:
-        """Scales, then codes."""
-        place = layout.groups[group]
-        elements = read_elements(plain, f"<u{DTYPE_BYTES[place.dtype]}")
-        largest = quantise.column_largest(elements, place.dtype, place.planes, place.heads * place.head_dim)
+    def _code(self, elements: Elements, place: Place, out: memoryview) -> int | None:
+        largest = quantise.column_largest(elements, place.dtype, place.planes, place.width)
         form, scales = BY_CHANNEL, largest
-        if num_tokens < TOKENS_FOR_CHANNELS:
+        if place.tokens < TOKENS_FOR_CHANNELS:
             form, scales = BY_HEAD, largest.reshape(place.planes * place.heads, place.head_dim).max(axis=1)
             largest = np.repeat(scales, place.head_dim).reshape(largest.shape)
         end = 1 + 4 * scales.size + elements.size
         most = float(largest.max())
-        if end > len(plain) or not np.isfinite(most) or 0 < most < _LEAST_NORMAL[place.dtype]:
-            out[0] = RAW
-            copy(plain, out[1 : 1 + len(plain)])
-            return 1 + len(plain)
+        if end > place.nbytes or not np.isfinite(most) or 0 < most < LEAST_NORMAL[place.dtype]:
+            return None
         quantise.fp8_encode(elements, place.dtype, largest, np.frombuffer(out, np.uint8)[end - elements.size : end])
         out[0] = form
         np.frombuffer(out[1 : 1 + 4 * scales.size], "<f4")[:] = scales.reshape(-1)
         return end
 
-    def decode(self, encoded: memoryview, out: memoryview, *, layout: Layout, group: int, layer: int, num_tokens: int) -> None:
-        """Raises FrameError for a wrong length, and for scales that are negative or not finite."""
-        place = layout.groups[group]
-        form = encoded[0] if len(encoded) else None
-        if form == RAW and len(encoded) == 1 + len(out):
-            copy(encoded[1:], out)
-            return
-        elements = len(out) // DTYPE_BYTES[place.dtype]
+    def _restore(self, encoded: memoryview, place: Place, target: Elements) -> None:
+        form = encoded[0]
         scales = place.planes * place.heads * (place.head_dim if form == BY_CHANNEL else 1)
-        if form not in (BY_CHANNEL, BY_HEAD) or len(encoded) != 1 + 4 * scales + elements:
-            raise FrameError("length", f"fp8 layer {layer} is {len(encoded)} bytes of the form {form}")
-        largest = read_scales(encoded[1 : 1 + 4 * scales], self.name, layer)
+        if form not in (BY_CHANNEL, BY_HEAD) or len(encoded) != 1 + 4 * scales + target.size:
+            raise place.wrong(f"{len(encoded)} bytes of the form {form}")
+        largest = read_scales(encoded[1 : 1 + 4 * scales], place)
         if form == BY_HEAD:
             largest = np.repeat(largest, place.head_dim)
         codes = np.frombuffer(encoded[1 + 4 * scales :], np.uint8)
-        with written_elements(out, f"<u{DTYPE_BYTES[place.dtype]}") as target:
-            quantise.fp8_decode(codes, largest.reshape(place.planes, -1), place.dtype, target)
+        quantise.fp8_decode(codes, largest.reshape(place.planes, -1), place.dtype, target)

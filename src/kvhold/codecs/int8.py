@@ -8,16 +8,14 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvhold.codecs.elements import CODED, RAW, is_quantisable, read_elements, written_elements
-from kvhold.codecs.raw import copy
-from kvhold.core.errors import FrameError
-from kvhold.core.layout import DTYPE_BYTES, Layout
+from kvhold.codecs.elements import CODED, Elements
+from kvhold.codecs.quantised import Place, Quantised, read_scales
 from kvhold.kernels import numba_quantise as quantise
 
 RUN = 128
 
 
-class Int8:
+class Int8(Quantised):
     """Symmetric, by the largest magnitude of each run, which is kept in float32.
 
     The bound holds for each run by itself: |decoded - original| is at most 1/254 of the largest in the run (half a step) and half a unit
@@ -26,27 +24,13 @@ class Int8:
     """
 
     name: ClassVar[str] = "int8"
-    lossless: ClassVar[bool] = False
     error_bound: ClassVar[float] = 1 / 127
 
-    def accepts(self, layout: Layout, group: int) -> bool:
-        """bfloat16, float16 and float32 in the canonical packing; no state."""
-        return is_quantisable(layout, group, quantise.KINDS)
-
-    def max_size(self, layout: Layout, group: int, num_tokens: int) -> int:
-        """A layer's own size, and a byte."""
-        return 1 + layout.groups[group].layer_bytes(num_tokens)
-
-    def encode(self, plain: memoryview, out: memoryview, *, layout: Layout, group: int, layer: int, num_tokens: int) -> int:
-        """Scales, then codes."""
-        place = layout.groups[group]
-        elements = read_elements(plain, f"<u{DTYPE_BYTES[place.dtype]}")
-        scales = elements.size // place.head_dim * -(-place.head_dim // RUN)
+    def _code(self, elements: Elements, place: Place, out: memoryview) -> int | None:
+        scales = _scales(place)
         end = 1 + 4 * scales + elements.size
-        if end > len(plain) or not quantise.all_finite(elements, place.dtype):
-            out[0] = RAW
-            copy(plain, out[1 : 1 + len(plain)])
-            return 1 + len(plain)
+        if end > place.nbytes or not quantise.all_finite(elements, place.dtype):
+            return None
         largest = np.empty(scales, np.float32)
         codes = np.frombuffer(out, np.int8)[1 + 4 * scales : end]
         quantise.int8_encode(elements, place.dtype, place.head_dim, RUN, codes, largest)
@@ -54,26 +38,15 @@ class Int8:
         np.frombuffer(out[1 : 1 + 4 * scales], "<f4")[:] = largest
         return end
 
-    def decode(self, encoded: memoryview, out: memoryview, *, layout: Layout, group: int, layer: int, num_tokens: int) -> None:
-        """Raises FrameError for a wrong length, and for scales that are negative or not finite."""
-        place = layout.groups[group]
-        form = encoded[0] if len(encoded) else None
-        if form == RAW and len(encoded) == 1 + len(out):
-            copy(encoded[1:], out)
-            return
-        elements = len(out) // DTYPE_BYTES[place.dtype]
-        scales = elements // place.head_dim * -(-place.head_dim // RUN)
-        if form != CODED or len(encoded) != 1 + 4 * scales + elements:
-            raise FrameError("length", f"int8 layer {layer} is {len(encoded)} bytes of the form {form}")
-        largest = read_scales(encoded[1 : 1 + 4 * scales], self.name, layer)
+    def _restore(self, encoded: memoryview, place: Place, target: Elements) -> None:
+        scales = _scales(place)
+        if encoded[0] != CODED or len(encoded) != 1 + 4 * scales + target.size:
+            raise place.wrong(f"{len(encoded)} bytes of the form {encoded[0]}")
+        largest = read_scales(encoded[1 : 1 + 4 * scales], place)
         codes = np.frombuffer(encoded[1 + 4 * scales :], np.int8)
-        with written_elements(out, f"<u{DTYPE_BYTES[place.dtype]}") as target:
-            quantise.int8_decode(codes, largest, place.dtype, place.head_dim, RUN, target)
+        quantise.int8_decode(codes, largest, place.dtype, place.head_dim, RUN, target)
 
 
-def read_scales(data: memoryview, codec: str, layer: int) -> quantise.Floats:
-    """float32 [n]. Raises FrameError if one is negative or not finite."""
-    scales: quantise.Floats = read_elements(data, "<f4")
-    if not (scales >= 0).all() or not np.isfinite(scales).all():
-        raise FrameError("length", f"{codec} layer {layer} has a scale that is negative or not finite")
-    return scales
+def _scales(place: Place) -> int:
+    """How many runs a layer has."""
+    return place.planes * place.tokens * place.heads * -(-place.head_dim // RUN)

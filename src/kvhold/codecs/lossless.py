@@ -13,9 +13,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvhold.codecs.elements import CODED, RAW, read_elements, written_elements
+from kvhold.codecs.elements import CODED, RAW, Reader, read_elements, written_elements
 from kvhold.codecs.raw import copy
-from kvhold.core.errors import FrameError
 from kvhold.core.layout import CANONICAL, DTYPE_BYTES, Layout
 from kvhold.kernels import numba_rans as rans
 from kvhold.kernels.numba_rans import Bytes
@@ -98,7 +97,7 @@ class Lossless:
 
     def decode(self, encoded: memoryview, out: memoryview, *, layout: Layout, group: int, layer: int, num_tokens: int) -> None:
         """Raises FrameError for bytes that do not end where they must, or that no encoder can have written."""
-        reader = _Reader(encoded, layer)
+        reader = Reader(encoded, self.name, layer)
         form = reader.byte()
         if form == RAW:
             copy(reader.take(len(out)), out)
@@ -154,7 +153,7 @@ def _coded_bytes(counts: rans.Counts, freq: rans.Counts) -> float:
     return bits / 8 + overhead + int(present.sum()) * _SYMBOL.size + 2
 
 
-def _decode_plane(reader: "_Reader", cut: _Cut, *, biased: bool) -> tuple[Bytes, Bytes | None]:
+def _decode_plane(reader: Reader, cut: _Cut, *, biased: bool) -> tuple[Bytes, Bytes | None]:
     """One stream: its bytes, and what is to be added to them."""
     form = reader.byte()
     if form == PLAIN:
@@ -181,28 +180,3 @@ def _decode_plane(reader: "_Reader", cut: _Cut, *, biased: bool) -> tuple[Bytes,
     if not rans.decode(words, segments, freq, values):
         raise reader.wrong("a segment that does not end where it began")
     return values, bias
-
-
-class _Reader:
-    """Bytes from the front, each read checked."""
-
-    def __init__(self, data: memoryview, layer: int) -> None:
-        self._data = data
-        self._at = 0
-        self._layer = layer
-
-    def byte(self) -> int:
-        return self.take(1)[0]
-
-    def take(self, count: int) -> memoryview:
-        if count > len(self._data) - self._at:
-            raise self.wrong(f"{count} bytes missing at {self._at} of {len(self._data)}")
-        self._at += count
-        return self._data[self._at - count : self._at]
-
-    def end(self) -> None:
-        if self._at != len(self._data):
-            raise self.wrong(f"{len(self._data) - self._at} bytes too many")
-
-    def wrong(self, what: str) -> FrameError:
-        return FrameError("length", f"lossless layer {self._layer}: {what}")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from typing import TypeAlias
 
 from kvhold.codecs.base import Codec
@@ -23,7 +24,19 @@ FindCodec: TypeAlias = Callable[[str], Codec | None]
 # By the place they are at and not by themselves: all but raw compile as they are imported, and want numba.
 _OURS: dict[str, EntryPoint] = {
     name: EntryPoint(name, f"kvhold.codecs.{place}", ENTRY_POINTS)
-    for name, place in {"fp8": "fp8:FP8", "int8": "int8:Int8", "lossless": "lossless:Lossless", "raw": "raw:Raw"}.items()
+    for name, place in {
+        "cachegen": "cachegen:CacheGen",
+        "cachegen-fine": "cachegen:CacheGenFine",
+        "cachegen-small": "cachegen:CacheGenSmall",
+        "fp8": "fp8:FP8",
+        "int8": "int8:Int8",
+        "k8v4": "k8v4:K8V4",
+        "kivi2": "kivi:KIVI2",
+        "kivi4": "kivi:KIVI",
+        "lossless": "lossless:Lossless",
+        "raw": "raw:Raw",
+        "turboquant4": "turboquant:TurboQuant4",
+    }.items()
 }
 
 
@@ -33,12 +46,22 @@ def codec_names() -> tuple[str, ...]:
 
 
 def make_codec(name: str) -> Codec:
-    """The codec of that name, one instance a process. Raises ConfigError for an unknown name, or one that cannot be loaded here."""
+    """The codec of that name, one instance a process. Raises ConfigError for an unknown name, or one that cannot be loaded here.
+
+    One of ours may be compiled for it, which takes up to half a minute the first time on a machine.
+    """
+    check_codec(name)
+    return _instance(name)
+
+
+def check_codec(name: str) -> None:
+    """Raise ConfigError for an unknown name, and where what it needs is missing; nothing is imported for that."""
     if name not in codec_names():
         near = get_close_matches(name, codec_names(), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"codec {name!r} is unknown; known are {', '.join(codec_names())}{hint}")
-    return _instance(name)
+    if name in _OURS and name != "raw" and find_spec("numba") is None:
+        raise ConfigError(f"codec {name!r} needs more than kvhold itself: pip install 'kvhold[numba]'")
 
 
 def find_codec(name: str) -> Codec | None:

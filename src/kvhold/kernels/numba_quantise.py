@@ -12,23 +12,27 @@ of two. What an encoder has written never becomes infinite.
 Any thread; the GIL is released. Sizes are asserted before compiled code is entered.
 """
 
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-from llvmlite import ir
 from numba import njit, types
-from numba.extending import intrinsic
 
 from kvhold.kernels.numba_compile import compiled, readonly
+from kvhold.kernels.numba_floats import (
+    KINDS,
+    MAGNITUDE,
+    SIGN,
+    Bytes,
+    Codes,
+    Elements,
+    Floats,
+    as_bits,
+    as_float,
+    load,
+    nearest,
+    store,
+)
 
-Bytes: TypeAlias = npt.NDArray[np.uint8]
-Codes: TypeAlias = npt.NDArray[np.int8]
-Floats: TypeAlias = npt.NDArray[np.float32]
-Elements: TypeAlias = npt.NDArray[Any]  # uint16 or uint32: the bits of floating-point numbers
-
-BFLOAT16, FLOAT16, FLOAT32 = 0, 1, 2
-KINDS = {"bfloat16": BFLOAT16, "float16": FLOAT16, "float32": FLOAT32}
 E4M3_MAX = 448.0
 
 
@@ -99,74 +103,21 @@ _STEP = np.float32(1 / 127)  # 127 times it is 1 exactly, in float32
 _MOST = np.float32(E4M3_MAX)
 _PART = np.float32(1 / E4M3_MAX)  # and so is 448 times it
 _ONE = np.float32(1)
-_SIGN = np.uint32(0x8000_0000)
-_MAGNITUDE = np.uint32(0x7FFF_FFFF)
-
-
-@intrinsic
-def _as_float(_: Any, bits: Any) -> Any:
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.FloatType())
-
-    return types.float32(types.uint32), emit
-
-
-@intrinsic
-def _as_bits(_: Any, value: Any) -> Any:
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.IntType(32))
-
-    return types.uint32(types.float32), emit
-
-
-@intrinsic
-def _half_to_float(_: Any, bits: Any) -> Any:
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
-
-    return types.float32(types.uint16), emit
-
-
-@intrinsic
-def _float_to_half(_: Any, value: Any) -> Any:
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
-
-    return types.uint16(types.float32), emit
-
-
-@intrinsic
-def _nearest(_: Any, value: Any) -> Any:
-    """The nearest integer, ties to even, as int32; the value is within its range."""
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        rounded = builder.call(builder.module.declare_intrinsic("llvm.rint", (ir.FloatType(),)), args)
-        return builder.fptosi(rounded, ir.IntType(32))
-
-    return types.int32(types.float32), emit
-
-
-@njit(inline="always")
-def _to_bfloat16(value: Any) -> Any:
-    bits = _as_bits(value)
-    magnitude = np.uint32(bits & _MAGNITUDE)
-    rounded = np.uint32(np.uint32(magnitude + np.uint32(0x7FFF) + (magnitude >> np.uint32(16) & np.uint32(1))) >> np.uint32(16))
-    return np.uint16(min(rounded, np.uint32(0x7F7F)) | np.uint32(bits & _SIGN) >> np.uint32(16))
 
 
 @njit(inline="always")
 def _to_e4m3(value: Any) -> Any:
     """The code of a value that is not NaN; what is larger becomes 448."""
-    bits = _as_bits(value)
-    magnitude = np.uint32(bits & _MAGNITUDE)
+    bits = as_bits(value)
+    magnitude = np.uint32(bits & MAGNITUDE)
     # From 2**-6 on: 20 bits of mantissa fall away, and the exponent's bias goes from 127 to 7.
     normal = np.uint32(
         np.uint32(magnitude + np.uint32(0x7FFFF) + (magnitude >> np.uint32(20) & np.uint32(1)) - np.uint32(120 << 23)) >> np.uint32(20)
     )
     # Below: an addition to 2**14, where float32 has steps of 2**-9, rounds for us.
-    below = np.uint32(_as_bits(np.float32(_as_float(magnitude) + np.float32(16384))) - np.uint32(141 << 23))
+    below = np.uint32(as_bits(np.float32(as_float(magnitude) + np.float32(16384))) - np.uint32(141 << 23))
     code = below if magnitude < np.uint32(121 << 23) else min(normal, np.uint32(0x7E))
-    return np.uint8(code | np.uint32(bits & _SIGN) >> np.uint32(24))
+    return np.uint8(code | np.uint32(bits & SIGN) >> np.uint32(24))
 
 
 @njit(inline="always")
@@ -174,11 +125,11 @@ def _from_e4m3(code: Any) -> Any:
     """The value of a code; 480 where that is NaN."""
     bits = np.uint32(code)
     low = np.uint32(bits & np.uint32(0x7F))
-    value = _as_float(np.uint32((low << np.uint32(20)) + np.uint32(120 << 23)))
+    value = as_float(np.uint32((low << np.uint32(20)) + np.uint32(120 << 23)))
     # Below 8 the exponent is 0 and has no hidden one; taken as if it had, it is 2**-7 * (1 + m/8) instead of 2**-6 * m/8.
     small = np.float32(np.float32(value - np.float32(2.0**-7)) * np.float32(2))
     value = value if low >= np.uint32(8) else small
-    return _as_float(np.uint32(_as_bits(value) | np.uint32(bits & np.uint32(0x80)) << np.uint32(24)))
+    return as_float(np.uint32(as_bits(value) | np.uint32(bits & np.uint32(0x80)) << np.uint32(24)))
 
 
 @compiled(types.void(readonly(types.float32), types.uint8[::1]))
@@ -210,36 +161,6 @@ _UINTS = (types.uint16, types.uint32)
 _u8s, _i8s, _f32s = types.uint8[::1], types.int8[::1], types.float32[::1]
 
 
-@njit(inline="always")
-def _load(elements: Any, begin: int, count: int, kind: int, row: Any) -> None:
-    """`row[:count]` the numbers from `begin` on. Through this row, which stays in the nearest cache, the arithmetic is the same for all."""
-    source = elements[begin : begin + count]  # indices from 0 on: none can be negative, and the compiler uses vectors
-    if kind == BFLOAT16:
-        for i in range(count):
-            row[i] = _as_float(np.uint32(np.uint32(source[i]) << np.uint32(16)))
-    elif kind == FLOAT16:
-        for i in range(count):
-            row[i] = _half_to_float(np.uint16(source[i]))
-    else:
-        for i in range(count):
-            row[i] = _as_float(np.uint32(source[i]))
-
-
-@njit(inline="always")
-def _store(row: Any, count: int, kind: int, elements: Any, begin: int) -> None:
-    """The inverse of `_load`: to nearest even, and no larger than the largest finite value."""
-    into = elements[begin : begin + count]
-    if kind == BFLOAT16:
-        for i in range(count):
-            into[i] = _to_bfloat16(row[i])
-    elif kind == FLOAT16:
-        for i in range(count):
-            into[i] = _float_to_half(min(max(row[i], np.float32(-65504)), np.float32(65504)))
-    else:
-        for i in range(count):
-            into[i] = _as_bits(row[i])
-
-
 @compiled(*(types.void(readonly(kind), types.int64, types.int64, types.int64, _i8s, _f32s) for kind in _UINTS))
 def _int8_encode(elements: Any, kind: int, head_dim: int, run: int, codes: Any, largest: Any) -> None:
     values = np.empty(run, np.float32)
@@ -247,11 +168,11 @@ def _int8_encode(elements: Any, kind: int, head_dim: int, run: int, codes: Any, 
     for index in range(largest.size):
         begin = index // runs * head_dim + index % runs * run
         count = min(run, head_dim - index % runs * run)
-        _load(elements, begin, count, kind, values)
+        load(elements, begin, count, kind, values)
         most = np.uint32(0)
         for i in range(count):
-            most = max(most, np.uint32(_as_bits(values[i]) & _MAGNITUDE))
-        peak = _as_float(most)
+            most = max(most, np.uint32(as_bits(values[i]) & MAGNITUDE))
+        peak = as_float(most)
         largest[index] = peak
         up = _UP if peak < _SMALL else _ONE
         scale = np.float32(0)
@@ -259,7 +180,7 @@ def _int8_encode(elements: Any, kind: int, head_dim: int, run: int, codes: Any, 
             scale = np.float32(_STEPS / np.float32(peak * up))
         into = codes[begin : begin + count]
         for i in range(count):
-            into[i] = np.int8(_nearest(np.float32(np.float32(values[i] * up) * scale)))
+            into[i] = np.int8(nearest(np.float32(np.float32(values[i] * up) * scale)))
 
 
 @compiled(*(types.void(readonly(types.int8), readonly(types.float32), types.int64, types.int64, types.int64, kind[::1]) for kind in _UINTS))
@@ -273,7 +194,7 @@ def _int8_decode(codes: Any, largest: Any, kind: int, head_dim: int, run: int, e
         source = codes[begin : begin + count]
         for i in range(count):
             values[i] = np.float32(np.float32(np.float32(source[i]) * _STEP) * peak)
-        _store(values, count, kind, elements, begin)
+        store(values, count, kind, elements, begin)
 
 
 @compiled(*(types.void(readonly(kind), types.int64, types.float32[:, ::1]) for kind in _UINTS))
@@ -284,11 +205,11 @@ def _column_largest(elements: Any, kind: int, largest: Any) -> None:
     for plane in range(planes):
         most[:] = np.uint32(0)
         for token in range(tokens):
-            _load(elements, (plane * tokens + token) * width, width, kind, values)
+            load(elements, (plane * tokens + token) * width, width, kind, values)
             for i in range(width):
-                most[i] = max(most[i], np.uint32(_as_bits(values[i]) & _MAGNITUDE))
+                most[i] = max(most[i], np.uint32(as_bits(values[i]) & MAGNITUDE))
         for i in range(width):
-            largest[plane, i] = _as_float(most[i])
+            largest[plane, i] = as_float(most[i])
 
 
 @compiled(*(types.void(readonly(kind), types.int64, readonly(types.float32, 2), _u8s) for kind in _UINTS))
@@ -308,7 +229,7 @@ def _fp8_encode(elements: Any, kind: int, largest: Any, codes: Any) -> None:
             is_small |= ups[i] != _ONE
         for token in range(tokens):
             begin = (plane * tokens + token) * width
-            _load(elements, begin, width, kind, values)
+            load(elements, begin, width, kind, values)
             into = codes[begin : begin + width]
             if is_small:
                 for i in range(width):
@@ -327,4 +248,4 @@ def _fp8_decode(codes: Any, largest: Any, kind: int, elements: Any) -> None:
             begin = (plane * tokens + token) * width
             for i in range(width):
                 values[i] = np.float32(np.float32(_from_e4m3(codes[begin + i]) * _PART) * largest[plane, i])
-            _store(values, width, kind, elements, begin)
+            store(values, width, kind, elements, begin)

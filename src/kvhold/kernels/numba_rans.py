@@ -122,7 +122,7 @@ def decode(words: Words, counts: Counts, freq: Counts, out: Bytes, *, wide: bool
     starts = np.repeat(np.cumsum(freq) - freq, freq)
     within = (np.arange(SCALE) - starts).astype(np.uint32)
     table = symbols | (np.repeat(freq, freq) - 1).astype(np.uint32) << np.uint32(8) | within << np.uint32(20)
-    return bool(_decode(words, counts, table, _WIDE if wide is None else wide, out))
+    return bool(_decode(words, counts, table, WIDE if wide is None else wide, out))
 
 
 # --- compiled --------------------------------------------------------------------------------------------------------------------------
@@ -281,45 +281,58 @@ def _encode(plane: Any, freq: Any, words: Any, counts: Any) -> int:
 
 
 _row = ir.VectorType(ir.IntType(32), 16)
-_WIDE = "avx512vbmi2" in get_host_cpu_features() and get_host_cpu_features()["avx512vbmi2"]
+WIDE = "avx512vbmi2" in get_host_cpu_features() and get_host_cpu_features()["avx512vbmi2"]
+
+
+def emit_step16(builder: Any, addresses: Any, scale_bits: int, kinds: Any = None) -> Any:
+    """One symbol from each of 16 lanes; how many words were taken. 16 words must be there to be read.
+
+    addresses:  of the states, of the table, of the next word and of the 16 symbols
+    scale_bits: a table has 2**scale_bits entries, each of a symbol (8 bits), its frequency less one and the place within (scale_bits each)
+    kinds:      address of 16 bytes, the number of each lane's table, of several that lie end to end
+    """
+    module, count = builder.module, 16
+    bit, byte, half, word, long = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+    bits, bytes_, halves, longs = (ir.VectorType(kind, count) for kind in (bit, byte, half, long))
+
+    def every(kind: Any, value: Any) -> Any:
+        if isinstance(value, int):
+            return ir.Constant(ir.VectorType(kind, count), [value] * count)
+        single = builder.insert_element(ir.Constant(ir.VectorType(kind, count), ir.Undefined), value, word(0))
+        return builder.shuffle_vector(single, single, ir.Constant(_row, [0] * count))
+
+    states, table, words, out = addresses
+    at_states, at_words, at_out = (
+        builder.inttoptr(address, kind.as_pointer()) for address, kind in ((states, _row), (words, half), (out, bytes_))
+    )
+    mask = (1 << scale_bits) - 1
+    x = builder.load(at_states, align=4)
+    slots = builder.zext(builder.and_(x, every(word, mask)), longs)
+    if kinds is not None:
+        numbers = builder.zext(builder.load(builder.inttoptr(kinds, bytes_.as_pointer()), align=1), longs)
+        slots = builder.or_(slots, builder.shl(numbers, every(long, scale_bits)))
+    entries_at = builder.add(builder.shl(slots, every(long, 2)), every(long, table))
+    pointers = builder.inttoptr(entries_at, ir.VectorType(word.as_pointer(), count))
+    gather_type = ir.FunctionType(_row, [pointers.type, word, bits, _row])
+    gather = cgutils.get_or_insert_function(module, gather_type, "llvm.masked.gather.v16i32.v16p0")
+    entries = builder.call(gather, [pointers, word(4), every(bit, 1), every(word, 0)])
+    builder.store(builder.trunc(entries, bytes_), at_out, align=1)
+    freq = builder.add(builder.and_(builder.lshr(entries, every(word, 8)), every(word, mask)), every(word, 1))
+    within = builder.lshr(entries, every(word, 8 + scale_bits))
+    x = builder.add(builder.mul(freq, builder.lshr(x, every(word, scale_bits))), within)
+    wanted = builder.icmp_unsigned("<", x, every(word, _LOW))
+    expand_type = ir.FunctionType(halves, [half.as_pointer(), bits, halves])
+    expand = cgutils.get_or_insert_function(module, expand_type, "llvm.masked.expandload.v16i16")
+    loaded = builder.zext(builder.call(expand, [at_words, wanted, every(half, 0)]), _row)
+    x = builder.select(wanted, builder.or_(builder.shl(x, every(word, 16)), loaded), x)
+    builder.store(x, at_states, align=4)
+    return builder.zext(builder.ctpop(builder.bitcast(wanted, half)), long)
 
 
 @intrinsic
 def _step16(_: Any, states: Any, table: Any, words: Any, out: Any) -> Any:
-    """One symbol from each of 16 lanes, all arguments addresses; how many words were taken. 16 words must be there to be read."""
-
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        module, count = builder.module, 16
-        bit, byte, half, word, long = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
-        bits, bytes_, halves, longs = (ir.VectorType(kind, count) for kind in (bit, byte, half, long))
-
-        def every(kind: Any, value: Any) -> Any:
-            if isinstance(value, int):
-                return ir.Constant(ir.VectorType(kind, count), [value] * count)
-            single = builder.insert_element(ir.Constant(ir.VectorType(kind, count), ir.Undefined), value, word(0))
-            return builder.shuffle_vector(single, single, ir.Constant(_row, [0] * count))
-
-        at_states, at_words, at_out = (
-            builder.inttoptr(address, kind.as_pointer()) for address, kind in ((args[0], _row), (args[2], half), (args[3], bytes_))
-        )
-        x = builder.load(at_states, align=4)
-        slots = builder.zext(builder.and_(x, every(word, SCALE - 1)), longs)
-        addresses = builder.add(builder.shl(slots, every(long, 2)), every(long, args[1]))
-        pointers = builder.inttoptr(addresses, ir.VectorType(word.as_pointer(), count))
-        gather_type = ir.FunctionType(_row, [pointers.type, word, bits, _row])
-        gather = cgutils.get_or_insert_function(module, gather_type, "llvm.masked.gather.v16i32.v16p0")
-        entries = builder.call(gather, [pointers, word(4), every(bit, 1), every(word, 0)])
-        builder.store(builder.trunc(entries, bytes_), at_out, align=1)
-        freq = builder.add(builder.and_(builder.lshr(entries, every(word, 8)), every(word, SCALE - 1)), every(word, 1))
-        within = builder.lshr(entries, every(word, 20))
-        x = builder.add(builder.mul(freq, builder.lshr(x, every(word, SCALE_BITS))), within)
-        wanted = builder.icmp_unsigned("<", x, every(word, _LOW))
-        expand_type = ir.FunctionType(halves, [half.as_pointer(), bits, halves])
-        expand = cgutils.get_or_insert_function(module, expand_type, "llvm.masked.expandload.v16i16")
-        loaded = builder.zext(builder.call(expand, [at_words, wanted, every(half, 0)]), _row)
-        x = builder.select(wanted, builder.or_(builder.shl(x, every(word, 16)), loaded), x)
-        builder.store(x, at_states, align=4)
-        return builder.zext(builder.ctpop(builder.bitcast(wanted, half)), long)
+        return emit_step16(builder, args, SCALE_BITS)
 
     return types.int64(types.int64, types.int64, types.int64, types.int64), emit
 

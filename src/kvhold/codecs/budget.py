@@ -1,0 +1,123 @@
+"""Which codec a chunk is written by: the one that its tier names, or a better one where that loses more than the terms allow.
+
+    frame = frame_within(chunk, make_codec("cachegen"), Terms(max_error=0.02), key=key, layout=layout, num_tokens=128, first_token=0)
+
+A codec's stated bound is of the worst KV there is; what a chunk loses in fact is less, so it is measured where the bound alone does not
+show that the terms are kept: the frame is decoded and compared. What no codec with a loss may have or can encode is written by
+`lossless`. Any thread, off an engine's path.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvhold.codecs.base import Codec
+from kvhold.codecs.chunk import Frame, arranged, frame_chunk, unframe_payload
+from kvhold.codecs.elements import Elements
+from kvhold.codecs.frame import ALIGNMENT, group_of
+from kvhold.codecs.registry import make_codec
+from kvhold.core.layout import Layout
+from kvhold.core.terms import Terms
+
+LOSSLESS = "lossless"
+LADDER = ("cachegen-small", "cachegen", "cachegen-fine", "fp8", "int8")  # by their bounds, the largest first
+
+
+def frame_within(
+    chunk: memoryview,
+    codec: Codec,
+    terms: Terms,
+    *,
+    key: bytes,
+    layout: Layout,
+    num_tokens: int,
+    first_token: int,
+    expires_at: int = 0,
+    align: int = ALIGNMENT,
+) -> Frame:
+    """The frame of one chunk, as `frame_chunk`, within its terms."""
+
+    def framed(by: Codec) -> Frame:
+        return frame_chunk(
+            chunk, by, key=key, layout=layout, num_tokens=num_tokens, first_token=first_token, expires_at=expires_at, align=align
+        )
+
+    group = group_of(key, layout)
+    if arranged(codec, layout, group) is None or (terms.max_error == 0 and not codec.lossless):
+        codec = make_codec(LOSSLESS)
+    if codec.lossless:
+        return framed(codec)
+    best: Frame | None = None
+    for stronger in _stronger(codec):
+        frame = framed(stronger)
+        if not _is_within(frame, chunk, stronger, terms, layout):
+            break
+        best = frame
+        if terms.max_bits is None or _bits(frame, layout, group, num_tokens) <= terms.max_bits:
+            break
+    if best is not None:
+        return best
+    for better in _better(codec):
+        frame = framed(better)
+        if _is_within(frame, chunk, better, terms, layout):
+            return frame
+    return framed(make_codec(LOSSLESS))
+
+
+def measured_error(before: Elements, after: Elements, dtype: str) -> float:
+    """The largest |after - before| over the largest |before|, of one layer's elements as bits; 0 where all are as they were.
+
+    Infinite where something that was not finite has changed, or has come up.
+    """
+    if np.array_equal(before, after):
+        return 0.0
+    one, other = _as_float32(before, dtype), _as_float32(after, dtype)
+    finite = np.isfinite(one)
+    if not np.array_equal(before[~finite], after[~finite]) or not np.isfinite(other[finite]).all():
+        return float("inf")
+    most = float(np.abs(one[finite]).max(initial=0.0))
+    off = float(np.abs(one[finite].astype(np.float64) - other[finite]).max(initial=0.0))
+    return off / most if most else float("inf")
+
+
+def _as_float32(bits: Elements, dtype: str) -> npt.NDArray[np.float32]:
+    """What bfloat16, float16 or float32 elements stand for."""
+    if dtype == "bfloat16":
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+    return bits.view(np.float16 if dtype == "float16" else np.float32).astype(np.float32)
+
+
+def _stronger(codec: Codec) -> Iterator[Codec]:
+    """It, then those of larger bounds."""
+    yield codec
+    for name in reversed(LADDER[: LADDER.index(codec.name)] if codec.name in LADDER else ()):
+        yield make_codec(name)
+
+
+def _better(codec: Codec) -> Iterator[Codec]:
+    """Those of smaller bounds than it has."""
+    for name in LADDER[LADDER.index(codec.name) + 1 :] if codec.name in LADDER else LADDER:
+        better = make_codec(name)
+        if better.error_bound < codec.error_bound:
+            yield better
+
+
+def _bits(frame: Frame, layout: Layout, group: int, num_tokens: int) -> float:
+    """Of an element, on average."""
+    place = layout.groups[group]
+    return 8 * len(frame.payload) / (place.layers * place.planes * num_tokens * place.heads * place.head_dim)
+
+
+def _is_within(frame: Frame, chunk: memoryview, codec: Codec, terms: Terms, layout: Layout) -> bool:
+    if terms.max_error is None or codec.error_bound <= terms.max_error:
+        return True
+    fields = frame.fields
+    group = layout.groups[group_of(fields.key, layout)]
+    decoded = memoryview(bytearray(len(chunk)))
+    unframe_payload(fields, frame.payload, decoded, layout=layout, find=lambda _: codec)
+    kind: Any = np.dtype(f"<u{len(chunk) // (group.layers * group.planes * fields.num_tokens * group.heads * group.head_dim)}")
+    layers = len(fields.lengths)
+    before, after = (np.frombuffer(data, kind).reshape(layers, -1) for data in (chunk, decoded))
+    return all(measured_error(one, other, group.dtype) <= terms.max_error for one, other in zip(before, after, strict=True))

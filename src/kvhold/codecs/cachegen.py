@@ -1,0 +1,311 @@
+"""Few bins an element, and each bin's odds told by its channel and token: about a seventh of a bfloat16.
+
+The idea is that of CacheGen (Liu et al., SIGCOMM 2024): coarse bins, finer ones for keys than for values and for early layers than for late
+ones, and entropy coding with a distribution for each channel. The bytes are in docs/format.md ("cachegen"), the arithmetic in
+kernels/numba_bins.py and kernels/numba_rans_kinds.py. How this differs:
+
+- A channel has a step of its own, by how far it spreads and not by its largest number, and the same for every token of the chunk: channels
+  of keys differ in size far more than tokens do, and one outlier costs some bits instead of everybody's precision. A channel 16 times
+  as wide has a step twice as wide: nearly equal error for all, which is what a mean error is least by at a given size.
+- A channel's mean, in whole steps, is taken off before coding, so it takes a byte and little else.
+- A distribution for each channel would outweigh what it saves in 256 tokens. Channels of like spread, measured in steps, share one of
+  up to 16 that are stored with the plane, and a byte says which. Where tokens differ in size, half a byte for each token and 128
+  channels says by how many places to shift.
+
+In a tail neighbouring channels share all this, so that it is known from 32 elements at least.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from struct import Struct
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvhold.codecs.elements import CODED, Elements, Reader, read_elements
+from kvhold.codecs.quantised import Place, Quantised
+from kvhold.kernels import numba_bins as bins
+from kvhold.kernels import numba_rans_kinds as rans
+from kvhold.kernels.numba_bins import Counts
+from kvhold.kernels.numba_floats import LEAST_NORMAL, Bytes, Codes, Floats
+from kvhold.kernels.numba_rans import STATE_WORDS
+
+RUN = 128  # channels that a token's shift is for
+SHARED = 32  # elements, at least, that a class and a step are chosen by
+CLASSES = 16
+OCTAVES = 8  # a step is 2**0 to 2**7 times the plane's
+
+_LEAST = 2.0**-100  # a layer whose largest is below: the inverses of its steps would not be finite
+_NEUTRAL = 2  # octave of a channel of middling spread
+_HEAD = Struct("<fBBB")
+_COUNT = Struct("<I")
+
+# Spreads, as multiples of the middling one, from which on a step is an octave wider: the fourth root's rounded logarithm.
+_WIDER = 2.0 ** np.arange(-6.0, 22.0, 4.0)
+# Mean deviations, in steps, from which on a channel is of class 2, 3 ...; two classes an octave. A shift of one means one class.
+_CLASS_FROM = 2.0 ** ((np.arange(2, CLASSES) - 8.5) / 2)
+_SHIFT_FROM = 2.0 ** ((np.arange(1 - bins.SHIFTS, bins.SHIFTS) - 0.5) / 2)
+
+
+@dataclass(frozen=True)
+class Fineness:
+    """Steps, in standard deviations of a channel, if its numbers were normal: in the first quarter of the layers, and after.
+
+    parts: a step is at most the layer's largest magnitude over this, whatever the numbers are
+    """
+
+    early_keys: float
+    keys: float
+    early_values: float
+    values: float
+    parts: float
+
+    def of(self, place: Place, plane: int) -> float:
+        """For one plane of a layer. A latent plane (MLA) is one of keys."""
+        early = 4 * place.layer < place.layers
+        if plane == 0:
+            return self.early_keys if early else self.keys
+        return self.early_values if early else self.values
+
+
+class CacheGen(Quantised):
+    """|decoded - original| is at most half a step, and half a unit in the last place of the dtype.
+
+    A step is at most 2/7 of the largest in the layer; of normal numbers it is about one standard deviation. Zeros come back as zeros, and
+    nothing becomes infinite. A layer in which something is infinite or NaN, whose largest is a denormal or below 2**-100, or that would
+    not become smaller, is stored as it is.
+    """
+
+    name: ClassVar[str] = "cachegen"
+    error_bound: ClassVar[float] = 0.15  # 1/7, and 8/7 of 1/256
+    fineness: ClassVar[Fineness] = Fineness(early_keys=0.9, keys=1.05, early_values=1.1, values=1.2, parts=3.5)
+
+    def _code(self, elements: Elements, place: Place, out: memoryview) -> int | None:
+        planes = elements.reshape(place.planes, -1)
+        measured = [bins.measure(plane, place.dtype, place.tokens, place.width) for plane in planes]
+        largest = float(np.max([channels.largest.max() for channels in measured]))  # NaN if anything is
+        if not np.isfinite(largest) or 0 < largest < max(_LEAST, LEAST_NORMAL[place.dtype]):
+            return None
+        target, end = np.frombuffer(out, np.uint8), 1
+        target[0] = CODED
+        for number, (plane, channels) in enumerate(zip(planes, measured, strict=True)):
+            steps = _Steps.choose(plane, place, channels, largest, self.fineness.of(place, number), largest / self.fineness.parts)
+            for piece in _plane_pieces(plane, place, steps):
+                if end + piece.size > place.nbytes:
+                    return None
+                target[end : end + piece.size] = piece
+                end += piece.size
+        return end
+
+    def _restore(self, encoded: memoryview, place: Place, target: Elements) -> None:
+        reader = Reader(encoded, self.name, place.layer)
+        form = reader.byte()
+        if form != CODED:
+            raise place.wrong(f"the form {form}")
+        for plane in target.reshape(place.planes, -1):
+            _read_plane(reader, place, plane)
+        reader.end()
+
+
+class CacheGenFine(CacheGen):
+    """The same in steps half as wide, each at most 1/8 of the largest in the layer: about a fifth of a bfloat16."""
+
+    name: ClassVar[str] = "cachegen-fine"
+    error_bound: ClassVar[float] = 0.07  # 1/16, and 17/16 of 1/256
+    fineness: ClassVar[Fineness] = Fineness(early_keys=0.45, keys=0.52, early_values=0.55, values=0.6, parts=8)
+
+
+class CacheGenSmall(CacheGen):
+    """The same in steps 1.6 times as wide, each at most 2/5 of the largest in the layer: a ninth of a bfloat16 and less."""
+
+    name: ClassVar[str] = "cachegen-small"
+    error_bound: ClassVar[float] = 0.21  # 1/5, and 6/5 of 1/256
+    fineness: ClassVar[Fineness] = Fineness(early_keys=1.45, keys=1.7, early_values=1.75, values=1.9, parts=2.5)
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """How a plane's channels are cut into bins. Arrays but `base` are [groups]; channels of a head share one, 2**share of them."""
+
+    base: np.float32
+    share: int
+    octaves: Bytes
+    offsets: Codes
+
+    @classmethod
+    def choose(cls, plane: Elements, place: Place, channels: bins.Channels, largest: float, fineness: float, widest: float) -> "_Steps":
+        """By each group's mean, spread and largest. Comparisons and products alone decide, so that it is the same everywhere."""
+        share = max(0, (-(-SHARED // place.tokens) - 1).bit_length())
+        groups = _groups(place.heads, place.head_dim, share)
+        sizes = np.bincount(groups) * place.tokens
+        means = np.bincount(groups, channels.sums) / sizes
+        spreads = np.bincount(groups, bins.distances(plane, place.dtype, place.tokens, means[groups])) / sizes
+        peaks = np.maximum.reduceat(channels.largest, np.flatnonzero(np.diff(groups, prepend=-1))).astype(np.float64)
+        wide = np.sort(spreads[spreads > 0])
+        middling = float(wide[wide.size // 2]) if wide.size else largest / 16
+        # The mean distance of normal numbers from their mean is 0.8 of their standard deviation.
+        base = np.float32(max(min(1.25 * fineness * middling, widest) / 2**_NEUTRAL, largest / (2**7 * 126)))
+        widths = float(base) * 2.0 ** np.arange(OCTAVES)
+        wanted = np.minimum(np.searchsorted(_WIDER * middling, spreads, "right"), np.count_nonzero(widths <= widest) - 1)
+        octaves = np.maximum(wanted, np.searchsorted(widths * bins.MOST, peaks))
+        offsets = np.rint(means / widths[octaves]) if largest else means
+        return cls(base, share, octaves.astype(np.uint8), np.clip(offsets, -bins.MOST, bins.MOST).astype(np.int8))
+
+    def of_channels(self, place: Place) -> tuple[Floats, Codes]:
+        """[width] the step and the offset of each channel. A product that would be infinite is the largest float32."""
+        groups = _groups(place.heads, place.head_dim, self.share)
+        widths = np.minimum(np.float64(self.base) * 2.0 ** np.arange(OCTAVES), np.finfo(np.float32).max).astype(np.float32)
+        return widths[self.octaves][groups], self.offsets[groups]
+
+
+@lru_cache(maxsize=64)
+def _groups(heads: int, head_dim: int, share: int) -> Counts:
+    """[width] the group of each channel."""
+    in_head = np.arange(head_dim) >> share
+    groups = np.asarray((np.arange(heads) * (in_head[-1] + 1))[:, None] + in_head).reshape(-1)
+    groups.setflags(write=False)
+    return groups
+
+
+@lru_cache(maxsize=64)
+def _bounds(heads: int, head_dim: int) -> Counts:
+    """The columns at which runs begin, and the width."""
+    begins = np.arange(heads)[:, None] * head_dim + np.arange(0, head_dim, RUN)
+    bounds = np.append(begins.reshape(-1), heads * head_dim)
+    bounds.setflags(write=False)
+    return bounds
+
+
+def _plane_pieces(plane: Elements, place: Place, steps: _Steps) -> list[Bytes]:
+    """The bytes of a plane, in order."""
+    of_channels, offsets = steps.of_channels(place)
+    deviations = bins.quantise(plane, place.dtype, of_channels, offsets)
+    coding = _Coding.choose(deviations, place, _groups(place.heads, place.head_dim, steps.share))
+    reach = np.maximum(coding.lengths.astype(np.int64) - 1, 0)
+    symbols, exceptions = bins.to_symbols(deviations, coding.kinds, offsets, reach)
+    words, segments = rans.encode(symbols, coding.kinds, place.width, _odds(coding.lengths, coding.frequencies))
+    channels = coding.classes | steps.octaves << np.uint8(4) | (steps.offsets != 0).astype(np.uint8) << np.uint8(7)
+    head = _HEAD.pack(steps.base, steps.share, bool(coding.shifts.size), coding.lengths.size)
+    return [
+        np.frombuffer(head, np.uint8),
+        channels,
+        steps.offsets[steps.offsets != 0].view(np.uint8),
+        _pack_shifts(coding.shifts),
+        coding.lengths,
+        coding.frequencies[_stored(coding.lengths)].astype("<u2").view(np.uint8),
+        np.frombuffer(_COUNT.pack(exceptions.size), np.uint8),
+        exceptions.view(np.uint8),
+        segments.astype("<u4").view(np.uint8),
+        words.astype("<u2").view(np.uint8),
+    ]
+
+
+@dataclass(frozen=True)
+class _Coding:
+    """Which odds a plane's deviations are coded with.
+
+    classes: [groups]
+    shifts:  [tokens, runs], or empty
+    kinds:   [tokens * width]
+    lengths, frequencies: of each kind, as `bins.frequencies` has them
+    """
+
+    classes: Bytes
+    shifts: Codes
+    kinds: Bytes
+    lengths: Bytes
+    frequencies: rans.Frequencies
+
+    @classmethod
+    def choose(cls, deviations: bins.Deviations, place: Place, groups: Counts) -> "_Coding":
+        """By each group's mean deviation, and each token's where that pays for its half byte a run."""
+        bounds = _bounds(place.heads, place.head_dim)
+        found = bins.magnitudes(deviations, place.width, bounds)
+        sizes = np.bincount(groups)
+        means = np.bincount(groups, found.of_columns) / (sizes * place.tokens)
+        expected = np.add.reduceat(means[groups], bounds[:-1])
+        shifts = np.searchsorted(_SHIFT_FROM, found.of_runs / np.where(expected > 0, expected, 1), "right") - bins.SHIFTS
+        # Odds for numbers sqrt(2) times as large or small cost some 1/7 bit a number, for twice as large four times that ...
+        if np.square(shifts).sum() * place.width < 28 * bounds[1:].size * shifts.size:
+            shifts = np.zeros((0, 0))
+        else:
+            gains = np.repeat((2.0 ** (shifts / 2)).sum(axis=0), np.diff(bounds))
+            means *= sizes * place.tokens / np.bincount(groups, gains)
+        classes = (np.searchsorted(_CLASS_FROM, means, "right") + (means > 0)).astype(np.uint8)
+        kinds = bins.spread_kinds(classes[groups], shifts.astype(np.int8), bounds, place.tokens, CLASSES)
+        counts = bins.count(deviations, kinds, CLASSES)
+        used = 1 + max(int(classes.max()), int(np.flatnonzero(counts.any(axis=1))[-1]))
+        return cls(classes, shifts.astype(np.int8), kinds, *bins.frequencies(counts[:used], rans.SCALE))
+
+
+def _odds(lengths: Bytes, frequencies: rans.Frequencies) -> rans.Frequencies:
+    """uint16 [kinds, 256] as the coder wants them."""
+    odds = np.zeros((lengths.size, 256), np.uint16)
+    odds[:, : bins.REACH + 1] = frequencies
+    odds[:, -bins.REACH :] = frequencies[:, :0:-1]
+    odds[lengths == 0, 0] = rans.SCALE
+    odds[:, bins.ESCAPE] = rans.SCALE - odds.sum(axis=1)
+    return odds
+
+
+def _stored(lengths: Bytes) -> npt.NDArray[np.bool_]:
+    """[kinds, REACH + 1] which frequencies there are."""
+    return np.asarray(np.arange(bins.REACH + 1) < lengths[:, None])
+
+
+def _pack_shifts(shifts: Codes) -> Bytes:
+    """Two a byte, the first in the low half; the last half may be left."""
+    halves = shifts.reshape(-1).view(np.uint8) & np.uint8(15)
+    halves = np.append(halves, np.zeros(halves.size % 2, np.uint8))
+    return np.asarray(halves[::2] | halves[1::2] << np.uint8(4))
+
+
+def _unpack_shifts(data: npt.ArrayLike, count: int) -> Codes:
+    packed = np.asarray(data, np.uint8)
+    halves = np.stack([packed & np.uint8(15), packed >> np.uint8(4)], axis=1).reshape(-1)[:count]
+    return np.asarray((halves ^ np.uint8(8)).astype(np.int8) - np.int8(8))
+
+
+def _read_plane(reader: Reader, place: Place, plane: Elements) -> None:
+    """Fill one plane. Raises FrameError."""
+    base, share, shifted, num_kinds = _HEAD.unpack(reader.take(_HEAD.size))
+    if not 0 <= base < np.inf or share > 15 or shifted > 1 or not 1 <= num_kinds <= CLASSES:
+        raise reader.wrong(f"a plane that begins with {base}, {share}, {shifted}, {num_kinds}")
+    groups = _groups(place.heads, place.head_dim, share)
+    channels = np.frombuffer(reader.take(int(groups[-1]) + 1), np.uint8)
+    classes = channels & np.uint8(15)
+    if classes.max() >= num_kinds:
+        raise reader.wrong("a class without frequencies")
+    offsets = np.zeros(channels.size, np.int8)
+    has_offset = channels >= 128
+    offsets[has_offset] = np.frombuffer(reader.take(int(np.count_nonzero(has_offset))), np.int8)
+    bounds, shifts = _bounds(place.heads, place.head_dim), np.zeros((0, 0), np.int8)
+    if shifted:
+        count = place.tokens * (bounds.size - 1)
+        shifts = _unpack_shifts(np.frombuffer(reader.take(-(-count // 2)), np.uint8), count).reshape(place.tokens, -1)
+    odds = _read_odds(reader, num_kinds)
+    exceptions = np.frombuffer(reader.take(*_COUNT.unpack(reader.take(_COUNT.size))), np.int8)
+    segments = np.frombuffer(reader.take(4 * rans.num_segments(plane.size, place.width)), "<u4").astype(np.int64)
+    if segments.min(initial=STATE_WORDS) < STATE_WORDS:
+        raise reader.wrong("a segment shorter than its states")
+    words = read_elements(reader.take(2 * int(segments.sum())), "<u2")
+    kinds = bins.spread_kinds(classes[groups], shifts, bounds, place.tokens, num_kinds)
+    symbols = np.empty(plane.size, np.uint8)
+    if not rans.decode(words, segments, kinds, place.width, odds, symbols):
+        raise reader.wrong("a segment that does not end where it began")
+    steps, of_channels = _Steps(np.float32(base), share, channels >> np.uint8(4) & np.uint8(7), offsets).of_channels(place)
+    if not bins.dequantise(symbols, of_channels, steps, exceptions, place.dtype, plane):
+        raise reader.wrong("more or fewer exceptions than are marked")
+
+
+def _read_odds(reader: Reader, num_kinds: int) -> rans.Frequencies:
+    lengths = np.frombuffer(reader.take(num_kinds), np.uint8)
+    frequencies = np.zeros((num_kinds, bins.REACH + 1), np.uint16)
+    stored = np.frombuffer(reader.take(2 * int(lengths.sum())), "<u2")
+    if lengths.max() <= bins.REACH + 1:
+        frequencies[_stored(lengths)] = stored
+        sums = frequencies.sum(axis=1, dtype=np.int64)
+        if (2 * sums - frequencies[:, 0] <= rans.SCALE).all():
+            return _odds(lengths, frequencies)
+    raise reader.wrong("frequencies that are too many, or of too large a sum")

@@ -1,0 +1,154 @@
+"""KIVI: 4 or 2 bits an element, between the least and the largest of its group; keys by channel, values by token.
+
+The bytes are in docs/format.md ("kivi4, kivi2"), the arithmetic in kernels/numba_groups.py. After Liu et al., "KIVI: A Tuning-Free
+Asymmetric 2bit Quantization for KV Cache" (ICML 2024): a few channels of keys are many times larger than the others, in every token alike,
+so there tokens of a channel make a group; values have no such channels, so channels of a token do. The paper keeps the latest tokens at
+full precision, which a chunk, stored once, cannot: only keys that do not fill a group are kept.
+"""
+
+from typing import ClassVar
+
+import numpy as np
+
+from kvhold.codecs.elements import CODED, Elements, read_elements
+from kvhold.codecs.quantised import Place, Quantised
+from kvhold.core.layout import DTYPE_BYTES
+from kvhold.kernels import numba_groups as groups
+from kvhold.kernels.numba_floats import LEAST_NORMAL, Bytes
+from kvhold.kernels.numba_quantise import all_finite
+
+SMALLEST = 2.0**-100  # of a layer's largest: far above what float32 loses near its least
+
+
+class KIVI(Quantised):
+    """A group's least and largest are stored in the dtype; 14 values lie between them, at equal distances.
+
+    |decoded - original| is at most half such a distance, 1/30 of what lies between the group's ends (2**-119, should that be more), and
+    half a unit in the last place of the dtype. The ends are at most twice the layer's largest apart, hence the bound. They come back as
+    they were, but for ends less than 2**-119 apart. Groups of zeros stay zeros; a zero among other numbers may become up to half a
+    distance. Nothing becomes infinite. A layer in which something is infinite or NaN, in which the largest of what is coded is a denormal
+    or below 2**-100, or that would not become smaller, is stored as it is. Latent KV (MLA) is coded as keys are.
+    """
+
+    name: ClassVar[str] = "kivi4"
+    error_bound: ClassVar[float] = 0.071  # 1/15 + 1/256
+    bits: ClassVar[int] = 4
+
+    def _code(self, elements: Elements, place: Place, out: memoryview) -> int | None:
+        if not all_finite(elements, place.dtype):
+            return None
+        planes = elements.reshape(place.planes, place.tokens, place.width)
+        end = 1 + keys_bytes(place, self.bits) + (place.planes - 1) * values_bytes(place, self.bits)
+        if end > place.nbytes:
+            return None
+        begin = 1 + keys_bytes(place, self.bits)
+        largest = write_keys(planes[0], place, self.bits, out[1:begin])
+        for plane in planes[1:]:
+            largest = max(largest, write_values(plane, place, self.bits, out[begin:end]))
+        if is_too_small(largest, place):
+            return None
+        out[0] = CODED
+        return end
+
+    def _restore(self, encoded: memoryview, place: Place, target: Elements) -> None:
+        begin = 1 + keys_bytes(place, self.bits)
+        if encoded[0] != CODED or len(encoded) != begin + (place.planes - 1) * values_bytes(place, self.bits):
+            raise place.wrong(f"{len(encoded)} bytes of the form {encoded[0]}")
+        planes = target.reshape(place.planes, place.tokens, place.width)
+        read_keys(encoded[1:begin], place, self.bits, planes[0])
+        for plane in planes[1:]:
+            read_values(encoded[begin:], place, self.bits, plane)
+
+
+class KIVI2(KIVI):
+    """The same with two values between the ends, so that half a distance is 1/6 of what lies between them."""
+
+    name: ClassVar[str] = "kivi2"
+    error_bound: ClassVar[float] = 0.338  # 1/3 + 1/256
+    bits: ClassVar[int] = 2
+
+
+def keys_bytes(place: Place, bits: int) -> int:
+    """Of a plane of keys: ends, codes, and the tokens that do not fill a group."""
+    full, rest = divmod(place.tokens, groups.GROUP)
+    coded = full * groups.GROUP * groups.packed_width(place.width, bits)
+    return coded + (2 * full + rest) * place.width * DTYPE_BYTES[place.dtype]
+
+
+def values_bytes(place: Place, bits: int) -> int:
+    """Of a plane of values: ends, codes."""
+    ends = 2 * groups.num_groups(place.width, place.head_dim) * DTYPE_BYTES[place.dtype]
+    return place.tokens * (ends + groups.packed_width(place.width, bits))
+
+
+def write_keys(plane: Elements, place: Place, bits: int, out: memoryview) -> float:
+    """[tokens, width] to `keys_bytes`; the largest magnitude of what is coded."""
+    full = place.tokens // groups.GROUP
+    ends = np.empty((full, 2, place.width), plane.dtype)
+    codes, rest = _keys_parts(np.frombuffer(out, np.uint8), place, bits, ends)
+    groups.columns_encode(plane[: full * groups.GROUP], place.dtype, bits=bits, ends=ends, codes=codes)
+    rest[:] = plane[full * groups.GROUP :].reshape(-1).view(np.uint8)
+    np.frombuffer(out, np.uint8)[: ends.nbytes] = ends.reshape(-1).view(np.uint8)
+    return largest_magnitude(ends, place.dtype)
+
+
+def read_keys(encoded: memoryview, place: Place, bits: int, plane: Elements) -> None:
+    """The inverse. Raises FrameError for ends that no encoder writes."""
+    full = place.tokens // groups.GROUP
+    ends = _read_ends(encoded, place, (full, 2, place.width))
+    codes, rest = _keys_parts(np.frombuffer(encoded, np.uint8), place, bits, ends)
+    groups.columns_decode(codes, ends, place.dtype, bits=bits, elements=plane[: full * groups.GROUP])
+    plane[full * groups.GROUP :].reshape(-1).view(np.uint8)[:] = rest
+
+
+def write_values(plane: Elements, place: Place, bits: int, out: memoryview) -> float:
+    """[tokens, width] to `values_bytes`; the largest magnitude."""
+    ends = np.empty((place.tokens, 2, groups.num_groups(place.width, place.head_dim)), plane.dtype)
+    codes = np.frombuffer(out, np.uint8)[ends.nbytes :].reshape(place.tokens, -1)
+    groups.rows_encode(plane, place.dtype, head_dim=place.head_dim, bits=bits, ends=ends, codes=codes)
+    np.frombuffer(out, np.uint8)[: ends.nbytes] = ends.reshape(-1).view(np.uint8)
+    return largest_magnitude(ends, place.dtype)
+
+
+def read_values(encoded: memoryview, place: Place, bits: int, plane: Elements) -> None:
+    """The inverse. Raises FrameError for ends that no encoder writes."""
+    ends = _read_ends(encoded, place, (place.tokens, 2, groups.num_groups(place.width, place.head_dim)))
+    codes = np.frombuffer(encoded, np.uint8)[ends.nbytes :].reshape(place.tokens, -1)
+    groups.rows_decode(codes, ends, place.dtype, head_dim=place.head_dim, bits=bits, elements=plane)
+
+
+def is_too_small(largest: float, place: Place) -> bool:
+    """Whether float32 or the dtype would lose more than the bound allows of a layer whose largest magnitude this is."""
+    return 0 < largest < max(LEAST_NORMAL[place.dtype], SMALLEST)
+
+
+def largest_magnitude(elements: Elements, dtype: str) -> float:
+    """Of finite numbers, as bits."""
+    most = (elements & (np.iinfo(elements.dtype).max >> 1)).max(initial=0)
+    if dtype == "float16":
+        return float(np.asarray(most, np.uint16).view(np.float16))
+    wide = np.uint32(most) << np.uint32(16 if dtype == "bfloat16" else 0)
+    return float(np.asarray(wide, np.uint32).view(np.float32))
+
+
+def _keys_parts(data: Bytes, place: Place, bits: int, ends: Elements) -> tuple[Bytes, Bytes]:
+    """Where codes are, by token, and the bytes of what does not fill a group."""
+    tokens, packed = len(ends) * groups.GROUP, groups.packed_width(place.width, bits)
+    begin = ends.nbytes + tokens * packed
+    return data[ends.nbytes : begin].reshape(tokens, packed), data[begin:]
+
+
+def _read_ends(encoded: memoryview, place: Place, shape: tuple[int, int, int]) -> Elements:
+    """[groups, 2, ...] as bits. Raises FrameError if one is not finite, or the least is larger than the largest."""
+    nbytes = shape[0] * shape[1] * shape[2] * DTYPE_BYTES[place.dtype]
+    ends = read_elements(encoded[:nbytes], place.kind).reshape(shape)
+    order = _order(ends)
+    if not all_finite(ends.reshape(-1), place.dtype) or (order[:, 0] > order[:, 1]).any():
+        raise place.wrong("the ends of a group that are not finite or in order")
+    return ends
+
+
+def _order(bits: Elements) -> Elements:
+    """Signed integers in the order of the numbers, -0 before 0."""
+    signed = bits.view(f"<i{bits.itemsize}")
+    return np.asarray(np.where(signed < 0, signed ^ np.iinfo(signed.dtype).max, signed))

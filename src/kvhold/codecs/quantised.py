@@ -1,0 +1,116 @@
+"""What codecs with a loss have in common: which groups they accept, and a layer that is kept bit by bit where it cannot be coded.
+
+    class Halved(Quantised):
+        name, error_bound = "halved", 0.5
+        def _code(self, elements, place, out): ...          # bytes written, or None: keep the layer as it is
+        def _restore(self, encoded, place, target): ...     # raises place.wrong(...)
+
+The first byte of an encoded layer is its form; RAW belongs to this class, all others to the codec.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from kvhold.codecs.elements import RAW, Elements, is_quantisable, read_elements, written_elements
+from kvhold.codecs.raw import copy
+from kvhold.core.errors import FrameError
+from kvhold.core.layout import DTYPE_BYTES, Layout
+from kvhold.kernels.numba_floats import KINDS, Floats
+
+
+@dataclass(frozen=True)
+class Place:
+    """One layer of `layers`: [planes, tokens, heads, head_dim] of `dtype`."""
+
+    codec: str
+    layer: int
+    layers: int
+    planes: int
+    tokens: int
+    heads: int
+    head_dim: int
+    dtype: str
+
+    @property
+    def width(self) -> int:
+        """Elements of a token in one plane."""
+        return self.heads * self.head_dim
+
+    @property
+    def nbytes(self) -> int:
+        """Of the decoded layer."""
+        return self.planes * self.tokens * self.width * DTYPE_BYTES[self.dtype]
+
+    @property
+    def kind(self) -> str:
+        """numpy's name for the bits of an element."""
+        return f"<u{DTYPE_BYTES[self.dtype]}"
+
+    def wrong(self, what: str) -> FrameError:
+        """For bytes that no encoder wrote."""
+        return FrameError("length", f"{self.codec} layer {self.layer}: {what}")
+
+
+class Quantised(ABC):
+    """A codec with a loss, for KV of tokens in bfloat16, float16 and float32."""
+
+    name: ClassVar[str]
+    lossless: ClassVar[bool] = False
+    error_bound: ClassVar[float]
+
+    def accepts(self, layout: Layout, group: int) -> bool:
+        """bfloat16, float16 and float32 in the canonical packing; no state."""
+        return is_quantisable(layout, group, KINDS)
+
+    def max_size(self, layout: Layout, group: int, num_tokens: int) -> int:
+        """A layer's own size, and a byte."""
+        return 1 + layout.groups[group].layer_bytes(num_tokens)
+
+    def encode(self, plain: memoryview, out: memoryview, *, layout: Layout, group: int, layer: int, num_tokens: int) -> int:
+        """The layer as it is where `_code` does not want it."""
+        place = self._place(layout, group, layer, num_tokens)
+        end = self._code(read_elements(plain, place.kind), place, out)
+        if end is not None:
+            return end
+        out[0] = RAW
+        copy(plain, out[1 : 1 + len(plain)])
+        return 1 + len(plain)
+
+    def decode(self, encoded: memoryview, out: memoryview, *, layout: Layout, group: int, layer: int, num_tokens: int) -> None:
+        """Raises FrameError for bytes that do not end where they must, or that no encoder can have written."""
+        place = self._place(layout, group, layer, num_tokens)
+        if not len(encoded):
+            raise place.wrong("no bytes")
+        if encoded[0] != RAW:
+            with written_elements(out, place.kind) as target:
+                self._restore(encoded, place, target)
+        elif len(encoded) == 1 + len(out):
+            copy(encoded[1:], out)
+        else:
+            raise place.wrong(f"{len(encoded)} bytes of the form {RAW}")
+
+    @abstractmethod
+    def _code(self, elements: Elements, place: Place, out: memoryview) -> int | None:
+        """Write a form other than RAW and what belongs to it; return the bytes in all, at most `place.nbytes`.
+
+        None: something is not finite, or the layer would not become smaller. What has been written then does not matter.
+        """
+
+    @abstractmethod
+    def _restore(self, encoded: memoryview, place: Place, target: Elements) -> None:
+        """Fill `target` from what may be anything but RAW and nothing."""
+
+    def _place(self, layout: Layout, group: int, layer: int, num_tokens: int) -> Place:
+        found = layout.groups[group]
+        return Place(self.name, layer, found.layers, found.planes, num_tokens, found.heads, found.head_dim, found.dtype)
+
+
+def read_scales(data: memoryview, place: Place) -> Floats:
+    """float32 [n]. Raises FrameError if one is negative or not finite."""
+    scales: Floats = read_elements(data, "<f4")
+    if not (scales >= 0).all() or not np.isfinite(scales).all():
+        raise place.wrong("a scale that is negative or not finite")
+    return scales

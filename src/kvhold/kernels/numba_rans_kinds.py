@@ -1,0 +1,222 @@
+"""rANS as in numba_rans.py, for rows of symbols of many kinds: each kind has frequencies of its own, and who decodes knows the kinds.
+
+    words, counts = encode(symbols, kinds, width, freq)        # kinds[i] is the row of freq that symbol i is coded with
+    intact = decode(words, counts, kinds, width, freq, found)  # False: no encoder can have written this
+
+`symbols` are rows of `width`. A segment is as many whole rows as fit into SEGMENT symbols, and at least one; a symbol's lane is its column
+modulo LANES. Frequencies sum to 2**SCALE_BITS: a table of that many entries for each kind, so that those in use lie in the nearest cache.
+A kind that has a single symbol costs nothing. The rest is the same, and so is what is promised about `words` that no encoder wrote.
+"""
+
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit, types
+from numba.extending import intrinsic
+
+from kvhold.kernels.numba_compile import compiled, readonly
+from kvhold.kernels.numba_rans import LANES, STATE_WORDS, WIDE, Bytes, Counts, Words, emit_step16
+
+Frequencies: TypeAlias = npt.NDArray[np.uint16]
+
+SEGMENT = 1 << 17
+SCALE_BITS = 10
+SCALE = 1 << SCALE_BITS
+
+
+def num_segments(symbols: int, width: int) -> int:
+    """Segments of so many symbols, whole rows of `width`."""
+    return -(-symbols // _segment(width))
+
+
+def encode(symbols: Bytes, kinds: Bytes, width: int, freq: Frequencies) -> tuple[Words, Counts]:
+    """All segments end to end, and int64 [segments] the words of each.
+
+    symbols: [rows * width]
+    kinds:   [rows * width], each less than freq's rows
+    freq:    [kinds, 256], each row of sum SCALE; not 0 for any symbol of that kind
+    """
+    _check(kinds, freq, symbols, width)
+    segments = num_segments(symbols.size, width)
+    words = np.empty(symbols.size + segments * STATE_WORDS, np.uint16)
+    counts = np.zeros(segments, np.int64)
+    used = _encode(symbols, kinds, width, _segment(width), freq, words, counts)
+    return words[:used], counts
+
+
+def decode(words: Words, counts: Counts, kinds: Bytes, width: int, freq: Frequencies, out: Bytes, *, wide: bool | None = None) -> bool:
+    """Fill `out` [rows * width] from all segments. False if they do not end as an encoder ends them; `out` then holds anything.
+
+    counts: int64 [num_segments(out.size, width)], of sum `words.size`, each at least STATE_WORDS (asserted)
+    kinds, freq: as for `encode` (asserted)
+    wide:   as for `numba_rans.decode`
+    """
+    _check(kinds, freq, out, width)
+    assert counts.size == num_segments(out.size, width) and int(counts.sum()) == words.size
+    assert int(counts.min(initial=STATE_WORDS)) >= STATE_WORDS
+    return bool(_decode(words, counts, kinds, width, _segment(width), freq, WIDE if wide is None else wide, out))
+
+
+def _segment(width: int) -> int:
+    return max(SEGMENT // width, 1) * width
+
+
+def _check(kinds: Bytes, freq: Frequencies, symbols: Bytes, width: int) -> None:
+    assert width > 0 and symbols.size % width == 0 and kinds.size == symbols.size
+    assert freq.ndim == 2 and freq.shape[1] == 256 and bool((freq.sum(axis=1, dtype=np.int64) == SCALE).all())
+    assert int(kinds.max(initial=0)) < freq.shape[0]
+
+
+# --- compiled --------------------------------------------------------------------------------------------------------------------------
+
+_LOW = 1 << 16
+
+_u1 = np.uint64(1)
+_u8 = np.uint64(8)
+_u16 = np.uint64(16)
+_u32 = np.uint64(32)
+_SCALE_BITS = np.uint64(SCALE_BITS)
+_ENTRY_BITS = np.uint64(8 + SCALE_BITS)
+_FULL_BITS = np.uint64(32 - SCALE_BITS)
+_DIVISION_BITS = np.uint64(32 + SCALE_BITS)
+_SLOT_MASK = np.uint64(SCALE - 1)
+_BYTE_MASK = np.uint64(255)
+_WORD_MASK = np.uint64(0xFFFF)
+_RANGE_MASK = np.uint64(0xFFFF_FFFF)
+_LIMIT = np.uint64(_LOW)
+
+_bytes, _freq = readonly(types.uint8), readonly(types.uint16, 2)
+
+
+@compiled(types.int64(_bytes, _bytes, types.int64, types.int64, _freq, types.uint16[::1], types.int64[::1]))
+def _encode(symbols: Any, kinds: Any, width: int, segment_size: int, freq: Any, words: Any, counts: Any) -> int:
+    # x // f is (x * reciprocal) >> _DIVISION_BITS, exact for f <= 2**SCALE_BITS and x < f << _FULL_BITS.
+    reciprocals, ranges = np.zeros(freq.size, np.uint64), np.zeros(freq.size, np.uint64)  # a range: frequency, and below it where it begins
+    for kind in range(freq.shape[0]):
+        begin = np.uint64(0)
+        for symbol in range(256):
+            f = np.uint64(freq[kind, symbol])
+            ranges[kind << 8 | symbol] = f << _u32 | begin
+            if f:
+                reciprocals[kind << 8 | symbol] = ((_u1 << _DIVISION_BITS) + f - _u1) // f
+            begin += f
+    states = np.empty(LANES, np.uint64)
+    row = np.empty(min(segment_size, symbols.size) + 1, np.uint16)
+    used = 0
+    for segment in range(counts.size):
+        first = segment * segment_size
+        states[:] = _LIMIT
+        at = np.uint64(row.size - 1)  # filled from its end: the decoder reads what was written last first
+        begin_row = min(first + segment_size, symbols.size)
+        while begin_row > first:
+            begin_row -= width
+            for block in range((width - 1) // LANES * LANES, -1, -LANES):
+                lanes = min(LANES, width - block)
+                block_symbols = symbols[begin_row + block : begin_row + block + lanes]
+                block_kinds = kinds[begin_row + block : begin_row + block + lanes]
+                for back in range(lanes):
+                    place = np.uint64(lanes - 1 - back)
+                    entry = np.uint64(block_kinds[place]) << _u8 | np.uint64(block_symbols[place])
+                    x = states[place]
+                    often = ranges[entry] >> _u32
+                    # Whether a word goes out is a coin's toss: written in any case, and kept or not, there is no branch to guess.
+                    full = x >= often << _FULL_BITS
+                    row[at] = np.uint16(x & _WORD_MASK)
+                    at -= np.uint64(full)
+                    x = x >> _u16 if full else x
+                    q = (x * reciprocals[entry]) >> _DIVISION_BITS
+                    states[place] = (q << _SCALE_BITS) + (x - q * often) + (ranges[entry] & _RANGE_MASK)
+        begun = used
+        for lane in range(LANES):
+            words[used] = np.uint16(states[lane] & _WORD_MASK)
+            words[used + 1] = np.uint16(states[lane] >> _u16)
+            used += 2
+        for i in range(np.int64(at) + 1, row.size):
+            words[used] = row[i]
+            used += 1
+        counts[segment] = used - begun
+    return used
+
+
+@intrinsic
+def _step16(_: Any, states: Any, tables: Any, words: Any, out: Any, kinds: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return emit_step16(builder, args[:4], SCALE_BITS, args[4])
+
+    return types.int64(types.int64, types.int64, types.int64, types.int64, types.int64), emit
+
+
+@njit(inline="always")
+def _step32(states: Any, tables: Any, kinds: Any, words: Any, out: Any) -> Any:
+    """One symbol from each lane; how many words were taken. LANES words must be there to be read."""
+    taken = np.uint32(0)
+    for lane in range(LANES):
+        x = states[lane]
+        entry = tables[np.uint32(np.uint32(kinds[lane]) << np.uint32(SCALE_BITS)) | np.uint32(x & np.uint32(SCALE - 1))]
+        often = np.uint32(np.uint32(entry >> np.uint32(8) & np.uint32(SCALE - 1)) + np.uint32(1))
+        x = np.uint32(np.uint32(often * np.uint32(x >> np.uint32(SCALE_BITS))) + np.uint32(entry >> np.uint32(8 + SCALE_BITS)))
+        out[lane] = np.uint8(entry & np.uint32(255))
+        word = np.uint32(words[taken])
+        wanted = x < np.uint32(_LOW)
+        states[lane] = np.uint32(x << np.uint32(16)) | word if wanted else x
+        taken = np.uint32(taken + np.uint32(wanted))
+    return taken
+
+
+_decoder = types.boolean(
+    readonly(types.uint16), readonly(types.int64), _bytes, types.int64, types.int64, _freq, types.boolean, types.uint8[::1]
+)
+
+
+@compiled(_decoder)
+def _decode(words: Any, counts: Any, kinds: Any, width: int, segment_size: int, freq: Any, wide: bool, out: Any) -> bool:
+    tables = np.empty(freq.shape[0] << SCALE_BITS, np.uint32)
+    slot = 0
+    for kind in range(freq.shape[0]):
+        for symbol in range(256):
+            often = np.uint32(freq[kind, symbol])
+            for within in range(often):
+                tables[slot] = np.uint32(symbol) | (often - np.uint32(1)) << np.uint32(8) | np.uint32(within) << np.uint32(8 + SCALE_BITS)
+                slot += 1
+    states = np.empty(LANES, np.uint32)
+    begin = 0
+    for segment in range(counts.size):
+        for lane in range(LANES):
+            states[lane] = np.uint32(words[begin + 2 * lane]) | np.uint32(words[begin + 2 * lane + 1]) << np.uint32(16)
+        at = np.uint64(begin + STATE_WORDS)
+        begin += counts[segment]
+        end = np.uint64(begin)
+        first = segment * segment_size
+        for row in range(first, min(first + segment_size, out.size), width):
+            i, row_end = row, row + width
+            # As long as a word is left for each lane, one can be loaded before it is known whether it is wanted: no branch to guess.
+            while i + LANES <= row_end and at + np.uint64(LANES) <= end:
+                if wide:
+                    for half in range(0, LANES, 16):
+                        words_at = words.ctypes.data + 2 * np.int64(at)
+                        out_at, kinds_at = out.ctypes.data + i + half, kinds.ctypes.data + i + half
+                        at += np.uint64(_step16(states.ctypes.data + 4 * half, tables.ctypes.data, words_at, out_at, kinds_at))
+                else:
+                    at += np.uint64(_step32(states, tables, kinds[i : i + LANES], words[np.int64(at) :], out[i : i + LANES]))
+                i += LANES
+            lane = 0
+            while i < row_end:
+                x = np.uint64(states[lane])
+                entry = np.uint64(tables[np.uint64(kinds[i]) << _SCALE_BITS | x & _SLOT_MASK])
+                x = ((entry >> _u8 & _SLOT_MASK) + _u1) * (x >> _SCALE_BITS) + (entry >> _ENTRY_BITS)
+                out[i] = np.uint8(entry & _BYTE_MASK)
+                if x < _LIMIT:
+                    if at == end:
+                        return False
+                    x = x << _u16 | np.uint64(words[at])
+                    at += _u1
+                states[lane] = np.uint32(x)
+                lane = (lane + 1) % LANES
+                i += 1
+        if at != end:
+            return False
+        for lane in range(LANES):
+            if states[lane] != np.uint32(_LOW):
+                return False
+    return True

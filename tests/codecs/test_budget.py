@@ -1,0 +1,60 @@
+"""The order in which codecs are tried, and what is measured of a chunk."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("kvhold.kernels.numba_quantise", reason="no numba in this environment")
+
+from kvhold.codecs import codec_names, frame_within, make_codec, unframe_payload
+from kvhold.codecs.budget import LADDER, measured_error
+from kvhold.core.keys import make_key
+from kvhold.core.layout import Group, Layout
+from kvhold.core.terms import FREE, Terms
+from kvhold.testing.values import from_float64
+
+LAYOUT = Layout(groups=(Group(layers=2, planes=2, heads=2, head_dim=64, dtype="bfloat16"),), tokens_per_chunk=64)
+KEY = make_key(bytes(16), bytes(20), 0, 0)
+
+
+def bits(values: list[float]) -> np.ndarray:
+    """All of them exact in bfloat16."""
+    return (np.array(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def test_the_ladder_goes_down_by_what_codecs_state() -> None:
+    bounds = [make_codec(name).error_bound for name in LADDER]
+    assert bounds == sorted(bounds, reverse=True)
+    assert len(set(LADDER)) == len(LADDER)
+    assert set(LADDER) <= set(codec_names())
+
+
+def test_the_error_is_that_of_the_layer_s_largest() -> None:
+    before = bits([1, -4, 0.5])
+    assert measured_error(before, bits([1, -4, 0.5]), "bfloat16") == 0
+    assert measured_error(before, bits([1, -4, 0.25]), "bfloat16") == 0.0625
+    assert measured_error(before, bits([1, np.inf, 0.5]), "bfloat16") == np.inf
+    assert measured_error(bits([0, 0, 0]), bits([0, 0, 1]), "bfloat16") == np.inf
+    wild = bits([np.inf, 1, 2])
+    assert measured_error(wild, bits([np.inf, 1, 1]), "bfloat16") == 0.5
+    assert measured_error(wild, bits([1, 1, 2]), "bfloat16") == np.inf
+
+
+@pytest.mark.parametrize("content", ["normal", "outlier", "infinite"])
+@pytest.mark.parametrize("max_error", [0.3, 0.1, 0.03, 0.005, 0])
+@pytest.mark.parametrize("codec", LADDER)
+def test_whatever_the_budget_it_is_kept(codec: str, max_error: float, content: str) -> None:
+    values = np.random.default_rng(1).standard_normal(LAYOUT.chunk_bytes(0, 64) // 2)
+    if content == "outlier":
+        values[5] = 1000
+    data = bytearray(from_float64(values, "bfloat16"))
+    if content == "infinite":
+        data[10:12] = b"\x80\x7f"
+    chunk = memoryview(bytes(data))
+    frame = frame_within(chunk, make_codec(codec), Terms(max_error=max_error), key=KEY, layout=LAYOUT, num_tokens=64, first_token=0)
+    into = bytearray(len(chunk))
+    unframe_payload(frame.fields, frame.payload, memoryview(into), layout=LAYOUT)
+    pairs = zip(np.frombuffer(chunk, np.uint16).reshape(2, -1), np.frombuffer(into, np.uint16).reshape(2, -1), strict=True)
+    assert max(measured_error(one, other, "bfloat16") for one, other in pairs) <= max_error
+    free = frame_within(chunk, make_codec(codec), FREE, key=KEY, layout=LAYOUT, num_tokens=64, first_token=0)
+    assert free.fields.codec == codec
+    assert content == "infinite" or len(free.payload) <= len(frame.payload)
