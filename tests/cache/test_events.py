@@ -12,6 +12,7 @@ from kvhold.cache import open_cache
 from kvhold.cache.events import EventLog
 from kvhold.core.api import Cache, Event
 from kvhold.core.keys import Namespace, make_key, split_key
+from kvhold.core.terms import Terms
 from kvhold.testing.cache import HYBRID, PLAIN, a_prompt, flood, store
 
 SPACE = Namespace("model", PLAIN)
@@ -133,7 +134,7 @@ def test_nobody_hears_of_what_was_never_visible() -> None:
 def test_what_has_outlived_its_time_is_told_when_it_is_noticed() -> None:
     with open_cache(ram_bytes="16MiB", huge_pages="never", event_buffer=1000) as cache:
         cache.register(SPACE)
-        with cache.reserve(PLAIN, a_prompt(SPACE, 16).chunks(), ttl_s=50) as room:
+        with cache.reserve(PLAIN, a_prompt(SPACE, 16).chunks(), terms=Terms(ttl_s=50)) as room:
             room.commit()
         begin = cache.snapshot()
         cache._state.ram._clock = lambda: 1e12

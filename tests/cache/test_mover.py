@@ -11,6 +11,7 @@ from kvhold.cache import LocalCache
 from kvhold.cache.landing import Landing
 from kvhold.core.errors import TierFull, TierUnavailable
 from kvhold.core.keys import make_key
+from kvhold.core.terms import Terms
 from kvhold.testing.cache import HYBRID, PLAIN, a_prompt, check, read, store
 from tests.cache.below import (
     CHUNK_BYTES,
@@ -246,7 +247,7 @@ class TestReads:
 
     def test_for_a_tier_that_is_left_alone_nothing_is_hashed(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
         framed: list[object] = []
-        monkeypatch.setattr("kvhold.cache.mover.framed", lambda *arguments: framed.append(arguments))
+        monkeypatch.setattr("kvhold.cache.landing.Writer.framed", lambda *arguments: framed.append(arguments))
         with a_cache_over(place.url(breaker_failures=1, breaker_pause_s=1000)) as cache:
             place.faults["probe"] = TierUnavailable("memory", "probe", "gone")
             assert read(cache, a_prompt(SPACE, 64)) == 0
@@ -375,7 +376,7 @@ class TestWrites:
     def test_a_time_to_live_is_passed_on(self, place: Place, ttl_s: float | None) -> None:
         with a_cache_over(place.url()) as cache:
             names = a_prompt(SPACE, 32).chunks()
-            with cache.reserve(PLAIN, names, ttl_s=ttl_s) as room:
+            with cache.reserve(PLAIN, names, terms=Terms(ttl_s=ttl_s)) as room:
                 room.commit()
             cache.flush()
             [one, two] = [place.ttls[key] for key in keys_of(32)]
@@ -385,7 +386,7 @@ class TestWrites:
     def test_what_has_expired_by_then_is_not_written(self, place: Place) -> None:
         with a_cache_over(place.url()) as cache:
             place.hold("probe")
-            with cache.reserve(PLAIN, a_prompt(SPACE, 32).chunks(), ttl_s=1) as room:
+            with cache.reserve(PLAIN, a_prompt(SPACE, 32).chunks(), terms=Terms(ttl_s=1)) as room:
                 room.commit()
             with cache._lock:
                 clock, cache._state.ram._clock = cache._state.ram._clock, lambda: 4e9
@@ -410,7 +411,7 @@ class TestWrites:
     def test_a_batch_that_cannot_be_framed_is_counted_and_the_next_is_written(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
         with a_cache_over(place.url()) as cache:
             with monkeypatch.context() as patched:
-                patched.setattr("kvhold.cache.mover.framed", lambda *_: 1 / 0)
+                patched.setattr("kvhold.cache.landing.Writer.framed", lambda *_: 1 / 0)
                 store(cache, a_prompt(SPACE, 32))
                 assert cache.flush()
             assert tier_counter(cache, "kvhold_tier_dropped_chunks", tier="plugin", reason="internal") == 2

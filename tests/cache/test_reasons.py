@@ -11,6 +11,7 @@ from kvhold.core.api import Hit
 from kvhold.core.errors import TierError
 from kvhold.core.keys import Namespace
 from kvhold.core.layout import Group, Layout
+from kvhold.core.terms import Terms
 from kvhold.testing.cache import PLAIN, a_prompt, flood, store
 from tests.cache.below import HYBRID_SPACE, PATIENT_S, SPACE, at_rest, cache_over, eventually, forget, set_deadlines
 from tests.cache.laws import assert_counters_reconcile
@@ -109,7 +110,7 @@ class TestInMemory:
         assert ended(cache, SPACE, 32) == (0, "cleared")
 
     def test_it_has_expired(self, cache: LocalCache) -> None:
-        with cache.reserve(PLAIN, a_prompt(SPACE, 32).chunks(), ttl_s=50) as room:
+        with cache.reserve(PLAIN, a_prompt(SPACE, 32).chunks(), terms=Terms(ttl_s=50)) as room:
             room.commit()
         assert ended(cache, SPACE, 32) == (32, "whole")
         cache._state.ram._clock = lambda: 1e12
@@ -248,7 +249,7 @@ class TestBelow:
         assert ended(above, HYBRID_SPACE, 48) == (32, "incomplete")
 
     def test_it_has_expired_below(self, place: Place, above: LocalCache) -> None:
-        with above.reserve(PLAIN, a_prompt(SPACE, 32).chunks(), ttl_s=50) as room:
+        with above.reserve(PLAIN, a_prompt(SPACE, 32).chunks(), terms=Terms(ttl_s=50)) as room:
             room.commit()
         forget(above)
         above._state.ram._clock = lambda: 1e12

@@ -11,6 +11,7 @@ from kvhold.cache.state import new_state
 from kvhold.core.config import Config
 from kvhold.core.keys import Namespace, make_key
 from kvhold.core.layout import Group, Layout
+from kvhold.core.terms import Terms
 
 SLOT = 4096
 LAYOUT = Layout((Group(layers=1, planes=1, heads=1, head_dim=2048, dtype="int8"),), tokens_per_chunk=2)
@@ -32,7 +33,7 @@ def prompt(num_chunks, seed=0):
 def commit(state, num_chunks, seed=0, ttl_s=None):
     """Store a prompt. Returns the mark and what was ordered."""
     names = prompt(num_chunks, seed).chunks()
-    granted = state.reserve("a", LAYOUT, names, 0, ttl_s=ttl_s)
+    granted = state.reserve("a", LAYOUT, names, 0, terms=Terms(ttl_s=ttl_s))
     mark = state.commit("a", granted.room, range(num_chunks))
     return mark, state.take_orders()
 

@@ -7,36 +7,57 @@ import pytest
 from kvhold.core.config import RulesConfig
 from kvhold.core.errors import ConfigError
 from kvhold.core.rules import Rules, request_rules
+from kvhold.core.terms import Terms
 
 
 def test_a_request_that_says_nothing_may_do_everything() -> None:
-    assert request_rules(None, RulesConfig()) == request_rules({}, RulesConfig()) == Rules(True, True, None, ())
+    assert request_rules(None, RulesConfig()) == request_rules({}, RulesConfig()) == Rules(True, True, Terms(), ())
 
 
 def test_a_request_may_say_what_it_does_not_want() -> None:
     asked = {"store": False, "load": False, "ttl_s": 5, "tags": {"b": "2", "a": "1"}}
-    assert request_rules(asked, RulesConfig()) == Rules(False, False, 5.0, (("a", "1"), ("b", "2")))
+    assert request_rules(asked, RulesConfig()) == Rules(False, False, Terms(ttl_s=5.0), (("a", "1"), ("b", "2")))
 
 
 def test_what_the_settings_forbid_stays_forbidden() -> None:
     settings = RulesConfig(store=False, load=False, ttl_s=60)
-    assert request_rules({"store": True, "load": True, "ttl_s": 3600}, settings) == Rules(False, False, 60.0)
-    assert request_rules({"ttl_s": 5}, settings).ttl_s == 5
-    assert request_rules({}, settings).ttl_s == 60
+    assert request_rules({"store": True, "load": True, "ttl_s": 3600}, settings) == Rules(False, False, Terms(ttl_s=60.0))
+    assert request_rules({"ttl_s": 5}, settings).terms.ttl_s == 5
+    assert request_rules({}, settings).terms.ttl_s == 60
+
+
+def test_a_budget_is_the_smaller_of_both_and_separates_what_was_stored_under_it() -> None:
+    settings = RulesConfig(max_error=0.05, max_bits=4)
+    rules = request_rules({"max_error": 0.01, "max_bits": 8}, settings)
+    assert (rules.terms.max_error, rules.terms.max_bits) == (0.01, 4)
+    assert dict(rules.tags) == {"kvhold.max_error": "0.01", "kvhold.max_bits": "4"}
+    assert request_rules({"max_error": 0.01}, RulesConfig()).tags != request_rules({}, RulesConfig()).tags == ()
+    assert request_rules({"max_error": 0}, RulesConfig()).terms == Terms(max_error=0)
+
+
+def test_a_tenant_is_what_the_tag_says_or_the_settings() -> None:
+    assert request_rules({"tags": {"tenant": "a"}}, RulesConfig(tenant="b")).terms.tenant == "a"
+    rules = request_rules({}, RulesConfig(tenant="b"))
+    assert (rules.terms.tenant, rules.tags) == ("b", (("tenant", "b"),))
 
 
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
-        ("store", "must hold some of store, load, ttl_s, tags"),
+        ("store", "must hold some of store, load, ttl_s, max_error, max_bits, tags"),
         ({"stor": True}, r"kvhold\.stor: there is no such rule"),
         ({"store": "no"}, r"kvhold\.store = 'no': must be true or false"),
         ({"load": 0}, r"kvhold\.load = 0: must be true or false"),
-        ({"ttl_s": 0}, r"kvhold\.ttl_s = 0: must be a number of seconds above 0"),
+        ({"ttl_s": 0}, r"kvhold\.ttl_s = 0: must be a number above 0"),
         ({"ttl_s": float("nan")}, r"kvhold\.ttl_s"),
         ({"ttl_s": float("inf")}, r"kvhold\.ttl_s"),
         ({"ttl_s": True}, r"kvhold\.ttl_s"),
+        ({"max_error": -0.1}, r"kvhold\.max_error = -0\.1: must be a number from 0 to 1"),
+        ({"max_error": 2}, r"kvhold\.max_error"),
+        ({"max_bits": 0}, r"kvhold\.max_bits = 0: must be a number above 0"),
         ({"tags": ["a"]}, r"kvhold\.tags"),
+        ({"tags": {"kvhold.max_error": "0.5"}}, r"kvhold\.tags: 'kvhold\.max_error' is a name of kvhold's own"),
+        ({"tags": {"tenant": "a" * 65}}, r"tenant"),
         ({"tags": {"a": 1}}, r"kvhold\.tags"),
     ],
 )

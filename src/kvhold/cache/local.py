@@ -22,6 +22,7 @@ from kvhold.core.config import Config, load_config
 from kvhold.core.errors import KVHoldError
 from kvhold.core.keys import ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
+from kvhold.core.terms import FREE, Terms
 from kvhold.memory.arena import Arena, Toucher, default_arena_bytes
 
 
@@ -97,7 +98,7 @@ class LocalCache:
         shard: int = 0,
         *,
         groups: npt.ArrayLike | None = None,
-        ttl_s: float | None = None,
+        terms: Terms = FREE,
         deadline_s: float | None = None,
     ) -> Room:
         """Memory for what is missing."""
@@ -105,7 +106,7 @@ class LocalCache:
         with self._lock:
             self._check_open()
             layout = self._state.layout(layout.fingerprint)
-            granted = self._state.reserve(self._owner, layout, names, shard, groups=mask, ttl_s=ttl_s)
+            granted = self._state.reserve(self._owner, layout, names, shard, groups=mask, terms=terms)
         return Room(
             _table(granted.offsets),
             names.num_tokens(layout),

@@ -6,7 +6,7 @@
 
 What comes up is checked before anybody sees it: a frame's header, its identity, every byte's checksum, in the memory that was reserved for
 it; checking one batch overlaps with reading the next. A frame that fails is a miss, is counted, logged and removed. Raw payloads go between
-a tier and the arena without a copy. Hashing runs in threads and releases the GIL.
+a tier and the arena without a copy. Encoding and checking run in threads of their own and release the GIL.
 """
 
 import asyncio
@@ -14,21 +14,23 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
 from typing import Any
 
-from kvhold.cache.landing import Landing, framed
+from kvhold.cache.landing import Landing, Writer, Written
 from kvhold.cache.orders import Arrival, ClearOrder, FetchOrder, Order, ProbeOrder, WriteOrder
 from kvhold.cache.state import CacheState
+from kvhold.codecs import Codec, check_codec, make_codec
+from kvhold.codecs.frame import RAW
+from kvhold.codecs.sealing import Keyring
 from kvhold.core.config import Config
-from kvhold.core.errors import FrameError
+from kvhold.core.errors import ConfigError, FrameError
 from kvhold.core.metrics import Metrics
 from kvhold.core.reasons import BAD_FRAME, EVICTED, EXPIRED, TIER_DOWN
-from kvhold.tiers.base import Parts
 from kvhold.tiers.gate import Urgency
 from kvhold.tiers.guard import Guard
 from kvhold.tiers.ram import Entry, RamTier
@@ -36,18 +38,26 @@ from kvhold.tiers.stack import Stack, make_stack
 
 log = logging.getLogger(__name__)
 
-_HASH_THREADS = 2
+_THREADS = 2  # for each direction
 _MOMENT_S = 0.05
 _LEAVE_S = 5.0  # for calls that hang; then they are left behind
 
 
+@dataclass(frozen=True)
+class Coding:
+    """How a tier's frames are made: by which codec, and whether they are encrypted."""
+
+    codec: str
+    keyring: Keyring | None
+
+
 @dataclass(eq=False)
 class _Write:
-    """An entry that is being written. waiting: to so many tiers yet; frame: made when the first of them is ready for it."""
+    """An entry that is being written. waiting: to so many tiers yet; frames: by how they are made, when a first tier is ready for one."""
 
     order: WriteOrder
     waiting: int = 0
-    frame: "asyncio.Task[Parts] | None" = None
+    frames: "dict[Coding, asyncio.Task[Written | None]]" = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -68,6 +78,7 @@ class _Outbox:
     """What waits to be written to one tier."""
 
     guard: Guard
+    coding: Coding
     queue: deque[_Write] = field(default_factory=deque)
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     writing: list[_Write] = field(default_factory=list)
@@ -79,16 +90,26 @@ class Mover:
     check = True
     """Look at every byte that comes up; off only to measure what that costs."""
 
-    def __init__(self, state: CacheState, stack: Stack, metrics: Metrics, post: Callable[[Callable[[], None]], None]) -> None:
-        """metrics: its own, counted in its thread."""
+    def __init__(
+        self,
+        state: CacheState,
+        stack: Stack,
+        metrics: Metrics,
+        post: Callable[[Callable[[], None]], None],
+        keyring: Keyring | None = None,
+    ) -> None:
+        """metrics: its own, counted in its thread. keyring: for tiers that are encrypted."""
         self._state = state
         self._ram: RamTier = state.ram
         self._stack = stack
         self._metrics = metrics
         self._post = post
-        self._hashing = ThreadPoolExecutor(_HASH_THREADS, thread_name_prefix="kvhold-hash")
+        self._checking = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvhold-check")  # a request waits for it, and never for encoding
+        self._encoding = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvhold-encode")
         self._outboxes: list[_Outbox] = []
+        self._codings = [Coding(guard.config.codec, keyring if guard.config.encrypt else None) for guard in stack.guards]
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._compiling: dict[str, Future[Codec]] = {}  # at its first use on a machine that takes a while, and nobody is to wait for it
         self._dealt_with = asyncio.Event()
         self._loop = asyncio.new_event_loop()
         self._closed = False
@@ -102,7 +123,14 @@ class Mover:
 
     def status(self) -> dict[str, Any]:
         """Of the tiers, from the top, and what was counted of them. Safe from any thread."""
-        return {"tiers": self._stack.status(), "tier_counters": self._metrics.as_dict()}
+        tiers = [
+            of_tier | {"codec": coding.codec, "codec_ready": self._is_ready(coding.codec), "encrypted": coding.keyring is not None}
+            for of_tier, coding in zip(self._stack.status(), self._codings, strict=True)
+        ]
+        return {"tiers": tiers, "tier_counters": self._metrics.as_dict()}
+
+    def _is_ready(self, codec: str) -> bool:
+        return codec not in self._compiling or self._compiling[codec].done()
 
     def close(self, *, drain_timeout_s: float) -> None:
         """Write what waits, for so long at most; then end the tiers and the thread. Its events may still be posted meanwhile."""
@@ -112,7 +140,8 @@ class Mover:
         asyncio.run_coroutine_threadsafe(self._end(drain_timeout_s), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self._hashing.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._checking, self._encoding):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -121,10 +150,12 @@ class Mover:
         self._loop.close()
 
     def _begin(self) -> None:
-        for guard in self._stack.guards:
-            outbox = _Outbox(guard)
+        for guard, coding in zip(self._stack.guards, self._codings, strict=True):
+            outbox = _Outbox(guard, coding)
             self._outboxes.append(outbox)
             if not guard.config.read_only:
+                if coding.codec != RAW:
+                    self._compiling[coding.codec] = self._encoding.submit(make_codec, coding.codec)
                 for _ in range(max(1, guard.config.concurrent_calls - 1)):
                     self._start(self._write_from(outbox))
         self._start(self._stack.check())
@@ -183,20 +214,20 @@ class Mover:
         for tier, arrivals in by_tier.items():
             guard = self._stack.guards[tier]
             for batch in _batches(arrivals, lambda arrival: arrival.entry.nbytes, guard.config.batch_bytes):
-                self._start(self._fetch_batch(guard, batch))
+                self._start(self._fetch_batch(guard, self._codings[tier].keyring, batch))
 
-    async def _fetch_batch(self, guard: Guard, batch: list[Arrival]) -> None:
+    async def _fetch_batch(self, guard: Guard, keyring: Keyring | None, batch: list[Arrival]) -> None:
         left = {id(arrival): arrival for arrival in batch}  # those that the state has not been told of yet
         why: dict[int, str] = {}
         try:
             async with guard.gate.turn(Urgency.READ):
-                landings = [Landing.of(self._ram, arrival) for arrival in batch]
+                landings = [Landing.of(self._ram, arrival, keyring) for arrival in batch]
                 keys = [arrival.entry.key for arrival in batch]
                 outcome = await guard.get(keys, [landing.parts for landing in landings])
             if outcome.pending is not None:
                 self._give_up(left, outcome.pending)
                 return
-            arrived = await self._loop.run_in_executor(self._hashing, self._check_all, landings, outcome.items)
+            arrived = await self._loop.run_in_executor(self._checking, self._check_all, landings, outcome.items)
             good = [one for one in arrived if self._is_good(one)]
             self._tell_fetched([(left.pop(id(one.landing.arrival)).entry, one.expires_at) for one in good])
             why |= {id(arrival): TIER_DOWN if failed else EVICTED for arrival, failed in zip(batch, outcome.failed, strict=True)}
@@ -286,7 +317,7 @@ class Mover:
             pending = None
             try:
                 async with guard.gate.turn(Urgency.WRITE):
-                    pending = await self._write_batch(guard, batch)
+                    pending = await self._write_batch(guard, outbox.coding, batch)
             except Exception:  # one batch is lost, not the tier
                 log.exception("tier %s: a batch was not written", guard.name)
                 guard.drop(len(batch), reason="internal")
@@ -300,7 +331,7 @@ class Mover:
                 else:  # the tier may still be reading the entries' memory
                     pending.add_done_callback(partial(self._finish_late, guard, batch))
 
-    async def _write_batch(self, guard: Guard, batch: list[_Write]) -> "asyncio.Task[Any] | None":
+    async def _write_batch(self, guard: Guard, coding: Coding, batch: list[_Write]) -> "asyncio.Task[Any] | None":
         """Write what the tier does not have yet. Returns the call that still holds the entries' memory, if there is one."""
         if not guard.available:  # then nothing is even hashed for it
             guard.drop(len(batch), reason="unavailable")
@@ -313,20 +344,30 @@ class Mover:
             if ttl_s is not None and ttl_s <= 0:
                 continue
             group = [write for write in missing if write.order.entry.expires_at == expires_at]
-            items = [(write.order.entry.key, await self._frame(write)) for write in group]
+            items = [(write.order.entry.key, written.parts) for write in group if (written := await self._frame(guard, coding, write))]
             outcome = await guard.put(items, ttl_s=ttl_s)
             if outcome.pending is not None:
                 pending.append(outcome.pending)
         return asyncio.ensure_future(_all(pending)) if pending else None
 
-    async def _frame(self, write: _Write) -> Parts:
-        """Made once, however many tiers it goes to."""
-        if write.frame is None:
-            entry, layout = write.order.entry, write.order.layout
-            view = self._ram.view(entry)
-            making = self._loop.run_in_executor(self._hashing, framed, entry, layout, view)
-            write.frame = asyncio.ensure_future(_future_result(making))
-        return await asyncio.shield(write.frame)
+    async def _frame(self, guard: Guard, coding: Coding, write: _Write) -> Written | None:
+        """Made once for all tiers that want the same. None where a tier wants it encrypted and there is no key."""
+        if coding not in write.frames:
+            making = self._loop.run_in_executor(self._encoding, self._make_frame, coding, write.order)
+            write.frames[coding] = asyncio.ensure_future(_future_result(making))
+        written = await asyncio.shield(write.frames[coding])
+        if written is None:
+            guard.drop(1, reason="no key")
+            return None
+        self._metrics.add("kvhold_encoded_chunks", tier=guard.name, codec=written.codec)
+        self._metrics.add("kvhold_encoded_bytes", written.nbytes, tier=guard.name, codec=written.codec)
+        self._metrics.add("kvhold_encoded_plain_bytes", write.nbytes, tier=guard.name, codec=written.codec)
+        return written
+
+    def _make_frame(self, coding: Coding, order: WriteOrder) -> Written | None:
+        """In a thread."""
+        writer = Writer(make_codec(coding.codec), coding.keyring)
+        return writer.framed(order.entry, order.layout, self._ram.view(order.entry), order.terms)
 
     def _finish_late(self, guard: Guard, batch: list[_Write], _: "asyncio.Task[Any]") -> None:
         cleared = [write.order.entry.key for write in batch if write.order.entry.doomed]
@@ -338,7 +379,7 @@ class Mover:
         for write in batch:
             write.waiting -= 1
             if not write.waiting:
-                write.frame = None
+                write.frames.clear()
                 self._post(lambda number=write.order.number: self._state.written(number))  # type: ignore[misc]
 
     async def _some_written(self) -> None:
@@ -383,8 +424,22 @@ def make_mover(config: Config, state: CacheState, post: Callable[[Callable[[], N
         return None
     metrics = Metrics()
     stack = make_stack(config.tiers, plugins=config.plugins, metrics=metrics)
+    for guard in stack.guards:
+        _check_coding(guard, config)
+    encrypted = any(guard.config.encrypt for guard in stack.guards)
+    keyring = Keyring.read(config.encryption.keys) if encrypted else None
     state.tier_names = [guard.name for guard in stack.guards]
-    return Mover(state, stack, metrics, post)
+    return Mover(state, stack, metrics, post, keyring)
+
+
+def _check_coding(guard: Guard, config: Config) -> None:
+    """Raise ConfigError for a codec that is unknown or cannot be loaded here, and for encryption without a key."""
+    try:
+        check_codec(guard.config.codec)
+    except ConfigError as error:
+        raise ConfigError(f"tier {guard.name}: {error}") from None
+    if guard.config.encrypt and not config.encryption.keys:
+        raise ConfigError(f"tier {guard.name}: encrypt is set, and encryption.keys names no key, such as =file:/etc/kvhold/key")
 
 
 def _batches(items: list[Any], size: Callable[[Any], int], most: int) -> Iterable[list[Any]]:

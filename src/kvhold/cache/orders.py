@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvhold.core.layout import Layout
+from kvhold.core.terms import FREE, Terms
 from kvhold.tiers.ram import Entry
 from kvhold.tiers.stack import Place
 
@@ -27,6 +28,7 @@ class Arrival:
     entry: Entry
     layout: Layout
     place: Place
+    tenant: str = ""
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,14 @@ class FetchOrder:
 class WriteOrder:
     """Write this entry, which is held until then, to lower tiers. -> `written(number)`
 
+    terms: on which it was stored
     above: only to the tiers above this one, where the chunk came from; None: to all
     """
 
     number: int
     entry: Entry
     layout: Layout
+    terms: Terms = FREE
     above: int | None = None
 
 

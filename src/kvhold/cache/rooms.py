@@ -20,6 +20,7 @@ from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES, ChunkNames, make_key
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
 from kvhold.core.reasons import NO_ROOM
+from kvhold.core.terms import FREE, Terms
 from kvhold.tiers.ram import Entry, RamTier, Wanted
 
 MAX_SHARDS = 0xFFFF
@@ -38,6 +39,7 @@ class Room:
     """Reserved chunks: chunk number -> one entry for each group that was granted."""
 
     layout: Layout
+    terms: Terms
     chunks: dict[int, list[Entry]]
 
 
@@ -52,7 +54,7 @@ class Rooms:
         self._writes = writes
 
     def reserve(
-        self, layout: Layout, names: ChunkNames, shard: int, *, groups: bytes | None = None, ttl_s: float | None = None
+        self, layout: Layout, names: ChunkNames, shard: int, *, groups: bytes | None = None, terms: Terms = FREE
     ) -> tuple[Room, list[list[int]]]:
         """The room, and where in memory its chunks are, `[group][chunk]`. See `CacheState.reserve`. Raises ProtocolError."""
         _check_names(layout, names, shard)
@@ -60,9 +62,9 @@ class Rooms:
             raise ProtocolError(
                 f"groups has {len(groups)} bytes for {len(layout.groups)} groups of {len(names)} chunks; one each is needed"
             )
-        expires_at = 0 if ttl_s is None else ceil(self._ram.now() + ttl_s)
+        expires_at = 0 if terms.ttl_s is None else ceil(self._ram.now() + terms.ttl_s)
         offsets = [[ABSENT] * len(names) for _ in layout.groups]
-        room = Room(layout, {})
+        room = Room(layout, terms, {})
         first_token, parent = names.first_token, names.parent
         for chunk in range(len(names)):
             num_tokens = names.tail_tokens if names.tail_tokens and chunk == len(names) - 1 else layout.tokens_per_chunk
@@ -99,7 +101,7 @@ class Rooms:
         if self._writes is not None:
             for of_chunk in reversed(committed):  # below, the beginning first: without it the rest is of no use
                 for entry in of_chunk:
-                    self._writes.add(entry, room.layout)
+                    self._writes.add(entry, room.layout, room.terms)
 
     def abandon(self, room: Room) -> None:
         """Give back what was not committed."""

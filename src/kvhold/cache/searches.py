@@ -21,6 +21,7 @@ from kvhold.core.keys import Query
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
 from kvhold.core.reasons import BEING_WRITTEN, CLEARED, DEADLINE, EXPIRED, NO_ROOM, TIER_DOWN
+from kvhold.core.terms import Terms
 from kvhold.tiers.ram import Entry, RamTier, Wanted
 from kvhold.tiers.stack import Place
 
@@ -154,7 +155,8 @@ class Searches:
                 self._metrics.add("kvhold_promoted_chunks")
                 self._metrics.add("kvhold_promoted_bytes", entry.nbytes)
             if coming.arrival.place.tier > 0:
-                self._writes.add(entry, coming.arrival.layout, above=coming.arrival.place.tier)
+                terms = Terms(max_error=0, tenant=coming.arrival.tenant)  # what was lost of it was lost once
+                self._writes.add(entry, coming.arrival.layout, terms, above=coming.arrival.place.tier)
         else:
             self._metrics.add("kvhold_withdrawn_chunks", reason=why)
             self._ram.abandon(entry)
@@ -231,7 +233,7 @@ class Searches:
         if entries is None:
             self._withdraw(search, need.key, NO_ROOM)
             return None
-        return Arrival(entries[0], search.layout, place)
+        return Arrival(entries[0], search.layout, place, search.query.tenant)
 
     def _withdraw(self, search: Search, key: bytes, why: str) -> None:
         self._metrics.add("kvhold_withdrawn_chunks", reason=why)

@@ -34,6 +34,7 @@ from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES, ChunkNames, Query
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
 from kvhold.core.reasons import BEING_WRITTEN, CLEARED, DEADLINE, INCOMPLETE, NEVER_STORED, REASONS, TIER_DOWN, WHOLE
+from kvhold.core.terms import FREE, Terms
 from kvhold.memory.arena import Arena
 from kvhold.tiers.policies import make_policy
 from kvhold.tiers.ram import Entry, RamTier
@@ -197,13 +198,13 @@ class CacheState:
             self._unpin(self._of(owner).loans.pop(number, []))
 
     def reserve(
-        self, owner: Owner, layout: Layout, names: ChunkNames, shard: int, *, groups: bytes | None = None, ttl_s: float | None = None
+        self, owner: Owner, layout: Layout, names: ChunkNames, shard: int, *, groups: bytes | None = None, terms: Terms = FREE
     ) -> Granted:
         """Memory for what is missing, in order, until there is no room for all that a chunk is missing.
 
         groups: `[group][chunk]`, a byte each, not 0 where it is to be written; None: all
         """
-        reserved, offsets = self._rooms.reserve(layout, names, shard, groups=groups, ttl_s=ttl_s)
+        reserved, offsets = self._rooms.reserve(layout, names, shard, groups=groups, terms=terms)
         if not reserved.chunks:
             return Granted(0, offsets)
         room = next(self._numbers)

@@ -13,6 +13,7 @@ from kvhold.cache.orders import Order, WriteOrder
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
 from kvhold.core.sizes import format_size
+from kvhold.core.terms import FREE, Terms
 from kvhold.tiers.ram import Entry, RamTier
 
 log = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ class Writes:
         """Whether nothing up to `mark` waits any more."""
         return not self._held or next(iter(self._held)) > mark
 
-    def add(self, entry: Entry, layout: Layout, *, above: int | None = None) -> None:
+    def add(self, entry: Entry, layout: Layout, terms: Terms = FREE, *, above: int | None = None) -> None:
         """Hold it and order its writing; a chunk too many is dropped."""
         if entry.doomed:
             return  # cleared while it was written
@@ -54,7 +55,7 @@ class Writes:
         self._last += 1
         self._held[self._last] = entry
         self.queued_bytes += entry.nbytes
-        self._give_order(WriteOrder(self._last, entry, layout, above))
+        self._give_order(WriteOrder(self._last, entry, layout, terms, above))
 
     def done(self, number: int) -> None:
         """Let it go."""

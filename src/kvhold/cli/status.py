@@ -33,7 +33,7 @@ def _describe(status: dict[str, Any]) -> str:
         f"memory    {format_size(status['resident_bytes'])} beside the arena",
     ]
     tiers = status.get("tiers", [])
-    lines += [f"tier      {tier['name']}: {'in use' if tier['available'] else 'left alone: ' + tier['last_fault']}" for tier in tiers]
+    lines += [f"tier      {tier['name']}: {_describe_tier(tier)}" for tier in tiers]
     if tiers:
         behind = status["write_behind"]
         lines.append(
@@ -42,3 +42,10 @@ def _describe(status: dict[str, Any]) -> str:
     lines += [f"client    {c['name']} (pid {c['pid']}), heard {c['silent_s']:.1f} s ago" for c in status["clients"]]
     lines += [f"          {name} {value:.0f}" for name, value in (status["counters"] | status.get("tier_counters", {})).items()]
     return "\n".join(lines)
+
+
+def _describe_tier(tier: dict[str, Any]) -> str:
+    if not tier["available"]:
+        return f"left alone: {tier['last_fault']}"
+    how = ([] if tier["codec"] == "raw" else [f"codec {tier['codec']}"]) + (["encrypted"] if tier["encrypted"] else [])
+    return ", ".join(["in use", *how])

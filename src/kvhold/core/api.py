@@ -25,6 +25,7 @@ import numpy.typing as npt
 from kvhold.core.errors import ProtocolError
 from kvhold.core.keys import NAMESPACE_BYTES, ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
+from kvhold.core.terms import FREE, Terms
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.01  # between two questions after a hit that is arriving: a node sends answers alone
 
@@ -263,14 +264,14 @@ class Cache(Protocol):
         shard: int = 0,
         *,
         groups: npt.ArrayLike | None = None,
-        ttl_s: float | None = None,
+        terms: Terms = FREE,
         deadline_s: float | None = None,
     ) -> Room:
         """Memory for what is missing of `names` and that nobody else is writing. All that a chunk is missing gets it, or none of that.
 
+        terms:  on which they are kept
         groups: [groups, chunks] bool, which groups of which chunks are to be written; None: all. A hit needs of each group what its
                 attention needs: one may pass over a chunk whose sliding group is missing, and ends where no missing one is in the window
-        ttl_s: they are not to be used after so long, here or below
         """
 
     def clear(self, namespace: bytes | None = None, *, deadline_s: float | None = None) -> int:

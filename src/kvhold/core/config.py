@@ -80,6 +80,26 @@ class RulesConfig:
     store: bool = setting(True, "store the KV of requests")
     load: bool = setting(True, "load what is cached")
     ttl_s: float = setting(0.0, "what is stored is not used after so long; 0: no limit", minimum=0)
+    max_error: float = setting(
+        1.0,
+        "the most that codecs of tiers may lose, as |decoded - original| over the largest of a layer; 0: nothing; 1: what they state",
+        minimum=0,
+    )
+    max_bits: float = setting(
+        0.0, "the most bits that codecs with a loss may take for an element, as far as max_error goes; 0: no limit", minimum=0
+    )
+    tenant: str = setting(
+        "", "whose KV it is, where a request does not say so by its tag `tenant`: with that key it is encrypted below memory"
+    )
+
+
+@dataclass(frozen=True)
+class EncryptionConfig:
+    """AES-256-GCM around what leaves memory, in tiers with the option `encrypt`."""
+
+    keys: tuple[str, ...] = setting(
+        (), "TENANT=file:PATH or TENANT=env:NAME, each a key of 32 bytes; no tenant before the =: of all who have none of their own"
+    )
 
 
 @dataclass(frozen=True)
@@ -118,6 +138,7 @@ class Config:
     client: ClientConfig = field(default_factory=ClientConfig)
     rules: RulesConfig = field(default_factory=RulesConfig)
     listen: ListenConfig = field(default_factory=ListenConfig)
+    encryption: EncryptionConfig = field(default_factory=EncryptionConfig)
 
 
 Settings = TypeVar("Settings")

@@ -18,7 +18,7 @@ A miss is not an error: it is `None`, or a shorter hit.
 
 from typing import Literal
 
-FrameReason = Literal["magic", "version", "length", "checksum", "identity"]
+FrameReason = Literal["magic", "version", "length", "checksum", "identity", "sealed"]
 
 
 class KVHoldError(Exception):

@@ -36,6 +36,7 @@ KEY_BYTES = NAMESPACE_BYTES + HASH_BYTES + 4
 _PERSON = b"kvhold-chunk-1"
 _PERSON_WITH_INSERTS = b"kvhold-insert-1"
 _NO_PARENT = bytes(HASH_BYTES)
+TENANT = "tenant"  # the tag that says whose KV it is
 
 
 class ChunkNames(msgspec.Struct, frozen=True, array_like=True):
@@ -71,6 +72,7 @@ class Query(msgspec.Struct, frozen=True, array_like=True):
     shards:       of how many shards each must be present
     hashes:       of the whole chunks, HASH_BYTES each
     tail_hashes, tail_lengths: the candidates for a tail, shortest first
+    tenant:       whose KV it is, for tiers that are encrypted
     """
 
     namespace: bytes
@@ -79,6 +81,7 @@ class Query(msgspec.Struct, frozen=True, array_like=True):
     hashes: bytes
     tail_hashes: bytes = b""
     tail_lengths: tuple[int, ...] = ()
+    tenant: str = ""
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,11 @@ class Namespace:
         fields: Plain = [self.model, self.revision, self.dtype, self.quantization, self.shards, self.lora, self.cache_salt, self.hashing]
         tags: Plain = [list(tag) for tag in sorted(self.tags)]
         return blake2b(canonical(["kvhold-namespace-1", fields, tags, self.layout.fingerprint]), digest_size=NAMESPACE_BYTES).digest()
+
+    @property
+    def tenant(self) -> str:
+        """Whose KV it is: what the tag of that name says."""
+        return dict(self.tags).get(TENANT, "")
 
     def narrowed(self, *, lora: str = "", cache_salt: str = "", tags: Sequence[tuple[str, str]] = ()) -> "Namespace":
         """This namespace for one request: its LoRA, and its salt and tags beside those that stand here already."""
@@ -236,7 +244,7 @@ class _Text(ABC):
     def query(self) -> Query:
         """This text as a lookup asks for it."""
         space = self.namespace
-        return Query(space.digest, space.layout.fingerprint, space.shards, self.chain, self.tails, self.tail_lengths)
+        return Query(space.digest, space.layout.fingerprint, space.shards, self.chain, self.tails, self.tail_lengths, space.tenant)
 
     def chunks(self, first: int = 0, *, last: int | None = None, tail: bool = True) -> ChunkNames:
         """The whole chunks from number `first` to before `last` (default: all), and the longest tail after them, unless `tail` is false."""

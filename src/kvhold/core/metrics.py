@@ -72,6 +72,9 @@ TABLE = {
         Metric(
             "kvhold_tier_dropped_chunks", "counter", "chunks", ("tier", "reason"), "Chunks that were to be written to a tier and were not."
         ),
+        Metric("kvhold_encoded_chunks", "counter", "chunks", ("tier", "codec"), "Chunks framed for a tier, by the codec that was used."),
+        Metric("kvhold_encoded_bytes", "counter", "bytes", ("tier", "codec"), "Bytes of those frames."),
+        Metric("kvhold_encoded_plain_bytes", "counter", "bytes", ("tier", "codec"), "Bytes that those chunks have in memory."),
         Metric("kvhold_tier_bad_frames", "counter", "frames", ("tier", "reason"), "Frames that failed a check; each was removed."),
         Metric("kvhold_tier_available", "gauge", "tiers", _TIER, "1 while the tier is used, 0 while its breaker is open."),
         Metric("kvhold_tier_stuck_calls", "gauge", "calls", _TIER, "Calls given up that have not yet let go of their memory."),

@@ -13,8 +13,9 @@ import msgspec
 from kvhold.core.api import Event
 from kvhold.core.keys import ChunkNames, Query
 from kvhold.core.layout import Layout
+from kvhold.core.terms import FREE, Terms
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_MESSAGE_BYTES = 8 << 20  # the hashes of a prompt of 100 million tokens
 MAGIC = "kvhold"
 
@@ -112,7 +113,7 @@ class Reserve(Message, frozen=True):
     layout: bytes
     names: ChunkNames
     shard: int
-    ttl_s: float | None = None
+    terms: Terms = FREE
     groups: bytes | None = None
 
 

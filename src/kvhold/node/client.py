@@ -25,6 +25,7 @@ from kvhold.core.config import ClientConfig
 from kvhold.core.errors import KVHoldError, NodeError, ProtocolError
 from kvhold.core.keys import ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
+from kvhold.core.terms import FREE, Terms
 from kvhold.net import messages as m
 from kvhold.net.wire import encode
 from kvhold.node.link import Link
@@ -132,11 +133,11 @@ class NodeClient:
         shard: int = 0,
         *,
         groups: npt.ArrayLike | None = None,
-        ttl_s: float | None = None,
+        terms: Terms = FREE,
         deadline_s: float | None = None,
     ) -> Room:
         """Memory in the node's arena for what is missing."""
-        request = m.Reserve(layout.fingerprint, names, shard, ttl_s, mask_bytes(groups, layout, names))
+        request = m.Reserve(layout.fingerprint, names, shard, terms, mask_bytes(groups, layout, names))
         link = self._current("reserve")
         buffer = link.hold()
         granted: m.Granted | None = None

@@ -13,7 +13,6 @@ from kvhold.core.errors import KVHoldError, ProtocolError
 from kvhold.net import messages as m
 from kvhold.tiers.ram import Entry
 
-_MAX_TTL_S = float(1 << 40)
 _MAX_NAME = 100  # it is shown in every status and log line
 
 
@@ -88,9 +87,7 @@ class Session:
 
     def _reserve(self, request: m.Reserve) -> m.Answer:
         layout = self._state.layout(request.layout)
-        if request.ttl_s is not None and not 0 <= request.ttl_s < _MAX_TTL_S:
-            raise ProtocolError(f"a time to live of {request.ttl_s} seconds")
-        granted = self._state.reserve(self, layout, request.names, request.shard, groups=request.groups, ttl_s=request.ttl_s)
+        granted = self._state.reserve(self, layout, request.names, request.shard, groups=request.groups, terms=request.terms)
         return m.Granted(granted.room, granted.offsets)
 
     def _commit(self, request: m.Commit) -> m.Answer:

@@ -41,6 +41,8 @@ class GuardConfig:
 
     name: str = setting("", "what the tier is called in metrics and logs; empty: its scheme")
     read_only: bool = setting(False, "never write to it")
+    codec: str = setting("raw", "what chunks are written by: raw, lossless, or one with a loss (`kvhold bench codecs`)")
+    encrypt: bool = setting(False, "write frames that are encrypted, and read no others; the keys are in `encryption.keys`")
     probe_timeout_s: float = setting(0.5, "deadline of a probe, which a lookup waits for", minimum=0.001)
     get_timeout_s: float = setting(5.0, "deadline of one batch of reads", minimum=0.001)
     put_timeout_s: float = setting(10.0, "deadline of one batch of writes, or of deletes", minimum=0.001)

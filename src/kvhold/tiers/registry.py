@@ -39,6 +39,7 @@ _DISK, _FS = _Home("kvhold.tiers.disk", "DiskTier"), _Home("kvhold.tiers.fs", "S
 _REDIS = _Home("kvhold.tiers.redis", "RedisTier")
 _CENTRAL = _Home("kvhold.tiers.central", "CentralTier")
 _TIERS = {
+    "memory": _Home("kvhold.tiers.memory", "MemoryTier"),
     "disk": _DISK,
     "fs": _FS,
     "redis": _REDIS,

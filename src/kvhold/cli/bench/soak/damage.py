@@ -12,12 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvhold.cache.landing import Landing, framed
+from kvhold.cache.landing import Landing, Writer
 from kvhold.cache.orders import Arrival
+from kvhold.codecs import Raw
 from kvhold.core.errors import FrameError
 from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES, make_key
 from kvhold.core.layout import Group, Layout
 from kvhold.core.metrics import Metrics
+from kvhold.core.terms import FREE
 from kvhold.memory.arena import Arena
 from kvhold.tiers.policies import make_policy
 from kvhold.tiers.ram import Entry, RamTier, Wanted
@@ -91,7 +93,9 @@ def _make(ram: RamTier, layout: Layout, chance: random.Random) -> _Frame:
     entries = ram.reserve_all([Wanted(key, nbytes)], num_tokens=layout.tokens_per_chunk, first_token=256)
     assert entries is not None
     ram.view(entries[0])[:] = chance.randbytes(nbytes)
-    header, payload = framed(entries[0], layout, ram.view(entries[0]))
+    written = Writer(Raw()).framed(entries[0], layout, ram.view(entries[0]), FREE)
+    assert written is not None
+    header, payload = written.parts
     return _Frame(entries[0], layout, bytes(header) + bytes(payload), len(header))
 
 

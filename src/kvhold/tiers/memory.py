@@ -1,0 +1,99 @@
+"""`memory://?max_bytes=8GiB&codec=lossless`: frames in this host's memory, below the chunks that engines read.
+
+    tier = MemoryTier(MemoryConfig(max_bytes=8 << 30))
+
+What is lent to engines lies in memory as it is; here, as the first of the tiers, a codec lets memory hold more of it. Its memory is
+taken at the first use, is its own, and goes with the process. Eviction and expiry are those of the RAM tier, which does the work, by copies
+in the caller's loop.
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+from kvhold.core.config import setting, size
+from kvhold.core.errors import CapacityError, ConfigError, TierError, TierUnavailable
+from kvhold.core.metrics import Metrics
+from kvhold.memory.arena import Arena
+from kvhold.tiers.base import Parts, TierTraits
+from kvhold.tiers.policies import POLICIES, make_policy
+from kvhold.tiers.ram import RamTier
+from kvhold.tiers.url import TierUrl
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """How much, and what goes first."""
+
+    max_bytes: int = size(0, "how much memory; there is no default")
+    policy: str = setting("lru", "which value is evicted first", choices=tuple(POLICIES))
+
+
+class MemoryTier:
+    """Tier contract, over an arena of its own."""
+
+    traits: ClassVar[TierTraits] = TierTraits(name="memory", expires=True)
+
+    def __init__(self, config: MemoryConfig) -> None:
+        self._config = config
+        self._arena: Arena | None = None
+        self._ram: RamTier | None = None
+
+    @classmethod
+    def from_url(cls, url: TierUrl) -> Self:
+        """Raises ConfigError for a place, and where no size is given."""
+        if url.netloc or url.path:
+            raise ConfigError(f"{url.shown}: it has no place; write memory://?max_bytes=8GiB")
+        config = url.apply(MemoryConfig())
+        if not config.max_bytes:
+            raise ConfigError(f"{url.shown}: max_bytes is missing, such as memory://?max_bytes=8GiB")
+        return cls(config)
+
+    @property
+    def used_bytes(self) -> int:
+        """Taken, rounding included."""
+        return self._ram.used_bytes if self._ram is not None else 0
+
+    async def check(self) -> None:
+        """Tier contract: takes the memory."""
+        self._tier("check")
+
+    async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
+        """Tier contract."""
+        return await self._tier("probe").probe(keys)
+
+    async def get(
+        self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
+    ) -> list[int | TierError | None]:
+        """Tier contract: a copy."""
+        return await self._tier("get").get(keys, into, starts=starts)
+
+    async def put(self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None) -> list[TierError | None]:
+        """Tier contract: a copy."""
+        return await self._tier("put").put(items, ttl_s=ttl_s)
+
+    async def delete(self, keys: Sequence[bytes]) -> list[bool]:
+        """Tier contract."""
+        return await self._tier("delete").delete(keys)
+
+    async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
+        """Tier contract."""
+        async for key in self._tier("scan").scan(prefix):
+            yield key
+
+    async def close(self) -> None:
+        """Tier contract: gives the memory back."""
+        self._ram = None
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+
+    def _tier(self, operation: str) -> RamTier:
+        """Raises TierUnavailable where the host has not so much memory."""
+        if self._ram is None:
+            try:
+                self._arena = Arena.create(self._config.max_bytes, huge_pages="never")
+            except CapacityError as error:
+                raise TierUnavailable("memory", operation, str(error)) from None
+            self._ram = RamTier(self._arena, make_policy(self._config.policy), Metrics())
+        return self._ram
