@@ -23,6 +23,7 @@ from kvhold.core.config import ClientConfig, Config, NodeConfig, load_config
 from kvhold.core.errors import CapacityError, DeadlineExceeded, KVHoldError, NodeError
 from kvhold.core.keys import ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
+from kvhold.core.terms import Terms
 from kvhold.integrations.transformers import Reuse
 from kvhold.node import NodeClient, connect
 from tests.transformers.models import prompt_of, small_chunks
@@ -179,10 +180,10 @@ class Failing:
             loan._offsets = loan._offsets + (1 << 40)
         return loan
 
-    def reserve(self, layout: Layout, names: ChunkNames, *, ttl_s: float | None) -> Room:
+    def reserve(self, layout: Layout, names: ChunkNames, *, terms: Terms) -> Room:
         self.num_reserved += 1
         self._fail("reserve")
-        room = self._cache.reserve(layout, names, ttl_s=ttl_s)
+        room = self._cache.reserve(layout, names, terms=terms)
         if self._operation == "partial":
             room._offsets = np.where(np.arange(len(names)) == 1, ABSENT, room._offsets)
         if self._operation == "commit":

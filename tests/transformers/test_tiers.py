@@ -8,6 +8,7 @@ import torch
 
 from kvhold.cache import LocalCache, open_cache
 from kvhold.core.rules import Rules
+from kvhold.core.terms import Terms
 from kvhold.integrations.transformers import Outcome, Reuse
 from tests.transformers.models import prompt_of, small_chunks
 
@@ -46,7 +47,7 @@ class TestRules:
 
     def test_what_has_outlived_its_time_is_not_found(self, llama: Any, cache: LocalCache, monkeypatch: pytest.MonkeyPatch) -> None:
         reuse = Reuse(llama, cache, config=small_chunks())
-        reuse.rules = Rules(ttl_s=60)
+        reuse.rules = Rules(terms=Terms(ttl_s=60))
         reuse.generate(prompt_of(50), **GREEDY)
         reuse.generate(prompt_of(50), **GREEDY)
         assert reuse.last.num_loaded == 49

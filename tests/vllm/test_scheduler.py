@@ -1365,7 +1365,7 @@ class TestRules:
         one.add("a", make_prompt(f"rules ttl {settings} {asked}", 300), **asks(**({} if asked is None else {"ttl_s": asked})))
         one.run()
         assert one.stores
-        assert {each.ttl_s for each in one.stores} == {ttl_s}
+        assert {each.terms.ttl_s for each in one.stores} == {ttl_s}
 
     def test_what_has_outlived_its_time_is_computed_again(self, engine: MakeEngine) -> None:
         one = engine(real_worker=True)

@@ -22,7 +22,7 @@ class Recipe:
     covers:   what it stands for, in a user's words
     config:   the settings class of transformers, and its `settings`
     kind:     "adapters": two LoRA adapters come with it; "image": it also takes images
-    engine:   arguments that vLLM needs to run it at all, and `why`
+    engine:   arguments that make it what it is, or that vLLM needs to run it at all, and then `why`
     """
 
     covers: str
@@ -177,5 +177,6 @@ RECIPES: dict[str, Recipe] = {
         },
         kind="image",
     ),
+    "llama-fp8": Recipe("fp8 KV (Llama)", "LlamaConfig", _of(_HEAD), engine={"kv_cache_dtype": "fp8"}),
     "llama-lora": Recipe("two LoRA adapters (Llama)", "LlamaConfig", _of(_HEAD), kind="adapters"),
 }

@@ -92,10 +92,17 @@ class Engine:
         return self
 
     def generate(
-        self, prompt_token_ids: list[int], *, max_tokens: int, rules: Mapping[str, Any] | None = None, timeout_s: float = 600.0
+        self,
+        prompt_token_ids: list[int],
+        *,
+        max_tokens: int,
+        rules: Mapping[str, Any] | None = None,
+        first_logprobs: bool = False,
+        timeout_s: float = 600.0,
     ) -> Generated:
         """Greedy output of one prompt. rules: what it says to kvhold (vLLM only). Raises EngineFailed."""
-        return self._ask(Generate(prompt_token_ids=prompt_token_ids, max_tokens=max_tokens, rules=dict(rules or {})), Generated, timeout_s)
+        request = Generate(prompt_token_ids=prompt_token_ids, max_tokens=max_tokens, rules=dict(rules or {}), first_logprobs=first_logprobs)
+        return self._ask(request, Generated, timeout_s)
 
     def generate_many(
         self, prompts: list[list[int]], *, max_tokens: int, rules: Mapping[str, Any] | None = None, timeout_s: float = 600.0

@@ -45,6 +45,7 @@ class Generate(_Operation, frozen=True, kw_only=True, tag="generate"):
     prompt_token_ids: list[int]
     max_tokens: int
     rules: dict[str, Any] = {}  # what the request says to kvhold, as in `kv_transfer_params`
+    first_logprobs: bool = False  # whether the answer is to have them (vLLM only)
 
 
 class GenerateMany(_Operation, frozen=True, kw_only=True, tag="generate_many"):
@@ -77,6 +78,7 @@ class Generated(_Reply, frozen=True, kw_only=True, tag="generated"):
     total_s: float
     token_ids: list[int]
     num_cached_tokens: int  # prompt tokens not computed: found in the engine's own prefix cache or loaded by the connector
+    first_logprobs: list[float] = []  # of the first token, of all of the vocabulary in its order
 
 
 class GeneratedMany(_Reply, frozen=True, kw_only=True, tag="generated_many"):

@@ -156,7 +156,7 @@ class LoggedProcess:
         os.kill(self._process.pid, signal.SIGUSR1)
         deadline = time.monotonic() + _STACKS_WAIT_S
         while os.fstat(self._log.fileno()).st_size == size and time.monotonic() < deadline and self.is_alive:
-            time.sleep(0.05)
+            time.sleep(0.05)  # it writes to its log and tells nobody
         if self.is_alive:
             time.sleep(0.2)  # for the rest of what it writes
 

@@ -35,6 +35,7 @@ class VllmDriver:
                 "enable_prefix_caching": options.prefix_caching,
                 "max_num_batched_tokens": options.max_num_batched_tokens or BATCHED_TOKENS,
                 "max_num_seqs": 8,
+                "max_logprobs": -1,
                 "seed": 0,
                 "kv_transfer_config": options.kv_transfer_config,
                 **given,
@@ -48,7 +49,12 @@ class VllmDriver:
 
     def generate(self, request: Generate) -> Generated:
         began = time.perf_counter()
-        self._engine.add({"prompt_token_ids": request.prompt_token_ids}, max_tokens=request.max_tokens, extra=_extra(request))
+        self._engine.add(
+            {"prompt_token_ids": request.prompt_token_ids},
+            max_tokens=request.max_tokens,
+            extra=_extra(request),
+            logprobs=-1 if request.first_logprobs else None,
+        )
         ttft_s = None
         output: Any = None
         while self._engine.is_busy():
@@ -64,6 +70,7 @@ class VllmDriver:
             total_s=total_s,
             token_ids=list(output.outputs[0].token_ids),
             num_cached_tokens=output.num_cached_tokens or 0,
+            first_logprobs=_in_order(output.outputs[0].logprobs[0]) if request.first_logprobs else [],
         )
 
     def generate_many(self, request: GenerateMany) -> GeneratedMany:
@@ -83,6 +90,10 @@ class VllmDriver:
 
     def close(self) -> None:
         self._engine.close()
+
+
+def _in_order(logprobs: dict[int, Any]) -> list[float]:
+    return [logprobs[token].logprob for token in sorted(logprobs)]
 
 
 def _extra(request: Generate | GenerateMany) -> dict[str, Any] | None:

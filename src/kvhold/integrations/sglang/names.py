@@ -102,7 +102,7 @@ def names_of(namespace: Namespace, keys: Sequence[str], prefix_keys: Sequence[st
 
 def query_of(namespace: Namespace, keys: Sequence[str]) -> Query:
     """Pages to be looked up, in order."""
-    return Query(namespace.digest, namespace.layout.fingerprint, 1, _hashes(namespace, keys))
+    return Query(namespace.digest, namespace.layout.fingerprint, 1, _hashes(namespace, keys), tenant=namespace.tenant)
 
 
 def check_keys(keys: Sequence[object]) -> None:

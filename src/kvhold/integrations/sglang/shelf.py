@@ -24,6 +24,7 @@ from kvhold.core.api import ABSENT, Cache, ChunkBytes, Hit, Loan
 from kvhold.core.config import Config
 from kvhold.core.errors import KVHoldError
 from kvhold.core.keys import Namespace
+from kvhold.core.rules import request_rules
 from kvhold.integrations.sglang.names import names_of, query_of
 from kvhold.integrations.sglang.pools import Bytes
 
@@ -52,10 +53,10 @@ class Shelf:
     """The pages of one namespace."""
 
     def __init__(self, cache: Cache, namespace: Namespace, config: Config) -> None:
-        self.namespace = namespace
+        self._rules = request_rules(None, config.rules)
+        self.namespace = namespace.narrowed(tags=self._rules.tags)
         self.loaded, self.stored = Tally(), Tally()
         self._cache = cache
-        self._rules = config.rules
         self._wait_s = config.client.arrival_timeout_s
         self._groups = range(len(namespace.layout.groups))
         self._page_bytes = sum(namespace.layout.chunk_bytes(group, namespace.layout.tokens_per_chunk) for group in self._groups)
@@ -117,8 +118,8 @@ class Shelf:
             return [False] * len(keys)
         started_s, there = time.monotonic(), [False] * len(keys)
         with _FaultsAreMisses("store"):
-            names, ttl_s = names_of(self.namespace, keys, prefix_keys), self._rules.ttl_s or None
-            with self._cache.reserve(self.namespace.layout, names, ttl_s=ttl_s) as room:
+            names = names_of(self.namespace, keys, prefix_keys)
+            with self._cache.reserve(self.namespace.layout, names, terms=self._rules.terms) as room:
                 if room.granted:
                     places = tuple(room.chunks(group) for group in self._groups)
                     gather(0, room.buffer, places)

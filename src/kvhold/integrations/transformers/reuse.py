@@ -210,7 +210,7 @@ class Reuse:
         names = prompt.chunks(known // layout.tokens_per_chunk, tail=tail and length % layout.tokens_per_chunk > 1)
         if known == length or not len(names):
             return 0
-        with self.cache.reserve(layout, names, ttl_s=self.rules.ttl_s) as room:
+        with self.cache.reserve(layout, names, terms=self.rules.terms) as room:
             places = room.chunks()
             granted = places.offsets != ABSENT
             if not granted.any():

@@ -136,6 +136,10 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_connector_metadata(connector_metadata)
         self.worker.begin(self._steps())
 
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """vLLM calls this before each pass, and before it zeroes or copies blocks for it."""
+        self.worker.end_reading()
+
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         self.worker.start_loads(self._steps())
 

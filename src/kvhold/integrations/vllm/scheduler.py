@@ -261,7 +261,7 @@ class SchedulerSide:
             self._announcer.stored(followed.request, names)
         end = names.first_token + int(names.num_tokens(self._namespace.layout).sum())
         ids = [_blocks(part, tables[part.table], names.first_token, end) for part in self._geometry.parts]
-        return Store(followed.request.request_id, names, ids, followed.rules.ttl_s, last)
+        return Store(followed.request.request_id, names, ids, followed.rules.terms, last)
 
     def _look_up(self, followed: _Followed, request: "Request") -> None:
         if followed.naming is None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from kvhold.core.keys import ChunkNames
+from kvhold.core.terms import FREE, Terms
 
 
 @dataclass(frozen=True)
@@ -29,14 +30,14 @@ class Store:
     """Take chunks out of blocks, after the forward pass that completes them.
 
     block_ids: of each part of the geometry: the blocks of `names`, in order; -1 for one that the engine has let go of already
-    ttl_s:     they are not to be used after so long; None: no limit
+    terms:     on which they are kept
     last:      the request has ended, and its blocks are kept until the workers say that they have them
     """
 
     request_id: str
     names: ChunkNames
     block_ids: list[list[int]]
-    ttl_s: float | None = None
+    terms: Terms = FREE
     last: bool = False
 
 

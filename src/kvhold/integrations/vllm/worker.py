@@ -1,15 +1,14 @@
 """The connector in a worker's process: copies between the engine's blocks and the node's arena.
 
-Loads run on a thread of their own, beside the forward passes: their requests wait outside them. Stores read blocks right after the pass
-that filled them, on the engine's thread, because later the blocks may be another request's; memory for them is reserved during the
-pass, and committed after it, by a second thread. A failed load's blocks are reported and computed; a failed store is a later miss.
+Loads run on a thread of their own, beside the forward passes: their requests wait outside them. Stores run on a second one: memory is
+reserved during the pass, and the blocks are read right after it, while the engine samples and plans. The next pass waits for that, because
+in it the blocks may be another request's. A failed load's blocks are reported and computed; a failed store is a later miss.
 """
 
 import logging
 import queue
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -86,6 +85,8 @@ class WorkerSide:
             self._layer_saver = ThreadPoolExecutor(1, thread_name_prefix="kvhold-layer")
             self._layerwise = Layerwise(geometry.parts[0], self._loader, self._layer_saver)
         self._reserved: list[_Reserving] = []
+        self._reading: list[tuple[_Reserving, Future[bool]]] = []  # blocks that no pass may write to yet
+        self._read_until = 0.0
         self._finished: queue.SimpleQueue[_Loaded] = queue.SimpleQueue()
         self._loading = 0  # loads that were started and not taken
         self._failed_blocks: set[int] = set()
@@ -134,6 +135,7 @@ class WorkerSide:
 
     def begin(self, steps: Steps) -> None:
         """Before the pass: ask for memory for what it will complete."""
+        self.end_reading()
         self._reserved = [
             _Reserving(store, shard, self._storer.submit(self._reserve, store, shard)) for store in steps.stores for shard in self._stored
         ]
@@ -179,23 +181,45 @@ class WorkerSide:
                 self.tally.add("failed_loads" if failed else "loads", 1)
                 self._failed_blocks.update(failed)
                 computed = computed and not failed  # what was computed from blocks that were not loaded is not KV
-        until = time.monotonic() + self._config.client.call_timeout_s
-        for one in reserved:
-            try:
-                room = one.room.result(timeout=max(0.0, until - time.monotonic())) if computed else None
-            except FutureTimeout:
-                room = None
-            if room is None:
-                if not one.room.cancel():
-                    self._storer.submit(_close_late_room, one.room)  # that thread has answered it by then
-                continue
-            try:
-                copied = bool(one.copies) or self._gather(one.store, one.shard, room)
-                self._count_stored(one.shard, room)
-            except Exception:  # the engine's step must not fail with us
-                log.exception("kvhold: could not store chunks of request %s", one.store.request_id)
-                copied = False
-            self._storer.submit(_commit if copied else Room.close, room)
+        self._read_until = time.monotonic() + self._config.client.call_timeout_s
+        self._reading = [(one, self._storer.submit(self._read, one)) for one in reserved] if computed else []
+        for one, read in self._reading:  # after all reading, which the next pass waits for
+            self._storer.submit(_settle, one.room, read)
+        if not computed:
+            for one in reserved:
+                self._drop(one)
+
+    def end_reading(self) -> None:
+        """Before anything is written to blocks: have the last pass's read.
+
+        What has not begun in time (the node hangs) is dropped, what has is waited for.
+        """
+        reading, self._reading = self._reading, []
+        if not reading:
+            return
+        late = wait([read for _, read in reading], timeout=max(0.0, self._read_until - time.monotonic())).not_done
+        for one, read in reading:
+            if read in late and read.cancel():
+                one.room.cancel()
+        wait([read for read in late if not read.cancelled()])
+
+    def _drop(self, one: _Reserving) -> None:
+        """Do not ask for memory any more, or give it back."""
+        if not one.room.cancel():
+            self._storer.submit(_settle, one.room, None)
+
+    def _read(self, one: _Reserving) -> bool:
+        """On the store thread, after memory was reserved there: whether there is something to commit."""
+        room = one.room.result()
+        if room is None:
+            return False
+        try:
+            copied = bool(one.copies) or self._gather(one.store, one.shard, room)
+            self._count_stored(one.shard, room)
+        except Exception:  # nobody would see it
+            log.exception("kvhold: could not store chunks of request %s", one.store.request_id)
+            return False
+        return copied
 
     def take_stored(self) -> set[str]:
         """Requests that have ended and whose blocks are not needed any more."""
@@ -243,7 +267,7 @@ class WorkerSide:
 
     def _reserve(self, store: Store, shard: int) -> Room | None:
         try:
-            return self._cache.reserve(self._namespace.layout, store.names, shard, ttl_s=store.ttl_s, groups=self._groups(store))
+            return self._cache.reserve(self._namespace.layout, store.names, shard, terms=store.terms, groups=self._groups(store))
         except KVHoldError as error:
             log.debug("kvhold: reserve: %s", error)
         except Exception:  # the engine's step would raise it
@@ -350,16 +374,14 @@ def _nbytes(view: View, places: ChunkBytes) -> int:
     return sum(view.group.layers * view.group.layer_bytes(int(num_tokens)) for num_tokens in there)
 
 
-def _commit(room: Room) -> None:
-    """On the store thread, whose exceptions nobody would see."""
+def _settle(reserved: "Future[Room | None]", read: "Future[bool] | None") -> None:
+    """On the store thread, whose exceptions nobody would see: commit what was read; give the rest back."""
+    room = None if reserved.cancelled() else reserved.result()
+    if room is None:
+        return
     with room:
         try:
-            room.commit()
+            if read is not None and not read.cancelled() and read.result():
+                room.commit()
         except KVHoldError as error:
             log.warning("kvhold: chunks were not stored: %s", error)
-
-
-def _close_late_room(future: "Future[Room | None]") -> None:
-    room = future.result()
-    if room is not None:
-        room.close()
