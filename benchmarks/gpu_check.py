@@ -1,16 +1,19 @@
-"""Is the GPU copy right, and how fast is it? Run it on a machine with an NVIDIA or AMD GPU, torch and Triton:
+"""Are the GPU's copies and codec kernels right, and how fast are they? Run it on a machine with an NVIDIA or AMD GPU, torch and Triton:
 
     python benchmarks/gpu_check.py
 
 Gathers and scatters a Llama-3-8B's KV (NHD and HND, and odd sizes for the check alone) between blocks on the GPU and chunks, first in a
 staging tensor on the device, then in pinned host memory. Each result is compared, byte for byte, with plain torch indexing; each time is
-printed beside torch's, and beside the limit: one copy of the same bytes by the driver. Exits with 1 if a byte is wrong, and with 0,
-saying so, where there is no GPU.
+printed beside torch's, and beside the limit: one copy of the same bytes by the driver. Then the codecs' arithmetic (rANS, int8, fp8,
+CacheGen) on KV of bfloat16: each result is compared, bit by bit, with numba's on the host, and each time printed beside a copy of the
+plain bytes within the device. Exits with 1 if a byte is wrong, and with 0, saying so, where there is no GPU.
 """
 
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -25,6 +28,7 @@ ODD = Group(layers=3, planes=2, heads=3, head_dim=7, dtype="bfloat16")
 TOKENS_PER_BLOCK, TOKENS_PER_CHUNK, NUM_CHUNKS = 16, 256, 16
 ARRANGEMENTS = {"NHD": "plane block token head dim", "HND": "plane block head token dim"}
 ROUNDS = 11
+PLANES = 64  # of a chunk, in one launch of the codecs' kernels: the K and V of all layers
 
 
 def main() -> int:
@@ -53,6 +57,11 @@ def main() -> int:
                     title = f"{verb} {name}, {place}{', odd sizes' if group is ODD else ''}"
                     numbers = [f"{rate:.1f}" for rate in rates] + [f"{rates[0] / rates[2]:.2f}"] if rates else [""] * 4
                     print(line.format(title, *numbers, "right" if right else "WRONG"))
+    if importlib.util.find_spec("numba") is None:
+        print("\ncodecs not checked: no numba to compare with")
+    else:
+        wrong += _codecs(torch, "cuda", PLANES, TOKENS_PER_CHUNK, LLAMA.heads, LLAMA.head_dim, line)
+        wrong += _codecs(torch, "cuda", 3, 37, 3, 45, None)
     return 1 if wrong else 0
 
 
@@ -101,6 +110,160 @@ def _setting(torch: Any, group: Group, axes: str, place: str) -> tuple[Plan, lis
     slots = rng.permutation(view.num_rows)[: int(num_tokens.sum())]
     slots[::5] = -1
     return plan_slots(view, slots, chunks), tensors, base
+
+
+@dataclass(frozen=True)
+class _Case:
+    """One function on the host and on the device; each returns what is compared."""
+
+    title: str
+    host: Callable[[], tuple[Any, ...]]
+    device: Callable[[], tuple[Any, ...]]
+
+
+def _codecs(torch: Any, device: str, planes: int, tokens: int, heads: int, head_dim: int, line: str | None) -> int:
+    """How many results are wrong; `line` formats the table, None: odd sizes, of which only what is wrong is printed."""
+    rng = np.random.default_rng(0)
+    width = heads * head_dim
+    values = rng.standard_normal((planes, tokens, width), np.float32) * 2.0 ** rng.integers(-4, 5, width)
+    elements = (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).reshape(-1)
+    on_device = torch.from_numpy(elements).to(device)
+    if line:
+        print(f"\n{planes} planes of {tokens} tokens of {width} bfloat16s, {elements.nbytes >> 20} MiB plain in all\n")
+        print(line.format("GB/s of plain bytes", "kvhold", "", "driver", "ratio", "bits"))
+    wrong = 0
+    for case in _cases(torch, elements, on_device, planes, tokens, heads, head_dim):
+        expected, found = case.host(), case.device()
+        right = len(expected) == len(found) and all(
+            np.array_equal(theirs, ours.cpu().numpy() if isinstance(ours, torch.Tensor) else ours)
+            for theirs, ours in zip(expected, found, strict=True)
+        )
+        wrong += not right
+        if line:
+            spare = torch.empty_like(on_device)
+            ours, driver = _in_turn(torch, {"ours": case.device, "driver": partial(spare.copy_, on_device)})
+            rates = [elements.nbytes / seconds / 1e9 for seconds in (ours, driver)]
+            print(line.format(case.title, f"{rates[0]:.1f}", "", f"{rates[1]:.1f}", f"{driver / ours:.2f}", "right" if right else "WRONG"))
+        elif not right:
+            print(f"{case.title}, odd sizes: WRONG")
+    return wrong
+
+
+def _cases(torch: Any, elements: Any, on_device: Any, planes: int, tokens: int, heads: int, head_dim: int) -> Iterator[_Case]:
+    """Each step with what numba makes of the one before."""
+    from kvhold.kernels import (
+        numba_bins,
+        numba_quantise,
+        numba_rans,
+        numba_rans_kinds,
+        triton_bins,
+        triton_quantise,
+        triton_rans,
+        triton_rans_kinds,
+    )
+
+    def there(array: Any) -> Any:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(on_device.device)
+
+    def like(array: Any) -> Any:
+        return torch.empty_like(there(array))
+
+    def filled(function: Callable[..., None], *arguments: Any) -> tuple[Any, ...]:
+        """The arrays or tensors that `function` has filled."""
+        function(*arguments)
+        return arguments
+
+    width, dtype = heads * head_dim, "bfloat16"
+    yield _Case("split", lambda: (numba_rans.split(elements),), lambda: (triton_rans.split(on_device),))
+    cut = numba_rans.split(elements)
+    of_both, merged = [there(plane) for plane in cut], like(elements)
+    yield _Case("merge", lambda: (elements,), lambda: filled(lambda out: triton_rans.merge(of_both, None, out), merged))
+    exponents = cut[0].reshape(planes, -1)
+    counts = np.stack([numba_rans.histogram(plane) for plane in exponents])
+    exponents_there = there(exponents)
+    yield _Case("histogram", lambda: (counts,), lambda: (triton_rans.histogram(exponents_there),))
+    freq = np.stack([numba_rans.frequencies(each) for each in counts])
+    coded = [numba_rans.encode(plane, table) for plane, table in zip(exponents, freq, strict=True)]
+    words, segments = (np.concatenate(each) for each in zip(*coded, strict=True))
+    freq_there, words_there, segments_there, symbols = there(freq), there(words), there(segments), like(exponents)
+    yield _Case("rANS encode", lambda: (words, segments), lambda: triton_rans.encode(exponents_there, freq_there))
+    yield _Case(
+        "rANS decode",
+        lambda: (True, exponents),
+        lambda: (triton_rans.decode(words_there, segments_there, freq_there, symbols), symbols),
+    )
+
+    run = 128
+    codes, largest = np.empty(elements.size, np.int8), np.empty(planes * tokens * heads * -(-head_dim // run), np.float32)
+    numba_quantise.int8_encode(elements, dtype, head_dim, run, codes, largest)
+    ours, peaks, back, plain = like(codes), like(largest), like(elements), np.empty_like(elements)
+    yield _Case(
+        "int8 encode",
+        lambda: (codes, largest),
+        lambda: filled(lambda *out: triton_quantise.int8_encode(on_device, dtype, head_dim, run, *out), ours, peaks),
+    )
+    codes_there, largest_there = there(codes), there(largest)
+    yield _Case(
+        "int8 decode",
+        lambda: filled(lambda out: numba_quantise.int8_decode(codes, largest, dtype, head_dim, run, out), plain),
+        lambda: filled(lambda out: triton_quantise.int8_decode(codes_there, largest_there, dtype, head_dim, run, out), back),
+    )
+    columns = numba_quantise.column_largest(elements, dtype, planes, width)
+    yield _Case("fp8 scales", lambda: (columns,), lambda: (triton_quantise.column_largest(on_device, dtype, planes, width),))
+    bytes_, columns_there = np.empty(elements.size, np.uint8), there(columns)
+    numba_quantise.fp8_encode(elements, dtype, columns, bytes_)
+    bytes_there, found = there(bytes_), like(bytes_)
+    yield _Case(
+        "fp8 encode",
+        lambda: (bytes_,),
+        lambda: filled(lambda out: triton_quantise.fp8_encode(on_device, dtype, columns_there, out), found),
+    )
+    yield _Case(
+        "fp8 decode",
+        lambda: filled(lambda out: numba_quantise.fp8_decode(bytes_, columns, dtype, out), plain),
+        lambda: filled(lambda out: triton_quantise.fp8_decode(bytes_there, columns_there, dtype, out), back),
+    )
+
+    rows = planes * tokens
+    channels = numba_bins.measure(elements, dtype, rows, width)
+    yield _Case("CacheGen sums", lambda: tuple(channels), lambda: tuple(triton_bins.measure(on_device, dtype, rows, width)))
+    steps = np.maximum(channels.largest / np.float32(20), np.float32(2.0**-100))
+    offsets = (np.arange(width) % 7 - 3).astype(np.int8)
+    deviations = numba_bins.quantise(elements, dtype, steps, offsets)
+    steps_there, offsets_there = there(steps), there(offsets)
+    yield _Case("CacheGen bins", lambda: (deviations,), lambda: (triton_bins.quantise(on_device, dtype, steps_there, offsets_there),))
+    kinds = np.tile((np.arange(width) % 4).astype(np.uint8), rows)
+    reach, odds = np.array([4, 9, 30, 63]), np.full((4, 256), 4, np.uint16)
+    marked, exceptions = numba_bins.to_symbols(deviations, kinds, offsets, reach)
+    deviations_there, kinds_there, reach_there, odds_there = there(deviations), there(kinds), there(reach), there(odds)
+    yield _Case(
+        "CacheGen symbols",
+        lambda: (marked, exceptions),
+        lambda: triton_bins.to_symbols(deviations_there, kinds_there, offsets_there, reach_there),
+    )
+    words, segments = numba_rans_kinds.encode(marked, kinds, width, odds)
+    marked_there, exceptions_there, words_there, segments_there, symbols = (
+        there(marked),
+        there(exceptions),
+        there(words),
+        there(segments),
+        like(marked),
+    )
+    yield _Case(
+        "CacheGen rANS encode",
+        lambda: (words, segments),
+        lambda: triton_rans_kinds.encode(marked_there, kinds_there, width, odds_there),
+    )
+    yield _Case(
+        "CacheGen rANS decode",
+        lambda: (True, marked),
+        lambda: (triton_rans_kinds.decode(words_there, segments_there, kinds_there, width, odds_there, symbols), symbols),
+    )
+    yield _Case(
+        "CacheGen values",
+        lambda: (numba_bins.dequantise(marked, offsets, steps, exceptions, dtype, plain), plain),
+        lambda: (triton_bins.dequantise(marked_there, offsets_there, steps_there, exceptions_there, dtype, back), back),
+    )
 
 
 def _in_turn(torch: Any, calls: dict[str, Callable[[], object]]) -> list[float]:

@@ -14,7 +14,7 @@ from kvhold.cli.bench.vllm import run as run_module
 from kvhold.cli.bench.vllm.figures import Goal, Ratio, VllmRow, goals, make_rows, ratio
 from kvhold.cli.bench.vllm.report import draw, render, render_goals
 from kvhold.cli.bench.vllm.run import REUSE_PERCENT, Cell, OutputsDiffer, rounds
-from kvhold.cli.bench.vllm.systems import AGAIN, KVHOLD, LIMIT, OFFLOADING, OUTPUT_TOKENS, RECOMPUTE, SYSTEMS, System
+from kvhold.cli.bench.vllm.systems import AGAIN, BESIDE, KVHOLD, LAYERWISE, LIMIT, OFFLOADING, OUTPUT_TOKENS, RECOMPUTE, SYSTEMS, System
 from kvhold.cli.demo.engine import Engine
 from kvhold.cli.demo.messages import Generated, GeneratedMany
 from kvhold.cli.demo.models import SIZES, ModelInfo
@@ -50,7 +50,8 @@ def fake_rounds(engines: dict[str, FakeEngine], num_rounds: int, monkeypatch: py
 
 
 def everyone() -> dict[str, FakeEngine]:
-    return {name: FakeEngine() for name in SYSTEMS}
+    """Those that are there by default."""
+    return {name: FakeEngine() for name in SYSTEMS if name not in (LAYERWISE, BESIDE)}
 
 
 def cell(reuse: int, burst: bool = False, **seconds: float) -> Cell:
@@ -93,6 +94,13 @@ def test_a_system_that_is_not_there_is_left_out(monkeypatch: pytest.MonkeyPatch)
     rows = make_rows(fake_rounds(engines, 1, monkeypatch))
     assert OFFLOADING not in {row.system for row in rows}
     assert [goal.what.split(":")[0] for goal in goals(rows)] == ["no reuse"] * 5 + ["full hit"]
+
+
+def test_layer_by_layer_is_compared_with_what_differs_in_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = make_rows(fake_rounds({name: FakeEngine() for name in SYSTEMS}, 1, monkeypatch))
+    assert {(row.reuse, *row.ttft_ratios) for row in rows if row.system == LAYERWISE} == {(reuse, BESIDE) for reuse in REUSE_PERCENT}
+    assert sum("layer by layer" in goal.what for goal in goals(rows)) == len(REUSE_PERCENT)
+    assert all(BESIDE not in row.ttft_ratios for row in rows if row.system == KVHOLD)
 
 
 def test_another_answer_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,12 @@ neighbour's noise falls on all of them; numbers are medians. What comes back is 
 
 What the KV is decides the ratio, so each row says it. Random normal numbers have no outliers; in trained models a few channels of keys
 are many times larger than the others, the same ones for every token, and values have none (KIVI, Liu et al. 2024; KVQuant, Hooper et al.
-2024). `synthetic` is made like that. `from_model` is what a model computes; one with random weights has flat channels.
+2024). `synthetic` is made like that. `from_model` is what a model computes; one with random weights has flat channels. `trained` is KV of
+the small model that `kvhold bench quality` asks, the one whose lost answers stand beside.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -21,12 +22,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvhold.codecs import Codec, make_codec
+from kvhold.codecs.budget import measured_error
 from kvhold.core.layout import Group, Layout
 
 Bits = npt.NDArray[np.uint16]
 
 ROUNDS = 7
 LAYERS, TOKENS, HEADS, HEAD_DIM = 16, 256, 8, 128  # 16 MiB: half a Llama-3-8B's layers, more than a core's own cache
+TRAINED_CHUNKS = 16  # of 256 KiB: small layers, as small models have
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,8 @@ class CodecRow:
     ratio:             plain bytes / encoded bytes
     enc_mb_s, dec_mb_s: plain bytes a second, in millions
     error:             the largest |decoded - original| in a layer over the largest |original| in it, in the worst layer
-    accuracy_drop:     points of accuracy lost on tasks; null, not measured yet
+    accuracy_drop:     points of accuracy that `kvhold bench quality` finds lost, with the small trained model whatever KV the row is of;
+                       null where that was not measured
     memcpy_mb_s:       the limit, in the same run
     """
 
@@ -51,23 +55,30 @@ class CodecRow:
 
     def __str__(self) -> str:
         enc, dec = (f"{rate:7.0f} {rate / self.memcpy_mb_s:5.2f}" for rate in (self.enc_mb_s, self.dec_mb_s))
-        return f"{self.codec:10} {self.data:12} {self.ratio:6.3f}  {enc}  {dec}  {self.error:8.5f}  {self.memcpy_mb_s:7.0f}"
+        drop = "-" if self.accuracy_drop is None else f"{self.accuracy_drop:.2f}"
+        return f"{self.codec:16} {self.data:12} {self.ratio:6.3f}  {enc}  {dec}  {self.error:8.5f}  {self.memcpy_mb_s:7.0f}  {drop:>6}"
 
 
-HEADING = f"{'codec':10} {'KV':12} {'ratio':>6}  {'enc MB/s, of memcpy':>13}  {'dec, of it':>13}  {'error':>8}  {'memcpy':>7}"
+HEADING = f"{'codec':16} {'KV':12} {'ratio':>6}  {'enc MB/s, of memcpy':>13}  {'dec, of it':>13}  {'error':>8}  {'memcpy':>7}  {'drop':>6}"
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One chunk: bfloat16 as uint16 [layers, planes, tokens, heads, head_dim]."""
+    """Chunks, one behind the other: bfloat16 as uint16 [chunks * layers, planes, tokens, heads, head_dim]."""
 
     bits: Bits
+    chunks: int = 1
+
+    @property
+    def layers(self) -> int:
+        """Of one chunk."""
+        return len(self.bits) // self.chunks
 
     @property
     def layout(self) -> Layout:
-        """One group, one chunk."""
-        layers, planes, tokens, heads, head_dim = self.bits.shape
-        group = Group(layers=layers, planes=planes, heads=heads, head_dim=head_dim, dtype="bfloat16")
+        """One group."""
+        _, planes, tokens, heads, head_dim = self.bits.shape
+        group = Group(layers=self.layers, planes=planes, heads=heads, head_dim=head_dim, dtype="bfloat16")
         return Layout(groups=(group,), tokens_per_chunk=tokens)
 
 
@@ -104,8 +115,22 @@ def from_model(checkpoint: Path) -> Sample:
     return Sample(_bfloat16(np.stack(layers)))
 
 
-def rows(names: Sequence[str], samples: dict[str, Sample], rounds: int = ROUNDS) -> Iterator[CodecRow]:
-    """Measure each codec on each kind of KV. Raises ConfigError for a codec that is unknown or cannot be loaded here."""
+def trained() -> Sample:
+    """A chunk of each of some contexts of the small trained model. Raises NotMeasurable."""
+    from kvhold.cli.bench.quality.run import trained_kv
+
+    kv = trained_kv(TRAINED_CHUNKS)
+    chunks, layers, *rest = kv.shape
+    return Sample(kv.reshape(chunks * layers, *rest), chunks)
+
+
+def rows(
+    names: Sequence[str], samples: dict[str, Sample], rounds: int = ROUNDS, *, drops: Mapping[str, float | None] | None = None
+) -> Iterator[CodecRow]:
+    """Measure each codec on each kind of KV. Raises ConfigError for a codec that is unknown or cannot be loaded here.
+
+    drops: the accuracy that each codec is known to cost, in points
+    """
     codecs = [make_codec(name) for name in names]
     for data, sample in samples.items():
         runs = [_Run(codec, sample) for codec in codecs]
@@ -117,13 +142,14 @@ def rows(names: Sequence[str], samples: dict[str, Sample], rounds: int = ROUNDS)
                 run.measure(counts=number > 0)
         memcpy = plain.nbytes / median(copies[2:]) / 1e6
         for run in runs:
-            yield run.row(data, memcpy)
+            yield run.row(data, memcpy, (drops or {}).get(run.name))
 
 
 class _Run:
     """One codec, its buffers and its times."""
 
     def __init__(self, codec: Codec, sample: Sample) -> None:
+        self.name = codec.name
         self._codec, self._sample = codec, sample
         self._layout = sample.layout
         layers, _, self._tokens, _, _ = sample.bits.shape
@@ -140,9 +166,9 @@ class _Run:
             self._enc.append(enc)
             self._dec.append(dec)
 
-    def row(self, data: str, memcpy: float) -> CodecRow:
+    def row(self, data: str, memcpy: float, accuracy_drop: float | None) -> CodecRow:
         plain = self._sample.bits.nbytes
-        error = max(_error(before, after) for before, after in zip(self._sample.bits, self._decoded, strict=True))
+        error = max(measured_error(before, after, "bfloat16") for before, after in zip(self._sample.bits, self._decoded, strict=True))
         if error > self._codec.error_bound or (self._codec.lossless and not np.array_equal(self._sample.bits, self._decoded)):
             raise AssertionError(f"codec {self._codec.name} is off by {error}, and states {self._codec.error_bound}")
         return CodecRow(
@@ -152,30 +178,24 @@ class _Run:
             enc_mb_s=plain / median(self._enc) / 1e6,
             dec_mb_s=plain / median(self._dec) / 1e6,
             error=error,
-            accuracy_drop=None,
+            accuracy_drop=accuracy_drop,
             memcpy_mb_s=memcpy,
         )
 
     def _encode(self) -> None:
-        for layer, plain in enumerate(self._sample.bits):
-            self._lengths[layer] = self._codec.encode(
-                _view(plain), _view(self._encoded[layer]), layout=self._layout, group=0, layer=layer, num_tokens=self._tokens
-            )
+        for at, plain in enumerate(self._sample.bits):
+            layer, out = at % self._sample.layers, _view(self._encoded[at])
+            self._lengths[at] = self._codec.encode(_view(plain), out, layout=self._layout, group=0, layer=layer, num_tokens=self._tokens)
 
     def _decode(self) -> None:
-        for layer, length in enumerate(self._lengths):
-            encoded, out = self._encoded[layer, :length], self._decoded[layer]
+        for at, length in enumerate(self._lengths):
+            layer, encoded, out = at % self._sample.layers, self._encoded[at, :length], self._decoded[at]
             self._codec.decode(_view(encoded), _view(out), layout=self._layout, group=0, layer=layer, num_tokens=self._tokens)
 
 
 def _view(array: npt.NDArray[Any]) -> memoryview:
     assert array.flags.c_contiguous, "of a copy, nothing would come back"
     return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]  # an array is a buffer
-
-
-def _error(before: Bits, after: Bits) -> float:
-    one, other = ((bits.astype(np.uint32) << 16).view(np.float32) for bits in (before, after))
-    return float(np.abs(one - other).max() / max(float(np.abs(one).max()), float(np.finfo(np.float32).tiny)))
 
 
 def _bfloat16(values: npt.NDArray[np.float32]) -> Bits:

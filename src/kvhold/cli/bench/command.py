@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from kvhold.cli.bench.quality.command import command as quality
 from kvhold.cli.bench.rows import Row, needing, table
 from kvhold.cli.bench.soak.command import command as soak
 from kvhold.cli.bench.vllm.command import command as vllm
@@ -67,23 +68,35 @@ def tiers(only: tuple[str, ...], folder: Path | None, json_file: Path | None) ->
 @command.command()
 @click.option("--codec", "only", multiple=True, help="Only these, by name. [default: all, plugins too]")
 @click.option("--model", type=click.Path(exists=True, path_type=Path), help="Also on the KV of this checkpoint, a folder for transformers.")
+@click.option(
+    "--accuracy/--no-accuracy", default=True, help="Also what each costs in answers, as `kvhold bench quality` says. [default: yes]"
+)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the rows to this file.")
-def codecs(only: tuple[str, ...], model: Path | None, json_file: Path | None) -> None:
-    """Ratio, speed on one core and error of each codec, on bfloat16 KV.
+def codecs(only: tuple[str, ...], model: Path | None, accuracy: bool, json_file: Path | None) -> None:
+    """Ratio, speed on one core and error of each codec, on bfloat16 KV; and the accuracy it costs, in points.
 
-    What codecs cost in the accuracy of answers is not measured here yet: accuracy_drop is null.
+    The last is measured on the small trained model of a checkout, whose KV is also among what is encoded. Where there is no such model,
+    or no torch, accuracy_drop is null, and the reason is printed.
     """
     from kvhold.cli.bench import codecs as bench
+    from kvhold.cli.bench.quality.run import NotMeasurable, evaluate
     from kvhold.codecs import codec_names
 
     _check_names(only, codec_names())
     samples = {"synthetic": bench.synthetic(), "normal": bench.normal()}
+    drops: dict[str, float | None] = {}
+    if accuracy:
+        try:
+            samples["trained"] = bench.trained()
+            drops = {row.codec: row.accuracy_drop for row in evaluate(only or codec_names()).rows}
+        except NotMeasurable as error:
+            click.echo(f"accuracy is not measured: {error}")
     if model is not None:
         with needing("'kvhold[transformers]'"):
             samples[model.name] = bench.from_model(model)
     click.echo(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}; one thread\n\n{bench.HEADING}")
     measured: list[bench.CodecRow] = []
-    for row in bench.rows(only or codec_names(), samples):
+    for row in bench.rows(only or codec_names(), samples, drops=drops):
         measured.append(row)
         click.echo(row)
     if json_file is not None:
@@ -118,6 +131,45 @@ def faults(tiers: tuple[str, ...], only: tuple[str, ...], json_file: Path | None
         raise SystemExit(1)
 
 
+@command.command()
+@click.option("--codec", "only", multiple=True, help="Only these, by name. [default: all]")
+@click.option(
+    "--model-size", type=click.Choice(["tiny", "small", "mid"]), default="small", show_default=True, help="tiny 5M, small 50M, mid 206M."
+)
+@click.option("--tokens", type=click.IntRange(256, 16_000), default=4_000, show_default=True, help="Length of the prompts.")
+@click.option("--prompts", type=click.IntRange(1), default=5, show_default=True, help="So many of them.")
+@click.option("--gbit-s", type=click.FloatRange(min=0.001), default=1.0, show_default=True, help="Of the link, in each direction.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the rows to this file.")
+def link(only: tuple[str, ...], model_size: str, tokens: int, prompts: int, gbit_s: float, json_file: Path | None) -> None:
+    """TTFT of hits of a real vLLM that come from a Redis behind a slow link, by codec; beside computing the prompt."""
+    from kvhold.codecs import codec_names
+
+    with needing("'kvhold[testing]'"):
+        from kvhold.cli.bench.link import LinkRow, rows
+        from kvhold.testing.servers.base import NotInstalled, program
+    from kvhold.cli.demo.models import make_model
+
+    _check_names(only, codec_names())
+    try:
+        program("redis-server", "apt-get install redis-server")
+    except NotInstalled as error:
+        raise click.ClickException(str(error)) from None
+    model = make_model(model_size)
+    click.echo(f"{tokens:,}-token prompts, {model.num_parameters / 1e6:.0f}M parameters, float32 KV, a link of {gbit_s:g} Gbit/s\n")
+    click.echo(f"{'codec':10} {'ratio':>6} {'TTFT s':>8} {'link s':>8} {'KL':>10} {'tokens':>9} {'loaded':>7}")
+    measured: list[LinkRow] = []
+    threads = len(os.sched_getaffinity(0))
+    names = only or codec_names()
+    for row in rows(names, model, num_tokens=tokens, num_prompts=prompts, gbit_s=gbit_s, num_threads=threads):
+        measured.append(row)
+        ratio, link_s = (f"{value:.2f}" if value is not None else "-" for value in (row.ratio, row.link_s))
+        equal = "equal" if row.tokens_equal else "differ"
+        click.echo(f"{row.codec:10} {ratio:>6} {row.ttft_p50_s:8.3f} {link_s:>8} {row.kl:10.2e} {equal:>9} {row.cached_share:7.1%}")
+        if json_file is not None:
+            _write(json_file, measured)
+
+
+command.add_command(quality, "quality")
 command.add_command(soak, "soak")
 command.add_command(vllm, "vllm")
 

@@ -24,10 +24,18 @@ from kvhold.cli.demo.models import SIZES, make_model
 @click.option("--rounds", "num_rounds", type=click.IntRange(1, 100), default=7, show_default=True, help="Beside one that does not count.")
 @click.option("--threads", type=click.IntRange(1), help="Threads of each engine; fewer where others use the cores. [default: all cores]")
 @click.option("--peer", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="Host-memory spec for vLLM's offloading.")
+@click.option("--layerwise", is_flag=True, help="Also loads and stores a layer at a time, beside the default.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the rows to this file.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw the curve of TTFT over reuse, such as curve.png.")
 def command(
-    model_size: str, tokens: int, num_rounds: int, threads: int | None, peer: Path | None, json_file: Path | None, plot: Path | None
+    model_size: str,
+    tokens: int,
+    num_rounds: int,
+    threads: int | None,
+    peer: Path | None,
+    layerwise: bool,
+    json_file: Path | None,
+    plot: Path | None,
 ) -> None:
     """A real vLLM with kvhold beside vLLM without, vLLM's own offloading, and a prefix cache that holds everything.
 
@@ -48,7 +56,8 @@ def command(
     threads = threads or len(os.sched_getaffinity(0))
     title = f"{tokens:,}-token prompts, {model.num_parameters / 1e6:.0f}M parameters, vLLM on {threads} CPU thread{'s' * (threads > 1)}"
     click.echo(f"{platform.machine()}, Python {platform.python_version()}, {title}\nstarting the engines ...")
-    with started(model, num_tokens=tokens, held_tokens=HELD_PROMPTS * tokens, num_threads=threads, peer=peer) as systems:
+    held = HELD_PROMPTS * tokens
+    with started(model, num_tokens=tokens, held_tokens=held, num_threads=threads, peer=peer, layerwise=layerwise) as systems:
         cells: list[Cell] = []
         try:
             for cells_of_round in rounds(systems, model, num_tokens=tokens, num_rounds=num_rounds, say=click.echo):

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from kvhold.cli.bench.vllm.run import Cell
-from kvhold.cli.bench.vllm.systems import AGAIN, KVHOLD, LEFT_AGAIN, LEFT_ALONE, LIMIT, OFFLOADING, PLAIN, SYSTEMS
+from kvhold.cli.bench.vllm.systems import AGAIN, BESIDE, KVHOLD, LAYERWISE, LEFT_AGAIN, LEFT_ALONE, LIMIT, OFFLOADING, PLAIN, SYSTEMS
 
 _RESAMPLES = 4_000
 
@@ -113,6 +113,10 @@ def goals(rows: Sequence[VllmRow]) -> list[Goal]:
     of_cpu = _apart(control.cpu_ratios[PLAIN]) if control is not None else 1.0
     within = next((row for row in rows if row.system == LEFT_AGAIN), None)
     for row in rows:
+        if row.system == LAYERWISE:
+            found.append(
+                Goal(f"{row.reuse} % reuse, layer by layer: TTFT over that of loads beside the passes", row.ttft_ratios[BESIDE], 1.0)
+            )
         if row.system != KVHOLD:
             continue
         ttft = row.ttft_ratios

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from kvhold.cli.bench.vllm.figures import Goal, VllmRow
-from kvhold.cli.bench.vllm.systems import AGAIN, KVHOLD, LEFT_AGAIN, LEFT_ALONE, LIMIT, OFFLOADING, PLAIN, RECOMPUTE, SYSTEMS
+from kvhold.cli.bench.vllm.systems import AGAIN, KVHOLD, LIMIT, OFFLOADING, PLAIN, RECOMPUTE, SYSTEMS
 
 _COLORS = {RECOMPUTE: "#9aa5b1", PLAIN: "#6c7a89", AGAIN: "#6c7a89", OFFLOADING: "#c44536", KVHOLD: "#2a9d8f", LIMIT: "#222222"}
 
@@ -47,7 +47,7 @@ def draw(rows: Sequence[VllmRow], path: Path, title: str) -> None:
     axes = figure.subplots()
     for name in SYSTEMS:
         own = [row for row in rows if row.system == name]
-        if name in (PLAIN, AGAIN, LEFT_ALONE, LEFT_AGAIN) or not own:
+        if name not in _COLORS or name in (PLAIN, AGAIN) or not own:
             continue  # measured at both ends only, where it is as slow as computing
         reuse, times = [row.reuse for row in own], [row.ttft_p50_s for row in own]
         axes.plot(reuse, times, marker="o", color=_COLORS[name], linestyle="--" if name == LIMIT else "-", label=name)

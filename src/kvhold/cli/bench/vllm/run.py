@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 
 from kvhold.cli.bench.vllm.systems import (
     AGAIN,
+    BESIDE,
     KVHOLD,
+    LAYERWISE,
     LEFT_AGAIN,
     LEFT_ALONE,
     LIMIT,
@@ -64,7 +66,8 @@ def rounds(
     for number in range(1 + num_rounds):
         began, cells = time.monotonic(), []
         for reuse in REUSE_PERCENT:
-            for at, (names, burst) in enumerate(_cells(reuse)):
+            of_reuse = _cells(reuse) + ([((BESIDE, LAYERWISE), False)] * 2 if LAYERWISE in systems else [])
+            for at, (names, burst) in enumerate(of_reuse):
                 texts = [f"text {at}.{piece}" for piece in range(BURST if burst else 1)]
                 given = [prompts.next(reuse, text) for text in texts]
                 cells.append(_measure({name: systems[name] for name in names if name in systems}, given, reuse, burst, chance))

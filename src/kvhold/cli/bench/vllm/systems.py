@@ -10,6 +10,8 @@
 | kvhold | kvhold's connector and a node |
 | kvhold, left alone | the same engine, asked to leave the request alone: what a request costs that is followed, stored and not found |
 | kvhold, left alone again | the same once more |
+| kvhold, layer by layer | with `layerwise`, which wants no prefix cache; where it is asked for |
+| kvhold, beside the passes | as by default, but without a prefix cache, to compare that with |
 
 Offloading and kvhold have the prefix cache too, KV memory as small as "vllm" has, and the same number of bytes to keep KV in.
 
@@ -42,7 +44,9 @@ OFFLOADING = "offloading"
 KVHOLD = "kvhold"
 LEFT_ALONE = "kvhold, left alone"
 LEFT_AGAIN = "kvhold, left alone again"
-SYSTEMS = (RECOMPUTE, PLAIN, AGAIN, OFFLOADING, KVHOLD, LEFT_ALONE, LEFT_AGAIN, LIMIT)
+LAYERWISE = "kvhold, layer by layer"
+BESIDE = "kvhold, beside the passes"
+SYSTEMS = (RECOMPUTE, PLAIN, AGAIN, OFFLOADING, KVHOLD, LEFT_ALONE, LEFT_AGAIN, LAYERWISE, BESIDE, LIMIT)
 OUTPUT_TOKENS = 8
 PEER_SPEC = Path(__file__).resolve().parents[5] / "benchmarks" / "vllm_host_offload.py"  # there is one in a checkout
 
@@ -66,13 +70,16 @@ class System:
 
 
 @contextmanager
-def started(model: ModelInfo, *, num_tokens: int, held_tokens: int, num_threads: int, peer: Path | None) -> Iterator[dict[str, System]]:
+def started(
+    model: ModelInfo, *, num_tokens: int, held_tokens: int, num_threads: int, peer: Path | None, layerwise: bool = False
+) -> Iterator[dict[str, System]]:
     """All systems by name, ready; they end with the block. Raises EngineFailed when one does not start.
 
     num_tokens: of the longest prompt; small KV memory holds two of them
     held_tokens: how many tokens' KV the limit's memory and both connectors' memory hold
     num_threads: of each engine
     peer: the file of the host-memory spec; None: vLLM's offloading is left out
+    layerwise: also the two that say what it gains
     """
     longest = num_tokens + OUTPUT_TOKENS + _ROOM_TOKENS
     held_bytes = held_tokens * model.kv_bytes_per_token
@@ -86,8 +93,15 @@ def started(model: ModelInfo, *, num_tokens: int, held_tokens: int, num_threads:
             OFFLOADING: {"kv_transfer_config": _offloading(peer, held_bytes)} if peer is not None else {},
             KVHOLD: {"kv_transfer_config": _kvhold(socket, held_bytes)},
         }
+        if layerwise:
+            for name, extra in ((LAYERWISE, {"layerwise": True}), (BESIDE, {})):
+                own = _kvhold(Path(folder) / f"{len(given)}.sock", held_bytes, **extra)
+                given[name] = {"kv_transfer_config": own, "prefix_caching": False}
         environment = {OFFLOADING: {"PYTHONPATH": _python_path(peer)}} if peer is not None else {}
-        stack.callback(_stop_node, socket)
+        for options in given.values():
+            node = options.get("kv_transfer_config", {}).get("kv_connector_extra_config", {}).get("node", {})
+            if node:
+                stack.callback(_stop_node, Path(node["socket"]))
         systems = {}
         for name, options in given.items():
             if name != OFFLOADING or peer is not None:
@@ -113,13 +127,13 @@ def _fixed_addresses() -> Iterator[None]:
         libc.personality(ctypes.c_ulong(before))
 
 
-def _kvhold(socket: Path, held_bytes: int) -> dict[str, Any]:
+def _kvhold(socket: Path, held_bytes: int, **others: Any) -> dict[str, Any]:
     node = {"socket": str(socket), "idle_exit_s": _NODE_OUTLIVES_ENGINES_S}
     return {
         "kv_connector": "KVHoldConnector",
         "kv_connector_module_path": "kvhold.integrations.vllm",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"ram_bytes": held_bytes, "node": node},
+        "kv_connector_extra_config": {"ram_bytes": held_bytes, "node": node, **others},
     }
 
 
