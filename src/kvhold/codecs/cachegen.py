@@ -23,13 +23,13 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from kvhold.codecs.elements import CODED, Elements, Reader, read_elements
+from kvhold.codecs.elements import CODED, Elements, Reader
 from kvhold.codecs.quantised import Place, Quantised
 from kvhold.kernels import numba_bins as bins
+from kvhold.kernels import numba_planes as planes
 from kvhold.kernels import numba_rans_kinds as rans
 from kvhold.kernels.numba_bins import Counts
 from kvhold.kernels.numba_floats import LEAST_NORMAL, Bytes, Codes, Floats
-from kvhold.kernels.numba_rans import STATE_WORDS
 
 RUN = 128  # channels that a token's shift is for
 SHARED = 32  # elements, at least, that a class and a step are chosen by
@@ -82,14 +82,14 @@ class CacheGen(Quantised):
     fineness: ClassVar[Fineness] = Fineness(early_keys=0.9, keys=1.05, early_values=1.1, values=1.2, parts=3.5)
 
     def _code(self, elements: Elements, place: Place, out: memoryview) -> int | None:
-        planes = elements.reshape(place.planes, -1)
-        measured = [bins.measure(plane, place.dtype, place.tokens, place.width) for plane in planes]
+        found = elements.reshape(place.planes, -1)
+        measured = [bins.measure(plane, place.dtype, place.tokens, place.width) for plane in found]
         largest = float(np.max([channels.largest.max() for channels in measured]))  # NaN if anything is
         if not np.isfinite(largest) or 0 < largest < max(_LEAST, LEAST_NORMAL[place.dtype]):
             return None
         target, end = np.frombuffer(out, np.uint8), 1
         target[0] = CODED
-        for number, (plane, channels) in enumerate(zip(planes, measured, strict=True)):
+        for number, (plane, channels) in enumerate(zip(found, measured, strict=True)):
             steps = _Steps.choose(plane, place, channels, largest, self.fineness.of(place, number), largest / self.fineness.parts)
             for piece in _plane_pieces(plane, place, steps):
                 if end + piece.size > place.nbytes:
@@ -153,10 +153,14 @@ class _Steps:
         return cls(base, share, octaves.astype(np.uint8), np.clip(offsets, -bins.MOST, bins.MOST).astype(np.int8))
 
     def of_channels(self, place: Place) -> tuple[Floats, Codes]:
-        """[width] the step and the offset of each channel. A product that would be infinite is the largest float32."""
+        """[width] the step and the offset of each channel."""
         groups = _groups(place.heads, place.head_dim, self.share)
-        widths = np.minimum(np.float64(self.base) * 2.0 ** np.arange(OCTAVES), np.finfo(np.float32).max).astype(np.float32)
-        return widths[self.octaves][groups], self.offsets[groups]
+        return _widths(self.base)[self.octaves][groups], self.offsets[groups]
+
+
+def _widths(base: float | np.float32) -> Floats:
+    """[OCTAVES] the steps. A product that would be infinite is the largest float32."""
+    return np.minimum(np.float64(base) * 2.0 ** np.arange(OCTAVES), np.finfo(np.float32).max).astype(np.float32)
 
 
 @lru_cache(maxsize=64)
@@ -261,51 +265,13 @@ def _pack_shifts(shifts: Codes) -> Bytes:
     return np.asarray(halves[::2] | halves[1::2] << np.uint8(4))
 
 
-def _unpack_shifts(data: npt.ArrayLike, count: int) -> Codes:
-    packed = np.asarray(data, np.uint8)
-    halves = np.stack([packed & np.uint8(15), packed >> np.uint8(4)], axis=1).reshape(-1)[:count]
-    return np.asarray((halves ^ np.uint8(8)).astype(np.int8) - np.int8(8))
-
-
 def _read_plane(reader: Reader, place: Place, plane: Elements) -> None:
     """Fill one plane. Raises FrameError."""
     base, share, shifted, num_kinds = _HEAD.unpack(reader.take(_HEAD.size))
     if not 0 <= base < np.inf or share > 15 or shifted > 1 or not 1 <= num_kinds <= CLASSES:
         raise reader.wrong(f"a plane that begins with {base}, {share}, {shifted}, {num_kinds}")
-    groups = _groups(place.heads, place.head_dim, share)
-    channels = np.frombuffer(reader.take(int(groups[-1]) + 1), np.uint8)
-    classes = channels & np.uint8(15)
-    if classes.max() >= num_kinds:
-        raise reader.wrong("a class without frequencies")
-    offsets = np.zeros(channels.size, np.int8)
-    has_offset = channels >= 128
-    offsets[has_offset] = np.frombuffer(reader.take(int(np.count_nonzero(has_offset))), np.int8)
-    bounds, shifts = _bounds(place.heads, place.head_dim), np.zeros((0, 0), np.int8)
-    if shifted:
-        count = place.tokens * (bounds.size - 1)
-        shifts = _unpack_shifts(np.frombuffer(reader.take(-(-count // 2)), np.uint8), count).reshape(place.tokens, -1)
-    odds = _read_odds(reader, num_kinds)
-    exceptions = np.frombuffer(reader.take(*_COUNT.unpack(reader.take(_COUNT.size))), np.int8)
-    segments = np.frombuffer(reader.take(4 * rans.num_segments(plane.size, place.width)), "<u4").astype(np.int64)
-    if segments.min(initial=STATE_WORDS) < STATE_WORDS:
-        raise reader.wrong("a segment shorter than its states")
-    words = read_elements(reader.take(2 * int(segments.sum())), "<u2")
-    kinds = bins.spread_kinds(classes[groups], shifts, bounds, place.tokens, num_kinds)
-    symbols = np.empty(plane.size, np.uint8)
-    if not rans.decode(words, segments, kinds, place.width, odds, symbols):
-        raise reader.wrong("a segment that does not end where it began")
-    steps, of_channels = _Steps(np.float32(base), share, channels >> np.uint8(4) & np.uint8(7), offsets).of_channels(place)
-    if not bins.dequantise(symbols, of_channels, steps, exceptions, place.dtype, plane):
-        raise reader.wrong("more or fewer exceptions than are marked")
-
-
-def _read_odds(reader: Reader, num_kinds: int) -> rans.Frequencies:
-    lengths = np.frombuffer(reader.take(num_kinds), np.uint8)
-    frequencies = np.zeros((num_kinds, bins.REACH + 1), np.uint16)
-    stored = np.frombuffer(reader.take(2 * int(lengths.sum())), "<u2")
-    if lengths.max() <= bins.REACH + 1:
-        frequencies[_stored(lengths)] = stored
-        sums = frequencies.sum(axis=1, dtype=np.int64)
-        if (2 * sums - frequencies[:, 0] <= rans.SCALE).all():
-            return _odds(lengths, frequencies)
-    raise reader.wrong("frequencies that are too many, or of too large a sum")
+    shape = planes.Shape(place.tokens, _groups(place.heads, place.head_dim, share), _bounds(place.heads, place.head_dim))
+    used = planes.restore(np.frombuffer(reader.rest(), np.uint8), shape, _widths(base), num_kinds, bool(shifted), place.dtype, plane)
+    if used < 0:
+        raise reader.wrong(planes.WRONG[used])
+    reader.take(used)

@@ -61,6 +61,10 @@ class Reader:
         self._at += count
         return self._data[self._at - count : self._at]
 
+    def rest(self) -> memoryview:
+        """All that is left, not taken."""
+        return self._data[self._at :]
+
     def end(self) -> None:
         """There are no more."""
         if self._at != len(self._data):

@@ -58,6 +58,8 @@ def merge(planes: Sequence[Bytes], bias: Bytes | None, out: Elements) -> None:
         _merge1(planes[0], bias, out)
     elif len(planes) == 2:
         _merge2(planes[0], planes[1], bias, out)
+    elif len(planes) == 4:
+        _merge4(planes[0], planes[1], planes[2], planes[3], bias, out)
     else:
         _merge(np.stack(planes), bias, out)
 
@@ -118,11 +120,7 @@ def decode(words: Words, counts: Counts, freq: Counts, out: Bytes, *, wide: bool
     """
     assert counts.size == num_segments(out.size) and int(counts.sum()) == words.size and int(counts.min(initial=STATE_WORDS)) >= STATE_WORDS
     assert freq.size == 256 and int(freq.sum()) == SCALE and int(freq.min()) >= 0
-    symbols = np.repeat(np.arange(256, dtype=np.uint32), freq)
-    starts = np.repeat(np.cumsum(freq) - freq, freq)
-    within = (np.arange(SCALE) - starts).astype(np.uint32)
-    table = symbols | (np.repeat(freq, freq) - 1).astype(np.uint32) << np.uint32(8) | within << np.uint32(20)
-    return bool(_decode(words, counts, table, WIDE if wide is None else wide, out))
+    return bool(_decode(words, counts, freq, WIDE if wide is None else wide, out))
 
 
 # --- compiled --------------------------------------------------------------------------------------------------------------------------
@@ -187,7 +185,24 @@ def _merge2(high: Any, low: Any, bias: Any, out: Any) -> None:
                 row_out[i] = np.uint16(x >> 1 | x << 15)
 
 
-@compiled(*(types.void(readonly(types.uint8, 2), _bytes, kind[::1]) for kind in _UINTS[2:]))
+@compiled(types.void(_bytes, _bytes, _bytes, _bytes, _bytes, types.uint32[::1]))
+def _merge4(highest: Any, high: Any, low: Any, lowest: Any, bias: Any, out: Any) -> None:
+    width = bias.size if bias.size else out.size
+    for row in range(0, out.size, width):
+        a, b, c, d, into = (
+            highest[row : row + width],
+            high[row : row + width],
+            low[row : row + width],
+            lowest[row : row + width],
+            out[row : row + width],
+        )
+        for i in range(width):
+            top = np.uint8(a[i] + bias[i]) if bias.size else a[i]
+            x = np.uint32(top) << 24 | np.uint32(b[i]) << 16 | np.uint32(c[i]) << 8 | np.uint32(d[i])
+            into[i] = np.uint32(x >> 1 | x << 31)
+
+
+@compiled(types.void(readonly(types.uint8, 2), _bytes, types.uint64[::1]))
 def _merge(planes: Any, bias: Any, out: Any) -> None:
     size = planes.shape[0]
     top = np.uint64(8 * size - 1)
@@ -337,8 +352,14 @@ def _step16(_: Any, states: Any, table: Any, words: Any, out: Any) -> Any:
     return types.int64(types.int64, types.int64, types.int64, types.int64), emit
 
 
-@compiled(types.boolean(readonly(types.uint16), readonly(types.int64), readonly(types.uint32), types.boolean, types.uint8[::1]))
-def _decode(words: Any, counts: Any, table: Any, wide: bool, out: Any) -> bool:
+@compiled(types.boolean(readonly(types.uint16), readonly(types.int64), readonly(types.int64), types.boolean, types.uint8[::1]))
+def _decode(words: Any, counts: Any, freq: Any, wide: bool, out: Any) -> bool:
+    table, slot = np.empty(SCALE, np.uint32), 0  # what a slot stands for: the symbol, its frequency less one, the place within
+    for symbol in range(256):
+        entry = np.uint32(symbol) | np.uint32(freq[symbol] - 1) << np.uint32(8)
+        for within in range(freq[symbol]):
+            table[slot] = entry | np.uint32(within) << np.uint32(20)
+            slot += 1
     states = np.empty(LANES, np.uint32)
     begin = 0
     for segment in range(counts.size):

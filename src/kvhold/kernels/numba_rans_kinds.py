@@ -27,7 +27,7 @@ SCALE = 1 << SCALE_BITS
 
 def num_segments(symbols: int, width: int) -> int:
     """Segments of so many symbols, whole rows of `width`."""
-    return -(-symbols // _segment(width))
+    return -(-symbols // segment_size(width))
 
 
 def encode(symbols: Bytes, kinds: Bytes, width: int, freq: Frequencies) -> tuple[Words, Counts]:
@@ -41,7 +41,7 @@ def encode(symbols: Bytes, kinds: Bytes, width: int, freq: Frequencies) -> tuple
     segments = num_segments(symbols.size, width)
     words = np.empty(symbols.size + segments * STATE_WORDS, np.uint16)
     counts = np.zeros(segments, np.int64)
-    used = _encode(symbols, kinds, width, _segment(width), freq, words, counts)
+    used = _encode(symbols, kinds, width, segment_size(width), freq, words, counts)
     return words[:used], counts
 
 
@@ -55,10 +55,11 @@ def decode(words: Words, counts: Counts, kinds: Bytes, width: int, freq: Frequen
     _check(kinds, freq, out, width)
     assert counts.size == num_segments(out.size, width) and int(counts.sum()) == words.size
     assert int(counts.min(initial=STATE_WORDS)) >= STATE_WORDS
-    return bool(_decode(words, counts, kinds, width, _segment(width), freq, WIDE if wide is None else wide, out))
+    return bool(_decode(words, counts, kinds, width, segment_size(width), freq, WIDE if wide is None else wide, out))
 
 
-def _segment(width: int) -> int:
+def segment_size(width: int) -> int:
+    """Symbols of a whole segment of rows of `width`."""
     return max(SEGMENT // width, 1) * width
 
 
