@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -16,6 +17,8 @@ pytest.importorskip("torch", reason="no torch in this environment")
 import torch
 
 from kvhold.cli.checkpoints import RECIPES, make_checkpoint
+from kvhold.cli.verify.engine import Engines
+from kvhold.cli.verify.messages import Ask, Question, Start
 from kvhold.cli.verify.paths import DEFAULT
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(3_600)]  # busy cores: all classes are one test's fixture
@@ -184,3 +187,26 @@ def register():
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: damaging\nVersion: 1.0\n")
     (information / "entry_points.txt").write_text("[vllm.general_plugins]\ndamaging = damaging:register\n")
     return folder
+
+
+def test_this_vllm_s_mla_does_not_go_on_from_its_own_kv_as_it_computes_a_prompt() -> None:
+    """Why it is refused: any hit, of vLLM's own too, has the end of a prompt computed by what computes outputs. Llama does it well."""
+    rng = random.Random(3)
+    differ = {}
+    for name in ("deepseek-v2", "llama"):
+        arguments = {"model": str(make_checkpoint(name).path), "dtype": "float32", "enforce_eager": True, "max_num_seqs": 1}
+        arguments |= {"max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20}
+        with Engines(timeout_s=600, threads=1) as engines:
+            vocabulary = engines.start(Start(engine=arguments)).vocabulary
+            prompts = [[rng.choice(vocabulary) for _ in range(length)] for length in (20, 65, 129, 200)]
+            differ[name] = sum(_continues_otherwise(engines, prompt) for prompt in prompts)
+    if not torch.cpu._is_amx_tile_supported():
+        assert differ["deepseek-v2"] > 0, "vLLM has mended it: serve MLA here, and verify it"
+    assert differ["llama"] == 0
+
+
+def _continues_otherwise(engines: Engines, prompt: list[int]) -> bool:
+    """Whether a prompt that ends with what the engine has answered goes on otherwise than the answer did."""
+    answer = engines.ask(Ask(questions=[Question(tokens=prompt)], max_tokens=5)).token_ids[0]
+    longer = [Question(tokens=prompt + answer[:end]) for end in range(1, len(answer))]
+    return [tokens[0] for tokens in engines.ask(Ask(questions=longer, max_tokens=1)).token_ids] != answer[1:]

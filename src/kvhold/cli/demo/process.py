@@ -104,12 +104,12 @@ class LoggedProcess:
             self._last_words = self.log_tail()
             self._log.close()
 
-    def log_tail(self) -> str:
-        """The end of what it has printed."""
+    def log_tail(self, nbytes: int = 0) -> str:
+        """The end of what it has printed; nbytes: how much of it, while it runs (0: as much as a person may want to read)."""
         if self._log.closed:
             return self._last_words
-        size = os.fstat(self._log.fileno()).st_size
-        tail = os.pread(self._log.fileno(), self._tail_bytes, max(0, size - self._tail_bytes))  # the child writes at the shared offset
+        size, nbytes = os.fstat(self._log.fileno()).st_size, nbytes or self._tail_bytes
+        tail = os.pread(self._log.fileno(), nbytes, max(0, size - nbytes))  # the child writes at the shared offset
         return tail.decode(errors="replace")
 
     def failure(self, doing: str, what: str | None = None) -> EngineFailed:

@@ -24,6 +24,7 @@ from kvhold.cli.verify.messages import Answered, Ask, Done, Operation, Refused, 
 _R = TypeVar("_R", Started, Answered, Served, Done)
 _decoder: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
 _REFUSAL = "LayoutError: "
+_SEARCHED_BYTES = 1 << 20  # of the log: vLLM prints a stack for each of its processes after a worker's
 
 
 class EngineRefused(EngineFailed):
@@ -32,9 +33,10 @@ class EngineRefused(EngineFailed):
     by_kvhold: the connector does not serve this set-up; log_tail: the end of what the engine has printed
     """
 
-    def __init__(self, refused: Refused, log_tail: str) -> None:
+    def __init__(self, refused: Refused, log: str, log_tail: str) -> None:
+        """log: all that may name the reason."""
         reason = f"{refused.kind}: {refused.reason}"
-        told_in_log = [line[line.index(_REFUSAL) :] for line in log_tail.splitlines() if _REFUSAL in line]
+        told_in_log = [line[line.index(_REFUSAL) :] for line in log.splitlines() if _REFUSAL in line]
         if not refused.by_kvhold and told_in_log:
             reason = told_in_log[0]  # a worker's process, whose own reason reaches the engine as "it has died"
         super().__init__(reason)
@@ -100,7 +102,7 @@ class Engines:
         except msgspec.DecodeError as error:
             raise process.failure(doing, f"answered with what is no reply: {error}") from error
         if isinstance(reply, Refused):
-            raise EngineRefused(reply, process.log_tail())
+            raise EngineRefused(reply, process.log_tail(_SEARCHED_BYTES), process.log_tail())
         if not isinstance(reply, kind):
             raise process.failure(doing, f"answered {reply}")
         return reply
