@@ -5,8 +5,9 @@
 Gathers and scatters a Llama-3-8B's KV (NHD and HND, and odd sizes for the check alone) between blocks on the GPU and chunks, first in a
 staging tensor on the device, then in pinned host memory. Each result is compared, byte for byte, with plain torch indexing; each time is
 printed beside torch's, and beside the limit: one copy of the same bytes by the driver. Then the codecs' arithmetic (rANS, int8, fp8,
-CacheGen) on KV of bfloat16: each result is compared, bit by bit, with numba's on the host, and each time printed beside a copy of the
-plain bytes within the device. Exits with 1 if a byte is wrong, and with 0, saying so, where there is no GPU.
+CacheGen, KIVI, TurboQuant) on KV of bfloat16: each result is compared, bit by bit, with numba's on the host, and each time printed beside
+a copy of the plain bytes within the device. k8v4 is int8's keys and kivi4's values. Exits with 1 if a byte is wrong, and with 0, saying
+so, where there is no GPU.
 """
 
 import importlib.util
@@ -153,13 +154,17 @@ def _cases(torch: Any, elements: Any, on_device: Any, planes: int, tokens: int, 
     """Each step with what numba makes of the one before."""
     from kvhold.kernels import (
         numba_bins,
+        numba_groups,
         numba_quantise,
         numba_rans,
         numba_rans_kinds,
+        numba_turns,
         triton_bins,
+        triton_groups,
         triton_quantise,
         triton_rans,
         triton_rans_kinds,
+        triton_turns,
     )
 
     def there(array: Any) -> Any:
@@ -264,6 +269,67 @@ def _cases(torch: Any, elements: Any, on_device: Any, planes: int, tokens: int, 
         lambda: (numba_bins.dequantise(marked, offsets, steps, exceptions, dtype, plain), plain),
         lambda: (triton_bins.dequantise(marked_there, offsets_there, steps_there, exceptions_there, dtype, back), back),
     )
+
+    plane = elements.reshape(rows, width)
+    full = rows // numba_groups.GROUP
+    for bits in (4, 2):
+        row_bytes = numba_groups.packed_width(width, bits)
+        yield from _both_ways(
+            there,
+            f"kivi{bits} keys",
+            (numba_groups.columns_encode, numba_groups.columns_decode),
+            (triton_groups.columns_encode, triton_groups.columns_decode),
+            plane[: full * numba_groups.GROUP],
+            {"ends": np.empty((full, 2, width), np.uint16), "codes": np.empty((full * numba_groups.GROUP, row_bytes), np.uint8)},
+            {"dtype": dtype, "bits": bits},
+        )
+        ends = np.empty((rows, 2, numba_groups.num_groups(width, head_dim)), np.uint16)
+        yield from _both_ways(
+            there,
+            f"kivi{bits} values",
+            (numba_groups.rows_encode, numba_groups.rows_decode),
+            (triton_groups.rows_encode, triton_groups.rows_decode),
+            plane,
+            {"ends": ends, "codes": np.empty((rows, row_bytes), np.uint8)},
+            {"dtype": dtype, "bits": bits, "head_dim": head_dim},
+        )
+
+    in_heads = rows * heads, len(numba_turns.run_sizes(head_dim))
+    limit = 2.0  # some vectors would be off by more
+    yield from _both_ways(
+        there,
+        "turboquant4",
+        (partial(numba_turns.encode, limit=limit), numba_turns.decode),
+        (partial(triton_turns.encode, limit=limit), triton_turns.decode),
+        elements,
+        {"scales": np.empty(in_heads, np.float32), "codes": np.empty((in_heads[0], numba_turns.head_bytes(head_dim)), np.uint8)},
+        {"dtype": dtype, "head_dim": head_dim},
+    )
+
+
+def _both_ways(
+    there: Callable[[Any], Any],
+    title: str,
+    on_host: tuple[Callable[..., None], Callable[..., None]],
+    on_device: tuple[Callable[..., None], Callable[..., None]],
+    elements: Any,
+    parts: dict[str, Any],
+    options: dict[str, Any],
+) -> Iterator[_Case]:
+    """An encoder that fills `parts`, and the decoder that fills elements from them; `there` copies an array to the device."""
+
+    def run(function: Callable[..., None], elements: Any, parts: dict[str, Any], *filled: Any) -> tuple[Any, ...]:
+        function(elements=elements, **parts, **options)
+        return filled
+
+    found, source = {name: there(part) for name, part in parts.items()}, there(elements)
+    yield _Case(
+        f"{title} encode",
+        lambda: run(on_host[0], elements, parts, *parts.values()),
+        lambda: run(on_device[0], source, found, *found.values()),
+    )
+    given, plain, back = {name: there(part) for name, part in parts.items()}, np.empty_like(elements), there(np.zeros_like(elements))
+    yield _Case(f"{title} decode", lambda: run(on_host[1], plain, parts, plain), lambda: run(on_device[1], back, given, back))
 
 
 def _in_turn(torch: Any, calls: dict[str, Callable[[], object]]) -> list[float]:

@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-NAMES = tuple(f"kvhold.kernels.triton_{name}" for name in ("floats", "rans", "rans_kinds", "quantise", "bins"))
+from kvhold.codecs.base import Codec
+from kvhold.core.layout import Group, Layout
+
+NAMES = tuple(f"kvhold.kernels.triton_{name}" for name in ("floats", "rans", "rans_kinds", "quantise", "bins", "groups", "turns"))
 
 
 @contextmanager
@@ -37,11 +40,26 @@ def standing_in(host: ModuleType, twin: ModuleType, names: list[str]) -> SimpleN
     return SimpleNamespace(**{**vars(host), **{name: _of_arrays(getattr(twin, name)) for name in names}})
 
 
+def of_a_layer(codec: Codec, plain: bytes, group: Group, num_tokens: int) -> tuple[bytes, bytes]:
+    """What the codec writes of a layer, and what it reads from that."""
+    place: dict[str, Any] = {
+        "layout": Layout(groups=(group,), tokens_per_chunk=num_tokens),
+        "group": 0,
+        "layer": 0,
+        "num_tokens": num_tokens,
+    }
+    encoded, decoded = bytearray(codec.max_size(place["layout"], 0, num_tokens)), bytearray(len(plain))
+    end = codec.encode(memoryview(plain), memoryview(encoded), **place)
+    codec.decode(memoryview(encoded)[:end], memoryview(decoded), **place)
+    return bytes(encoded[:end]), bytes(decoded)
+
+
 def _of_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*arguments: Any) -> Any:
+    def call(*arguments: Any, **named: Any) -> Any:
         given = [_to_tensors(each) for each in arguments]
-        result = function(*given)
-        for array, filled in zip(arguments, given, strict=True):
+        given_named = {name: _to_tensors(each) for name, each in named.items()}
+        result = function(*given, **given_named)
+        for array, filled in zip((*arguments, *named.values()), (*given, *given_named.values()), strict=True):
             if isinstance(array, np.ndarray) and array.flags.writeable:
                 array[:] = filled.numpy()
         return _to_arrays(result)

@@ -10,9 +10,9 @@ import pytest
 pytest.importorskip("triton", reason="no Triton in this environment")
 bins = pytest.importorskip("kvhold.kernels.numba_bins", reason="no numba in this environment")
 from kvhold.codecs import cachegen  # noqa: E402  # after the skips
-from kvhold.core.layout import Group, Layout  # noqa: E402
+from kvhold.core.layout import Group  # noqa: E402
 from kvhold.kernels import numba_rans_kinds as kinds_rans  # noqa: E402
-from tests.kernels.interpreted import interpreted, standing_in, tensor  # noqa: E402
+from tests.kernels.interpreted import interpreted, of_a_layer, standing_in, tensor  # noqa: E402
 from tests.kernels.test_triton_quantise import DTYPES, bits_of  # noqa: E402
 
 pytestmark = pytest.mark.slow  # the interpreter takes a millisecond for each step
@@ -180,20 +180,12 @@ def test_words_no_encoder_wrote_get_numbas_verdict(rans_twin: ModuleType, seed: 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_layer_of_the_cachegen_codec(twin: ModuleType, rans_twin: ModuleType, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The codec gives the same bytes, and the same values back, if all its arithmetic is done here."""
-    layout = Layout(groups=(Group(layers=1, planes=2, heads=2, head_dim=16, dtype=dtype),), tokens_per_chunk=24)
+    group = Group(layers=1, planes=2, heads=2, head_dim=16, dtype=dtype)
     plain = numbers(dtype, 48, 32).tobytes()
-    place = {"layout": layout, "group": 0, "layer": 0, "num_tokens": 24}
-    expected, found = (bytearray(1 + len(plain)) for _ in range(2))
-    values, back = bytearray(len(plain)), bytearray(len(plain))
-    codec: Any = cachegen.CacheGen()
-    end = codec.encode(memoryview(plain), memoryview(expected), **place)
-    assert end < len(plain)
-    codec.decode(memoryview(expected)[:end], memoryview(values), **place)
+    expected = of_a_layer(cachegen.CacheGen(), plain, group, 24)
+    assert len(expected[0]) < len(plain)
 
     names = ["measure", "distances", "quantise", "magnitudes", "spread_kinds", "count", "to_symbols", "dequantise"]
     monkeypatch.setattr(cachegen, "bins", standing_in(bins, twin, names))
     monkeypatch.setattr(cachegen, "rans", standing_in(kinds_rans, rans_twin, ["encode", "decode"]))
-    assert codec.encode(memoryview(plain), memoryview(found), **place) == end
-    assert found[:end] == expected[:end]
-    codec.decode(memoryview(found)[:end], memoryview(back), **place)
-    assert back == values
+    assert of_a_layer(cachegen.CacheGen(), plain, group, 24) == expected

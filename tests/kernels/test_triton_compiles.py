@@ -16,12 +16,16 @@ SIZES = dict.fromkeys(
     ("count", "size", "width", "segment_size", "row_words", "num_kinds", "tokens", "head_dim", "run", "runs"),
     "i32",
 )
+SIZES |= dict.fromkeys(("row_bytes", "per_row", "groups_of_head", "first", "many", "in_vector"), "i32")
 RANS = SIZES | {"words": "*u16", "scratch": "*u16", "counts": "*i64", "ends": "*i64", "kinds": "*u8", "symbols": "*u8", "out": "*u8"}
 RANS |= {"tables": "*i32", "ranges": "*i32", "intact": "*i32", "planes": "*u8", "first": "*u8", "rest": "*u8", "bias": "*u8", "rows": "*u8"}
 CODES = SIZES | {"largest": "*fp32"}
 BINS = CODES | {"sums": "*fp64", "means": "*fp64", "steps": "*fp32", "offsets": "*i8", "deviations": "*i16", "symbols": "*u8"}
 BINS |= {"exceptions": "*i8", "ends": "*i64"}
+GROUPS = SIZES | {"codes": "*u8"}
+TURNS = GROUPS | {"scales": "*fp32", "signs": "*fp32", "levels": "*fp32", "middles": "*fp32", "limit": "fp32"}
 CODER: dict[str, Any] = {"lanes": 32, "has_kinds": False, "scale_bits": 12}
+VECTORS = {"stages": 7, "together": 8}
 TILES = {"together": 8, "columns": 128}
 KERNELS: list[tuple[str, str, dict[str, str], dict[str, Any]]] = [
     ("rans", "_encode", RANS, CODER),
@@ -48,6 +52,11 @@ for kind, bits in enumerate(("*u16", "*u16", "*u32")):
         ("bins", "_quantise", BINS | {"elements": bits}, of_kind | {"most": 127}),
         ("bins", "_dequantise", BINS | {"elements": bits}, {"kind": kind, "columns": 1024, "escape": 128}),
     ]
+    pair, tile = GROUPS | {"elements": bits, "ends": bits}, {"kind": kind, "columns": 64}
+    for of_heads in ({"in_columns": True, "head_dim": 1, "groups_of_head": 1}, {"in_columns": False}):
+        KERNELS.append(("groups", "_ends", pair, tile | of_heads))
+        KERNELS += [("groups", name, pair, tile | of_heads | {"bits": each}) for name in ("_codes", "_values") for each in (2, 4)]
+    KERNELS += [("turns", name, TURNS | {"elements": bits}, VECTORS | {"kind": kind}) for name in ("_encode", "_decode")]
 # Launches make constants of arguments that are 1.
 KERNELS += [
     ("rans", "_encode", RANS, CODER | {"num_kinds": 1}),
@@ -68,6 +77,19 @@ KERNELS += [
     ("bins", "_quantise", BINS | {"elements": "*u16"}, TILES | {"kind": 0, "most": 127, "tokens": 1, "width": 1}),
     ("bins", "_dequantise", BINS | {"elements": "*u16"}, {"kind": 0, "columns": 1, "escape": 128, "width": 1}),
 ]
+ROWS = {"kind": 0, "columns": 1, "in_columns": False, "width": 1, "per_row": 1, "head_dim": 1, "groups_of_head": 1}
+BYTES = ROWS | {"tokens": 1, "row_bytes": 1, "bits": 4}
+KERNELS += [
+    ("groups", name, GROUPS | {"elements": "*u16", "ends": "*u16"}, ones)
+    for name, ones in (("_ends", ROWS), ("_codes", BYTES), ("_values", BYTES))
+]
+ONE_RUN = {"kind": 0, "many": 1, "runs": 1, "count": 1}
+ONE_PLACE = {"stages": 0, "together": 1024, "in_vector": 1, "head_dim": 1, "row_bytes": 1}
+KERNELS += [
+    ("turns", name, TURNS | {"elements": "*u16"}, ONE_RUN | more)
+    for name in ("_encode", "_decode")
+    for more in (VECTORS, ONE_PLACE, {"stages": 1, "together": 512, "row_bytes": 1})
+]
 
 
 @pytest.mark.slow
@@ -84,7 +106,7 @@ def test_compiles_and_fuses_nothing(
     options = {"enable_fp_fusion": False, "num_warps": 1 if "lanes" in constants else 4}
     built = triton.compile(source, target=targets.GPUTarget(*GPUS[gpu]), options=options)
     if gpu == "nvidia":
-        assert "fma.rn.f" not in built.asm["ptx"] and ".ftz" not in built.asm["ptx"] and "div.full" not in built.asm["ptx"]
+        assert not [each for each in ("fma.rn.f", ".ftz", "div.full", ".approx") if each in built.asm["ptx"]]
 
 
 def test_host_memory_is_refused_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("triton", reason="no Triton in this environment")
 rans = pytest.importorskip("kvhold.kernels.numba_rans", reason="no numba in this environment")
 from kvhold.codecs import lossless  # noqa: E402  # after the skips
-from kvhold.core.layout import Group, Layout  # noqa: E402
-from tests.kernels.interpreted import interpreted, standing_in, tensor  # noqa: E402
+from kvhold.core.layout import Group  # noqa: E402
+from tests.kernels.interpreted import interpreted, of_a_layer, standing_in, tensor  # noqa: E402
 
 pytestmark = pytest.mark.slow  # the interpreter takes a millisecond for each step
 
@@ -148,21 +148,14 @@ def test_histogram_and_channel_sums(twin: ModuleType, size: int) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_layer_of_the_lossless_codec(twin: ModuleType, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The codec gives the same bytes if all its arithmetic is done here."""
-    layout = Layout(groups=(Group(layers=1, planes=2, heads=2, head_dim=8, dtype=dtype),), tokens_per_chunk=96)
+    group = Group(layers=1, planes=2, heads=2, head_dim=8, dtype=dtype)
     rng = np.random.default_rng(3)
     values = rng.normal(0, 1, (2, 96, 16)) * 2.0 ** rng.integers(-6, 6, 16)
     bits = values.astype(np.float32).view(np.uint32)
     plain = (bits if dtype == "float32" else (bits >> 16).astype(np.uint16)).tobytes()
-    place = {"layout": layout, "group": 0, "layer": 0, "num_tokens": 96}
-    expected, found = (bytearray(1 + len(plain)) for _ in range(2))
-    codec: Any = lossless.Lossless()
-    end = codec.encode(memoryview(plain), memoryview(expected), **place)
-    assert end < len(plain)
+    encoded, decoded = of_a_layer(lossless.Lossless(), plain, group, 96)
+    assert len(encoded) < len(plain) and decoded == plain
 
     names = ["split", "histogram", "channel_sums", "encode", "decode", "merge"]
     monkeypatch.setattr(lossless, "rans", standing_in(rans, twin, names))
-    assert codec.encode(memoryview(plain), memoryview(found), **place) == end
-    assert found == expected
-    back = bytearray(len(plain))
-    codec.decode(memoryview(found)[:end], memoryview(back), **place)
-    assert back == plain
+    assert of_a_layer(lossless.Lossless(), plain, group, 96) == (encoded, decoded)

@@ -42,13 +42,13 @@ def head_bytes(head_dim: int) -> int:
 def encode(elements: Elements, dtype: str, *, head_dim: int, limit: float, codes: Bytes, scales: Floats) -> None:
     """elements [heads * head_dim] to codes [heads, head_bytes] and scales [heads, runs], KEPT where the error would be above `limit`."""
     _check(elements, head_dim, codes, scales)
-    _encode(elements, KINDS[dtype], head_dim, limit, codes, scales, _SIGNS, _LEVELS)
+    _encode(elements, KINDS[dtype], head_dim, limit, codes, scales, SIGNS, LEVELS)
 
 
 def decode(codes: Bytes, scales: Floats, dtype: str, *, head_dim: int, elements: Elements) -> None:
     """The inverse, as near as the bits allow; zeros for vectors that are KEPT. Scales are finite."""
     _check(elements, head_dim, codes, scales)
-    _decode(codes, scales, KINDS[dtype], head_dim, elements, _SIGNS, _LEVELS)
+    _decode(codes, scales, KINDS[dtype], head_dim, elements, SIGNS, LEVELS)
 
 
 def _check(elements: Elements, head_dim: int, codes: Bytes, scales: Floats) -> None:
@@ -63,9 +63,9 @@ def _signs() -> Floats:
     return (1 - 2 * bits.astype(np.float32)).astype(np.float32)
 
 
-_SIGNS = _signs()
+SIGNS = _signs()
 _UPPER = np.array([0.1284, 0.3881, 0.6568, 0.9424, 1.2562, 1.6181, 2.0690, 2.7326], np.float32)
-_LEVELS = np.concatenate([_UPPER, -_UPPER])
+LEVELS = np.concatenate([_UPPER, -_UPPER])
 
 
 # --- compiled --------------------------------------------------------------------------------------------------------------------------

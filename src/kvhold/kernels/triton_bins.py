@@ -24,7 +24,7 @@ import triton.language as tl
 
 from kvhold.kernels.numba_bins import ESCAPE, MOST, REACH
 from kvhold.kernels.numba_floats import KINDS
-from kvhold.kernels.triton_floats import EXACT, load_floats, magnitudes_of, nearest, store_floats
+from kvhold.kernels.triton_floats import EXACT, load_floats, magnitudes_of, nearest, store_within
 from kvhold.kernels.triton_launch import Tensor, check, on_device
 
 COLUMNS = 128
@@ -238,9 +238,7 @@ def _dequantise(  # type: ignore[no-untyped-def]
         bins = (symbol + offset.to(tl.uint8, bitcast=True)).to(tl.int8, bitcast=True)
         bins = tl.where(is_far, tl.load(exceptions + place, mask=is_far, other=0), bins)
         values = bins.to(tl.float32) * tl.load(steps + column, mask=mask, other=0)
-        if kind == 2:
-            values = tl.minimum(tl.maximum(values, -3.4028234663852886e38), 3.4028234663852886e38)
-        store_floats(elements + row + column, values, mask, kind)
+        store_within(elements + row + column, values, mask, kind)
 
 
 INTERPRETED = not isinstance(_dequantise, triton.runtime.JITFunction)

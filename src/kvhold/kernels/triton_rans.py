@@ -233,6 +233,29 @@ def _histogram(rows, counts, count, tile: tl.constexpr):  # type: ignore[no-unty
 
 
 @triton.jit
+def _segment(size, width, segment_size, lanes: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of the program's segment: its plane, its number among those of all planes, where it begins, its symbols, and the steps they take."""
+    plane = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0).to(tl.int64) * segment_size
+    count = tl.minimum(segment_size, size - first).to(tl.int32)
+    steps = count // width * ((width + lanes - 1) // lanes) + (count % width + lanes - 1) // lanes
+    return plane, plane * tl.num_programs(0) + tl.program_id(0), plane * size + first, count, steps
+
+
+@triton.jit
+def _at_step(step, kinds, count, width, first_table, has_kinds: tl.constexpr, lanes: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of each lane: where its symbol is in the segment, whether it has one, and the table it is coded with."""
+    blocks = (width + lanes - 1) // lanes
+    column = step % blocks * lanes + tl.arange(0, lanes)
+    i = step // blocks * width + column
+    active = (column < width) & (i < count)
+    table = first_table
+    if has_kinds:
+        table += tl.load(kinds + i, mask=active, other=0).to(tl.int64)
+    return i, active, table
+
+
+@triton.jit
 def _encode(  # type: ignore[no-untyped-def]
     symbols,
     kinds,
@@ -249,26 +272,14 @@ def _encode(  # type: ignore[no-untyped-def]
     lanes: tl.constexpr,
 ):
     """Grid [segments, planes], a warp each. The segment's words end where its row of `scratch` ends; they are filled in from there."""
-    plane = tl.program_id(1).to(tl.int64)
-    segment = plane * tl.num_programs(0) + tl.program_id(0)
-    first = tl.program_id(0).to(tl.int64) * segment_size
-    count = tl.minimum(segment_size, size - first).to(tl.int32)
-    of_plane = plane * size + first
+    plane, segment, begin, count, steps = _segment(size, width, segment_size, lanes)
     row = scratch + segment * row_words
     lane = tl.arange(0, lanes)
-    blocks = (width + lanes - 1) // lanes
-    steps = count // width * blocks + (count % width + lanes - 1) // lanes
     x = tl.full((lanes,), 1 << 16, tl.uint32)
     at = row_words.to(tl.int32)
     for done in range(steps):
-        step = steps - 1 - done
-        column = step % blocks * lanes + lane
-        i = step // blocks * width + column
-        active = (column < width) & (i < count)
-        table = plane * num_kinds
-        if has_kinds:
-            table += tl.load(kinds + of_plane + i, mask=active, other=0).to(tl.int64)
-        symbol = tl.load(symbols + of_plane + i, mask=active, other=0).to(tl.int64)
+        i, active, table = _at_step(steps - 1 - done, kinds + begin, count, width, plane * num_kinds, has_kinds, lanes)
+        symbol = tl.load(symbols + begin + i, mask=active, other=0).to(tl.int64)
         entry = tl.load(ranges + table * 256 + symbol, mask=active, other=1 << 16).to(tl.uint32, bitcast=True)
         often = entry >> 16
         full = active & (x >> (32 - scale_bits) >= often)
@@ -313,30 +324,19 @@ def _decode(  # type: ignore[no-untyped-def]
     lanes: tl.constexpr,
 ):
     """Grid [segments, planes], a warp each. `taken` goes on beyond `left` if words are missing, so that it cannot equal it at the end."""
-    plane = tl.program_id(1).to(tl.int64)
-    segment = plane * tl.num_programs(0) + tl.program_id(0)
-    first = tl.program_id(0).to(tl.int64) * segment_size
-    count = tl.minimum(segment_size, size - first).to(tl.int32)
-    of_plane = plane * size + first
+    plane, segment, begin, count, steps = _segment(size, width, segment_size, lanes)
     in_segment = tl.load(counts + segment)
     states = words + (tl.load(ends + segment) - in_segment)
     row = states + 2 * lanes
     left = (in_segment - 2 * lanes).to(tl.int32)
     lane = tl.arange(0, lanes)
     x = tl.load(states + 2 * lane).to(tl.uint32) | tl.load(states + 2 * lane + 1).to(tl.uint32) << 16
-    blocks = (width + lanes - 1) // lanes
-    steps = count // width * blocks + (count % width + lanes - 1) // lanes
     taken = left - left
     for step in range(steps):
-        column = step % blocks * lanes + lane
-        i = step // blocks * width + column
-        active = (column < width) & (i < count)
-        table = plane * num_kinds
-        if has_kinds:
-            table += tl.load(kinds + of_plane + i, mask=active, other=0).to(tl.int64)
+        i, active, table = _at_step(step, kinds + begin, count, width, plane * num_kinds, has_kinds, lanes)
         slot = (x & ((1 << scale_bits) - 1)).to(tl.int64)
         entry = tl.load(tables + (table << scale_bits) + slot).to(tl.uint32, bitcast=True)
-        tl.store(out + of_plane + i, (entry & 255).to(tl.uint8), mask=active)
+        tl.store(out + begin + i, (entry & 255).to(tl.uint8), mask=active)
         often = (entry >> 8 & ((1 << scale_bits) - 1)) + 1
         moved = often * (x >> scale_bits) + (entry >> (8 + scale_bits))
         wanted = active & (moved < 1 << 16)
