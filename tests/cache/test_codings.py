@@ -2,21 +2,16 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("kvhold.kernels.numba_quantise", reason="no numba in this environment")
 
-from kvhold.cache import LocalCache
 from kvhold.codecs import read_header
 from kvhold.core.errors import ConfigError
-from kvhold.core.keys import Namespace, Prompt, make_key
-from kvhold.core.layout import Group, Layout
-from kvhold.core.terms import FREE, Terms
+from kvhold.core.keys import Namespace, make_key
+from kvhold.core.terms import Terms
 from kvhold.testing.cache import HYBRID, a_prompt, read, store
-from kvhold.testing.values import as_float64, from_float64
 from tests.cache.below import (
     HYBRID_SPACE,
     PATIENT_S,
@@ -29,10 +24,8 @@ from tests.cache.below import (
     on_disk,
     tier_counter,
 )
+from tests.cache.wide import WIDE, WIDE_SPACE, codecs_of, store_values, wide_cache, worst_error
 from tests.tiers.memory import Place, a_place
-
-WIDE = Layout(groups=(Group(layers=2, planes=2, heads=2, head_dim=64, dtype="bfloat16"),), tokens_per_chunk=64)
-WIDE_SPACE = Namespace("wide", WIDE)
 
 
 @pytest.fixture
@@ -45,48 +38,6 @@ def place() -> Iterator[Place]:
 def second() -> Iterator[Place]:
     with a_place() as place:
         yield place
-
-
-def values_of(prompt: Prompt, chunk: int) -> bytes:
-    """One chunk of WIDE, of normal numbers."""
-    rng = np.random.default_rng([chunk, int.from_bytes(prompt.hash_at(chunk), "little")])
-    return from_float64(rng.standard_normal(WIDE.chunk_bytes(0, 64) // 2), "bfloat16")
-
-
-def store_values(cache: LocalCache, prompt: Prompt, terms: Terms = FREE) -> None:
-    names = prompt.chunks()
-    with cache.reserve(WIDE, names, terms=terms) as room:
-        places = room.chunks(0)
-        for chunk in range(len(names)):
-            at = int(places.offsets[chunk])
-            plain = values_of(prompt, chunk)
-            room.buffer[at : at + len(plain)] = np.frombuffer(plain, np.uint8)
-        room.commit()
-
-
-def worst_error(cache: LocalCache, prompt: Prompt) -> float:
-    """Of what a whole hit brings: the largest |decoded - original| over the largest |original|, of any layer."""
-    errors = []
-    with cache.lookup(prompt.query(), wait_s=PATIENT_S) as hit:
-        assert hit.num_tokens == len(prompt.chunks()) * 64, hit.reason
-        loan = cache.claim(hit.ticket)
-        assert loan is not None
-        with loan:
-            for chunk, at in enumerate(loan.chunks(0).offsets):
-                before = as_float64(values_of(prompt, chunk), "bfloat16").reshape(2, -1)
-                after = as_float64(bytes(loan.buffer[at : at + WIDE.chunk_bytes(0, 64)]), "bfloat16").reshape(2, -1)
-                errors.append((np.abs(after - before).max(axis=1) / np.abs(before).max(axis=1)).max())
-    return float(max(errors))
-
-
-def codecs_of(place: Place) -> set[str]:
-    return {read_header(value).codec for value in place.values.values()}
-
-
-def wide_cache(*tiers: str, **settings: Any) -> LocalCache:
-    cache = cache_over(*tiers, **settings)
-    cache.register(WIDE_SPACE)
-    return cache
 
 
 class TestCodecs:

@@ -89,14 +89,14 @@ def a_place() -> Iterator[Place]:
     try:
         yield place
     finally:
-        place.let_go("check", "probe", "get", "put", "delete", "scan", "close")
+        place.let_go("check", "probe", "get", "put", "replace", "delete", "scan", "close")
         del _places[name]
 
 
 class MemoryTier:
     """Tier contract, over a place."""
 
-    traits: ClassVar[TierTraits] = TierTraits(name="memory")
+    traits: ClassVar[TierTraits] = TierTraits(name="memory", replaces=True)
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -126,6 +126,14 @@ class MemoryTier:
             self._place.values.setdefault(key, b"".join(part.cast("B") for part in parts))
             self._place.ttls[key] = ttl_s
         return self._answer([None] * len(items))
+
+    async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
+        await self._place.enter("replace", [key for key, _ in items])
+        there = [key in self._place.values for key, _ in items]
+        for (key, parts), found in zip(items, there, strict=True):
+            if found:
+                self._place.values[key] = b"".join(part.cast("B") for part in parts)
+        return self._answer(there)
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
         await self._place.enter("delete", keys)

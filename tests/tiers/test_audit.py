@@ -10,7 +10,7 @@ from kvhold.core.errors import ConfigError, TierError, TierUnavailable
 from kvhold.core.metrics import Metrics
 from kvhold.memory.arena import Arena
 from kvhold.testing import TierContract
-from kvhold.testing.tier import fetch, make_key, make_value, scanned, store
+from kvhold.testing.tier import fetch, make_key, make_value, overwrite, scanned, store
 from kvhold.tiers.audit import AuditConfig, AuditTier
 from kvhold.tiers.base import TierTraits
 from kvhold.tiers.faults import FaultTier, parse_rules
@@ -94,6 +94,15 @@ class TestChecks:
         buffers = [bytearray(1), bytearray(0), bytearray(4_000), bytearray(4_000)]
         assert await tier.get([KEY], [[memoryview(b) for b in buffers]]) == [5_000]
         assert (tier.checked, tier.mismatches) == (1, 0)
+
+    async def test_a_replaced_value_is_checked_against_the_one_that_took_its_place(self, tier: AuditTier, faulty: FaultTier) -> None:
+        await store(tier, {KEY: VALUE})
+        assert await overwrite(tier, {KEY: LARGE, make_key(2): VALUE}) == [True, False]
+        assert await fetch(tier, [KEY], [len(LARGE)]) == [LARGE]
+        assert (tier.checked, tier.mismatches) == (1, 0)
+        faulty.rules = parse_rules("get:corrupt")
+        assert await fetch(tier, [KEY], [len(LARGE)]) == [None]
+        assert (tier.checked, tier.mismatches) == (2, 1)
 
     async def test_ranges_are_passed_on_unchecked(self, tier: AuditTier, faulty: FaultTier) -> None:
         await store(tier, {KEY: VALUE})
@@ -316,7 +325,7 @@ class TestSettings:
         [
             (
                 "audit+null://?audit_exclude=probe,gte",
-                "audit_exclude: there is no operation 'gte'; known are check, probe, get, put, delete, scan",
+                "audit_exclude: there is no operation 'gte'; known are check, probe, get, put, replace, delete, scan",
             ),
             ("audit+null://?audit_max_keys=0", "audit_max_keys = '0': must be at least 1"),
             ("audit+null://?audit_max_keys=many", "audit_max_keys = 'many': must be a whole number"),

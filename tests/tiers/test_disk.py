@@ -23,6 +23,7 @@ import pytest
 from kvhold.core.errors import ConfigError, TierDenied, TierError, TierFull, TierUnavailable
 from kvhold.testing import TierContract
 from kvhold.testing.tier import fetch, make_key, make_value, scanned, store
+from kvhold.tiers.base import replace
 from kvhold.tiers.disk import DiskConfig, DiskTier
 from kvhold.tiers.policies import POLICIES
 from kvhold.tiers.url import parse_url
@@ -377,6 +378,76 @@ class TestAccount:
             monkeypatch.setattr(os, "posix_fallocate", lambda fd, at, nbytes: keep_more(fd, 8 * KIB))
             await fill(tier, range(20, 22))
             assert tier.used_bytes == occupied(tmp_path) <= 64 * KIB
+
+
+class TestReplacing:
+    async def test_a_full_disk_evicts_no_more_than_one_value_needs_for_a_moment(self, tmp_path: Path) -> None:
+        async with disk(tmp_path, max_bytes=160 * KIB) as tier:
+            await fill(tier, range(10), 16 * KIB)
+            for number in range(10):
+                await replace(tier, [(make_key(number), [memoryview(make_value(number, 4 * KIB))])])
+            assert sum(size is not None for size in await tier.probe([make_key(n) for n in range(10)])) == 9
+            assert tier.used_bytes == occupied(tmp_path) == 9 * 4 * KIB
+
+    async def test_of_two_files_of_one_value_the_newer_is_found_after_a_restart(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async with disk(tmp_path) as tier:
+            await fill(tier, range(2))
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "unlink", broken)
+                assert await replace(tier, [(make_key(1), [memoryview(make_value(9, 5000))])]) == [True]
+            assert await fetch(tier, [make_key(1)], [5000]) == [make_value(9, 5000)]
+            assert len(value_files(tmp_path)) == 3
+            assert tier.used_bytes == occupied(tmp_path)
+        async with disk(tmp_path) as tier:
+            assert await fetch(tier, [make_key(0), make_key(1)], [5000] * 2) == [make_value(0, 4096), make_value(9, 5000)]
+            assert len(value_files(tmp_path)) == 2
+            assert tier.used_bytes == occupied(tmp_path)
+
+    async def test_a_disk_that_cannot_write_keeps_the_old_value(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        async with disk(tmp_path) as tier:
+            await fill(tier, range(1))
+            monkeypatch.setattr(os, "rename", broken)
+            [fault] = await replace(tier, [(make_key(0), [memoryview(make_value(9, 5000))])])
+            monkeypatch.undo()
+            assert isinstance(fault, TierError)
+            assert await fetch(tier, [make_key(0)], [5000]) == [make_value(0, 4096)]
+            assert (tier.used_bytes, leftovers(tmp_path)) == (4096, [])
+
+    async def test_a_delete_waits_for_a_replacement_or_a_crash_could_bring_the_value_back(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async with disk(tmp_path) as tier:
+            await fill(tier, range(1))
+            gate = Gate(monkeypatch, "pwritev")
+            replacing = asyncio.ensure_future(replace(tier, [(make_key(0), [memoryview(make_value(9, 5000))])]))
+            await gate.reached.wait()
+            deleting = asyncio.ensure_future(tier.delete([make_key(0)]))
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert not deleting.done()
+            gate.open()
+            assert (await replacing, await deleting) == ([True], [True])
+            assert (value_files(tmp_path), tier.used_bytes) == ([], 0)
+
+    async def test_what_a_third_party_removed_while_it_was_replaced_is_not_made_again(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async with disk(tmp_path) as tier:
+            await fill(tier, range(1))
+            gate = Gate(monkeypatch, "pwritev")
+            replacing = asyncio.ensure_future(replace(tier, [(make_key(0), [memoryview(make_value(9, 5000))])]))
+            await gate.reached.wait()
+            value_files(tmp_path)[0].unlink()
+            assert await fetch(tier, [make_key(0)], [5000]) == [None]
+            gate.open()
+            assert await replacing == [False]
+            assert (await tier.probe([make_key(0)]), value_files(tmp_path), tier.used_bytes) == ([None], [], 0)
+
+
+def broken(*_: object, **__: object) -> None:
+    raise OSError(EIO, "I/O error")
 
 
 class TestThreads:

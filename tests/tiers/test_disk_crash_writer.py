@@ -28,8 +28,13 @@ def value_of(number: int) -> bytes:
     return chance.randbytes(nbytes)
 
 
+def replacement_of(number: int) -> bytes:
+    """What takes the place of some of them."""
+    return value_of(number + 5_000_000)
+
+
 async def put_and_delete(folder: str, seed: int, first: int, max_bytes: int) -> None:
-    """Until somebody kills us: four at once, each says what it has done when that was acknowledged."""
+    """Until somebody kills us: four at once, each says what it has done when that was acknowledged. Some values are replaced."""
     tier = DiskTier(DiskConfig(path=folder, max_bytes=max_bytes))
     await tier.check()
     numbers = iter(range(first, first + MOST_NUMBERS))
@@ -44,6 +49,8 @@ async def put_and_delete(folder: str, seed: int, first: int, max_bytes: int) -> 
             if await tier.put([(key_of(number), [memory[:4096], memory[4096:]])]) == [None]:
                 say("stored", number)
                 mine.append(number)
+                if chance.random() < 0.5:
+                    await tier.replace([(key_of(number), [memoryview(replacement_of(number))])])
             if chance.random() < 0.3 and mine:
                 gone = mine.pop(chance.randrange(len(mine)))
                 say("deleting", gone)

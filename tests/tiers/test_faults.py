@@ -9,7 +9,7 @@ from kvhold.core.errors import ConfigError, TierDenied, TierError, TierFull, Tie
 from kvhold.core.metrics import Metrics
 from kvhold.memory.arena import Arena
 from kvhold.testing import TierContract
-from kvhold.testing.tier import fetch, make_key, make_value, scanned, store
+from kvhold.testing.tier import fetch, make_key, make_value, overwrite, scanned, store
 from kvhold.tiers.faults import KINDS, OPERATIONS, FaultConfig, FaultTier, Rule, parse_rules
 from kvhold.tiers.null import NullTier
 from kvhold.tiers.policies import make_policy
@@ -52,6 +52,7 @@ async def call(tier: FaultTier, operation: str) -> object:
         "probe": lambda: tier.probe([KEY]),
         "get": lambda: fetch(tier, [KEY], [1_000]),
         "put": lambda: store(tier, {make_key(1_000): b"new"}),
+        "replace": lambda: overwrite(tier, {KEY: VALUE}),
         "delete": lambda: tier.delete([KEY]),
         "scan": lambda: scanned(tier, KEY),
         "check": lambda: tier.check(),
@@ -59,7 +60,7 @@ async def call(tier: FaultTier, operation: str) -> object:
     return await calls[operation]()
 
 
-ANSWERS = {"probe": [1_000], "get": [VALUE], "put": [True], "delete": [True], "scan": [KEY], "check": None}
+ANSWERS = {"probe": [1_000], "get": [VALUE], "put": [True], "replace": [True], "delete": [True], "scan": [KEY], "check": None}
 
 
 async def unchanged(tier: FaultTier) -> bool:
@@ -303,7 +304,7 @@ class TestText:
             ("gte:corrupt", "corrupt is a fault of get, not of 'gte'"),
             ("put:corrupt", "corrupt is a fault of get, not of 'put'"),
             ("put:stale", "stale is a fault of get or probe, not of 'put'"),
-            ("close:hang", "hang is a fault of probe or get or put or delete or scan or check, not of 'close'"),
+            ("close:hang", "hang is a fault of probe or get or put or replace or delete or scan or check, not of 'close'"),
             ("get:corrupt:1.5", "1.5 is not a probability; it goes from 0 to 1"),
             ("get:corrupt:-1", "'-1' does not say when; write a probability such as 0.01, a number such as @3, or 0.5@3"),
             ("get:corrupt:often", "'often' does not say when; write a probability such as 0.01, a number such as @3, or 0.5@3"),

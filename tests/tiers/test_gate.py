@@ -57,6 +57,20 @@ async def test_of_those_who_wait_the_most_urgent_is_next_and_among_equals_the_fi
     await line.end()
 
 
+async def test_what_is_written_anew_comes_after_all_else_and_never_takes_the_last_turn() -> None:
+    line = Line(2)
+    for name, urgency in (("a1", Urgency.REWRITE), ("a2", Urgency.REWRITE), ("w1", Urgency.WRITE), ("r1", Urgency.READ)):
+        await line.join(name, urgency)
+    assert line.entered == ["a1", "r1"]
+    await line.leave("a1")
+    assert line.entered == ["a1", "r1", "w1"]
+    await line.leave("r1")
+    assert line.entered == ["a1", "r1", "w1"]
+    await line.leave("w1")
+    assert line.entered[-1] == "a2"
+    await line.end()
+
+
 async def test_writes_never_take_the_last_turn_and_a_read_takes_it_at_once() -> None:
     line = Line(3)
     for name in ("w1", "w2", "w3"):

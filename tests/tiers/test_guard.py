@@ -51,6 +51,8 @@ class Bench:
             return (await self.get())[0]
         if operation == "put":
             return (await self.guard.put(items())).items
+        if operation == "replace":
+            return (await self.guard.replace(items())).items
         if operation == "clear":
             return await self.guard.clear(b"")
         return await getattr(self.guard, operation)(KEYS)
@@ -71,7 +73,7 @@ def parts(buffers: list[bytearray]) -> list[Parts]:
     return [[memoryview(buffer)] for buffer in buffers]
 
 
-NOTHING_CAME = {"probe": [None] * 3, "get": [None] * 3, "put": [False] * 3, "delete": [False] * 3, "clear": 0}
+NOTHING_CAME = {"probe": [None] * 3, "get": [None] * 3, "put": [False] * 3, "replace": [None] * 3, "delete": [False] * 3, "clear": 0}
 
 
 async def test_what_goes_well_is_passed_on_and_counted(bench: Bench) -> None:
@@ -79,15 +81,25 @@ async def test_what_goes_well_is_passed_on_and_counted(bench: Bench) -> None:
     assert await bench.call("put") == [True] * 3
     assert await bench.call("probe") == [4] * 3
     assert await bench.get() == ([4] * 3, [b"abcd"] * 3, None)
+    assert await bench.call("replace") == [True] * 3
     assert await bench.guard.scan(b"\1") == [KEYS[1]]
     assert await bench.guard.delete(KEYS[:1]) == [True]
     assert await bench.call("delete") == [False, True, True]
+    assert await bench.call("replace") == [False] * 3
     counted = {
         (operation, result): bench.count("kvhold_tier_items", operation=operation, result=result)
-        for operation, result in (("probe", "miss"), ("probe", "hit"), ("put", "stored"), ("get", "hit"), ("delete", "removed"))
+        for operation, result in (
+            ("probe", "miss"),
+            ("probe", "hit"),
+            ("put", "stored"),
+            ("get", "hit"),
+            ("replace", "replaced"),
+            ("replace", "absent"),
+            ("delete", "removed"),
+        )
     }
     assert set(counted.values()) == {3}
-    assert bench.count("kvhold_tier_bytes", operation="put") == bench.count("kvhold_tier_bytes", operation="get") == 12
+    assert {bench.count("kvhold_tier_bytes", operation=operation) for operation in ("put", "get", "replace")} == {12}
     assert bench.guard.status()["last_fault"] == ""
 
 

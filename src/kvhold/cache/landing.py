@@ -59,7 +59,7 @@ class Landing:
         header = read_header(self.parts[0], frame_bytes=nbytes)
         check_identity(header, key=entry.key, layout=layout, num_tokens=entry.num_tokens, first_token=entry.first_token)
         if header.codec != _RAW.name or header.header_bytes != len(self.parts[0]):
-            whole = memoryview(b"".join(self.parts))
+            whole = memoryview(b"".join(self.parts))[:nbytes]  # another frame has taken the place of the one that was probed
             unframe_chunk(whole, self._chunk, key=entry.key, layout=layout, num_tokens=entry.num_tokens, first_token=entry.first_token)
         elif check:
             verify(header, self._chunk)
@@ -87,20 +87,34 @@ class Writer:
 
         None where it must be encrypted and there is no key for it.
         """
-        if self.keyring is not None and not self.keyring.seals(terms.tenant):
-            return None
-        frame = frame_within(
+        return self.encoded(
             view,
-            self.codec,
+            layout,
             terms,
             key=entry.key,
-            layout=layout,
             num_tokens=entry.num_tokens,
             first_token=entry.first_token,
             expires_at=entry.expires_at,
+        )
+
+    def encoded(
+        self, chunk: memoryview, layout: Layout, terms: Terms, *, key: bytes, num_tokens: int, first_token: int, expires_at: int
+    ) -> Written | None:
+        """The same of a chunk that is no entry."""
+        if self.keyring is not None and not self.keyring.seals(terms.tenant):
+            return None
+        frame = frame_within(
+            chunk,
+            self.codec,
+            terms,
+            key=key,
+            layout=layout,
+            num_tokens=num_tokens,
+            first_token=first_token,
+            expires_at=expires_at,
             align=ALIGNMENT,
         )
-        parts = frame.parts if self.keyring is None else self.keyring.seal(frame.parts, key=entry.key, tenant=terms.tenant)
+        parts = frame.parts if self.keyring is None else self.keyring.seal(frame.parts, key=key, tenant=terms.tenant)
         return Written(_on_a_page(parts), sum(part.nbytes for part in parts), frame.fields.codec)
 
 

@@ -16,12 +16,14 @@ import numpy.typing as npt
 
 from kvhold.cache.events import snapshot_of
 from kvhold.cache.mover import Mover, make_mover
+from kvhold.cache.recode import Wish
 from kvhold.cache.state import new_state
-from kvhold.core.api import EventBatch, Found, Hit, Loan, Room, mask_bytes
+from kvhold.core.api import EventBatch, Found, Hit, Loan, Recoded, Recoding, Room, mask_bytes
 from kvhold.core.config import Config, load_config
 from kvhold.core.errors import KVHoldError
 from kvhold.core.keys import ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
+from kvhold.core.rules import terms_of
 from kvhold.core.terms import FREE, Terms
 from kvhold.memory.arena import Arena, Toucher, default_arena_bytes
 
@@ -61,7 +63,7 @@ class LocalCache:
         """Make the layout known."""
         with self._lock:
             self._check_open()
-            self._state.register(namespace.layout)
+            self._state.register(namespace.layout, namespace.digest, terms_of(namespace.tags))
 
     def lookup(self, query: Query, *, wait_s: float | None = None, deadline_s: float | None = None) -> Hit:
         """The longest prefix that is here or comes from lower tiers in time, pinned."""
@@ -131,6 +133,16 @@ class LocalCache:
             mark = self._state.mark if mark is None else mark
             wait_s = self._config.client.arrival_timeout_s if deadline_s is None else deadline_s
             return self._lock.wait_for(lambda: self._closed or self._state.all_done(mark), wait_s) and not self._closed
+
+    def recode(
+        self, tier: str, codec: str, *, namespace: bytes | None = None, query: Query | None = None, deadline_s: float | None = None
+    ) -> Recoding:
+        """Have what a tier holds written anew by another codec."""
+        with self._lock:
+            self._check_open()
+            number = self._state.recode(self._owner, Wish(tier, codec, namespace, query))
+            self._move()
+        return Recoding(Recoded(), lambda: self._release(number), ask=lambda: self._ask_recoding(number))
 
     def snapshot(self, *, deadline_s: float | None = None) -> EventBatch:
         """All that is visible in memory now."""
@@ -202,9 +214,15 @@ class LocalCache:
             self._check_open()
             return self._state.refresh(ticket, settle=settle)
 
+    def _ask_recoding(self, number: int) -> Recoded:
+        with self._lock:
+            self._check_open()
+            return self._state.recodings.find(self._owner, number) or Recoded(done=True, stopped="closed")
+
     def _release(self, number: int) -> None:
         with self._lock:
             self._state.release(self._owner, number)
+            self._move()
 
     def _commit(self, room: int, chunks: Sequence[int]) -> int:
         with self._lock:

@@ -16,17 +16,20 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic
 from typing import Any
 
 from kvhold.cache.landing import Landing, Writer, Written
-from kvhold.cache.orders import Arrival, ClearOrder, FetchOrder, Order, ProbeOrder, WriteOrder
+from kvhold.cache.orders import Arrival, ClearOrder, FetchOrder, Order, ProbeOrder, RecodeOrder, StopOrder, WriteOrder
+from kvhold.cache.recode import LOSES_NOTHING, RecodableTier
+from kvhold.cache.recoder import Recoder
 from kvhold.cache.state import CacheState
 from kvhold.codecs import Codec, check_codec, make_codec
 from kvhold.codecs.frame import RAW
 from kvhold.codecs.sealing import Keyring
+from kvhold.core.api import Recoded
 from kvhold.core.config import Config
 from kvhold.core.errors import ConfigError, FrameError
 from kvhold.core.metrics import Metrics
@@ -111,6 +114,9 @@ class Mover:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._compiling: dict[str, Future[Codec]] = {}  # at its first use on a machine that takes a while, and nobody is to wait for it
         self._dealt_with = asyncio.Event()
+        keyrings = [coding.keyring for coding in self._codings]
+        self._recoder = Recoder(stack, keyrings, metrics, self._encoding, tell=self._tell_recoded, now=self._ram.now)
+        self._recodings: dict[int, asyncio.Task[Any]] = {}
         self._loop = asyncio.new_event_loop()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvhold-mover", daemon=True)
@@ -171,11 +177,18 @@ class Mover:
                     self._queue(order)
                 case ClearOrder():
                     self._start(self._clear(order))
+                case RecodeOrder(number=number):
+                    self._recodings[number] = self._start(self._recoder.run(order))
+                    self._recodings[number].add_done_callback(partial(self._recoded, number))
+                case StopOrder(number=number):
+                    if number in self._recodings:
+                        self._recodings[number].cancel()
 
-    def _start(self, work: Any) -> None:
+    def _start(self, work: Any) -> "asyncio.Task[Any]":
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: "asyncio.Task[Any]") -> None:
         self._tasks.discard(task)
@@ -216,7 +229,7 @@ class Mover:
             for batch in _batches(arrivals, lambda arrival: arrival.entry.nbytes, guard.config.batch_bytes):
                 self._start(self._fetch_batch(guard, self._codings[tier].keyring, batch))
 
-    async def _fetch_batch(self, guard: Guard, keyring: Keyring | None, batch: list[Arrival]) -> None:
+    async def _fetch_batch(self, guard: Guard, keyring: Keyring | None, batch: list[Arrival], *, again: bool = False) -> None:
         left = {id(arrival): arrival for arrival in batch}  # those that the state has not been told of yet
         why: dict[int, str] = {}
         try:
@@ -231,10 +244,26 @@ class Mover:
             good = [one for one in arrived if self._is_good(one)]
             self._tell_fetched([(left.pop(id(one.landing.arrival)).entry, one.expires_at) for one in good])
             why |= {id(arrival): TIER_DOWN if failed else EVICTED for arrival, failed in zip(batch, outcome.failed, strict=True)}
+            if not again:
+                missed = zip(batch, outcome.items, outcome.failed, strict=True)
+                resized = await self._resized(guard, [arrival for arrival, size, failed in missed if size is None and not failed])
+                for number in resized:
+                    del left[number]
+                if resized:
+                    self._start(self._fetch_batch(guard, keyring, list(resized.values()), again=True))
             why |= {id(one.landing.arrival): BAD_FRAME if one.fault is not None else EXPIRED for one in arrived}
             await self._remove_bad(guard, arrived)  # and then the rest is told, so that the next lookup does not find it again
         finally:  # whatever happened: nobody waits for ever, no memory is lost
             self._tell_fetched([(arrival.entry, why.get(number, TIER_DOWN)) for number, arrival in left.items()])
+
+    async def _resized(self, guard: Guard, missed: list[Arrival]) -> dict[int, Arrival]:
+        """Of those that were not there as probed, by `id`, the ones whose frame has another size by now: it was recoded and did not fit."""
+        sizes = await guard.probe([arrival.entry.key for arrival in missed]) if missed else []
+        return {
+            id(arrival): replace(arrival, place=replace(arrival.place, nbytes=size))
+            for arrival, size in zip(missed, sizes, strict=True)
+            if size is not None and size != arrival.place.nbytes
+        }
 
     def _give_up(self, left: dict[int, Arrival], pending: "asyncio.Task[Any]") -> None:
         entries = [arrival.entry for arrival in left.values()]
@@ -382,6 +411,12 @@ class Mover:
                 write.frames.clear()
                 self._post(lambda number=write.order.number: self._state.written(number))  # type: ignore[misc]
 
+    def _tell_recoded(self, number: int, recoded: Recoded) -> None:
+        self._post(lambda: self._state.recoded(number, recoded))
+
+    def _recoded(self, number: int, _: "asyncio.Task[Any]") -> None:
+        del self._recodings[number]
+
     async def _some_written(self) -> None:
         """Until a batch has been dealt with, or a moment has passed."""
         self._dealt_with.clear()
@@ -429,6 +464,7 @@ def make_mover(config: Config, state: CacheState, post: Callable[[Callable[[], N
     encrypted = any(guard.config.encrypt for guard in stack.guards)
     keyring = Keyring.read(config.encryption.keys) if encrypted else None
     state.tier_names = [guard.name for guard in stack.guards]
+    state.recodings.tiers = _recodable(stack)
     return Mover(state, stack, metrics, post, keyring)
 
 
@@ -440,6 +476,21 @@ def _check_coding(guard: Guard, config: Config) -> None:
         raise ConfigError(f"tier {guard.name}: {error}") from None
     if guard.config.encrypt and not config.encryption.keys:
         raise ConfigError(f"tier {guard.name}: encrypt is set, and encryption.keys names no key, such as =file:/etc/kvhold/key")
+
+
+def _recodable(stack: Stack) -> dict[str, RecodableTier]:
+    tiers: dict[str, RecodableTier] = {}
+    lossy = ""
+    for number, guard in reversed(list(enumerate(stack.guards))):
+        tiers[guard.name] = RecodableTier(number, guard.config.encrypt, _why_not_recoded(guard), lossy)
+        lossy = lossy if guard.config.codec in LOSES_NOTHING else guard.name
+    return dict(reversed(tiers.items()))
+
+
+def _why_not_recoded(guard: Guard) -> str:
+    if guard.config.read_only:
+        return "it is read_only; set that to false to have it recoded"
+    return "" if guard.traits.replaces else f"{guard.traits.name} cannot put a value in the place of another in one step; clear it instead"
 
 
 def _batches(items: list[Any], size: Callable[[Any], int], most: int) -> Iterable[list[Any]]:

@@ -60,4 +60,36 @@ class ClearOrder:
     prefix: bytes
 
 
-Order: TypeAlias = ProbeOrder | FetchOrder | WriteOrder | ClearOrder
+@dataclass(frozen=True)
+class Space:
+    """What is known of a namespace that is to be recoded. terms: its budget, and whose it is; layout: None where the frames must say it."""
+
+    layout: Layout | None
+    terms: Terms
+
+
+@dataclass(frozen=True)
+class RecodeOrder:
+    """Write what a tier holds anew. -> `recoded(number, recoded)`, now and then and at the end
+
+    spaces:  of these namespaces, by digest
+    layouts: all that are registered, by fingerprint
+    keys:    these alone; None: all that are there
+    """
+
+    number: int
+    tier: int
+    codec: str
+    spaces: dict[bytes, Space]
+    layouts: dict[bytes, Layout]
+    keys: list[bytes] | None = None
+
+
+@dataclass(frozen=True)
+class StopOrder:
+    """Go no further with a recoding. -> `recoded(number, recoded)`"""
+
+    number: int
+
+
+Order: TypeAlias = ProbeOrder | FetchOrder | WriteOrder | ClearOrder | RecodeOrder | StopOrder

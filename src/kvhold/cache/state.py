@@ -24,10 +24,11 @@ from kvhold.cache.events import EventLog
 from kvhold.cache.gone import Gone
 from kvhold.cache.orders import ClearOrder, Order
 from kvhold.cache.presence import Extent, Presence
+from kvhold.cache.recode import Recodings, Wish
 from kvhold.cache.rooms import MAX_SHARDS, Granted, Room, Rooms
 from kvhold.cache.searches import Search, Searches, sources_of
 from kvhold.cache.writes import Writes
-from kvhold.core.api import ABSENT, EventBatch, Found
+from kvhold.core.api import ABSENT, EventBatch, Found, Recoded
 from kvhold.core.config import Config
 from kvhold.core.errors import ConfigError, LayoutError, ProtocolError
 from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES, ChunkNames, Query
@@ -94,6 +95,7 @@ class CacheState:
         self._orders: list[Order] = []
         self._writes = Writes(ram, metrics, self._give_order, limit_bytes=write_behind_bytes)
         self._searches = Searches(ram, self._writes, metrics, self._give_order)
+        self.recodings = Recodings(self._give_order)
         self._clears = 0
         self._gone = Gone()
         self._rooms = Rooms(ram, metrics, self._gone, self._writes if num_tiers else None)
@@ -101,9 +103,11 @@ class CacheState:
         self.tier_names = [f"tier-{number}" for number in range(1, num_tiers + 1)]
         ram.watch = self._changed
 
-    def register(self, layout: Layout) -> None:
-        """Make a layout known by its fingerprint."""
+    def register(self, layout: Layout, namespace: bytes = b"", terms: Terms | None = None) -> None:
+        """Make a layout known by its fingerprint, and of a namespace of it the terms that its tags name; None: nobody knows."""
         self._layouts[layout.fingerprint] = layout
+        if len(namespace) == NAMESPACE_BYTES and terms is not None:
+            self.recodings.learn(namespace, layout, terms)
 
     def layout(self, fingerprint: bytes) -> Layout:
         """The registered layout. Raises LayoutError for one that never was."""
@@ -184,9 +188,11 @@ class CacheState:
         return Lent(loan, offsets, held.num_tokens[first_chunk:])
 
     def release(self, owner: Owner, number: int) -> None:
-        """Let go of a ticket (loans of it go on) or of a loan. Unknown numbers are ignored: it may be gone already."""
+        """Let go of a ticket (loans of it go on), a loan or a recoding. Unknown numbers are ignored: it may be gone already."""
         held = self._tickets.get(number)
-        if number in self._searches and self._searches[number].owner == owner:
+        if self.recodings.find(owner, number) is not None:
+            self.recodings.drop(number)
+        elif number in self._searches and self._searches[number].owner == owner:
             search = self._searches[number]
             presence = search.presence()
             count_lookup(self.metrics, self._answer(number, presence, presence.extent(), search), presence.asked_tokens)
@@ -205,6 +211,7 @@ class CacheState:
         groups: `[group][chunk]`, a byte each, not 0 where it is to be written; None: all
         """
         reserved, offsets = self._rooms.reserve(layout, names, shard, groups=groups, terms=terms)
+        self.recodings.learn(names.namespace, layout, terms)
         if not reserved.chunks:
             return Granted(0, offsets)
         room = next(self._numbers)
@@ -233,6 +240,7 @@ class CacheState:
 
     def gone(self, owner: Owner) -> None:
         """The owner is no more and touches no memory any longer: give back all it held."""
+        self.recodings.drop_all(owner)
         held = self._holdings.get(owner)
         if held is None:
             return
@@ -254,6 +262,14 @@ class CacheState:
             self._clears += 1
             self._give_order(ClearOrder(namespace or b""))
         return removed
+
+    def recode(self, owner: Owner, wish: Wish) -> int:
+        """Have what a tier holds written anew. Returns the number to ask and to release. Raises ConfigError, LayoutError, ProtocolError."""
+        if wish.query is not None:
+            _check_query(self.layout(wish.query.layout), wish.query)
+        number = next(self._numbers)
+        self.recodings.begin(number, owner, wish, self._layouts)
+        return number
 
     def snapshot(self) -> tuple[int, list[Entry]]:
         """The number of the last event, and all that is visible in RAM after it."""
@@ -281,6 +297,7 @@ class CacheState:
             "chunks": self.ram.num_chunks,
             "pinned_chunks": self.ram.num_pinned,
             "arriving_chunks": self._searches.num_arriving,
+            "recodings": len(self.recodings),
             "write_behind": {"chunks": len(self._writes), "bytes": self._writes.queued_bytes},
             "namespaces": {namespace.hex(): nbytes for namespace, nbytes in self.ram.used_by_namespace.items()},
             "held": self.holdings(),
@@ -322,6 +339,10 @@ class CacheState:
     def let_go(self, entry: Entry) -> None:
         """Of one arrival that was given up."""
         self._searches.let_go(entry)
+
+    def recoded(self, number: int, recoded: Recoded) -> None:
+        """Of a RecodeOrder: how far it has come."""
+        self.recodings.progressed(number, recoded)
 
     def written(self, number: int) -> None:
         """Of a WriteOrder."""

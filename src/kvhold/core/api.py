@@ -28,6 +28,7 @@ from kvhold.core.layout import Layout
 from kvhold.core.terms import FREE, Terms
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.01  # between two questions after a hit that is arriving: a node sends answers alone
+_RECODING_PAUSE_S = 0.1  # the same at most, after a recoding, which takes longer
 
 ABSENT = -1  # the offset of a chunk that was not granted, or that the hit does not need
 
@@ -174,6 +175,60 @@ class Hit(Holding):
             self._found = self._ask(self.ticket, settle)
 
 
+class Recoded(msgspec.Struct, frozen=True, array_like=True):
+    """How far a recoding has come, in chunks of one group and one shard: `seen` = `replaced` + `same` + `kept_lossy` + `missing` + `bad` +
+    `unknown` + `failed`.
+
+    done:        nothing more will happen
+    stopped:     why it ended before its end; empty if it did not
+    replaced:    written anew; bytes_before, bytes_after: what their frames have, had before and have now
+    over_budget: those of the replaced and the same that are by another codec than was asked for, because of their namespace's budget
+    same:        as they should be already
+    kept_lossy:  by another codec with a loss: what was lost of a chunk is lost once, so they stay as they are
+    missing:     gone meanwhile, or expired
+    bad:         failed a check, and were removed
+    unknown:     of a layout that nobody has registered, or a codec that is not there, so that they cannot be read here
+    failed:      stay as they were, because the tier failed or there is no key for them
+    """
+
+    done: bool = False
+    stopped: str = ""
+    seen: int = 0
+    replaced: int = 0
+    over_budget: int = 0
+    same: int = 0
+    kept_lossy: int = 0
+    missing: int = 0
+    bad: int = 0
+    unknown: int = 0
+    failed: int = 0
+    bytes_before: int = 0
+    bytes_after: int = 0
+
+
+class Recoding(Holding):
+    """A recoding under way, with `recoded` as it was when last asked. Closed before it is done, it stops; what is done stays done."""
+
+    def __init__(self, recoded: Recoded, give_back: Callable[[], None], *, ask: Callable[[], Recoded]) -> None:
+        super().__init__(give_back)
+        self.recoded = recoded
+        self._ask = ask
+
+    def refresh(self) -> Recoded:
+        """How far it has come now."""
+        if not self.recoded.done:
+            self.recoded = self._ask()
+        return self.recoded
+
+    def wait(self, until_s: float = float("inf")) -> Recoded:
+        """How far it has come when it is done, or the monotonic clock says `until_s`."""
+        pause_s = _FIRST_PAUSE_S
+        while not self.refresh().done and (left_s := until_s - time.monotonic()) > 0:
+            time.sleep(min(pause_s, left_s))
+            pause_s = min(_RECODING_PAUSE_S, 1.5 * pause_s)
+        return self.recoded
+
+
 class Loan(Holding):
     """The bytes of one shard's part of a hit. Read only; they stay where they are until the loan is closed."""
 
@@ -284,6 +339,21 @@ class Cache(Protocol):
         """Wait until all that was committed up to `mark` (None: until now) has been written to lower tiers, or given up there.
 
         False when the deadline came first (None: as long as a request waits for chunks, by the settings).
+        """
+
+    def recode(
+        self, tier: str, codec: str, *, namespace: bytes | None = None, query: Query | None = None, deadline_s: float | None = None
+    ) -> Recoding:
+        """Have what a tier holds written anew by another codec, in the background, while everything goes on: a small one to compress,
+        `raw` or `lossless` to decompress. No request waits for it; a chunk can be read before, meanwhile and after. Recodings take turns.
+
+        namespace: of this one alone (its digest); None: of all that are known, because they were registered or stored in since the start
+        query:     of this prompt's chunks alone
+
+        The codec is that of what is there now; what is stored from now on is written as the settings say. Budgets are kept, and what a
+        codec with a loss has written is not given to another. Raises ConfigError (NodeError where a node says so) for a tier or codec that
+        is unknown, a tier that is not to be written or cannot replace values, and a namespace that is not known, unless the codec is
+        `raw` or `lossless` (and the tier not encrypted: whose key it would take is not known either).
         """
 
     def snapshot(self, *, deadline_s: float | None = None) -> EventBatch:

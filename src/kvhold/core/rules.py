@@ -5,7 +5,7 @@
 A request's word goes over the settings', but what the settings forbid stays forbidden.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,16 @@ def request_rules(asked: Any, settings: RulesConfig) -> Rules:
         terms=terms,
         tags=tuple(sorted((tags | {name: repr(value) for name, value in budget.items() if value is not None}).items())),
     )
+
+
+def terms_of(tags: Iterable[tuple[str, str]]) -> Terms | None:
+    """The budget and the tenant that a namespace's tags name; None where they name what no rule does."""
+    named = dict(tags)
+    try:
+        budget = {name: float(named[f"kvhold.{name}"]) for name in ("max_error", "max_bits") if f"kvhold.{name}" in named}
+        return Terms(tenant=named.get(TENANT, ""), **budget)
+    except ValueError:
+        return None
 
 
 def _flag(asked: Mapping[str, Any], name: str) -> bool:

@@ -10,12 +10,12 @@ from typing import Any, Union
 
 import msgspec
 
-from kvhold.core.api import Event
+from kvhold.core.api import Event, Recoded
 from kvhold.core.keys import ChunkNames, Query
 from kvhold.core.layout import Layout
 from kvhold.core.terms import FREE, Terms
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_MESSAGE_BYTES = 8 << 20  # the hashes of a prompt of 100 million tokens
 MAGIC = "kvhold"
 
@@ -44,9 +44,11 @@ class Welcome(Message, frozen=True):
 
 
 class Register(Message, frozen=True):
-    """Make a layout known. -> Done"""
+    """Make a layout known, and of a namespace of it the budget and the tenant in its tags; None: nobody knows. -> Done"""
 
     layout: Layout
+    namespace: bytes = b""
+    terms: Terms | None = None
 
 
 class Lookup(Message, frozen=True):
@@ -102,7 +104,7 @@ class Gone(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """Let go of a ticket or a loan. -> Done"""
+    """Let go of a ticket, a loan or a recoding, which stops if it is not done. -> Done"""
 
     number: int
 
@@ -147,6 +149,28 @@ class Flushed(Message, frozen=True):
     """Has all up to this mark been written to lower tiers, or given up, and is nothing being cleared? -> Done; 1 for yes"""
 
     mark: int
+
+
+class Recode(Message, frozen=True):
+    """Write what a tier holds anew, of one namespace, of one prompt, or of all that are known. -> Recoding"""
+
+    tier: str
+    codec: str
+    namespace: bytes | None = None
+    query: Query | None = None
+
+
+class Progress(Message, frozen=True):
+    """How far has a recoding come? -> Recoding, or Gone"""
+
+    number: int
+
+
+class Recoding(Message, frozen=True):
+    """How far it has come; released when nobody asks any more."""
+
+    number: int
+    recoded: Recoded
 
 
 class Snapshot(Message, frozen=True):
@@ -203,6 +227,23 @@ class Refused(Message, frozen=True):
 
 
 Request = Union[  # noqa: UP007 - msgspec reads the union
-    Register, Lookup, Refresh, Prefetch, Claim, Release, Reserve, Commit, Abandon, Clear, Flushed, Snapshot, Events, Status, Stop, Ping
+    Register,
+    Lookup,
+    Refresh,
+    Prefetch,
+    Claim,
+    Release,
+    Reserve,
+    Commit,
+    Abandon,
+    Clear,
+    Flushed,
+    Recode,
+    Progress,
+    Snapshot,
+    Events,
+    Status,
+    Stop,
+    Ping,
 ]
-Answer = Union[Found, Lent, Gone, Granted, Happened, Report, Done, Refused]  # noqa: UP007
+Answer = Union[Found, Lent, Gone, Granted, Recoding, Happened, Report, Done, Refused]  # noqa: UP007

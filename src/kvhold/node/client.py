@@ -20,11 +20,12 @@ from typing import Any, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvhold.core.api import EventBatch, Found, Hit, Loan, Room, mask_bytes
+from kvhold.core.api import EventBatch, Found, Hit, Loan, Recoded, Recoding, Room, mask_bytes
 from kvhold.core.config import ClientConfig
 from kvhold.core.errors import KVHoldError, NodeError, ProtocolError
 from kvhold.core.keys import ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
+from kvhold.core.rules import terms_of
 from kvhold.core.terms import FREE, Terms
 from kvhold.net import messages as m
 from kvhold.net.wire import encode
@@ -56,7 +57,7 @@ class NodeClient:
         self._config = config or ClientConfig()
         self._name = name
         self._revive = revive
-        self._layouts: dict[bytes, Layout] = {}
+        self._registered: dict[bytes, m.Register] = {}  # by namespace
         self._lock = threading.Lock()  # over which link is in use, and what a new one must be told
         self._pid = os.getpid()
         self._closed = threading.Event()
@@ -77,10 +78,11 @@ class NodeClient:
 
     def register(self, namespace: Namespace) -> None:
         """Make the layout known, now and whenever a node comes back."""
+        request = m.Register(namespace.layout, namespace.digest, terms_of(namespace.tags))
         with self._lock:
-            self._layouts[namespace.layout.fingerprint] = namespace.layout
+            self._registered[namespace.digest] = request
         # Not on an engine's path, and often the first call to a node that has just started: it gets a joining's time.
-        self._call(m.Register(namespace.layout), m.Done, self._config.connect_timeout_s)
+        self._call(request, m.Done, self._config.connect_timeout_s)
 
     def lookup(self, query: Query, *, wait_s: float | None = None, deadline_s: float | None = None) -> Hit:
         """The longest prefix that the node has, pinned. deadline_s: of each question to the node, not of the waiting."""
@@ -171,6 +173,23 @@ class NodeClient:
                 return False
             time.sleep(_FLUSH_PAUSE_S)
         return True
+
+    def recode(
+        self, tier: str, codec: str, *, namespace: bytes | None = None, query: Query | None = None, deadline_s: float | None = None
+    ) -> Recoding:
+        """Have the node write what a tier holds anew by another codec. deadline_s: of each question to the node."""
+        link = self._current("recode")
+        begun = self._call(m.Recode(tier, codec, namespace, query), m.Recoding, deadline_s, link)
+
+        def ask() -> Recoded:
+            answer = self._ask(m.Progress(begun.number), deadline_s, link)
+            if isinstance(answer, m.Gone):
+                return Recoded(done=True, stopped="closed")
+            if not isinstance(answer, m.Recoding):
+                raise self._misunderstood(answer, link)
+            return answer.recoded
+
+        return Recoding(begun.recoded, lambda: self._give_back(link, m.Release(begun.number)), ask=ask)
 
     def snapshot(self, *, deadline_s: float | None = None) -> EventBatch:
         """All that is visible in the node's memory now; `events` goes on from there. It comes in parts, each with a deadline."""
@@ -313,11 +332,11 @@ class NodeClient:
             self._closed.wait(self._config.reconnect_interval_s)
 
     def _introduce(self, link: Link) -> None:
-        """Tell a new node every layout, those registered meanwhile included; then let the callers have it."""
+        """Tell a new node every namespace, those registered meanwhile included; then let the callers have it."""
         told: set[bytes] = set()
         while True:
             with self._lock:
-                missing = [layout for fingerprint, layout in self._layouts.items() if fingerprint not in told]
+                missing = [request for digest, request in self._registered.items() if digest not in told]
                 if not missing:
                     if self._closed.is_set():
                         link.retire()
@@ -326,9 +345,9 @@ class NodeClient:
                         self._lost.clear()
                         log.info("joined the node on %s again", self.path)
                     return
-            for layout in missing:
-                link.call("register", encode(m.Register(layout)), self._config.call_timeout_s)
-                told.add(layout.fingerprint)
+            for request in missing:
+                link.call("register", encode(request), self._config.call_timeout_s)
+                told.add(request.namespace)
 
 
 def _found(found: m.Found) -> Found:

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from kvhold.cache.events import MOST, snapshot_of
+from kvhold.cache.recode import Wish
 from kvhold.cache.state import CacheState
-from kvhold.core.api import Found
+from kvhold.core.api import Found, Recoded
 from kvhold.core.errors import KVHoldError, ProtocolError
 from kvhold.net import messages as m
 from kvhold.tiers.ram import Entry
@@ -38,6 +39,8 @@ class Session:
             m.Abandon: self._abandon,
             m.Clear: self._clear,
             m.Flushed: self._flushed,
+            m.Recode: self._recode,
+            m.Progress: self._progress,
             m.Snapshot: self._snapshot,
             m.Events: self._events,
             m.Status: self._report,
@@ -64,7 +67,7 @@ class Session:
         self._state.gone(self)
 
     def _register(self, request: m.Register) -> m.Answer:
-        self._state.register(request.layout)
+        self._state.register(request.layout, request.namespace, request.terms)
         return m.Done()
 
     def _lookup(self, request: m.Lookup) -> m.Answer:
@@ -102,6 +105,13 @@ class Session:
 
     def _flushed(self, request: m.Flushed) -> m.Answer:
         return m.Done(int(self._state.all_done(request.mark)), self._state.mark)
+
+    def _recode(self, request: m.Recode) -> m.Answer:
+        return m.Recoding(self._state.recode(self, Wish(request.tier, request.codec, request.namespace, request.query)), Recoded())
+
+    def _progress(self, request: m.Progress) -> m.Answer:
+        recoded = self._state.recodings.find(self, request.number)
+        return m.Gone() if recoded is None else m.Recoding(request.number, recoded)
 
     def _snapshot(self, request: m.Snapshot) -> m.Answer:
         if request.first == 0:

@@ -9,8 +9,9 @@ are passed on unchecked. Operations are logged to `kvhold.audit` at INFO: keys, 
 
 **It tells of nothing that it does not know.** A key keeps its first value and puts do not say which that was, so each put first probes
 (one round trip more): only what was not there before is known to be there as it was put now. Calls that overlap on one key leave it
-unchecked. What it cannot see is another process that deletes a key and puts other bytes, or puts them between the probe and the put:
-where several nodes write one tier and compute the same text with different roundings, look at a mismatch with that in mind.
+unchecked. What it cannot see is another process that replaces a value (recodes the tier), deletes a key and puts other bytes, or puts them
+between the probe and the put: where several nodes write one tier and compute the same text with different roundings, look at a mismatch
+with that in mind.
 
 One event loop; a thread hashes what is large.
 """
@@ -29,10 +30,10 @@ from xxhash import xxh3_128
 
 from kvhold.core.config import apply, setting
 from kvhold.core.errors import ConfigError, TierError
-from kvhold.tiers.base import Parts, Tier, TierTraits, in_thread, size_of
+from kvhold.tiers.base import Parts, Tier, TierTraits, in_thread, replace, size_of
 from kvhold.tiers.scans import closing_scan
 
-OPERATIONS = ("check", "probe", "get", "put", "delete", "scan")
+OPERATIONS = ("check", "probe", "get", "put", "replace", "delete", "scan")
 
 log = logging.getLogger("kvhold.audit")
 
@@ -115,6 +116,21 @@ class AuditTier:
             line.num_bytes = sum(size_of(parts) for (_, parts), fault in zip(items, faults, strict=True) if fault is None)
             line.count("failed", sum(fault is not None for fault in faults))
         return faults
+
+    async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
+        """Tier contract; from then on the new value is the one that was put."""
+        keys = [key for key, _ in items]
+        with self._logged("replace", len(items)) as line, self._digests.changing(keys):
+            digests = await self._hash([parts for _, parts in items])
+            done = await replace(self._inner, items)
+            for (key, parts), digest, outcome in reversed(list(zip(items, digests, done, strict=True))):  # of one key twice, the first
+                if outcome is True:
+                    self._digests.stored(key, digest, was_there=False)
+                    line.num_bytes += size_of(parts)
+                else:
+                    self._digests.forget(key)
+            line.count("failed", sum(isinstance(outcome, TierError) for outcome in done))
+        return done
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
         """Tier contract."""

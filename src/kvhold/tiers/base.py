@@ -3,6 +3,7 @@
     sizes = await tier.probe(keys)                           # one round trip for all of them
     got = await tier.get(keys, [[header, payload], ...])     # each value into memory of the caller's, in parts
     faults = await tier.put([(key, [header, payload]), ...]) # each value from memory of the caller's, in parts
+    done = await replace(tier, [(key, [header, payload])])   # over a value that is there, where the tier can
 
 Called from one event loop only, never from an engine's thread; calls may overlap. Every call is per item: item i of the answer belongs
 to key i, and a bad item never loses the others. A missing value is `None`; what went wrong with one item is a TierError in its place; a
@@ -21,7 +22,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from kvhold.core.errors import TierError
 
@@ -37,12 +38,14 @@ class TierTraits:
     durable:   an acknowledged put survives the death of this process, by `kill -9` too
     shared:    others, on this host or elsewhere, may read, write and delete the same values
     expires:   removes by itself what has outlived its `ttl_s`
+    replaces:  has `Replaces.replace`
     """
 
     name: str
     durable: bool = False
     shared: bool = False
     expires: bool = False
+    replaces: bool = False
 
 
 class Tier(Protocol):
@@ -83,6 +86,27 @@ class Tier(Protocol):
 
     async def close(self) -> None:
         """Let go of everything. Idempotent."""
+
+
+@runtime_checkable
+class Replaces(Protocol):
+    """What a tier has besides that can put another value in the place of one, in one step."""
+
+    async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
+        """Put each value in the place of the one that is there: true where that was done.
+
+        False where there is none, or none any more; none is made then. A TierError says why the old one stays as it is (TierFull where
+        there is no room for both for a moment), or that the answer was lost, and it is one of the two. Whoever reads meanwhile, and
+        whoever comes after a `kill -9` where the tier is durable, has the old value or the new one, whole. What time the old one had
+        left, the new one has. Of a key that is there twice, the first value counts, and both have its answer.
+        """
+
+
+async def replace(tier: Tier, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
+    """`tier.replace(items)`. Raises TierError for a tier that has none."""
+    if not tier.traits.replaces or not isinstance(tier, Replaces):
+        raise TierError(tier.traits.name, "replace", "this kind of tier cannot put a value in the place of another in one step")
+    return await tier.replace(items)
 
 
 def check_lengths(keys: Sequence[bytes], into: Sequence[Parts], starts: Sequence[int] | None) -> None:

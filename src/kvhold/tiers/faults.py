@@ -32,10 +32,10 @@ from typing import ClassVar, Self
 
 from kvhold.core.config import apply, setting
 from kvhold.core.errors import ConfigError, TierDenied, TierError, TierFull, TierUnavailable
-from kvhold.tiers.base import Parts, Tier, TierTraits, check_lengths, size_of
+from kvhold.tiers.base import Parts, Tier, TierTraits, check_lengths, replace, size_of
 from kvhold.tiers.scans import closing_scan
 
-OPERATIONS = ("probe", "get", "put", "delete", "scan", "check")
+OPERATIONS = ("probe", "get", "put", "replace", "delete", "scan", "check")
 KINDS: dict[str, tuple[str, ...]] = {
     "error": OPERATIONS,
     "delay": OPERATIONS,
@@ -189,6 +189,15 @@ class FaultTier:
             if fault is None:
                 self._remember(key, size_of(parts))
         return faults
+
+    async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
+        """Tier contract."""
+        await self._before("replace")
+        done = await replace(self._inner, items)
+        for (key, parts), outcome in zip(items, done, strict=True):
+            if outcome is True:
+                self._remember(key, size_of(parts))
+        return done
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
         """Tier contract."""

@@ -8,9 +8,10 @@
 
 No lock, no index, no limit of its own: whoever runs the file system says what may be there how long, and removes it. A value is written
 under a name that nobody else uses and linked to its own, which never overwrites; where links are not supported it is renamed, if nobody was
-quicker. Whoever removes a file that is being read does not disturb its reader. Used from one loop; all I/O is in threads, those that look
-things up apart from those that carry. Left out: to tell a file that a third party has cut short from a smaller value; the frame's
-checksums do.
+quicker. One that takes the place of another is written in the same way, and the two exchange their names in one step, which network file
+systems may not know: there nothing is replaced. Whoever removes a file that is being read does not disturb its reader. Used from one
+loop; all I/O is in threads, those that look things up apart from those that carry. Left out: to tell a file that a third party has cut
+short from a smaller value; the frame's checksums do.
 """
 
 import logging
@@ -57,7 +58,7 @@ class SharedFilesConfig:
 class SharedFilesTier:
     """Values in a folder that other hosts use too."""
 
-    traits: ClassVar[TierTraits] = TierTraits(name="fs", durable=True, shared=True)
+    traits: ClassVar[TierTraits] = TierTraits(name="fs", durable=True, shared=True, replaces=True)
 
     def __init__(self, config: SharedFilesConfig) -> None:
         if not config.path.startswith("/") or config.io_threads < 1:
@@ -110,6 +111,15 @@ class SharedFilesTier:
             answers = await self._run(self._writers, tree, "put", calls)
         faults = dict(zip(first, answers, strict=True))
         return [faults[key] for key, _ in items]
+
+    async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
+        """Tier contract. The new file has the old one's time, by which others may decide what is removed."""
+        first = dict(reversed(items))
+        async with self._opener.use() as tree:
+            calls = [partial(_publish_over, tree, _name(key), as_pieces(parts)) for key, parts in first.items()]
+            answers = await self._run(self._writers, tree, "replace", calls)
+        done = {key: answer if isinstance(answer, TierError) else answer is True for key, answer in zip(first, answers, strict=True)}
+        return [done[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
         """Tier contract. A file that cannot be removed is still found, and false is its answer."""
@@ -208,6 +218,21 @@ def _publish(tree: FileTree, name: str, pieces: Sequence[memoryview]) -> None:
             tree.rename(temporary, name)
     finally:
         tree.remove(temporary)
+
+
+def _publish_over(tree: FileTree, name: str, pieces: Sequence[memoryview]) -> bool:
+    """Write a value in the place of one; false if there is none. Blocking."""
+    old = tree.stat_file(name)
+    if old is None:
+        return False
+    temporary, _ = tree.write_new(pieces, allocate=False, used_ns=old.st_mtime_ns)
+    try:
+        tree.exchange(temporary, name)
+    except FileNotFoundError:
+        return False  # somebody has removed it
+    finally:
+        tree.remove(temporary)
+    return True
 
 
 def _name(key: bytes) -> str:

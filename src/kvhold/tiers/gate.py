@@ -2,8 +2,9 @@
 
     async with gate.turn(Urgency.READ): ...
 
-Reads are what requests wait for, so they come before deletes, and those before writes; and writes never take the last turn, so that a
-read finds one free however much is being written. One event loop.
+Reads are what requests wait for, so they come before deletes, and those before writes; what is written anew, in the place of what is there,
+comes last, for nobody waits for it. No write takes the last turn, so that a read finds one free however much is being written. One event
+loop.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ class Urgency(IntEnum):
     READ = 0
     DELETE = 1
     WRITE = 2
+    REWRITE = 3
 
 
 class Gate:
@@ -58,7 +60,7 @@ class Gate:
 
     def _leave(self, urgency: Urgency) -> None:
         self._inside -= 1
-        self._writing -= urgency is Urgency.WRITE
+        self._writing -= urgency >= Urgency.WRITE
         self._admit()
 
     def _admit(self) -> None:
@@ -74,8 +76,8 @@ class Gate:
                 return
 
     def _may_enter(self, urgency: Urgency) -> bool:
-        return self._inside < self._width and (urgency is not Urgency.WRITE or self._writing < self._writes_width)
+        return self._inside < self._width and (urgency < Urgency.WRITE or self._writing < self._writes_width)
 
     def _take(self, urgency: Urgency) -> None:
         self._inside += 1
-        self._writing += urgency is Urgency.WRITE
+        self._writing += urgency >= Urgency.WRITE

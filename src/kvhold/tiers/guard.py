@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 from kvhold.core.config import setting, size
 from kvhold.core.errors import TierDenied, TierError, TierUnavailable
 from kvhold.core.metrics import Metrics
-from kvhold.tiers.base import Parts, Tier, size_of
+from kvhold.tiers.base import Parts, Tier, replace, size_of
 from kvhold.tiers.breaker import Breaker
 from kvhold.tiers.gate import Gate, Urgency
 from kvhold.tiers.hidden import Hidden
@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 _SCAN_TIMEOUT_S = 60.0  # of a whole tier
 _DELETE_KEYS = 256  # in one call
 _LONGEST_PAUSE_S = 30.0
-_PER_ITEM = ("probe", "get", "put", "delete")
+_PER_ITEM = ("probe", "get", "put", "replace", "delete")
 _LEAVE_S = 5.0  # how long whoever cancels a call waits for it to let go
 
 
@@ -99,6 +99,11 @@ class Guard:
         metrics.set("kvhold_tier_available", 1, tier=name)
 
     @property
+    def last_fault(self) -> str:
+        """What went wrong last; empty if nothing has."""
+        return self._last_fault
+
+    @property
     def available(self) -> bool:
         """Whether calls go through now."""
         return self._breaker.allows
@@ -148,6 +153,20 @@ class Guard:
         self._metrics.add("kvhold_tier_bytes", written, tier=self.name, operation="put")
         return Outcome(stored, call.pending)
 
+    async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> Outcome[bool | None]:
+        """Put values in the place of those that are there, as `base.replace`; `None` where the old one stays, or nobody knows."""
+        call = _Call[list[bool | TierError]]("replace", len(items), self.config.put_timeout_s)
+        await self._run(call, lambda: replace(self._tier, items))
+        answers: Sequence[bool | TierError | None] = call.result if call.result is not None else [None] * len(items)
+        for answer in answers:
+            if isinstance(answer, TierError):
+                self._fault("replace", answer)
+        done = [None if isinstance(answer, TierError) else answer for answer in answers]
+        self._count("replace", replaced=done.count(True), absent=done.count(False), failed=done.count(None))
+        written = sum(size_of(parts) for (_, parts), answer in zip(items, done, strict=True) if answer)
+        self._metrics.add("kvhold_tier_bytes", written, tier=self.name, operation="replace")
+        return Outcome(done, call.pending)
+
     def drop(self, count: int, *, reason: str) -> None:
         """Count chunks that were to be stored and are not even offered to the tier."""
         self._metrics.add("kvhold_tier_dropped_chunks", count, tier=self.name, reason=reason)
@@ -163,9 +182,11 @@ class Guard:
         self._count("delete", removed=sum(removed), absent=len(removed) - sum(removed))
         return removed
 
-    async def scan(self, prefix: bytes) -> list[bytes]:
-        """Every key that begins with `prefix`, as far as the tier can say."""
-        keys, _ = await self._scan(prefix)
+    async def scan(self, prefix: bytes, silent: set[str] | None = None) -> list[bytes]:
+        """Every key that begins with `prefix`, as far as the tier can say; where that may not be all, its name goes into `silent`."""
+        keys, fault = await self._scan(prefix)
+        if fault is not None and silent is not None:
+            silent.add(self.name)
         return [key for key in keys if not self._hidden.hides(key)]
 
     async def clear(self, prefix: bytes) -> int:
@@ -190,6 +211,7 @@ class Guard:
             "stuck_calls": len(self._stuck),
             "durable": self.traits.durable,
             "shared": self.traits.shared,
+            "replaces": self.traits.replaces,
             "read_only": self.config.read_only,
             "clears_owed": len(self._hidden.owed),
             "used_bytes": getattr(self._tier, "used_bytes", None),
@@ -211,7 +233,7 @@ class Guard:
             self._metrics.add("kvhold_tier_errors", tier=self.name, operation=call.operation, reason="breaker open")
             return fault
         first = await self._attempt(call, work)
-        if first is None or not first.retryable or call.operation == "put" or not self.available:
+        if first is None or not first.retryable or call.operation in ("put", "replace") or not self.available:
             return first
         if call.pending is not None:  # it may still be writing where the second would
             return first

@@ -5,7 +5,8 @@
 
 The meta protocol, pipelined: `mg` without the value to probe, with it to get, `ms ... ME` (add) to put. Values go between socket and the
 caller's memory without a copy. What is larger than the server's item size (`memcached -I`, 1 MiB by default) is refused as TierFull; give
-the server `-I` of the largest frame. Memcached reads no ranges: what comes before and after one is received and thrown away. A scan is the
+the server `-I` of the largest frame. A value is replaced by `cas`, which changes nothing where it fails (a `ms` that fails removes what
+was there). Memcached reads no ranges: what comes before and after one is received and thrown away. A scan is the
 server's own list of its items (`lru_crawler metadump`). Values vanish when the server restarts or needs room: misses.
 
 Left out: several servers (a tier each, or a proxy), SASL, and time-outs, which `guard.py` has. Runs in one event loop, in no thread.
@@ -38,6 +39,10 @@ _MAX_PREFIX = 150  # a key is at most 250 bytes
 
 _HIT = re.compile(rb"HD s(\d{1,15})")
 _VALUE = re.compile(rb"VA (\d{1,15})")
+_STATE = re.compile(rb"HD t(-1|\d{1,15}) c(\d{1,20})")
+
+_REPLACE_ROUNDS = 3
+_CHANGED = 2  # what an answer is where somebody else has written it meanwhile
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ class MemcachedConfig:
 class MemcachedTier:
     """One memcached server. Does no I/O before it is used."""
 
-    traits: ClassVar[TierTraits] = TierTraits("memcached", durable=True, shared=True, expires=True)
+    traits: ClassVar[TierTraits] = TierTraits("memcached", durable=True, shared=True, expires=True, replaces=True)
 
     def __init__(self, config: MemcachedConfig) -> None:
         if len(config.addresses) != 1 or not isinstance(config.addresses[0], Address):
@@ -110,6 +115,33 @@ class MemcachedTier:
         await self._run("put", list(calls.values()), self._bulk)
         faults |= {key: call.fault for key, call in calls.items()}
         return [faults[key] for key, _ in items]
+
+    async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
+        """Tier contract. A value that changes between our look at it and the write is looked at again."""
+        answers: dict[bytes, bool | TierError] = {}
+        todo: dict[bytes, Parts] = {}
+        for key, parts in items:
+            if size_of(parts):
+                todo.setdefault(key, parts)
+            else:
+                answers.setdefault(key, TierError("memcached", "replace", "a value of no bytes"))
+        for _ in range(_REPLACE_ROUNDS):
+            looks = {key: _Look(self._name(key)) for key in todo}
+            await self._run("replace", list(looks.values()), self._small)
+            writes: dict[bytes, _Call] = {}
+            for key, look in looks.items():
+                if look.fault is not None or look.answer is None:
+                    answers[key] = look.fault or False
+                else:
+                    head = b"cas %b 0 %d %d %d\r\n" % (self._name(key), _expiry(look.left_s), size_of(todo[key]), look.version)
+                    writes[key] = _Call((head, *todo[key], b"\r\n"), _replaced, size_of(todo[key]))
+            await self._run("replace", list(writes.values()), self._bulk)
+            answers |= {key: call.fault or call.answer is True for key, call in writes.items()}
+            todo = {key: todo[key] for key, call in writes.items() if call.fault is None and call.answer == _CHANGED}
+            if not todo:
+                break
+        answers |= {key: TierError("memcached", "replace", "it changes again and again") for key in todo}
+        return [answers[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
         """Tier contract."""
@@ -210,6 +242,26 @@ class _Call(_Exchange):
             stream.close()  # it may take what follows for commands
 
 
+class _Look(_Exchange):
+    """`mg` for what a replacement must know: true if it is there, then `left_s` (None: for ever) and `version`."""
+
+    def __init__(self, name: bytes) -> None:
+        self.request = (b"mg %b t c\r\n" % name,)
+        self.left_s: float | None = None
+        self.version = 0
+
+    async def take(self, stream: Stream) -> None:
+        line = await stream.line()
+        if (refusal := _refusal(line)) is not None or line == b"EN":
+            self.answer = refusal
+            return
+        if (found := _STATE.fullmatch(line)) is None:
+            raise _nonsense(line)
+        self.left_s = None if found[1] == b"-1" else float(found[1])
+        self.version = int(found[2])
+        self.answer = True
+
+
 class _Read(_Exchange):
     """`mg` with the value: as `Tier.get`."""
 
@@ -268,6 +320,12 @@ def _stored(line: bytes) -> _Answer:
     if line not in (b"HD", b"NS"):
         raise _nonsense(line)
     return True
+
+
+def _replaced(line: bytes) -> _Answer:
+    if line not in (b"STORED", b"EXISTS", b"NOT_FOUND"):
+        raise _nonsense(line)
+    return {b"STORED": True, b"EXISTS": _CHANGED, b"NOT_FOUND": False}[line]
 
 
 def _removed(line: bytes) -> _Answer:

@@ -32,7 +32,7 @@ class MemoryConfig:
 class MemoryTier:
     """Tier contract, over an arena of its own."""
 
-    traits: ClassVar[TierTraits] = TierTraits(name="memory", expires=True)
+    traits: ClassVar[TierTraits] = TierTraits(name="memory", expires=True, replaces=True)
 
     def __init__(self, config: MemoryConfig) -> None:
         self._config = config
@@ -71,6 +71,10 @@ class MemoryTier:
     async def put(self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None) -> list[TierError | None]:
         """Tier contract: a copy."""
         return await self._tier("put").put(items, ttl_s=ttl_s)
+
+    async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
+        """Tier contract: a copy."""
+        return await self._tier("replace").replace(items)
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
         """Tier contract."""

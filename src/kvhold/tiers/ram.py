@@ -64,7 +64,7 @@ class Entry:
 class RamTier:
     """The chunks of one arena."""
 
-    traits: ClassVar[TierTraits] = TierTraits(name="ram", expires=True)
+    traits: ClassVar[TierTraits] = TierTraits(name="ram", expires=True, replaces=True)
 
     def __init__(
         self, arena: Arena, policy: Policy, metrics: Metrics, *, quota_bytes: int = 0, clock: Callable[[], float] = time.time
@@ -234,6 +234,12 @@ class RamTier:
         expires_at = 0 if ttl_s is None else ceil(self._clock() + ttl_s)
         return [self._copy_in(key, parts, expires_at) for key, parts in items]
 
+    async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
+        """Tier contract: a copy beside the old value, which then gives way."""
+        first = dict(reversed(items))
+        answers = {key: self._copy_over(key, parts) for key, parts in first.items()}
+        return [answers[key] for key, _ in items]
+
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
         """Tier contract."""
         removed = []
@@ -273,12 +279,28 @@ class RamTier:
         entries = self.reserve_all([Wanted(key, nbytes)], num_tokens=0, first_token=0, expires_at=expires_at)
         if entries is None:
             return TierFull("ram", "put", f"no room for {nbytes} bytes")
-        at = entries[0].offset
+        self._fill(entries[0], parts)
+        return None
+
+    def _copy_over(self, key: bytes, parts: Parts) -> bool | TierError:
+        old, nbytes = self.find(key), size_of(parts)
+        if old is None:
+            return False
+        self.hold(old)  # no victim of what takes its place
+        wanted = Wanted(key, nbytes, old.parent)
+        entries = self.reserve_all([wanted], num_tokens=old.num_tokens, first_token=old.first_token, expires_at=old.expires_at)
+        self.unpin(old)
+        if entries is None:
+            return TierFull("ram", "replace", f"no room for {nbytes} bytes beside the old value")
+        self._fill(entries[0], parts)
+        return True
+
+    def _fill(self, entry: Entry, parts: Parts) -> None:
+        at = entry.offset
         for part in parts:
             self._arena.view(at, part.nbytes)[:] = part.cast("B")
             at += part.nbytes
-        self.commit(entries[0])
-        return None
+        self.commit(entry)
 
     def _allocate(self, namespace: bytes, sizes: list[int]) -> list[int] | None:
         """Offsets for all of `sizes`, or for none."""

@@ -8,7 +8,8 @@ part; a get arrives in obstore's memory and is copied once into the caller's. On
 
 An object is `prefix/<namespace>/<rest of the key>`, in hex. That a key keeps its first value is a conditional PUT (`If-None-Match: *`),
 which AWS, Ceph, MinIO, R2 and others enforce; where a store does not, `put_if_absent=false` asks before it writes, and of two writers
-at once the last one stays, whole. So it is for values of `multipart_bytes` and more, whose parts travel side by side.
+at once the last one stays, whole. So it is for values of `multipart_bytes` and more, whose parts travel side by side. A value is replaced
+by a PUT with `If-Match`; not with `put_if_absent=false`, since such a store may not know that either.
 A miss needs the right to list the bucket: without it S3 answers 403 for what is not there, and `check` says so.
 
 Left out: `~/.aws` profiles (export the keys, or use a role) and expiry (set a lifecycle rule; and one for incomplete multipart uploads,
@@ -19,11 +20,11 @@ import asyncio
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import obstore
-from obstore.exceptions import AlreadyExistsError
+from obstore.exceptions import AlreadyExistsError, PreconditionError
 from obstore.store import S3Store
 
 from kvhold.core.errors import ConfigError, TierDenied, TierError, TierUnavailable
@@ -40,6 +41,7 @@ Result = TypeVar("Result")
 _COPY_IN_THREAD = 256 << 10  # below it, handing a copy to a thread costs more than the copy
 _COPY_THREADS = 2
 _PARTS_AT_ONCE = 4
+_REPLACE_ROUNDS = 3
 _ABORT_S = 5.0  # how long a cancelled multipart upload may take to remove its parts
 _HAND_BACK_S = 0.01  # obstore's threads return from their last call; one that waits for the GIL when Python exits aborts the process
 _LAST = "z"  # sorts after all names of ours
@@ -49,10 +51,9 @@ _NAME_CHARS = 2 * KEY_BYTES + 1
 class S3Tier:
     """Values in one bucket, below one prefix."""
 
-    traits: ClassVar[TierTraits] = TierTraits(name="s3", durable=True, shared=True)
-
     def __init__(self, config: S3Config) -> None:
         check_config(config)
+        self.traits = TierTraits(name="s3", durable=True, shared=True, replaces=config.put_if_absent)
         self._config = config
         self._root = prefix_of(config)
         self._place = Place(self.traits.name, config.bucket, endpoint_of(config))
@@ -97,6 +98,13 @@ class S3Tier:
         faults = _unless_all_failed(await _all([self._put(key, parts) for key, parts in first.items()]))
         answers = dict(zip(first, faults, strict=True))
         return [answers[key] for key, _ in items]
+
+    async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
+        """Tier contract: a HEAD and a conditional PUT each, `parallel` at once; in one piece, whatever the size."""
+        first = dict(reversed(items))
+        answers = _unless_all_failed(await _all([self._replace(key, parts) for key, parts in first.items()]))
+        done = dict(zip(first, answers, strict=True))
+        return [done[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
         """Tier contract: S3 does not say what it removed, so those that are there are asked for first."""
@@ -202,6 +210,22 @@ class S3Tier:
             except OBSTORE_FAULTS as error:
                 return self._fault(error, "put")
         return None
+
+    async def _replace(self, key: bytes, parts: Parts) -> bool | TierError:
+        name = self._name(key)
+        async with self._transfers, _lent(parts, None) as views:
+            for _ in range(_REPLACE_ROUNDS):
+                try:
+                    tag = (await obstore.head_async(self._client(), name))["e_tag"]
+                    if tag is None:
+                        return TierError(self.traits.name, "replace", f"{self._place}: the store names no version of an object (ETag)")
+                    await obstore.put_async(self._client(), name, views, mode={"e_tag": tag}, use_multipart=False)
+                except PreconditionError:
+                    continue  # somebody has written or removed it meanwhile
+                except OBSTORE_FAULTS as error:
+                    return False if is_missing_object(error) else self._fault(error, "replace")
+                return True
+        return TierError(self.traits.name, "replace", f"{self._place}: {key.hex()} changes again and again")
 
     async def _is_there(self, name: str) -> bool:
         try:

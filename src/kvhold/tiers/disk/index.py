@@ -1,7 +1,8 @@
 """What one folder of values holds, and the exact account of its bytes. No I/O; the tier's loop is its only user.
 
-    planned = index.reserve(key, nbytes)        # a place, and the victims that must go first; None: no room
+    planned = index.reserve(key, nbytes)        # a place, and the victims that must go first; None: no room; beside `old`, if given
     index.commit(planned.entry, occupied_bytes) # visible; or index.abandon(planned.entry)
+    index.swap(old, entry, occupied_bytes)      # in its place
     index.take(entry) ... index.finish(entry)   # not found any more ... its file has gone; or index.restore(entry): it could not be removed
 
 `used_bytes` is what files occupy, those being written and those that are on their way out included: a deleted file that somebody still
@@ -78,9 +79,12 @@ class Index:
         self._used_bytes += entry.occupied_bytes
         self._show(entry)
 
-    def reserve(self, key: bytes, name: str, nbytes: int) -> Planned | None:
-        """A place for a file of `nbytes`. None, and nothing taken, when it cannot be had."""
-        assert key not in self._entries
+    def reserve(self, key: bytes, name: str, nbytes: int, *, beside: Entry | None = None) -> Planned | None:
+        """A place for a file of `nbytes`. None, and nothing taken, when it cannot be had.
+
+        beside: the entry whose place it is to take, and which must be no victim: somebody reads it
+        """
+        assert self._entries.get(key) is beside
         occupied = -(-nbytes // self._block_bytes) * self._block_bytes
         if occupied > self.limit_bytes:
             return None
@@ -105,6 +109,11 @@ class Index:
         self._used_bytes += occupied_bytes - entry.occupied_bytes
         entry.occupied_bytes = occupied_bytes
         self._show(entry)
+
+    def swap(self, old: Entry, entry: Entry, occupied_bytes: int) -> None:
+        """The file of `entry` is there, and takes the place of `old`, whose own is to be removed now."""
+        self._take(old, evicted=False)
+        self.commit(entry, occupied_bytes)
 
     def abandon(self, entry: Entry) -> None:
         """Its file is not there."""

@@ -10,14 +10,14 @@ threads have finished, cancelled or not, so that the account is right whatever h
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 
 from kvhold.core.errors import TierError, TierFull, TierUnavailable
 from kvhold.core.sizes import format_size
 from kvhold.tiers.base import Parts, size_of
 from kvhold.tiers.disk.folder import Folder, value_name
-from kvhold.tiers.disk.index import Index
+from kvhold.tiers.disk.index import Entry, Index
 from kvhold.tiers.disk.jobs import Check, Open, Read, Remove, StoreSettings, Write
 from kvhold.tiers.files.opener import Opener
 from kvhold.tiers.files.threads import IoThreads
@@ -29,7 +29,7 @@ _DAY_NS = 86_400 * 10**9
 
 
 class _Opened:
-    """A folder, its index, and who is writing what."""
+    """A folder, its index, and who is writing what: new values, and those that are to take the place of one."""
 
     def __init__(self, folder: Folder, index: Index, last_ns: int) -> None:
         self.folder = folder
@@ -96,20 +96,26 @@ class DiskStore:
 
     async def get(self, keys: Sequence[bytes], into: Sequence[Parts], starts: Sequence[int] | None) -> list[int | TierError | None]:
         """Read. A file that is not what the index says is a miss, and forgotten."""
+        answers: list[int | TierError | None] = [None] * len(keys)
+        todo = list(range(len(keys)))
         async with self._opener.use() as opened:
-            jobs: dict[int, Read] = {}
-            for i, (key, parts) in enumerate(zip(keys, into, strict=True)):
-                entry, wanted, start = opened.index.find(key), size_of(parts), None if starts is None else starts[i]
-                if entry is not None and (entry.nbytes <= wanted if start is None else 0 <= start <= entry.nbytes - wanted):
-                    jobs[i] = Read(opened.folder, entry, as_pieces(parts), at=start, stamp_ns=opened.stamp_ns())
-            for job in jobs.values():
-                opened.index.read(job.entry)
-            try:
-                await self._readers.run([job.run for job in jobs.values()])
-            finally:
+            while todo:
+                jobs: dict[int, Read] = {}
+                for i in todo:
+                    entry, wanted, start = opened.index.find(keys[i]), size_of(into[i]), None if starts is None else starts[i]
+                    if entry is not None and (entry.nbytes <= wanted if start is None else 0 <= start <= entry.nbytes - wanted):
+                        jobs[i] = Read(opened.folder, entry, as_pieces(into[i]), at=start, stamp_ns=opened.stamp_ns())
                 for job in jobs.values():
-                    self._settle_read(opened, job)
-            return [jobs[i].answer if i in jobs else None for i in range(len(keys))]
+                    opened.index.read(job.entry)
+                try:
+                    await self._readers.run([job.run for job in jobs.values()])
+                finally:
+                    for job in jobs.values():
+                        self._settle_read(opened, job)
+                for i in todo:
+                    answers[i] = jobs[i].answer if i in jobs else None
+                todo = [i for i, job in jobs.items() if job.is_broken and opened.index.find(keys[i])]  # another has taken its place
+        return answers
 
     async def put(self, items: Sequence[tuple[bytes, Parts]]) -> list[TierError | None]:
         """Write what is not there. What another call is writing is waited for, and tried again if that fails."""
@@ -130,9 +136,24 @@ class DiskStore:
                 todo = waiting
         return faults
 
-    async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Remove."""
+    async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
+        """Write each beside the file that is there, and let it take its place; then remove that."""
+        answers: dict[bytes, bool | TierError] = {}
         async with self._opener.use() as opened:
+            await self._written(opened, [key for key, _ in items])
+            jobs = self._plan_over(opened, dict(reversed(items)), answers)
+            try:
+                await self._writers.run([job.run for _, job in jobs])
+            finally:
+                settled = [self._settle_over(opened, old, job, answers) for old, job in jobs]
+                await self._remove(opened, [job for job in settled if job is not None])
+            await self._trim(opened)
+        return [answers[key] for key, _ in items]
+
+    async def delete(self, keys: Sequence[bytes]) -> list[bool]:
+        """Remove. What is being written in the place of one is waited for, or a crash could bring it back."""
+        async with self._opener.use() as opened:
+            await self._written(opened, [key for key in keys if opened.index.find(key)])
             jobs: dict[int, Remove] = {}
             for i, key in enumerate(keys):
                 entry = opened.index.find(key)
@@ -188,6 +209,56 @@ class DiskStore:
                 may_reuse = not self._settings.sync  # a power cut could leave new bytes under the old name
                 jobs[i] = Write(opened.folder, planned.entry, pieces, stamp_ns=stamp_ns, victims=victims, may_reuse=may_reuse)
         return jobs, waiting
+
+    def _plan_over(
+        self, opened: _Opened, values: Mapping[bytes, Parts], answers: dict[bytes, bool | TierError]
+    ) -> list[tuple[Entry, Write]]:
+        """What is there and a place for what is to take its own; or the answer."""
+        jobs: list[tuple[Entry, Write]] = []
+        for key, parts in values.items():
+            old, nbytes, stamp_ns = opened.index.find(key), size_of(parts), opened.stamp_ns()
+            if old is None:
+                answers[key] = False
+                continue
+            old.readers += 1  # no victim, and the policy need not know
+            planned = opened.index.reserve(key, value_name(key, nbytes, stamp_ns), nbytes, beside=old)
+            if planned is None:
+                opened.index.unread(old)
+                limit = format_size(opened.index.limit_bytes)
+                answers[key] = TierFull("disk", "replace", f"{self._path}: no room for {nbytes} bytes beside the old value within {limit}")
+                continue
+            opened.writing[key] = asyncio.get_running_loop().create_future()
+            victims = [Remove(opened.folder, victim) for victim in planned.victims]
+            may_reuse = not self._settings.sync
+            job = Write(opened.folder, planned.entry, as_pieces(parts), stamp_ns=stamp_ns, victims=victims, may_reuse=may_reuse)
+            jobs.append((old, job))
+        return jobs
+
+    def _settle_over(self, opened: _Opened, old: Entry, job: Write, answers: dict[bytes, bool | TierError]) -> Remove | None:
+        """The new one takes the place of the old one. Returns how the file that is of no more use is to be removed."""
+        index, key = opened.index, old.key
+        self._settle_removed(opened, job.victims)
+        index.unread(old)
+        opened.writing.pop(key).set_result(None)
+        if job.is_lost:
+            self._lose(opened)
+        if job.occupied_bytes is None:
+            index.abandon(job.entry)
+            answers[key] = job.fault or TierError("disk", "replace", "cancelled")
+            return None
+        if index.find(key) is old:
+            index.swap(old, job.entry, job.occupied_bytes)
+            answers[key] = True
+            return Remove(opened.folder, old)
+        answers[key] = False  # its file was found to be broken meanwhile
+        index.commit(job.entry, job.occupied_bytes)
+        index.take(job.entry)
+        return Remove(opened.folder, job.entry)
+
+    async def _written(self, opened: _Opened, keys: Sequence[bytes]) -> None:
+        """Until nobody is writing any of these."""
+        while others := {opened.writing[key] for key in keys if key in opened.writing}:
+            await asyncio.wait(others)
 
     def _settle_read(self, opened: _Opened, job: Read) -> None:
         index, entry = opened.index, job.entry

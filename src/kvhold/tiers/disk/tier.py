@@ -49,7 +49,7 @@ class DiskConfig:
 class DiskTier:
     """Values on disks of this host."""
 
-    traits: ClassVar[TierTraits] = TierTraits(name="disk", durable=True)
+    traits: ClassVar[TierTraits] = TierTraits(name="disk", durable=True, replaces=True)
 
     def __init__(self, config: DiskConfig) -> None:
         paths = [normpath(path) for path in config.path.split(",")]
@@ -114,6 +114,11 @@ class DiskTier:
         """Tier contract. ttl_s is ignored: what nobody asks for is evicted."""
         keys = [key for key, _ in items]
         return await self._spread(keys, lambda store, chosen: store.put(_pick(items, chosen)), lambda fault: fault)
+
+    async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
+        """Tier contract. The new file is whole before the old one is removed; after a crash the newer one counts."""
+        keys = [key for key, _ in items]
+        return await self._spread(keys, lambda store, chosen: store.replace(_pick(items, chosen)), lambda fault: fault)
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
         """Tier contract. A file that cannot be removed stays found, and false is its answer."""

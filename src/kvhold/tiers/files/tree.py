@@ -7,11 +7,12 @@
 Blocking; every call is for a thread, and raises OSError. Nothing follows a symbolic link below the folder.
 """
 
+import ctypes
 import os
 import stat
 from collections.abc import Sequence
 from contextlib import suppress
-from errno import EOPNOTSUPP
+from errno import EINVAL, ENOSYS, EOPNOTSUPP
 from pathlib import Path
 from typing import Self
 
@@ -20,6 +21,7 @@ from kvhold.tiers.files.transfer import fill_file, fill_parts, preallocate, set_
 
 NEW = "new"  # the folder for temporary files
 
+_RENAME_EXCHANGE = 2
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FILE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # the last so that a pipe of somebody's does not hold us
 
@@ -32,6 +34,7 @@ class FileTree:
         self._root = root
         self._direct = direct
         self._sync = sync
+        self._renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # Python has none
 
     @classmethod
     def open(cls, path: str, *, direct: str, sync: bool) -> Self:
@@ -125,6 +128,16 @@ class FileTree:
             self._make_folder(new.rpartition("/")[0])
             os.rename(old, new, src_dir_fd=self._root, dst_dir_fd=self._root)
         self._sync_folder(new.rpartition("/")[0])
+
+    def exchange(self, one: str, other: str) -> None:
+        """Each gets the other's name, in one step. Raises FileNotFoundError where one is not there, EOPNOTSUPP where it cannot be."""
+        if self._renameat2 is None or self._renameat2(self._root, one.encode(), self._root, other.encode(), _RENAME_EXCHANGE):
+            code = ENOSYS if self._renameat2 is None else ctypes.get_errno()
+            if code in (ENOSYS, EINVAL, EOPNOTSUPP):
+                raise OSError(EOPNOTSUPP, "this file system cannot exchange two files, so no value in it can be replaced")
+            raise OSError(code, os.strerror(code), other)
+        for name in (one, other):
+            self._sync_folder(name.rpartition("/")[0])
 
     def link(self, old: str, new: str) -> None:
         """A second name for `old`. Raises FileExistsError rather than overwrite; OSError where links are not supported."""

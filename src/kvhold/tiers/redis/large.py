@@ -13,6 +13,7 @@ from contextlib import suppress
 from kvhold.core.errors import TierError
 from kvhold.net.stream import Stream
 from kvhold.tiers.base import Parts, size_of
+from kvhold.tiers.redis.replacing import replace_string
 from kvhold.tiers.redis.resp import Call, ErrorReply, command, fault_of, read_reply, set_pieces
 from kvhold.tiers.redis.router import Router, fault_in
 from kvhold.tiers.redis.split import HEAD_BYTES, Head, cut, looks_like_head
@@ -70,6 +71,19 @@ class LargeValues:
                 await self.remove_parts(name, head)
             return error
 
+    async def replace(self, name: bytes, value: Parts) -> bool | TierError:
+        """Let it take the place of the value that is there, if there is one."""
+        head = Head.new(size_of(value), self._part_bytes)
+        names = head.part_names(name)
+        try:
+            await self._upload(names, head, value)
+            done = await replace_string(self._router, name, [memoryview(head.pack())], parts=names)
+            if done is False:
+                await self.remove_parts(name, head)
+        except TierError as error:  # perhaps they are in use now, perhaps they go by themselves
+            return error
+        return done
+
     async def mend(self, name: bytes, head: Head) -> None:
         """Remove a head some of whose parts are gone, unless another value stands there now."""
         await self._router.run("delete", [_RemoveHead(name, head)], bulk=False)
@@ -81,12 +95,7 @@ class LargeValues:
 
     async def _put(self, name: bytes, head: Head, value: Parts, ttl_ms: int | None) -> bool:
         names = head.part_names(name)
-        uploads = []
-        for i, part in enumerate(names):
-            pieces = cut(value, i * head.part_bytes, head.part_bytes)
-            request = set_pieces(part, pieces, "PX", _UNFINISHED_MS)
-            uploads.append(Call(part, request=request, value_bytes=size_of(pieces)))
-        await self._all(uploads, b"OK", bulk=True)
+        await self._upload(names, head, value)
         # From here on no part goes before the head may.
         lasting = 2 * _UNFINISHED_MS + (ttl_ms or 0)
         await self._all([Call(part, "PEXPIRE", part, lasting) for part in names], 1)
@@ -102,6 +111,14 @@ class LargeValues:
                 await self._all([Call(part, "PERSIST", part) for part in names], 1)
                 await self._all([Call(name, "PERSIST", name)], 1)
         return True
+
+    async def _upload(self, names: Sequence[bytes], head: Head, value: Parts) -> None:
+        uploads = []
+        for i, part in enumerate(names):
+            pieces = cut(value, i * head.part_bytes, head.part_bytes)
+            request = set_pieces(part, pieces, "PX", _UNFINISHED_MS)
+            uploads.append(Call(part, request=request, value_bytes=size_of(pieces)))
+        await self._all(uploads, b"OK", bulk=True)
 
     async def _all(self, calls: Sequence[Call], expected: object, *, bulk: bool = False) -> None:
         await self._router.run("put", calls, bulk=bulk)

@@ -11,8 +11,9 @@ pipelined STRLEN a key; values go between socket and the caller's memory without
 latest values, since replication is asynchronous: they are misses. What a replica has, it has whole.
 
 The user at the server needs get, getrange, getdel, strlen, set, unlink, pexpire, persist, watch, unwatch, multi, exec, scan, ping and
-select, on the keys of the prefix; in a cluster `cluster|slots`, with Sentinel `role`. Redis 6.2 or later. Where the server evicts
-(maxmemory-policy), what is gone is a miss. Runs in one event loop, in no thread. Left out: replicas, and time-outs, which `guard.py` has.
+select, and to replace values pttl, on the keys of the prefix; in a cluster `cluster|slots`, with Sentinel `role`. Redis 6.2 or later. Where
+the server evicts (maxmemory-policy), what is gone is a miss. Runs in one event loop, in no thread. Left out: replicas, and time-outs, which
+`guard.py` has.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -23,6 +24,7 @@ from kvhold.tiers.base import Parts, TierTraits, check_lengths, size_of
 from kvhold.tiers.redis.large import LargeValues, peek
 from kvhold.tiers.redis.names import Names
 from kvhold.tiers.redis.node import Node
+from kvhold.tiers.redis.replacing import replace_string
 from kvhold.tiers.redis.resp import Call, ErrorReply, Reply, fault_of, set_pieces
 from kvhold.tiers.redis.router import Router, fault_in
 from kvhold.tiers.redis.settings import RedisConfig, config_from
@@ -33,13 +35,14 @@ from kvhold.tiers.url import TierUrl
 
 _SCAN_COUNT = 1000  # names looked at in one round trip
 _MAX_TTL_MS = 100 * 365 * 86_400_000
+_PROBE_ROUNDS = 3
 _PUT_ROUNDS = 3  # where a value that is there turns out to be broken, it is put again
 
 
 class RedisTier:
     """One place in Redis or Valkey. Does no I/O before it is used."""
 
-    traits: ClassVar[TierTraits] = TierTraits("redis", durable=True, shared=True, expires=True)
+    traits: ClassVar[TierTraits] = TierTraits("redis", durable=True, shared=True, expires=True, replaces=True)
 
     def __init__(self, config: RedisConfig) -> None:
         config.check()
@@ -64,11 +67,20 @@ class RedisTier:
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
         """Tier contract. What a server of a cluster holds that does not answer now, is missing."""
-        sizes = [reply if isinstance(reply, int) and reply > 0 else None for reply in await self._lengths(keys, "probe")]
-        unsure = [i for i, nbytes in enumerate(sizes) if nbytes == HEAD_BYTES]
-        if unsure:
+        sizes: list[int | None] = [None] * len(keys)
+        todo = list(range(len(keys)))
+        for _ in range(_PROBE_ROUNDS):
+            lengths = await self._lengths([keys[i] for i in todo], "probe")
+            for i, length in zip(todo, lengths, strict=True):
+                sizes[i] = length if isinstance(length, int) and length > 0 else None
+            unsure = [i for i in todo if sizes[i] == HEAD_BYTES]
+            if not unsure:
+                break
             for i, nbytes in zip(unsure, await self._large.sizes([self._names.of(keys[i]) for i in unsure]), strict=True):
                 sizes[i] = nbytes
+            todo = [i for i in unsure if sizes[i] is None]  # a part is missing, or the head was replaced by a string in between
+            if not todo:
+                break
         return sizes
 
     async def get(
@@ -106,6 +118,14 @@ class RedisTier:
                 break
         faults |= {key: TierError("redis", "put", "what is there loses its parts again and again") for key in todo}
         return [faults[key] for key, _ in items]
+
+    async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
+        """Tier contract. One after another: each takes two round trips with a connection to itself."""
+        answers: dict[bytes, bool | TierError] = {}
+        for key, parts in items:
+            if key not in answers:
+                answers[key] = await self._replaced(self._names.of(key), parts)
+        return [answers[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
         """Tier contract."""
@@ -195,6 +215,14 @@ class RedisTier:
                 faults[key] = None if call.reply is None else fault_of(call.reply, "put")
                 taken += [key] if call.reply is None else []
         return taken
+
+    async def _replaced(self, name: bytes, parts: Parts) -> bool | TierError:
+        nbytes = size_of(parts)
+        if not nbytes:
+            return TierError("redis", "replace", "a value of no bytes")
+        if nbytes > self._config.max_value_bytes or (nbytes == HEAD_BYTES and looks_like_head(joined(parts))):
+            return await self._large.replace(name, parts)
+        return await replace_string(self._router, name, parts)
 
     async def _unreadable(self, keys: Sequence[bytes], faults: dict[bytes, TierError | None]) -> list[bytes]:
         """Those keys whose value was found without some of its parts, and removed: they can be put again.

@@ -1,0 +1,173 @@
+"""Recodings as the cache's state sees them: which namespaces it may be told to recode, what is under way, and for whom.
+
+    recodings.learn(namespace, layout, terms)                                # registered, or stored in
+    recodings.begin(number, owner, wish, layouts)                            # an order for the mover; ConfigError says why not
+    recodings.progressed(number, recoded)                                    # the mover tells
+    recodings.drop(number)                                                   # nobody wants it any more
+
+No I/O: `recoder.py` does the work. A namespace's budget and tenant are tags in its name, which its digest does not tell; so what may be
+lost of its chunks is known only after an engine has named it.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+
+from kvhold.cache.orders import Order, RecodeOrder, Space, StopOrder
+from kvhold.cache.presence import Presence
+from kvhold.codecs import check_codec
+from kvhold.codecs.budget import LOSSLESS
+from kvhold.codecs.frame import RAW
+from kvhold.core.api import Recoded
+from kvhold.core.errors import ConfigError, ProtocolError
+from kvhold.core.keys import NAMESPACE_BYTES, Query
+from kvhold.core.layout import Layout
+from kvhold.core.terms import Terms
+
+_MOST_SPACES = 1 << 16
+_MOST_RECODINGS = 64
+LOSES_NOTHING = (RAW, LOSSLESS)  # known without loading a codec
+
+
+@dataclass(frozen=True)
+class RecodableTier:
+    """One of the cache's tiers.
+
+    refusal: why nothing in it can be recoded; empty if it can
+    above:   the name of a tier below it whose codec may lose something, or that was recoded by one; what came up from there does not say so
+    """
+
+    number: int
+    encrypted: bool = False
+    refusal: str = ""
+    above: str = ""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What somebody wants recoded: all known namespaces, one, or one prompt's chunks."""
+
+    tier: str
+    codec: str
+    namespace: bytes | None = None
+    query: Query | None = None
+
+
+@dataclass
+class _Running:
+    owner: Hashable
+    recoded: Recoded
+
+
+class Recodings:
+    """Of one cache. tiers: by name, from the top; set by whoever makes the mover."""
+
+    def __init__(self, give_order: Callable[[Order], None]) -> None:
+        self.tiers: dict[str, RecodableTier] = {}
+        self._give_order = give_order
+        self._known: OrderedDict[bytes, Space] = OrderedDict()  # with the strictest budget it was named with; the one named last comes last
+        self._shared: set[bytes] = set()  # those that several tenants are said to own
+        self._running: dict[int, _Running] = {}
+
+    def __len__(self) -> int:
+        """How many are under way."""
+        return sum(not running.recoded.done for running in self._running.values())
+
+    def learn(self, namespace: bytes, layout: Layout, terms: Terms) -> None:
+        """It was named with these terms."""
+        known = self._known.get(namespace)
+        if known is None:
+            self._known[namespace] = Space(layout, replace(terms, ttl_s=None))
+        elif known.terms != terms:
+            before = known.terms
+            error, bits = _strictest(before.max_error, terms.max_error), _strictest(before.max_bits, terms.max_bits)
+            self._known[namespace] = Space(layout, replace(before, max_error=error, max_bits=bits))
+            if terms.tenant != before.tenant:
+                self._shared.add(namespace)
+        self._known.move_to_end(namespace)
+        if len(self._known) > _MOST_SPACES:
+            oldest, _ = self._known.popitem(last=False)
+            self._shared.discard(oldest)
+
+    def begin(self, number: int, owner: Hashable, wish: Wish, layouts: Mapping[bytes, Layout]) -> None:
+        """Order it. Raises ConfigError that says what cannot be, and what to do."""
+        tier = self._tier(wish.tier)
+        check_codec(wish.codec)
+        if tier.above and wish.codec not in LOSES_NOTHING:
+            raise ConfigError(
+                f"tier {wish.tier}: some of what it holds may have come up from tier {tier.above}, whose codec may have lost something;"
+                f" by a codec with a loss it would lose more, so only {' and '.join(LOSES_NOTHING)} are taken here"
+            )
+        if len(self._running) >= _MOST_RECODINGS:
+            raise ConfigError(f"{_MOST_RECODINGS} recodings are under way or were not closed; close some first")
+        keys = None
+        if wish.query is not None:
+            keys = Presence(wish.query, layouts[wish.query.layout], _nothing).missing()
+        order = RecodeOrder(number, tier.number, wish.codec, self._spaces(wish, tier, layouts), dict(layouts), keys)
+        if wish.codec not in LOSES_NOTHING:
+            self.tiers = {
+                name: replace(one, above=one.above or wish.tier) if one.number < tier.number else one for name, one in self.tiers.items()
+            }
+        self._running[number] = _Running(owner, Recoded())
+        self._give_order(order)
+
+    def find(self, owner: Hashable, number: int) -> Recoded | None:
+        """How far `owner`'s recoding has come; None if it has none of that number."""
+        running = self._running.get(number)
+        return running.recoded if running is not None and running.owner == owner else None
+
+    def progressed(self, number: int, recoded: Recoded) -> None:
+        """What the mover tells."""
+        if number in self._running:
+            self._running[number].recoded = recoded
+
+    def drop(self, number: int) -> None:
+        """Stop it, if it is not done, and forget it."""
+        if not self._running.pop(number).recoded.done:
+            self._give_order(StopOrder(number))
+
+    def drop_all(self, owner: Hashable) -> None:
+        """Those of an owner that is no more."""
+        for number in [number for number, running in self._running.items() if running.owner == owner]:
+            self.drop(number)
+
+    def _tier(self, name: str) -> RecodableTier:
+        tier = self.tiers.get(name)
+        if tier is None:
+            near = get_close_matches(name, self.tiers, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"tier {name!r} is unknown; known are {', '.join(self.tiers) or 'none: this cache has memory alone'}{hint}")
+        if tier.refusal:
+            raise ConfigError(f"tier {name}: {tier.refusal}")
+        return tier
+
+    def _spaces(self, wish: Wish, tier: RecodableTier, layouts: Mapping[bytes, Layout]) -> dict[bytes, Space]:
+        digest = wish.namespace if wish.query is None else wish.query.namespace
+        if digest is None:
+            return {digest: space for digest, space in self._known.items() if not (tier.encrypted and digest in self._shared)}
+        if len(digest) != NAMESPACE_BYTES:
+            raise ProtocolError(f"the namespace to recode has {len(digest)} bytes; a digest has {NAMESPACE_BYTES}")
+        if wish.query is not None and wish.namespace not in (None, digest):
+            raise ProtocolError("the namespace to recode is not that of the prompt")
+        tenant = wish.query.tenant if wish.query is not None else None
+        known = self._known.get(digest)
+        if known is None and wish.codec not in LOSES_NOTHING:
+            raise ConfigError(
+                f"namespace {digest.hex()} is not known here, so its budget is not either, and only {' and '.join(LOSES_NOTHING)} can be"
+                " sure to keep it; it is known once an engine that uses it has connected"
+            )
+        if tenant is None and tier.encrypted and (known is None or digest in self._shared):
+            raise ConfigError(f"tier {wish.tier} is encrypted, and whose key opens namespace {digest.hex()} is not known here")
+        if known is None:
+            layout = layouts[wish.query.layout] if wish.query is not None else None
+            return {digest: Space(layout, Terms(tenant=tenant or ""))}
+        return {digest: known if tenant is None else replace(known, terms=replace(known.terms, tenant=tenant))}
+
+
+def _strictest(one: float | None, other: float | None) -> float | None:
+    return min((value for value in (one, other) if value is not None), default=None)
+
+
+def _nothing(_: bytes) -> None:
+    return None

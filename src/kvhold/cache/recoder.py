@@ -1,0 +1,302 @@
+"""Writes what a tier holds anew by another codec, beside all else: reads, checks, decodes, encodes, and puts each frame in its own place.
+
+    recoder = Recoder(stack, codings, metrics, pool, tell=..., now=ram.now)
+    await recoder.run(order)                  # a task of the mover's loop; tells how far it has come after each batch, and at the end
+
+One recoding after another, one batch after another, one chunk at a time through the codec: memory for a batch as read, a batch as written,
+and one chunk. A batch takes a turn at the tier only to read and to write, after everybody else; between them the tier is free. Requests
+never wait for it. Where the tier fails, it ends; what was not replaced by then is as it was.
+
+A frame that cannot be what its key says is removed and counted, as by any read. What was lost of a chunk is lost once: a frame of a codec
+with a loss is only ever decoded to `raw`, `lossless` or the like. Left out: knowing of a frame without a loss whether what is in it was
+decoded from one; frames do not say so.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Literal, TypeAlias, TypeVar
+
+from kvhold.cache.landing import Writer, Written
+from kvhold.cache.orders import RecodeOrder, Space
+from kvhold.codecs import Codec, Raw, check_identity, find_codec, make_codec, max_frame_bytes, read_header, unframe_payload, verify
+from kvhold.codecs.chunk import arranged
+from kvhold.codecs.frame import group_of
+from kvhold.codecs.sealing import OVERHEAD_BYTES, Keyring
+from kvhold.core.api import Recoded
+from kvhold.core.errors import ConfigError, FrameError, LayoutError
+from kvhold.core.keys import NAMESPACE_BYTES
+from kvhold.core.metrics import Metrics
+from kvhold.memory.pages import page_aligned
+from kvhold.tiers.gate import Urgency
+from kvhold.tiers.guard import Guard
+from kvhold.tiers.stack import Stack
+
+log = logging.getLogger(__name__)
+
+_BATCH_KEYS = 256
+
+Answer = TypeVar("Answer")
+Result: TypeAlias = Literal["replaced", "same", "kept_lossy", "missing", "bad", "unknown", "failed"]
+
+
+@dataclass
+class _Tally:
+    """The counts of `Recoded`."""
+
+    seen: int = 0
+    replaced: int = 0
+    over_budget: int = 0
+    same: int = 0
+    kept_lossy: int = 0
+    missing: int = 0
+    bad: int = 0
+    unknown: int = 0
+    failed: int = 0
+    bytes_before: int = 0
+    bytes_after: int = 0
+
+    def so_far(self, *, done: bool = False, stopped: str = "") -> Recoded:
+        """As it is told."""
+        return Recoded(done, stopped, **{each.name: getattr(self, each.name) for each in fields(self)})
+
+
+@dataclass(frozen=True)
+class _Looked:
+    """What came of one frame: the new one, or the result. over_budget: a better codec was taken; plain_bytes: of the chunk decoded."""
+
+    result: Result | None = None
+    written: Written | None = None
+    over_budget: bool = False
+    plain_bytes: int = 0
+    fault: FrameError | None = None
+    expired: bool = False
+
+
+@dataclass
+class _Run:
+    """One recoding."""
+
+    order: RecodeOrder
+    guard: Guard
+    keyring: Keyring | None
+    codec: Codec
+    most_bytes: int
+    tally: _Tally = field(default_factory=_Tally)
+
+
+@dataclass
+class _Ready:
+    """A frame to be put in the place of one of `before` bytes."""
+
+    key: bytes
+    before: int
+    looked: _Looked
+    written: Written
+
+
+class Recoder:
+    """Of one mover, in its loop."""
+
+    def __init__(
+        self,
+        stack: Stack,
+        keyrings: Sequence[Keyring | None],
+        metrics: Metrics,
+        threads: Executor,
+        *,
+        tell: Callable[[int, Recoded], None],
+        now: Callable[[], float],
+    ) -> None:
+        """keyrings: of each tier, None where it is not encrypted. threads: where codecs work. tell: what the state is to know."""
+        self._stack = stack
+        self._keyrings = keyrings
+        self._metrics = metrics
+        self._threads = threads
+        self._tell = tell
+        self._now = now
+        self._turn = asyncio.Lock()
+
+    async def run(self, order: RecodeOrder) -> None:
+        """Do it. Tells in any case when it is over."""
+        tally, stopped = _Tally(), "stopped"
+        try:
+            async with self._turn:
+                stopped = await self._recode(order, tally)
+        except ConfigError as error:  # a codec that cannot be loaded after all
+            stopped = str(error)
+        finally:
+            self._tell(order.number, tally.so_far(done=True, stopped=stopped))
+
+    async def _recode(self, order: RecodeOrder, tally: _Tally) -> str:
+        """Why it ended early; empty if it did not."""
+        guard, keyring = self._stack.guards[order.tier], self._keyrings[order.tier]
+        codec = await self._in_thread(lambda: make_codec(order.codec))
+        run = _Run(order, guard, keyring, codec, _most_bytes(order), tally)
+        log.info("tier %s: what it holds of %d namespaces is written by %s", guard.name, len(order.spaces), codec.name)
+        silent: set[str] = set()
+        keys = order.keys if order.keys is not None else await self._scan(guard, order.spaces, silent)
+        for at in range(0, len(keys), _BATCH_KEYS):
+            if not guard.available:
+                break
+            await self._recode_keys(run, keys[at : at + _BATCH_KEYS])
+        if silent or not guard.available:
+            return f"tier {guard.name} failed: {guard.last_fault}"
+        recoded = tally.so_far()
+        log.info("tier %s: %d of %d chunks were replaced", guard.name, recoded.replaced, recoded.seen)
+        return ""
+
+    async def _scan(self, guard: Guard, spaces: Collection[bytes], silent: set[str]) -> list[bytes]:
+        """Once for all namespaces: a scan may go through all that is there, whatever its prefix."""
+        if not spaces:
+            return []
+        keys = await guard.scan(next(iter(spaces)) if len(spaces) == 1 else b"", silent)
+        return [key for key in keys if key[:NAMESPACE_BYTES] in spaces]
+
+    async def _recode_keys(self, run: _Run, keys: list[bytes]) -> None:
+        silent: set[str] = set()
+        sizes = await run.guard.probe(keys, silent)
+        there = [(key, size) for key, size in zip(keys, sizes, strict=True) if size is not None]
+        if silent:
+            self._count(run, "failed", len(keys))
+        elif run.order.keys is None:  # of a prompt's chunks, those that were never there are not missing
+            self._count(run, "missing", len(keys) - len(there))
+        readable = [(key, size) for key, size in there if 0 < size <= run.most_bytes]
+        self._count(run, "unknown", len(there) - len(readable))
+        for batch in _batches(readable, run.guard.config.batch_bytes):
+            await self._recode_batch(run, batch)
+            self._tell(run.order.number, run.tally.so_far())
+
+    async def _recode_batch(self, run: _Run, batch: Sequence[tuple[bytes, int]]) -> None:
+        guard = run.guard
+        buffers = [page_aligned(size) for _, size in batch]
+        async with guard.gate.turn(Urgency.REWRITE):
+            outcome = await guard.get([key for key, _ in batch], [[buffer] for buffer in buffers])
+        frames = [None if size is None else buffer[:size] for buffer, size in zip(buffers, outcome.items, strict=True)]
+        ready: list[_Ready] = []
+        unusable: list[bytes] = []
+        for (key, _), frame, failed in zip(batch, frames, outcome.failed, strict=True):
+            if frame is None:
+                self._count(run, "failed" if failed else "missing")
+                continue
+            looked = await self._in_thread(partial(self._look, run, key, frame))
+            if looked.written is not None:
+                ready.append(_Ready(key, len(frame), looked, looked.written))
+            if looked.result is not None:
+                self._count_looked(run, key, looked)
+                run.tally.over_budget += looked.over_budget
+            if looked.fault is not None or looked.expired:
+                unusable.append(key)
+            if sum(one.written.nbytes for one in ready) >= guard.config.batch_bytes:
+                await self._replace(run, ready)
+                ready = []
+        await self._replace(run, ready)
+        if unusable:
+            async with guard.gate.turn(Urgency.DELETE):
+                await guard.delete(unusable)
+
+    async def _replace(self, run: _Run, ready: Sequence[_Ready]) -> None:
+        if not ready:
+            return
+        guard, tally = run.guard, run.tally
+        async with guard.gate.turn(Urgency.REWRITE):
+            outcome = await guard.replace([(one.key, one.written.parts) for one in ready])
+        for one, done in zip(ready, outcome.items, strict=True):
+            self._count(run, "failed" if done is None else "replaced" if done else "missing")
+            if done:
+                written = one.written
+                tally.over_budget += one.looked.over_budget
+                tally.bytes_before += one.before
+                tally.bytes_after += written.nbytes
+                self._metrics.add("kvhold_recoded_bytes_before", one.before, tier=guard.name)
+                self._metrics.add("kvhold_recoded_bytes_after", written.nbytes, tier=guard.name)
+                self._metrics.add("kvhold_encoded_chunks", tier=guard.name, codec=written.codec)
+                self._metrics.add("kvhold_encoded_bytes", written.nbytes, tier=guard.name, codec=written.codec)
+                self._metrics.add("kvhold_encoded_plain_bytes", one.looked.plain_bytes, tier=guard.name, codec=written.codec)
+
+    def _look(self, run: _Run, key: bytes, value: memoryview) -> _Looked:
+        """In a thread: check one frame, and write it anew if that is to be."""
+        space = run.order.spaces[key[:NAMESPACE_BYTES]]
+        try:
+            return self._recoded(run, key, space, value)
+        except FrameError as fault:
+            return _Looked("bad", fault=fault)
+        except LayoutError as error:  # a key or a number of tokens that the layout does not have
+            return _Looked("bad", fault=FrameError("identity", str(error)))
+
+    def _recoded(self, run: _Run, key: bytes, space: Space, value: memoryview) -> _Looked:
+        """Raises FrameError or LayoutError for a frame that is not what it should be."""
+        frame = value if run.keyring is None else run.keyring.unseal(value, key=key, tenant=space.terms.tenant)
+        header = read_header(frame, frame_bytes=len(frame))
+        layout = space.layout or run.order.layouts.get(header.layout)
+        if layout is None:
+            return _Looked("unknown")
+        layout.check_tokens(header.num_tokens)
+        check_identity(header, key=key, layout=layout, num_tokens=header.num_tokens)
+        if 0 < header.expires_at <= self._now():
+            return _Looked("missing", expired=True)
+        before = find_codec(header.codec)
+        if before is None:  # a library that is missing here must not cost all that others can read
+            return _Looked("unknown")
+        payload, group = frame[header.header_bytes :], group_of(key, layout)
+        if header.codec == run.codec.name or not (before.lossless or run.codec.lossless):
+            verify(header, payload)
+            return _Looked("same" if header.codec == run.codec.name else "kept_lossy")
+        chunk = page_aligned(layout.chunk_bytes(group, header.num_tokens))
+        unframe_payload(header, payload, chunk, layout=layout)
+        written = Writer(run.codec, run.keyring).encoded(
+            chunk,
+            layout,
+            space.terms,
+            key=key,
+            num_tokens=header.num_tokens,
+            first_token=header.first_token,
+            expires_at=header.expires_at,
+        )
+        if written is None:
+            return _Looked("failed")
+        over_budget = written.codec != run.codec.name and arranged(run.codec, layout, group) is not None
+        if written.codec == header.codec:
+            return _Looked("same", over_budget=over_budget)
+        return _Looked(written=written, over_budget=over_budget, plain_bytes=len(chunk))
+
+    def _count(self, run: _Run, result: Result, count: int = 1) -> None:
+        if count:
+            run.tally.seen += count
+            setattr(run.tally, result, getattr(run.tally, result) + count)
+            self._metrics.add("kvhold_recoded_chunks", count, tier=run.guard.name, result=result)
+
+    def _count_looked(self, run: _Run, key: bytes, looked: _Looked) -> None:
+        assert looked.result is not None
+        self._count(run, looked.result)
+        if looked.fault is not None:
+            self._metrics.add("kvhold_tier_bad_frames", tier=run.guard.name, reason=looked.fault.reason)
+            log.warning("tier %s: %s is removed: %s", run.guard.name, key.hex(), looked.fault)
+        if looked.expired:
+            self._metrics.add("kvhold_expired_chunks", tier=run.guard.name)
+
+    async def _in_thread(self, work: Callable[[], Answer]) -> Answer:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _batches(items: Sequence[tuple[bytes, int]], most_bytes: int) -> Iterator[list[tuple[bytes, int]]]:
+    """In order, each of `most_bytes` at most, or of one item."""
+    batch: list[tuple[bytes, int]] = []
+    for item in items:
+        if batch and sum(size for _, size in batch) + item[1] > most_bytes:
+            yield batch
+            batch = []
+        batch.append(item)
+    if batch:
+        yield batch
+
+
+def _most_bytes(order: RecodeOrder) -> int:
+    """More than any frame of these layouts takes; what is larger is not read."""
+    layouts = [*order.layouts.values(), *(space.layout for space in order.spaces.values() if space.layout is not None)]
+    raw = Raw()
+    sizes = [max_frame_bytes(raw, layout, group, layout.tokens_per_chunk) for layout in layouts for group in range(len(layout.groups))]
+    return 2 * max(sizes, default=0) + OVERHEAD_BYTES

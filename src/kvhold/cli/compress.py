@@ -1,0 +1,87 @@
+"""`kvhold compress`: what a tier holds is written anew by a codec. `kvhold decompress` is the way back, and shares all of this."""
+
+import json
+import sys
+from dataclasses import dataclass
+
+import click
+from msgspec.structs import asdict
+
+from kvhold.core.api import Recoded
+from kvhold.core.config import load_config
+from kvhold.core.errors import ConfigError
+from kvhold.core.keys import NAMESPACE_BYTES
+from kvhold.core.sizes import format_size
+from kvhold.node import NodeClient
+from kvhold.node.paths import socket_path
+
+_RESULTS = {
+    "same": "were so already",
+    "kept_lossy": "are by another codec with a loss, and stay as they are",
+    "missing": "were gone or had expired",
+    "bad": "failed a check and were removed",
+    "unknown": "are of layouts that no engine has registered, or codecs that are not installed here",
+    "failed": "stay as they are, because the tier failed or there is no key for them",
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What both commands take besides a codec."""
+
+    tier: str
+    namespace: str | None
+    socket: str | None
+    as_json: bool
+
+
+@click.command()
+@click.option("--tier", required=True, help="Its name, as `kvhold status` has it.")
+@click.option("--codec", required=True, help="What its chunks are to be written by, such as lossless or cachegen.")
+@click.option("--namespace", help="Of this namespace alone: its digest in hex. [default: all that the node knows]")
+@click.option("--socket", help="Path of the node's Unix socket. [default: this user's]")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def command(tier: str, codec: str, namespace: str | None, socket: str | None, as_json: bool) -> None:
+    """Write what a tier of this host's node holds anew by a codec, while everything goes on. Returns when it is done.
+
+    What is stored later is written by the tier's own setting. Budgets are kept. What a codec with a loss has written is left alone.
+    """
+    recode(codec, Options(tier, namespace, socket, as_json))
+
+
+def recode(codec: str, options: Options) -> None:
+    """Begin it, wait, and show what came of it. Exits with 1 if it ended early."""
+    config = load_config({"node": {"socket": options.socket}} if options.socket else {})
+    namespace = _digest(options.namespace)
+    with (
+        NodeClient(socket_path(config.node.socket), config.client, name="kvhold compress") as client,
+        client.recode(options.tier, codec, namespace=namespace) as recoding,
+    ):
+        recoded = recoding.wait()
+    click.echo(json.dumps(asdict(recoded), indent=2) if options.as_json else _describe(recoded, codec))
+    if recoded.stopped:
+        click.echo(f"kvhold: it ended early: {recoded.stopped}", err=True)
+        sys.exit(1)
+
+
+def _digest(text: str | None) -> bytes | None:
+    if text is None:
+        return None
+    try:
+        digest = bytes.fromhex(text)
+    except ValueError:
+        digest = b""
+    if len(digest) != NAMESPACE_BYTES:
+        raise ConfigError(f"--namespace {text!r}: write its digest, {2 * NAMESPACE_BYTES} hexadecimal digits")
+    return digest
+
+
+def _describe(recoded: Recoded, codec: str) -> str:
+    if not recoded.seen:
+        return "nothing to do: the tier holds no chunk of a namespace that the node knows; engines make theirs known when they connect"
+    before, after = format_size(recoded.bytes_before), format_size(recoded.bytes_after)
+    lines = [f"{recoded.replaced} of {recoded.seen} chunks are written anew by {codec}: {before} before, {after} now"]
+    if recoded.over_budget:
+        lines.append(f"  {recoded.over_budget} of all are by another codec, because of their namespace's budget")
+    lines += [f"  {count} {what}" for name, what in _RESULTS.items() if (count := getattr(recoded, name))]
+    return "\n".join(lines)

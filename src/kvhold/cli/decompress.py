@@ -1,0 +1,19 @@
+"""`kvhold decompress`: what a tier holds is written anew without a codec. What was lost stays lost."""
+
+import click
+
+from kvhold.cli.compress import Options, recode
+
+
+@click.command()
+@click.option("--tier", required=True, help="Its name, as `kvhold status` has it.")
+@click.option("--codec", type=click.Choice(["raw", "lossless"]), default="raw", show_default=True, help="As it is, or smaller and exact.")
+@click.option("--namespace", help="Of this namespace alone: its digest in hex. [default: all that the node knows]")
+@click.option("--socket", help="Path of the node's Unix socket. [default: this user's]")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def command(tier: str, codec: str, namespace: str | None, socket: str | None, as_json: bool) -> None:
+    """Write what a tier of this host's node holds anew, uncompressed, while everything goes on. Returns when it is done.
+
+    What codecs have lost does not come back.
+    """
+    recode(codec, Options(tier, namespace, socket, as_json))
