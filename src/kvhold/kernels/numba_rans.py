@@ -356,9 +356,9 @@ def _step16(_: Any, states: Any, table: Any, words: Any, out: Any) -> Any:
 def _decode(words: Any, counts: Any, freq: Any, wide: bool, out: Any) -> bool:
     table, slot = np.empty(SCALE, np.uint32), 0  # what a slot stands for: the symbol, its frequency less one, the place within
     for symbol in range(256):
-        entry = np.uint32(symbol) | np.uint32(freq[symbol] - 1) << np.uint32(8)
+        first = np.uint32(symbol) | np.uint32(freq[symbol] - 1) << np.uint32(8)
         for within in range(freq[symbol]):
-            table[slot] = entry | np.uint32(within) << np.uint32(20)
+            table[slot] = first | np.uint32(within) << np.uint32(20)
             slot += 1
     states = np.empty(LANES, np.uint32)
     begin = 0
