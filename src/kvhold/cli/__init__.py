@@ -16,11 +16,15 @@ from kvhold.core.errors import ConfigError, KVHoldError
 _COMMANDS = {
     "serve": ("kvhold.cli.serve", "Run this host's node in the foreground."),
     "status": ("kvhold.cli.status", "Show what the node holds and counts."),
+    "compress": ("kvhold.cli.compress", "Write what a tier holds anew by a codec, while all serves."),
+    "decompress": ("kvhold.cli.decompress", "Write what a tier holds anew without a codec."),
     "stop": ("kvhold.cli.stop", "End this host's node."),
     "tiers": ("kvhold.cli.tiers", "Which tiers there are, and what can be set."),
     "doctor": ("kvhold.cli.doctor", "Try each tier, and say what is wrong."),
     "demo": ("kvhold.cli.demo.command", "Show on a real engine what a hit is worth."),
     "verify": ("kvhold.cli.verify.command", "Prove on a model that kvhold changes no answer and no bit."),
+    "size": ("kvhold.cli.size", "How large a model's KV is, and how much of it fits where."),
+    "simulate": ("kvhold.cli.simulate.command", "What caches would have found of a trace, by policy and size."),
     "bench": ("kvhold.cli.bench.command", "Measure, against limits taken in the same run."),
 }
 

@@ -1,0 +1,1 @@
+"""`kvhold simulate`: what a cache of some size would have found of a trace."""

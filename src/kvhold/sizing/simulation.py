@@ -1,0 +1,115 @@
+"""Hit rates of caches that nobody has built yet: policies, sizes of memory and of a tier below it, chunk sizes, codecs.
+
+    row = simulate(trace.cut(256), num_tokens, Setup("lru", ram_bytes=64 << 30, token_bytes=131_072))
+
+Each row is one replay of all requests, in their order, by the rules in `kernels/numba_eviction.py`. What is simulated is what is held, not
+when: loads and stores take no time, and nothing is dropped because a tier is slow.
+"""
+
+import time
+from dataclasses import dataclass
+
+from kvhold.kernels.numba_eviction import Replayed, replay
+from kvhold.sizing.trace import Cut
+
+BOUND = "belady"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One cache. token_bytes: of KV; disk_bytes: of one tier below memory, 0: none; ratio: how much smaller its codec makes KV"""
+
+    policy: str
+    ram_bytes: int
+    token_bytes: int
+    disk_bytes: int = 0
+    codec: str = "raw"
+    ratio: float = 1.0
+
+    def ram_chunks(self, tokens_per_chunk: int) -> int:
+        """How many fit into memory."""
+        return self.ram_bytes // (tokens_per_chunk * self.token_bytes)
+
+    def disk_chunks(self, tokens_per_chunk: int) -> int:
+        """How many fit below."""
+        return int(self.disk_bytes * self.ratio) // (tokens_per_chunk * self.token_bytes)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one cache would have done.
+
+    capacity_bytes:   of memory; disk_bytes: of the tier below
+    hit_rate:         tokens found / tokens of all prompts; ram_hit_rate and disk_hit_rate are its parts
+    request_hit_rate: requests of which anything was found / all
+    bytes_read:       KV that was found, as it is in memory; bytes_written: KV that was computed and stored there
+    disk_bytes_read, disk_bytes_written: of the tier below, as its codec leaves them
+    evictions, disk_evictions: chunks that went from memory, from the tier below
+    events_per_s:     chunks of all requests / seconds that the replay took, in one thread
+    """
+
+    policy: str
+    capacity_bytes: int
+    disk_bytes: int
+    chunk_tokens: int
+    codec: str
+    hit_rate: float
+    request_hit_rate: float
+    ram_hit_rate: float
+    disk_hit_rate: float
+    bytes_read: int
+    bytes_written: int
+    disk_bytes_read: int
+    disk_bytes_written: int
+    evictions: int
+    disk_evictions: int
+    events_per_s: float
+
+
+def simulate(cut: Cut, num_tokens: int, setup: Setup) -> Row:
+    """Replay a trace. num_tokens: of all its prompts, with what is in no whole chunk.
+
+    The bound of two tiers is that of memory of the size of both, and what memory alone would have found at best: each number is a bound by
+    itself, and bytes are those of the first.
+    """
+    ram, disk = setup.ram_chunks(cut.tokens_per_chunk), setup.disk_chunks(cut.tokens_per_chunk)
+    begun = time.perf_counter()
+    if setup.policy == BOUND:
+        replayed = replay(cut.chunks, cut.starts, cut.parents, policy=BOUND, capacity=ram + disk)
+    else:
+        replayed = replay(cut.chunks, cut.starts, cut.parents, policy=setup.policy, capacity=ram, lower_capacity=disk)
+    elapsed_s = time.perf_counter() - begun
+    in_memory = replayed
+    if setup.policy == BOUND and disk:
+        in_memory = replay(cut.chunks, cut.starts, cut.parents, policy=BOUND, capacity=ram)
+    return _row(cut, num_tokens, setup, replayed, in_memory, elapsed_s)
+
+
+def best_hit_rate(cut: Cut, num_tokens: int) -> float:
+    """Of a cache that nothing ever leaves."""
+    replayed = replay(cut.chunks, cut.starts, cut.parents, policy="fifo", capacity=cut.num_ids)
+    return int(replayed.found.sum()) * cut.tokens_per_chunk / max(1, num_tokens)
+
+
+def _row(cut: Cut, num_tokens: int, setup: Setup, replayed: Replayed, in_memory: Replayed, elapsed_s: float) -> Row:
+    chunk_bytes, total = cut.tokens_per_chunk * setup.token_bytes, max(1, num_tokens)
+    found = int(replayed.found.sum())
+    from_ram = int(in_memory.found[:, 0].sum())
+    return Row(
+        policy=setup.policy,
+        capacity_bytes=setup.ram_bytes,
+        disk_bytes=setup.disk_bytes,
+        chunk_tokens=cut.tokens_per_chunk,
+        codec=setup.codec,
+        hit_rate=found * cut.tokens_per_chunk / total,
+        request_hit_rate=int((replayed.found.sum(axis=1) > 0).sum()) / max(1, replayed.found.shape[0]),
+        ram_hit_rate=from_ram * cut.tokens_per_chunk / total,
+        disk_hit_rate=(found - from_ram) * cut.tokens_per_chunk / total,
+        bytes_read=found * chunk_bytes,
+        bytes_written=replayed.stored * chunk_bytes,
+        disk_bytes_read=int(replayed.promoted * chunk_bytes / setup.ratio),
+        disk_bytes_written=int(replayed.written * chunk_bytes / setup.ratio),
+        evictions=replayed.evicted,
+        disk_evictions=replayed.evicted_below,
+        events_per_s=cut.chunks.size / elapsed_s if elapsed_s else 0.0,
+    )

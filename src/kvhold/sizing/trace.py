@@ -1,0 +1,172 @@
+"""A trace of requests, as chunks: which prompts had what in common, without their text.
+
+    trace = read_trace(Path("conversation_trace.jsonl"))
+    cut = trace.cut(256)                      # the same prompts in chunks of 256 tokens
+
+A line is a JSON object with `input_length` and `hash_ids`, the form in which Mooncake (FAST 2025) published its traces: one id for each
+block of a prompt's tokens, 512 of them if not told otherwise, the last block shorter. Equal ids stand for equal blocks. What else a line
+has is ignored. A block is told by all ids up to it, as a cache names it, so that an id may come again after another one.
+
+Memory: 4 bytes for each block of each request, some 120 for each that is new; a file is read line by line, up to stated bounds.
+"""
+
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, BinaryIO
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvhold.core.errors import ConfigError
+
+BLOCK_TOKENS = 512
+MOST_LINE_BYTES = 64 << 20
+MOST_BLOCKS = 50_000_000  # of all requests: up to some 6 GB, if all of them are new
+
+Ids = npt.NDArray[np.int32]
+Starts = npt.NDArray[np.int64]
+
+
+class _Line(msgspec.Struct):
+    input_length: Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
+    hash_ids: list[int]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Prompts in whole chunks of one size; what is left at a prompt's end is no chunk.
+
+    chunks:  [events] int32, those of all requests, end to end; equal numbers are equal chunks after equal prefixes
+    starts:  [requests + 1] int64, where each request begins, and the end
+    parents: [ids] int32, the chunk before each in its prompt, -1 for a first one
+    """
+
+    tokens_per_chunk: int
+    chunks: Ids
+    starts: Starts
+    parents: Ids
+
+    @property
+    def num_ids(self) -> int:
+        """Different chunks."""
+        return self.parents.size
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Prompts in blocks, the last of each shorter perhaps; arrays as in `Cut`.
+
+    num_tokens: [requests] int64, of each prompt
+    """
+
+    block_tokens: int
+    num_tokens: npt.NDArray[np.int64]
+    blocks: Ids
+    starts: Starts
+    parents: Ids
+
+    @property
+    def num_requests(self) -> int:
+        """Lines."""
+        return self.num_tokens.size
+
+    def cut(self, tokens_per_chunk: int) -> Cut:
+        """The prompts in chunks that divide a block, or are of several. Raises ConfigError for other sizes."""
+        size, block = tokens_per_chunk, self.block_tokens
+        if size < 1 or (size % block and block % size):
+            raise ConfigError(f"chunk_tokens is {size}; it must divide the trace's block of {block} tokens, or be a multiple of it")
+        return self._joined(size // block) if size >= block else self._divided(block // size)
+
+    def _joined(self, count: int) -> Cut:
+        """`count` blocks are a chunk, which is told by its last block."""
+        size = self.block_tokens * count
+        places = np.arange(self.blocks.size) - np.repeat(self.starts[:-1], np.diff(self.starts))
+        whole = places < np.repeat(self.num_tokens // size * count, np.diff(self.starts))
+        taken = whole & (places % count == count - 1)
+        ids, chunks = np.unique(self.blocks[taken], return_inverse=True)
+        above = ids
+        for _ in range(count):
+            above = np.where(above >= 0, self.parents[above], -1)
+        parents = np.where(above >= 0, np.searchsorted(ids, above), -1)
+        return Cut(size, chunks.astype(np.int32), _starts(self.num_tokens // size), parents.astype(np.int32))
+
+    def _divided(self, count: int) -> Cut:
+        """A block is `count` chunks. Of one that is shorter, those that it fills; they are another block's beginning to nobody."""
+        if self.parents.size * count > np.iinfo(np.int32).max:
+            raise ConfigError(f"chunk_tokens: the trace has too many blocks to divide each by {count}; read fewer requests")
+        size = self.block_tokens // count
+        starts = _starts(np.minimum(self.num_tokens // size, np.diff(self.starts) * count))
+        places = np.arange(starts[-1]) - np.repeat(starts[:-1], np.diff(starts))
+        blocks = self.blocks[np.repeat(self.starts[:-1], np.diff(starts)) + places // count]
+        parents = np.arange(-1, self.parents.size * count - 1, dtype=np.int32)
+        parents[::count] = np.where(self.parents >= 0, self.parents * count + count - 1, -1)
+        return Cut(size, (blocks * count + places % count).astype(np.int32), starts, parents)
+
+
+def read_trace(path: Path, *, block_tokens: int = BLOCK_TOKENS, num_requests: int | None = None) -> Trace:
+    """The first `num_requests` lines of a file, or all. Raises ConfigError that names the line and what is wrong with it."""
+    try:
+        with path.open("rb") as file:
+            return parse_trace(_lines(file, str(path)), name=str(path), block_tokens=block_tokens, num_requests=num_requests)
+    except OSError as error:
+        raise ConfigError(f"cannot read the trace {path}: {error.strerror}") from None
+
+
+def parse_trace(lines: Iterable[bytes], *, name: str = "trace", block_tokens: int = BLOCK_TOKENS, num_requests: int | None = None) -> Trace:
+    """The same of lines. name: for errors."""
+    if block_tokens < 1:
+        raise ConfigError(f"block_tokens is {block_tokens}; it must be 1 or more")
+    decoder = msgspec.json.Decoder(_Line)
+    known: dict[tuple[int, int], int] = {}  # (the block before, id) -> block
+    num_tokens, starts, blocks, parents = array("q"), array("q", [0]), array("i"), array("i")
+    for number, line in enumerate(lines, start=1):
+        if num_requests is not None and len(num_tokens) == num_requests:
+            break
+        if not line.strip():
+            continue
+        try:
+            request = decoder.decode(line)
+        except msgspec.DecodeError as error:
+            raise ConfigError(
+                f"{name}, line {number}: {error}; a line is {{'input_length': tokens, 'hash_ids': [an id a block]}}"
+            ) from None
+        most = -(-request.input_length // block_tokens)
+        if not request.input_length // block_tokens <= len(request.hash_ids) <= most:
+            raise ConfigError(
+                f"{name}, line {number}: hash_ids has {len(request.hash_ids)} ids where {request.input_length} tokens "
+                f"(input_length) are {most} blocks of {block_tokens}; set block_tokens to the trace's own"
+            )
+        if len(blocks) + len(request.hash_ids) > MOST_BLOCKS:
+            raise ConfigError(f"{name}, line {number}: more than {MOST_BLOCKS:,} blocks; read fewer requests")
+        block = -1
+        for hash_id in request.hash_ids:
+            before, block = block, known.setdefault((block, hash_id), len(known))
+            if block == len(parents):
+                parents.append(before)
+            blocks.append(block)
+        num_tokens.append(request.input_length)
+        starts.append(len(blocks))
+    if not len(num_tokens):
+        raise ConfigError(f"{name}: it has no requests")
+    return Trace(
+        block_tokens,
+        np.array(num_tokens, np.int64),
+        np.array(blocks, np.int32),
+        np.array(starts, np.int64),
+        np.array(parents, np.int32),
+    )
+
+
+def _lines(file: BinaryIO, name: str) -> Iterator[bytes]:
+    while line := file.readline(MOST_LINE_BYTES):
+        if len(line) == MOST_LINE_BYTES:
+            raise ConfigError(f"{name}: a line has more than {MOST_LINE_BYTES >> 20} MiB; a trace has one request a line")
+        yield line
+
+
+def _starts(counts: npt.NDArray[np.int64]) -> Starts:
+    """Where runs of these lengths begin, and the end."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
