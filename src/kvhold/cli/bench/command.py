@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from kvhold.cli.bench.load.command import command as load
 from kvhold.cli.bench.quality.command import command as quality
 from kvhold.cli.bench.rows import Row, needing, table
 from kvhold.cli.bench.soak.command import command as soak
@@ -169,6 +170,7 @@ def link(only: tuple[str, ...], model_size: str, tokens: int, prompts: int, gbit
             _write(json_file, measured)
 
 
+command.add_command(load, "load")
 command.add_command(quality, "quality")
 command.add_command(soak, "soak")
 command.add_command(vllm, "vllm")
