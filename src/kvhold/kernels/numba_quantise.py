@@ -19,6 +19,7 @@ from numba import njit, types
 
 from kvhold.kernels.numba_compile import compiled, readonly
 from kvhold.kernels.numba_floats import (
+    FLOAT32,
     KINDS,
     MAGNITUDE,
     SIGN,
@@ -201,15 +202,15 @@ def _int8_decode(codes: Any, largest: Any, kind: int, head_dim: int, run: int, e
 def _column_largest(elements: Any, kind: int, largest: Any) -> None:
     planes, width = largest.shape
     tokens = elements.size // largest.size
-    values, most = np.empty(width, np.float32), np.empty(width, np.uint32)
+    most = np.empty(width, elements.dtype)  # magnitudes are ordered as their bits are
+    mask = elements.dtype.type(MAGNITUDE if kind == FLOAT32 else 0x7FFF)
     for plane in range(planes):
-        most[:] = np.uint32(0)
+        most[:] = 0
         for token in range(tokens):
-            load(elements, (plane * tokens + token) * width, width, kind, values)
+            row = elements[(plane * tokens + token) * width : (plane * tokens + token + 1) * width]
             for i in range(width):
-                most[i] = max(most[i], np.uint32(as_bits(values[i]) & MAGNITUDE))
-        for i in range(width):
-            largest[plane, i] = as_float(most[i])
+                most[i] = max(most[i], elements.dtype.type(row[i] & mask))
+        load(most, 0, width, kind, largest[plane])
 
 
 @compiled(*(types.void(readonly(kind), types.int64, readonly(types.float32, 2), _u8s) for kind in _UINTS))
