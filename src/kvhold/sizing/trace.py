@@ -3,36 +3,27 @@
     trace = read_trace(Path("conversation_trace.jsonl"))
     cut = trace.cut(256)                      # the same prompts in chunks of 256 tokens
 
-A line is a JSON object with `input_length` and `hash_ids`, the form in which Mooncake (FAST 2025) published its traces: one id for each
-block of a prompt's tokens, 512 of them if not told otherwise, the last block shorter. Equal ids stand for equal blocks. What else a line
-has is ignored. A block is told by all ids up to it, as a cache names it, so that an id may come again after another one.
+A block is told by all ids up to it, as a cache names it, so that an id may come again after another one (lines: `requests.py`).
 
-Memory: 4 bytes for each block of each request, some 120 for each that is new; a file is read line by line, up to stated bounds.
+Memory: 4 bytes for each block of each request, some 120 for each that is new; a file is read line by line, up to a stated bound.
 """
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Annotated, BinaryIO
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kvhold.core.errors import ConfigError
+from kvhold.sizing.requests import BLOCK_TOKENS, TraceRequest, parse_requests, read_requests
 
-BLOCK_TOKENS = 512
-MOST_LINE_BYTES = 64 << 20
 MOST_BLOCKS = 50_000_000  # of all requests: up to some 6 GB, if all of them are new
 
 Ids = npt.NDArray[np.int32]
 Starts = npt.NDArray[np.int64]
-
-
-class _Line(msgspec.Struct):
-    input_length: Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
-    hash_ids: list[int]
 
 
 @dataclass(frozen=True)
@@ -108,39 +99,22 @@ class Trace:
 
 def read_trace(path: Path, *, block_tokens: int = BLOCK_TOKENS, num_requests: int | None = None) -> Trace:
     """The first `num_requests` lines of a file, or all. Raises ConfigError that names the line and what is wrong with it."""
-    try:
-        with path.open("rb") as file:
-            return parse_trace(_lines(file, str(path)), name=str(path), block_tokens=block_tokens, num_requests=num_requests)
-    except OSError as error:
-        raise ConfigError(f"cannot read the trace {path}: {error.strerror}") from None
+    requests = read_requests(path, TraceRequest, block_tokens=block_tokens)
+    return _trace_of(requests, name=str(path), block_tokens=block_tokens, num_requests=num_requests)
 
 
 def parse_trace(lines: Iterable[bytes], *, name: str = "trace", block_tokens: int = BLOCK_TOKENS, num_requests: int | None = None) -> Trace:
     """The same of lines. name: for errors."""
-    if block_tokens < 1:
-        raise ConfigError(f"block_tokens is {block_tokens}; it must be 1 or more")
-    decoder = msgspec.json.Decoder(_Line)
+    requests = parse_requests(lines, TraceRequest, name=name, block_tokens=block_tokens)
+    return _trace_of(requests, name=name, block_tokens=block_tokens, num_requests=num_requests)
+
+
+def _trace_of(requests: Iterable[TraceRequest], *, name: str, block_tokens: int, num_requests: int | None) -> Trace:
     known: dict[tuple[int, int], int] = {}  # (the block before, id) -> block
     num_tokens, starts, blocks, parents = array("q"), array("q", [0]), array("i"), array("i")
-    for number, line in enumerate(lines, start=1):
-        if num_requests is not None and len(num_tokens) == num_requests:
-            break
-        if not line.strip():
-            continue
-        try:
-            request = decoder.decode(line)
-        except msgspec.DecodeError as error:
-            raise ConfigError(
-                f"{name}, line {number}: {error}; a line is {{'input_length': tokens, 'hash_ids': [an id a block]}}"
-            ) from None
-        most = -(-request.input_length // block_tokens)
-        if not request.input_length // block_tokens <= len(request.hash_ids) <= most:
-            raise ConfigError(
-                f"{name}, line {number}: hash_ids has {len(request.hash_ids)} ids where {request.input_length} tokens "
-                f"(input_length) are {most} blocks of {block_tokens}; set block_tokens to the trace's own"
-            )
+    for request in islice(requests, num_requests):
         if len(blocks) + len(request.hash_ids) > MOST_BLOCKS:
-            raise ConfigError(f"{name}, line {number}: more than {MOST_BLOCKS:,} blocks; read fewer requests")
+            raise ConfigError(f"{name}, request {len(num_tokens) + 1}: more than {MOST_BLOCKS:,} blocks; read fewer requests")
         block = -1
         for hash_id in request.hash_ids:
             before, block = block, known.setdefault((block, hash_id), len(known))
@@ -158,13 +132,6 @@ def parse_trace(lines: Iterable[bytes], *, name: str = "trace", block_tokens: in
         np.array(starts, np.int64),
         np.array(parents, np.int32),
     )
-
-
-def _lines(file: BinaryIO, name: str) -> Iterator[bytes]:
-    while line := file.readline(MOST_LINE_BYTES):
-        if len(line) == MOST_LINE_BYTES:
-            raise ConfigError(f"{name}: a line has more than {MOST_LINE_BYTES >> 20} MiB; a trace has one request a line")
-        yield line
 
 
 def _starts(counts: npt.NDArray[np.int64]) -> Starts:

@@ -14,7 +14,8 @@ from kvhold.core.errors import ConfigError
 from kvhold.core.sizes import format_size
 from kvhold.sizing.fits import RATIOS, ratio_of
 from kvhold.sizing.model import kv_of, read_settings
-from kvhold.sizing.trace import BLOCK_TOKENS, read_trace
+from kvhold.sizing.requests import BLOCK_TOKENS
+from kvhold.sizing.trace import read_trace
 
 _POLICIES = ("lru", "lfu", "fifo", "mru", "s3fifo", "arc", "belady")
 _HALVINGS = 6  # of the default sweep: from a 64th of all different chunks to all of them

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvhold.cli.bench.load.prompts import Prompts
 from kvhold.cli.bench.load.work import Phase, Request, Session, Turn, single
-from kvhold.cli.traces import BLOCK_TOKENS, TraceRequest, read_trace
+from kvhold.sizing.requests import BLOCK_TOKENS, TimedRequest, read_requests
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Replay:
         sessions = (self._session(prompts, number, request) for number, request in enumerate(self._requests()))
         yield Phase("replay", sessions, self.max_in_flight, total)
 
-    def _requests(self) -> Iterator[TraceRequest]:
-        return islice(read_trace(self.trace), self.max_requests)
+    def _requests(self) -> Iterator[TimedRequest]:
+        return islice(read_requests(self.trace, TimedRequest), self.max_requests)
 
-    def _session(self, prompts: Prompts, number: int, request: TraceRequest) -> Session:
+    def _session(self, prompts: Prompts, number: int, request: TimedRequest) -> Session:
         num_tokens = _at_most(request.input_length, self.max_input_tokens)
         lengths = [min(BLOCK_TOKENS, num_tokens - start) for start in range(0, num_tokens, BLOCK_TOKENS)]
         blocks = zip(request.hash_ids, lengths, strict=False)  # a prompt that is cut has fewer lengths than ids

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvhold.cli.traces import TraceRequest, read_trace
 from kvhold.core.errors import ConfigError
+from kvhold.sizing import requests
+from kvhold.sizing.requests import TimedRequest, read_requests
 
 GOOD = {"timestamp": 10, "input_length": 600, "output_length": 3, "hash_ids": [4, 7]}
 
@@ -21,9 +22,9 @@ def trace(folder: Path, *lines: str) -> Path:
 
 def test_lines_are_read_in_their_order(tmp_path: Path) -> None:
     later = {**GOOD, "timestamp": 20.5, "extra": "ignored"}
-    assert list(read_trace(trace(tmp_path, json.dumps(GOOD), "", json.dumps(later)))) == [
-        TraceRequest(timestamp=10, input_length=600, output_length=3, hash_ids=[4, 7]),
-        TraceRequest(timestamp=20.5, input_length=600, output_length=3, hash_ids=[4, 7]),
+    assert list(read_requests(trace(tmp_path, json.dumps(GOOD), "", json.dumps(later)), TimedRequest)) == [
+        TimedRequest(timestamp=10, input_length=600, output_length=3, hash_ids=[4, 7]),
+        TimedRequest(timestamp=20.5, input_length=600, output_length=3, hash_ids=[4, 7]),
     ]
 
 
@@ -33,28 +34,29 @@ def test_lines_are_read_in_their_order(tmp_path: Path) -> None:
         ({"timestamp": 9}, "timestamp 9 is less than 10"),
         ({"timestamp": -1}, "timestamp is -1"),
         ({"timestamp": None}, "timestamp"),
-        ({"input_length": 0, "hash_ids": []}, "input_length 0"),
-        ({"output_length": -1}, "output_length -1"),
-        ({"input_length": 512}, "2 hash_ids do not fit an input_length of 512"),
+        ({"input_length": 0, "hash_ids": []}, "input_length of 0"),
+        ({"output_length": -1}, "output_length"),
+        ({"input_length": 512}, "2 hash_ids for an input_length of 512"),
         ({"hash_ids": [1]}, "1 hash_ids"),
-        ({"hash_ids": [1, -2]}, "hash_ids must be from 0"),
+        ({"hash_ids": [1, -2]}, "hash_ids"),
         ({"hash_ids": [1, 2**63]}, "hash_ids"),
         ({"hash_ids": ["a", "b"]}, "hash_ids"),
     ],
 )
 def test_a_wrong_field_is_named_with_its_line(change: dict[str, object], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"trace\.jsonl, line 3: .*{message}"):
-        list(read_trace(trace(tmp_path, json.dumps(GOOD), "", json.dumps({**GOOD, **change}))))
+        list(read_requests(trace(tmp_path, json.dumps(GOOD), "", json.dumps({**GOOD, **change})), TimedRequest))
 
 
 def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nothing: No such file"):
-        list(read_trace(tmp_path / "nothing"))
+        list(read_requests(tmp_path / "nothing", TimedRequest))
 
 
-def test_a_line_without_an_end_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="line 1: longer than"):
-        list(read_trace(trace(tmp_path, "1" * (4 << 20))))
+def test_a_line_without_an_end_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "MOST_LINE_BYTES", 1 << 20)
+    with pytest.raises(ConfigError, match="line 1: more than 1 MiB"):
+        list(read_requests(trace(tmp_path, "1" * (1 << 21)), TimedRequest))
 
 
 @given(st.binary(max_size=200))
@@ -62,7 +64,7 @@ def test_no_bytes_raise_anything_else(tmp_path_factory: pytest.TempPathFactory, 
     path = tmp_path_factory.mktemp("traces") / "trace.jsonl"
     path.write_bytes(content)
     try:
-        for request in read_trace(path):
+        for request in read_requests(path, TimedRequest):
             assert request.hash_ids
     except ConfigError:
         pass

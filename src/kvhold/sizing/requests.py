@@ -1,0 +1,98 @@
+"""The lines of a trace of a real service: how long each request was, what it shared with others, and when it came.
+
+    for request in read_requests(Path("conversation_trace.jsonl"), TimedRequest):
+        request.timestamp, request.hash_ids
+
+The form is that of the traces which Mooncake published (FAST'25): one JSON object a line, such as
+
+    {"timestamp": 27000, "input_length": 1300, "output_length": 52, "hash_ids": [0, 12, 13]}
+
+with an id for each block of a prompt's tokens, 512 of them if not told otherwise; the last block may be short. Equal ids are equal text.
+What else a line has is ignored. Lines are read one at a time, so a trace's length does not matter, and everything in them is checked.
+"""
+
+from collections.abc import Iterable, Iterator
+from math import ceil, isfinite
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import msgspec
+
+from kvhold.core.errors import ConfigError
+
+BLOCK_TOKENS = 512
+MOST_LINE_BYTES = 64 << 20
+
+_Length = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
+_HashId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a cache sees of a line. The short block at a prompt's end may be left out."""
+
+    input_length: _Length
+    hash_ids: list[_HashId]
+
+    def fault(self, block_tokens: int) -> str:
+        """What is wrong with it; empty if nothing is."""
+        most = ceil(self.input_length / block_tokens)
+        if self.input_length // block_tokens <= len(self.hash_ids) <= most:
+            return ""
+        return (
+            f"hash_ids has {len(self.hash_ids)} ids where {self.input_length} tokens (input_length) are {most} blocks of {block_tokens};"
+            " set block_tokens to the trace's own"
+        )
+
+
+class TimedRequest(TraceRequest, frozen=True, kw_only=True):
+    """All that it takes to send it again. timestamp: of the arrival, in milliseconds, never less than the one before."""
+
+    timestamp: float
+    output_length: _Length
+
+    def fault(self, block_tokens: int) -> str:
+        if not (isfinite(self.timestamp) and self.timestamp >= 0):
+            return f"timestamp is {self.timestamp:g}; it must be 0 or more milliseconds"
+        if not self.input_length or len(self.hash_ids) != ceil(self.input_length / block_tokens):
+            return f"{len(self.hash_ids)} hash_ids for an input_length of {self.input_length}; each {block_tokens} tokens must have one"
+        return ""
+
+
+AnyRequest = TypeVar("AnyRequest", bound=TraceRequest)
+
+
+def read_requests(path: Path, kind: type[AnyRequest], *, block_tokens: int = BLOCK_TOKENS) -> Iterator[AnyRequest]:
+    """The requests of a file in their order; empty lines are skipped. Raises ConfigError that names the file and the line."""
+    try:
+        with path.open("rb") as file:
+            lines = iter(lambda: file.readline(MOST_LINE_BYTES), b"")
+            yield from parse_requests(lines, kind, name=str(path), block_tokens=block_tokens)
+    except OSError as error:
+        raise ConfigError(f"cannot read the trace {path}: {error.strerror}") from None
+
+
+def parse_requests(
+    lines: Iterable[bytes], kind: type[AnyRequest], *, name: str = "trace", block_tokens: int = BLOCK_TOKENS
+) -> Iterator[AnyRequest]:
+    """The same of lines. name: for errors."""
+    if block_tokens < 1:
+        raise ConfigError(f"block_tokens is {block_tokens}; it must be 1 or more")
+    decoder = msgspec.json.Decoder(kind)
+    before = 0.0
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        if len(line) >= MOST_LINE_BYTES:
+            raise ConfigError(f"{name}, line {number}: more than {MOST_LINE_BYTES >> 20} MiB; a trace has one request a line")
+        try:
+            request = decoder.decode(line)
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"{name}, line {number}: {error}; a line is like {{'input_length': 600, 'hash_ids': [4, 7]}}") from None
+        fault = request.fault(block_tokens)
+        if isinstance(request, TimedRequest):
+            if not fault and request.timestamp < before:
+                fault = f"timestamp {request.timestamp:g} is less than {before:g} before it; sort the lines by timestamp"
+            before = request.timestamp
+        if fault:
+            raise ConfigError(f"{name}, line {number}: {fault}")
+        yield request
