@@ -1,6 +1,6 @@
 """The daemon of one host around one cache, and the client that speaks to it."""
 
 from kvhold.node.client import NodeClient
-from kvhold.node.start import connect
+from kvhold.node.start import connect, end_node
 
-__all__ = ["NodeClient", "connect"]
+__all__ = ["NodeClient", "connect", "end_node"]

@@ -10,12 +10,13 @@ import os
 import socket
 import sys
 import time
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from kvhold.core.config import Config, load_config
-from kvhold.core.errors import NodeError
+from kvhold.core.config import ClientConfig, Config, load_config
+from kvhold.core.errors import KVHoldError, NodeError
 from kvhold.node.client import NodeClient
 from kvhold.node.paths import prepare_folder, socket_path
 
@@ -36,6 +37,12 @@ def connect(config: Config | None = None, *, name: str = "python", **settings: A
         return NodeClient(path, config.client, name=name)
     ensure_node(config, path)
     return NodeClient(path, config.client, name=name, revive=lambda: ensure_node(config, path))
+
+
+def end_node(path: Path, *, timeout_s: float = 60.0) -> None:
+    """End the node on `path`. It may never have started, or have ended."""
+    with suppress(KVHoldError), NodeClient(path, ClientConfig(call_timeout_s=timeout_s), name="end") as client:
+        client.stop_node()
 
 
 def ensure_node(config: Config, path: Path) -> None:

@@ -24,7 +24,7 @@ from kvhold.cli.demo.engine import Engine, options_for
 from kvhold.cli.demo.messages import Generated
 from kvhold.cli.demo.models import ModelInfo
 from kvhold.core.config import ClientConfig
-from kvhold.node import NodeClient
+from kvhold.node import NodeClient, end_node
 from kvhold.testing.servers.redis import RedisServer
 
 OUTPUT_TOKENS = 4
@@ -79,12 +79,12 @@ def _row(
         tier = f"redis://127.0.0.1:{link.port}/0?" + "&".join(f"{name}={value}" for name, value in given.items())
         sockets = [folder / "store.sock", folder / "load.sock"]
         with Engine(options_for(model, kv_transfer_config=_transfer(sockets[0], tier, held), **options)) as engine:
-            stack.callback(_stop, sockets[0])
+            stack.callback(end_node, sockets[0])
             _ask_all(engine, prompts)
             ratio = _flushed_ratio(sockets[0])
         before = link.down_bytes
         with Engine(options_for(model, kv_transfer_config=_transfer(sockets[1], tier, held), **options)) as engine:
-            stack.callback(_stop, sockets[1])
+            stack.callback(end_node, sockets[1])
             _warm(sockets[1])
             loaded = _ask_all(engine, prompts)
         link_s = (link.down_bytes - before) / bytes_per_s / len(prompts)
@@ -123,13 +123,10 @@ def _warm(socket: Path) -> None:
     """Until the node has compiled its codec, which it does at once."""
     with NodeClient(socket, ClientConfig(call_timeout_s=_PATIENT_S), name="kvhold bench link") as client:
         until = time.monotonic() + _PATIENT_S
-        while not all(tier["codec_ready"] for tier in client.status()["tiers"]) and time.monotonic() < until:
+        while not all(tier["codec_ready"] for tier in client.status()["tiers"]):
+            if time.monotonic() > until:
+                raise TimeoutError("the node did not compile its codec in time")
             time.sleep(0.05)  # a node calls nobody
-
-
-def _stop(socket: Path) -> None:
-    with NodeClient(socket, ClientConfig(call_timeout_s=_PATIENT_S), name="kvhold bench link") as client:
-        client.stop_node()
 
 
 def _transfer(socket: Path, tier: str, held_bytes: int) -> dict[str, Any]:

@@ -19,8 +19,7 @@ from kvhold.cli.demo.messages import DriverName, Generated
 from kvhold.cli.demo.models import ModelInfo
 from kvhold.cli.demo.prompts import make_prompt
 from kvhold.core.config import ClientConfig
-from kvhold.core.errors import NodeError
-from kvhold.node import NodeClient
+from kvhold.node import NodeClient, end_node
 
 _OUTPUT_TOKENS = 16
 _NODE_OUTLIVES_ENGINES_S = 120.0
@@ -94,7 +93,7 @@ def run(model: ModelInfo, *, num_tokens: int, repeats: int, say: Callable[[str],
                 bytes_loaded = (_bytes_loaded(socket) - before) // repeats
             timings.hit_new = [generated.ttft_s for generated in again]
         finally:
-            _stop_node(socket)
+            end_node(socket)
     identical = all(len({tuple(g.token_ids) for g in [*runs, new]}) == 1 for runs, new in zip(outputs, again, strict=True))
     return Result(driver, model, num_tokens, timings, min(g.num_cached_tokens for g in again), bytes_loaded, identical)
 
@@ -127,11 +126,3 @@ def _connector(socket: Path, ram_bytes: int) -> dict[str, Any]:
 def _bytes_loaded(socket: Path) -> int:
     with NodeClient(socket, _PATIENT, name="kvhold demo") as client:
         return int(client.status()["counters"].get("kvhold_loaned_bytes", 0))
-
-
-def _stop_node(socket: Path) -> None:
-    try:
-        with NodeClient(socket, _PATIENT, name="kvhold demo") as client:
-            client.stop_node()
-    except NodeError:
-        pass  # it never started, or has ended

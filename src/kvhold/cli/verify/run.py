@@ -12,7 +12,6 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 from typing import Any
@@ -24,9 +23,8 @@ from kvhold.cli.verify.notes import FOLDER, Verdict, read_verdict
 from kvhold.cli.verify.paths import PATHS, Path
 from kvhold.cli.verify.prompts import Sizes, crowd_tokens, make_batches, make_crowd
 from kvhold.cli.verify.rows import UNSUPPORTED, Row
-from kvhold.core.config import ClientConfig, Config
-from kvhold.core.errors import KVHoldError
-from kvhold.node import NodeClient
+from kvhold.core.config import Config
+from kvhold.node import end_node
 
 _SEED = 20_262
 _CROWD_FITS = 3  # of a crowd's requests, before their outputs grow
@@ -127,7 +125,7 @@ class Verification:
                 refused = isinstance(error, EngineRefused) and error.by_kvhold
                 return replace(row, outcome="refused" if refused else "FAIL", reason=str(error) if refused else self._told(error))
             finally:
-                _stop_node(socket)
+                end_node(socket)
             return judged(row, path, reference, rounds, read_verdict(notes))
 
     def _told(self, error: EngineFailed) -> str:
@@ -283,9 +281,3 @@ def judged(row: Row, path: Path, reference: Asked, rounds: list[Asked], verdict:
         reason="; ".join(faults or ([unsteady] if reference.unsteady else [])),
         blocks=verdict.compared,
     )
-
-
-def _stop_node(socket: FilePath) -> None:
-    """It may never have started, or have ended."""
-    with suppress(KVHoldError), NodeClient(socket, ClientConfig(call_timeout_s=_PATIENT_S), name="kvhold verify") as client:
-        client.stop_node()

@@ -14,9 +14,8 @@ from pathlib import Path
 from kvhold.cli.demo.engine import is_vllm_available, options_for
 from kvhold.cli.demo.models import make_model
 from kvhold.cli.demo.openai_server import OpenAIServer
-from kvhold.core.config import ClientConfig
-from kvhold.core.errors import ConfigError, NodeError
-from kvhold.node import NodeClient
+from kvhold.core.errors import ConfigError
+from kvhold.node import end_node
 
 _NODE_OUTLIVES_ENGINE_S = 120.0
 
@@ -50,17 +49,9 @@ def demo_server(size: str, *, context_tokens: int, ram_bytes: int) -> Iterator[O
             with OpenAIServer(options) as server:
                 yield server
         finally:
-            _stop_node(socket)
+            end_node(socket)
 
 
 def _spare_bytes(kv_bytes_per_token: int) -> int:
     """Of a few blocks: vLLM keeps one for itself, and the longest prompt's last is not full."""
     return 4 * 128 * kv_bytes_per_token
-
-
-def _stop_node(socket: Path) -> None:
-    try:
-        with NodeClient(socket, ClientConfig(), name="kvhold bench load") as client:
-            client.stop_node()
-    except NodeError:
-        pass  # it never started, or has ended

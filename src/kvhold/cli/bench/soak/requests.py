@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -34,7 +34,7 @@ from kvhold.cli.verify.messages import STAGES, Arrival, Serve, Served, Start, St
 from kvhold.cli.verify.notes import FOLDER, read_loads
 from kvhold.core.config import ClientConfig
 from kvhold.core.errors import KVHoldError
-from kvhold.node import NodeClient
+from kvhold.node import NodeClient, end_node
 
 _SHAPE = Shape(block=32, chunk=64, limit=448)
 _LONGEST_ANSWER = 64
@@ -139,7 +139,7 @@ def run(requests: int, seed: int) -> Requests:
     with tempfile.TemporaryDirectory(prefix="kvhold-requests-") as folder, ExitStack() as stack:
         socket, notes = Path(folder) / "node.sock", Path(folder) / "notes"
         notes.mkdir()
-        stack.callback(_stop_node, socket)
+        stack.callback(end_node, socket)
         arguments = [_alone(model), *_sharing(model, socket, notes)]
         crew = [stack.enter_context(_Engine(given)) for given in arguments]
         started = [engine.started.result() for engine in crew]
@@ -369,9 +369,3 @@ def _told(difference: Difference, loads: Sequence[dict[str, Any]]) -> str:
     pairs = enumerate(zip_longest(difference.token_ids, difference.expected))
     at, (got, expected) = next((at, pair) for at, pair in pairs if pair[0] != pair[1])
     return f"{prompt}: token {at + 1} of {len(difference.expected)} is {got}, not {expected}; {kv}"
-
-
-def _stop_node(socket: Path) -> None:
-    """It may never have started, or have ended."""
-    with suppress(KVHoldError), NodeClient(socket, ClientConfig(call_timeout_s=_PATIENT_S), name="soak") as client:
-        client.stop_node()

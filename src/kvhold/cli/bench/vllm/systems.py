@@ -33,8 +33,7 @@ from typing import Any
 from kvhold.cli.demo.engine import Engine, options_for
 from kvhold.cli.demo.models import ModelInfo
 from kvhold.core.config import ClientConfig
-from kvhold.core.errors import NodeError
-from kvhold.node import NodeClient
+from kvhold.node import NodeClient, end_node
 
 RECOMPUTE = "recompute"
 PLAIN = "vllm"
@@ -101,7 +100,7 @@ def started(
         for options in given.values():
             node = options.get("kv_transfer_config", {}).get("kv_connector_extra_config", {}).get("node", {})
             if node:
-                stack.callback(_stop_node, Path(node["socket"]))
+                stack.callback(end_node, Path(node["socket"]))
         systems = {}
         for name, options in given.items():
             if name != OFFLOADING or peer is not None:
@@ -149,11 +148,3 @@ def _python_path(peer: Path) -> str:
 def _node_pid(socket: Path) -> int:
     with NodeClient(socket, ClientConfig(), name="kvhold bench") as client:
         return int(client.status()["pid"])
-
-
-def _stop_node(socket: Path) -> None:
-    try:
-        with NodeClient(socket, ClientConfig(), name="kvhold bench") as client:
-            client.stop_node()
-    except NodeError:
-        pass  # it never started, or has ended
