@@ -164,11 +164,16 @@ def test_ctrl_c_ends_it_with_what_there_is(server: TestServer, tmp_path: Path) -
     server.answer = three_and_no_more
     lines = tmp_path / "load.jsonl"
     options = [*SHORT, "--prewarm", "0", "--max-in-flight", "1", "--json", str(lines), "--base-url", server.base_url]
-    command = [sys.executable, "-m", "kvhold", "bench", "load", "long-doc-qa", *options]
+    # A shell has its background jobs ignore Ctrl-C, and their children with them.
+    heeding = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from kvhold.cli import main; main()"
+    command = [sys.executable, "-c", heeding, "bench", "load", "long-doc-qa", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        stalled.wait()
+        assert stalled.wait(60)
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate()
+        try:
+            output, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 0, output
     assert "interrupted: this is what had come by then" in output
     summary = json.loads(lines.read_text().splitlines()[-1])
