@@ -5,6 +5,7 @@ import os
 import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvhold.cli.bench.rows import Row, needing, table
 from kvhold.cli.bench.soak.command import command as soak
 from kvhold.cli.bench.vllm.command import command as vllm
 
+_PARTS = ("hashing", "index", "lookup", "frames", "gather", "wire", "startup")  # of `micro`: a module each
 _MARKS = {True: "yes", False: "NO", None: "-"}
 
 
@@ -25,15 +27,24 @@ def command() -> None:
 
 
 @command.command()
+@click.option("--only", multiple=True, help=f"Only these: {', '.join(_PARTS)}. [default: all]")
+@click.option(
+    "--profile",
+    "folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Keep a profile of what is under 0.8 of its limit in this folder.",
+)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the rows to this file.")
-def micro(json_file: Path | None) -> None:
-    """Gather and scatter, lookup through a node, start-up."""
-    from kvhold.cli.bench import gather, lookup, startup
+def micro(only: tuple[str, ...], folder: Path | None, json_file: Path | None) -> None:
+    """Hashing, the index, lookup through a node, frames, gather and scatter, the wire, start-up."""
+    from kvhold.cli.bench.profiles import Profiles
 
+    _check_names(only, _PARTS)
     click.echo(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}\n")
+    profiles = Profiles(folder)
     measured: list[Row] = []
-    for part in (gather, lookup, startup):
-        measured += part.rows()
+    for part in only or _PARTS:
+        measured += import_module(f"kvhold.cli.bench.{part}").rows(profiles)
     click.echo(table(measured))
     if json_file is not None:
         _write(json_file, measured)

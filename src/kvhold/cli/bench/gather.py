@@ -6,15 +6,14 @@ it. All memory is touched before, and all are measured in turn, round by round, 
 """
 
 import ctypes
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from statistics import median
 
 import numpy as np
 import numpy.typing as npt
 
-from kvhold.cli.bench.rows import Row
+from kvhold.cli.bench.profiles import Profiles, of_calls
+from kvhold.cli.bench.rows import Row, in_turn, rate_row
 from kvhold.core.layout import Group, Layout
 from kvhold.kernels import Chunks, gather, plan_blocks, scatter, warm_up
 from kvhold.memory.views import per_layer
@@ -26,8 +25,9 @@ ROUNDS = 9
 THREADS = (1, 2)
 
 
-def rows() -> list[Row]:
+def rows(profiles: Profiles | None = None) -> list[Row]:
     """Measure. Takes some 5 seconds and 768 MiB."""
+    profiles = profiles or Profiles()
     (group,) = LAYOUT.groups
     chunk_bytes = LAYOUT.chunk_bytes(0, LAYOUT.tokens_per_chunk)
     blocks = NUM_CHUNKS * LAYOUT.tokens_per_chunk // TOKENS_PER_BLOCK
@@ -45,24 +45,14 @@ def rows() -> list[Row]:
             work[f"memcpy {threads}"] = lambda threads=threads: _memcpy(arena, pool, threads, helpers)  # type: ignore[misc]
             work[f"gather {threads}"] = lambda threads=threads: gather(plan, threads=threads)  # type: ignore[misc]
             work[f"scatter {threads}"] = lambda threads=threads: scatter(plan, threads=threads)  # type: ignore[misc]
-        rates = {name: arena.size / seconds / 1e9 for name, seconds in _in_turn(work).items()}
-    return [
-        Row(f"{verb}, {threads} thread{'s' * (threads > 1)}", rate, "GB/s", limit, rate / limit)
-        for verb in ("gather", "scatter")
-        for threads in THREADS
-        for rate, limit in [(rates[f"{verb} {threads}"], rates[f"memcpy {threads}"])]
-    ]
-
-
-def _in_turn(work: dict[str, Callable[[], None]]) -> dict[str, float]:
-    """Median seconds of each, after one round that does not count."""
-    seconds: dict[str, list[float]] = {name: [] for name in work}
-    for _ in range(1 + ROUNDS):
-        for name, call in work.items():
-            begun = time.perf_counter()
-            call()
-            seconds[name].append(time.perf_counter() - begun)
-    return {name: median(times[1:]) for name, times in seconds.items()}
+        seconds = in_turn(work, rounds=ROUNDS)
+        measured = []
+        for verb in ("gather", "scatter"):
+            for threads in THREADS:
+                name = f"{verb}, {threads} thread{'s' * (threads > 1)}"
+                row = rate_row(name, arena.size, seconds[f"{verb} {threads}"], seconds[f"memcpy {threads}"])
+                measured.append(profiles.of(row, lambda verb=verb, threads=threads: of_calls(work[f"{verb} {threads}"])))  # type: ignore[misc]
+    return measured
 
 
 def _touched(nbytes: int) -> npt.NDArray[np.uint8]:

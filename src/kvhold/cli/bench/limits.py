@@ -3,6 +3,7 @@
 RawFiles(folder, memory).write(); .read()      # new files of one value each, by the best of O_DIRECT and the page cache
 RawRedis(port, memory).set(); .get()           # blocking sockets, one a thread, sendmsg and recv_into
 RawSocket(memory).send()                       # a TCP connection to a process that does nothing else
+PingPong(100, 20).exchange()                   # so many bytes to such a process, and so many back, over a pair of Unix sockets
 """
 
 import os
@@ -158,6 +159,43 @@ while sock.recv(1):
         self._peer.wait(10)
         assert self._peer.stdout is not None
         self._peer.stdout.close()
+
+
+class PingPong:
+    """A process at the other end of a socket pair that takes so many bytes, answers with so many, and does nothing else."""
+
+    _PEER = """
+import socket, sys
+sock, asked, answer = socket.socket(fileno=int(sys.argv[1])), memoryview(bytearray(int(sys.argv[2]))), bytes(int(sys.argv[3]))
+while True:
+    at = 0
+    while at < len(asked):
+        count = sock.recv_into(asked[at:])
+        if not count:
+            sys.exit()
+        at += count
+    sock.sendall(answer)
+"""
+
+    def __init__(self, asked_bytes: int, answer_bytes: int) -> None:
+        self._asked = bytes(asked_bytes)
+        self._answer = memoryview(bytearray(answer_bytes))
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-c", self._PEER, str(theirs.fileno()), str(asked_bytes), str(answer_bytes)]
+            self._peer = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+
+    def exchange(self) -> None:
+        """Once there, once back."""
+        self._socket.sendall(self._asked)
+        _fill(self._socket, self._answer)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._socket.close()
+        self._peer.wait(10)
 
 
 def _connected(port: int) -> socket.socket:

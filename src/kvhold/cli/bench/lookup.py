@@ -4,56 +4,73 @@ The limit is what no lookup through a process can avoid, measured in turn with i
 hash and nothing around it, and one empty round trip to the same node (`Ping`).
 """
 
-import tempfile
-import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from hashlib import blake2b
-from pathlib import Path
-from statistics import median
 
 import numpy as np
 import numpy.typing as npt
 
-from kvhold.cli.bench.rows import Row
-from kvhold.core.config import load_config
+from kvhold.cli.bench.profiles import Profiles, of_both
+from kvhold.cli.bench.rows import Row, in_turn, time_row
+from kvhold.cli.bench.servers import running_node
+from kvhold.core.api import Hit
 from kvhold.core.keys import HASH_BYTES, Namespace
 from kvhold.core.layout import Group, Layout
-from kvhold.node import NodeClient, connect
+from kvhold.node import NodeClient
 
 LENGTHS = (32_000, 128_000)
 ROUNDS = 25
 # One small head: what is measured is names, not bytes. 256 tokens a chunk, as by default.
 LAYOUT = Layout(groups=(Group(layers=1, planes=1, heads=1, head_dim=1, dtype="uint8"),), tokens_per_chunk=256)
+NAMESPACE = Namespace(model="bench", layout=LAYOUT)
 
 
-def rows() -> list[Row]:
+def rows(profiles: Profiles | None = None) -> list[Row]:
     """Measure, on a node started for it. Every chunk of the prompts is there."""
-    namespace = Namespace(model="bench", layout=LAYOUT)
-    with tempfile.TemporaryDirectory(prefix="kvhold-bench-") as folder:
-        config = load_config({"ram_bytes": "64MiB", "node": {"socket": str(Path(folder) / "node.sock")}}, environ={})
-        with connect(config, name="kvhold bench") as client:
-            client.register(namespace)
-            measured = [_row(client, namespace, num_tokens) for num_tokens in LENGTHS]
-            client.stop_node()
+    profiles = profiles or Profiles()
+    measured = []
+    for num_tokens in LENGTHS:
+        tokens = np.random.default_rng(num_tokens).integers(0, 128_000, num_tokens, dtype=np.int32)
+        row = _row(tokens)
+        measured.append(profiles.of(row, lambda tokens=tokens: of_both(partial(_looking_up, tokens))))  # type: ignore[misc]
     return measured
 
 
-def _row(client: NodeClient, namespace: Namespace, num_tokens: int) -> Row:
-    tokens = np.random.default_rng(num_tokens).integers(0, 128_000, num_tokens, dtype=np.int32)
-    with client.reserve(LAYOUT, namespace.prompt(tokens).chunks()) as room:
-        room.commit()
-    taken, unavoidable = [], []
-    for _ in range(ROUNDS):
-        began = time.perf_counter()
-        hit = client.lookup(namespace.prompt(tokens).query())
-        taken.append(time.perf_counter() - began)
-        assert hit.num_tokens == num_tokens
-        hit.close()
-        began = time.perf_counter()
+def _row(tokens: npt.NDArray[np.int32]) -> Row:
+    hits: list[Hit] = []
+
+    def unavoidable() -> None:
         client.ping()
         _hash_alone(tokens)
-        unavoidable.append(time.perf_counter() - began)
-    value, limit = median(taken) * 1e3, median(unavoidable) * 1e3
-    return Row(f"lookup {num_tokens:,} tokens through the node", value, "ms", limit, limit / value)
+
+    with _holding(tokens) as client:
+        work = {"kvhold": lambda: hits.append(_lookup(client, tokens)), "limit": unavoidable}
+        seconds = in_turn(work, rounds=ROUNDS, after={"kvhold": lambda: hits.pop().close()})
+    return time_row(f"lookup {len(tokens):,} tokens through the node", seconds["kvhold"], seconds["limit"])
+
+
+def _lookup(client: NodeClient, tokens: npt.NDArray[np.int32]) -> Hit:
+    hit = client.lookup(NAMESPACE.prompt(tokens).query())
+    assert hit.num_tokens == len(tokens)
+    return hit
+
+
+@contextmanager
+def _holding(tokens: npt.NDArray[np.int32], under: Sequence[str] = ()) -> Iterator[NodeClient]:
+    """A client of a node that has all chunks of the prompt."""
+    with running_node(under) as client:
+        client.register(NAMESPACE)
+        with client.reserve(LAYOUT, NAMESPACE.prompt(tokens).chunks()) as room:
+            room.commit()
+        yield client
+
+
+@contextmanager
+def _looking_up(tokens: npt.NDArray[np.int32], under: Sequence[str]) -> Iterator[Callable[[], None]]:
+    with _holding(tokens, under) as client:
+        yield lambda: _lookup(client, tokens).close()
 
 
 def _hash_alone(tokens: npt.NDArray[np.int32]) -> None:

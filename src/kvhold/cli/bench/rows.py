@@ -1,8 +1,15 @@
-"""One measured number beside the limit measured with it, and how a few of them are printed."""
+"""One measured number beside the limit measured with it: how the two are timed, and how a few of them are printed.
 
-from collections.abc import Iterator, Sequence
+seconds = in_turn({"kvhold": look_up, "dict": probe}, rounds=9)
+row = time_row("lookup", seconds["kvhold"], seconds["dict"], unit="us")
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import median
+from typing import Literal
 
 from kvhold.core.errors import ConfigError
 
@@ -18,21 +25,55 @@ def needing(packages: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Row:
-    """value and limit are in `unit`; ratio is how much of the limit was reached (a rate: value / limit; a time: limit / value)."""
+    """value and limit are in `unit`; ratio is how much of the limit was reached (a rate: value / limit; a time: limit / value).
+
+    profile: the file that says where the time went, where one was kept
+    """
 
     name: str
     value: float
     unit: str
     limit: float
     ratio: float
+    profile: str = ""
+
+
+def time_row(name: str, taken_s: float, limit_s: float, *, unit: Literal["ms", "us"] = "ms") -> Row:
+    """A row of two times, of one call each."""
+    units = {"ms": 1e3, "us": 1e6}[unit]
+    return Row(name, taken_s * units, unit, limit_s * units, limit_s / taken_s)
+
+
+def rate_row(name: str, nbytes: int, taken_s: float, limit_s: float) -> Row:
+    """A row of how fast so many bytes were moved, or read."""
+    return Row(name, nbytes / taken_s / 1e9, "GB/s", nbytes / limit_s / 1e9, limit_s / taken_s)
+
+
+def in_turn(
+    work: Mapping[str, Callable[[], object]], *, rounds: int, after: Mapping[str, Callable[[], object]] | None = None
+) -> dict[str, float]:
+    """Median seconds of each, after one round that does not count; every other round goes backwards.
+
+    Round by round, so that a neighbour's noise falls on all of them. after: what follows one of them, and is not timed.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in work}
+    for number in range(1 + rounds):
+        turns = list(work.items())
+        for name, call in reversed(turns) if number % 2 else turns:
+            began = time.perf_counter()
+            call()
+            seconds[name].append(time.perf_counter() - began)
+            if after and name in after:
+                after[name]()
+    return {name: median(times[1:]) for name, times in seconds.items()}
 
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as text, one a line under a heading, columns aligned."""
-    cells = [("", "measured", "limit", "unit", "ratio")]
-    cells += [(row.name, f"{row.value:.2f}", f"{row.limit:.2f}", row.unit, f"{row.ratio:.2f}") for row in rows]
-    widths = [max(len(line[column]) for line in cells) for column in range(5)]
-    left = (0, 3)  # columns of text
+    cells = [("", "measured", "limit", "unit", "ratio", "profile" if any(row.profile for row in rows) else "")]
+    cells += [(row.name, f"{row.value:.2f}", f"{row.limit:.2f}", row.unit, f"{row.ratio:.3f}", row.profile) for row in rows]
+    widths = [max(len(line[column]) for line in cells) for column in range(6)]
+    left = (0, 3, 5)  # columns of text
     lines = []
     for line in cells:
         padded = (text.ljust(width) if n in left else text.rjust(width) for n, (text, width) in enumerate(zip(line, widths, strict=True)))

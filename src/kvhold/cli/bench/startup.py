@@ -10,15 +10,18 @@ import time
 from pathlib import Path
 from statistics import median
 
-from kvhold.cli.bench.rows import Row
+from kvhold.cli.bench.profiles import Profiles
+from kvhold.cli.bench.rows import Row, time_row
 
 ROUNDS = 7
 _LIBRARIES = "import asyncio, click, msgspec, numpy"
+_NODE = "import kvhold.cli.serve"
 _PRINT_RESIDENT = "; p = open('/proc/self/statm').read().split(); print((int(p[1]) - int(p[2])) * 4096)"
 
 
-def rows() -> list[Row]:
+def rows(profiles: Profiles | None = None) -> list[Row]:
     """Measure whole processes, in turn. Takes some 10 seconds."""
+    profiles = profiles or Profiles()
     importing, bare, ready, libraries, resident = [], [], [], [], []
     for _ in range(ROUNDS):
         importing.append(_timed("import kvhold"))
@@ -28,16 +31,23 @@ def rows() -> list[Row]:
         ready.append(started_s)
         resident.append(node_bytes)
     least = int(subprocess.run([sys.executable, "-c", _LIBRARIES + _PRINT_RESIDENT], check=True, capture_output=True).stdout)
+    memory = Row("node, memory beside the arena", median(resident) / 1e6, "MB", least / 1e6, least / median(resident))
     return [
-        _time_row("interpreter with import kvhold", importing, bare),
-        _time_row("node, from start to ready", ready, libraries),
-        Row("node, memory beside the arena", median(resident) / 1e6, "MB", least / 1e6, least / median(resident)),
+        profiles.of(time_row("interpreter with import kvhold", median(importing), median(bare)), lambda: _imports("import kvhold")),
+        profiles.of(time_row("node, from start to ready", median(ready), median(libraries)), lambda: _imports(_NODE)),
+        profiles.of(memory, _memory_by_file),
     ]
 
 
-def _time_row(name: str, taken_s: list[float], limit_s: list[float]) -> Row:
-    value, limit = median(taken_s) * 1e3, median(limit_s) * 1e3
-    return Row(name, value, "ms", limit, limit / value)
+def _imports(code: str) -> str:
+    """What each import took, as the interpreter says it."""
+    return subprocess.run([sys.executable, "-X", "importtime", "-c", code], check=True, capture_output=True, text=True).stderr
+
+
+def _memory_by_file() -> str:
+    """Where the memory of Python's own objects was taken, the most first."""
+    code = f"{_NODE}, tracemalloc\nfor line in tracemalloc.take_snapshot().statistics('filename')[:40]: print(line)"
+    return subprocess.run([sys.executable, "-X", "tracemalloc", "-c", code], check=True, capture_output=True, text=True).stdout
 
 
 def _timed(code: str) -> float:
