@@ -1,0 +1,50 @@
+"""Servers of kvhold, each a process of its own on this machine, as long as a `with` lasts.
+
+    with running_node() as client: client.ping()
+    with running_central() as url: tier, _ = make_tier(url)
+
+`under` are arguments for their interpreter, ahead of kvhold: a profiler, say.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvhold.core.errors import NodeError
+from kvhold.node import NodeClient
+
+
+@contextmanager
+def running_node(under: Sequence[str] = ()) -> Iterator[NodeClient]:
+    """A client of a node that has no other. Raises NodeError where it does not start."""
+    with tempfile.TemporaryDirectory(prefix="kvhold-bench-") as folder:
+        path = Path(folder) / "node.sock"
+        with _serving(["--socket", str(path)], under), NodeClient(path, name="kvhold bench") as client:
+            yield client
+
+
+@contextmanager
+def running_central(under: Sequence[str] = ()) -> Iterator[str]:
+    """The URL of a central cache, as a tier. Raises NodeError where it does not start."""
+    with _serving(["--listen", "127.0.0.1:0"], under) as ready:
+        yield f"kvhold://{ready.split(' ready on ')[1].split(': ')[0]}"
+
+
+@contextmanager
+def _serving(arguments: Sequence[str], under: Sequence[str]) -> Iterator[str]:
+    """The line with which `kvhold serve` says that it is ready. It is asked to end in the end, and waited for."""
+    command = [sys.executable, *under, "-m", "kvhold", "serve", "--ram-bytes", "64MiB", *arguments]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("KVHOLD_")} | {"KVHOLD_LOG_LEVEL": "WARNING"}
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            ready = server.stdout.readline()
+            if " ready on " not in ready:
+                raise NodeError("kvhold serve did not start; what it said stands above")
+            yield ready
+        finally:
+            server.terminate()
