@@ -373,7 +373,7 @@ class TestQueues:
     def test_what_waits_in_the_queue_pins_nothing_and_finds_what_was_stored_meanwhile(
         self, engine: MakeEngine, node: NodeProcess, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(scheduler, "_PATIENCE_S", 20.0)  # else on a busy machine vLLM asks about the second while the first is looked up
+        monkeypatch.setattr(scheduler, "_PATIENCE_S", 20.0)  # else vLLM asks about the second while the first is looked up
         one = engine(max_running=1, caching=False)
         prompt = make_prompt("twins", 300)
         one.add("first", prompt, max_tokens=2)
