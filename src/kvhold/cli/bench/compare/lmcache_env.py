@@ -1,0 +1,50 @@
+"""LMCache's own environment, made once: its requirements (numpy, transformers, a GPU's libraries) are not kvhold's.
+
+    python = lmcache_python(environment_folder())      # 2 GB and some minutes the first time
+
+pip finds packages as it is configured here, and by its PIP_* variables. As in `tools/setup_env.py` torch is asked for by the exact version
+of its CPU build, so that where only CUDA builds are on offer nothing of them is downloaded.
+"""
+
+import os
+import subprocess
+import venv
+from pathlib import Path
+
+from kvhold.core.errors import KVHoldError
+
+LMCACHE = "0.5.6"
+TORCH = "2.13.0+cpu"
+_STAMP = "kvhold-lmcache.stamp"
+_SHOWN_BYTES = 2_000  # of pip's output: the end says why
+
+
+class NoLMCache(KVHoldError):
+    """LMCache cannot be installed here; the message is what pip says."""
+
+
+def environment_folder() -> Path:
+    """Where it is by default: `kvhold/lmcache-VERSION` in `$XDG_CACHE_HOME` (~/.cache)."""
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "kvhold" / f"lmcache-{LMCACHE}"
+
+
+def lmcache_python(folder: Path) -> Path:
+    """Its interpreter; the environment is made, or finished, if need be. Raises NoLMCache."""
+    python, stamp, wanted = folder / "bin" / "python", folder / _STAMP, f"lmcache=={LMCACHE} torch=={TORCH}\n"
+    if stamp.is_file() and stamp.read_text() == wanted and python.exists():
+        return python
+    if folder.exists() and any(folder.iterdir()) and not (folder / "pyvenv.cfg").is_file():
+        raise NoLMCache(f"{folder} exists and is no virtual environment; name another folder with --lmcache-env")
+    try:
+        if not python.exists():
+            venv.create(folder, with_pip=True)
+        pip = [str(python), "-m", "pip", "--no-input", "--disable-pip-version-check"]
+        command = [*pip, "install", "--progress-bar", "off", *wanted.split()]
+        subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    except subprocess.CalledProcessError as error:
+        raise NoLMCache(f"{' '.join(error.cmd)}\n{error.output.decode(errors='replace')[-_SHOWN_BYTES:]}") from error
+    except OSError as error:
+        raise NoLMCache(f"no virtual environment in {folder}: {error}") from error
+    stamp.write_text(wanted)
+    return python
