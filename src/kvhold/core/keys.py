@@ -13,8 +13,10 @@ as int32, little-endian. No I/O; any thread, but a GrowingPrompt belongs to one 
 """
 
 from abc import ABC, abstractmethod
+from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
@@ -145,22 +147,25 @@ class Namespace:
         extras:  for some chunks, what else their KV depends on
         inserts: what in the prompt is no text, in any order; they must not overlap
         """
-        array = as_tokens(tokens)
-        return Prompt(self, array, extras or {}, as_inserts(inserts, len(array)))
+        checked = as_tokens(tokens)
+        return Prompt(self, checked, extras or {}, as_inserts(inserts, len(checked)))
 
 
 def as_tokens(tokens: npt.ArrayLike) -> npt.NDArray[np.int32]:
     """`tokens` as a contiguous int32 array. Raises ValueError for anything but one axis of integers that fit 32 bits."""
-    array = np.asarray(tokens)
-    if array.size == 0:
+    if isinstance(tokens, list) and tokens and type(tokens[0]) is int:
+        with suppress(TypeError, OverflowError):  # what is wrong with it is said below
+            return np.frombuffer(array("i", tokens), np.intc).astype("<i4", copy=False)  # numpy looks at a list twice
+    found = np.asarray(tokens)
+    if found.size == 0:
         return np.empty(0, dtype="<i4")
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ValueError(f"tokens must be one axis of integers, not {array.dtype} with shape {array.shape}")
-    if array.dtype != np.dtype("<i4"):
-        if array.max() > np.iinfo(np.int32).max or array.min() < np.iinfo(np.int32).min:
+    if found.ndim != 1 or found.dtype.kind not in "iu":
+        raise ValueError(f"tokens must be one axis of integers, not {found.dtype} with shape {found.shape}")
+    if found.dtype != np.dtype("<i4"):
+        if found.max() > np.iinfo(np.int32).max or found.min() < np.iinfo(np.int32).min:
             raise ValueError("a token id does not fit 32 bits")
-        array = array.astype("<i4")
-    return np.ascontiguousarray(array)
+        found = found.astype("<i4")
+    return np.ascontiguousarray(found)
 
 
 def as_inserts(inserts: Iterable[Insert], num_tokens: int) -> tuple[Insert, ...]:
