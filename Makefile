@@ -47,9 +47,9 @@ tiers: setup servers ## the tests with real servers, and the long ones; four at 
 	$(call stage,pytest: real servers and long tests)
 	@$(BIN)/python -m pytest -m '(server or slow) and not vllm and not sglang' -n 4 --dist loadfile
 
-vllm: setup servers ## the tests with a real vLLM; two at a time, because an engine starts on one core
+vllm: setup servers ## the tests with a real vLLM
 	$(call stage,pytest: with vLLM)
-	@$(BIN)/python -m pytest -m vllm -n 2 --dist loadfile
+	@$(BIN)/python -m pytest -m vllm
 
 sglang: setup ## the tests with a real SGLang's classes, on the CPU; its server needs a GPU
 	$(call stage,pytest: with SGLang)
