@@ -32,6 +32,7 @@ NAMES = {
     },
     "startup": {"interpreter with import kvhold", "node, from start to ready", "node, memory beside the arena"},
 }
+OF_SERVERS = ("lookup", "wire", "startup")
 TINY = {
     "profiles.SECONDS": 0,
     "hashing.NUM_TOKENS": 1_000,
@@ -57,7 +58,7 @@ def micro(*arguments: str) -> Result:
     return CliRunner().invoke(cli, ["bench", "micro", *arguments])
 
 
-@pytest.mark.parametrize("part", NAMES)
+@pytest.mark.parametrize("part", [pytest.param(part, marks=pytest.mark.server if part in OF_SERVERS else ()) for part in NAMES])
 def test_each_row_stands_beside_a_limit_of_the_same_run_and_a_profile_if_it_is_to_have_one(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

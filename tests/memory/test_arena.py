@@ -217,7 +217,8 @@ class TestToucher:
             toucher._stop.wait()  # the step in hand lasts until it has been told to stop
 
         with Arena.create(66 * MIB, huge_pages="never") as arena:
-            toucher = Toucher(arena.regions, first_step).start()
+            toucher = Toucher(arena.regions, first_step)
+            toucher.start()
             reached.wait()
             toucher.stop()
             assert not toucher.done

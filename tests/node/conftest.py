@@ -10,6 +10,15 @@ import pytest
 
 from tests.node.nodes import RunningNode, eventually, open_descriptors
 
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Nodes are real servers, in processes of their own."""
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.server)
+
 
 def _threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("kvhold")}
