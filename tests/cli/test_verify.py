@@ -5,6 +5,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from click.testing import CliRunner
@@ -13,12 +14,13 @@ from hypothesis import strategies as st
 
 from kvhold.cli.demo.process import EngineFailed, LoggedProcess
 from kvhold.cli.verify import command as verify
-from kvhold.cli.verify.messages import Answered, Question, Started
+from kvhold.cli.verify.messages import Answered, Choice, Question, Started
 from kvhold.cli.verify.notes import Notes, Verdict, read_verdict
 from kvhold.cli.verify.paths import DEFAULT, PATHS
 from kvhold.cli.verify.prompts import Sizes, crowd_tokens, make_batches, make_crowd
 from kvhold.cli.verify.rows import Row, table
 from kvhold.cli.verify.run import Asked, judged
+from kvhold.cli.verify.ties import at_near_tie, is_near
 
 VOCABULARY = list(range(10, 250))
 SIZES = st.builds(
@@ -105,12 +107,15 @@ def started() -> Started:
         chunked_prefill=True,
         async_scheduling=False,
         max_num_batched_tokens=2_048,
+        dtype="bfloat16",
     )
 
 
-def asked(*token_ids: list[int], preemptions: int = 0) -> Asked:
+def asked(*token_ids: list[int], preemptions: int = 0, rival: int = 99, lead: float = 1.0) -> Asked:
+    """rival: the next best token everywhere, and by how much it is behind."""
     found = Asked(started())
-    found.add(Answered(token_ids=list(token_ids), cached=[0] * len(token_ids), num_preemptions=preemptions))
+    choices = [[Choice(tokens=(token, rival), logits=(8.0, 8.0 - lead)) for token in answer] for answer in token_ids]
+    found.add(Answered(token_ids=list(token_ids), cached=[0] * len(token_ids), num_preemptions=preemptions, choices=choices))
     return found
 
 
@@ -153,6 +158,31 @@ class TestJudgement:
         wrong = Verdict(compared=7, wrong=1, unknown=0, in_part=0)
         assert judged(self.BARE, PATHS["plain"], reference, rounds, wrong).outcome == "FAIL", "KV is compared all the same"
 
+    def test_what_differs_after_a_near_tie_of_vllms_own_is_counted_and_passes(self) -> None:
+        reference = asked([1, 2], [3, 4], [5, 6], rival=9, lead=0.0625)
+        rounds = [asked([1, 2], [3, 4], [5, 6]), asked([1, 2], [9, 7], [5, 6])]
+        row = judged(self.BARE, PATHS["plain"], reference, rounds, self.GOOD)
+        assert (row.outcome, row.kv_exact, row.tokens_equal, row.ties) == ("pass", True, True, 1)
+        assert "question 1 of the second round" in row.reason
+        rounds[0] = asked([1, 2], [3, 4], [5, 8])
+        row = judged(self.BARE, PATHS["plain"], reference, rounds, self.GOOD)
+        assert (row.outcome, row.tokens_equal, row.ties) == ("FAIL", False, 1)
+        assert "1 answers differ" in row.reason
+
+    def test_a_wrong_block_fails_though_all_that_differs_is_after_near_ties(self) -> None:
+        reference = asked([1], [2], [3], rival=9, lead=0.0)
+        rounds = [asked([1], [2], [9]), asked([1], [2], [3])]
+        row = judged(self.BARE, PATHS["plain"], reference, rounds, Verdict(compared=7, wrong=1, unknown=0, in_part=0))
+        assert (row.outcome, row.kv_exact, row.ties) == ("FAIL", False, 1)
+        assert "1 of 7 loaded blocks" in row.reason
+
+    def test_where_most_answers_end_at_near_ties_tokens_prove_nothing(self) -> None:
+        reference = asked([1], [2], rival=9, lead=0.0)
+        row = judged(self.BARE, PATHS["plain"], reference, [asked([1], [9]), asked([1], [2])], self.GOOD)
+        assert (row.outcome, row.kv_exact, row.tokens_equal, row.ties) == ("unsupported", True, None, 1)
+        row = judged(self.BARE, PATHS["plain"], reference, [asked([1], [9]), asked([8], [2])], self.GOOD)
+        assert (row.outcome, row.tokens_equal) == ("FAIL", False), "a real difference is one, however many ties there are"
+
     def test_nothing_loaded_fails(self) -> None:
         row = judged(self.BARE, PATHS["plain"], asked([1]), [asked([1]), asked([1])], Verdict(compared=0, wrong=0, unknown=0, in_part=0))
         assert (row.outcome, row.kv_exact, row.tokens_equal) == ("FAIL", None, True)
@@ -162,6 +192,47 @@ class TestJudgement:
         rounds = [asked([1]), asked([1])]
         assert "nothing was preempted" in judged(self.BARE, PATHS["preemption"], asked([1]), rounds, self.GOOD).reason
         assert judged(self.BARE, PATHS["preemption"], asked([1]), [asked([1], preemptions=2), asked([1])], self.GOOD).outcome == "pass"
+
+
+class TestTies:
+    CHOICES: ClassVar = [
+        Choice(tokens=(1, 9), logits=(3.0, 1.0)),
+        Choice(tokens=(2, 9), logits=(8.0, 7.9375)),
+        Choice(tokens=(3, 9), logits=(8.0, 8.0)),
+    ]
+
+    @pytest.mark.parametrize(
+        ("answer", "tied"),
+        [
+            ([1, 9, 5], True),
+            ([1, 9, 3], True),
+            ([1, 2, 9], True),
+            ([1, 2, 3], False),
+            ([9, 2, 3], False),
+            ([1, 8, 3], False),
+            ([9, 9, 9], False),
+            ([1, 9], False),
+        ],
+        ids=["near", "near and alike again", "equal", "the same", "far", "a third token", "far before near", "shorter"],
+    )
+    def test_only_the_first_token_that_differs_counts_and_only_the_next_best_there(self, answer: list[int], tied: bool) -> None:
+        assert at_near_tie(answer, [1, 2, 3], self.CHOICES, dtype="bfloat16") is tied
+
+    def test_without_choices_there_is_no_tie(self) -> None:
+        assert not at_near_tie([9], [1], [], dtype="bfloat16")
+
+    @pytest.mark.parametrize(("dtype", "step"), [("float32", 2.0**-20), ("float16", 2.0**-7), ("bfloat16", 2.0**-4)])
+    def test_two_steps_of_the_type_are_near_and_three_are_not(self, dtype: str, step: float) -> None:
+        for value in (8.0 + 4 * step, 16.0 - step, -8.0, -12.0):
+            assert is_near(value, value - 2 * step, dtype=dtype)
+            assert is_near(value - 2 * step, value, dtype=dtype)
+            assert not is_near(value, value - 3 * step, dtype=dtype)
+
+    def test_what_no_rounding_decides_is_not_near(self) -> None:
+        assert is_near(0.0, 0.0, dtype="float32")
+        assert not is_near(float("inf"), float("inf"), dtype="bfloat16")
+        assert not is_near(float("nan"), 1.0, dtype="bfloat16")
+        assert not is_near(8.0, 8.0, dtype="float8_e4m3fn")
 
 
 class TestCommand:
@@ -217,10 +288,10 @@ class TestCommand:
         assert set(DEFAULT) <= set(PATHS)
 
     def test_the_table_shows_each_row_and_the_reason_of_each_that_did_not_pass(self) -> None:
-        text = table([Row("m", "plain", True, True, 26, "pass", blocks=18), Row("m", "tp2", False, None, 0, "FAIL", "it broke")])
+        text = table([Row("m", "plain", True, True, 26, "pass", blocks=18, ties=1), Row("m", "tp2", False, None, 0, "FAIL", "it broke")])
         lines = text.splitlines()
-        assert lines[1].split() == ["m", "plain", "yes", "yes", "26", "18", "0.0", "pass"]
-        assert lines[2].split() == ["m", "tp2", "NO", "-", "0", "0", "0.0", "FAIL"]
+        assert lines[1].split() == ["m", "plain", "yes", "yes", "1", "26", "18", "0.0", "pass"]
+        assert lines[2].split() == ["m", "tp2", "NO", "-", "0", "0", "0", "0.0", "FAIL"]
         assert lines[-1] == "m, tp2: FAIL: it broke"
         assert "plain:" not in text
 

@@ -12,12 +12,13 @@ from typing import Any
 
 from kvhold.cli.demo.prompts import corpus
 from kvhold.cli.engines.stepped import SteppedEngine
-from kvhold.cli.verify.messages import Answered, Ask, Question, Serve, Served, Start, Started
+from kvhold.cli.verify.messages import Answered, Ask, Choice, Question, Serve, Served, Start, Started
 from kvhold.cli.verify.serving import serve
 
 _collect = gc.collect
 _VOCABULARY_TEXT = 20_000  # characters, from which the ids of text are taken
 _IMAGE_SIDE = 112  # pixels
+_BEST = 2  # tokens that a choice is between
 
 
 class Driver:
@@ -44,11 +45,17 @@ class Driver:
             chunked_prefill=bool(scheduling.enable_chunked_prefill),
             async_scheduling=bool(scheduling.async_scheduling),
             max_num_batched_tokens=scheduling.max_num_batched_tokens,
+            dtype=str(self._engine.config.model_config.dtype).removeprefix("torch."),
         )
 
     def ask(self, operation: Ask) -> Answered:
         names = [
-            self._engine.add(self._prompt(question), max_tokens=operation.max_tokens, lora=self._lora(question))
+            self._engine.add(
+                self._prompt(question),
+                max_tokens=operation.max_tokens,
+                lora=self._lora(question),
+                logprobs=_BEST if operation.choices else None,
+            )
             for question in operation.questions
         ]
         last: dict[str, Any] = {}
@@ -62,6 +69,7 @@ class Driver:
             token_ids=[list(last[name].outputs[0].token_ids) for name in names],
             cached=[last[name].num_cached_tokens or 0 for name in names],
             num_preemptions=sum(preempted.values()),
+            choices=[[_choice(best) for best in last[name].outputs[0].logprobs] for name in names] if operation.choices else [],
         )
 
     def serve(self, operation: Serve) -> Served:
@@ -108,6 +116,13 @@ class Driver:
             return list(range(self._engine.config.model_config.get_vocab_size()))
         ids = tokenizer.encode(corpus()[:_VOCABULARY_TEXT], add_special_tokens=False)
         return sorted(set(ids) - set(tokenizer.all_special_ids))
+
+
+def _choice(best: dict[int, Any]) -> Choice:
+    """best: by token, what vLLM calls its logprob; it is the logit, as the engine was told."""
+    (chosen, first), *others = best.items()  # three, where as good a token as the two was chosen
+    rival, second = max(others, key=lambda item: float(item[1].logprob))
+    return Choice(tokens=(chosen, rival), logits=(first.logprob, second.logprob))
 
 
 def _collect_later(generation: int = 2) -> int:

@@ -44,10 +44,14 @@ class Start(_Operation, frozen=True, kw_only=True, tag="start"):
 
 
 class Ask(_Operation, frozen=True, kw_only=True, tag="ask"):
-    """Greedy decoding of questions that are handed over at once; an end-of-text token does not end it."""
+    """Greedy decoding of questions that are handed over at once; an end-of-text token does not end it.
+
+    choices: whether to tell between what tokens each was chosen; the engine must have been started with `logprobs_mode` "raw_logits"
+    """
 
     questions: list[Question]
     max_tokens: int
+    choices: bool = False
 
 
 class Arrival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -85,6 +89,13 @@ class Stop(_Operation, frozen=True, kw_only=True, tag="stop"):
     """Shut the engine down, connector included."""
 
 
+class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A place in an answer: the token that was chosen there, the best of the others, and the logits of both."""
+
+    tokens: tuple[int, int]
+    logits: tuple[float, float]
+
+
 class Started(_Reply, frozen=True, kw_only=True, tag="started"):
     """What vLLM made of the arguments.
 
@@ -93,6 +104,7 @@ class Started(_Reply, frozen=True, kw_only=True, tag="started"):
     token_bytes: KV of one token in all layers and workers
     vocabulary:  token ids that text is made of
     takes_images: whether questions may have images
+    dtype: of its arithmetic, such as "bfloat16"
     """
 
     block_sizes: list[int]
@@ -104,14 +116,20 @@ class Started(_Reply, frozen=True, kw_only=True, tag="started"):
     chunked_prefill: bool
     async_scheduling: bool
     max_num_batched_tokens: int
+    dtype: str
 
 
 class Answered(_Reply, frozen=True, kw_only=True, tag="answered"):
-    """Each question's output, in their order; how often a request was preempted; cached: prompt tokens that were not computed."""
+    """Each question's output, in their order; how often a request was preempted.
+
+    cached:  prompt tokens that were not computed
+    choices: of each token; empty unless asked for
+    """
 
     token_ids: list[list[int]]
     cached: list[int]
     num_preemptions: int
+    choices: list[list[Choice]] = []
 
 
 class Served(_Reply, frozen=True, kw_only=True, tag="served"):
