@@ -1,21 +1,24 @@
 """A node's life: who may start one, where it may listen, how engines start it by themselves, and how it ends."""
 
 import asyncio
+import fcntl
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
-from kvhold.core.config import Config, NodeConfig
+from kvhold.core.config import ClientConfig, Config, NodeConfig
 from kvhold.core.errors import CapacityError, NodeError
 from kvhold.node import NodeClient, connect
 from kvhold.node.paths import default_socket, prepare_folder, socket_path
 from kvhold.node.server import Node
+from kvhold.node.start import ensure_node
 from kvhold.testing.cache import a_prompt, read, store
 from tests.node.nodes import PATIENT, PATIENT_S, SPACE, RunningNode, clean_environ, eventually, run_kvhold, works
 
@@ -249,8 +252,54 @@ def test_an_engine_starts_a_new_node_when_its_own_was_killed(joined: NodeClient)
 def test_a_setting_the_node_cannot_have_is_told_to_the_engine(tmp_path: Path) -> None:
     path = tmp_path / "node.sock"
     with pytest.raises(NodeError, match=r"ended while starting.*100\.0 TiB does not fit"):
-        connect(ram_bytes="100TiB", node={"socket": str(path)}, client={"connect_timeout_s": PATIENT_S})
+        connect(ram_bytes="100TiB", node={"socket": str(path)})
     assert not path.exists()
+
+
+def test_a_start_has_a_time_of_its_own_which_is_not_that_of_an_answer(tmp_path: Path) -> None:
+    path = tmp_path / "node.sock"
+    ensure_node(replace(config_at(path), client=ClientConfig(connect_timeout_s=0.01)), path)
+    with NodeClient(path, PATIENT) as client:
+        client.stop_node()
+
+
+@pytest.fixture
+def start_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    """Have nodes be started by another program, in the shell's language."""
+
+    def use(script: str) -> None:
+        program = tmp_path / "program"
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o700)
+        monkeypatch.setattr(sys, "executable", str(program))
+
+    return use
+
+
+def test_a_start_that_takes_too_long_is_given_up(start_with: Callable[[str], None], tmp_path: Path) -> None:
+    start_with(f"echo $$ > {tmp_path}/pid; exec sleep 600")
+    with pytest.raises(NodeError, match=r"within node\.start_timeout_s: it was started and does not listen yet; its log "):
+        connect(config_at(tmp_path / "node.sock", start_timeout_s=0.05))
+    pid = int(eventually(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text()))
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize(("script", "told"), [("echo no more memory; exit 1", "ends with: no more memory"), ("kill -9 $$", "is empty")])
+def test_a_node_that_dies_while_it_starts_is_known_without_waiting(
+    start_with: Callable[[str], None], tmp_path: Path, script: str, told: str
+) -> None:
+    start_with(script)
+    with pytest.raises(NodeError, match=f"ended while starting; its log .*{told}"):
+        connect(config_at(tmp_path / "node.sock", start_timeout_s=1e6))
+
+
+def test_who_waits_for_another_ones_start_gives_up_in_time(tmp_path: Path) -> None:
+    path = tmp_path / "node.sock"
+    with Path(f"{path}.start").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(NodeError, match=r"within node\.start_timeout_s: another process is starting"):
+            connect(config_at(path, start_timeout_s=0.05))
 
 
 def test_where_engines_may_not_start_a_node_there_is_none(tmp_path: Path) -> None:

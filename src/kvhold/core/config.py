@@ -44,6 +44,9 @@ class NodeConfig:
 
     socket: str = setting("", "path of the node's Unix socket; empty: one for this user in the runtime directory")
     autostart: bool = setting(True, "start a node when none answers")
+    start_timeout_s: float = setting(
+        60.0, "how long an engine waits for a node that is being started; one that ends while starting is known at once", minimum=0.01
+    )
     idle_exit_s: float = setting(600.0, "a node that was started by an engine exits after so long without clients", minimum=1)
 
 
@@ -51,7 +54,7 @@ class NodeConfig:
 class ClientConfig:
     """What an engine's process does towards the node."""
 
-    connect_timeout_s: float = setting(5.0, "how long to wait for a node to answer or to start", minimum=0.01)
+    connect_timeout_s: float = setting(5.0, "how long a node that is there may take to answer who joins it", minimum=0.01)
     call_timeout_s: float = setting(1.0, "deadline of one call; after it the engine computes for itself", minimum=0.001)
     arrival_timeout_s: float = setting(10.0, "how long a request waits for chunks that come from lower tiers", minimum=0)
     reconnect_interval_s: float = setting(1.0, "how often a lost node is looked for, in the background", minimum=0.01)

@@ -46,11 +46,12 @@ def end_node(path: Path, *, timeout_s: float = 60.0) -> None:
 
 
 def ensure_node(config: Config, path: Path) -> None:
-    """Return when a node listens on `path`. Raises NodeError when it cannot be started in time, with the end of its log."""
+    """Return when a node listens on `path`. Raises NodeError, with the end of its log, at once when it ends while starting, and when it
+    does not listen within `node.start_timeout_s`; then it goes on starting, for the next one to join."""
     if _listens(path):
         return
     prepare_folder(path)
-    until = time.monotonic() + config.client.connect_timeout_s
+    until = time.monotonic() + config.node.start_timeout_s
     try:
         with Path(f"{path}.start").open("w") as lock:  # held while starting, so that of several engines one starts the node
             _wait_for(lock, path, until)
@@ -92,9 +93,9 @@ def _spawn(config: Config, path: Path, until: float) -> None:
     finally:
         os.close(output)
     while not _has_ended(pid):  # with --detach it ends when its child, the node, listens or has failed
-        _pause(until, path, f"it was started and does not listen yet; its log is {log_path}")
+        _pause(until, path, f"it was started and does not listen yet; {_told(log_path, start)}")
     if not _listens(path):
-        raise NodeError(f"the node ended while starting: {_tail(log_path, start) or 'its log ' + str(log_path) + ' is empty'}")
+        raise NodeError(f"the node ended while starting; {_told(log_path, start)}")
     log.info("started a node on %s, its log is %s", path, log_path)
 
 
@@ -117,7 +118,7 @@ def _listens(path: Path) -> bool:
 
 def _pause(until: float, path: Path, why: str) -> None:
     if time.monotonic() > until:
-        raise NodeError(f"no node on {path}: {why}")
+        raise NodeError(f"no node on {path} within node.start_timeout_s: {why}")
     time.sleep(_POLL_S)
 
 
@@ -132,7 +133,9 @@ def _as_environ(settings: Any, prefix: str = "KVHOLD_") -> dict[str, str]:
     return values
 
 
-def _tail(path: Path, start: int) -> str:
+def _told(path: Path, start: int) -> str:
+    """What the node has written to its log since `start`: the end of that."""
     with path.open("rb") as file:
         file.seek(start)
-        return file.read()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
+        tail = file.read()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
+    return f"its log {path} ends with: {tail}" if tail else f"its log {path} is empty"
