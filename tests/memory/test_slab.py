@@ -192,7 +192,7 @@ class Allocating(RuleBasedStateMachine):
     def allocate(self, nbytes: int) -> object:
         offset = self.slabs.allocate(nbytes)
         if offset is None:
-            assert self.largest_gap() < max(size_class(nbytes), 2 * SLAB_BYTES), "a gap this large has room for anything"
+            assert self.largest_gap() < size_class(nbytes) + 2 * SLAB_BYTES, "a gap this large has room beside the slabs at its ends"
             return multiple()
         self.take(offset, nbytes)
         return offset
