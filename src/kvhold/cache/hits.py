@@ -48,5 +48,5 @@ def _first_needed(group: Group, num_tokens: int, size: int, count: int) -> int:
     if group.attention == "full":
         return 0
     if group.attention == "state":
-        return count - 1
+        return max(0, count - 1)
     return max(0, num_tokens - group.window) // size

@@ -7,12 +7,12 @@
 Pure. A key is looked for once where that matters: the run of whole chunks from the start.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from kvhold.cache.hits import longest_hit, needed_chunks
-from kvhold.core.keys import HASH_BYTES, Query, place_suffix
+from kvhold.core.keys import HASH_BYTES, Query, place_suffix, split_hashes
 from kvhold.core.layout import Layout
 
 Found = TypeVar("Found")
@@ -33,8 +33,7 @@ class Extent:
         return self.whole + (self.tail is not None)
 
 
-@dataclass(frozen=True)
-class Need(Generic[Found]):
+class Need(NamedTuple, Generic[Found]):
     """One value that a hit needs. parent: the key of the chunk before it, in the same group and shard; None for the first."""
 
     shard: int
@@ -77,28 +76,25 @@ class Presence(Generic[Found]):
         tail_tokens = 0 if tail is None else query.tail_lengths[tail]
         return Extent(whole, tail, tail_tokens, whole * layout.tokens_per_chunk + tail_tokens)
 
-    def found(self, extent: Extent) -> dict[tuple[int, int, int], Found]:
-        """`{(shard, group, chunk): what was found}`, all that a hit of `extent` needs, chunk by chunk from the prompt's start."""
-        groups = [needed_chunks(self._layout, group, extent.num_tokens) for group in range(len(self._layout.groups))]
-        found: dict[tuple[int, int, int], Found | None] = {}
-        for chunk in range(extent.chunks):
-            is_tail = chunk == extent.whole
-            for group, chunks in enumerate(groups):
-                if chunk in chunks:
-                    for shard in range(self._query.shards):
-                        here = self._tail(group, shard, extent.tail or 0) if is_tail else self._chunk(group, shard, chunk)
-                        found[shard, group, chunk] = here
-        assert None not in found.values(), "a hit counts only what is present"
-        return found  # type: ignore[return-value]
+    def found(self, extent: Extent) -> dict[tuple[int, int], list[Found | None]]:
+        """`{(group, shard): [chunk]}`: all that a hit of `extent` needs, None for the chunks that it does not need of a group."""
+        return {
+            (group, shard): self._row(group, shard, needed_chunks(self._layout, group, extent.num_tokens).start, extent)
+            for group in range(len(self._layout.groups))
+            for shard in range(self._query.shards)
+        }
 
     def needed(self, extent: Extent) -> Iterator[Need[Found]]:
-        """The same with their names."""
-        for (shard, group, chunk), found in self.found(extent).items():
+        """The same with their names, chunk by chunk from the prompt's start."""
+        rows = self.found(extent)
+        for chunk in range(extent.chunks):
             is_tail = chunk == extent.whole
             num_tokens = extent.tail_tokens if is_tail else self._layout.tokens_per_chunk
-            key = self._key(group, shard, chunk, extent.tail if is_tail else None)
-            parent = self._key(group, shard, chunk - 1, None) if chunk else None
-            yield Need(shard, group, chunk, num_tokens, key, parent, found)
+            for (group, shard), row in rows.items():
+                if (found := row[chunk]) is not None:
+                    key = self._key(group, shard, chunk, extent.tail if is_tail else None)
+                    parent = self._key(group, shard, chunk - 1, None) if chunk else None
+                    yield Need(shard, group, chunk, num_tokens, key, parent, found)
 
     def gap(self, extent: Extent) -> Gap | None:
         """What keeps the longest hit from ending at the next place where one may end; None if it could not be longer."""
@@ -137,14 +133,27 @@ class Presence(Generic[Found]):
         return reach
 
     def _run(self, group: int, shard: int, most: int) -> list[Found]:
-        find, namespace, hashes, suffix = self._find_key, self._query.namespace, self._query.hashes, self._suffixes[group][shard]
+        find, namespace, suffix = self._find_key, self._query.namespace, self._suffixes[group][shard]
         run: list[Found] = []
-        for start in range(0, most * HASH_BYTES, HASH_BYTES):
-            found = find(namespace + hashes[start : start + HASH_BYTES] + suffix)
+        for chain_hash in split_hashes(self._query.hashes[: most * HASH_BYTES]):
+            found = find(namespace + chain_hash + suffix)
             if found is None:
                 break
             run.append(found)
         return run
+
+    def _row(self, group: int, shard: int, first: int, extent: Extent) -> list[Found | None]:
+        """Of one group and shard what a hit needs from chunk `first` on, after a None for each chunk before."""
+        row: list[Found | None] = [None] * first
+        if (run := self._runs.get((group, shard))) is not None:
+            row += run[first : extent.whole]
+        else:
+            row += [self._chunk(group, shard, chunk) for chunk in range(first, extent.whole)]
+            assert None not in row[first:], "a hit counts only what is present"
+        if extent.tail is not None:
+            row.append(self._tail(group, shard, extent.tail))
+        assert len(row) == extent.chunks, "a run is as long as the hit"
+        return row
 
     def _chunk(self, group: int, shard: int, chunk: int) -> Found | None:
         run = self._runs.get((group, shard))
@@ -162,3 +171,8 @@ class Presence(Generic[Found]):
     def _key(self, group: int, shard: int, chunk: int, tail: int | None) -> bytes:
         hashes, at = (self._query.hashes, chunk) if tail is None else (self._query.tail_hashes, tail)
         return self._query.namespace + hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES] + self._suffixes[group][shard]
+
+
+def in_order(rows: Mapping[tuple[int, int], list[Found | None]]) -> list[Found]:
+    """What `Presence.found` found, chunk by chunk from the prompt's start."""
+    return [found for column in zip(*rows.values(), strict=True) for found in column if found is not None]

@@ -16,7 +16,7 @@ from kvhold.cache.gone import Gone
 from kvhold.cache.writes import Writes
 from kvhold.core.api import ABSENT
 from kvhold.core.errors import ProtocolError
-from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES, ChunkNames, make_key
+from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES, ChunkNames, place_suffix, split_hashes
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
 from kvhold.core.reasons import NO_ROOM
@@ -65,19 +65,21 @@ class Rooms:
         expires_at = 0 if terms.ttl_s is None else ceil(self._ram.now() + terms.ttl_s)
         offsets = [[ABSENT] * len(names) for _ in layout.groups]
         room = Room(layout, terms, {})
-        first_token, parent = names.first_token, names.parent
-        for chunk in range(len(names)):
-            num_tokens = names.tail_tokens if names.tail_tokens and chunk == len(names) - 1 else layout.tokens_per_chunk
-            chain_hash = names.hashes[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES]
-            asked = [g for g in range(len(layout.groups)) if groups is None or groups[g * len(names) + chunk]]
-            missing, there = self._split(names.namespace, chain_hash, asked, shard)
+        every_group, num_tokens, first_token = range(len(layout.groups)), layout.tokens_per_chunk, names.first_token
+        suffixes, sizes = [place_suffix(g, shard) for g in every_group], [layout.chunk_bytes(g, num_tokens) for g in every_group]
+        parents: Sequence[bytes | None] = [names.namespace + names.parent + s if names.parent else None for s in suffixes]
+        for chunk, chain_hash in enumerate(split_hashes(names.hashes)):
+            if names.tail_tokens and chunk == len(names) - 1:
+                num_tokens = names.tail_tokens
+                sizes = [layout.chunk_bytes(g, num_tokens) for g in every_group]
+            keys = [names.namespace + chain_hash + suffix for suffix in suffixes]
+            asked = every_group if groups is None else [g for g in every_group if groups[g * len(names) + chunk]]
+            missing, there = self._split(keys, asked)
             if missing:
-                wanted = [_wanted(layout, names.namespace, chain_hash, parent, g, shard, num_tokens) for g in missing]
-                for entry in there:  # not to be driven out by what it belongs to
-                    self._ram.hold(entry)
+                wanted = [Wanted(keys[g], sizes[g], parents[g]) for g in missing]
+                self._ram.hold_all(there)  # not to be driven out by what they belong to
                 entries = self._ram.reserve_all(wanted, num_tokens=num_tokens, first_token=first_token, expires_at=expires_at)
-                for entry in there:
-                    self._ram.unpin(entry)
+                self._ram.unpin_all(there)
                 if entries is None:  # nor would what follows be of use without it
                     self._metrics.add("kvhold_store_skipped_chunks", len(missing), reason="no room")
                     for one in wanted:
@@ -86,7 +88,7 @@ class Rooms:
                 room.chunks[chunk] = entries
                 for g, entry in zip(missing, entries, strict=True):
                     offsets[g][chunk] = entry.offset
-            first_token, parent = first_token + num_tokens, chain_hash
+            first_token, parents = first_token + num_tokens, keys
         count_entries(self._metrics, "reserved", [entry for entries in room.chunks.values() for entry in entries])
         return room, offsets
 
@@ -110,11 +112,11 @@ class Rooms:
                 self._ram.abandon(entry)
             count_entries(self._metrics, "abandoned", entries)
 
-    def _split(self, namespace: bytes, chain_hash: bytes, groups: Iterable[int], shard: int) -> tuple[list[int], list[Entry]]:
+    def _split(self, keys: Sequence[bytes], groups: Iterable[int]) -> tuple[list[int], list[Entry]]:
         """Of a chunk's groups those that are not here and that nobody is writing, and the entries of those that are here."""
         missing, there = [], []
         for group in groups:
-            key = make_key(namespace, chain_hash, group, shard)
+            key = keys[group]
             if (entry := self._ram.find(key)) is not None:
                 self._metrics.add("kvhold_store_skipped_chunks", reason="present")
                 there.append(entry)
@@ -123,11 +125,6 @@ class Rooms:
             else:
                 missing.append(group)
         return missing, there
-
-
-def _wanted(layout: Layout, namespace: bytes, chain_hash: bytes, parent: bytes, group: int, shard: int, num_tokens: int) -> Wanted:
-    before = make_key(namespace, parent, group, shard) if parent else None
-    return Wanted(make_key(namespace, chain_hash, group, shard), layout.chunk_bytes(group, num_tokens), before)
 
 
 def _check_names(layout: Layout, names: ChunkNames, shard: int) -> None:

@@ -13,7 +13,7 @@ committed waits to be written below (`writes.py`). What the state wants done sta
 events at the end of this class.
 """
 
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from secrets import randbits
@@ -23,7 +23,7 @@ from kvhold.cache.counts import count_entries, count_lookup
 from kvhold.cache.events import EventLog
 from kvhold.cache.gone import Gone
 from kvhold.cache.orders import ClearOrder, Order
-from kvhold.cache.presence import Extent, Presence
+from kvhold.cache.presence import Extent, Presence, in_order
 from kvhold.cache.recode import Recodings, Wish
 from kvhold.cache.rooms import MAX_SHARDS, Granted, Room, Rooms
 from kvhold.cache.searches import Search, Searches, sources_of
@@ -55,11 +55,12 @@ class Lent:
 
 @dataclass
 class _Ticket:
-    """A hit that may be claimed: for each shard entries `[group][chunk]`, pinned, None where not needed."""
+    """A hit that may be claimed: for each shard entries `[group][chunk]`, None where not needed. pinned: all of them."""
 
     owner: Owner
     num_tokens: list[int]
     shards: dict[int, list[list[Entry | None]]]
+    pinned: list[Entry]
     found: Found
 
 
@@ -130,9 +131,10 @@ class CacheState:
         answer = self._answer(next(self._numbers), presence, extent, None)
         count_lookup(self.metrics, answer, presence.asked_tokens)
         if answer.ticket:
-            found = presence.found(extent)
-            self._pin(found.values())
-            self._issue(answer, owner, query, layout, extent, found)
+            rows = presence.found(extent)
+            pinned = in_order(rows)
+            self.ram.pin_all(pinned[::-1])  # last one first: see `Rooms.commit`
+            self._issue(answer, owner, query, layout, extent, rows, pinned)
         return answer
 
     def refresh(self, ticket: int, *, settle: bool = False) -> Found:
@@ -163,9 +165,9 @@ class CacheState:
             self._searches.begin(number, None, query, layout)
             self._settle_orphans([number] if self.is_over(number) else [])
         else:
-            found = presence.found(extent).values()
-            self._pin(found)  # so that it is not the next to go
-            self._unpin(found)
+            found = in_order(presence.found(extent))
+            self.ram.pin_all(found[::-1])  # so that it is not the next to go
+            self.ram.unpin_all(found)
 
     def claim(self, owner: Owner, ticket: int, shard: int, first_chunk: int) -> Lent | None:
         """Pin one shard's entries from `first_chunk` on for `owner`, beside the ticket's own pins. None if the ticket is not good."""
@@ -179,8 +181,7 @@ class CacheState:
             return None
         groups = held.shards[shard]
         lent = [entry for chunks in groups for entry in chunks[first_chunk:] if entry is not None]
-        for entry in lent:
-            self.ram.hold(entry)
+        self.ram.hold_all(lent)
         loan = next(self._numbers)
         self._of(owner).loans[loan] = lent
         count_entries(self.metrics, "loaned", lent)
@@ -201,7 +202,7 @@ class CacheState:
         elif held is not None and held.owner == owner:
             self._drop_ticket(number)
         else:
-            self._unpin(self._of(owner).loans.pop(number, []))
+            self.ram.unpin_all(self._of(owner).loans.pop(number, []))
 
     def reserve(
         self, owner: Owner, layout: Layout, names: ChunkNames, shard: int, *, groups: bytes | None = None, terms: Terms = FREE
@@ -247,7 +248,7 @@ class CacheState:
         for ticket in list(held.tickets):
             self.release(owner, ticket)
         for entries in held.loans.values():
-            self._unpin(entries)
+            self.ram.unpin_all(entries)
         for room in list(held.rooms):
             self.abandon(owner, room)
         del self._holdings[owner]
@@ -368,12 +369,13 @@ class CacheState:
         search = self._searches[number]
         presence = search.presence()
         extent = presence.extent()
-        found = presence.found(extent)
+        rows = presence.found(extent)
+        pinned = in_order(rows)
         answer = self._answer(number, presence, extent, search)
         count_lookup(self.metrics, answer, presence.asked_tokens)
-        self._searches.finish(number, found.values())
+        self._searches.finish(number, pinned)
         if answer.ticket:
-            self._issue(answer, search.owner, search.query, search.layout, extent, found)
+            self._issue(answer, search.owner, search.query, search.layout, extent, rows, pinned)
         else:
             self._of(search.owner).tickets.discard(number)
         return answer
@@ -416,13 +418,19 @@ class CacheState:
                 self._searches.drop(number)
 
     def _issue(
-        self, answer: Found, owner: Owner, query: Query, layout: Layout, extent: Extent, found: dict[tuple[int, int, int], Entry]
+        self,
+        answer: Found,
+        owner: Owner,
+        query: Query,
+        layout: Layout,
+        extent: Extent,
+        rows: dict[tuple[int, int], list[Entry | None]],
+        pinned: list[Entry],
     ) -> None:
-        """A final ticket over entries that are pinned: `found[shard, group, chunk]`."""
-        groups, chunks = range(len(layout.groups)), range(extent.chunks)
-        shards = {shard: [[found.get((shard, group, chunk)) for chunk in chunks] for group in groups] for shard in range(query.shards)}
+        """A final ticket over entries that are pinned: `rows[group, shard][chunk]`."""
+        shards = {shard: [rows[group, shard] for group in range(len(layout.groups))] for shard in range(query.shards)}
         counts = [layout.tokens_per_chunk] * extent.whole + ([extent.tail_tokens] if extent.tail is not None else [])
-        self._tickets[answer.ticket] = _Ticket(owner, counts, shards, answer)
+        self._tickets[answer.ticket] = _Ticket(owner, counts, shards, pinned, answer)
         self._of(owner).tickets.add(answer.ticket)
 
     def _events_log(self) -> EventLog:
@@ -448,19 +456,7 @@ class CacheState:
     def _drop_ticket(self, ticket: int) -> None:
         held = self._tickets.pop(ticket)
         self._of(held.owner).tickets.discard(ticket)
-        for groups in held.shards.values():
-            for chunks in groups:
-                self._unpin(chunks)
-
-    def _pin(self, entries: Collection[Entry]) -> None:
-        """Last one first: see `Rooms.commit`."""
-        for entry in reversed(tuple(entries)):
-            self.ram.pin(entry)
-
-    def _unpin(self, entries: Iterable[Entry | None]) -> None:
-        for entry in entries:
-            if entry is not None:
-                self.ram.unpin(entry)
+        self.ram.unpin_all(held.pinned)
 
 
 def _check_query(layout: Layout, query: Query) -> None:

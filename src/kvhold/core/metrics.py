@@ -145,4 +145,4 @@ def _ordered(name: str, labels: dict[str, str]) -> tuple[str, ...]:
     metric = TABLE[name]
     if len(labels) != len(metric.labels):
         raise KeyError(f"{name} has the labels {metric.labels}, not {tuple(labels)}")
-    return tuple([labels[label] for label in metric.labels])
+    return tuple(map(labels.__getitem__, metric.labels))

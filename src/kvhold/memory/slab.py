@@ -15,6 +15,7 @@ Not thread-safe; its owner is a single writer. It holds numbers only and touches
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from functools import lru_cache
 
 ALIGNMENT = 4096  # O_DIRECT and huge pages both want it
 SLAB_BYTES = 1 << 20
@@ -44,11 +45,12 @@ class SlabAllocator:
             self._large[start] = size
             self.used_bytes += size
             return start
-        slab = self._slab_with_room(size)
+        partial = self._partial.get(size)
+        slab = partial[0] if partial else self._new_slab(size)
         if slab is None:
             return None
         offset = slab.take()
-        if not slab.free_slots:
+        if not slab.free:
             self._partial[size].remove(slab)
         self.used_bytes += size
         return offset
@@ -73,11 +75,11 @@ class SlabAllocator:
             self.used_bytes -= size
             return
         slab = self._slab_at(offset)
-        if not slab.free_slots:
+        if not slab.free:
             insort(self._partial.setdefault(slab.slot_bytes, []), slab)
         slab.give(offset)
         self.used_bytes -= slab.slot_bytes
-        if len(slab.free_slots) == slab.num_slots:
+        if len(slab.free) == slab.num_slots:
             self._partial[slab.slot_bytes].remove(slab)
             self._slab_starts.pop(bisect_left(self._slab_starts, slab.start))
             del self._slabs[slab.start]
@@ -88,20 +90,17 @@ class SlabAllocator:
         """Bytes in no slab and no large object."""
         return self._runs.free_bytes
 
-    def _slab_with_room(self, size: int) -> "_Slab | None":
-        partial = self._partial.setdefault(size, [])
-        if not partial:
-            start = self._runs.take(SLAB_BYTES) if self.capacity >= SLAB_BYTES else None
-            nbytes = SLAB_BYTES
-            if start is None:  # a small arena, or its last pieces: a slab of one slot
-                start, nbytes = self._runs.take(size), size
-            if start is None:
-                return None
-            slab = _Slab(start, nbytes, size)
-            self._slabs[start] = slab
-            insort(self._slab_starts, start)
-            partial.append(slab)
-        return partial[0]
+    def _new_slab(self, size: int) -> "_Slab | None":
+        start = self._runs.take(SLAB_BYTES) if self.capacity >= SLAB_BYTES else None
+        nbytes = SLAB_BYTES
+        if start is None:  # a small arena, or its last pieces: a slab of one slot
+            start, nbytes = self._runs.take(size), size
+        if start is None:
+            return None
+        slab = self._slabs[start] = _Slab(start, nbytes, size)
+        insort(self._slab_starts, start)
+        self._partial[size] = [slab]
+        return slab
 
     def _slab_at(self, offset: int) -> "_Slab":
         at = bisect_left(self._slab_starts, offset + 1) - 1
@@ -111,6 +110,7 @@ class SlabAllocator:
         return slab
 
 
+@lru_cache(maxsize=256)  # of the few sizes that a cache's chunks come in
 def size_class(nbytes: int) -> int:
     """`nbytes` rounded up: to ALIGNMENT for large objects and the smallest, else to one of eight classes to each power of two."""
     if nbytes >= LARGE_BYTES:
@@ -120,24 +120,25 @@ def size_class(nbytes: int) -> int:
 
 
 class _Slab:
-    """A run cut into equal slots; the free ones as a descending list, so that the lowest is taken first."""
+    """A run cut into equal slots. free: where those lie that are not taken, negated and ascending: the lowest is last, and goes first."""
 
     def __init__(self, start: int, nbytes: int, slot_bytes: int) -> None:
         self.start, self.nbytes, self.slot_bytes = start, nbytes, slot_bytes
         self.num_slots = nbytes // slot_bytes
-        self.free_slots = list(range(self.num_slots - 1, -1, -1))
+        self.free = list(range(-start - (self.num_slots - 1) * slot_bytes, 1 - start, slot_bytes))
 
     def __lt__(self, other: "_Slab") -> bool:
         return self.start < other.start
 
     def take(self) -> int:
-        return self.start + self.free_slots.pop() * self.slot_bytes
+        return -self.free.pop()
 
     def give(self, offset: int) -> None:
         slot, rest = divmod(offset - self.start, self.slot_bytes)
         assert rest == 0 and slot < self.num_slots, "not allocated here"
-        assert slot not in self.free_slots, "freed twice"
-        insort(self.free_slots, slot, key=lambda s: -s)
+        at = bisect_left(self.free, -offset)
+        assert at == len(self.free) or self.free[at] != -offset, "freed twice"
+        self.free.insert(at, -offset)
 
 
 class _Runs:

@@ -122,6 +122,19 @@ class PolicyContract:
                 policy.touch(key)
         assert sorted(policy.victims(50, unpinned)) == sorted(_KEYS[:5])
 
+    def test_keys_touched_together_are_as_if_touched_one_after_the_other(self) -> None:
+        together, apart = self.chain(5), self.chain(5)
+        asked = [_KEYS[3], _KEYS[0], _KEYS[7], _KEYS[3], _KEYS[1]]
+        for policy in (together, apart):
+            policy.insert(_KEYS[8], 10)
+            policy.insert(_KEYS[9], 10)
+        for keys in (asked, [_KEYS[9], _KEYS[8], _KEYS[9]], []):
+            together.touch_all(iter(keys))
+            for key in keys:
+                apart.touch(key)
+        assert len(together) == 7
+        assert [together.victims(n, unpinned) for n in range(80)] == [apart.victims(n, unpinned) for n in range(80)]
+
     def test_a_removed_key_is_forgotten(self) -> None:
         policy = self.filled(3)
         policy.remove(_KEYS[1])
@@ -362,6 +375,12 @@ class _History(RuleBasedStateMachine):
     def touch(self, keys: list[bytes]) -> None:
         for key in keys:
             self.policy.touch(key)
+            self.model.touch(key)
+
+    @rule(keys=st.lists(_keys, max_size=5))
+    def touch_all(self, keys: list[bytes]) -> None:
+        self.policy.touch_all(keys)
+        for key in keys:
             self.model.touch(key)
 
     @rule(key=_keys, evicted=st.booleans())

@@ -2,7 +2,7 @@
 
     [entry] = tier.reserve_all([Wanted(key, nbytes)], num_tokens=256, first_token=0)    # nobody sees it yet
     tier.commit(entry)                                                                  # visible; or tier.abandon(entry)
-    entry = tier.find(key); tier.pin(entry) ... tier.unpin(entry)
+    entry = tier.find(key); tier.pin_all([entry]) ... tier.unpin_all([entry])
 
 A reserved entry belongs to its writer; a committed one may be read by whoever has pinned it; only committed entries that nobody pins
 are evicted, and never one whose continuation is here or being written. A key cleared while it is pinned is *doomed*: not found any more,
@@ -12,8 +12,7 @@ single-threaded: a cache's lock or a node's loop owns it.
 """
 
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import ClassVar
@@ -30,7 +29,7 @@ from kvhold.tiers.policies import Policy
 ADMITTED, REPLACED = "admitted", "replaced"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Wanted:
     """What memory is reserved for.
 
@@ -44,15 +43,23 @@ class Wanted:
 
 
 class Entry:
-    """One chunk in the arena. expires_at: Unix time from which on it is not used any more; 0: never."""
+    """One chunk in the arena.
 
-    __slots__ = ("committed", "doomed", "expires_at", "first_token", "key", "nbytes", "num_tokens", "offset", "parent", "pins")
+    taken_bytes: what it takes there, its rounding included
+    expires_at:  Unix time from which on it is not used any more; 0: never
+    """
 
-    def __init__(self, wanted: Wanted, offset: int, *, num_tokens: int, first_token: int, expires_at: int) -> None:
+    __slots__ = (
+        *("committed", "doomed", "expires_at", "first_token", "key", "nbytes"),
+        *("num_tokens", "offset", "parent", "pins", "taken_bytes"),
+    )
+
+    def __init__(self, wanted: Wanted, offset: int, taken_bytes: int, num_tokens: int, first_token: int, expires_at: int) -> None:
         self.key = wanted.key
+        self.nbytes = wanted.nbytes
         self.parent = wanted.parent
         self.offset = offset
-        self.nbytes = wanted.nbytes
+        self.taken_bytes = taken_bytes
         self.num_tokens = num_tokens
         self.first_token = first_token
         self.expires_at = expires_at
@@ -78,8 +85,8 @@ class RamTier:
         self._clock = clock
         self._entries: dict[bytes, Entry] = {}
         self.watch: Callable[[str, Entry], None] | None = None  # told of each that becomes visible (ADMITTED) or has gone (why)
-        self._to_be_continued: Counter[bytes] = Counter()  # by how many chunks that are being written each key is continued
-        self._used_by: Counter[bytes] = Counter()  # namespace -> bytes, reserved ones included
+        self._to_be_continued: dict[bytes, int] = {}  # by how many chunks that are being written each key is continued
+        self._used_by: dict[bytes, int] = {}  # namespace -> bytes, reserved ones included
         self._doomed = 0
 
     @property
@@ -136,21 +143,23 @@ class RamTier:
 
         What is visible under one of the keys is replaced, once there is room. None of the keys may be being written.
         """
-        parents = [one.parent for one in wanted if one.parent is not None]
-        self._to_be_continued.update(parents)
-        offsets = self._allocate(wanted[0].key[:NAMESPACE_BYTES], [one.nbytes for one in wanted])
+        namespace, sizes = wanted[0].key[:NAMESPACE_BYTES], []
+        for one in wanted:
+            sizes.append(size_class(one.nbytes))
+            if one.parent is not None:
+                self._to_be_continued[one.parent] = self._to_be_continued.get(one.parent, 0) + 1
+        offsets = self._allocate(namespace, sizes)
         if offsets is None:
-            for parent in parents:
-                self._is_continued(parent)
+            for one in wanted:
+                self._is_continued(one.parent)
             return None
+        self._used_by[namespace] = self._used_by.get(namespace, 0) + sum(sizes)
         entries = []
-        for one, offset in zip(wanted, offsets, strict=True):
+        for one, offset, size in zip(wanted, offsets, sizes, strict=True):
             if (old := self._entries.get(one.key)) is not None:
                 assert old.committed, "reserved twice"
                 self.remove(old, why=REPLACED)
-            entry = Entry(one, offset, num_tokens=num_tokens, first_token=first_token, expires_at=expires_at)
-            self._entries[entry.key] = entry
-            self._used_by[entry.key[:NAMESPACE_BYTES]] += size_class(entry.nbytes)
+            entry = self._entries[one.key] = Entry(one, offset, size, num_tokens, first_token, expires_at)
             entries.append(entry)
         return entries
 
@@ -163,7 +172,7 @@ class RamTier:
             self._free(entry)
             return
         entry.committed = True
-        self._policy.insert(entry.key, size_class(entry.nbytes), entry.parent)  # what evicting it gives back
+        self._policy.insert(entry.key, entry.taken_bytes, entry.parent)
         if self.watch is not None:
             self.watch(ADMITTED, entry)
 
@@ -179,21 +188,35 @@ class RamTier:
 
     def pin(self, entry: Entry) -> None:
         """Keep it where it is until `unpin`."""
-        self.hold(entry)
-        self._policy.touch(entry.key)
+        self.pin_all((entry,))
+
+    def pin_all(self, entries: Sequence[Entry]) -> None:
+        """Keep them where they are until `unpin_all`. They are asked for in this order."""
+        self.hold_all(entries)
+        self._policy.touch_all([entry.key for entry in entries])
 
     def hold(self, entry: Entry) -> None:
         """Keep it where it is until `unpin`, without its having been asked for."""
-        assert entry.committed, "only what is visible is read"
-        entry.pins += 1
+        self.hold_all((entry,))
+
+    def hold_all(self, entries: Iterable[Entry]) -> None:
+        """As `hold` of each."""
+        for entry in entries:
+            assert entry.committed, "only what is visible is read"
+            entry.pins += 1
 
     def unpin(self, entry: Entry) -> None:
         """One reader less."""
-        assert entry.pins > 0
-        entry.pins -= 1
-        if entry.doomed and not entry.pins:
-            self._doomed -= 1
-            self._free(entry)
+        self.unpin_all((entry,))
+
+    def unpin_all(self, entries: Iterable[Entry]) -> None:
+        """One reader less of each."""
+        for entry in entries:
+            assert entry.pins > 0
+            entry.pins -= 1
+            if entry.doomed and not entry.pins:
+                self._doomed -= 1
+                self._free(entry)
 
     def remove(self, entry: Entry, *, why: str = CLEARED) -> None:
         """Forget it now; its memory goes when its readers (or its writer) have finished."""
@@ -303,8 +326,8 @@ class RamTier:
         self.commit(entry)
 
     def _allocate(self, namespace: bytes, sizes: list[int]) -> list[int] | None:
-        """Offsets for all of `sizes`, or for none."""
-        needed = sum(map(size_class, sizes))
+        """Offsets for all of `sizes`, which are whole classes, or for none."""
+        needed = sum(sizes)
         if needed > self._slabs.capacity or not self._make_quota(namespace, needed):
             return None  # evicting everything would not help
         while (offsets := self._slabs.allocate_all(sizes)) is None:
@@ -315,21 +338,28 @@ class RamTier:
 
     def _make_quota(self, namespace: bytes, needed: int) -> bool:
         """Evict the namespace's own chunks until `needed` bytes more are within its quota. False if that cannot be."""
-        over = self._used_by[namespace] + needed - self._quota_bytes if self._quota_bytes else 0
+        if not self._quota_bytes:
+            return True
+        over = self._used_by.get(namespace, 0) + needed - self._quota_bytes
         return over <= 0 or (needed <= self._quota_bytes and self._evict(over, namespace))
 
     def _is_continued(self, parent: bytes | None) -> None:
         """One chunk less is being written that continues `parent`."""
-        if parent is not None:
-            self._to_be_continued[parent] -= 1
-            if not self._to_be_continued[parent]:
-                del self._to_be_continued[parent]
+        if parent is None:
+            return
+        left = self._to_be_continued[parent] - 1
+        if left:
+            self._to_be_continued[parent] = left
+        else:
+            del self._to_be_continued[parent]
 
     def _free(self, entry: Entry) -> None:
         self._slabs.free(entry.offset)
         namespace = entry.key[:NAMESPACE_BYTES]
-        self._used_by[namespace] -= size_class(entry.nbytes)
-        if not self._used_by[namespace]:
+        left = self._used_by[namespace] - entry.taken_bytes
+        if left:
+            self._used_by[namespace] = left
+        else:
             del self._used_by[namespace]
 
     def _evict(self, nbytes: int, namespace: bytes | None = None) -> bool:

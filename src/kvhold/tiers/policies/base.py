@@ -1,7 +1,7 @@
 """The contract of an eviction policy: which chunk goes first.
 
     policy.insert(key, nbytes, parent)                # it is here; parent: the chunk before it in its prompt
-    policy.touch(key)                                 # it was asked for
+    policy.touch(key); policy.touch_all(keys)         # asked for
     for key in policy.victims(nbytes, pinned):        # who must go to free so many bytes, in order
         policy.remove(key, evicted=True)
 
@@ -17,7 +17,7 @@ Pure bookkeeping over keys; not thread-safe, its tier is the single writer. `kvh
 `chains.py` has all of this but the order, for policies to build on.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 
@@ -33,6 +33,9 @@ class Policy(Protocol):
 
     def touch(self, key: bytes) -> None:
         """It was asked for. Unknown keys are ignored: the chunk may have gone in between."""
+
+    def touch_all(self, keys: Iterable[bytes]) -> None:
+        """They were asked for, one after the other: as `touch` of each, but in one pass."""
 
     def remove(self, key: bytes, *, evicted: bool = False) -> None:
         """It has gone: evicted as a victim, or else cleared, so that its going says nothing about its worth. Unknown keys are ignored."""

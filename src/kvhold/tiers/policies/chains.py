@@ -10,7 +10,7 @@ at most (touching a chunk that is no leaf, O(1)); victims costs O((victims + pin
 they protect. Loop and thread: see base.py.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import count
 from types import TracebackType
@@ -28,13 +28,15 @@ class Chunk:
     queue: number of the queue it waits in; 0 for policies that have one alone
     uses:  for the policy to count in
     place: its present entry in the heaps; None while it is no leaf
+    space: the queues of its namespace
     """
 
-    __slots__ = ("key", "nbytes", "parent", "place", "queue", "rank", "uses")
+    __slots__ = ("key", "nbytes", "parent", "place", "queue", "rank", "space", "uses")
 
-    def __init__(self, key: bytes, nbytes: int) -> None:
+    def __init__(self, key: bytes, nbytes: int, space: "list[Queue]") -> None:
         self.key = key
         self.nbytes = nbytes
+        self.space = space
         self.parent: bytes | None = None
         self.rank = (0, 0)
         self.queue = 0
@@ -55,11 +57,6 @@ class Queue:
         self.nbytes = 0
         self._heap: list[Place] = []
         self._sweep_at = _SMALLEST_SWEEP
-
-    def count(self, chunk: Chunk, sign: int) -> None:
-        """One chunk more (1) or less (-1)."""
-        self.num_chunks += sign
-        self.nbytes += sign * chunk.nbytes
 
     def push(self, place: Place) -> None:
         """A leaf's new place. What it had before is dropped when it is met, or here, once half of the heap may be such."""
@@ -88,24 +85,31 @@ class ChainPolicy:
         self._continued: dict[bytes, int] = {}  # by how many known chunks each key is continued, whether it is known itself or not
         self._all = [Queue() for _ in range(self.num_queues)]
         self._spaces: dict[bytes, list[Queue]] = {}
-        self._clock = count(1)
+        self._now: Callable[[], int] = count(1).__next__  # a number higher than all before
 
     def insert(self, key: bytes, nbytes: int, parent: bytes | None = None) -> None:
         """Policy contract."""
-        assert parent is None or parent[:NAMESPACE_BYTES] == key[:NAMESPACE_BYTES], "a prompt's chunks are in one namespace"
+        namespace = key[:NAMESPACE_BYTES]
+        assert parent is None or parent.startswith(namespace), "a prompt's chunks are in one namespace"
         chunk = self._chunks.get(key)
         if chunk is None:
-            chunk = self._chunks[key] = Chunk(key, nbytes)
+            space = self._spaces.get(namespace) or self._begin_space(namespace)
+            chunk = self._chunks[key] = Chunk(key, nbytes, space)
             self._inserted(chunk)
             self._count(chunk, 1)
-        if chunk.parent is None and parent is not None and not self._continues(parent, key):
+            if key not in self._continued:
+                self._place(chunk)
+        if chunk.parent is None and parent is not None:
             self._link(chunk, parent)
 
     def touch(self, key: bytes) -> None:
         """Policy contract."""
-        chunk = self._chunks.get(key)
-        if chunk is not None:
-            self._touched(chunk)
+        self.touch_all((key,))
+
+    def touch_all(self, keys: Iterable[bytes]) -> None:
+        """Policy contract."""
+        find = self._chunks.get
+        self._touched([chunk for key in keys if (chunk := find(key)) is not None])
 
     def remove(self, key: bytes, *, evicted: bool = False) -> None:
         """Policy contract."""
@@ -115,6 +119,8 @@ class ChainPolicy:
         chunk.place = None
         self._count(chunk, -1)
         self._unlink(chunk)
+        if not chunk.space[chunk.queue].num_chunks and not any(queue.num_chunks for queue in chunk.space):
+            del self._spaces[key[:NAMESPACE_BYTES]]
         self._removed(chunk, evicted=evicted)
 
     def victims(self, nbytes: int, pinned: Callable[[bytes], bool], namespace: bytes | None = None) -> list[bytes]:
@@ -141,8 +147,8 @@ class ChainPolicy:
         """Give a new chunk its first rank, with `_rank`."""
         raise NotImplementedError
 
-    def _touched(self, chunk: Chunk) -> None:
-        """It was asked for."""
+    def _touched(self, chunks: Sequence[Chunk]) -> None:
+        """They were asked for, one after the other."""
 
     def _removed(self, chunk: Chunk, *, evicted: bool) -> None:
         """It is not known any more."""
@@ -151,14 +157,10 @@ class ChainPolicy:
         """How victims are chosen: the lowest rank first."""
         return Walk(self, queues, pinned)
 
-    def _now(self) -> int:
-        """A number higher than all before."""
-        return next(self._clock)
-
     def _rank(self, chunk: Chunk, minor: int, major: int = 0) -> None:
         """Rank `chunk` by `major`, then by `minor`, which must differ from those of all others."""
         chunk.rank = (major, minor)
-        if chunk.key not in self._continued:
+        if chunk.place is not None:
             self._place(chunk)
 
     def _move(self, chunk: Chunk, queue: int) -> None:
@@ -177,47 +179,48 @@ class ChainPolicy:
     def _queues(self, namespace: bytes | None) -> list[Queue]:
         return self._all if namespace is None else self._spaces.get(namespace, [])
 
-    def _own(self, chunk: Chunk) -> list[Queue]:
-        """The queues of its namespace."""
-        namespace = chunk.key[:NAMESPACE_BYTES]
-        if namespace not in self._spaces:
-            self._spaces[namespace] = [Queue() for _ in range(self.num_queues)]
-        return self._spaces[namespace]
+    def _begin_space(self, namespace: bytes) -> list[Queue]:
+        space = self._spaces[namespace] = [Queue() for _ in range(self.num_queues)]
+        return space
 
     def _count(self, chunk: Chunk, sign: int) -> None:
-        own = self._own(chunk)
-        self._all[chunk.queue].count(chunk, sign)
-        own[chunk.queue].count(chunk, sign)
-        if sign < 0 and not any(queue.num_chunks for queue in own):
-            del self._spaces[chunk.key[:NAMESPACE_BYTES]]
+        """One chunk more (1) or less (-1)."""
+        for queue in (self._all[chunk.queue], chunk.space[chunk.queue]):
+            queue.num_chunks += sign
+            queue.nbytes += sign * chunk.nbytes
 
     def _place(self, chunk: Chunk) -> None:
         """It is a leaf, of this rank."""
         chunk.place = place = (*chunk.rank, chunk)
         self._all[chunk.queue].push(place)
-        self._own(chunk)[chunk.queue].push(place)
+        chunk.space[chunk.queue].push(place)
 
     def _link(self, chunk: Chunk, parent: bytes) -> None:
+        above = self._chunks.get(parent)
+        if above is not None:
+            if self._continues(above, chunk):
+                return
+            above.place = None
         chunk.parent = parent
         self._continued[parent] = self._continued.get(parent, 0) + 1
-        if (above := self._chunks.get(parent)) is not None:
-            above.place = None
 
     def _unlink(self, chunk: Chunk) -> None:
-        if chunk.parent is None:
+        parent = chunk.parent
+        if parent is None:
             return
-        self._continued[chunk.parent] -= 1
-        if not self._continued[chunk.parent]:
-            del self._continued[chunk.parent]
-            if (above := self._chunks.get(chunk.parent)) is not None:
-                self._place(above)
+        left = self._continued[parent] - 1
+        if left:
+            self._continued[parent] = left
+            return
+        del self._continued[parent]
+        if (above := self._chunks.get(parent)) is not None:
+            self._place(above)
 
-    def _continues(self, key: bytes, first: bytes) -> bool:
-        """Whether `key` is `first` or a continuation of it. Short: whoever inserts a prompt in order, either way, walks no step."""
-        if first not in self._continued:
-            return key == first
-        chunk = self._chunks.get(key)
-        return key == first or (chunk is not None and any(first in (above.key, above.parent) for above in (chunk, *self._above(chunk))))
+    def _continues(self, chunk: Chunk, first: Chunk) -> bool:
+        """Whether `chunk` is `first` or a continuation of it. Short: whoever inserts a prompt in order, either way, walks no step."""
+        if chunk is first or first.key not in self._continued:
+            return chunk is first
+        return any(above.parent == first.key for above in (chunk, *self._above(chunk)))
 
 
 class Walk:

@@ -3,6 +3,8 @@
 Uses are counted for as long as the chunk is here and are forgotten with it; they do not age.
 """
 
+from collections.abc import Sequence
+
 from kvhold.tiers.policies.chains import ChainPolicy, Chunk
 
 
@@ -12,6 +14,7 @@ class LfuPolicy(ChainPolicy):
     def _inserted(self, chunk: Chunk) -> None:
         self._rank(chunk, self._now(), major=chunk.uses)
 
-    def _touched(self, chunk: Chunk) -> None:
-        chunk.uses += 1
-        self._rank(chunk, self._now(), major=chunk.uses)
+    def _touched(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            chunk.uses += 1
+            self._rank(chunk, self._now(), major=chunk.uses)

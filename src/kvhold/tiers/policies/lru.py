@@ -1,5 +1,7 @@
 """Least recently used: the chunk that nobody asked for longest goes first."""
 
+from collections.abc import Sequence
+
 from kvhold.tiers.policies.chains import ChainPolicy, Chunk
 
 
@@ -9,5 +11,6 @@ class LruPolicy(ChainPolicy):
     def _inserted(self, chunk: Chunk) -> None:
         self._rank(chunk, self._now())
 
-    def _touched(self, chunk: Chunk) -> None:
-        self._rank(chunk, self._now())
+    def _touched(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            self._rank(chunk, self._now())

@@ -4,6 +4,8 @@ For texts that come round in turn and together are larger than the tier: whateve
 a part of them.
 """
 
+from collections.abc import Sequence
+
 from kvhold.tiers.policies.chains import ChainPolicy, Chunk
 
 
@@ -13,5 +15,6 @@ class MruPolicy(ChainPolicy):
     def _inserted(self, chunk: Chunk) -> None:
         self._rank(chunk, -self._now())
 
-    def _touched(self, chunk: Chunk) -> None:
-        self._rank(chunk, -self._now())
+    def _touched(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            self._rank(chunk, -self._now())

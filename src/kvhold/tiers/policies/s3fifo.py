@@ -7,7 +7,7 @@ more. A key that was cleared leaves no ghost: it did not go for want of use.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from kvhold.tiers.policies.chains import ChainPolicy, Chunk, Queue, Walk
@@ -32,8 +32,9 @@ class S3FifoPolicy(ChainPolicy):
             chunk.queue = _MAIN
         self._rank(chunk, self._now())
 
-    def _touched(self, chunk: Chunk) -> None:
-        chunk.uses = min(_MOST_FREQUENT, chunk.uses + 1)
+    def _touched(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            chunk.uses = min(_MOST_FREQUENT, chunk.uses + 1)
 
     def _removed(self, chunk: Chunk, *, evicted: bool) -> None:
         if evicted and chunk.queue == _SMALL:
