@@ -36,6 +36,7 @@ def test_its_keys_are_those_of_all_tokens_at_once(space: Namespace, texts: list[
         assert (growing.num_tokens, growing.num_whole) == (len(tokens), whole.num_whole)
         assert growing.query() == whole.query()
         assert growing.tails == whole.tails
+        assert space.prompt(first, extras, inserts=inserts).followed_by(tokens[len(first) :]).query() == whole.query()
         chunk = data.draw(st.integers(0, whole.num_whole))
         assert growing.chunks(chunk) == whole.chunks(chunk)
         assert growing.chunks(chunk, tail=False) == whole.chunks(chunk, tail=False)

@@ -937,6 +937,24 @@ class TestSaveDecode:
         assert talk.tokens_computed["b"] == 4 * CHUNK - (4 * CHUNK - 20) // BLOCK * BLOCK
         assert talk.outputs["b"] == answer_to(prompt, 1)
 
+    def test_a_preempted_request_loads_what_it_had_generated(self, engine: MakeEngine, asynchronous: bool, real_worker: bool) -> None:
+        settings = {"save_decode": True}
+        tight = engine(asynchronous=asynchronous, real_worker=real_worker, num_blocks=40, caching=False, settings=settings)
+        prompts = {name: make_prompt(f"{name} loads its own {asynchronous} {real_worker}", 40) for name in "abc"}
+        requests = [tight.add(name, prompt, max_tokens=300) for name, prompt in prompts.items()]
+        tight.run(until=lambda: tight.preempted)
+        (name,) = tight.preempted
+        request = next(request for request in requests if request.request_id == name)
+        known = request.num_tokens
+        before = tight.tokens_computed[name]
+        assert known > 3 * CHUNK, "most of it is generated"
+        tight.run(until=lambda: len(tight.outputs[name]) > known - 40 + 1)
+        loaded = [load for load in tight.loads if load.request_id == name]
+        assert len(loaded) == 1
+        assert tight.tokens_computed[name] - before <= CHUNK + 3, "what was generated was not computed again, but for an unfinished chunk"
+        tight.run()
+        assert tight.outputs == {name: answer_to(prompt, 300) for name, prompt in prompts.items()}
+
     def test_a_preempted_request_stores_nothing_wrong(self, engine: MakeEngine, asynchronous: bool, real_worker: bool) -> None:
         tight = engine(asynchronous=asynchronous, real_worker=real_worker, num_blocks=40, settings={"save_decode": True})
         prompts = {name: make_prompt(f"{name} decodes {asynchronous} {real_worker}", 150) for name in "abc"}

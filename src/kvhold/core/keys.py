@@ -312,6 +312,10 @@ class Prompt(_Text):
         assert 0 <= num_tokens <= self.num_tokens, "a prompt can only be cut"
         return replace(self, tokens=self.tokens[:num_tokens])
 
+    def followed_by(self, tokens: npt.ArrayLike) -> "Prompt":
+        """It and [n] integers after it, with its own extras and inserts. Raises ValueError for what are no tokens."""
+        return replace(self, tokens=np.concatenate([self.tokens, as_tokens(tokens)]))
+
     def growing(self) -> "GrowingPrompt":
         """This prompt, to be continued. It stays as it is itself."""
         return GrowingPrompt(self)

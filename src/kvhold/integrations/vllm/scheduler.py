@@ -1,6 +1,7 @@
 """The connector in the scheduler's process: asks the cache what it holds, and tells the workers what to load and store.
 
-A request's prompt is hashed on a thread of its own as soon as it arrives, and looked up there when the scheduler first asks, so that what
+A request's prompt (where it comes back from a preemption, with what it has generated, if that is stored, too) is hashed on a thread of
+its own as soon as it arrives, and looked up there when the scheduler first asks, so that what
 waits in a long queue pins nothing and finds what was stored meanwhile. One scheduling pass waits for a few milliseconds at most, however
 many lookups are under way, and is told "ask again" after that; a lookup that comes too late or fails is a miss. While chunks come from
 lower tiers the request waits in the queue, for `client.arrival_timeout_s` at most; then it makes do with what has come. The hit stays
@@ -266,6 +267,8 @@ class SchedulerSide:
     def _look_up(self, followed: _Followed, request: "Request") -> None:
         if followed.naming is None:
             followed.naming = self._lookups.submit(self._name, request, followed.rules)
+        if request.num_preemptions and self._saves_decode(followed):
+            followed.naming = self._lookups.submit(self._name_on, followed.naming, request, request.num_tokens)
         followed.tried = request.num_preemptions
         followed.asked_s = followed.since_s = time.monotonic()
         followed.lookup = self._lookups.submit(self._ask, followed.naming)
@@ -284,6 +287,14 @@ class SchedulerSide:
         else:
             return prompt
         return None
+
+    def _name_on(self, naming: "Future[Prompt | None]", request: "Request", num_tokens: int) -> Prompt | None:
+        """On the lookup thread, after the naming: the first `num_tokens` tokens of a text of which some were generated. Never raises."""
+        prompt = naming.result()
+        end = num_tokens - self._config.skip_last_n_tokens
+        if prompt is None or end <= prompt.num_tokens:
+            return prompt
+        return prompt.followed_by(request.all_token_ids[prompt.num_tokens : end])
 
     def _ask(self, naming: "Future[Prompt | None]") -> Hit | None:
         """On the lookup thread, after the naming: ask the cache. Never raises."""
@@ -337,12 +348,13 @@ class SchedulerSide:
         return True
 
     def _count(self, request: "Request", prompt: Prompt | None, hit: Hit | None) -> None:
+        num_tokens = max(request.num_prompt_tokens, prompt.num_tokens if prompt is not None else 0)
         if hit is None:
             reason = NO_ANSWER if prompt is not None else NOT_NAMED
-            self.tally.looked_up(request.num_prompt_tokens, sources={}, reason=reason)
+            self.tally.looked_up(num_tokens, sources={}, reason=reason)
         else:
             reason = hit.reason if hit.reason and hit.reason != WHOLE else BELOW_MINIMUM
-            self.tally.looked_up(request.num_prompt_tokens, sources=hit.sources, reason=reason)
+            self.tally.looked_up(num_tokens, sources=hit.sources, reason=reason)
 
     def _stores_for(self, followed: _Followed) -> bool:
         trusted = self._stores_plain or followed.request.lora_request is not None

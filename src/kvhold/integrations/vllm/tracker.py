@@ -28,7 +28,8 @@ from kvhold.core.keys import ChunkNames, GrowingPrompt, Prompt
 
 @dataclass
 class RequestTracker:
-    """prompt: what of the request's prompt may be stored: all of it, or all but its last `skip_last_n_tokens` (`Prompt.until`)
+    """prompt: what of the request's prompt may be stored: all of it, or all but its last `skip_last_n_tokens` (`Prompt.until`); with
+    save_decode, where the request comes back from a preemption, what it had generated belongs to it
     save_decode: what is generated is stored, too
     store_tails: the blocks after the last whole chunk are stored when the prompt is computed, and with save_decode when the request ends
     skip_last_n_tokens: with save_decode, the last tokens of the text as far as it is known are not stored either
