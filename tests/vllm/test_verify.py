@@ -128,6 +128,13 @@ class TestClasses:
         assert row["kv_exact"] is True, others.output
         assert (row["outcome"], row["tokens_equal"]) in (("unsupported", None), ("pass", True)), others.output
 
+    def test_what_a_tensor_parallel_worker_refuses_is_named_too(self, tmp_path: Path) -> None:
+        """Its reason is in the log, where vLLM's own processes write much more after it."""
+        verified = verify(tmp_path, "--classes", "falcon-h1", "--paths", "tp2")
+        row = verified.rows["falcon-h1", "tp2"]
+        assert (row["outcome"], row["kv_exact"], row["tokens_equal"]) == ("refused", None, None), verified.output
+        assert REFUSED["falcon-h1"] in row["reason"]
+
     def test_refusals_do_not_fail_it(self, others: Verified) -> None:
         assert others.exit_code == 0, others.output
 
