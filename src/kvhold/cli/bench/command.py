@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from kvhold.cli.bench.compare.command import command as compare_engines
+from kvhold.cli.bench.compare_engines.command import command as compare_engines
 from kvhold.cli.bench.load.command import command as load
 from kvhold.cli.bench.quality.command import command as quality
 from kvhold.cli.bench.rows import Row, needing, table

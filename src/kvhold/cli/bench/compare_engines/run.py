@@ -14,8 +14,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvhold.cli.bench.compare.child import Options
-from kvhold.cli.bench.compare.rows import (
+from kvhold.cli.bench.compare_engines.child import Options
+from kvhold.cli.bench.compare_engines.rows import (
     IMPORT,
     IMPORT_CLIENT,
     LOOKUP,
@@ -28,7 +28,7 @@ from kvhold.cli.bench.compare.rows import (
     WRITTEN,
     Measured,
 )
-from kvhold.cli.bench.compare.systems import KVHOLD, MODES, Peer, PeerFailed, import_command, new_folder, start
+from kvhold.cli.bench.compare_engines.systems import KVHOLD, MODES, Peer, PeerFailed, import_command, new_folder, start
 from kvhold.testing.servers.base import NotInstalled
 from kvhold.testing.servers.redis import RedisServer
 

@@ -21,7 +21,7 @@ from kvhold.memory.views import per_layer
 from kvhold.node import connect
 
 if TYPE_CHECKING:
-    from kvhold.cli.bench.compare.child import Layers, Options
+    from kvhold.cli.bench.compare_engines.child import Layers, Options
 
 _PATIENCE_S = 60.0  # cores may be busy: what is late is slow, not an error
 _IDLE_EXIT_S = 20.0

@@ -1,6 +1,6 @@
 """One cache in a process of its own, which plays the engine: lines of JSON in, a driver called, lines of JSON out.
 
-    python -m kvhold.cli.bench.compare.child kvhold.cli.bench.compare.kvhold_child
+    python -m kvhold.cli.bench.compare_engines.child kvhold.cli.bench.compare_engines.kvhold_child
     .../lmcache/bin/python child.py lmcache_child torch    # in LMCache's environment, where there is no kvhold
 
 The first argument is the driver's module, the others are what an engine has imported anyway. Only the standard library and numpy are

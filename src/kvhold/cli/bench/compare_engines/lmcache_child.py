@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvhold.cli.bench.compare.child import Driver, Layers, Options
+    from kvhold.cli.bench.compare_engines.child import Driver, Layers, Options
 
 os.environ |= {"LMCACHE_TRACK_USAGE": "false", "DO_NOT_TRACK": "1", "LMCACHE_DISABLE_BANNER": "1", "LMCACHE_LOG_LEVEL": "WARNING"}
 

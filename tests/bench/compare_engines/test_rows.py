@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvhold.cli.bench.compare.rows import (
+from kvhold.cli.bench.compare_engines.rows import (
     IMPORT,
     LOOKUP,
     MEMORY,
@@ -16,7 +16,7 @@ from kvhold.cli.bench.compare.rows import (
     make_rows,
     render,
 )
-from kvhold.cli.bench.compare.systems import DRIVEN, IN_PROCESS, KVHOLD, OWN_CONNECTOR, SERVER
+from kvhold.cli.bench.compare_engines.systems import DRIVEN, IN_PROCESS, KVHOLD, OWN_CONNECTOR, SERVER
 
 
 def row_of(rows: list[CompareRow], system: str, operation: str = RETRIEVE) -> CompareRow:

@@ -15,11 +15,11 @@ import pytest
 from click.testing import CliRunner
 
 from kvhold.cli import cli
-from kvhold.cli.bench.compare import command as command_module
-from kvhold.cli.bench.compare import lmcache_env
-from kvhold.cli.bench.compare.child import POOL_NAME, Engine, Layers, Options, checksum, fill, own_bytes
-from kvhold.cli.bench.compare.lmcache_env import NoLMCache, lmcache_python
-from kvhold.cli.bench.compare.systems import KVHOLD, SERVER, Peer, PeerFailed, launch, start
+from kvhold.cli.bench.compare_engines import command as command_module
+from kvhold.cli.bench.compare_engines import lmcache_env
+from kvhold.cli.bench.compare_engines.child import POOL_NAME, Engine, Layers, Options, checksum, fill, own_bytes
+from kvhold.cli.bench.compare_engines.lmcache_env import NoLMCache, lmcache_python
+from kvhold.cli.bench.compare_engines.systems import KVHOLD, SERVER, Peer, PeerFailed, launch, start
 
 MADE_UP = "a_driver_that_is_made_up"
 TINY = ["--tokens", "512", "--layers", "2", "--heads", "2", "--head-dim", "16", "--rounds", "1", "--lookup-tokens", "1024"]

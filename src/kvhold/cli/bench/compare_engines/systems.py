@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from kvhold.cli.bench.compare.child import Options
+from kvhold.cli.bench.compare_engines.child import Options
 from kvhold.cli.demo.process import EngineFailed, LoggedProcess
 from kvhold.core.errors import KVHoldError
 

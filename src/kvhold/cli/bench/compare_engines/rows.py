@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from kvhold.cli.bench.compare.systems import KVHOLD, SERVERS, SYSTEMS
+from kvhold.cli.bench.compare_engines.systems import KVHOLD, SERVERS, SYSTEMS
 from kvhold.cli.bench.vllm.figures import Goal, Ratio, ratio
 from kvhold.cli.bench.vllm.run import Cell
 

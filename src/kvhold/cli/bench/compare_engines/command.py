@@ -10,10 +10,10 @@ from pathlib import Path
 
 import click
 
-from kvhold.cli.bench.compare.lmcache_env import LMCACHE, NoLMCache, environment_folder, lmcache_python
-from kvhold.cli.bench.compare.rows import NO_TIER, Measured, goals, make_rows, render, render_goals
-from kvhold.cli.bench.compare.run import TIERS, Work, measure, measure_imports
-from kvhold.cli.bench.compare.systems import KVHOLD, SERVER, SYSTEMS, cores, launch
+from kvhold.cli.bench.compare_engines.lmcache_env import LMCACHE, NoLMCache, environment_folder, lmcache_python
+from kvhold.cli.bench.compare_engines.rows import NO_TIER, Measured, goals, make_rows, render, render_goals
+from kvhold.cli.bench.compare_engines.run import TIERS, Work, measure, measure_imports
+from kvhold.cli.bench.compare_engines.systems import KVHOLD, SERVER, SYSTEMS, cores, launch
 
 _DEFAULT = Work()
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvhold.cli.bench.compare.rows import LOOKUP, MEMORY, RETRIEVE, START, STORE, WRITTEN, Measured, make_rows
-from kvhold.cli.bench.compare.run import Work, measure
-from kvhold.cli.bench.compare.systems import IN_PROCESS, KVHOLD, SERVER, Peer, PeerFailed
+from kvhold.cli.bench.compare_engines.rows import LOOKUP, MEMORY, RETRIEVE, START, STORE, WRITTEN, Measured, make_rows
+from kvhold.cli.bench.compare_engines.run import Work, measure
+from kvhold.cli.bench.compare_engines.systems import IN_PROCESS, KVHOLD, SERVER, Peer, PeerFailed
 from kvhold.cli.demo.process import EngineFailed
 
 WORK = Work(num_tokens=512, lookup_tokens=1024, layers=1, heads=1, head_dim=8, rounds=2)
