@@ -9,12 +9,14 @@ from typing import Any, cast
 import pytest
 from click.testing import CliRunner
 
+from kvhold.cli.bench.engines import System
+from kvhold.cli.bench.ratios import Cell, Goal, Ratio, ratio, render_goals
 from kvhold.cli.bench.vllm import command as command_module
 from kvhold.cli.bench.vllm import run as run_module
-from kvhold.cli.bench.vllm.figures import Goal, Ratio, VllmRow, goals, make_rows, ratio
-from kvhold.cli.bench.vllm.report import draw, render, render_goals
-from kvhold.cli.bench.vllm.run import REUSE_PERCENT, Cell, OutputsDiffer, rounds
-from kvhold.cli.bench.vllm.systems import AGAIN, BESIDE, KVHOLD, LAYERWISE, LIMIT, OFFLOADING, OUTPUT_TOKENS, RECOMPUTE, SYSTEMS, System
+from kvhold.cli.bench.vllm.figures import VllmRow, goals, make_rows
+from kvhold.cli.bench.vllm.report import draw, render
+from kvhold.cli.bench.vllm.run import REUSE_PERCENT, OutputsDiffer, rounds
+from kvhold.cli.bench.vllm.systems import AGAIN, BESIDE, KVHOLD, LAYERWISE, LIMIT, OFFLOADING, OUTPUT_TOKENS, RECOMPUTE, SYSTEMS
 from kvhold.cli.demo.engine import Engine
 from kvhold.cli.demo.messages import Generated, GeneratedMany
 from kvhold.cli.demo.models import SIZES, ModelInfo

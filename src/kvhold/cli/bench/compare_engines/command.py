@@ -11,9 +11,10 @@ from pathlib import Path
 import click
 
 from kvhold.cli.bench.compare_engines.lmcache_env import LMCACHE, NoLMCache, environment_folder, lmcache_python
-from kvhold.cli.bench.compare_engines.rows import NO_TIER, Measured, goals, make_rows, render, render_goals
+from kvhold.cli.bench.compare_engines.rows import NO_TIER, Measured, goals, make_rows, render
 from kvhold.cli.bench.compare_engines.run import TIERS, Work, measure, measure_imports
 from kvhold.cli.bench.compare_engines.systems import KVHOLD, SERVER, SYSTEMS, cores, launch
+from kvhold.cli.bench.ratios import render_goals
 
 _DEFAULT = Work()
 
@@ -92,7 +93,7 @@ def command(
     measure_imports(measured, work, [name for name in (KVHOLD, SERVER) if name in able], python)
     measured.errors |= {(NO_TIER, name): without for name in systems if name not in able}
     rows = make_rows(measured)
-    click.echo(f"\n{render(rows)}\n\n{render_goals(goals(rows))}")
+    click.echo(f"\n{render(rows)}\n\n{render_goals(goals(rows), noise=False)}")
     if json_file is not None:
         json_file.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
     if any(row.equal is False or (row.system == KVHOLD and row.error) for row in rows):

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from kvhold.cli.bench.compare_engines.systems import KVHOLD, SERVERS, SYSTEMS
-from kvhold.cli.bench.vllm.figures import Goal, Ratio, ratio
-from kvhold.cli.bench.vllm.run import Cell
+from kvhold.cli.bench.ratios import Cell, Goal, Ratio, ratio, shared
 
 STORE, WRITTEN, RETRIEVE, LOOKUP = "store", "store, written", "retrieve", "lookup"
 IMPORT, IMPORT_CLIENT, START, MEMORY = "import", "import, client", "start-up", "memory"
@@ -82,7 +81,7 @@ def make_rows(measured: Measured) -> list[CompareRow]:
         values = {name: [cell.seconds[name] for cell in cells if name in cell.seconds] for name in SYSTEMS}
         medians = {name: median(found) for name, found in values.items() if found}
         for name, middle in medians.items():
-            ratios = {other: ratio(cells, name, other) for other in medians if other != name and _together(cells, name, other)}
+            ratios = {other: ratio(cells, name, other) for other in medians if other != name and shared(cells, name, other)}
             best = min(ratios, key=medians.__getitem__, default="")
             nbytes = measured.nbytes[operation, tier]
             rows.append(
@@ -142,17 +141,3 @@ def render(rows: Sequence[CompareRow]) -> str:
         lines.append(f"{row.operation:<15} {row.tier:<5} {row.system:<{width}}  {value:>10} {rate:>6}  {equal:<6}  {compared}".rstrip())
     told = dict.fromkeys((row.system, row.error) for row in rows if "\n" in row.error)
     return "\n".join([*lines, *(f"\n{system}: {error}" for system, error in told)])
-
-
-def render_goals(goals: Sequence[Goal]) -> str:
-    """A line for each goal."""
-    width = max((len(goal.what) for goal in goals), default=0)
-    return "\n".join(
-        f"{goal.what:<{width}}  {goal.ratio.median:6.3f} ({goal.ratio.low:.3f}-{goal.ratio.high:.3f}, {goal.ratio.cells} pairs)"
-        f"  at most {goal.most:g}: {goal.verdict}"
-        for goal in goals
-    )
-
-
-def _together(cells: Sequence[Cell], name: str, other: str) -> bool:
-    return any(name in cell.seconds and other in cell.seconds for cell in cells)

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import click
 
+from kvhold.cli.bench.engines import PEER_SPEC
+from kvhold.cli.bench.ratios import Cell, render_goals
 from kvhold.cli.bench.rows import needing
 from kvhold.cli.bench.vllm.figures import goals, make_rows
-from kvhold.cli.bench.vllm.report import draw, render, render_goals
-from kvhold.cli.bench.vllm.run import HELD_PROMPTS, Cell, rounds
-from kvhold.cli.bench.vllm.systems import KVHOLD, PEER_SPEC, started
+from kvhold.cli.bench.vllm.report import draw, render
+from kvhold.cli.bench.vllm.run import HELD_PROMPTS, rounds
+from kvhold.cli.bench.vllm.systems import KVHOLD, started
 from kvhold.cli.demo.engine import is_vllm_available
 from kvhold.cli.demo.models import SIZES, make_model
 

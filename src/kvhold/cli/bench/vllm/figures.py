@@ -1,29 +1,12 @@
-"""From the times of cells to rows: medians, and ratios within cells with intervals of confidence.
-
-Cores are shared, so a time says little and a ratio of two times from the same cell more: it is the median of such ratios that rows and
-goals are about. Intervals are of 95 %, by bootstrap over cells (percentiles of the resampled median). No I/O, no vLLM.
-"""
+"""From the times of cells to rows: medians, and ratios within cells (`kvhold.cli.bench.ratios`). No I/O, no vLLM."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
-from kvhold.cli.bench.vllm.run import Cell
+from kvhold.cli.bench.ratios import Cell, Goal, Ratio, rates_of, ratio, seconds_of, shared
 from kvhold.cli.bench.vllm.systems import AGAIN, BESIDE, KVHOLD, LAYERWISE, LEFT_AGAIN, LEFT_ALONE, LIMIT, OFFLOADING, PLAIN, SYSTEMS
-
-_RESAMPLES = 4_000
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """A median of ratios within cells, the ends of its 95 % interval, and of how many cells."""
-
-    median: float
-    low: float
-    high: float
-    cells: int
 
 
 @dataclass(frozen=True)
@@ -50,27 +33,6 @@ class VllmRow:
     cpu_ratios: dict[str, Ratio]
 
 
-@dataclass(frozen=True)
-class Goal:
-    """What kvhold is to reach: `what` holds when the ratio is at most `most`.
-
-    noise: how far two identical engines were apart in this run, as a factor of 1 or more; no smaller difference means anything
-    """
-
-    what: str
-    ratio: Ratio
-    most: float
-    noise: float = 1.0
-
-    @property
-    def verdict(self) -> str:
-        """Whether it is reached; "undecided" where the interval, wider by the noise on both sides, has the goal in it."""
-        low, high = self.ratio.low / self.noise, self.ratio.high * self.noise
-        if low <= self.most < high:
-            return "undecided"
-        return "yes" if high <= self.most else "NO"
-
-
 def make_rows(cells: Sequence[Cell]) -> list[VllmRow]:
     """A row for each system and each share of reuse."""
     rows = []
@@ -78,27 +40,27 @@ def make_rows(cells: Sequence[Cell]) -> list[VllmRow]:
         alone = [cell for cell in cells if cell.reuse == reuse and not cell.burst]
         bursts = [cell for cell in cells if cell.reuse == reuse and cell.burst]
         names = list(dict.fromkeys(name for cell in alone for name in sorted(cell.seconds, key=SYSTEMS.index)))
-        medians = {name: float(np.median(_seconds(alone, name))) for name in names}
+        medians = {name: float(np.median(seconds_of(alone, name))) for name in names}
         for name in names:
-            others = [other for other in names if other != name and _shared(alone, name, other)]
+            others = [other for other in names if other != name and shared(alone, name, other)]
             ttft_ratios = {other: ratio(alone, name, other) for other in others}
             peers = [other for other in others if other not in (LIMIT, AGAIN, LEFT_ALONE, LEFT_AGAIN)]
             best = min(peers, key=medians.__getitem__)
-            rates = [cell.num_tokens / cell.seconds[name] for cell in bursts if name in cell.seconds]
+            rates = rates_of(bursts, name)
             rows.append(
                 VllmRow(
                     reuse=reuse,
                     system=name,
                     ttft_p50_s=medians[name],
-                    ttft_p99_s=float(np.percentile(_seconds(alone, name), 99)),
+                    ttft_p99_s=float(np.percentile(seconds_of(alone, name), 99)),
                     throughput=float(np.median(rates)) if rates else None,
                     ratio_to_best_peer=ttft_ratios[best].median,
                     best_peer=best,
                     cached_tokens=min(cell.cached_tokens[name] for cell in alone if name in cell.seconds),
-                    requests=len(_seconds(alone, name)),
+                    requests=len(seconds_of(alone, name)),
                     ttft_ratios=ttft_ratios,
-                    throughput_ratios={other: ratio(bursts, other, name) for other in others if _shared(bursts, name, other)},
-                    cpu_ratios={other: ratio(bursts, name, other, "cpu_s") for other in others if _shared(bursts, name, other)},
+                    throughput_ratios={other: ratio(bursts, other, name) for other in others if shared(bursts, name, other)},
+                    cpu_ratios={other: ratio(bursts, name, other, "cpu_s") for other in others if shared(bursts, name, other)},
                 )
             )
     return rows
@@ -108,9 +70,9 @@ def goals(rows: Sequence[VllmRow]) -> list[Goal]:
     """What kvhold's rows are judged by."""
     found = []
     control = next((row for row in rows if row.system == AGAIN), None)
-    of_ttft = _apart(control.ttft_ratios[PLAIN]) if control is not None else 1.0
-    of_work = _apart(control.throughput_ratios[PLAIN]) if control is not None else 1.0
-    of_cpu = _apart(control.cpu_ratios[PLAIN]) if control is not None else 1.0
+    of_ttft = control.ttft_ratios[PLAIN].apart if control is not None else 1.0
+    of_work = control.throughput_ratios[PLAIN].apart if control is not None else 1.0
+    of_cpu = control.cpu_ratios[PLAIN].apart if control is not None else 1.0
     within = next((row for row in rows if row.system == LEFT_AGAIN), None)
     for row in rows:
         if row.system == LAYERWISE:
@@ -122,42 +84,16 @@ def goals(rows: Sequence[VllmRow]) -> list[Goal]:
         ttft = row.ttft_ratios
         if row.reuse == 0:
             found.append(Goal("no reuse: TTFT over vLLM's without a connector", ttft[PLAIN], 1.02, of_ttft))
-            slower = _inverse(row.throughput_ratios[PLAIN])
+            slower = row.throughput_ratios[PLAIN].inverse
             found.append(Goal("no reuse: time for the same work over vLLM's without a connector", slower, 1.02, of_work))
             found.append(Goal("no reuse: CPU time for it, beside that", row.cpu_ratios[PLAIN], 1.02, of_cpu))
             if within is not None:
                 what = "no reuse: {} over that of requests left alone, in one engine"
-                slower = _inverse(row.throughput_ratios[LEFT_ALONE])
-                found.append(Goal(what.format("TTFT"), ttft[LEFT_ALONE], 1.02, _apart(within.ttft_ratios[LEFT_ALONE])))
-                found.append(Goal(what.format("time"), slower, 1.02, _apart(within.throughput_ratios[LEFT_ALONE])))
+                slower = row.throughput_ratios[LEFT_ALONE].inverse
+                found.append(Goal(what.format("TTFT"), ttft[LEFT_ALONE], 1.02, within.ttft_ratios[LEFT_ALONE].apart))
+                found.append(Goal(what.format("time"), slower, 1.02, within.throughput_ratios[LEFT_ALONE].apart))
         elif OFFLOADING in ttft:
             found.append(Goal(f"{row.reuse} % reuse: TTFT over vLLM's offloading's", ttft[OFFLOADING], 1.0, of_ttft))
         if row.reuse == 100:
             found.append(Goal("full hit: TTFT over that of vLLM's own prefix cache", ttft[LIMIT], 1.1, of_ttft))
     return found
-
-
-def _apart(ratio: Ratio) -> float:
-    """How far the control is from what it is a copy of."""
-    return max(ratio.median, 1 / ratio.median)
-
-
-def _inverse(ratio: Ratio) -> Ratio:
-    return Ratio(1 / ratio.median, 1 / ratio.high, 1 / ratio.low, ratio.cells)
-
-
-def ratio(cells: Sequence[Cell], name: str, other: str, what: Literal["seconds", "cpu_s"] = "seconds") -> Ratio:
-    """Times of `name` over those of `other`, in the cells where both are."""
-    times = [getattr(cell, what) for cell in _shared(cells, name, other)]
-    values = np.array([time[name] / time[other] for time in times])
-    resampled = np.random.default_rng(0).choice(values, (_RESAMPLES, len(values)))
-    low, high = np.percentile(np.median(resampled, axis=1), (2.5, 97.5))
-    return Ratio(float(np.median(values)), float(low), float(high), len(values))
-
-
-def _shared(cells: Sequence[Cell], name: str, other: str) -> list[Cell]:
-    return [cell for cell in cells if name in cell.seconds and other in cell.seconds]
-
-
-def _seconds(cells: Sequence[Cell], name: str) -> list[float]:
-    return [cell.seconds[name] for cell in cells if name in cell.seconds]

@@ -1,11 +1,11 @@
-"""How the rows are shown: a table for the terminal, the goals with their verdicts, and the curve as a picture."""
+"""How the rows are shown: a table for the terminal, and the curve as a picture."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
-from kvhold.cli.bench.vllm.figures import Goal, VllmRow
+from kvhold.cli.bench.vllm.figures import VllmRow
 from kvhold.cli.bench.vllm.systems import AGAIN, KVHOLD, LIMIT, OFFLOADING, PLAIN, RECOMPUTE, SYSTEMS
 
 _COLORS = {RECOMPUTE: "#9aa5b1", PLAIN: "#6c7a89", AGAIN: "#6c7a89", OFFLOADING: "#c44536", KVHOLD: "#2a9d8f", LIMIT: "#222222"}
@@ -25,16 +25,6 @@ def render(rows: Sequence[VllmRow]) -> str:
             f"  {best.median:6.3f} ({best.low:.3f}-{best.high:.3f}) of {row.best_peer}"
         )
     return "\n".join(lines)
-
-
-def render_goals(goals: Sequence[Goal]) -> str:
-    """A line for each goal."""
-    width = max((len(goal.what) for goal in goals), default=0)
-    return "\n".join(
-        f"{goal.what:<{width}}  {goal.ratio.median:6.3f} ({goal.ratio.low:.3f}-{goal.ratio.high:.3f}, {goal.ratio.cells} pairs)"
-        f"  at most {goal.most:g}: {goal.verdict}; identical engines differ by {goal.noise:.3f}"
-        for goal in goals
-    )
 
 
 def draw(rows: Sequence[VllmRow], path: Path, title: str) -> None:

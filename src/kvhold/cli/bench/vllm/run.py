@@ -12,8 +12,9 @@ engine, which forgets its own KV before each request.
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 
+from kvhold.cli.bench.engines import System
+from kvhold.cli.bench.ratios import Cell
 from kvhold.cli.bench.vllm.systems import (
     AGAIN,
     BESIDE,
@@ -26,7 +27,6 @@ from kvhold.cli.bench.vllm.systems import (
     OUTPUT_TOKENS,
     PLAIN,
     RECOMPUTE,
-    System,
 )
 from kvhold.cli.demo.models import ModelInfo
 from kvhold.cli.demo.prompts import make_prompt
@@ -40,18 +40,6 @@ HELD_PROMPTS = 40  # whose KV the large memories hold: a round makes 32
 
 class OutputsDiffer(KVHoldError):
     """Two systems answered the same prompt differently: one of them is wrong, and no time means anything."""
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One prompt, or one burst, as every system met it. Times in seconds, by system."""
-
-    reuse: int  # per cent of the prompt
-    num_tokens: int  # prompts and outputs
-    burst: bool
-    seconds: dict[str, float] = field(default_factory=dict)  # to the first token; of a burst: until all is done and the engine has settled
-    cpu_s: dict[str, float] = field(default_factory=dict)  # CPU time of the whole request or burst, in all processes of a system
-    cached_tokens: dict[str, int] = field(default_factory=dict)  # not computed, of the shortest hit
 
 
 def rounds(
@@ -99,19 +87,9 @@ def _measure(systems: dict[str, System], prompts: list[list[int]], reuse: int, b
         system = systems[name]
         if LEFT_ALONE in systems:
             system.engine.reset_prefix_cache()
-        cpu_s = system.cpu_s()
-        if burst:
-            began = time.perf_counter()
-            many = system.engine.generate_many(prompts, max_tokens=OUTPUT_TOKENS, rules=system.rules)
-            cell.seconds[name] = time.perf_counter() - began
-            outputs[name] = many.token_ids
-            cell.cached_tokens[name] = min(many.num_cached_tokens)
-        else:
-            one = system.engine.generate(prompts[0], max_tokens=OUTPUT_TOKENS, rules=system.rules)
-            cell.seconds[name] = one.ttft_s
-            outputs[name] = [one.token_ids]
-            cell.cached_tokens[name] = one.num_cached_tokens
-        cell.cpu_s[name] = system.cpu_s() - cpu_s
+        served = system.serve(prompts, max_tokens=OUTPUT_TOKENS)
+        cell.seconds[name], cell.cpu_s[name], cell.cached_tokens[name] = served.seconds, served.cpu_s, served.cached_tokens
+        outputs[name] = served.token_ids
     _compare(outputs, reuse)
     return cell
 
