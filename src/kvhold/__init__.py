@@ -7,9 +7,7 @@
 Importing this package loads no torch and probes no device; the names below are resolved on first use.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # as in `typing`, whose import would take longer than all else here
 if TYPE_CHECKING:
     from kvhold.cache import LocalCache, open_cache
     from kvhold.core.config import Config, load_config
@@ -47,7 +45,9 @@ _HOME = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in _HOME:
+        from importlib import import_module
+
         return getattr(import_module(_HOME[name]), name)
     raise AttributeError(f"module 'kvhold' has no attribute {name!r}")
