@@ -28,6 +28,11 @@ _MAX_PIECES = 512  # in one system call; IOV_MAX is 1024
 _NOT_READABLE = (BlockingIOError, InterruptedError, ssl.SSLWantReadError)
 
 
+def _wake(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)
+
+
 @dataclass(frozen=True)
 class Address:
     """Where a server listens: host and port, or the path of a Unix socket."""
@@ -52,6 +57,8 @@ class Stream:
         self._ahead = memoryview(self._memory)
         self._start = self._end = 0  # of what is there ahead
         self._since_turn = 0
+        self._poll = select.poll()
+        self._poll.register(sock.fileno(), select.POLLIN)
         self._waiting: tuple[asyncio.Future[None], Callable[[int], bool]] | None = None
         self.closed = False
         self.reused = False
@@ -121,9 +128,7 @@ class Stream:
         """Nothing to read: what an idle connection must be. An end, or bytes that nobody asked for, are not quiet."""
         if self.closed or self._start != self._end or (isinstance(self._sock, ssl.SSLSocket) and self._sock.pending()):
             return False
-        poll = select.poll()
-        poll.register(self._sock.fileno(), select.POLLIN)
-        return not poll.poll(0)
+        return not self._poll.poll(0)
 
     def close(self) -> None:
         """Let go of the socket; whoever waits for it gets an OSError. Idempotent."""
@@ -159,8 +164,11 @@ class Stream:
                 self._start += step
             elif view.nbytes < _AHEAD_BYTES:
                 await self._fill()
-            else:
+            elif isinstance(self._sock, ssl.SSLSocket):
                 step = await self._receive(view[:_STEP_BYTES])
+            else:
+                await self._receive_all(view)
+                return
             view = view[step:]
 
     async def _fill(self) -> None:
@@ -187,6 +195,29 @@ class Stream:
                 await self._moved(received)
                 return received
 
+    async def _receive_all(self, view: memoryview) -> None:
+        """Fill `view`: pieces are taken as they come, other tasks between them, and this task has one turn for all of them."""
+        left = view
+
+        def take(whole: asyncio.Future[None]) -> None:
+            nonlocal left
+            if whole.done():
+                return
+            try:
+                received = self._sock.recv_into(left[:_STEP_BYTES])
+            except _NOT_READABLE:
+                return
+            except OSError as error:
+                whole.set_exception(error)
+                return
+            left = left[received:]
+            if not received:
+                whole.set_exception(EOFError("the server closed the connection"))
+            elif not left.nbytes:
+                whole.set_result(None)
+
+        await self._wait(self._loop.add_reader, self._loop.remove_reader, take)
+
     async def _moved(self, nbytes: int) -> None:
         self._since_turn += nbytes
         if self._since_turn >= _STEP_BYTES:
@@ -200,10 +231,13 @@ class Stream:
     async def _writable(self) -> None:
         await self._wait(self._loop.add_writer, self._loop.remove_writer)
 
-    async def _wait(self, add: Callable[..., None], remove: Callable[[int], bool]) -> None:
+    async def _wait(
+        self, add: Callable[..., None], remove: Callable[[int], bool], step: "Callable[[asyncio.Future[None]], None]" = _wake
+    ) -> None:
+        """Until `step`, which is called whenever the socket is ready, has resolved the future that it is given."""
         self._check_open()
         future = self._loop.create_future()
-        add(self._sock.fileno(), _wake, future)
+        add(self._sock.fileno(), step, future)
         self._waiting = (future, remove)
         self._since_turn = 0
         try:
@@ -300,8 +334,3 @@ def _merged(pieces: Sequence[Bytes]) -> list[memoryview]:
     if small:
         views.append(memoryview(small))
     return views
-
-
-def _wake(future: "asyncio.Future[None]") -> None:
-    if not future.done():
-        future.set_result(None)
