@@ -61,13 +61,9 @@ class Presence(Generic[Found]):
         self._query = query
         self._layout = layout
         self._num_whole = len(query.hashes) // HASH_BYTES
+        self.asked_tokens = self._num_whole * layout.tokens_per_chunk + max(query.tail_lengths, default=0)  # the most that a hit can have
         self._suffixes = [[place_suffix(g, s) for s in range(query.shards)] for g in range(len(layout.groups))]
         self._runs: dict[tuple[int, int], list[Found]] = {}
-
-    @property
-    def asked_tokens(self) -> int:
-        """The most that a hit can have."""
-        return self._num_whole * self._layout.tokens_per_chunk + max(self._query.tail_lengths, default=0)
 
     def extent(self) -> Extent:
         """The longest prefix of which every shard and every group has what it needs."""
