@@ -70,6 +70,16 @@ def test_however_a_stream_is_cut_the_same_messages_come_out(sent, data):
     assert received == sent
 
 
+def test_what_is_not_whole_yet_is_kept_when_the_reader_uses_its_memory_for_what_comes_next():
+    stream, memory = bytes(encode(m.Refused("one", False)) + encode(m.Refused("two", True))), bytearray(64)
+    splitter, received = Splitter(), []
+    for at in range(0, len(stream), 7):
+        piece = stream[at : at + 7]
+        memory[: len(piece)] = piece
+        received += map(ANSWERS.decode, splitter.feed(memoryview(memory)[: len(piece)]))
+    assert received == [m.Refused("one", False), m.Refused("two", True)]
+
+
 def test_a_stream_that_comes_byte_by_byte_is_read():
     sent = [m.Ping(), m.Commit(3, list(range(40))), m.Status()]
     splitter = Splitter()

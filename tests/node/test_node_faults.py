@@ -1,12 +1,16 @@
 """The node dies, hangs, comes back or is somebody else; its clients go on, and whatever they read or write stays theirs."""
 
+import fcntl
 import gc
 import os
 import socket
+import termios
 import time
+from array import array
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -202,6 +206,7 @@ ANSWERS = {
     "another kind": (bytes(encode(m.Found(1, 1))), ProtocolError),
     "garbage": (b"\x03\x00\x00\x00\xc1\xc1\xc1", ProtocolError),
     "four gigabytes": (b"\xff\xff\xff\xff", ProtocolError),
+    "two": (bytes(encode(m.Done()) * 2), ProtocolError),
     "half of it": (b"\x20\x00\x00\x00\x92", DeadlineExceeded),
 }
 
@@ -219,6 +224,26 @@ def test_an_answer_that_makes_no_sense_is_an_error_and_the_connection_is_not_use
         assert not client.connected
         with pytest.raises(NodeError, match="looking for it"):
             client.clear()
+
+
+@pytest.mark.parametrize("text", ["short", "x" * 300_000], ids=["a short one", "a long one"])
+def test_an_answer_that_comes_in_pieces_is_read(tmp_path: Path, text: str) -> None:
+    data = encode(m.Report({"text": text}))
+
+    def in_pieces(connection: socket.socket) -> None:
+        for start, end in pairwise((0, 1, 3, 4, 7, len(data) - 1, len(data))):
+            connection.sendall(data[start:end])
+            eventually(lambda: not _unread(connection))
+
+    with FakeNode(tmp_path / "s", [WELCOME, in_pieces]), NodeClient(tmp_path / "s", PATIENT) as client:
+        assert client.status() == {"text": text}
+
+
+def _unread(connection: socket.socket) -> int:
+    """Bytes that were sent and that the other side has not read."""
+    unread = array("i", [0])
+    fcntl.ioctl(connection, termios.TIOCOUTQ, unread)
+    return unread[0]
 
 
 def test_an_answer_that_trickles_is_given_up_in_time(tmp_path: Path) -> None:

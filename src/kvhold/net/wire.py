@@ -7,7 +7,7 @@ A length beyond MAX_MESSAGE_BYTES, or bytes that are not the record expected, is
 """
 
 from collections.abc import Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 
@@ -15,6 +15,7 @@ from kvhold.core.errors import KVHoldError, ProtocolError
 from kvhold.net.messages import MAX_MESSAGE_BYTES
 
 LENGTH_BYTES = 4
+Bytes: TypeAlias = bytes | bytearray | memoryview
 
 _encoder = msgspec.msgpack.Encoder()
 Record = TypeVar("Record")
@@ -34,7 +35,7 @@ def encode(message: msgspec.Struct) -> bytearray:
     return data
 
 
-def body_length(prefix: bytes | bytearray | memoryview) -> int:
+def body_length(prefix: Bytes) -> int:
     """The length in the first LENGTH_BYTES of a record. Raises ProtocolError when it is not allowed."""
     length = int.from_bytes(prefix[:LENGTH_BYTES], "little")
     if not 0 < length <= MAX_MESSAGE_BYTES:
@@ -48,7 +49,7 @@ class Decoder(Generic[Record]):
     def __init__(self, union: Any) -> None:
         self._decoder = msgspec.msgpack.Decoder(union)
 
-    def decode(self, body: bytes | bytearray | memoryview) -> Record:
+    def decode(self, body: Bytes) -> Record:
         """The record, or ProtocolError."""
         try:
             record: Record = self._decoder.decode(body)
@@ -65,19 +66,24 @@ class Splitter:
     def __init__(self) -> None:
         self._pending = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[bytes]:
+    def feed(self, data: Bytes) -> Iterator[bytes]:
         """The bodies that are whole now. Raises ProtocolError at a length that is not allowed."""
-        self._pending += data
+        if self._pending:
+            self._pending += data
+        whole = self._pending or data
         start = 0
         try:
-            while len(self._pending) - start >= LENGTH_BYTES:
+            while len(whole) - start >= LENGTH_BYTES:
                 first = start + LENGTH_BYTES
-                end = first + body_length(self._pending[start:first])
-                if len(self._pending) < end:
+                end = first + body_length(whole[start:first])
+                if len(whole) < end:
                     break
-                with memoryview(self._pending) as view:
+                with memoryview(whole) as view:
                     body = bytes(view[first:end])
                 start = end
                 yield body
         finally:  # also when the caller stops in the middle: no body comes twice
-            del self._pending[:start]
+            if whole is self._pending:
+                del self._pending[:start]
+            else:
+                self._pending += whole[start:]

@@ -25,6 +25,8 @@ from kvhold.net import messages as m
 from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length, encode
 from kvhold.node.paths import peer_user
 
+_FIRST_BYTES = 64 << 10  # read at once: all of most answers
+
 _answer_decoder: Decoder[m.Answer] = Decoder(m.Answer)
 _greeting_decoder: Decoder[m.Welcome | m.Refused] = Decoder(m.Welcome | m.Refused)
 
@@ -40,6 +42,7 @@ class Link:
         self._toucher: Toucher | None = None
         self._buffer: npt.NDArray[np.uint8] | None = None
         self._talk = threading.Lock()
+        self._first = memoryview(bytearray(_FIRST_BYTES))  # of an answer
         self._count_lock = threading.Lock()
         self._held = 0  # readers and writers of the arena
         self._calls = 0
@@ -128,7 +131,7 @@ class Link:
             raise ConnectionError("the connection is closed")
         self._wait_until(until)
         self._socket.sendall(request)
-        answer = _answer_decoder.decode(self._read(body_length(self._read(LENGTH_BYTES, until)), until))
+        answer = _answer_decoder.decode(self._body(until))
         self.last_heard_s = time.monotonic()
         return answer
 
@@ -139,17 +142,27 @@ class Link:
             raise TimeoutError
         self._socket.settimeout(left)
 
-    def _read(self, nbytes: int, until: float) -> bytearray:
-        data = bytearray(nbytes)
-        with memoryview(data) as view:
-            got = 0
-            while got < nbytes:
-                self._wait_until(until)
-                count = self._socket.recv_into(view[got:])
-                if not count:
-                    raise ConnectionError("the node closed the connection")
-                got += count
-        return data
+    def _body(self, until: float) -> memoryview:
+        """Of the next answer, good until the one after it."""
+        answer, got = self._first, 0
+        while got < LENGTH_BYTES:
+            got += self._read(answer[got:], until)
+        size = LENGTH_BYTES + body_length(answer)
+        if got > size:
+            raise ProtocolError("the node said more than it was asked")
+        if size > len(answer):
+            answer = memoryview(bytearray(size))
+            answer[:got] = self._first[:got]
+        while got < size:
+            got += self._read(answer[got:size], until)
+        return answer[LENGTH_BYTES:size]
+
+    def _read(self, into: memoryview, until: float) -> int:
+        self._wait_until(until)
+        count = self._socket.recv_into(into)
+        if not count:
+            raise ConnectionError("the node closed the connection")
+        return count
 
 
 def _join(path: Path, name: str, timeout_s: float) -> tuple[socket.socket, m.Welcome, int]:

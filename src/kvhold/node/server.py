@@ -37,6 +37,7 @@ from kvhold.node.session import Session
 log = logging.getLogger(__name__)
 
 _HELLO_WITHIN_S = 5.0
+_MOST_READ_BYTES = 256 << 10  # in one turn
 _MAX_UNREAD_BYTES = 16 << 20  # of answers that a client does not fetch
 _hello_decoder: Decoder[m.Hello] = Decoder(m.Hello)
 _request_decoder: Decoder[m.Request] = Decoder(m.Request)
@@ -69,6 +70,7 @@ class Node:
             self._lock.close()
             raise
         self.connections: set[_Connection] = set()
+        self.incoming = memoryview(bytearray(_MOST_READ_BYTES))  # of whichever connection is being read
         self._toucher = Toucher(self.arena.regions)
         self._stopped = asyncio.Event()
         self._started_s = time.monotonic()
@@ -175,7 +177,7 @@ class Node:
                     return
 
 
-class _Connection(asyncio.Protocol):
+class _Connection(asyncio.BufferedProtocol):
     """One client: bytes to messages, messages to its session, answers to bytes.
 
     A client that breaks the rules is hung up on; but while it has a loan or a room, the node only stops listening to it: it may still
@@ -201,12 +203,15 @@ class _Connection(asyncio.Protocol):
             return
         self._hello_timer = asyncio.get_running_loop().call_later(_HELLO_WITHIN_S, self._refuse, "no Hello", "no hello")
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._node.incoming
+
+    def buffer_updated(self, nbytes: int) -> None:
         self.last_heard_s = time.monotonic()
         if self._is_over():
             return
         try:
-            for body in self._splitter.feed(data):
+            for body in self._splitter.feed(self._node.incoming[:nbytes]):
                 if self._is_over():
                     return
                 if self.session is None:
