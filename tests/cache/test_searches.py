@@ -22,12 +22,21 @@ from kvhold.core.api import ABSENT, Found
 from kvhold.core.config import Config
 from kvhold.core.keys import HASH_BYTES, Namespace, make_key
 from kvhold.core.layout import Group, Layout
+from kvhold.core.planning import Work
 from kvhold.core.reasons import CLEARED, DEADLINE, REASONS, TIER_DOWN, WHOLE
 from kvhold.tiers.stack import Place
 from tests.cache.laws import Index, assert_counters_reconcile
 from tests.cache.test_state import LAYOUT, SHARDS, SLOT, SPACES, TEXTS, prompt_of
 
 OWNERS = ("a", "b", "c")
+WORKS = (  # what computing costs an engine: nobody says; it does not know; hardly anything; a lot, and loads something; it has most already
+    None,
+    None,
+    Work("unknown", 9),
+    Work("fast", 9, 0, 4, 1e-9, 1e-9, 0.0, 1.0, 0.0),
+    Work("slow", 9, 0, 4, 0.1, 1.0, 0.1, 0.01, 1e-9),
+    Work("has", 9, 5, 4, 0.1, 1.0, 0.1, 0.01, 1e-9),
+)
 HOLDS = 1_000_000_000_000  # bytes that a tier says a value has; the state does not look at them
 NOTHING = {"tickets": 0, "loans": 0, "rooms": 0}
 
@@ -94,6 +103,7 @@ class World(RuleBasedStateMachine):
         self.index = Index(self.state)
         self.now = 1_000_000.0
         self.state.ram._clock = lambda: self.now
+        self.state.planner.clock = lambda: self.now
         self.state.register(LAYOUT)
         self.memory = np.zeros(self.slots_in_all, dtype=np.int64)
         self.ids = count(1)
@@ -126,10 +136,10 @@ class World(RuleBasedStateMachine):
             self.state.commit(owner, granted.room, chunks)
             self.take_orders()
 
-    @rule(target=numbers, owner=owners, prompt=prompts)
-    def lookup(self, owner, prompt):
+    @rule(target=numbers, owner=owners, prompt=prompts, work=st.sampled_from(WORKS))
+    def lookup(self, owner, prompt, work=None):
         asked_before = self.state.metrics.value("kvhold_lookup_tokens")
-        found = self.state.lookup(owner, prompt_of(*prompt).query())
+        found = self.state.lookup(owner, prompt_of(*prompt).query(), work)
         self.take_orders()
         asked = self.state.metrics.value("kvhold_lookup_tokens") - asked_before
         assert asked == (0 if found.arriving else prompt[2] if prompt[2] <= len(TEXTS[prompt[1]]) else len(TEXTS[prompt[1]]))
@@ -155,7 +165,11 @@ class World(RuleBasedStateMachine):
         present = set(search.pinned) if search is not None else None
         over = search is not None and search.over
         found = self.state.refresh(number, settle=settle)
-        if search is not None:
+        if search is not None and search.work is not None:
+            assert found.num_tokens in (0, longest(prompt_of(*self.searched[number][1]), present))
+            assert not found.arriving or not (over or settle)
+            assert search.work.is_known or found.arriving == (not over and not settle), "who knows nothing waits for all"
+        elif search is not None:
             assert found.num_tokens == longest(prompt_of(*self.searched[number][1]), present)
             assert found.arriving == (not over and not settle)
             assert found.ticket == (number if found.num_tokens or found.arriving else 0)
@@ -267,7 +281,7 @@ class World(RuleBasedStateMachine):
             self.state.cleared(order.prefix)
             self.take_orders()
 
-    @rule(step=st.sampled_from([0, 0, 0, 40]))
+    @rule(step=st.sampled_from([0, 0, 0.002, 0.1, 3, 40]))
     def time_passes(self, step):
         self.now += step
 

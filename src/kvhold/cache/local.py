@@ -23,6 +23,7 @@ from kvhold.core.config import Config, load_config
 from kvhold.core.errors import KVHoldError
 from kvhold.core.keys import ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
+from kvhold.core.planning import Decision, Work
 from kvhold.core.rules import terms_of
 from kvhold.core.terms import FREE, Terms
 from kvhold.memory.arena import Arena, Toucher, default_arena_bytes
@@ -65,17 +66,29 @@ class LocalCache:
             self._check_open()
             self._state.register(namespace.layout, namespace.digest, terms_of(namespace.tags))
 
-    def lookup(self, query: Query, *, wait_s: float | None = None, deadline_s: float | None = None) -> Hit:
+    def lookup(self, query: Query, *, work: Work | None = None, wait_s: float | None = None, deadline_s: float | None = None) -> Hit:
         """The longest prefix that is here or comes from lower tiers in time, pinned."""
         with self._lock:
             self._check_open()
-            found = self._state.lookup(self._owner, query)
+            found = self._state.lookup(self._owner, query, work)
             self._move()
             if found.arriving and wait_s != 0:
                 wait_s = self._config.client.arrival_timeout_s if wait_s is None else wait_s
                 found = self._await(found.ticket, wait_s)
         ticket = found.ticket
         return Hit(found, lambda: self._release(ticket), ask=self._ask)
+
+    def came_of(self, request: str, *, load_s: float, compute_s: float, deadline_s: float | None = None) -> None:
+        """Remember how long the engine took."""
+        with self._lock:
+            self._check_open()
+            self._state.planner.came_of(request, load_s=load_s, compute_s=compute_s)
+
+    def explain(self, request: str = "", *, deadline_s: float | None = None) -> list[Decision]:
+        """What was decided lately, and why."""
+        with self._lock:
+            self._check_open()
+            return self._state.planner.explain(request)
 
     def prefetch(self, query: Query, *, deadline_s: float | None = None) -> None:
         """Have what lower tiers hold of a prompt brought into memory."""

@@ -15,11 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvhold.cache.orders import Arrival, FetchOrder, Order, ProbeOrder
-from kvhold.cache.presence import Need, Presence
+from kvhold.cache.planner import IN_RAM, Found, Marks, Planner
+from kvhold.cache.presence import Extent, Need, Presence
 from kvhold.cache.writes import Writes
 from kvhold.core.keys import Query
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
+from kvhold.core.planning import Work
 from kvhold.core.reasons import BEING_WRITTEN, CLEARED, DEADLINE, EXPIRED, NO_ROOM, TIER_DOWN
 from kvhold.core.terms import Terms
 from kvhold.tiers.ram import Entry, RamTier, Wanted
@@ -33,6 +35,9 @@ class Search:
     pinned: what is here for it; awaited: keys that are on their way; probing: tiers have not answered yet
     places: where tiers have what RAM has not; silent: some tier did not answer
     sources: of what came up for it, the number of its tier; faults: of what did not, why
+    work: what computing costs whoever asked, who wants no more than is faster; began_s: when
+    more: of what is to come not all is ordered yet; marks: when what was ordered will have come
+    sample: one chunk is enough, to see how fast it comes
     """
 
     owner: Hashable
@@ -45,11 +50,20 @@ class Search:
     silent: bool = False
     sources: dict[bytes, int] = field(default_factory=dict)
     faults: dict[bytes, str] = field(default_factory=dict)
+    work: Work | None = None
+    began_s: float = 0.0
+    more: bool = False
+    marks: Marks = field(default_factory=Marks)
+    sample: bool = False
 
     @property
     def over(self) -> bool:
         """Whether nothing more will come."""
-        return not self.probing and not self.awaited
+        return not self.probing and not self.awaited and not self.more
+
+    def declines(self, key: bytes) -> bool:
+        """Whether it does without what a tier has, by choice."""
+        return self.work is not None and key in self.places and key not in self.faults and key not in self.pinned
 
     def presence(self) -> Presence[Entry]:
         """What is pinned, as a hit sees it."""
@@ -76,7 +90,8 @@ class _Coming:
 class Searches:
     """All lookups below RAM of one cache."""
 
-    def __init__(self, ram: RamTier, writes: Writes, metrics: Metrics, give_order: Callable[[Order], None]) -> None:
+    def __init__(self, ram: RamTier, writes: Writes, metrics: Metrics, give_order: Callable[[Order], None], planner: Planner) -> None:
+        self._planner = planner
         self._ram = ram
         self._writes = writes
         self._metrics = metrics
@@ -101,9 +116,9 @@ class Searches:
         """Not while the query's namespace is being cleared below RAM."""
         return not any(query.namespace.startswith(prefix) for prefix in self._clearing)
 
-    def begin(self, number: int, owner: Hashable, query: Query, layout: Layout) -> None:
+    def begin(self, number: int, owner: Hashable, query: Query, layout: Layout, work: Work | None = None, *, sample: bool = False) -> None:
         """Ask the tiers for what RAM does not have; pin what it has, so that what arrives does not drive it out."""
-        search = self._searches[number] = Search(owner, query, layout)
+        search = self._searches[number] = Search(owner, query, layout, work=work, began_s=self._planner.clock(), sample=sample)
         presence = Presence(query, layout, self._ram.find)
         self._pin_present(search, list(presence.needed(presence.extent())))
         keys = Presence(query, layout, self._find_or_coming).missing()
@@ -113,31 +128,77 @@ class Searches:
             self.probed(number, {})
 
     def probed(self, number: int, places: dict[bytes, Place], *, silent: bool = False) -> None:
-        """The tiers have answered. Reserves memory from the prompt's start on, as far as there is room."""
+        """The tiers have answered. Reserves memory from the prompt's start on, as far as there is room, and as it is worth waiting for."""
         search = self._searches.get(number)
         if search is None:
             return
         search.probing = False
         search.places, search.silent = places, silent
+        self._planner.probed(self._planner.clock() - search.began_s)
+        self._order(number, search)
+
+    def is_too_slow(self, number: int, here: int) -> bool:
+        """Whether what a search waits for takes longer than computing it. here: tokens that have come."""
+        search = self._searches[number]
+        if search.work is None or search.over:
+            return False
+        probing_s = self._planner.clock() - search.began_s if search.probing else None
+        return self._planner.is_too_slow(number, search.work, search.query, search.layout, here, probing_s=probing_s, marks=search.marks)
+
+    def _order(self, number: int, search: Search) -> None:
+        """Reserve memory for what is to come next, and have it read."""
+        search.more = False
         if not self.may_begin(search.query):
             return  # cleared meanwhile
-        presence: Presence[Entry | Place] = Presence(search.query, search.layout, lambda key: self._find_or_coming(key) or places.get(key))
-        wanted = list(presence.needed(presence.extent()))
+        presence: Presence[Entry | Place] = Presence(search.query, search.layout, lambda key: self._find_anywhere(search, key))
+        wanted = self._worth_ordering(number, search, presence, presence.extent())
         self._pin_present(search, wanted)
         arrivals: list[Arrival] = []
         for need in wanted:
             if need.key in search.pinned:
                 continue
             if need.key not in self._coming:
-                arrival = self._reserve(search, need, places.get(need.key))
+                arrival = self._reserve(search, need, search.places.get(need.key))
                 if arrival is None:
+                    search.more = False
                     break  # what follows would be of no use without it
                 arrivals.append(arrival)
                 self._coming[need.key] = _Coming(arrival)
+                search.marks.by_tier[arrival.place.tier] = self._planner.ordered(arrival.place.tier, arrival.entry.nbytes)
             self._coming[need.key].searches.add(number)
             search.awaited.add(need.key)
+        search.more &= bool(search.awaited)
         if arrivals:
             self._give_order(FetchOrder(arrivals))
+
+    def _worth_ordering(self, number: int, search: Search, presence: Presence[Entry | Place], extent: Extent) -> list[Need[Entry | Place]]:
+        """Of what was found, what is to be here next: all, but where the planner or a sample wants less. Sets `more`."""
+        needs = list(presence.needed(extent))
+        tiers = [self._tier_of(search, need.key) for need in needs]
+        if search.sample:
+            first = next((need.chunk for need, tier in zip(needs, tiers, strict=True) if tier != IN_RAM), -1)
+            return [need for need in needs if need.chunk == first]
+        if search.work is None:
+            return needs
+        coming = [need.key in self._coming for need in needs]
+        for tier, comes in zip(tiers, coming, strict=True):
+            if comes:
+                search.marks.by_tier[tier] = self._planner.speeds[tier].ordered_bytes
+        here = search.presence().extent()
+        came_from = {need.key: tier for need, tier in zip(needs, tiers, strict=True) if tier != IN_RAM}
+        sources = sources_of(needs, extent.num_tokens, came_from | search.sources, self._planner.names)
+        plan = self._planner.plan(number, search.work, search.layout, Found(search.query, here, extent, needs, tiers, coming, sources))
+        search.more = plan.more
+        return [need for need in needs if need.chunk < plan.chunks]
+
+    def _tier_of(self, search: Search, key: bytes) -> int:
+        coming = self._coming.get(key)
+        if coming is not None:
+            return coming.arrival.place.tier
+        return IN_RAM if key in search.pinned or self._ram.find(key) is not None else search.places[key].tier
+
+    def _find_anywhere(self, search: Search, key: bytes) -> Entry | Place | None:
+        return self._find_or_coming(key) or (None if key in search.faults else search.places.get(key))
 
     def fetched(self, entry: Entry, ok: bool, *, expires_at: int = 0, why: str = TIER_DOWN) -> list[int]:
         """A read has ended, and its memory is the arena's again. Returns the searches that are over now.
@@ -145,6 +206,7 @@ class Searches:
         why: what was wrong, if it was not ok
         """
         coming = self._coming.pop(entry.key)
+        self._planner.ended(coming.arrival.place.tier, entry.nbytes, ok=ok)
         if ok:
             entry.expires_at = expires_at
             cleared = entry.doomed
@@ -165,6 +227,7 @@ class Searches:
     def given_up(self, entry: Entry) -> list[int]:
         """A read failed, but something may still write to its memory: nobody waits for it, and it stays reserved until `let_go`."""
         coming = self._coming.pop(entry.key)
+        self._planner.ended(coming.arrival.place.tier, entry.nbytes, ok=False)
         self._given_up.add(entry)
         self._metrics.add("kvhold_withdrawn_chunks", reason=DEADLINE)
         return self._tell(coming, entry, DEADLINE)
@@ -218,6 +281,8 @@ class Searches:
                 search.sources[entry.key] = coming.arrival.place.tier
             else:
                 search.faults[entry.key] = why_not
+            if search.more and not search.awaited:
+                self._order(number, search)
             if search.over:
                 over.append(number)
         return over
@@ -251,7 +316,7 @@ class Searches:
         return coming.arrival.entry if coming is not None else self._ram.find(key)
 
 
-def sources_of(needs: Iterable[Need[Entry]], num_tokens: int, came_from: dict[bytes, int], names: Sequence[str]) -> dict[str, int]:
+def sources_of(needs: Iterable[Need[Any]], num_tokens: int, came_from: dict[bytes, int], names: Sequence[str]) -> dict[str, int]:
     """Tokens of a hit by source: `ram`, or the slowest tier that anything came from which the hit needs of the chunk.
 
     came_from: key -> number of its tier in `names`, for what was not in RAM

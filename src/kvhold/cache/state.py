@@ -13,8 +13,9 @@ committed waits to be written below (`writes.py`). What the state wants done sta
 events at the end of this class.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
 from secrets import randbits
 from typing import Any
@@ -23,6 +24,7 @@ from kvhold.cache.counts import count_entries, count_lookup
 from kvhold.cache.events import EventLog
 from kvhold.cache.gone import Gone
 from kvhold.cache.orders import ClearOrder, Order
+from kvhold.cache.planner import Planner
 from kvhold.cache.presence import Extent, Presence, in_order
 from kvhold.cache.recode import Recodings, Wish
 from kvhold.cache.rooms import MAX_SHARDS, Granted, Room, Rooms
@@ -34,7 +36,8 @@ from kvhold.core.errors import ConfigError, LayoutError, ProtocolError
 from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES, ChunkNames, Query
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
-from kvhold.core.reasons import BEING_WRITTEN, CLEARED, DEADLINE, INCOMPLETE, NEVER_STORED, REASONS, TIER_DOWN, WHOLE
+from kvhold.core.planning import Work
+from kvhold.core.reasons import BEING_WRITTEN, CLEARED, DEADLINE, INCOMPLETE, NEVER_STORED, REASONS, SLOWER, TIER_DOWN, WHOLE
 from kvhold.core.terms import FREE, Terms
 from kvhold.memory.arena import Arena
 from kvhold.tiers.policies import make_policy
@@ -84,8 +87,20 @@ def new_state(config: Config, arena: Arena) -> "CacheState":
 class CacheState:
     """All of one cache but its I/O."""
 
-    def __init__(self, ram: RamTier, metrics: Metrics, *, num_tiers: int = 0, write_behind_bytes: int = 0, event_buffer: int = 0) -> None:
-        """num_tiers: below RAM. write_behind_bytes: the most that may wait to be written there. event_buffer: events remembered."""
+    def __init__(
+        self,
+        ram: RamTier,
+        metrics: Metrics,
+        *,
+        num_tiers: int = 0,
+        write_behind_bytes: int = 0,
+        event_buffer: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """num_tiers: below RAM. write_behind_bytes: the most that may wait to be written there. event_buffer: events remembered.
+
+        clock: monotonic, in seconds
+        """
         self.ram = ram
         self.metrics = metrics
         self._has_lower = num_tiers > 0
@@ -95,7 +110,8 @@ class CacheState:
         self._numbers = count(randbits(48) << 8 | 1)  # so that a ticket of an earlier run is never good in this one
         self._orders: list[Order] = []
         self._writes = Writes(ram, metrics, self._give_order, limit_bytes=write_behind_bytes)
-        self._searches = Searches(ram, self._writes, metrics, self._give_order)
+        self.planner = Planner(metrics, lambda: self.tier_names, num_tiers, clock)
+        self._searches = Searches(ram, self._writes, metrics, self._give_order, self.planner)
         self.recodings = Recodings(self._give_order)
         self._clears = 0
         self._gone = Gone()
@@ -117,18 +133,28 @@ class CacheState:
             raise LayoutError(f"layout {fingerprint.hex()} was not registered; register the namespace first")
         return layout
 
-    def lookup(self, owner: Owner, query: Query) -> Found:
-        """Find the longest hit, pin it, and give it a ticket. What lower tiers may have beyond it begins to arrive."""
+    def lookup(self, owner: Owner, query: Query, work: Work | None = None) -> Found:
+        """Find the longest hit, pin it, and give it a ticket. What lower tiers may have beyond it begins to arrive.
+
+        work: what computing costs whoever asks; then the hit is as long as is faster than that. None: as long as can be
+        """
         layout = self.layout(query.layout)
         _check_query(layout, query)
         presence = Presence(query, layout, self.ram.find)
         extent = presence.extent()
+        number = next(self._numbers)
+        declined = False
         if self._is_worth_a_search(query, presence, extent):
-            number = next(self._numbers)
-            self._of(owner).tickets.add(number)
-            self._searches.begin(number, owner, query, layout)
-            return self.refresh(number)
-        answer = self._answer(next(self._numbers), presence, extent, None)
+            declined = work is not None and not self.planner.pays(work, query, layout, extent)
+            if not declined:
+                self._of(owner).tickets.add(number)
+                self._searches.begin(number, owner, query, layout, work)
+                return self.refresh(number)
+            if self.planner.is_to_try():
+                self._search_for_nobody(query, layout, sample=True)
+        answer = self._answer(number, presence, extent, None)
+        if work is not None:
+            answer = self._if_worth_loading(number, answer, query, layout, work, declined)
         count_lookup(self.metrics, answer, presence.asked_tokens)
         if answer.ticket:
             rows = presence.found(extent)
@@ -145,7 +171,9 @@ class CacheState:
         if self._is_arriving(ticket):
             search = self._searches[ticket]
             if not settle and not search.over:
-                return Found(ticket, search.presence().extent().num_tokens, arriving=True)
+                here = search.presence().extent().num_tokens
+                if not self._searches.is_too_slow(ticket, here):
+                    return Found(ticket, here, arriving=True)
             return self._settle(ticket)
         held = self._tickets.get(ticket)
         return held.found if held is not None else Found(0, 0)
@@ -161,9 +189,7 @@ class CacheState:
         presence = Presence(query, layout, self.ram.find)
         extent = presence.extent()
         if self._is_worth_a_search(query, presence, extent):
-            number = next(self._numbers)
-            self._searches.begin(number, None, query, layout)
-            self._settle_orphans([number] if self.is_over(number) else [])
+            self._search_for_nobody(query, layout)
         else:
             found = in_order(presence.found(extent))
             self.ram.pin_all(found[::-1])  # so that it is not the next to go
@@ -197,6 +223,7 @@ class CacheState:
             search = self._searches[number]
             presence = search.presence()
             count_lookup(self.metrics, self._answer(number, presence, presence.extent(), search), presence.asked_tokens)
+            self.planner.settled(number, 0, waited_s=self.planner.clock() - search.began_s)
             self._of(owner).tickets.discard(number)
             self._searches.drop(number)
         elif held is not None and held.owner == owner:
@@ -369,9 +396,13 @@ class CacheState:
         search = self._searches[number]
         presence = search.presence()
         extent = presence.extent()
-        rows = presence.found(extent)
-        pinned = in_order(rows)
         answer = self._answer(number, presence, extent, search)
+        if search.work is not None:
+            if not self.planner.is_worth_loading(search.work, search.query, search.layout, extent.num_tokens):
+                answer = Found(0, 0, reason=SLOWER)
+            self.planner.settled(number, answer.num_tokens, waited_s=self.planner.clock() - search.began_s)
+        rows = presence.found(extent) if answer.ticket else {}
+        pinned = in_order(rows)
         count_lookup(self.metrics, answer, presence.asked_tokens)
         self._searches.finish(number, pinned)
         if answer.ticket:
@@ -379,6 +410,22 @@ class CacheState:
         else:
             self._of(search.owner).tickets.discard(number)
         return answer
+
+    def _if_worth_loading(self, number: int, answer: Found, query: Query, layout: Layout, work: Work, declined: bool) -> Found:
+        """The answer from memory alone; nothing, if computing is faster. declined: tiers were not asked, because it would not pay."""
+        worth = self.planner.is_worth_loading(work, query, layout, answer.num_tokens)
+        self.planner.decided_here(number, work, query, layout, answer.num_tokens, worth=worth)
+        if answer.num_tokens and not worth:
+            answer = Found(0, 0, reason=SLOWER)
+        elif declined:
+            answer = replace(answer, reason=SLOWER)
+        return answer
+
+    def _search_for_nobody(self, query: Query, layout: Layout, *, sample: bool = False) -> None:
+        """What is found comes to memory, or, of a sample, one chunk of it."""
+        number = next(self._numbers)
+        self._searches.begin(number, None, query, layout, sample=sample)
+        self._settle_orphans([number] if self.is_over(number) else [])
 
     def _is_worth_a_search(self, query: Query, presence: Presence[Entry], extent: Extent) -> bool:
         return self._has_lower and extent.num_tokens < presence.asked_tokens and self._searches.may_begin(query)
@@ -394,6 +441,8 @@ class CacheState:
 
     def _reason(self, presence: Presence[Entry], extent: Extent, search: Search | None) -> str:
         gap = presence.gap(extent)
+        if search is not None and gap is not None and search.declines(gap.key):
+            return SLOWER
         if search is not None:  # what is there for the asking keeps no hit from being longer
             gap = search.would_have(self.ram.find).gap(extent) or gap
         if gap is None:

@@ -25,6 +25,7 @@ import numpy.typing as npt
 from kvhold.core.errors import ProtocolError
 from kvhold.core.keys import NAMESPACE_BYTES, ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
+from kvhold.core.planning import Decision, Work
 from kvhold.core.terms import FREE, Terms
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.01  # between two questions after a hit that is arriving: a node sends answers alone
@@ -297,11 +298,21 @@ class Cache(Protocol):
     def register(self, namespace: Namespace) -> None:
         """Make the layout known. Before any other call about it; again is harmless."""
 
-    def lookup(self, query: Query, *, wait_s: float | None = None, deadline_s: float | None = None) -> Hit:
+    def lookup(self, query: Query, *, work: Work | None = None, wait_s: float | None = None, deadline_s: float | None = None) -> Hit:
         """The longest prefix of which every shard and every group has what it needs. Pins it.
 
+        work:   what computing costs whoever asks: then the hit is as long as makes the first token soonest, and may settle by itself,
+                when it is asked again, because the rest would take longer than computing it
         wait_s: how long to wait for what comes from lower tiers; None: as the settings say; 0: not at all, the hit may be arriving
         """
+
+    def came_of(self, request: str, *, load_s: float, compute_s: float, deadline_s: float | None = None) -> None:
+        """For `explain`: how long the load of a request took that was looked up with its `work`, and computing the rest; -1: there was
+        none."""
+
+    def explain(self, request: str = "", *, deadline_s: float | None = None) -> list[Decision]:
+        """The latest decisions about lookups with a `work`, the last one first: of the request of that name, or of those whose names have
+        it in them; empty: of all."""
 
     def prefetch(self, query: Query, *, deadline_s: float | None = None) -> None:
         """Have what lower tiers hold of a prompt brought into memory, and wait for nothing."""

@@ -64,7 +64,7 @@ class Options:
     wait_s: Floats
 
 
-class Alternative(msgspec.Struct, frozen=True, array_like=True):
+class Alternative(msgspec.Struct, frozen=True):
     """One of them in seconds: what is found of `num_tokens` tokens is loaded, and the rest computed."""
 
     num_tokens: int
@@ -126,9 +126,11 @@ def total_s(work: Work, options: Options) -> Floats:
 
 
 def choose(work: Work, options: Options) -> int:
-    """The number of the best option; of those that are as good, the one that loads most."""
+    """The number of the best option; of those that are as good, the one that loads most. All where the engine knows nothing yet."""
+    if not work.is_known:
+        return len(options.tokens) - 1
     totals = total_s(work, options)
-    return int(np.flatnonzero(totals <= totals.min() * _ALIKE)[-1])
+    return int(np.flatnonzero(~(totals > totals.min() * _ALIKE))[-1])  # what is no number is not worse: then all
 
 
 def alternative(work: Work, options: Options, number: int) -> Alternative:

@@ -14,6 +14,7 @@ NO_ROOM = "no_room"
 DEADLINE = "deadline"
 TIER_DOWN = "tier_down"
 BAD_FRAME = "bad_frame"
+SLOWER = "slower"
 
 REASONS = {
     WHOLE: "nothing is missing",
@@ -27,5 +28,6 @@ REASONS = {
     DEADLINE: "the next chunk was on its way, or was being looked for, when the time for it was over",
     TIER_DOWN: "a tier that may have the next chunk did not answer, or failed to give it",
     BAD_FRAME: "a tier had the next chunk, but its bytes failed a check",
+    SLOWER: "loading the next chunk, or looking for it, would have taken longer than computing it",
 }
 """Each word, and what it says. The next chunk is the first one, in the prompt's order, without which the hit cannot be longer."""

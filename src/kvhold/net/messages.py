@@ -6,18 +6,21 @@ caller knows that a chunk is visible. Anything that breaks the rules is answered
 the node at once, or, where the client has a loan or a room, by the client when it touches that memory no longer.
 """
 
-from typing import Any, Union
+from typing import Annotated, Any, Union
 
 import msgspec
 
 from kvhold.core.api import Event, Recoded
 from kvhold.core.keys import ChunkNames, Query
 from kvhold.core.layout import Layout
+from kvhold.core.planning import MOST_NAME, Decision, Work
 from kvhold.core.terms import FREE, Terms
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_MESSAGE_BYTES = 8 << 20  # the hashes of a prompt of 100 million tokens
 MAGIC = "kvhold"
+
+_Name = Annotated[str, msgspec.Meta(max_length=MOST_NAME)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -52,9 +55,10 @@ class Register(Message, frozen=True):
 
 
 class Lookup(Message, frozen=True):
-    """-> Found"""
+    """work: what computing costs whoever asks, who then gets no more than is faster. -> Found"""
 
     query: Query
+    work: Work | None = None
 
 
 class Found(Message, frozen=True):
@@ -75,6 +79,26 @@ class Refresh(Message, frozen=True):
 
     ticket: int
     settle: bool
+
+
+class Outcome(Message, frozen=True):
+    """How long a request's load took in its engine, and computing the rest, in seconds; -1: there was none. -> Done"""
+
+    request: _Name
+    load_s: float
+    compute_s: float
+
+
+class Explain(Message, frozen=True):
+    """The latest decisions about requests whose names have this in them; empty: about all. -> Explained"""
+
+    request: _Name
+
+
+class Explained(Message, frozen=True):
+    """The last one first; some twenty at most."""
+
+    decisions: list[Decision]
 
 
 class Prefetch(Message, frozen=True):
@@ -230,6 +254,8 @@ Request = Union[  # noqa: UP007 - msgspec reads the union
     Register,
     Lookup,
     Refresh,
+    Outcome,
+    Explain,
     Prefetch,
     Claim,
     Release,
@@ -246,4 +272,4 @@ Request = Union[  # noqa: UP007 - msgspec reads the union
     Stop,
     Ping,
 ]
-Answer = Union[Found, Lent, Gone, Granted, Recoding, Happened, Report, Done, Refused]  # noqa: UP007
+Answer = Union[Found, Explained, Lent, Gone, Granted, Recoding, Happened, Report, Done, Refused]  # noqa: UP007

@@ -25,6 +25,7 @@ from kvhold.core.config import ClientConfig
 from kvhold.core.errors import KVHoldError, NodeError, ProtocolError
 from kvhold.core.keys import ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
+from kvhold.core.planning import Decision, Work
 from kvhold.core.rules import terms_of
 from kvhold.core.terms import FREE, Terms
 from kvhold.net import messages as m
@@ -84,10 +85,10 @@ class NodeClient:
         # Not on an engine's path, and often the first call to a node that has just started: it gets a joining's time.
         self._call(request, m.Done, self._config.connect_timeout_s)
 
-    def lookup(self, query: Query, *, wait_s: float | None = None, deadline_s: float | None = None) -> Hit:
+    def lookup(self, query: Query, *, work: Work | None = None, wait_s: float | None = None, deadline_s: float | None = None) -> Hit:
         """The longest prefix that the node has, pinned. deadline_s: of each question to the node, not of the waiting."""
         link = self._current("lookup")
-        found = self._call(m.Lookup(query), m.Found, deadline_s, link)
+        found = self._call(m.Lookup(query, work), m.Found, deadline_s, link)
 
         def ask(ticket: int, settle: bool) -> Found:
             return _found(self._call(m.Refresh(ticket, settle), m.Found, deadline_s, link))
@@ -101,6 +102,14 @@ class NodeClient:
                 hit.close()
                 raise
         return hit
+
+    def came_of(self, request: str, *, load_s: float, compute_s: float, deadline_s: float | None = None) -> None:
+        """Tell the node how long the engine took."""
+        self._call(m.Outcome(request, load_s, compute_s), m.Done, deadline_s)
+
+    def explain(self, request: str = "", *, deadline_s: float | None = None) -> list[Decision]:
+        """What the node has decided lately, and why."""
+        return self._call(m.Explain(request), m.Explained, deadline_s).decisions
 
     def prefetch(self, query: Query, *, deadline_s: float | None = None) -> None:
         """Have the node bring what lower tiers hold of a prompt into memory."""

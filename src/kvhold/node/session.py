@@ -31,6 +31,8 @@ class Session:
             m.Register: self._register,
             m.Lookup: self._lookup,
             m.Refresh: self._refresh,
+            m.Outcome: self._outcome,
+            m.Explain: self._explain,
             m.Prefetch: self._prefetch,
             m.Claim: self._claim,
             m.Release: self._release,
@@ -71,10 +73,17 @@ class Session:
         return m.Done()
 
     def _lookup(self, request: m.Lookup) -> m.Answer:
-        return _found(self._state.lookup(self, request.query))
+        return _found(self._state.lookup(self, request.query, request.work))
 
     def _refresh(self, request: m.Refresh) -> m.Answer:
         return _found(self._state.refresh(request.ticket, settle=request.settle))
+
+    def _outcome(self, request: m.Outcome) -> m.Answer:
+        self._state.planner.came_of(request.request, load_s=request.load_s, compute_s=request.compute_s)
+        return m.Done()
+
+    def _explain(self, request: m.Explain) -> m.Answer:
+        return m.Explained(self._state.planner.explain(request.request))
 
     def _prefetch(self, request: m.Prefetch) -> m.Answer:
         self._state.prefetch(self, request.query)

@@ -1,0 +1,324 @@
+"""What of a prompt's KV is worth waiting for: decides for each lookup whose engine says what computing costs it, and remembers why.
+
+    planner.pays(work, query, layout, here)          # before tiers are asked: may anything below be worth it?
+    plan = planner.plan(number, work, layout, ...)   # when they have answered: how far, and what to order now
+    planner.is_too_slow(work, ...)                   # while it waits
+    planner.settled(number, num_tokens)              # and what came of it
+
+An engine's costs come with the lookup, a tier's are measured here (`speeds.py`). The state's thread; no I/O.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from msgspec.structs import replace
+
+from kvhold.cache.hits import needed_chunks
+from kvhold.cache.presence import Extent, Need
+from kvhold.cache.speeds import TierSpeed
+from kvhold.core.estimates import Estimate
+from kvhold.core.keys import HASH_BYTES, Query
+from kvhold.core.layout import Layout
+from kvhold.core.metrics import Metrics
+from kvhold.core.planning import Alternative, Decision, Options, Work, alternative, choose, total_s
+
+_REMEMBERED = 512  # decisions
+_SHOWN = 20  # of them in one answer
+_SURELY = 1.05  # times as long as the alternative; what is closer is no reason to change one's mind
+_LATE = 1.5
+_TRY_S = 30.0  # a tier that seems too slow is looked into so often at most
+IN_RAM = -1
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is where, of a prompt: as far as it was found, and how far memory alone goes.
+
+    needs: of the whole extent, chunk by chunk; tiers: of each, the number of its tier, or IN_RAM; coming: whether it is on its way already
+    """
+
+    query: Query
+    here: Extent
+    extent: Extent
+    needs: Sequence[Need[Any]]
+    tiers: Sequence[int]
+    coming: Sequence[bool]
+    sources: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """num_tokens: how far the hit is to go; chunks: those before this number are to be ordered now; more: that is not all of it."""
+
+    num_tokens: int
+    chunks: int
+    more: bool
+
+
+@dataclass
+class Marks:
+    """Where in the queues of tiers what a search waits for ends: `{tier: TierSpeed.ordered_bytes}`."""
+
+    by_tier: dict[int, int] = field(default_factory=dict)
+
+
+class Planner:
+    """Of one cache."""
+
+    def __init__(self, metrics: Metrics, names: Callable[[], Sequence[str]], num_tiers: int, clock: Callable[[], float]) -> None:
+        """names: of the tiers, from the top. clock: monotonic, in seconds."""
+        self.clock = clock
+        self.speeds = [TierSpeed() for _ in range(num_tiers)]
+        self._metrics = metrics
+        self._names = names
+        self._probes = Estimate(1)
+        self._decisions: OrderedDict[int, Decision] = OrderedDict()
+        self._tried_s = -np.inf
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Of the tiers, from the top."""
+        return self._names()
+
+    # Before and while tiers are asked.
+
+    def is_worth_loading(self, work: Work, query: Query, layout: Layout, num_tokens: int) -> bool:
+        """Whether copying what is in memory is faster than computing it."""
+        tokens = np.array([0, num_tokens])
+        nbytes = np.array([0, _load_bytes(layout, query.shards, work, num_tokens)])
+        return choose(work, Options(tokens, nbytes, np.zeros(2))) == 1
+
+    def pays(self, work: Work, query: Query, layout: Layout, here: Extent) -> bool:
+        """Whether tiers are to be asked: if all that memory has not were in one of them, some of it would be worth waiting for."""
+        if not work.is_known or not all(speed.is_known for speed in self.speeds):
+            return True
+        options = self._options_here(work, query, layout, here.num_tokens)
+        size, last = layout.tokens_per_chunk, len(query.hashes) // HASH_BYTES
+        chunks = np.arange(here.whole + 1, last + 1 + bool(query.tail_lengths))
+        tokens = np.minimum(chunks * size, last * size + max(query.tail_lengths, default=0))
+        a_chunk = sum(layout.chunk_bytes(g, size) for g, group in enumerate(layout.groups) if group.attention == "full") * query.shards
+        first = work.computed_tokens // size
+        more = [
+            Options(tokens, np.maximum(chunks - first, 0) * a_chunk, self._probe_s + speed.wait_s((chunks - here.whole) * a_chunk + 1))
+            for speed in self.speeds
+        ]
+        return any(choose(work, _joined(options, one)) >= len(options.tokens) for one in more)
+
+    def is_to_try(self) -> bool:
+        """Whether a tier that seems too slow is to be tried with a little that nobody waits for. True once in a while."""
+        now_s = self.clock()
+        if now_s - self._tried_s < _TRY_S or not any(speed.is_stale(now_s) for speed in self.speeds):
+            return False
+        self._tried_s = now_s
+        return True
+
+    def probed(self, seconds: float) -> None:
+        """Tiers have answered where things are, after so long."""
+        self._probes.measured((1.0,), seconds)
+
+    @property
+    def _probe_s(self) -> float:
+        costs = self._probes.costs
+        return costs[0] if costs is not None else 0.0
+
+    # What is found.
+
+    def plan(self, number: int, work: Work, layout: Layout, found: Found) -> Plan:
+        """How far to go, and what to order of it now. Of a tier that is not known no more than a few times what has come at once before."""
+        options = self._options_here(work, found.query, layout, found.here.num_tokens)
+        first, waits = len(options.tokens), _by_tier(found, layout)
+        options = _joined(options, self._options_below(work, layout, found, waits))
+        chosen = choose(work, options)
+        self._decide(number, work, options, chosen, found.sources, memory=first - 1)
+        if chosen < first:
+            return Plan(int(options.tokens[chosen]), 0, more=False)
+        num_tokens = int(options.tokens[chosen])
+        chunks = wanted = -(-num_tokens // layout.tokens_per_chunk)
+        for tier, nbytes in waits.items():
+            missing = np.flatnonzero(nbytes)
+            if len(missing):
+                reach = int(np.searchsorted(np.cumsum(nbytes), max(1, self.speeds[tier].most_bytes), side="right"))
+                chunks = min(chunks, max(int(missing[0]) + 1, reach))
+        return Plan(num_tokens, chunks, more=chunks < wanted)
+
+    def ordered(self, tier: int, nbytes: int) -> int:
+        """A read begins. Returns the mark that it ends at."""
+        self.speeds[tier].ordered(nbytes, self.clock())
+        return self.speeds[tier].ordered_bytes
+
+    def ended(self, tier: int, nbytes: int, *, ok: bool) -> None:
+        """A read has ended."""
+        speed = self.speeds[tier]
+        speed.ended(nbytes, self.clock(), ok=ok)
+        if speed.costs is not None:
+            name = self.names[tier]
+            self._metrics.set("kvhold_tier_call_seconds", speed.costs[0], tier=name)
+            self._metrics.set("kvhold_tier_gib_seconds", speed.costs[1] * (1 << 30), tier=name)
+
+    def is_too_slow(
+        self, number: int, work: Work, query: Query, layout: Layout, here: int, *, probing_s: float | None, marks: Marks
+    ) -> bool:
+        """Whether what is still to come takes longer than computing it.
+
+        here: tokens that have come; probing_s: for how long tiers have been asked where things are; None: they have answered
+        """
+        if not work.is_known:
+            return False
+        now_s = self.clock()
+        if probing_s is not None:
+            goal = len(query.hashes) // HASH_BYTES * layout.tokens_per_chunk
+            left_s = probing_s if probing_s > _LATE * self._probe_s else 0.0
+        else:
+            goal = self._decisions[number].chosen_tokens if number in self._decisions else here
+            left_s = max((self.speeds[tier].left_s(mark, now_s) for tier, mark in marks.by_tier.items()), default=0.0)
+        goal = max(goal, here)
+        then = Options(np.array([goal]), np.array([_load_bytes(layout, query.shards, work, goal)]), np.array([left_s]))
+        now = self._options_here(work, query, layout, here)
+        if float(total_s(work, then)[0]) <= _SURELY * float(total_s(work, now).min()):
+            return False
+        self._metrics.add("kvhold_plans_cut_short")
+        self._change(number, why="what was on its way took longer than computing it, so no more was waited for")
+        return True
+
+    # What was decided.
+
+    def decided_here(self, number: int, work: Work, query: Query, layout: Layout, num_tokens: int, *, worth: bool) -> None:
+        """Nothing below was asked for: memory has `num_tokens`, and they are loaded or not."""
+        options = self._options_here(work, query, layout, num_tokens)
+        last = len(options.tokens) - 1
+        self._decide(number, work, options, last if worth else 0, {"ram": num_tokens} if num_tokens else {}, memory=last)
+        self._change(number, hit_tokens=num_tokens if worth else 0)
+
+    def settled(self, number: int, num_tokens: int, *, waited_s: float) -> None:
+        """The lookup is over, after so long, and found so much."""
+        self._change(number, waited_s=waited_s, hit_tokens=num_tokens)
+
+    def came_of(self, request: str, *, load_s: float, compute_s: float) -> None:
+        """How long the engine took for a request's load, and for computing the rest; -1: there was none."""
+        for number, decision in reversed(self._decisions.items()):
+            if decision.request == request:
+                self._change(number, load_s=load_s, compute_s=compute_s)
+                return
+
+    def explain(self, request: str) -> list[Decision]:
+        """The latest decisions, the last one first: of the request of that name, or of all whose names have it in them; empty: of all."""
+        decisions = list(reversed(self._decisions.values()))
+        exact = [decision for decision in decisions if decision.request == request]
+        return (exact or [decision for decision in decisions if request in decision.request])[:_SHOWN]
+
+    def _decide(self, number: int, work: Work, options: Options, chosen: int, sources: Mapping[str, int], *, memory: int) -> None:
+        """chosen, memory: the options that was chosen, and that loads what memory has."""
+        shown = {"compute": 0, "memory": memory, "all": len(options.tokens) - 1, "chosen": chosen}
+        alternatives = {name: alternative(work, options, at) for name, at in shown.items()}
+        choice = _choice(work, alternatives)
+        before = self._decisions.pop(number, None)
+        if before is None:
+            self._metrics.add("kvhold_plans", choice=choice)
+        self._decisions[number] = Decision(
+            request=work.request,
+            at_s=before.at_s if before is not None else time.time(),
+            num_tokens=work.num_tokens,
+            computed_tokens=work.computed_tokens,
+            found=dict(sources),
+            alternatives=alternatives,
+            chosen_tokens=alternatives["chosen"].num_tokens,
+            why=_why(work, alternatives, choice),
+        )
+        while len(self._decisions) > _REMEMBERED:
+            self._decisions.popitem(last=False)
+
+    def _change(self, number: int, **changes: Any) -> None:
+        if number in self._decisions:
+            self._decisions[number] = replace(self._decisions[number], **changes)
+
+    def _options_here(self, work: Work, query: Query, layout: Layout, num_tokens: int) -> Options:
+        """Computing all, and loading what memory has, if it has anything."""
+        ends = [0, num_tokens] if num_tokens else [0]
+        nbytes = [_load_bytes(layout, query.shards, work, end) for end in ends]
+        return Options(np.array(ends), np.array(nbytes), np.zeros(len(ends)))
+
+    def _options_below(self, work: Work, layout: Layout, found: Found, waits: Mapping[int, "np.ndarray[Any, Any]"]) -> Options:
+        """Every chunk's end beyond what memory has; where not all groups are of full attention, only that of all that was found."""
+        size, count = layout.tokens_per_chunk, found.extent.chunks
+        ends = np.arange(1, count + 1) * size
+        if count:
+            ends[-1] = found.extent.num_tokens
+        is_copied = np.array([need.chunk >= work.computed_tokens // size for need in found.needs], bool)
+        copied = np.cumsum(np.bincount(_chunks(found), np.where(is_copied, _bytes(found, layout), 0), count)).astype(np.int64)
+        wait_s = np.zeros(count)
+        for tier, nbytes in waits.items():
+            wait_s = np.maximum(wait_s, self.speeds[tier].wait_s(np.cumsum(nbytes)))
+        beyond = ends > found.here.num_tokens
+        if any(group.attention != "full" for group in layout.groups):
+            beyond &= ends == found.extent.num_tokens
+        return Options(ends[beyond], copied[beyond], wait_s[beyond])
+
+
+def _by_tier(found: Found, layout: Layout) -> dict[int, "np.ndarray[Any, Any]"]:
+    """`{tier: [chunks] bytes}` to be ordered of it; of what is on its way already one byte, so that it is waited for."""
+    tiers, nbytes = np.array(found.tiers, np.int64), np.where(np.array(found.coming, bool), 1, _bytes(found, layout))
+    return {
+        int(tier): np.bincount(_chunks(found), np.where(tiers == tier, nbytes, 0), found.extent.chunks).astype(np.int64)
+        for tier in set(found.tiers) - {IN_RAM}
+    }
+
+
+def _chunks(found: Found) -> "np.ndarray[Any, Any]":
+    return np.array([need.chunk for need in found.needs], np.int64)
+
+
+def _bytes(found: Found, layout: Layout) -> "np.ndarray[Any, Any]":
+    return np.array([layout.chunk_bytes(need.group, need.num_tokens) for need in found.needs], np.int64)
+
+
+def _load_bytes(layout: Layout, shards: int, work: Work, num_tokens: int) -> int:
+    """Bytes that a load of a hit of `num_tokens` copies; a tail counts as a whole chunk."""
+    first = work.computed_tokens // layout.tokens_per_chunk
+    counts = [len(range(max(first, needed.start), needed.stop)) for needed in _needed(layout, num_tokens)]
+    return shards * sum(count * layout.chunk_bytes(g, layout.tokens_per_chunk) for g, count in enumerate(counts))
+
+
+def _needed(layout: Layout, num_tokens: int) -> Iterable[range]:
+    return [needed_chunks(layout, group, num_tokens) if num_tokens else range(0) for group in range(len(layout.groups))]
+
+
+def _joined(one: Options, other: Options) -> Options:
+    pairs = [(getattr(one, name), getattr(other, name)) for name in ("tokens", "nbytes", "wait_s")]
+    return Options(*(np.concatenate(pair) for pair in pairs))
+
+
+def _choice(work: Work, alternatives: Mapping[str, Alternative]) -> str:
+    """One word: `nothing` was found, costs are `unknown`, it `has` it already; `all` of it is loaded, a `part`, or `none`."""
+    chosen, everything = alternatives["chosen"].num_tokens, alternatives["all"].num_tokens
+    if not everything:
+        return "nothing"
+    if not work.is_known:
+        return "unknown"
+    if everything <= work.computed_tokens:
+        return "has"
+    return "all" if chosen == everything else "part" if chosen > work.computed_tokens else "none"
+
+
+def _why(work: Work, alternatives: Mapping[str, Alternative], choice: str) -> str:
+    loaded, everything, computed = (_shown(alternatives[name].total_s) for name in ("chosen", "all", "compute"))
+    match choice:
+        case "nothing":
+            return "nothing was found"
+        case "unknown":
+            return "the engine does not know yet how fast it computes: all that was found is loaded"
+        case "has":
+            return "the engine has all that was found"
+        case "all":
+            return f"loading all of it takes {loaded}, computing it {computed}"
+        case "part":
+            return f"loading a part takes {loaded}, all of it {everything}, computing it {computed}"
+        case _:
+            return f"computing it takes {computed}, loading all of it {everything}"
+
+
+def _shown(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"

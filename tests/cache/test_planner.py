@@ -1,0 +1,255 @@
+"""What is decided for a lookup whose engine says what computing costs it: wait for all, for a part, for nothing; and what is told of it."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvhold.cache.orders import ClearOrder, FetchOrder, ProbeOrder, WriteOrder
+from kvhold.core.planning import Work
+from kvhold.core.reasons import SLOWER, WHOLE
+from kvhold.tiers.stack import Place
+from tests.cache.test_searches import Bench, all_keys
+
+SIZE = 2
+CHUNK_BYTES = 1500 * SIZE
+FAST = Work("fast", 16, 0, 64, 0.0, 1e-4, 0.0, 0.0, 0.0)  # 1.6 ms in all
+SLOW = Work("slow", 16, 0, 64, 0.0, 1.0, 0.0, 0.01, 0.0)  # 16 s
+
+
+class World(Bench):
+    """The same with a clock, and a first tier that reads each chunk in `chunk_s`."""
+
+    def __init__(self, *, chunk_s=0.01, num_slots=60):
+        super().__init__(num_slots=num_slots)
+        self.now = 1000.0
+        self.state.planner.clock = lambda: self.now
+        self.chunk_s = chunk_s
+
+    def ask(self, num_tokens=16, work=None, seed=0):
+        return self.state.lookup("a", self.prompt(num_tokens, seed).query(), work)
+
+    def orders(self):
+        """What is wanted of the tiers' reads; what is to be written or cleared, is."""
+        wanted = []
+        for order in self.state.take_orders():
+            match order:
+                case WriteOrder():
+                    self.state.written(order.number)
+                case ClearOrder():
+                    self.state.cleared(order.prefix)
+                case _:
+                    wanted.append(order)
+        return wanted
+
+    def store(self, chunks):
+        """The first chunks of the prompt are in memory."""
+        room = self.state.reserve("w", self.layout, self.prompt(16).chunks(0, last=chunks), 0).room
+        self.state.commit("w", room, range(chunks))
+        assert self.orders() == []
+
+    def answer_probes(self, orders, below=lambda key: True, tier=0):
+        for order in orders:
+            assert isinstance(order, ProbeOrder)
+            self.state.probed(order.search, {key: Place(tier, 100) for key in order.keys if below(key)})
+
+    def read(self, orders):
+        """Every chunk in its time; returns how many."""
+        arrivals = [arrival for order in orders if isinstance(order, FetchOrder) for arrival in order.arrivals]
+        for arrival in arrivals:
+            self.now += self.chunk_s
+            self.state.fetched(arrival.entry, True)
+        return len(arrivals)
+
+    def work_off(self):
+        """All orders there are, until there are none; returns how many chunks were read at once."""
+        waves = []
+        while orders := self.orders():
+            self.answer_probes([order for order in orders if isinstance(order, ProbeOrder)])
+            if count := self.read(orders):
+                waves.append(count)
+        return waves
+
+    def learn(self, rounds=12):
+        """Have the tiers read, until their speed is known. Both of the bench are alike."""
+        for seed in range(100, 100 + rounds):
+            found = self.ask(4 + seed % 7 * 2, seed=seed)
+            self.answer_probes(self.orders(), tier=seed % 2)
+            self.read(self.orders())
+            self.state.release("a", found.ticket)
+            self.now += 0.5
+        self.state.clear(None)
+        assert self.orders() == []
+
+    def finish(self, found):
+        final = self.state.refresh(found.ticket)
+        self.state.gone("a")
+        return final
+
+
+def test_without_work_all_is_ordered_at_once():
+    world = World()
+    found = world.ask()
+    assert world.work_off() == [8]
+    assert world.finish(found).num_tokens == 16
+    assert world.state.planner.explain("") == []
+
+
+def test_of_a_tier_that_nobody_knows_a_little_is_read_first_and_then_more():
+    world = World()
+    found = world.ask(work=SLOW)
+    assert world.work_off() == [1, 7], "eight times what has come at once"
+    final = world.finish(found)
+    assert (final.num_tokens, final.reason) == (16, WHOLE)
+    [decision] = world.state.planner.explain("")
+    assert (decision.request, decision.chosen_tokens, decision.hit_tokens, decision.found) == ("slow", 16, 16, {"tier-1": 16})
+    assert decision.waited_s == pytest.approx(8 * world.chunk_s)
+
+
+def test_what_comes_more_slowly_than_it_is_computed_is_not_waited_for_nor_even_looked_for():
+    world = World()
+    world.learn()
+    found = world.ask(work=FAST)
+    assert (found.num_tokens, found.arriving, found.reason) == (0, False, SLOWER)
+    assert world.orders() == []
+    [decision] = world.state.planner.explain("fast")
+    assert decision.why == "nothing was found" and decision.alternatives["compute"].compute_s == pytest.approx(1.6e-3)
+    found = world.ask(work=SLOW)
+    world.work_off()
+    assert world.finish(found).num_tokens == 16
+
+
+def test_what_is_found_in_a_faster_tier_is_loaded_and_the_rest_computed():
+    world = World()
+    world.learn()
+    work = Work("part", 16, 0, 64, 0.0, world.chunk_s, 0.0, 0.0, 0.0)  # twice as slow as the tiers
+    found = world.ask(work=work)
+    keys = all_keys(world.prompt(16), 1)
+    [probe] = world.orders()
+    for speed in world.state.planner.speeds[1:]:
+        for _ in range(3):  # meanwhile somebody else has found the second tier to be slow
+            speed.ordered(CHUNK_BYTES, world.now)
+            world.now += 1
+            speed.ended(CHUNK_BYTES, world.now)
+    world.state.probed(probe.search, {key: Place(keys.index(key) >= 5, 100) for key in probe.keys})
+    assert world.read(world.orders()) == 5
+    final = world.finish(found)
+    assert (final.num_tokens, final.reason, final.sources) == (10, SLOWER, {"tier-1": 10})
+    [decision] = world.state.planner.explain("part")
+    assert decision.found == {"tier-1": 10, "tier-2": 6}
+    assert decision.why.startswith("loading a part takes")
+
+
+def test_a_hit_in_memory_that_costs_more_to_load_than_to_compute_is_not_loaded():
+    world = World()
+    world.store(8)
+    found = world.ask(work=Work("small", 16, 0, 64, 0.0, 1e-4, 0.0, 0.01, 0.0))
+    assert (found.num_tokens, found.ticket, found.reason) == (0, 0, SLOWER)
+    assert world.state.status()["pinned_chunks"] == 0
+    assert world.ask(work=Work("large", 16, 0, 64, 0.0, 1e-2, 0.0, 0.01, 0.0)).num_tokens == 16
+    assert world.ask(work=Work("has", 16, 16, 64, 0.0, 1e-4, 0.0, 0.01, 0.0)).num_tokens == 16, "what the engine has needs no load"
+    assert [decision.hit_tokens for decision in world.state.planner.explain("")] == [16, 16, 0]
+    assert world.state.metrics.value("kvhold_plans", choice="none") == world.state.metrics.value("kvhold_plans", choice="all") == 1
+
+
+def test_who_waits_for_what_takes_longer_than_thought_makes_do_with_what_is_here():
+    world = World()
+    world.learn()
+    work = Work("late", 16, 0, 64, 0.0, 0.05, 0.0, 0.0, 0.0)  # 0.8 s
+    found = world.ask(work=work)
+    world.answer_probes(world.orders())
+    [order] = world.orders()
+    assert len(order.arrivals) == 8
+    for arrival in order.arrivals[:3]:
+        world.now += world.chunk_s
+        world.state.fetched(arrival.entry, True)
+    assert world.state.refresh(found.ticket).arriving
+    world.now += 0.2
+    assert world.state.refresh(found.ticket).arriving, "half a second is left to be computed"
+    world.now += 0.4
+    final = world.state.refresh(found.ticket)
+    assert (final.num_tokens, final.arriving, final.reason) == (6, False, SLOWER)
+    assert world.state.metrics.value("kvhold_plans_cut_short") == 1
+    [decision] = world.state.planner.explain("late")
+    assert decision.hit_tokens == 6 and decision.why.startswith("what was on its way")
+    for arrival in order.arrivals[3:]:
+        world.state.fetched(arrival.entry, True)
+    assert world.ask(work=work).num_tokens == 16, "it came for the next one"
+    world.state.gone("a")
+    world.finished()
+
+
+def test_a_probe_that_hangs_is_waited_for_no_longer_than_computing_takes():
+    world = World()
+    found = world.ask(work=SLOW)
+    world.now += 14
+    assert world.state.refresh(found.ticket).arriving
+    world.now += 6
+    assert not world.state.refresh(found.ticket).arriving
+    world.state.gone("a")
+
+
+def test_a_tier_that_seems_too_slow_is_tried_again_with_one_chunk_that_nobody_waits_for():
+    world = World(chunk_s=0.5)
+    world.learn()
+    world.chunk_s = 1e-5  # it has become fast, and nobody has noticed
+    tried = 0
+    for seed in range(200, 220):
+        world.now += 500
+        found = world.ask(work=Work("r", 16, 0, 64, 0.0, 0.01, 0.0, 0.0, 0.0), seed=seed)
+        if found.arriving:
+            break
+        tried += sum(world.work_off())
+        if not world.ask(work=FAST, seed=seed + 100).arriving:
+            assert world.orders() == [], "not twice in a moment"
+    assert found.arriving, "it is used again"
+    assert 1 <= tried <= 8, "a chunk each time"
+    world.state.gone("a")
+
+
+def test_what_an_engine_tells_of_the_end_is_remembered_and_decisions_are_bounded():
+    world = World()
+    for number in range(600):
+        world.ask(work=Work(f"request-{number}", 16, 16, 64, 0.0, 1.0))
+        world.work_off()
+    planner = world.state.planner
+    planner.came_of("request-599", load_s=0.5, compute_s=-1.0)
+    planner.came_of("nobody's", load_s=0.5, compute_s=-1.0)
+    assert len(planner.explain("request-5")) == 20
+    [last] = planner.explain("request-599")
+    assert (last.load_s, last.compute_s) == (0.5, -1.0)
+    assert planner.explain("request-5")[-1].request == "request-580" and planner.explain("request-77") == [], "forgotten"
+    assert planner.explain("")[0].request == "request-599"
+    world.state.gone("a")
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    token_s=st.floats(1e-6, 1.0),
+    load_s=st.floats(0, 0.5),
+    chunk_s=st.floats(1e-4, 1.0),
+    in_memory=st.integers(0, 8),
+    engine_has=st.integers(0, 16),
+)
+def test_no_decision_is_worse_than_the_better_of_loading_all_and_computing_all(token_s, load_s, chunk_s, in_memory, engine_has):
+    """With the tiers' speed known, as it then turns out to be."""
+    world = World(chunk_s=chunk_s)
+    world.learn()
+    if in_memory:
+        world.store(in_memory)
+    work = Work("r", 16, engine_has, 64, 0.0, token_s, 0.0, load_s, 0.0)
+
+    def total_s(hit_tokens, waited_s):
+        left = max(1, 16 - max(hit_tokens, engine_has))
+        return waited_s + (load_s if hit_tokens > engine_has else 0) + left * token_s
+
+    began_s, found = world.now, world.ask(work=work)
+    world.work_off()
+    final = world.finish(found) if found.ticket else found
+    waited_s = world.now - began_s if found.arriving else 0.0
+    load_all = total_s(16, (8 - in_memory) * chunk_s)
+    compute_all = total_s(0, 0.0)
+    assert total_s(final.num_tokens, waited_s) <= 1.08 * min(load_all, compute_all) + 1e-9
+    assert not math.isnan(waited_s) and np.isfinite(load_all)
