@@ -11,17 +11,18 @@ from kvhold.core.terms import Terms
 
 
 def test_a_request_that_says_nothing_may_do_everything() -> None:
-    assert request_rules(None, RulesConfig()) == request_rules({}, RulesConfig()) == Rules(True, True, Terms(), ())
+    assert request_rules(None, RulesConfig()) == request_rules({}, RulesConfig()) == Rules(True, True, True, Terms(), ())
 
 
 def test_a_request_may_say_what_it_does_not_want() -> None:
-    asked = {"store": False, "load": False, "ttl_s": 5, "tags": {"b": "2", "a": "1"}}
-    assert request_rules(asked, RulesConfig()) == Rules(False, False, Terms(ttl_s=5.0), (("a", "1"), ("b", "2")))
+    asked = {"store": False, "load": False, "plan": False, "ttl_s": 5, "tags": {"b": "2", "a": "1"}}
+    assert request_rules(asked, RulesConfig()) == Rules(False, False, False, Terms(ttl_s=5.0), (("a", "1"), ("b", "2")))
 
 
 def test_what_the_settings_forbid_stays_forbidden() -> None:
-    settings = RulesConfig(store=False, load=False, ttl_s=60)
-    assert request_rules({"store": True, "load": True, "ttl_s": 3600}, settings) == Rules(False, False, Terms(ttl_s=60.0))
+    settings = RulesConfig(store=False, load=False, plan=False, ttl_s=60)
+    asked = {"store": True, "load": True, "plan": True, "ttl_s": 3600}
+    assert request_rules(asked, settings) == Rules(False, False, False, Terms(ttl_s=60.0))
     assert request_rules({"ttl_s": 5}, settings).terms.ttl_s == 5
     assert request_rules({}, settings).terms.ttl_s == 60
 
@@ -44,7 +45,7 @@ def test_a_tenant_is_what_the_tag_says_or_the_settings() -> None:
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
-        ("store", "must hold some of store, load, ttl_s, max_error, max_bits, tags"),
+        ("store", "must hold some of store, load, plan, ttl_s, max_error, max_bits, tags"),
         ({"stor": True}, r"kvhold\.stor: there is no such rule"),
         ({"store": "no"}, r"kvhold\.store = 'no': must be true or false"),
         ({"load": 0}, r"kvhold\.load = 0: must be true or false"),

@@ -38,6 +38,7 @@ def main(model: str, prompts_file: str, socket: str, publish: str, replay: str) 
                 "kv_connector_extra_config": {
                     "tokens_per_chunk": 64,
                     "ram_bytes": "4MiB",
+                    "rules": {"plan": False},
                     "node": {"socket": socket, "idle_exit_s": 300},
                     "client": {"call_timeout_s": 30},
                 },

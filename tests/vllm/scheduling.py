@@ -96,6 +96,8 @@ def make_config(options: Options, socket: Path) -> VllmConfig:
     """vLLM's own configuration."""
     settings: dict[str, Any] = {"tokens_per_chunk": options.chunk, "node": {"socket": str(socket), "autostart": False}}
     settings["client"] = {"call_timeout_s": WITHIN_S}  # a busy machine is no lost node
+    settings |= options.settings
+    settings["rules"] = {"plan": False} | settings.get("rules", {})  # passes that only pretend are faster than any load
     model = ModelConfig(model=str(options.folder), dtype="float32", seed=0, skip_tokenizer_init=True, max_model_len=MAX_LENGTH)
     cache = CacheConfig(block_size=options.block, enable_prefix_caching=options.caching, cache_dtype="auto")
     cache.num_gpu_blocks = options.num_blocks
@@ -114,7 +116,7 @@ def make_config(options: Options, socket: Path) -> VllmConfig:
             kv_connector="KVHoldConnector",
             kv_connector_module_path="kvhold.integrations.vllm",
             kv_role=options.role,
-            kv_connector_extra_config=settings | options.settings,
+            kv_connector_extra_config=settings,
         ),
         kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if options.events else None,
     )

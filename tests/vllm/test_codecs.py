@@ -72,7 +72,7 @@ def ask(model: Path, questions: list[Question], socket: Path | None, *tiers: str
     extra = {
         "ram_bytes": "64MiB",
         "tiers": list(tiers),
-        "rules": rules,
+        "rules": {"plan": False} | rules,
         "node": {"socket": str(socket), "idle_exit_s": 300},
         "client": {"call_timeout_s": 30, "arrival_timeout_s": PATIENT_S},
     }

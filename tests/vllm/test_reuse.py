@@ -56,6 +56,7 @@ def engine(model: ModelInfo, socket: Path | None, ledger: Path | None = None, *,
         "kv_connector_extra_config": {
             "tokens_per_chunk": CHUNK,
             "ram_bytes": RAM,
+            "rules": {"plan": False},
             "node": {"socket": str(socket), "idle_exit_s": 300},
             # Busy cores must not turn a hit into a miss here; a dead node is noticed at once whatever the deadline.
             "client": {"reconnect_interval_s": 0.1, "call_timeout_s": 30},

@@ -70,6 +70,7 @@ def engine(model: ModelInfo, socket: Path | None, *tiers: str, role: str = "kv_b
             "tokens_per_chunk": CHUNK,
             "ram_bytes": "64MiB",
             "tiers": list(tiers),
+            "rules": {"plan": False},
             "node": {"socket": str(socket), "idle_exit_s": 300},
             "client": {"reconnect_interval_s": 0.1, "call_timeout_s": 30},
         },

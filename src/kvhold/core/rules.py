@@ -14,16 +14,17 @@ from kvhold.core.errors import ConfigError
 from kvhold.core.keys import TENANT
 from kvhold.core.terms import FREE, MAX_BITS, MAX_TTL_S, Terms
 
-_NAMES = ("store", "load", "ttl_s", "max_error", "max_bits", "tags")
+_NAMES = ("store", "load", "plan", "ttl_s", "max_error", "max_bits", "tags")
 
 
 @dataclass(frozen=True)
 class Rules:
-    """One request's. terms: on which it stores. tags: what must match, beside its text; those of its budget among them, so that nobody
-    with a narrower one finds what it stored."""
+    """One request's. plan: it loads no more than is faster than computing it. terms: on which it stores. tags: what must match, beside its
+    text; those of its budget among them, so that nobody with a narrower one finds what it stored."""
 
     store: bool = True
     load: bool = True
+    plan: bool = True
     terms: Terms = FREE
     tags: tuple[tuple[str, str], ...] = ()
 
@@ -50,6 +51,7 @@ def request_rules(asked: Any, settings: RulesConfig) -> Rules:
     return Rules(
         store=_flag(asked, "store") and settings.store,
         load=_flag(asked, "load") and settings.load,
+        plan=_flag(asked, "plan") and settings.plan,
         terms=terms,
         tags=tuple(sorted((tags | {name: repr(value) for name, value in budget.items() if value is not None}).items())),
     )

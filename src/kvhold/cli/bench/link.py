@@ -138,6 +138,7 @@ def _transfer(socket: Path, tier: str, held_bytes: int) -> dict[str, Any]:
             "ram_bytes": held_bytes,
             "write_behind_bytes": held_bytes,
             "tiers": [tier],
+            "rules": {"plan": False},  # what a hit takes is measured where computing would be faster, too
             "node": {"socket": str(socket), "idle_exit_s": 600.0},
             "client": {"arrival_timeout_s": _PATIENT_S, "call_timeout_s": 30.0},
         },

@@ -250,7 +250,9 @@ class Verification:
     def _transfer(self, path: Path, socket: FilePath, notes: FilePath) -> dict[str, Any]:
         """`kv_transfer_config`: the user's settings for kvhold and the path's, but a node of our own."""
         ours: dict[str, Any] = {"client": {"call_timeout_s": _PATIENT_S, "connect_timeout_s": _PATIENT_S}}
-        ours |= self._settings.config | path.config | {"node": {"socket": str(socket), "idle_exit_s": _NODE_OUTLIVES_ENGINES_S}}
+        ours |= self._settings.config | path.config
+        ours["rules"] = {"plan": False} | ours.get("rules", {})  # what is to be shown right must be loaded, were it faster computed
+        ours |= {"node": {"socket": str(socket), "idle_exit_s": _NODE_OUTLIVES_ENGINES_S}}
         return {
             "kv_connector": "WitnessedConnector",
             "kv_connector_module_path": "kvhold.cli.verify.witness",

@@ -71,6 +71,7 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
                 stores_plain=not mixes_adapters(vllm_config),
                 describer=describer_of(vllm_config, kv_cache_config, geometry),
                 layerwise=settings.layerwise,
+                step_tokens=_step_tokens(vllm_config),
             )
         else:
             rank, num_blocks = vllm_config.parallel_config.rank, kv_cache_config.num_blocks
@@ -111,6 +112,8 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.finished(request, block_ids), None
 
     def take_events(self) -> Iterable["KVCacheEvent"]:
+        """vLLM calls this at the end of each step."""
+        self.scheduler.step_over()
         return self.scheduler.take_events()
 
     @classmethod
@@ -189,6 +192,12 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
         steps = self._get_connector_metadata()
         assert isinstance(steps, Steps)
         return steps
+
+
+def _step_tokens(vllm_config: "VllmConfig") -> int:
+    """The most tokens of one prompt that a step computes."""
+    scheduling = vllm_config.scheduler_config
+    return int(min(scheduling.max_num_batched_tokens, scheduling.long_prefill_token_threshold or scheduling.max_num_batched_tokens))
 
 
 def _log_like_vllm() -> None:

@@ -25,8 +25,10 @@ from kvhold.core.api import Hit
 from kvhold.core.config import Config
 from kvhold.core.errors import ConfigError, KVHoldError
 from kvhold.core.keys import ChunkNames, Namespace, Prompt
-from kvhold.core.reasons import WHOLE
+from kvhold.core.planning import MOST_NAME
+from kvhold.core.reasons import SLOWER, WHOLE
 from kvhold.core.rules import Rules
+from kvhold.integrations.vllm.costs import Costs, Took
 from kvhold.integrations.vllm.events import Announcer, Describer
 from kvhold.integrations.vllm.geometry import Geometry, Part
 from kvhold.integrations.vllm.media import Media
@@ -87,12 +89,14 @@ class SchedulerSide:
         stores_plain: bool = True,
         describer: Describer | None = None,
         layerwise: bool = False,
+        step_tokens: int = 1 << 40,
     ) -> None:
         """loads, stores: whether this engine may. vLLM keeps passes under way from writing to freed blocks only where it knows of loads.
 
         stores_plain: whether the KV of requests without an adapter can be trusted
         describer: for KV events; None: none
         layerwise: what is in memory is loaded inside the pass that computes the rest (`layerwise.refusal` has nothing to say)
+        step_tokens: the most tokens of one prompt that a step computes
         """
         self._config = config
         self._may_load = loads
@@ -108,6 +112,7 @@ class SchedulerSide:
         self._adapters: dict[tuple[int, str, str], str] = {}  # the lookup thread's
         self._followed: dict[str, _Followed] = {}
         self.tally = Tally()
+        self._costs = Costs(step_tokens)
         self._media = Media()  # the lookup thread's
         self._loads: list[Load] = []
         self._inside: list[str] = []  # requests that the last pass has loaded
@@ -139,7 +144,7 @@ class SchedulerSide:
         if followed.hit is None and followed.lookup is None:
             if followed.tried == request.num_preemptions:
                 return 0, False
-            self._look_up(followed, request)
+            self._look_up(followed, request, computed_tokens)
         if followed.lookup is not None and not self._resolve(followed):
             return None, False
         found = followed.hit.num_tokens if followed.hit is not None else 0
@@ -167,11 +172,14 @@ class SchedulerSide:
             for part in self._geometry.parts
         ]
         self._loads.append(Load(request.request_id, followed.hit.ticket, first_chunk, ids, inside=self._layerwise))
+        if not self._layerwise:
+            self._costs.load_begins(request.request_id, self._load_bytes(ids))
         followed.loading = True
 
     def plan(self, output: "SchedulerOutput") -> Steps:
         """What the workers do in the step that was just scheduled."""
         self.loaded(self._inside)  # scheduling is not asynchronous there: that pass is over
+        self._costs.planned(output)
         stores, self._last_stores = self._last_stores, []
         for new in output.scheduled_new_reqs:
             self._run(stores, output, new.req_id, new.num_computed_tokens, starts=True)
@@ -191,6 +199,11 @@ class SchedulerSide:
                 followed.loading = False
                 self._let_go(followed)
 
+    def step_over(self) -> None:
+        """The oldest step that was planned has been computed."""
+        for took in self._costs.over():
+            self._lookups.submit(self._tell, took)
+
     def finished(self, request: "Request", tables: tuple[list[int], ...]) -> bool:
         """The request has ended, one way or another. True: what it has generated last is stored from its blocks, which have to wait.
 
@@ -200,6 +213,7 @@ class SchedulerSide:
         if followed is None:
             return False
         self._let_go(followed)
+        self._costs.forget(request.request_id)
         if followed.naming is not None:
             followed.naming.cancel()
         complete = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
@@ -264,14 +278,22 @@ class SchedulerSide:
         ids = [_blocks(part, tables[part.table], names.first_token, end) for part in self._geometry.parts]
         return Store(followed.request.request_id, names, ids, followed.rules.terms, last)
 
-    def _look_up(self, followed: _Followed, request: "Request") -> None:
+    def _load_bytes(self, block_ids: list[list[int]]) -> int:
+        """What all workers copy together."""
+        groups = [part.group for part in self._geometry.parts]
+        blocks = [len(ids) - ids.count(-1) for ids in block_ids]
+        return self._geometry.shards * sum(n * group.layers * group.block_bytes for n, group in zip(blocks, groups, strict=True))
+
+    def _look_up(self, followed: _Followed, request: "Request", computed_tokens: int) -> None:
         if followed.naming is None:
             followed.naming = self._lookups.submit(self._name, request, followed.rules)
         if request.num_preemptions and self._saves_decode(followed):
             followed.naming = self._lookups.submit(self._name_on, followed.naming, request, request.num_tokens)
         followed.tried = request.num_preemptions
         followed.asked_s = followed.since_s = time.monotonic()
-        followed.lookup = self._lookups.submit(self._ask, followed.naming)
+        plans = followed.rules.plan and self._loads_for(followed)
+        asking = (request.request_id[:MOST_NAME], request.num_tokens, computed_tokens) if plans else None
+        followed.lookup = self._lookups.submit(self._ask, followed.naming, asking)
 
     def _name(self, request: "Request", rules: Rules) -> Prompt | None:
         """On the lookup thread: hash the prompt. Never raises, because the scheduler would with it; what cannot be named is not cached."""
@@ -296,11 +318,15 @@ class SchedulerSide:
             return prompt
         return prompt.followed_by(request.all_token_ids[prompt.num_tokens : end])
 
-    def _ask(self, naming: "Future[Prompt | None]") -> Hit | None:
-        """On the lookup thread, after the naming: ask the cache. Never raises."""
+    def _ask(self, naming: "Future[Prompt | None]", asking: tuple[str, int, int] | None) -> Hit | None:
+        """On the lookup thread, after the naming: ask the cache. Never raises.
+
+        asking: the request, its tokens, and those that are computed, where the hit is to be no longer than is faster
+        """
         prompt = None if naming.cancelled() else naming.result()
         try:
-            return self._cache.lookup(self._asked(prompt).query(), wait_s=0) if prompt is not None else None
+            work = self._costs.work(*asking) if asking is not None else None
+            return self._cache.lookup(self._asked(prompt).query(), work=work, wait_s=0) if prompt is not None else None
         except KVHoldError as error:
             log.debug("kvhold: lookup: %s", error)
         except Exception:
@@ -312,6 +338,13 @@ class SchedulerSide:
         if self._geometry.whole_prompt_fits or self._config.skip_last_n_tokens or not prompt.num_tokens:
             return prompt
         return prompt.until(prompt.num_tokens - 1)
+
+    def _tell(self, took: Took) -> None:
+        """On the lookup thread: have the cache remember what came of a lookup. Never raises."""
+        try:
+            self._cache.came_of(took.request_id[:MOST_NAME], load_s=took.load_s, compute_s=took.compute_s)
+        except KVHoldError as error:
+            log.debug("kvhold: %s", error)
 
     def _resolve(self, followed: _Followed) -> bool:
         """Take the lookup's answer if it is there in time and final. False: not yet. Too late is a miss; the hit is let go."""
@@ -335,6 +368,8 @@ class SchedulerSide:
         followed.hit, followed.arriving = hit, None
         prompt = followed.naming.result() if followed.naming.done() else None
         self._count(followed.request, prompt, hit)
+        if hit is not None and followed.rules.plan and (hit.num_tokens or hit.reason == SLOWER):
+            self._costs.follow(followed.request.request_id, followed.request.num_tokens)
         if prompt is not None:
             followed.tracker = RequestTracker(
                 prompt,

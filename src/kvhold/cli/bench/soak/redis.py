@@ -135,6 +135,7 @@ def _engine(model: ModelInfo, socket: Path | None, redis_url: str) -> Engine:
             "tokens_per_chunk": 64,
             "ram_bytes": "8MiB",
             "tiers": [redis_url],
+            "rules": {"plan": False},
             "node": {"socket": str(socket), "idle_exit_s": 300},
             "client": {"reconnect_interval_s": 0.2, "call_timeout_s": 10},
         },

@@ -314,6 +314,7 @@ def _transfer(socket: Path, notes: Path, *, save_decode: bool) -> dict[str, Any]
         "tokens_per_chunk": _SHAPE.chunk,
         "ram_bytes": _RAM_BYTES,
         "save_decode": save_decode,
+        "rules": {"plan": False},  # the model is so small that computing would be faster
         "node": {"socket": str(socket), "idle_exit_s": 600},
         "client": {"connect_timeout_s": _PATIENT_S, "call_timeout_s": _PATIENT_S},
     }

@@ -1,0 +1,134 @@
+"""What computing and loading cost this engine, from its own steps: how long each took that computed part of a prompt, and each load.
+
+    costs.planned(output)                    # a step was scheduled
+    costs.over()                             # the oldest such step has been computed
+    work = costs.work("cmpl-1", 4000, 0)     # what a lookup tells the cache
+
+A step lasts from when it was planned, or from the end of the one before it where several are under way. A load lasts from when it was
+planned until its request is in a step: that is later than the copy's end, and it is what a request waits for. `work` is for any thread, the
+rest for the scheduler's, and costs it what grows with the requests in steps that compute prompts, nothing in others. No vLLM.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvhold.core.estimates import Estimate
+from kvhold.core.planning import Work
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+_MOST_STEPS = 64  # under way; more are none: something was not computed
+
+
+@dataclass(frozen=True)
+class Took:
+    """How long a request's load took, and computing the rest of its prompt; -1: there was none."""
+
+    request_id: str
+    load_s: float
+    compute_s: float
+
+
+@dataclass
+class _Step:
+    """planned_s: when; quantities: one step, its tokens, and how many tokens before them they look at, if part of a prompt is among them;
+    done: requests whose prompts are computed with it."""
+
+    planned_s: float
+    quantities: tuple[float, float, float] | None
+    done: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Request:
+    """One of which the cache is told how long it took. began_s: when it ran first; load_began_s: when its load did; 0: not yet."""
+
+    num_tokens: int
+    began_s: float = 0.0
+    load_began_s: float = 0.0
+    load_bytes: int = 0
+    load_s: float = -1.0
+
+
+class Costs:
+    """One engine's."""
+
+    def __init__(self, step_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """step_tokens: the most that a step computes. clock: in seconds."""
+        self._step_tokens = step_tokens
+        self._clock = clock
+        self._computing = Estimate(3)
+        self._loading = Estimate(2)
+        self._steps: deque[_Step] = deque()
+        self._requests: dict[str, _Request] = {}
+        self._last_over_s = 0.0
+
+    def work(self, request: str, num_tokens: int, computed_tokens: int) -> Work:
+        """A request and what it costs, as far as is known."""
+        step_s, token_s, pair_s = self._computing.costs or (0.0, 0.0, 0.0)
+        load_s, load_byte_s = self._loading.costs or (0.0, 0.0)
+        return Work(request, num_tokens, computed_tokens, self._step_tokens, step_s, token_s, pair_s, load_s, load_byte_s)
+
+    def follow(self, request_id: str, num_tokens: int) -> None:
+        """`over` is to tell how long this request took, which computes so many tokens before its first one."""
+        self._requests[request_id] = _Request(num_tokens)
+
+    def load_begins(self, request_id: str, nbytes: int) -> None:
+        """A request's load is planned, of so many bytes."""
+        if request_id in self._requests:
+            self._requests[request_id].load_began_s, self._requests[request_id].load_bytes = self._clock(), nbytes
+
+    def forget(self, request_id: str) -> None:
+        """It is no more. vLLM says so of one that ends with its first token before that step is over."""
+        if not any(request_id in step.done for step in self._steps):
+            self._requests.pop(request_id, None)
+
+    def planned(self, output: "SchedulerOutput") -> None:
+        """A step was scheduled; `over` says when it has been computed."""
+        now_s = self._clock()
+        if len(self._steps) >= _MOST_STEPS:
+            self._steps.clear()
+        step = _Step(now_s, None)
+        self._steps.append(step)
+        if not output.scheduled_new_reqs and output.total_num_scheduled_tokens == len(output.num_scheduled_tokens):
+            return  # nothing but the next token of each
+        tokens, pairs = 0, 0.0
+        for request_id, computed in _computed(output):
+            count = output.num_scheduled_tokens[request_id]
+            tokens += count
+            pairs += count * (computed + count / 2)
+            if (request := self._requests.get(request_id)) is not None:
+                self._runs(request, now_s)
+                if computed + count >= request.num_tokens:
+                    step.done.append(request_id)
+        step.quantities = (1.0, float(tokens), pairs)
+
+    def over(self) -> list[Took]:
+        """The oldest step has been computed. Returns those that it has brought to their first token."""
+        if not self._steps:
+            return []
+        step, now_s = self._steps.popleft(), self._clock()
+        if step.quantities is not None:
+            self._computing.measured(step.quantities, now_s - max(step.planned_s, self._last_over_s))
+        self._last_over_s = now_s
+        done = [(request_id, self._requests.pop(request_id, None)) for request_id in step.done]
+        return [Took(request_id, request.load_s, now_s - request.began_s) for request_id, request in done if request is not None]
+
+    def _runs(self, request: _Request, now_s: float) -> None:
+        if request.began_s:
+            return
+        request.began_s = now_s
+        if request.load_began_s:
+            request.load_s = now_s - request.load_began_s
+            self._loading.measured((1.0, float(request.load_bytes)), request.load_s)
+
+
+def _computed(output: "SchedulerOutput") -> Iterator[tuple[str, int]]:
+    """Each scheduled request, and its tokens that are computed before the step."""
+    for new in output.scheduled_new_reqs:
+        yield new.req_id, new.num_computed_tokens
+    yield from zip(output.scheduled_cached_reqs.req_ids, output.scheduled_cached_reqs.num_computed_tokens, strict=True)

@@ -1,0 +1,97 @@
+"""What an engine's steps and loads cost is found from when they were planned and when they were over."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from kvhold.integrations.vllm.costs import Costs, Took
+
+pytest.importorskip("vllm", reason="no vLLM in this environment")
+pytestmark = pytest.mark.vllm
+
+STEP_S, TOKEN_S, PAIR_S = 0.004, 3e-4, 2e-8
+
+
+class Engine:
+    """Steps of known costs, on a clock of its own."""
+
+    def __init__(self):
+        self.now = 50.0
+        self.costs = Costs(2048, clock=lambda: self.now)
+
+    def plan(self, new=(), cached=(), total=None):
+        """new, cached: (request, computed tokens, tokens)"""
+        counts = {name: count for name, _, count in (*new, *cached)}
+        output = SimpleNamespace(
+            scheduled_new_reqs=[SimpleNamespace(req_id=name, num_computed_tokens=computed) for name, computed, _ in new],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[name for name, _, _ in cached], num_computed_tokens=[computed for _, computed, _ in cached]
+            ),
+            num_scheduled_tokens=counts,
+            total_num_scheduled_tokens=sum(counts.values()),
+        )
+        self.costs.planned(output)
+        return STEP_S + sum(TOKEN_S * count + PAIR_S * count * (computed + count / 2) for _, computed, count in (*new, *cached))
+
+    def step(self, new=(), cached=()):
+        self.now += self.plan(new, cached)
+        return self.costs.over()
+
+
+def test_nothing_is_known_before_the_first_step():
+    work = Engine().costs.work("a", 100, 10)
+    assert (work.request, work.num_tokens, work.computed_tokens, work.step_tokens, work.is_known) == ("a", 100, 10, 2048, False)
+
+
+def test_costs_are_those_of_steps_that_compute_prompts():
+    engine, rng = Engine(), np.random.default_rng(0)
+    engine.now += 100  # compiling, perhaps
+    for number in range(30):
+        others = [("other", int(rng.integers(10, 4000)), 1)]
+        engine.step([(f"r{number}", int(rng.integers(0, 6000)), int(rng.integers(1, 2048)))], others)
+        for _ in range(3):
+            engine.step(cached=[("other", 5, 1), ("another", 5, 1)])
+            engine.now += 7.0  # what is no step's
+    work = engine.costs.work("a", 8192, 4096)
+    found = work.step_s + 2048 * work.token_s + 2048 * 5000 * work.pair_s
+    assert found == pytest.approx(STEP_S + 2048 * TOKEN_S + 2048 * 5000 * PAIR_S, rel=0.02)
+
+
+def test_of_steps_under_way_beside_each_other_each_lasts_from_the_end_of_the_one_before():
+    engine = Engine()
+    for number in range(20):
+        seconds = [engine.plan([(f"{number}.{i}", 0, tokens)]) for i, tokens in enumerate((100, 500, 2000))]
+        for one in seconds:
+            engine.now += one
+            engine.costs.over()
+    work = engine.costs.work("a", 1000, 0)
+    assert work.step_s + 1000 * work.token_s + 5e5 * work.pair_s == pytest.approx(STEP_S + 1000 * TOKEN_S + 5e5 * PAIR_S, rel=0.02)
+
+
+def test_a_load_lasts_until_its_request_runs_and_the_end_is_told_once():
+    engine = Engine()
+    for number, nbytes in enumerate((1 << 20, 4 << 20, 16 << 20, 64 << 20)):
+        name = f"r{number}"
+        engine.costs.follow(name, 1000)
+        engine.costs.load_begins(name, nbytes)
+        engine.step(cached=[("other", 10, 1)])
+        engine.now += 0.01 + nbytes * 1e-9 - STEP_S - TOKEN_S - PAIR_S * 10.5
+        assert engine.step([(name, 600, 300)]) == []
+        [took] = engine.step(cached=[(name, 900, 100), ("other", 11, 1)])
+        computed_s = 2 * STEP_S + 401 * TOKEN_S + PAIR_S * (300 * 750 + 100 * 950 + 11.5)
+        assert took == Took(name, pytest.approx(0.01 + nbytes * 1e-9), pytest.approx(computed_s))
+        assert engine.step(cached=[(name, 1000, 1), ("other", 12, 1)]) == []
+    work = engine.costs.work("a", 1000, 0)
+    assert work.load_s + (8 << 20) * work.load_byte_s == pytest.approx(0.01 + (8 << 20) * 1e-9, rel=0.05)
+
+
+def test_a_request_that_is_no_more_is_not_told_of_and_nobody_waits_for_steps_that_never_end():
+    engine = Engine()
+    engine.costs.follow("a", 10)
+    engine.costs.forget("a")
+    assert engine.step([("a", 0, 10)]) == []
+    for _ in range(1000):
+        engine.plan([("b", 0, 10)])
+    assert len(engine.costs._steps) <= 64
+    assert Engine().costs.over() == []
