@@ -16,6 +16,7 @@ from kvhold.core.errors import ConfigError, KVHoldError
 _COMMANDS = {
     "serve": ("kvhold.cli.serve", "Run this host's node in the foreground."),
     "status": ("kvhold.cli.status", "Show what the node holds and counts."),
+    "explain": ("kvhold.cli.explain", "Say why a request was loaded, or computed."),
     "compress": ("kvhold.cli.compress", "Write what a tier holds anew by a codec, while all serves."),
     "decompress": ("kvhold.cli.decompress", "Write what a tier holds anew without a codec."),
     "stop": ("kvhold.cli.stop", "End this host's node."),

@@ -1,0 +1,77 @@
+"""`kvhold explain`: why a request was loaded, computed, or loaded in part, and what came of it."""
+
+import json
+import sys
+import time
+
+import click
+from msgspec import to_builtins
+
+from kvhold.core.config import load_config
+from kvhold.core.planning import MOST_NAME, Decision
+from kvhold.node import NodeClient
+from kvhold.node.paths import socket_path
+
+_NAMES = {"compute": "compute all", "memory": "load what memory has", "all": "load all that was found"}
+
+
+@click.command()
+@click.argument("request_id", metavar="[REQUEST]", default="")
+@click.option("--socket", help="Path of the node's Unix socket. [default: this user's]")
+@click.option("--json", "as_json", is_flag=True, help="A JSON array of decisions, the last one first.")
+def command(request_id: str, socket: str | None, as_json: bool) -> None:
+    """Say what the node decided for a request of an engine, why, and what came of it; without REQUEST, list the latest.
+
+    REQUEST is its id, or a part of it that no other has. The node remembers some hundred. Exits with 1 when it knows of none.
+    """
+    config = load_config({"node": {"socket": socket}} if socket else {})
+    with NodeClient(socket_path(config.node.socket), config.client, name="kvhold explain") as client:
+        decisions = client.explain(request_id[:MOST_NAME])
+    if as_json:
+        click.echo(json.dumps(to_builtins(decisions, str_keys=True), indent=2))
+    elif request_id and len({decision.request for decision in decisions}) == 1:
+        click.echo(_describe(decisions[0]))
+    elif decisions:
+        click.echo("\n".join(map(_line, decisions)))
+    if not decisions:
+        what = f"of a request {request_id!r}" if request_id else "of any request yet; engines with rules.plan off decide nothing"
+        click.echo(f"kvhold: the node remembers no decision {what}", err=True)
+        sys.exit(1)
+
+
+def _line(decision: Decision) -> str:
+    return f"{_time(decision)}  {decision.request}  {_hit(decision)} of {decision.num_tokens} tokens: {decision.why}"
+
+
+def _describe(decision: Decision) -> str:
+    found = ", ".join(f"{tokens} in {place}" for place, tokens in decision.found.items()) or "none"
+    lines = [
+        f"request   {decision.request}, at {_time(decision)}",
+        f"tokens    {decision.num_tokens} in all, {decision.computed_tokens} in the engine already, found: {found}",
+        f"decision  {decision.why}",
+        "",
+        f"{'':25}{'tokens':>8}{'wait s':>10}{'load s':>10}{'compute s':>11}{'in all s':>10}",
+    ]
+    for name, label in _NAMES.items():
+        one = decision.alternatives[name]
+        lines.append(f"{label:25}{one.num_tokens:8}{one.wait_s:10.4f}{one.load_s:10.4f}{one.compute_s:11.4f}{one.total_s:10.4f}")
+    chosen = decision.alternatives["chosen"]
+    for label, tokens, wait_s, load_s, compute_s in (
+        ("chosen", chosen.num_tokens, chosen.wait_s, chosen.load_s, chosen.compute_s),
+        ("what came of it", _hit(decision), decision.waited_s, decision.load_s, decision.compute_s),
+    ):
+        in_all = f"{wait_s + max(load_s, 0) + compute_s:10.4f}" if compute_s >= 0 else f"{'-':>10}"
+        lines.append(f"{label:25}{tokens:>8}{wait_s:10.4f}{_seconds(load_s):>10}{_seconds(compute_s):>11}{in_all}")
+    return "\n".join(lines)
+
+
+def _hit(decision: Decision) -> str:
+    return str(decision.hit_tokens) if decision.hit_tokens >= 0 else "(waits)"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.4f}" if seconds >= 0 else "-"
+
+
+def _time(decision: Decision) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(decision.at_s))
