@@ -280,6 +280,13 @@ class TestTokens:
         array = np.frombuffer(np.arange(9, dtype=np.int32).tobytes(), dtype=np.int32)
         assert SPACE.prompt(array).chain == SPACE.prompt(range(9)).chain
 
+    def test_an_array_that_its_owner_writes_to_after_it_was_hashed_changes_no_name(self) -> None:
+        array = np.arange(9, dtype=np.int32)
+        prompt, same = SPACE.prompt(array), SPACE.prompt([*range(9)])
+        assert prompt.chain == same.chain
+        array[:] = 0
+        assert prompt.tails == same.tails
+
     def test_an_int32_array_is_not_copied(self) -> None:
         array = np.arange(9, dtype=np.int32)
         assert as_tokens(array) is array or as_tokens(array).base is array

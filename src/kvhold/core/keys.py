@@ -160,7 +160,9 @@ def as_tokens(tokens: npt.ArrayLike) -> npt.NDArray[np.int32]:
             # Unsigned: three times as fast as signed, four times as fast as numpy, which looks at a list twice.
             unsigned = np.frombuffer(array("I", tokens), np.uintc)
             if unsigned.max() <= np.iinfo(np.int32).max:
-                return unsigned.view(np.intc).astype("<i4", copy=False)
+                found = unsigned.view(np.intc).astype("<i4", copy=False)
+                found.flags.writeable = False  # so that it is hashed where it lies
+                return found
     found = np.asarray(tokens)
     if found.size == 0:
         return np.empty(0, dtype="<i4")
@@ -351,7 +353,8 @@ class Prompt(_Text):
 
     @cached_property
     def _raw(self) -> memoryview:
-        return memoryview(self.tokens.tobytes())
+        """The tokens' bytes as they are now: a copy, where somebody may write to them."""
+        return memoryview(self.tokens.tobytes()) if self.tokens.flags.writeable else self.tokens.view(np.uint8).data
 
     @cached_property
     def _edges(self) -> tuple[list[int], list[int]]:
