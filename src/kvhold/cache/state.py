@@ -500,7 +500,8 @@ class CacheState:
         if what in REASONS:
             self._gone.add(entry.key, what)
         if what == CLEARED:
-            count_entries(self.metrics, "cleared", [entry])
+            self.metrics.add("kvhold_cleared_chunks")
+            self.metrics.add("kvhold_cleared_bytes", entry.nbytes)
 
     def _drop_ticket(self, ticket: int) -> None:
         held = self._tickets.pop(ticket)
