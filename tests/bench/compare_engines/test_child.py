@@ -19,7 +19,7 @@ from kvhold.cli.bench.compare_engines import command as command_module
 from kvhold.cli.bench.compare_engines import lmcache_env
 from kvhold.cli.bench.compare_engines.child import POOL_NAME, Engine, Layers, Options, checksum, fill, own_bytes
 from kvhold.cli.bench.compare_engines.lmcache_env import NoLMCache, lmcache_python
-from kvhold.cli.bench.compare_engines.systems import KVHOLD, SERVER, Peer, PeerFailed, launch, start
+from kvhold.cli.bench.compare_engines.systems import KVHOLD, KVHOLD_CACHED, OURS, SERVER, Peer, PeerFailed, launch, start
 
 MADE_UP = "a_driver_that_is_made_up"
 TINY = ["--tokens", "512", "--layers", "2", "--heads", "2", "--head-dim", "16", "--rounds", "1", "--lookup-tokens", "1024"]
@@ -160,14 +160,18 @@ def test_sizes_that_do_not_fit_chunks_are_refused_by_name(arguments: list[str]) 
 @pytest.mark.server
 def test_kvhold_alone_stores_and_retrieves_the_same_bytes_from_memory_and_disk(tmp_path: Path) -> None:
     rows = tmp_path / "rows.json"
-    arguments = [*TINY, "--system", KVHOLD, "--tier", "ram", "--tier", "disk", "--threads", "1", "--json", str(rows)]
+    systems = ["--system", KVHOLD, "--system", KVHOLD_CACHED]
+    arguments = [*TINY, *systems, "--tier", "ram", "--tier", "cached-disk", "--threads", "1", "--json", str(rows)]
     done = CliRunner().invoke(cli, ["bench", "compare-engines", *arguments], catch_exceptions=False)
     assert done.exit_code == 0, done.output
-    found = {(row["operation"], row["tier"]): row for row in json.loads(rows.read_text())}
-    moved = {("store", "ram"), ("retrieve", "ram"), ("store", "disk"), ("store, written", "disk"), ("retrieve", "disk")}
+    every = json.loads(rows.read_text())
+    found = {(row["operation"], row["tier"]): row for row in every if row["system"] == KVHOLD}
+    on_disk = {("store", "cached-disk"), ("store, written", "cached-disk"), ("retrieve", "cached-disk")}
+    moved = {("store", "ram"), ("retrieve", "ram"), *on_disk}
     assert found.keys() == moved | {("lookup", "ram"), ("start-up", "-"), ("memory", "-"), ("import", "-"), ("import, client", "-")}
-    assert all(row["system"] == KVHOLD and row["error"] == "" for row in found.values())
-    assert [found["retrieve", tier]["equal"] for tier in ("ram", "disk")] == [True, True]
+    assert {(row["operation"], row["tier"]) for row in every if row["system"] == KVHOLD_CACHED} == on_disk
+    assert all(row["error"] == "" for row in every)
+    assert [row["equal"] for row in every if row["operation"] == "retrieve" and row["system"] in OURS] == [True] * 3
     assert found["lookup", "ram"]["equal"] is True
     assert found["memory", "-"]["median_bytes"] > 0
     assert all(found[key]["mb_s"] > 0 for key in moved)

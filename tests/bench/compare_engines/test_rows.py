@@ -16,7 +16,7 @@ from kvhold.cli.bench.compare_engines.rows import (
     make_rows,
     render,
 )
-from kvhold.cli.bench.compare_engines.systems import DRIVEN, IN_PROCESS, KVHOLD, OWN_CONNECTOR, SERVER
+from kvhold.cli.bench.compare_engines.systems import DRIVEN, IN_PROCESS, KVHOLD, KVHOLD_CACHED, OWN_CONNECTOR, SERVER
 
 
 def row_of(rows: list[CompareRow], system: str, operation: str = RETRIEVE) -> CompareRow:
@@ -97,4 +97,23 @@ def test_goals_are_about_the_fastest_of_lmcache_that_they_name() -> None:
         "store, written (disk): over that of LMCache, its best mode": (0.6, 0.6, "yes"),
         "lookup (ram): over that of LMCache, its best mode": (0.3, 0.2, "NO"),
         "import: over that of LMCache, the best of its servers": (0.1, 0.5, "yes"),
+    }
+
+
+def test_goals_are_about_our_best_mode_and_say_what_the_limit_itself_would_reach() -> None:
+    measured = Measured()
+    for _ in range(3):
+        values = {KVHOLD: 0.9, KVHOLD_CACHED: 0.5, SERVER: 1.0, "limit: O_DIRECT": 0.8, "limit: page cache": 0.4}
+        measured.add(RETRIEVE, "cached-disk", values)
+    rows = make_rows(measured)
+    assert {goal.what: round(goal.ratio.median, 3) for goal in goals(rows)} == {
+        "retrieve (cached-disk): over that of LMCache, its best mode": 0.5,
+        "retrieve (cached-disk): over that of LMCache, its best mode, the limit itself": 0.4,
+    }
+    assert {row.system: row.best_peer for row in rows} == {
+        KVHOLD: SERVER,
+        KVHOLD_CACHED: SERVER,
+        SERVER: KVHOLD_CACHED,
+        "limit: O_DIRECT": KVHOLD_CACHED,
+        "limit: page cache": KVHOLD_CACHED,
     }

@@ -8,7 +8,7 @@ import pytest
 
 from kvhold.cli.bench.compare_engines.rows import LOOKUP, MEMORY, RETRIEVE, START, STORE, WRITTEN, Measured, make_rows
 from kvhold.cli.bench.compare_engines.run import Work, measure
-from kvhold.cli.bench.compare_engines.systems import IN_PROCESS, KVHOLD, SERVER, Peer, PeerFailed
+from kvhold.cli.bench.compare_engines.systems import IN_PROCESS, KVHOLD, KVHOLD_CACHED, LIMITS, SERVER, Peer, PeerFailed
 from kvhold.cli.demo.process import EngineFailed
 
 WORK = Work(num_tokens=512, lookup_tokens=1024, layers=1, heads=1, head_dim=8, rounds=2)
@@ -19,6 +19,7 @@ class Child:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.options: dict[str, object] = {}
         self.closed = False
         self.answers: dict[str, Callable[[], dict[str, object]]] = {}
         self._stored: dict[tuple[int, ...], str] = {}
@@ -27,6 +28,8 @@ class Child:
         assert not self.closed, f"{doing}: was ended before"
         operation = json.loads(line)
         self.asked.append(operation["op"])
+        if operation["op"] == "start":
+            self.options = operation
         tokens = tuple(operation.get("tokens", ()))
         if operation["op"] == "store":
             self._stored[tokens] = f"of {operation['seed']}"
@@ -58,6 +61,19 @@ def run(machine: Machine, folder: Path, tiers: tuple[str, ...] = ("ram", "disk")
     assert all(child.closed for children in machine.children.values() for child in children)
     assert list(folder.iterdir()) == []
     return measured
+
+
+def test_a_disk_is_measured_in_both_modes_of_ours_beside_its_limits_with_and_without_the_page_cache(tmp_path: Path) -> None:
+    machine = Machine()
+    tiers = ("ram", "disk", "cached-disk")
+    measured = measure(WORK, (KVHOLD, KVHOLD_CACHED, SERVER), tiers, machine.launch, folder=tmp_path, say=lambda _: None)
+    for tier, names in (("ram", {KVHOLD, SERVER}), *((disk, {KVHOLD, KVHOLD_CACHED, SERVER}) for disk in tiers[1:])):
+        for operation in (RETRIEVE, WRITTEN) if tier != "ram" else (RETRIEVE,):
+            for cell in measured.cells[operation, tier]:
+                assert cell.seconds.keys() - LIMITS.keys() == names
+                assert ("limit: page cache" in cell.seconds) == (tier != "ram")
+    assert [child.options["page_cache"] for child in machine.children[KVHOLD_CACHED]] == [False, True]
+    assert {child.options["tier"] for child in machine.children[KVHOLD_CACHED]} == {"disk"}
 
 
 def silent() -> dict[str, object]:

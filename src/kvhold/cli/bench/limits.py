@@ -39,6 +39,10 @@ class RawFiles:
         """The files of the last write."""
         list(self._threads.map(lambda at: self._read_one(at, into[at]), range(len(self._values))))
 
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown()
+
     def _path(self, at: int) -> Path:
         return self._folder / f"{self._round}-{at}"
 

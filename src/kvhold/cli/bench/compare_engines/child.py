@@ -76,6 +76,11 @@ class Options:
         """KV of the longest prompt, two bytes an element."""
         return self.num_tokens * self.layers * 2 * self.heads * self.head_dim * 2
 
+    @property
+    def chunk_bytes(self) -> int:
+        """KV of a chunk."""
+        return self.prompt_bytes // self.num_tokens * self.tokens_per_chunk
+
 
 class Driver(Protocol):
     """One cache, as an engine with blocks in host memory would call it. Made by the driver's `start(options, layers)`."""

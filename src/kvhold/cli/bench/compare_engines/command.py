@@ -13,7 +13,7 @@ import click
 from kvhold.cli.bench.compare_engines.lmcache_env import LMCACHE, NoLMCache, environment_folder, lmcache_python
 from kvhold.cli.bench.compare_engines.rows import NO_TIER, Measured, goals, make_rows, render
 from kvhold.cli.bench.compare_engines.run import TIERS, Work, measure, measure_imports
-from kvhold.cli.bench.compare_engines.systems import KVHOLD, SERVER, SYSTEMS, cores, launch
+from kvhold.cli.bench.compare_engines.systems import KVHOLD, OURS, SERVER, SYSTEMS, cores, launch
 from kvhold.cli.bench.ratios import render_goals
 
 _DEFAULT = Work()
@@ -35,7 +35,6 @@ _DEFAULT = Work()
 @click.option(
     "--folder", type=click.Path(exists=True, file_okay=False, path_type=Path), help="On which disk. [default: of temporary files]"
 )
-@click.option("--page-cache", is_flag=True, help="Leave files of the disk tier in the kernel's page cache.")
 @click.option(
     "--lmcache-env", type=click.Path(file_okay=False, path_type=Path), help="LMCache's environment. [default: in your cache folder]"
 )
@@ -52,7 +51,6 @@ def command(
     block_tokens: int,
     threads: int | None,
     folder: Path | None,
-    page_cache: bool,
     lmcache_env: Path | None,
     json_file: Path | None,
 ) -> None:
@@ -69,26 +67,26 @@ def command(
         heads=heads,
         head_dim=head_dim,
         rounds=rounds,
-        page_cache=page_cache,
+        threads=threads or cores(),
     )
     for name, value in (("--tokens", tokens), ("--lookup-tokens", lookup_tokens)):
         if value % work.tokens_per_chunk:
             raise click.BadParameter(f"{value} is no multiple of a chunk, {work.tokens_per_chunk} tokens", param_hint=name)
     if work.tokens_per_chunk % block_tokens:
         raise click.BadParameter(f"{block_tokens} does not divide a chunk, {work.tokens_per_chunk} tokens", param_hint="--block-tokens")
-    systems, tiers, threads = only or SYSTEMS, tiers or TIERS, threads or cores()
+    systems, tiers = only or SYSTEMS, tiers or TIERS
     prompt_bytes = work.options("ram").prompt_bytes
-    shape = f"{tokens:,} tokens, {prompt_bytes / 1e6:.0f} MB of KV, chunks of {work.tokens_per_chunk}, {threads} threads"
+    shape = f"{tokens:,} tokens, {prompt_bytes / 1e6:.0f} MB of KV, chunks of {work.tokens_per_chunk}, {work.threads} threads"
     click.echo(f"{platform.machine()}, Python {platform.python_version()}, load {os.getloadavg()[0]:.1f}; {shape}")
     python, without = None, ""
-    if set(systems) - {KVHOLD}:
+    if set(systems) - set(OURS):
         click.echo(f"LMCache {LMCACHE} in {lmcache_env or environment_folder()} ...")
         try:
             python = lmcache_python(lmcache_env or environment_folder())
         except NoLMCache as error:
             without = str(error)
-    able = [name for name in SYSTEMS if name in systems and (name == KVHOLD or python is not None)]
-    starting = partial(launch, python=python, threads=threads)
+    able = [name for name in SYSTEMS if name in systems and (name in OURS or python is not None)]
+    starting = partial(launch, python=python, threads=work.threads)
     measured = measure(work, able, tiers, starting, folder=folder, say=click.echo) if able else Measured()
     measure_imports(measured, work, [name for name in (KVHOLD, SERVER) if name in able], python)
     measured.errors |= {(NO_TIER, name): without for name in systems if name not in able}
@@ -96,6 +94,6 @@ def command(
     click.echo(f"\n{render(rows)}\n\n{render_goals(goals(rows), noise=False)}")
     if json_file is not None:
         json_file.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
-    if any(row.equal is False or (row.system == KVHOLD and row.error) for row in rows):
+    if any(row.equal is False or (row.system in OURS and row.error) for row in rows):
         click.echo("kvhold bench compare-engines: FAILED", err=True)
         sys.exit(1)

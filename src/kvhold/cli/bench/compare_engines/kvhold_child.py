@@ -42,7 +42,7 @@ class KVHold:
         group = Group(layers=options.layers, planes=2, heads=options.heads, head_dim=options.head_dim, dtype="bfloat16")
         tiers = {
             "ram": [],
-            "disk": [f"disk://{folder}/kv?max_bytes=64GiB"],
+            "disk": [f"disk://{folder}/kv?max_bytes=64GiB&direct={'never' if options.mode == 'node, page cache' else 'auto'}"],
             "redis": [f"redis://127.0.0.1:{options.redis_port}/0"],
         }[options.tier]
         ram_bytes = int(1.2 * options.prompt_bytes) + _SPARE_BYTES if tiers else options.cache_bytes

@@ -8,14 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from kvhold.cli.bench.compare_engines.systems import KVHOLD, SERVERS, SYSTEMS
+from kvhold.cli.bench.compare_engines.systems import LIMITS, OURS, SERVERS, SYSTEMS
 from kvhold.cli.bench.ratios import Cell, Goal, Ratio, ratio, shared
 
 STORE, WRITTEN, RETRIEVE, LOOKUP = "store", "store, written", "retrieve", "lookup"
 IMPORT, IMPORT_CLIENT, START, MEMORY = "import", "import, client", "start-up", "memory"
 NO_TIER = "-"
-LOWER_TIERS = ("disk", "redis")
+DISK, CACHED_DISK, REDIS = "disk", "cached-disk", "redis"  # the second: the kernel may still have its files in memory
+DISKS = (DISK, CACHED_DISK)
+LOWER_TIERS = (*DISKS, REDIS)
 
+_THEIRS = tuple(name for name in SYSTEMS if name not in OURS)
 _OF_SERVER, _OF_BEST = "the best of its servers", "its best mode"
 _AT_MOST = {  # of LMCache's: (operation, tier) -> what of LMCache's, how much
     **{(operation, "ram"): (_OF_SERVER, 0.5) for operation in (STORE, RETRIEVE)},
@@ -56,8 +59,8 @@ class CompareRow:
     """One operation of one system in one tier; None: not measured, or not what the operation is about.
 
     median_s: seconds; median_bytes: of memory; mb_s: of KV
-    ratio_to_best_peer: over the best other system, in the same rounds; below 1 it is faster, or smaller
-    ratios: over each other system
+    ratio_to_best_peer: over the best of the others' systems, in the same rounds; below 1 it is faster, or smaller
+    ratios: over each other system, and over each limit
     error: the system's own words, where it could not do it
     """
 
@@ -78,11 +81,11 @@ def make_rows(measured: Measured) -> list[CompareRow]:
     """A row for each operation, tier and system, and one for each system that failed in a tier."""
     rows = []
     for (operation, tier), cells in measured.cells.items():
-        values = {name: [cell.seconds[name] for cell in cells if name in cell.seconds] for name in SYSTEMS}
+        values = {name: [cell.seconds[name] for cell in cells if name in cell.seconds] for name in (*SYSTEMS, *LIMITS)}
         medians = {name: median(found) for name, found in values.items() if found}
         for name, middle in medians.items():
             ratios = {other: ratio(cells, name, other) for other in medians if other != name and shared(cells, name, other)}
-            best = min(ratios, key=medians.__getitem__, default="")
+            best = min((other for other in ratios if _are_peers(name, other)), key=medians.__getitem__, default="")
             nbytes = measured.nbytes[operation, tier]
             rows.append(
                 CompareRow(
@@ -105,22 +108,24 @@ def make_rows(measured: Measured) -> list[CompareRow]:
 
 
 def goals(rows: Sequence[CompareRow]) -> list[Goal]:
-    """What kvhold's rows are judged by, where LMCache has a row to compare with."""
+    """What kvhold is judged by, in its best mode, where LMCache has a row to compare with; and the same of what no cache can beat."""
     found = []
-    for row in rows:
-        of, most = _AT_MOST.get((row.operation, row.tier), ("", 0.0))
-        peers = [name for name in row.ratios if name != KVHOLD and (name in SERVERS or of == _OF_BEST)]
-        if row.system == KVHOLD and of and peers:
-            best = max(peers, key=lambda name: row.ratios[name].median)
-            where = "" if row.tier == NO_TIER else f" ({row.tier})"
-            found.append(Goal(f"{row.operation}{where}: over that of LMCache, {of}", row.ratios[best], most))
+    for (operation, tier), (of, most) in _AT_MOST.items():
+        there = [row for row in rows if (row.operation, row.tier) == (operation, tier) and row.ratios]
+        for names, told in ((OURS, ""), (tuple(LIMITS), ", the limit itself")):
+            best = min((row for row in there if row.system in names), key=_value, default=None)
+            peers = [name for name in best.ratios if name in SERVERS or (of == _OF_BEST and name in _THEIRS)] if best else []
+            if best and peers:
+                peer = max(peers, key=lambda name: best.ratios[name].median)
+                where = "" if tier == NO_TIER else f" ({tier})"
+                found.append(Goal(f"{operation}{where}: over that of LMCache, {of}{told}", best.ratios[peer], most))
     return found
 
 
 def render(rows: Sequence[CompareRow]) -> str:
     """The rows as text, a block for each operation and tier; errors below, whole."""
     width = max(map(len, SYSTEMS))
-    lines = [f"{'operation':<15} {'tier':<5} {'system':<{width}}  {'median':>10} {'MB/s':>6}  bytes   to the best other, 95 % interval"]
+    lines = [f"{'operation':<15} {'tier':<11} {'system':<{width}}  {'median':>10} {'MB/s':>6}  bytes   to the best other, 95 % interval"]
     before = None
     for row in rows:
         if (row.operation, row.tier) != before:
@@ -138,6 +143,15 @@ def render(rows: Sequence[CompareRow]) -> str:
             compared = f"{best.median:.3f} ({best.low:.3f}-{best.high:.3f}) of {row.best_peer}"
         if row.error:
             compared = f"FAILED: {row.error.splitlines()[0]}"
-        lines.append(f"{row.operation:<15} {row.tier:<5} {row.system:<{width}}  {value:>10} {rate:>6}  {equal:<6}  {compared}".rstrip())
+        lines.append(f"{row.operation:<15} {row.tier:<11} {row.system:<{width}}  {value:>10} {rate:>6}  {equal:<6}  {compared}".rstrip())
     told = dict.fromkeys((row.system, row.error) for row in rows if "\n" in row.error)
     return "\n".join([*lines, *(f"\n{system}: {error}" for system, error in told)])
+
+
+def _value(row: CompareRow) -> float:
+    return row.median_s or row.median_bytes or 0.0
+
+
+def _are_peers(name: str, other: str) -> bool:
+    """Whether they are worth a comparison: not two ways of ours, and no limit."""
+    return not (other in LIMITS or (name in OURS and other in OURS))

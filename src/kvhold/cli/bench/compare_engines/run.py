@@ -9,32 +9,37 @@ import random
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvhold.cli.bench.compare_engines.child import Options
+from kvhold.cli.bench.compare_engines.disk_limit import DiskLimits, Moved
 from kvhold.cli.bench.compare_engines.rows import (
+    CACHED_DISK,
+    DISK,
+    DISKS,
     IMPORT,
     IMPORT_CLIENT,
     LOOKUP,
     LOWER_TIERS,
     MEMORY,
     NO_TIER,
+    REDIS,
     RETRIEVE,
     START,
     STORE,
     WRITTEN,
     Measured,
 )
-from kvhold.cli.bench.compare_engines.systems import KVHOLD, MODES, Peer, PeerFailed, import_command, new_folder, start
+from kvhold.cli.bench.compare_engines.systems import KVHOLD, KVHOLD_CACHED, MODES, Peer, PeerFailed, import_command, new_folder, start
 from kvhold.testing.servers.base import NotInstalled
 from kvhold.testing.servers.redis import RedisServer
 
 TIERS = ("ram", *LOWER_TIERS)
 _CACHED_PROMPTS = 3  # that memory has room for
-_SHAPE = ("num_tokens", "tokens_per_chunk", "tokens_per_block", "layers", "heads", "head_dim", "page_cache")
+_SHAPE = ("num_tokens", "tokens_per_chunk", "tokens_per_block", "layers", "heads", "head_dim")
 _VOCABULARY = 128_000
 _ALONE_ROUNDS = 3  # of imports, start-up and memory, at most
 
@@ -43,7 +48,7 @@ Launch = Callable[[str], Peer]
 
 @dataclass(frozen=True)
 class Work:
-    """What everybody does. Two bytes an element; page_cache: see `Options`."""
+    """What everybody does. Two bytes an element; threads: that copy."""
 
     num_tokens: int = 4096
     lookup_tokens: int = 128_000
@@ -53,12 +58,13 @@ class Work:
     heads: int = 8
     head_dim: int = 128
     rounds: int = 5
-    page_cache: bool = False
+    threads: int = 2
 
     def options(self, tier: str) -> Options:
         """Of a system in that tier, but for its mode and its places."""
         shape = {name: getattr(self, name) for name in _SHAPE}
-        options = Options(mode="", tier=tier, cache_bytes=0, folder="", **shape)
+        kind, page_cache = (DISK, tier == CACHED_DISK) if tier in DISKS else (tier, False)
+        options = Options(mode="", tier=kind, cache_bytes=0, folder="", page_cache=page_cache, **shape)
         return replace(options, cache_bytes=_CACHED_PROMPTS * options.prompt_bytes)
 
 
@@ -72,15 +78,18 @@ def measure(
         began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="kvhold-compare-", dir=folder) as own, ExitStack() as stack:
             try:
-                redis = stack.enter_context(RedisServer()) if tier == "redis" else None
+                redis = stack.enter_context(RedisServer()) if tier == REDIS else None
             except NotInstalled as error:
                 measured.errors |= {(tier, name): str(error) for name in systems}
                 continue
             options = replace(work.options(tier), redis_port=redis.port if redis else 0)
-            peers = stack.enter_context(_started(systems, options, launch, Path(own), measured))
+            there = [name for name in systems if tier in DISKS or name != KVHOLD_CACHED]
+            limits = DiskLimits(options.prompt_bytes, options.chunk_bytes, Path(own), threads=work.threads) if tier in DISKS else None
+            peers = stack.enter_context(_started(there, options, launch, Path(own), measured, tier=tier))
             for number in range(1 + work.rounds):
                 tokens = _tokens(number, work.num_tokens)
-                _round(peers, tier, tokens, number, measured, chance, count=number > 0, nbytes=options.prompt_bytes)
+                moved = limits.measure(page_cache=options.page_cache) if limits else {}
+                _round(peers, tier, tokens, number, measured, chance, moved, count=number > 0, nbytes=options.prompt_bytes)
                 if redis:
                     redis.call("FLUSHALL")
         say(f"{tier}: {time.monotonic() - began:.0f} s")
@@ -113,9 +122,18 @@ def measure_imports(measured: Measured, work: Work, systems: Sequence[str], pyth
 
 
 def _round(
-    peers: dict[str, Peer], tier: str, tokens: list[int], seed: int, measured: Measured, chance: random.Random, *, count: bool, nbytes: int
+    peers: dict[str, Peer],
+    tier: str,
+    tokens: list[int],
+    seed: int,
+    measured: Measured,
+    chance: random.Random,
+    moved: Mapping[str, Moved],
+    *,
+    count: bool,
+    nbytes: int,
 ) -> None:
-    """Store, forget where a lower tier is to answer, retrieve. `peers` loses who fails."""
+    """Store, forget where a lower tier is to answer, retrieve. `peers` loses who fails. moved: what the limits took in this round."""
     stored: dict[str, float] = {}
     written: dict[str, float] = {}
     retrieved: dict[str, float] = {}
@@ -142,6 +160,8 @@ def _round(
     for name, found in checksums.items():
         measured.compare(RETRIEVE, tier, name, name not in wrong and found == reference)
     if count:
+        written |= {name: limit.write_s for name, limit in moved.items()}
+        retrieved |= {name: limit.read_s for name, limit in moved.items()}
         measured.add(STORE, tier, stored, nbytes)
         if tier in LOWER_TIERS:
             measured.add(WRITTEN, tier, written, nbytes)
@@ -152,8 +172,8 @@ def _lookups(work: Work, systems: Sequence[str], launch: Launch, folder: Path, m
     """A long prompt whose KV is all there, and next to nothing."""
     long = replace(work, num_tokens=work.lookup_tokens, layers=1, heads=1, head_dim=8)
     tokens = _tokens(0, work.lookup_tokens)
-    there = [name for name in systems if ("ram", name) not in measured.errors]
-    with _started(there, long.options("ram"), launch, folder, measured) as peers:
+    there = [name for name in systems if name != KVHOLD_CACHED and ("ram", name) not in measured.errors]
+    with _started(there, long.options("ram"), launch, folder, measured, tier="ram") as peers:
         for name in list(peers):
             try:
                 peers[name].do("store", tokens=tokens, seed=0)
@@ -180,7 +200,7 @@ def _alone(work: Work, systems: Sequence[str], launch: Launch, folder: Path, mea
         started_s: dict[str, float] = {}
         memory: dict[str, float] = {}
         for name in systems:
-            if ("ram", name) in measured.errors or (NO_TIER, name) in measured.errors:
+            if name == KVHOLD_CACHED or ("ram", name) in measured.errors or (NO_TIER, name) in measured.errors:
                 continue
             peer = launch(name)
             try:
@@ -200,7 +220,9 @@ def _alone(work: Work, systems: Sequence[str], launch: Launch, folder: Path, mea
 
 
 @contextmanager
-def _started(systems: Sequence[str], options: Options, launch: Launch, folder: Path, measured: Measured) -> Iterator[dict[str, Peer]]:
+def _started(
+    systems: Sequence[str], options: Options, launch: Launch, folder: Path, measured: Measured, *, tier: str
+) -> Iterator[dict[str, Peer]]:
     """Systems that started, by name; those that did not are among the errors. At the end all are stopped, at the latest then killed."""
     peers: dict[str, Peer] = {}
     try:
@@ -209,13 +231,13 @@ def _started(systems: Sequence[str], options: Options, launch: Launch, folder: P
             try:
                 start(peers[name], replace(options, mode=MODES[name], folder=new_folder(folder)))
             except PeerFailed as error:
-                _drop(peers, name, options.tier, str(error), measured)
+                _drop(peers, name, tier, str(error), measured)
         yield peers
         for name in list(peers):
             try:
                 peers[name].do("stop")
             except PeerFailed as error:
-                measured.errors[options.tier, name] = str(error)
+                measured.errors[tier, name] = str(error)
     finally:
         for peer in peers.values():
             peer.close()

@@ -3,6 +3,7 @@
 | system | what it is |
 |---|---|
 | kvhold | a node and its client |
+| kvhold, page cache | the same with files that go through the kernel's page cache (`direct=never`); of disks alone |
 | lmcache in-process | LMCache's engine in the process of the caller, with host copies of its own behind a connector of ours |
 | lmcache in-process, its connector | the same with the connector that LMCache chooses: there is none for a CPU, and its row says so |
 | lmcache server | its multi-process server as it works on a CPU by default |
@@ -24,13 +25,23 @@ from kvhold.cli.demo.process import EngineFailed, LoggedProcess
 from kvhold.core.errors import KVHoldError
 
 KVHOLD = "kvhold"
+KVHOLD_CACHED = "kvhold, page cache"
 IN_PROCESS = "lmcache in-process"
 OWN_CONNECTOR = "lmcache in-process, its connector"
 SERVER = "lmcache server"
 DRIVEN = "lmcache server, lmcache-driven"
-MODES = {KVHOLD: "node", IN_PROCESS: "in-process", OWN_CONNECTOR: "own connector", SERVER: "engine-driven", DRIVEN: "lmcache-driven"}
+MODES = {
+    KVHOLD: "node",
+    KVHOLD_CACHED: "node, page cache",
+    IN_PROCESS: "in-process",
+    OWN_CONNECTOR: "own connector",
+    SERVER: "engine-driven",
+    DRIVEN: "lmcache-driven",
+}
 SYSTEMS = tuple(MODES)
+OURS = (KVHOLD, KVHOLD_CACHED)
 SERVERS = (SERVER, DRIVEN)
+LIMITS = {"limit: O_DIRECT": True, "limit: page cache": False}  # no system, but what none can beat; whether past the page cache
 
 _ANSWER_S = 90.0  # of one operation; some of LMCache's never come
 _HERE = Path(__file__).parent
@@ -78,7 +89,7 @@ class Peer:
 
 def launch(name: str, *, python: Path | None, threads: int) -> Peer:
     """A process for a system, which has started nothing yet. python: LMCache's; threads: that copy."""
-    if name == KVHOLD:
+    if name in OURS:
         command = [sys.executable, "-P", "-m", f"{__package__}.child", f"{__package__}.kvhold_child"]
     else:
         assert python is not None
@@ -108,7 +119,7 @@ def import_command(name: str, *, client: bool, python: Path | None) -> list[str]
     """What imports a system in a fresh interpreter: the package, or what an engine's process needs of it to be a client."""
     ours = "kvhold.node, kvhold.memory.copy, kvhold.memory.views" if client else "kvhold"
     theirs = "lmcache.v1.multiprocess.transfer_context, lmcache.v1.multiprocess.transport.factory" if client else "lmcache"
-    executable, modules = (sys.executable, ours) if name == KVHOLD else (str(python), theirs)
+    executable, modules = (sys.executable, ours) if name in OURS else (str(python), theirs)
     return [executable, "-c", f"import {modules}"]
 
 
