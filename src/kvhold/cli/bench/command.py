@@ -13,6 +13,7 @@ import click
 
 from kvhold.cli.bench.compare_engines.command import command as compare_engines
 from kvhold.cli.bench.load.command import command as load
+from kvhold.cli.bench.planner.command import command as planner
 from kvhold.cli.bench.quality.command import command as quality
 from kvhold.cli.bench.rows import Row, needing, table
 from kvhold.cli.bench.soak.command import command as soak
@@ -184,6 +185,7 @@ def link(only: tuple[str, ...], model_size: str, tokens: int, prompts: int, gbit
 
 command.add_command(compare_engines, "compare-engines")
 command.add_command(load, "load")
+command.add_command(planner, "planner")
 command.add_command(quality, "quality")
 command.add_command(soak, "soak")
 command.add_command(vllm, "vllm")

@@ -40,9 +40,10 @@ class _Bucket:
 class Throttle:
     """The proxy, from `with` to its end."""
 
-    def __init__(self, target: tuple[str, int], *, bytes_per_s: float) -> None:
+    def __init__(self, target: tuple[str, int], *, bytes_per_s: float, up_bytes_per_s: float | None = None) -> None:
+        """up_bytes_per_s: towards the target; None: the same"""
         self._target = target
-        self._up, self._down = _Bucket(bytes_per_s), _Bucket(bytes_per_s)
+        self._up, self._down = _Bucket(bytes_per_s if up_bytes_per_s is None else up_bytes_per_s), _Bucket(bytes_per_s)
         self._ended = threading.Event()
         self._sockets: list[socket.socket] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
