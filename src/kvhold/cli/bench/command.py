@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from kvhold.cli.bench.compare.command import command as compare
 from kvhold.cli.bench.compare_engines.command import command as compare_engines
 from kvhold.cli.bench.load.command import command as load
 from kvhold.cli.bench.planner.command import command as planner
@@ -183,6 +184,7 @@ def link(only: tuple[str, ...], model_size: str, tokens: int, prompts: int, gbit
             _write(json_file, measured)
 
 
+command.add_command(compare, "compare")
 command.add_command(compare_engines, "compare-engines")
 command.add_command(load, "load")
 command.add_command(planner, "planner")

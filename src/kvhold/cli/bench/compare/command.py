@@ -1,0 +1,94 @@
+"""`kvhold bench compare`."""
+
+import json
+import os
+import platform
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from kvhold.cli.bench.compare.report import render
+from kvhold.cli.bench.compare.rows import failed, goals, make_rows
+from kvhold.cli.bench.compare.run import Measured, measure
+from kvhold.cli.bench.compare.systems import TIERS, Sizes, started
+from kvhold.cli.bench.compare.visits import WORKLOADS, Texts, held_prompts
+from kvhold.cli.bench.compare_engines.lmcache_env import LMCACHE, NoLMCache, environment_folder, lmcache_python
+from kvhold.cli.bench.engines import PEER_SPEC
+from kvhold.cli.bench.ratios import render_goals
+from kvhold.cli.demo.engine import is_vllm_available
+from kvhold.cli.demo.models import SIZES, make_model
+
+
+@click.command()
+@click.option("--tier", "tiers", multiple=True, type=click.Choice(TIERS), help="Only these. [default: all]")
+@click.option("--workload", "names", multiple=True, type=click.Choice(list(WORKLOADS)), help="Only these working sets. [default: all]")
+@click.option("--rounds", type=click.IntRange(1, 100), default=5, show_default=True, help="Of each share of reuse in each working set.")
+@click.option("--model-size", type=click.Choice(list(SIZES)), default="small", show_default=True, help="tiny 5M, small 50M, mid 206M.")
+@click.option("--tokens", type=click.IntRange(512, 16_000), default=1_100, show_default=True, help="Length of the prompts.")
+@click.option("--threads", type=click.IntRange(1), help="Threads of each engine; fewer where others use the cores. [default: all cores]")
+@click.option("--peer", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="Host-memory spec for vLLM's offloading.")
+@click.option(
+    "--folder", type=click.Path(exists=True, file_okay=False, path_type=Path), help="On which disk. [default: of temporary files]"
+)
+@click.option("--page-cache", is_flag=True, help="Leave files of the disk tier in the kernel's page cache.")
+@click.option(
+    "--lmcache-env", type=click.Path(file_okay=False, path_type=Path), help="LMCache's environment. [default: in your cache folder]"
+)
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the rows to this file.")
+def command(
+    tiers: tuple[str, ...],
+    names: tuple[str, ...],
+    rounds: int,
+    model_size: str,
+    tokens: int,
+    threads: int | None,
+    peer: Path | None,
+    folder: Path | None,
+    page_cache: bool,
+    lmcache_env: Path | None,
+    json_file: Path | None,
+) -> None:
+    """kvhold in a real vLLM beside vLLM without it, its prefix cache, its own offloading, and LMCache 0.5.6, by tier and working set.
+
+    TTFT and throughput by how much of a prompt was seen before. LMCache gets an environment of its own, made the first time (2 GB). A
+    system that cannot run is shown with its error. Exits with 1 if kvhold failed, answered otherwise than an engine that computes
+    everything, or reused nothing. Times do not decide that: the goals' verdicts are printed. Ctrl-C shows what there is.
+    """
+    if not is_vllm_available():
+        raise click.ClickException("vLLM is not installed here: this command measures a real one")
+    began = time.monotonic()
+    tiers = tuple(tier for tier in TIERS if tier in (tiers or TIERS))
+    workloads = [WORKLOADS[name] for name in WORKLOADS if name in (names or WORKLOADS)]
+    model, threads = make_model(model_size), threads or len(os.sched_getaffinity(0))
+    shape = f"{tokens:,}-token prompts, {model.num_parameters / 1e6:.0f}M parameters, vLLM on {threads} CPU thread{'s' * (threads > 1)}"
+    click.echo(f"{platform.machine()}, Python {platform.python_version()}, load {os.getloadavg()[0]:.1f}; {shape}")
+    click.echo(f"LMCache {LMCACHE} in {lmcache_env or environment_folder()} ...")
+    try:
+        lmcache: Path | str = lmcache_python(lmcache_env or environment_folder())
+    except NoLMCache as error:
+        lmcache = str(error)
+    click.echo("starting the engines ...")
+    sizes, measured = Sizes(model, tokens, held_prompts(workloads)), Measured()
+    peer = peer or (PEER_SPEC if PEER_SPEC.is_file() else None)
+    with started(sizes, tiers=tiers, num_threads=threads, peer=peer, lmcache=lmcache, folder=folder) as running:
+        click.echo(
+            f"{len(running.systems)} systems after {time.monotonic() - began:.0f} s; {', '.join(running.errors) or 'none'} cannot run"
+        )
+        try:
+            texts = Texts(model.path, tokens)
+            measure(running, texts, workloads, measured, rounds=rounds, page_cache=page_cache, say=click.echo)
+        except KeyboardInterrupt:
+            if not measured.cells:
+                raise
+            click.echo("interrupted: this is what was measured until then")
+    rows = make_rows(measured, tiers)
+    click.echo(f"\n{render(rows)}\n\n{render_goals(goals(measured, rows))}\n\n{(time.monotonic() - began) / 60:.0f} minutes")
+    if json_file is not None:
+        json_file.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    if bad := failed(rows):
+        places = sorted({f"{row.system} ({row.tier}, {row.workload})" for row in bad})
+        click.echo(f"kvhold bench compare: FAILED: {', '.join(places)}", err=True)
+        sys.exit(1)
