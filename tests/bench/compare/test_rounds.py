@@ -174,7 +174,7 @@ def test_kvhold_is_compared_with_the_best_that_is_not_kvhold() -> None:
 def test_cost_is_judged_over_all_workloads_and_gain_against_every_peer() -> None:
     unused = {"recompute": 1.0, "vllm": 1.0, "vllm__again": 1.0, "kvhold__ram": 1.01, "kvhold__disk": 1.1}
     within = {"kvhold__ram": 1.03, "kvhold__left_alone": 1.0, "kvhold__left_alone_again": 1.0}
-    used = {"recompute": 9.0, "vllm": 2.0, "offloading": 1.9, "kvhold__ram": 2.0, "kvhold__disk": 2.0}
+    used = {"recompute": 9.0, "vllm": 2.5, "offloading": 1.9, "kvhold__ram": 2.0, "kvhold__disk": 2.0}
     kinds = [cell(0, burst, **times) for burst in (False, True) for times in (unused, within)]
     measured = measured_of(*[*kinds, cell(50, **used), cell(25, **used)] * 5)
     measured.cells["another", 0] = measured.cells[WORKLOAD.title, 0]
@@ -190,6 +190,12 @@ def test_differences_of_copies_leave_goals_undecided() -> None:
     unused = {"recompute": 1.0, "vllm": 1.0, "vllm__again": 1.2, "kvhold__ram": 1.1}
     measured = measured_of(*[cell(0, burst, **unused) for burst in (False, True)] * 5)
     assert {goal.verdict for goal in goals(measured, make_rows(measured, ("ram",)))} == {"undecided"}
+
+
+def test_without_copies_to_compare_nothing_is_decided() -> None:
+    measured = measured_of(*[cell(50, recompute=9.0, vllm=9.0, kvhold__ram=1.0)] * 5)
+    (goal,) = goals(measured, make_rows(measured, ("ram",)))
+    assert (goal.ratio.median, goal.verdict) == (pytest.approx(1 / 9), "undecided")
 
 
 def test_the_table_has_a_line_for_each_system_and_says_where_hits_came_from() -> None:

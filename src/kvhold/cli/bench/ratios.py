@@ -49,7 +49,8 @@ class Ratio:
 class Goal:
     """What kvhold is to reach: `what` holds when the ratio is at most `most`.
 
-    noise: how far two identical engines were apart in this run, as a factor of 1 or more; no smaller difference means anything
+    noise: how far two identical engines were apart in this run, as a factor of 1 or more; no smaller difference means anything.
+        Infinity: not known
     """
 
     what: str

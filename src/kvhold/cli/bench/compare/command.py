@@ -74,9 +74,8 @@ def command(
     sizes, measured = Sizes(model, tokens, held_prompts(workloads)), Measured()
     peer = peer or (PEER_SPEC if PEER_SPEC.is_file() else None)
     with started(sizes, tiers=tiers, num_threads=threads, peer=peer, lmcache=lmcache, folder=folder) as running:
-        click.echo(
-            f"{len(running.systems)} systems after {time.monotonic() - began:.0f} s; {', '.join(running.errors) or 'none'} cannot run"
-        )
+        unable = f"; cannot run: {'; '.join(running.errors)}" if running.errors else ""
+        click.echo(f"{len(running.systems)} systems after {time.monotonic() - began:.0f} s{unable}")
         try:
             texts = Texts(model.path, tokens)
             measure(running, texts, workloads, measured, rounds=rounds, page_cache=page_cache, say=click.echo)

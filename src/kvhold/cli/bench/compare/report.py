@@ -7,7 +7,7 @@ from kvhold.cli.bench.compare.rows import Row
 from kvhold.cli.bench.compare.systems import ALONE, KVHOLD, SYSTEMS, WITH_TIERS
 
 _COMPARED = (KVHOLD, ALONE)
-_CELL = 21
+_CELL = 23
 _LABEL = max(map(len, SYSTEMS)) + len(" to the best")
 
 

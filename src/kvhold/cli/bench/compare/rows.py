@@ -1,5 +1,6 @@
 """From cells to rows: a row for each workload, tier, share of reuse and system, with medians and ratios within cells. No I/O, no vLLM."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -139,8 +140,8 @@ def _split(cells: Sequence[Cell]) -> tuple[list[Cell], list[Cell]]:
 
 
 def _noise(cells: Sequence[Cell], name: str, other: str) -> float:
-    """How far two that should not differ are apart."""
-    return ratio(cells, name, other).apart if shared(cells, name, other) else 1.0
+    """How far two that should not differ are apart; infinity where that was not measured, and so nothing is decided."""
+    return ratio(cells, name, other).apart if shared(cells, name, other) else math.inf
 
 
 def failed(rows: Sequence[Row]) -> list[Row]:

@@ -100,8 +100,8 @@ class Sizes:
 
     @property
     def below_bytes(self) -> int:
-        """What a lower tier has room for: enough that what leaves it first is never asked for."""
-        return 3 * self.prompts * self.prompt_bytes
+        """What a lower tier has room for: more than memory has in "ram"."""
+        return 3 * self.prompts * self.prompt_bytes // 2
 
 
 @dataclass
@@ -271,8 +271,8 @@ class _Start:
 
     def _redis(self) -> RedisServer:
         """One for a system alone, that forgets what was not asked for longest. Raises NotInstalled."""
-        server = RedisServer(settings={"maxmemory": str(self.sizes.below_bytes), "maxmemory-policy": "allkeys-lru"})
-        return self.stack.enter_context(server)
+        forgets = {"maxmemory-policy": "allkeys-lru", "maxmemory-samples": "10"}
+        return self.stack.enter_context(RedisServer(settings={"maxmemory": str(self.sizes.below_bytes), **forgets}))
 
     def _new_folder(self, named: str) -> Path:
         folder = self.folder / named.replace(", ", "-").replace(" ", "-")
