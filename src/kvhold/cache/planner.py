@@ -186,12 +186,16 @@ class Planner:
 
     # What was decided.
 
-    def decided_here(self, number: int, work: Work, query: Query, layout: Layout, num_tokens: int, *, worth: bool) -> None:
-        """Nothing below was asked for: memory has `num_tokens`, and they are loaded or not."""
+    def decided_here(self, number: int, work: Work, query: Query, layout: Layout, num_tokens: int, *, worth: bool, declined: bool) -> None:
+        """Memory has `num_tokens`, and they are loaded or not. declined: tiers were not asked for the rest, because that did not pay."""
         options = self._options_here(work, query, layout, num_tokens)
         last = len(options.tokens) - 1
         self._decide(number, work, options, last if worth else 0, {"ram": num_tokens} if num_tokens else {}, memory=last)
         self._change(number, hit_tokens=num_tokens if worth else 0)
+        if declined:
+            self._metrics.add("kvhold_plans_unasked")
+            why = self._decisions[number].why
+            self._change(number, why=f"tiers were not asked: had they all of it, computing it would be faster; of memory: {why}")
 
     def settled(self, number: int, num_tokens: int, *, waited_s: float) -> None:
         """The lookup is over, after so long, and found so much."""

@@ -414,7 +414,7 @@ class CacheState:
     def _if_worth_loading(self, number: int, answer: Found, query: Query, layout: Layout, work: Work, declined: bool) -> Found:
         """The answer from memory alone; nothing, if computing is faster. declined: tiers were not asked, because it would not pay."""
         worth = self.planner.is_worth_loading(work, query, layout, answer.num_tokens)
-        self.planner.decided_here(number, work, query, layout, answer.num_tokens, worth=worth)
+        self.planner.decided_here(number, work, query, layout, answer.num_tokens, worth=worth, declined=declined)
         if answer.num_tokens and not worth:
             answer = Found(0, 0, reason=SLOWER)
         elif declined:

@@ -87,6 +87,7 @@ TABLE = {
         Metric("kvhold_promoted_bytes", "counter", "bytes", (), "Bytes of those."),
         Metric("kvhold_withdrawn_chunks", "counter", "chunks", ("reason",), "Chunks that a lower tier had and that did not arrive."),
         Metric("kvhold_plans", "counter", "plans", ("choice",), "Lookups that were planned, by what was to be loaded of what was found."),
+        Metric("kvhold_plans_unasked", "counter", "plans", (), "Lookups for which tiers were not asked, because it would not have paid."),
         Metric("kvhold_plans_cut_short", "counter", "plans", (), "Lookups that waited no longer for what took longer than computing it."),
         Metric("kvhold_tier_call_seconds", "gauge", "seconds", _TIER, "What a read costs, whatever its size, as the planner sees it."),
         Metric("kvhold_tier_gib_seconds", "gauge", "seconds", _TIER, "What each GiB of a read costs, in bytes that it has in memory."),

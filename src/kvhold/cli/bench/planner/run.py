@@ -1,9 +1,10 @@
 """The engines, and the rounds: each request of a sample is computed, loaded as far as it is cached, and planned.
 
-Two real vLLMs, each with a node of its own whose memory holds a few prompts, over one Redis each behind a throttled link of its own. One
-always loads, the other plans; neither learns from what the other does. Both also compute every request without kvhold: what is compared
-are times over the same engine's time for computing, because two processes are never equally fast. Turns alternate in a random order.
-Between two requests what is to be written is written, over a link that is slow in one direction alone.
+Two real vLLMs, each with a node of its own, over one Redis each behind a throttled link of its own. One always loads, the other plans;
+neither learns from what the other does. Both also compute every request without kvhold: what is compared are times over the same engine's
+time for computing, because two processes are never equally fast. Turns alternate in a random order. Between two requests what is to be
+written is written, over a link that is slow in one direction alone, and memory is filled with other things, as many other conversations
+would do: what was seen before is below it.
 """
 
 import random
@@ -20,6 +21,8 @@ from kvhold.cli.demo.engine import Engine, options_for
 from kvhold.cli.demo.models import ModelInfo
 from kvhold.core.config import ClientConfig
 from kvhold.core.errors import KVHoldError
+from kvhold.core.keys import Namespace, Prompt
+from kvhold.core.layout import Group, Layout
 from kvhold.node import NodeClient, end_node
 from kvhold.testing.servers.redis import RedisServer
 
@@ -30,7 +33,8 @@ _PATIENT_S = 120.0
 _UNLIMITED = 1e12
 _LEFT_ALONE = {"store": False, "load": False}
 _BLOCK = 32
-_HELD_PROMPTS = 1.25  # so that most of what was seen before is below memory
+_RAM_PROMPTS = 1.25
+_PIECES = 40  # that memory is filled with
 
 
 class OutputsDiffer(KVHoldError):
@@ -50,11 +54,21 @@ class Cell:
 
 @dataclass
 class _System:
+    """An engine, its node, and what fills the node's memory: one of two things in turn, which the tier has after the first time."""
+
     engine: Engine
     client: NodeClient
+    others: list[Prompt]
 
-    def settle(self) -> None:
-        """Until all that was stored is written."""
+    def forget(self) -> None:
+        """Until all that was stored is written, and nothing of it is in memory."""
+        self._flush()
+        self.others.reverse()
+        with self.client.reserve(self.others[0].namespace.layout, self.others[0].chunks()) as room:
+            room.commit()
+        self._flush()
+
+    def _flush(self) -> None:
         if not self.client.flush(deadline_s=_PATIENT_S):
             raise TimeoutError("the node did not write all it held in time")
 
@@ -92,7 +106,7 @@ def cells(
                 else:
                     cell.taken_s[name] = one.ttft_s
                     cell.loaded_tokens[name] = one.num_cached_tokens
-                    systems[name].settle()
+                    systems[name].forget()
             if any(answer != answers[0] for answer in answers):
                 raise OutputsDiffer(f"a prompt of {len(prompt)} tokens was answered in several ways: {answers}")
             yield cell
@@ -103,9 +117,11 @@ def _started(stack: ExitStack, model: ModelInfo, socket: Path, plan: bool, bytes
     redis = stack.enter_context(RedisServer())
     link = stack.enter_context(Throttle(("127.0.0.1", redis.port), bytes_per_s=bytes_per_s, up_bytes_per_s=_UNLIMITED))
     patient = "&".join(f"{name}={_PATIENT_S}" for name in ("probe_timeout_s", "get_timeout_s", "put_timeout_s"))
+    ram_bytes = int(_RAM_PROMPTS * _longest() * model.kv_bytes_per_token)
     settings: dict[str, Any] = {
         "tokens_per_chunk": CHUNK,
-        "ram_bytes": int(_HELD_PROMPTS * _longest() * model.kv_bytes_per_token),
+        "ram_bytes": ram_bytes,
+        "write_behind_bytes": ram_bytes,
         "tiers": [f"redis://127.0.0.1:{link.port}/0?{patient}"],
         "rules": {"plan": plan},
         "node": {"socket": str(socket), "idle_exit_s": 600.0},
@@ -121,7 +137,10 @@ def _started(stack: ExitStack, model: ModelInfo, socket: Path, plan: bool, bytes
     stack.callback(end_node, socket)
     engine = stack.enter_context(Engine(options_for(model, max_model_len=_longest(), **options)))
     client = stack.enter_context(NodeClient(socket, ClientConfig(call_timeout_s=_PATIENT_S), name="kvhold bench planner"))
-    return _System(engine, client)
+    piece = Group(layers=1, planes=1, heads=1, head_dim=ram_bytes // _PIECES, dtype="int8")
+    filling = Namespace("what else there is", Layout((piece,), tokens_per_chunk=1, tail_tokens=0))
+    client.register(filling)
+    return _System(engine, client, [filling.prompt(list(range(first, first + _PIECES))) for first in (0, _PIECES)])
 
 
 def _longest() -> int:
