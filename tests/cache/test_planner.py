@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvhold.cache.orders import ClearOrder, FetchOrder, ProbeOrder, WriteOrder
 from kvhold.core.planning import Work
-from kvhold.core.reasons import SLOWER, WHOLE
+from kvhold.core.reasons import DEADLINE, SLOWER, WHOLE
 from kvhold.tiers.stack import Place
 from tests.cache.test_searches import Bench, all_keys
 
@@ -182,13 +182,42 @@ def test_who_waits_for_what_takes_longer_than_thought_makes_do_with_what_is_here
     world.finished()
 
 
+def test_what_others_read_does_not_keep_one_waiting_for_a_read_that_hangs():
+    world = World()
+    world.learn()
+    found = world.ask(work=Work("stuck", 16, 0, 64, 0.0, 0.05, 0.0, 0.0, 0.0))
+    world.answer_probes(world.orders())
+    world.orders()
+    began_s = world.now
+    for seed in range(200, 230):
+        if not world.state.refresh(found.ticket).arriving:
+            break
+        other = world.ask(seed=seed)
+        world.work_off()
+        world.state.release("a", other.ticket)
+    assert 0.5 < world.now - began_s < 1.2, "as long as computing takes, and twice what was thought"
+    assert not world.state.refresh(found.ticket).arriving
+    world.state.gone("a")
+
+
+def test_who_is_told_to_make_do_does_so_for_another_reason():
+    world = World()
+    found = world.ask(work=Work("unknown", 16))
+    world.answer_probes(world.orders())
+    world.orders()
+    final = world.state.refresh(found.ticket, settle=True)
+    assert (final.num_tokens, final.reason) == (0, DEADLINE)
+    world.state.gone("a")
+
+
 def test_a_probe_that_hangs_is_waited_for_no_longer_than_computing_takes():
     world = World()
     found = world.ask(work=SLOW)
     world.now += 14
     assert world.state.refresh(found.ticket).arriving
     world.now += 6
-    assert not world.state.refresh(found.ticket).arriving
+    final = world.state.refresh(found.ticket)
+    assert (final.arriving, final.reason) == (False, SLOWER)
     world.state.gone("a")
 
 

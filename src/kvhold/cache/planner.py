@@ -160,22 +160,23 @@ class Planner:
             self._metrics.set("kvhold_tier_gib_seconds", speed.costs[1] * (1 << 30), tier=name)
 
     def is_too_slow(
-        self, number: int, work: Work, query: Query, layout: Layout, here: int, *, probing_s: float | None, marks: Marks
+        self, number: int, work: Work, query: Query, layout: Layout, here: int, *, waited_s: float, probing: bool, marks: Marks
     ) -> bool:
         """Whether what is still to come takes longer than computing it.
 
-        here: tokens that have come; probing_s: for how long tiers have been asked where things are; None: they have answered
+        here: tokens that have come; waited_s: for how long it has waited; probing: for tiers to say where things are; else for reads
         """
         if not work.is_known:
             return False
         now_s = self.clock()
-        if probing_s is not None:
+        goal, left_s = here, max((self.speeds[tier].left_s(mark, now_s) for tier, mark in marks.by_tier.items()), default=0.0)
+        if probing:
             goal = len(query.hashes) // HASH_BYTES * layout.tokens_per_chunk
-            left_s = probing_s if probing_s > _LATE * self._probe_s else 0.0
-        else:
-            goal = self._decisions[number].chosen_tokens if number in self._decisions else here
-            left_s = max((self.speeds[tier].left_s(mark, now_s) for tier, mark in marks.by_tier.items()), default=0.0)
-        goal = max(goal, here)
+            left_s = waited_s if waited_s > _LATE * self._probe_s else 0.0
+        elif number in self._decisions:
+            chosen = self._decisions[number].alternatives["chosen"]
+            goal = max(here, chosen.num_tokens)
+            left_s = max(left_s, waited_s - 2 * chosen.wait_s)  # others' reads may end while one of its own hangs
         then = Options(np.array([goal]), np.array([_load_bytes(layout, query.shards, work, goal)]), np.array([left_s]))
         now = self._options_here(work, query, layout, here)
         if float(total_s(work, then)[0]) <= _SURELY * float(total_s(work, now).min()):

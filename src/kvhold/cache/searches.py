@@ -37,7 +37,7 @@ class Search:
     sources: of what came up for it, the number of its tier; faults: of what did not, why
     work: what computing costs whoever asked, who wants no more than is faster; began_s: when
     more: of what is to come not all is ordered yet; marks: when what was ordered will have come
-    sample: one chunk is enough, to see how fast it comes
+    sample: one chunk is enough, to see how fast it comes; hurried: it makes do with what is here, because that is faster
     """
 
     owner: Hashable
@@ -55,6 +55,7 @@ class Search:
     more: bool = False
     marks: Marks = field(default_factory=Marks)
     sample: bool = False
+    hurried: bool = False
 
     @property
     def over(self) -> bool:
@@ -63,7 +64,9 @@ class Search:
 
     def declines(self, key: bytes) -> bool:
         """Whether it does without what a tier has, by choice."""
-        return self.work is not None and key in self.places and key not in self.faults and key not in self.pinned
+        if self.work is None or key in self.faults:
+            return False
+        return self.hurried if self.probing or key in self.awaited else key in self.places
 
     def presence(self) -> Presence[Entry]:
         """What is pinned, as a hit sees it."""
@@ -142,8 +145,11 @@ class Searches:
         search = self._searches[number]
         if search.work is None or search.over:
             return False
-        probing_s = self._planner.clock() - search.began_s if search.probing else None
-        return self._planner.is_too_slow(number, search.work, search.query, search.layout, here, probing_s=probing_s, marks=search.marks)
+        waited_s = self._planner.clock() - search.began_s
+        search.hurried = self._planner.is_too_slow(
+            number, search.work, search.query, search.layout, here, waited_s=waited_s, probing=search.probing, marks=search.marks
+        )
+        return search.hurried
 
     def _order(self, number: int, search: Search) -> None:
         """Reserve memory for what is to come next, and have it read."""

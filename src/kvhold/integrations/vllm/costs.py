@@ -35,8 +35,11 @@ class Took:
 
 @dataclass
 class _Step:
-    """planned_s: when; quantities: one step, its tokens, and how many tokens before them they look at, if part of a prompt is among them;
-    done: requests whose prompts are computed with it."""
+    """planned_s: when; quantities: its tokens, one step, and how many tokens before them they look at, if part of a prompt is among them;
+    done: requests whose prompts are computed with it.
+
+    Tokens come first: as long as one step is all that is known, it is thought to be they that cost, so that long prompts are rather loaded.
+    """
 
     planned_s: float
     quantities: tuple[float, float, float] | None
@@ -69,7 +72,7 @@ class Costs:
 
     def work(self, request: str, num_tokens: int, computed_tokens: int) -> Work:
         """A request and what it costs, as far as is known."""
-        step_s, token_s, pair_s = self._computing.costs or (0.0, 0.0, 0.0)
+        token_s, step_s, pair_s = self._computing.costs or (0.0, 0.0, 0.0)
         load_s, load_byte_s = self._loading.costs or (0.0, 0.0)
         return Work(request, num_tokens, computed_tokens, self._step_tokens, step_s, token_s, pair_s, load_s, load_byte_s)
 
@@ -105,7 +108,7 @@ class Costs:
                 self._runs(request, now_s)
                 if computed + count >= request.num_tokens:
                     step.done.append(request_id)
-        step.quantities = (1.0, float(tokens), pairs)
+        step.quantities = (float(tokens), 1.0, pairs)
 
     def over(self) -> list[Took]:
         """The oldest step has been computed. Returns those that it has brought to their first token."""
