@@ -5,8 +5,7 @@
 What is computed together decides the last bits of a sum, and kvhold changes what is, as any hit does. A logit is a number of the engine's
 type, whose neighbours are one unit in the last place (ulp) away: in bfloat16, with 8 bits, 1/16 for logits from 8 to 16. Where each of the
 two best logits comes out one step away from where it was, the distance between them changes by two; so a lead of up to two steps may be
-gone. That is all that is granted. Between batches of one vLLM in bfloat16 the distance changed by one step in a thousandth of 9,000 places,
-by two at most, and never so that a lead of more than one was lost. In float32 two steps are 2e-6 of logits near 8, which is nothing.
+gone. That is all that is granted. In float32 two steps are 2e-6 of logits near 8, which is nothing.
 
 Wrong KV cannot hide here. The witness compares every loaded block byte by byte, and where one is wrong the path fails whatever the tokens
 are; and how near a tie is, is said by an engine that has no KV of ours.

@@ -1,12 +1,12 @@
 """The connector in the scheduler's process: asks the cache what it holds, and tells the workers what to load and store.
 
 A request's prompt (where it comes back from a preemption, with what it has generated, if that is stored, too) is hashed on a thread of
-its own as soon as it arrives, and looked up there when the scheduler first asks, so that what
-waits in a long queue pins nothing and finds what was stored meanwhile. One scheduling pass waits for a few milliseconds at most, however
-many lookups are under way, and is told "ask again" after that; a lookup that comes too late or fails is a miss. While chunks come from
-lower tiers the request waits in the queue, for `client.arrival_timeout_s` at most; then it makes do with what has come. The hit stays
-pinned from the lookup until the request is loaded, runs without it, or is gone. All methods run on the scheduler's thread, and none but
-`reset` waits for the node there.
+its own as soon as it arrives, and looked up there when the scheduler first asks, so that what waits in a long queue pins nothing and finds
+what was stored meanwhile. One scheduling pass waits for a few milliseconds at most, however many lookups are under way, and is told "ask
+again" after that; a lookup that comes too late or fails is a miss. While chunks come from lower tiers the request waits in the queue, for
+`client.arrival_timeout_s` at most; then it makes do with what has come. The hit stays pinned from the lookup
+until the request is loaded, runs without it, or is gone. All methods run on the scheduler's thread, and none but `reset` waits for the node
+there.
 """
 
 import logging
