@@ -75,4 +75,7 @@ def test_at_both_extremes_a_real_engine_does_what_is_faster(speed: float, loads:
     found = list(cells(make_model("small"), prompts, bytes_per_s=speed * BREAK_EVEN, num_threads=1))
     assert [cell.loaded_tokens[LOAD] for cell in found] == [0] + [8 * CHUNK] * 6
     loaded = [cell.loaded_tokens[PLAN] for cell in found[3:]]  # the first ones are for learning
-    assert sum(tokens >= 4 * CHUNK for tokens in loaded) >= 2 if loads else max(loaded) == 0
+    if loads:
+        assert sum(tokens >= 4 * CHUNK for tokens in loaded) >= 2
+    else:
+        assert max(loaded) <= 2 * CHUNK, "no more than what came while it was being tried, and was in memory by then"
