@@ -21,7 +21,9 @@ _DEFAULT = Work()
 
 @click.command()
 @click.option("--system", "only", multiple=True, type=click.Choice(SYSTEMS), help="Only these. [default: all]")
-@click.option("--tier", "tiers", multiple=True, type=click.Choice(TIERS), help="Only these. [default: all]")
+@click.option(
+    "--tier", "tiers", multiple=True, type=click.Choice(TIERS), help="Only these; start-up, memory and imports go with ram. [default: all]"
+)
 @click.option("--rounds", type=click.IntRange(1), default=_DEFAULT.rounds, show_default=True, help="Beside one that does not count.")
 @click.option("--tokens", type=click.IntRange(256), default=_DEFAULT.num_tokens, show_default=True, help="Of a prompt: whole chunks.")
 @click.option("--lookup-tokens", type=click.IntRange(0), default=_DEFAULT.lookup_tokens, show_default=True, help="0: no long lookup.")
@@ -88,7 +90,8 @@ def command(
     able = [name for name in SYSTEMS if name in systems and (name in OURS or python is not None)]
     starting = partial(launch, python=python, threads=work.threads)
     measured = measure(work, able, tiers, starting, folder=folder, say=click.echo) if able else Measured()
-    measure_imports(measured, work, [name for name in (KVHOLD, SERVER) if name in able], python)
+    if "ram" in tiers:
+        measure_imports(measured, work, [name for name in (KVHOLD, SERVER) if name in able], python)
     measured.errors |= {(NO_TIER, name): without for name in systems if name not in able}
     rows = make_rows(measured)
     click.echo(f"\n{render(rows)}\n\n{render_goals(goals(rows), noise=False)}")

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _PATIENCE_S = 60.0  # cores may be busy: what is late is slow, not an error
 _IDLE_EXIT_S = 20.0
+_COPY_THREADS = 2  # of an engine's, by default
 _SPARE_BYTES = 8 << 20
 _FILLER_TOKEN = 1 << 30  # beyond any vocabulary
 
@@ -61,7 +62,7 @@ class KVHold:
         self._layout = Layout(groups=(group,), tokens_per_chunk=options.tokens_per_chunk)
         self._namespace = Namespace(model="bench", layout=self._layout)
         self._view = per_layer(group, layers, axes="plane block token head dim")
-        self._threads = min(2, len(os.sched_getaffinity(0)))
+        self._threads = min(_COPY_THREADS, int(os.environ.get("OMP_NUM_THREADS", _COPY_THREADS)))  # as many as the others may use
         self._client = connect(config, name="kvhold bench")
         self._client.register(self._namespace)
         arena_bytes = int(self._client.status()["arena_bytes"])
