@@ -11,7 +11,7 @@ from kvhold.core.terms import Terms
 
 
 def test_a_request_that_says_nothing_may_do_everything() -> None:
-    assert request_rules(None, RulesConfig()) == request_rules({}, RulesConfig()) == Rules(True, True, True, Terms(), ())
+    assert request_rules(None, RulesConfig()) == request_rules({}, RulesConfig()) == Rules(True, True, False, Terms(), ())
 
 
 def test_a_request_may_say_what_it_does_not_want() -> None:

@@ -82,7 +82,7 @@ class RulesConfig:
 
     store: bool = setting(True, "store the KV of requests")
     load: bool = setting(True, "load what is cached")
-    plan: bool = setting(True, "load only what is faster than computing it, by what was measured; off: load all that is found (vLLM)")
+    plan: bool = setting(False, "load only what is faster than computing it, by what was measured; off: load all that is found (vLLM)")
     ttl_s: float = setting(0.0, "what is stored is not used after so long; 0: no limit", minimum=0)
     max_error: float = setting(
         1.0,

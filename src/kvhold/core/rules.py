@@ -24,7 +24,7 @@ class Rules:
 
     store: bool = True
     load: bool = True
-    plan: bool = True
+    plan: bool = False
     terms: Terms = FREE
     tags: tuple[tuple[str, str], ...] = ()
 
