@@ -2,7 +2,7 @@
 
     planner.pays(work, query, layout, here)          # before tiers are asked: may anything below be worth it?
     plan = planner.plan(number, work, layout, ...)   # when they have answered: how far, and what to order now
-    planner.is_too_slow(work, ...)                   # while it waits
+    planner.is_too_slow(number, ...)                   # while it waits
     planner.settled(number, num_tokens)              # and what came of it
 
 An engine's costs come with the lookup, a tier's are measured here (`speeds.py`). The state's thread; no I/O.

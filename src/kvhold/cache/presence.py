@@ -64,6 +64,7 @@ class Presence(Generic[Found]):
         self.asked_tokens = self._num_whole * layout.tokens_per_chunk + max(query.tail_lengths, default=0)  # the most that a hit can have
         self._suffixes = [[place_suffix(g, s) for s in range(query.shards)] for g in range(len(layout.groups))]
         self._runs: dict[tuple[int, int], list[Found]] = {}
+        self._seen: dict[bytes, Found] = {}  # of what is in no run: what was there once is there, though it may expire between two looks
 
     def extent(self) -> Extent:
         """The longest prefix of which every shard and every group has what it needs."""
@@ -145,18 +146,24 @@ class Presence(Generic[Found]):
             row += run[first : extent.whole]
         else:
             row += [self._chunk(group, shard, chunk) for chunk in range(first, extent.whole)]
-            assert None not in row[first:], "a hit counts only what is present"
         if extent.tail is not None:
             row.append(self._tail(group, shard, extent.tail))
+        assert None not in row[first:], "a hit counts only what is present"
         assert len(row) == extent.chunks, "a run is as long as the hit"
         return row
 
     def _chunk(self, group: int, shard: int, chunk: int) -> Found | None:
         run = self._runs.get((group, shard))
-        return self._find_key(self._key(group, shard, chunk, None)) if run is None else run[chunk]
+        return self._look(self._key(group, shard, chunk, None)) if run is None else run[chunk]
 
     def _tail(self, group: int, shard: int, tail: int) -> Found | None:
-        return self._find_key(self._key(group, shard, self._num_whole, tail))
+        return self._look(self._key(group, shard, self._num_whole, tail))
+
+    def _look(self, key: bytes) -> Found | None:
+        found = self._seen.get(key)
+        if found is None and (found := self._find_key(key)) is not None:
+            self._seen[key] = found
+        return found
 
     def _has_chunk(self, group: int, chunk: int) -> bool:
         return all(self._chunk(group, shard, chunk) is not None for shard in range(self._query.shards))

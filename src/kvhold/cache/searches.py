@@ -128,7 +128,8 @@ class Searches:
         if keys:
             self._give_order(ProbeOrder(number, keys))
         else:
-            self.probed(number, {})
+            search.probing = False
+            self._order(number, search)
 
     def probed(self, number: int, places: dict[bytes, Place], *, silent: bool = False) -> None:
         """The tiers have answered. Reserves memory from the prompt's start on, as far as there is room, and as it is worth waiting for."""
@@ -155,7 +156,8 @@ class Searches:
         """Reserve memory for what is to come next, and have it read."""
         search.more = False
         if not self.may_begin(search.query):
-            return  # cleared meanwhile
+            search.places = {}  # cleared meanwhile
+            return
         presence: Presence[Entry | Place] = Presence(search.query, search.layout, lambda key: self._find_anywhere(search, key))
         wanted = self._worth_ordering(number, search, presence, presence.extent())
         self._pin_present(search, wanted)
@@ -180,28 +182,31 @@ class Searches:
     def _worth_ordering(self, number: int, search: Search, presence: Presence[Entry | Place], extent: Extent) -> list[Need[Entry | Place]]:
         """Of what was found, what is to be here next: all, but where the planner or a sample wants less. Sets `more`."""
         needs = list(presence.needed(extent))
+        if search.work is None and not search.sample:
+            return needs
         tiers = [self._tier_of(search, need.key) for need in needs]
-        if search.sample:
+        if search.work is None:
             first = next((need.chunk for need, tier in zip(needs, tiers, strict=True) if tier != IN_RAM), -1)
             return [need for need in needs if need.chunk == first]
-        if search.work is None:
-            return needs
         coming = [need.key in self._coming for need in needs]
-        for tier, comes in zip(tiers, coming, strict=True):
-            if comes:
-                search.marks.by_tier[tier] = self._planner.speeds[tier].ordered_bytes
         here = search.presence().extent()
         came_from = {need.key: tier for need, tier in zip(needs, tiers, strict=True) if tier != IN_RAM}
         sources = sources_of(needs, extent.num_tokens, came_from | search.sources, self._planner.names)
         plan = self._planner.plan(number, search.work, search.layout, Found(search.query, here, extent, needs, tiers, coming, sources))
         search.more = plan.more
+        for need, tier, comes in zip(needs, tiers, coming, strict=True):
+            if comes and need.chunk < plan.chunks:
+                search.marks.by_tier[tier] = self._planner.speeds[tier].ordered_bytes
         return [need for need in needs if need.chunk < plan.chunks]
 
     def _tier_of(self, search: Search, key: bytes) -> int:
         coming = self._coming.get(key)
         if coming is not None:
             return coming.arrival.place.tier
-        return IN_RAM if key in search.pinned or self._ram.find(key) is not None else search.places[key].tier
+        if key in search.pinned or self._ram.find(key) is not None:
+            return IN_RAM
+        place = search.places.get(key)
+        return place.tier if place is not None else IN_RAM  # it has just expired there
 
     def _find_anywhere(self, search: Search, key: bytes) -> Entry | Place | None:
         return self._find_or_coming(key) or (None if key in search.faults else search.places.get(key))
@@ -276,10 +281,9 @@ class Searches:
 
     def _tell(self, coming: _Coming, entry: Entry, why_not: str) -> list[int]:
         """Whoever waits has it now, or never will."""
-        over = []
+        waiting = {number: self._searches[number] for number in coming.searches}
         arrived = self._ram.find(entry.key) is entry
-        for number in coming.searches:
-            search = self._searches[number]
+        for search in waiting.values():
             search.awaited.discard(entry.key)
             if arrived:
                 self._ram.pin(entry)
@@ -287,11 +291,10 @@ class Searches:
                 search.sources[entry.key] = coming.arrival.place.tier
             else:
                 search.faults[entry.key] = why_not
+        for number, search in waiting.items():
             if search.more and not search.awaited:
                 self._order(number, search)
-            if search.over:
-                over.append(number)
-        return over
+        return [number for number, search in waiting.items() if search.over]
 
     def _reserve(self, search: Search, need: Need[Entry | Place], place: Place | None) -> Arrival | None:
         if place is None or self._ram.holds(need.key):  # somebody else is writing it, or a read that was given up still has its memory

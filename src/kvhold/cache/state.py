@@ -150,17 +150,19 @@ class CacheState:
                 self._of(owner).tickets.add(number)
                 self._searches.begin(number, owner, query, layout, work)
                 return self.refresh(number)
-            if self.planner.is_to_try():
-                self._search_for_nobody(query, layout, sample=True)
+        rows = presence.found(extent)
+        pinned = in_order(rows)
+        self.ram.pin_all(pinned[::-1])  # last one first: see `Rooms.commit`; and before RAM is looked at again, which ends what has expired
         answer = self._answer(number, presence, extent, None)
         if work is not None:
             answer = self._if_worth_loading(number, answer, query, layout, work, declined)
         count_lookup(self.metrics, answer, presence.asked_tokens)
         if answer.ticket:
-            rows = presence.found(extent)
-            pinned = in_order(rows)
-            self.ram.pin_all(pinned[::-1])  # last one first: see `Rooms.commit`
             self._issue(answer, owner, query, layout, extent, rows, pinned)
+        else:
+            self.ram.unpin_all(pinned)
+        if declined and self.planner.is_to_try():
+            self._search_for_nobody(query, layout, sample=True)
         return answer
 
     def refresh(self, ticket: int, *, settle: bool = False) -> Found:
@@ -402,7 +404,7 @@ class CacheState:
                 answer = Found(0, 0, reason=SLOWER)
             self.planner.settled(number, answer.num_tokens, waited_s=self.planner.clock() - search.began_s)
         rows = presence.found(extent) if answer.ticket else {}
-        pinned = in_order(rows)
+        pinned = list(dict.fromkeys(in_order(rows)))  # once each, as the search has them, though a query may name a chunk twice
         count_lookup(self.metrics, answer, presence.asked_tokens)
         self._searches.finish(number, pinned)
         if answer.ticket:

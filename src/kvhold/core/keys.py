@@ -172,7 +172,9 @@ def as_tokens(tokens: npt.ArrayLike) -> npt.NDArray[np.int32]:
         if found.max() > np.iinfo(np.int32).max or found.min() < np.iinfo(np.int32).min:
             raise ValueError("a token id does not fit 32 bits")
         found = found.astype("<i4")
-    return np.ascontiguousarray(found)
+    found = np.ascontiguousarray(found)
+    is_somebodys = found.base is not None and not found.flags.writeable  # who may write to what it is a view of
+    return found.copy() if is_somebodys else found
 
 
 def as_inserts(inserts: Iterable[Insert], num_tokens: int) -> tuple[Insert, ...]:

@@ -228,11 +228,13 @@ class _Connection(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._hello_timer is not None:
             self._hello_timer.cancel()
-        if self.session is not None:
-            self.session.gone()
-            self._node.move()
-            log.info("client %s (pid %d) left", self.session.name, self.session.pid)
-        self._node.left(self)
+        try:
+            if self.session is not None:
+                self.session.gone()
+                self._node.move()
+                log.info("client %s (pid %d) left", self.session.name, self.session.pid)
+        finally:
+            self._node.left(self)
 
     def close(self, why: str) -> None:
         """End it from this side."""

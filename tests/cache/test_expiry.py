@@ -1,0 +1,155 @@
+"""What is kept for a time only may expire between any two looks of one call: a hit has all it needs, and its memory is nobody else's."""
+
+import math
+from types import SimpleNamespace
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvhold.cache.hits import needed_chunks
+from kvhold.cache.orders import ClearOrder, ProbeOrder, WriteOrder
+from kvhold.cache.state import CacheState
+from kvhold.core.api import ABSENT
+from kvhold.core.keys import HASH_BYTES, Namespace
+from kvhold.core.layout import Layout
+from kvhold.core.metrics import Metrics
+from kvhold.core.planning import Work
+from kvhold.core.terms import Terms
+from kvhold.tiers.policies import make_policy
+from kvhold.tiers.ram import RamTier
+from kvhold.tiers.stack import Place
+from tests.cache.test_state import GROUPS, SLOT, SLOTS
+
+LAYOUTS = {"full": Layout(GROUPS[:1], tokens_per_chunk=2), "hybrid": Layout(GROUPS, tokens_per_chunk=2)}
+WORKS = {
+    "unplanned": None,
+    "declined": Work("declined", 9, 0, 64, 1e-9, 1e-9, 0.0, 0.0, 0.0),
+    "planned": Work("planned", 9, 0, 64, 0.1, 1.0, 0.1, 0.01, 1e-9),
+}
+MOST_LOOKS = 120  # in any of these calls
+
+
+class Clock:
+    """Unix time, in which everything expires after so many looks."""
+
+    def __init__(self) -> None:
+        self.looks = math.inf
+
+    def __call__(self) -> float:
+        self.looks -= 1
+        return 0.0 if self.looks >= 0 else 100.0
+
+
+class Bench:
+    def __init__(self, layout: Layout, *, num_tiers: int) -> None:
+        self.clock, self.layout, self.space = Clock(), layout, Namespace("m", layout)
+        metrics = Metrics()
+        ram = RamTier(SimpleNamespace(nbytes=SLOTS * SLOT), make_policy("lru"), metrics, clock=self.clock)
+        self.state = CacheState(ram, metrics, num_tiers=num_tiers, write_behind_bytes=1 << 40)
+        self.state.tier_names = ["below"][:num_tiers]
+        self.state.register(layout)
+
+    def prompt(self, seed: int):
+        return self.space.prompt(np.arange(7, dtype=np.int32) + 100 * seed)
+
+    def reserve(self, seed: int, first: int, terms: Terms):
+        """From a chunk on, to the tail."""
+        return self.state.reserve("w", self.layout, self.prompt(seed).chunks(first), 0, terms=terms)
+
+    def store(self, first: int = 0) -> None:
+        self.state.commit("w", self.reserve(0, first, Terms(ttl_s=50)).room, range(4 - first))
+        self.orders()
+
+    def orders(self, below=()) -> None:
+        """All that is wanted is done; tiers have the keys in `below`."""
+        while orders := self.state.take_orders():
+            for order in orders:
+                match order:
+                    case WriteOrder():
+                        self.state.written(order.number)
+                    case ProbeOrder():
+                        self.state.probed(order.search, {key: Place(0, 1) for key in order.keys if key in below})
+                    case ClearOrder():
+                        self.state.cleared(order.prefix)
+                    case _:
+                        for arrival in order.arrivals:
+                            self.state.fetched(arrival.entry, True)
+
+    def check(self, found) -> None:
+        """What the hit needs is there, and what is reserved now lies elsewhere."""
+        taken = set()
+        if found.ticket:
+            lent = self.state.claim("a", found.ticket, 0, 0)
+            for group, offsets in enumerate(lent.offsets):
+                needed = [offsets[chunk] for chunk in needed_chunks(self.layout, group, found.num_tokens)]
+                assert ABSENT not in needed
+                taken |= set(needed)
+        self.clock.looks = 0
+        granted = self.reserve(1, 0, Terms())
+        assert not taken & {offset for offsets in granted.offsets for offset in offsets}
+        self.state.gone("w")
+        self.state.gone("a")
+        self.orders()
+        assert self.state.status()["pinned_chunks"] == self.state.status()["arriving_chunks"] == 0
+        self.state.clear(None)
+        self.orders()
+        assert self.state.ram.used_bytes == 0
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout(request: pytest.FixtureRequest) -> Layout:
+    return LAYOUTS[request.param]
+
+
+@pytest.mark.parametrize("work", WORKS.values(), ids=WORKS)
+@pytest.mark.parametrize("num_tiers", [0, 1])
+def test_what_expires_while_it_is_looked_up_is_no_part_of_a_hit_or_stays(layout: Layout, num_tiers: int, work: Work | None) -> None:
+    hits = set()
+    for looks in range(MOST_LOOKS):
+        bench = Bench(layout, num_tiers=num_tiers)
+        bench.store()
+        bench.clock.looks = looks
+        found = bench.state.lookup("a", bench.prompt(0).query(), work)
+        while found.arriving:
+            bench.orders()
+            found = bench.state.refresh(found.ticket)
+        hits.add(found.num_tokens)
+        bench.check(found)
+    assert bench.clock.looks < 0 or looks == MOST_LOOKS - 1
+    assert hits >= ({0} if work is WORKS["declined"] else {0, 7})
+
+
+@pytest.mark.parametrize("work", WORKS.values(), ids=WORKS)
+@pytest.mark.parametrize("prefetched", [False, True])
+def test_what_expires_behind_a_gap_that_a_tier_fills_ends_the_hit_there(layout: Layout, prefetched: bool, work: Work | None) -> None:
+    for looks in range(MOST_LOOKS):
+        bench = Bench(layout, num_tiers=1)
+        bench.store(first=1)
+        below = {bench.prompt(0).chunk_key(0, group, 0) for group in range(len(layout.groups))}
+        bench.clock.looks = looks
+        if prefetched:
+            bench.state.prefetch("a", bench.prompt(0).query())
+            bench.orders(below)
+        found = bench.state.lookup("a", bench.prompt(0).query(), work)
+        while found.arriving:
+            bench.orders(below)
+            found = bench.state.refresh(found.ticket)
+        bench.check(found)
+
+
+def test_a_chunk_that_a_query_names_twice_is_let_go_as_often_as_it_was_pinned() -> None:
+    bench = Bench(LAYOUTS["full"], num_tiers=1)
+    bench.store()
+    query = bench.prompt(0).query()
+    hashes = query.hashes[:HASH_BYTES] * 2 + bytes(HASH_BYTES)  # and one that is nowhere, so that tiers are asked
+    twice = msgspec.structs.replace(query, hashes=hashes, tail_hashes=b"", tail_lengths=())
+    reader = bench.state.lookup("b", bench.prompt(0).query())
+    found = bench.state.lookup("a", twice)
+    while found.arriving:
+        bench.orders()
+        found = bench.state.refresh(found.ticket)
+    bench.state.release("a", found.ticket)
+    assert bench.state.status()["pinned_chunks"] == 4, "those of the reader"
+    bench.state.release("b", reader.ticket)
+    assert bench.state.status()["pinned_chunks"] == 0
