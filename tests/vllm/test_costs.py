@@ -20,8 +20,8 @@ class Engine:
         self.now = 50.0
         self.costs = Costs(2048, clock=lambda: self.now)
 
-    def plan(self, new=(), cached=(), total=None):
-        """new, cached: (request, computed tokens, tokens)"""
+    def plan(self, new=(), cached=(), drafts=()):
+        """new, cached: (request, computed tokens, tokens); drafts: those whose tokens are guesses, but for the first"""
         counts = {name: count for name, _, count in (*new, *cached)}
         output = SimpleNamespace(
             scheduled_new_reqs=[SimpleNamespace(req_id=name, num_computed_tokens=computed) for name, computed, _ in new],
@@ -30,6 +30,7 @@ class Engine:
             ),
             num_scheduled_tokens=counts,
             total_num_scheduled_tokens=sum(counts.values()),
+            scheduled_spec_decode_tokens={name: [0] * (counts[name] - 1) for name in drafts},
         )
         self.costs.planned(output)
         return STEP_S + sum(TOKEN_S * count + PAIR_S * count * (computed + count / 2) for _, computed, count in (*new, *cached))
@@ -53,6 +54,10 @@ def test_costs_are_those_of_steps_that_compute_prompts():
         for _ in range(3):
             engine.step(cached=[("other", 5, 1), ("another", 5, 1)])
             engine.now += 7.0  # what is no step's
+        for _ in range(20):
+            engine.plan(cached=[("other", 9, 4)], drafts=["other"])
+            engine.now += 3.0  # generating says nothing of prompts
+            engine.costs.over()
     work = engine.costs.work("a", 8192, 4096)
     found = work.step_s + 2048 * work.token_s + 2048 * 5000 * work.pair_s
     assert found == pytest.approx(STEP_S + 2048 * TOKEN_S + 2048 * 5000 * PAIR_S, rel=0.02)

@@ -94,11 +94,15 @@ class Costs:
         """A step was scheduled; `over` says when it has been computed."""
         now_s = self._clock()
         if len(self._steps) >= _MOST_STEPS:
+            for lost in self._steps:
+                for request_id in lost.done:
+                    self._requests.pop(request_id, None)
             self._steps.clear()
         step = _Step(now_s, None)
         self._steps.append(step)
-        if not output.scheduled_new_reqs and output.total_num_scheduled_tokens == len(output.num_scheduled_tokens):
-            return  # nothing but the next token of each
+        drafts = sum(map(len, output.scheduled_spec_decode_tokens.values()))
+        if not output.scheduled_new_reqs and output.total_num_scheduled_tokens - drafts == len(output.num_scheduled_tokens):
+            return  # nothing but the next token of each, and guesses at those after it
         tokens, pairs = 0, 0.0
         for request_id, computed in _computed(output):
             count = output.num_scheduled_tokens[request_id]

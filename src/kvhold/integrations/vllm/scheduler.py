@@ -314,9 +314,12 @@ class SchedulerSide:
         """On the lookup thread, after the naming: the first `num_tokens` tokens of a text of which some were generated. Never raises."""
         prompt = naming.result()
         end = num_tokens - self._config.skip_last_n_tokens
-        if prompt is None or end <= prompt.num_tokens:
-            return prompt
-        return prompt.followed_by(request.all_token_ids[prompt.num_tokens : end])
+        if prompt is not None and end > prompt.num_tokens:
+            try:
+                return prompt.followed_by(request.all_token_ids[prompt.num_tokens : end])
+            except Exception:
+                log.exception("kvhold: what request %s has generated is not looked up", request.request_id)
+        return prompt
 
     def _ask(self, naming: "Future[Prompt | None]", asking: tuple[str, int, int] | None) -> Hit | None:
         """On the lookup thread, after the naming: ask the cache. Never raises.
