@@ -22,6 +22,7 @@ from kvhold.node import NodeClient
 
 PEER_SPEC = Path(__file__).resolve().parents[4] / "benchmarks" / "vllm_host_offload.py"  # there is one in a checkout
 ROOM_TOKENS = 128  # beside a prompt and its output
+PATIENT = ClientConfig(connect_timeout_s=60.0, call_timeout_s=60.0)  # no measurement is lost because a node was asked in a busy moment
 
 _NODE_OUTLIVES_ENGINES_S = 600.0
 _ADDR_NO_RANDOMIZE = 0x0040000  # of Linux's personality(2)
@@ -103,5 +104,5 @@ def python_path(peer: Path) -> str:
 
 def node_pid(socket: Path) -> int:
     """Of the node there."""
-    with NodeClient(socket, ClientConfig(), name="kvhold bench") as client:
+    with NodeClient(socket, PATIENT, name="kvhold bench") as client:
         return int(client.status()["pid"])

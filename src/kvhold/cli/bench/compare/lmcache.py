@@ -22,6 +22,10 @@ from kvhold.testing.servers.base import free_port
 
 TOKENS_PER_CHUNK = 256  # LMCache's default
 
+# Its memory is a way in and out of what is below, and keeps nothing: as it is by default it keeps what was stored, evicts from 80 % on, a
+# fifth, once a second, and refuses a prompt of four chunks where less is free, so that with memory for ten it stores nothing more for ever.
+_ONLY_BELOW = ("--l2-store-policy", "skip_l1")
+
 _START_S = 120.0
 _POLL_S = 0.05  # between two tries to reach a server that starts
 _GIB = 1 << 30
@@ -41,8 +45,8 @@ class LMCacheServer:
         self._shared = f"kvhold_compare_{os.getpid()}_{self._port}"
         below: dict[str, list[str]] = {
             "ram": [],
-            "disk": ["--l2-adapter", f'{{"type": "fs_native", "base_path": "{folder}"}}'],
-            "redis": ["--l2-adapter", f'{{"type": "resp", "host": "127.0.0.1", "port": {redis_port}}}'],
+            "disk": [*_ONLY_BELOW, "--l2-adapter", f'{{"type": "fs_native", "base_path": "{folder}"}}'],
+            "redis": [*_ONLY_BELOW, "--l2-adapter", f'{{"type": "resp", "host": "127.0.0.1", "port": {redis_port}}}'],
         }
         self._command = [
             str(python.parent / "lmcache"),

@@ -28,6 +28,7 @@ from typing import Any
 from kvhold.cli.bench.compare.lmcache import LMCacheServer, environment, in_process_connector, prove
 from kvhold.cli.bench.compare.visits import OWN_PROMPTS
 from kvhold.cli.bench.engines import (
+    PATIENT,
     ROOM_TOKENS,
     System,
     fixed_addresses,
@@ -40,7 +41,6 @@ from kvhold.cli.demo.engine import Engine, options_for
 from kvhold.cli.demo.models import ModelInfo
 from kvhold.cli.demo.process import EngineFailed
 from kvhold.cli.demo.prompts import make_prompt
-from kvhold.core.config import ClientConfig
 from kvhold.node import NodeClient, end_node
 from kvhold.testing.servers.base import NotInstalled
 from kvhold.testing.servers.redis import RedisServer
@@ -122,7 +122,7 @@ class Running:
 
     def hit_tokens(self, name: str) -> dict[str, int]:
         """Tokens that a node has found so far, by where they were: ram, or a tier's name."""
-        with NodeClient(self.sockets[name], ClientConfig(), name="kvhold bench") as client:
+        with NodeClient(self.sockets[name], PATIENT, name="kvhold bench") as client:
             counters = client.status()["counters"]
         begin, end = "kvhold_hit_tokens{source=", "}"
         return {label[len(begin) : -len(end)]: int(value) for label, value in counters.items() if label.startswith(begin)}

@@ -26,6 +26,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -201,7 +202,9 @@ def checksum(layers: Layers, block_ids: npt.NDArray[np.int64]) -> str:
 def drop_pages(folder: Path) -> None:
     """Have the kernel forget what it keeps in memory of the files there; they are written to the disk before."""
     for path in folder.rglob("*"):
-        if path.is_file():
+        with suppress(FileNotFoundError):  # it was evicted, or has got its own name
+            if not path.is_file():
+                continue
             descriptor = os.open(path, os.O_RDONLY)
             os.fsync(descriptor)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
