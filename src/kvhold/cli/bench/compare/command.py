@@ -20,6 +20,7 @@ from kvhold.cli.bench.engines import PEER_SPEC
 from kvhold.cli.bench.ratios import render_goals
 from kvhold.cli.demo.engine import is_vllm_available
 from kvhold.cli.demo.models import SIZES, make_model
+from kvhold.core.errors import KVHoldError
 
 
 @click.command()
@@ -71,6 +72,7 @@ def command(
     except NoLMCache as error:
         lmcache = str(error)
     click.echo("starting the engines ...")
+    stopped = ""
     sizes, measured = Sizes(model, tokens, held_prompts(workloads)), Measured()
     peer = peer or (PEER_SPEC if PEER_SPEC.is_file() else None)
     with started(sizes, tiers=tiers, num_threads=threads, peer=peer, lmcache=lmcache, folder=folder) as running:
@@ -83,6 +85,10 @@ def command(
             if not measured.cells:
                 raise
             click.echo("interrupted: this is what was measured until then")
+        except KVHoldError as error:
+            if not measured.cells:
+                raise
+            stopped = str(error)
     rows = make_rows(measured, tiers)
     click.echo(f"\n{render(rows)}\n\n{render_goals(goals(measured, rows))}\n\n{(time.monotonic() - began) / 60:.0f} minutes")
     if json_file is not None:
@@ -90,4 +96,7 @@ def command(
     if bad := failed(rows):
         places = sorted({f"{row.system} ({row.tier}, {row.workload})" for row in bad})
         click.echo(f"kvhold bench compare: FAILED: {', '.join(places)}", err=True)
+    if stopped:
+        click.echo(f"kvhold bench compare: FAILED, and this is what was measured until then: {stopped}", err=True)
+    if bad or stopped:
         sys.exit(1)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from kvhold.cli.bench.compare.rows import Row
-from kvhold.cli.bench.compare.systems import ALONE, KVHOLD, SYSTEMS, WITH_TIERS
+from kvhold.cli.bench.compare.systems import ALONE, KVHOLD, LMCACHE, OFFLOADING, SYSTEMS, WITH_TIERS
 
 _COMPARED = (KVHOLD, ALONE)
 _CELL = 23
@@ -35,6 +35,10 @@ def _block(tier: str, workload: str, rows: Sequence[Row]) -> str:
                 found[source] = found.get(source, 0) + tokens
         if found:
             lines.append(f"{name} found {', '.join(f'{tokens:,} tokens in {source}' for source, tokens in sorted(found.items()))}")
+    for name in (OFFLOADING, LMCACHE):
+        whole = by_place.get((name, 100))
+        if whole is not None and not whole.error and not whole.cached_tokens:
+            lines.append(f"{name} reused nothing of at least one prompt that it had seen whole: it is no peer here")
     return "\n".join(lines)
 
 

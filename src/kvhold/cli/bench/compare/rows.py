@@ -146,4 +146,4 @@ def _noise(cells: Sequence[Cell], name: str, other: str) -> float:
 
 def failed(rows: Sequence[Row]) -> list[Row]:
     """Those that end the command with 1: kvhold failed, answered otherwise, or reused nothing where all was there."""
-    return [row for row in rows if row.system in OURS and (row.error or (row.reuse == 100 and not row.cached_tokens))]
+    return [row for row in rows if row.system in OURS and (row.error or (row.reuse == 100 and not (row.cached_tokens or row.sources)))]
