@@ -178,6 +178,8 @@ class Failing:
         loan = self._cache.claim(ticket)
         if self._operation == "loan" and loan is not None:
             loan._offsets = loan._offsets + (1 << 40)
+        if self._operation == "gap" and loan is not None:
+            loan._offsets = np.where(np.arange(loan._offsets.shape[-1]) == 1, ABSENT, loan._offsets)
         return loan
 
     def reserve(self, layout: Layout, names: ChunkNames, *, terms: Terms) -> Room:
@@ -208,6 +210,7 @@ class TestFailingCache:
             pytest.param("claim", LOST, id="at claim"),
             pytest.param("claim", None, id="a hit that is gone"),
             pytest.param("loan", None, id="a loan that points outside the arena"),
+            pytest.param("gap", None, id="a loan without one of its chunks"),
         ],
     )
     def test_while_loading_costs_only_the_hit(

@@ -257,6 +257,8 @@ class Reuse:
 def _fill_row(view: View, row: int, loan: Loan, *, threads: int) -> None:
     """The first tokens of a loan, as many as the view has places for in a block, into block `row`."""
     places = loan.chunks()
+    if (places.offsets == ABSENT).any():  # full attention needs every chunk; rows that nobody writes would be wrong KV
+        raise KVHoldError(f"the hit has no KV for {int((places.offsets == ABSENT).sum())} of its chunks")
     position = np.arange(int(places.num_tokens.sum()), dtype=np.int64)
     slots = np.where(position < view.rows_per_block, row * view.rows_per_block + position, -1)
     scatter_slots(view, slots, loan.buffer, places, threads=threads)
