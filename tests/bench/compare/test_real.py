@@ -39,7 +39,8 @@ def test_systems_agree_and_hits_come_from_the_tier(tmp_path: Path) -> None:
             assert row["best_peer"] not in (KVHOLD, ALONE) or name not in (KVHOLD, ALONE)
     assert {reuse for name, reuse in by_place if name == AGAIN} == {0}
     found = [by_place[name, reuse]["sources"] for name in (KVHOLD, ALONE) for reuse in (25, 50, 75, 100)]
-    assert sum(sources.get("redis", 0) for sources in found) > 0.8 * sum(sum(sources.values()) for sources in found)
+    of_redis = sum(sources.get("redis", 0) for sources in found)
+    assert of_redis > 0.3 * sum(sum(sources.values()) for sources in found), "memory has room for two of the four"
     errors = {row["system"]: row["error"] for row in rows if row["error"]}
     assert errors.keys() == {LMCACHE, IN_PROCESS}
     assert all("no virtual environment" in error for error in errors.values())
