@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -47,7 +48,7 @@ def end_node(path: Path, *, timeout_s: float = 60.0) -> None:
 
 def ensure_node(config: Config, path: Path) -> None:
     """Return when a node listens on `path`. Raises NodeError, with the end of its log, at once when it ends while starting, and when it
-    does not listen within `node.start_timeout_s`; then it goes on starting, for the next one to join."""
+    does not listen within `node.start_timeout_s`; then it may go on starting."""
     if _listens(path):
         return
     prepare_folder(path)
@@ -67,7 +68,7 @@ def _wait_for(lock: TextIO, path: Path, until: float) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
-            _pause(until, path, "another process is starting the node and has not finished")
+            _pause(until, path, lambda: "another process is starting the node and has not finished")
 
 
 def _spawn(config: Config, path: Path, until: float) -> None:
@@ -93,7 +94,7 @@ def _spawn(config: Config, path: Path, until: float) -> None:
     finally:
         os.close(output)
     while not _has_ended(pid):  # with --detach it ends when its child, the node, listens or has failed
-        _pause(until, path, f"it was started and does not listen yet; {_told(log_path, start)}")
+        _pause(until, path, lambda: f"it was started and does not listen yet; {_told(log_path, start)}")
     if not _listens(path):
         raise NodeError(f"the node ended while starting; {_told(log_path, start)}")
     log.info("started a node on %s, its log is %s", path, log_path)
@@ -116,9 +117,9 @@ def _listens(path: Path) -> bool:
     return True
 
 
-def _pause(until: float, path: Path, why: str) -> None:
+def _pause(until: float, path: Path, why: Callable[[], str]) -> None:
     if time.monotonic() > until:
-        raise NodeError(f"no node on {path} within node.start_timeout_s: {why}")
+        raise NodeError(f"no node on {path} within node.start_timeout_s: {why()}")
     time.sleep(_POLL_S)
 
 
