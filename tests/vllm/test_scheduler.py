@@ -112,6 +112,13 @@ def forget_locally(engine: Engine) -> None:
     assert engine.scheduler.reset_prefix_cache()
 
 
+def tokens_held(engine: Engine, text: list[int]) -> int:
+    """How much of a text the node has."""
+    side = engine.connector.scheduler
+    with side._cache.lookup(side._namespace.prompt(text).query()) as hit:
+        return hit.num_tokens
+
+
 def free_blocks(engine: Engine) -> int:
     return int(engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
@@ -948,6 +955,7 @@ class TestSaveDecode:
         known = request.num_tokens
         before = tight.tokens_computed[name]
         assert known > 3 * CHUNK, "most of it is generated"
+        eventually(lambda: tokens_held(tight, list(request.all_token_ids)) >= 3 * CHUNK)  # a worker stores beside its passes
         tight.run(until=lambda: len(tight.outputs[name]) > known - 40 + 1)
         loaded = [load for load in tight.loads if load.request_id == name]
         assert len(loaded) == 1
