@@ -64,7 +64,8 @@ def command(
         counters: dict[str, float] = {}
         found = list(cells(model, prompts, bytes_per_s=speed * break_even, num_threads=threads, plans=counters.update))
         row = make_row(found, speed=speed, bytes_per_s=speed * break_even)
-        rows.append(asdict(row) | {"plans": {name: value for name, value in counters.items() if name.startswith("kvhold_plans")}})
+        plans = {name: value for name, value in counters.items() if name.startswith("kvhold_plans")}
+        rows.append(asdict(row) | {"plans": plans, "cells": [asdict(cell) for cell in found]})
         best = f"{row.to_best.value:.3f} ({row.to_best.low:.3f}-{row.to_best.high:.3f})"
         loaded = f"{row.load_loaded:.1%}, {row.plan_loaded:.1%}"
         click.echo(

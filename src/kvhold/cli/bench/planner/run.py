@@ -1,10 +1,10 @@
 """The engines, and the rounds: each request of a sample is computed, loaded as far as it is cached, and planned.
 
 Two real vLLMs, each with a node of its own, over one Redis each behind a throttled link of its own. One always loads, the other plans;
-neither learns from what the other does. Both also compute every request without kvhold: what is compared are times over the same engine's
-time for computing, because two processes are never equally fast. Turns alternate in a random order. Between two requests what is to be
-written is written, over a link that is slow in one direction alone, and memory is filled with other things, as many other conversations
-would do: what was seen before is below it.
+neither learns from what the other does. Both also compute every request whole, and store it as the others do, under names of its own that
+nobody finds: what is compared are times over the same engine's time for that, because two processes are never equally fast. Turns alternate
+in a random order. Between two turns what is to be written is written, over a link that is slow in one direction alone, and memory is filled
+with other things, as many other conversations would do: what was seen before is below it.
 """
 
 import random
@@ -31,7 +31,6 @@ _ENGINES = (LOAD, PLAN)
 _OUTPUT_TOKENS = 2
 _PATIENT_S = 120.0
 _UNLIMITED = 1e12
-_LEFT_ALONE = {"store": False, "load": False}
 _BLOCK = 32
 _RAM_PROMPTS = 1.25
 _PIECES = 40  # that memory is filled with
@@ -94,11 +93,11 @@ def cells(
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvhold-planner-")))
         systems = {name: _started(stack, model, folder / f"{name}.sock", name == PLAN, bytes_per_s, num_threads) for name in _ENGINES}
-        for prompt in prompts:
+        for number, prompt in enumerate(prompts):
             cell, answers = Cell(len(prompt)), []
             turns = [(name, way) for name in _ENGINES for way in (COMPUTE, name)]
             for name, way in chance.sample(turns, len(turns)):
-                rules = _LEFT_ALONE if way == COMPUTE else {}
+                rules = {"load": False, "tags": {"computed": str(number)}} if way == COMPUTE else {}
                 one = systems[name].engine.generate(prompt, max_tokens=_OUTPUT_TOKENS, rules=rules)
                 answers.append(one.token_ids)
                 if way == COMPUTE:
@@ -106,7 +105,7 @@ def cells(
                 else:
                     cell.taken_s[name] = one.ttft_s
                     cell.loaded_tokens[name] = one.num_cached_tokens
-                    systems[name].forget()
+                systems[name].forget()
             if any(answer != answers[0] for answer in answers):
                 raise OutputsDiffer(f"a prompt of {len(prompt)} tokens was answered in several ways: {answers}")
             yield cell
