@@ -182,6 +182,23 @@ def test_who_waits_for_what_takes_longer_than_thought_makes_do_with_what_is_here
     world.finished()
 
 
+def test_a_tier_that_turns_out_to_be_slow_is_not_waited_for_to_the_end():
+    world = World(chunk_s=0.3)  # all of it in 2.4 s
+    began_s, found = world.now, world.ask(work=Work("first", 16, 0, 64, 0.0, 0.1, 0.0, 0.0, 0.0))  # or computed in 1.6 s
+    read = 0
+    while world.state.refresh(found.ticket).arriving:
+        orders = world.orders()
+        world.answer_probes([order for order in orders if isinstance(order, ProbeOrder)])
+        for arrival in [arrival for order in orders if isinstance(order, FetchOrder) for arrival in order.arrivals]:
+            world.now += world.chunk_s
+            world.state.fetched(arrival.entry, True)
+            read += 1
+            if not world.state.refresh(found.ticket).arriving:
+                break
+    assert read <= 3 and world.now - began_s < 1
+    world.state.gone("a")
+
+
 def test_what_others_read_does_not_keep_one_waiting_for_a_read_that_hangs():
     world = World()
     world.learn()
@@ -218,6 +235,8 @@ def test_a_probe_that_hangs_is_waited_for_no_longer_than_computing_takes():
     world.now += 6
     final = world.state.refresh(found.ticket)
     assert (final.arriving, final.reason) == (False, SLOWER)
+    [decision] = world.state.planner.explain("slow")
+    assert decision.why.startswith("what was on its way") and (decision.waited_s, decision.hit_tokens) == (20, 0)
     world.state.gone("a")
 
 

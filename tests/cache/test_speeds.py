@@ -71,6 +71,27 @@ def test_who_waits_for_a_silent_tier_is_told_that_it_stays_silent() -> None:
     assert speed.left_s(speed.ended_bytes, now_s) == 0
 
 
+def test_what_comes_more_slowly_than_thought_is_thought_to_go_on_so() -> None:
+    speed = TierSpeed()
+    now_s = read(speed, MB, 0.0, call_s=0.3, byte_s=0.0) + 1  # one read: a slow answer, as far as anybody knows
+    speed.ordered(8 * MB, now_s)
+    speed.ended(MB, now_s + 0.3)
+    assert speed.left_s(speed.ordered_bytes, now_s + 0.3, more_bytes=40 * MB) == 0, "all of it in one answer"
+    speed.ended(MB, now_s + 0.6)
+    assert speed.left_s(speed.ordered_bytes, now_s + 0.6) == pytest.approx(6 * 0.3)
+    assert speed.left_s(speed.ordered_bytes, now_s + 0.6, more_bytes=40 * MB) == pytest.approx(46 * 0.3)
+
+
+def test_nobody_knows_how_long_more_takes_than_has_ever_come_at_once() -> None:
+    speed = TierSpeed()
+    now_s = read(speed, MB, 0.0, call_s=0.3, byte_s=0.0) + 1
+    speed.ordered(MB, now_s)
+    assert speed.left_s(speed.ordered_bytes, now_s + 0.5) == pytest.approx(0.5)
+    speed.ordered(MB, now_s)
+    assert speed.left_s(speed.ordered_bytes, now_s + 0.4) == pytest.approx(0.1 * 0.75), "not late yet"
+    assert speed.left_s(speed.ordered_bytes, now_s + 0.5) == pytest.approx(4 * 0.5)
+
+
 def test_a_slow_tier_is_tried_anew_less_often() -> None:
     speed = TierSpeed()
     end_s = read(speed, MB, 0.0, call_s=10.0, byte_s=0.0)

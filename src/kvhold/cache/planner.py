@@ -52,18 +52,20 @@ class Found:
 
 @dataclass(frozen=True)
 class Plan:
-    """num_tokens: how far the hit is to go; chunks: those before this number are to be ordered now; more: that is not all of it."""
+    """num_tokens: how far the hit is to go; chunks: those before this number are to be ordered now; more_bytes: what is left of it then, by
+    tier, which is not ordered yet."""
 
     num_tokens: int
     chunks: int
-    more: bool
+    more_bytes: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass
 class Marks:
-    """Where in the queues of tiers what a search waits for ends: `{tier: TierSpeed.ordered_bytes}`."""
+    """Where in the queues of tiers what a search waits for ends: `{tier: TierSpeed.ordered_bytes}`; and how much it will order then."""
 
     by_tier: dict[int, int] = field(default_factory=dict)
+    more_bytes: Mapping[int, int] = field(default_factory=dict)
 
 
 class Planner:
@@ -135,7 +137,7 @@ class Planner:
         chosen = choose(work, options)
         self._decide(number, work, options, chosen, found.sources, memory=first - 1)
         if chosen < first:
-            return Plan(int(options.tokens[chosen]), 0, more=False)
+            return Plan(int(options.tokens[chosen]), 0)
         num_tokens = int(options.tokens[chosen])
         chunks = wanted = -(-num_tokens // layout.tokens_per_chunk)
         for tier, nbytes in waits.items():
@@ -143,7 +145,8 @@ class Planner:
             if len(missing):
                 reach = int(np.searchsorted(np.cumsum(nbytes), max(1, self.speeds[tier].most_bytes), side="right"))
                 chunks = min(chunks, max(int(missing[0]) + 1, reach))
-        return Plan(num_tokens, chunks, more=chunks < wanted)
+        more_bytes = {tier: int(nbytes[chunks:wanted].sum()) for tier, nbytes in waits.items()} if chunks < wanted else {}
+        return Plan(num_tokens, chunks, more_bytes)
 
     def ordered(self, tier: int, nbytes: int) -> int:
         """A read begins. Returns the mark that it ends at."""
@@ -169,7 +172,9 @@ class Planner:
         if not work.is_known:
             return False
         now_s = self.clock()
-        goal, left_s = here, max((self.speeds[tier].left_s(mark, now_s) for tier, mark in marks.by_tier.items()), default=0.0)
+        goal = here
+        left = [self.speeds[tier].left_s(mark, now_s, more_bytes=marks.more_bytes.get(tier, 0)) for tier, mark in marks.by_tier.items()]
+        left_s = max(left, default=0.0)
         if probing:
             goal = len(query.hashes) // HASH_BYTES * layout.tokens_per_chunk
             left_s = waited_s if waited_s > _LATE * self._probe_s else 0.0
@@ -182,6 +187,8 @@ class Planner:
         if float(total_s(work, then)[0]) <= _SURELY * float(total_s(work, now).min()):
             return False
         self._metrics.add("kvhold_plans_cut_short")
+        if number not in self._decisions:
+            self._decide(number, work, now, choose(work, now), {"ram": here} if here else {}, memory=len(now.tokens) - 1)
         self._change(number, why="what was on its way took longer than computing it, so no more was waited for")
         return True
 

@@ -94,9 +94,12 @@ class TierSpeed:
         waits: Floats = np.where(nbytes > 0, costs[0] + (before + nbytes) * costs[1], 0.0)
         return waits
 
-    def left_s(self, until_bytes: int, now_s: float) -> float:
-        """Seconds until of all that was ordered `until_bytes` will have come. Where nothing has come for far longer than was thought: as
-        long again as that has lasted by now; where nobody knows how fast it is, four times as long."""
+    def left_s(self, until_bytes: int, now_s: float, *, more_bytes: int = 0) -> float:
+        """Seconds until of all that was ordered `until_bytes` will have come, and then `more_bytes` that are not ordered yet.
+
+        Where nothing has come for far longer than was thought: as long again as that has lasted by now. Four times as long where nobody
+        knows: of a tier that was never read, and of more at once than has ever come.
+        """
         left = until_bytes - self.ended_bytes
         if left <= 0:
             return 0.0
@@ -104,8 +107,20 @@ class TierSpeed:
         costs = self._estimate.costs
         if costs is None:
             return 4 * silent_s
-        thought_s = (costs[0] if self._piece is not None and not self._piece.nbytes else 0.0) + left * costs[1]
-        return silent_s if silent_s > _LATE * thought_s else max(thought_s - silent_s, thought_s / 4)
+        byte_s = self._byte_s(*costs)
+        thought_s = (costs[0] if self._piece is not None and not self._piece.nbytes else 0.0) + left * byte_s
+        if silent_s > _LATE * thought_s:
+            is_known = self.ordered_bytes - self.ended_bytes <= self._estimate.most(1)
+            return (1 if is_known else 4) * silent_s + more_bytes * byte_s
+        return max(thought_s - silent_s, thought_s / 4) + more_bytes * byte_s
+
+    def _byte_s(self, call_s: float, byte_s: float) -> float:
+        """Seconds of a byte that is still to come: as in what has come since reading began, if that took far longer than was thought."""
+        piece = self._piece
+        if piece is None or not piece.nbytes:
+            return byte_s
+        took_s = self._last_s - piece.began_s
+        return took_s / piece.nbytes if took_s > _LATE * (piece.call * call_s + piece.nbytes * byte_s) else byte_s
 
     def _note(self, piece: _Piece, end_s: float) -> None:
         self._last_took_s = end_s - piece.began_s
