@@ -19,14 +19,17 @@ from kvhold.cli.bench.quality.command import command as quality
 from kvhold.cli.bench.rows import Row, needing, table
 from kvhold.cli.bench.soak.command import command as soak
 from kvhold.cli.bench.vllm.command import command as vllm
+from kvhold.cli.interruption import ending_in_order
 
 _PARTS = ("hashing", "index", "lookup", "frames", "gather", "wire", "startup")  # of `micro`: a module each
 _MARKS = {True: "yes", False: "NO", None: "-"}
 
 
 @click.group()
-def command() -> None:
+@click.pass_context
+def command(context: click.Context) -> None:
     """Measure, against limits taken in the same run. Medians; machines are noisy, so trust the ratios."""
+    context.with_resource(ending_in_order())
 
 
 @command.command()

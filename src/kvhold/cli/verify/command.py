@@ -2,10 +2,8 @@
 
 import json
 import os
-import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import click
 
 from kvhold.cli.demo.engine import is_vllm_available
+from kvhold.cli.interruption import ending_in_order
 from kvhold.cli.verify.engine import Engines
 from kvhold.cli.verify.paths import DEFAULT, PATHS
 from kvhold.cli.verify.rows import Row, table
@@ -113,7 +112,7 @@ def command(
     if not is_vllm_available():
         raise ConfigError("vLLM is not installed here; kvhold verify runs the model in it: see docs/vllm.md")
     settings = Settings(dtype=dtype, config=config, max_model_len=max_model_len, kv_memory_bytes=parse_size(kv_memory))
-    with _ending_in_order(), Engines(timeout_s=timeout_s, threads=threads or len(os.sched_getaffinity(0))) as engines:
+    with ending_in_order(), Engines(timeout_s=timeout_s, threads=threads or len(os.sched_getaffinity(0))) as engines:
         if model is not None:
             found = _of_model(engines, Subject(model, model, engine_args, tuple(adapters)), paths, settings)
         else:
@@ -128,16 +127,6 @@ def command(
     if not _is_good(rows, refusals_count=model is not None):
         click.echo("kvhold verify: FAILED", err=True)
         sys.exit(1)
-
-
-@contextmanager
-def _ending_in_order() -> Iterator[None]:
-    """SIGTERM ends engines and node on the way out, as Ctrl-C does."""
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _of_model(engines: Engines, subject: Subject, paths: tuple[str, ...], settings: Settings) -> Iterator[Row]:
