@@ -300,6 +300,9 @@ class TestTokens:
         "bad",
         [
             pytest.param([1.0, 2.0], id="floats"),
+            pytest.param([1, 2.0], id="a float among them"),
+            pytest.param([1, "2"], id="a text among them"),
+            pytest.param([1, 2**31], id="the last one too large"),
             pytest.param([[1, 2], [3, 4]], id="two axes"),
             pytest.param(5, id="a scalar"),
             pytest.param("12", id="text"),

@@ -158,7 +158,9 @@ def as_tokens(tokens: npt.ArrayLike) -> npt.NDArray[np.int32]:
     if isinstance(tokens, list) and tokens and type(tokens[0]) is int:
         with suppress(TypeError, OverflowError):  # what is wrong with it is said below
             # Unsigned: three times as fast as signed, four times as fast as numpy, which looks at a list twice.
-            unsigned = np.frombuffer(array("I", tokens), np.uintc)
+            numbers = array("I")
+            numbers.fromlist(tokens)  # faster than giving it the list at once
+            unsigned = np.frombuffer(numbers, np.uintc)
             if unsigned.max() <= np.iinfo(np.int32).max:
                 found = unsigned.view(np.intc).astype("<i4", copy=False)
                 found.flags.writeable = False  # so that it is hashed where it lies
