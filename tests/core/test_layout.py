@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvhold.core.errors import LayoutError
-from kvhold.core.layout import DTYPE_BYTES, MOST_LAYERS, Group, Layout
+from kvhold.core.layout import DTYPE_BYTES, MOST_CHUNK_BYTES, MOST_CHUNK_TOKENS, MOST_LAYERS, Group, Layout
 
 MHA = Group(layers=32, planes=2, heads=32, head_dim=128, dtype="float16")
 GQA = Group(layers=32, planes=2, heads=8, head_dim=128, dtype="bfloat16")
@@ -179,6 +179,20 @@ class TestBadValues:
     def test_chunks_and_tails_are_whole_blocks_of_an_opaque_packing(self, chunk: int, tail: int, field: str) -> None:
         with pytest.raises(LayoutError, match=rf"{field} \d+ must be a multiple of the engine's block of 16"):
             Layout((GQA, OPAQUE), tokens_per_chunk=chunk, tail_tokens=tail)
+
+    def test_a_chunk_has_no_more_bytes_than_a_frame_may(self) -> None:
+        wide = Group(layers=1, planes=1, heads=1, head_dim=MOST_CHUNK_BYTES // 256, dtype="uint8")
+        blocks = replace(OPAQUE, layers=1, block_bytes=MOST_CHUNK_BYTES // 16)
+        for group in (wide, blocks):
+            assert Layout((GQA, group), 256, 0).chunk_bytes(1, 256) == MOST_CHUNK_BYTES
+            with pytest.raises(LayoutError, match=rf"a chunk of group 1 would have {2 * MOST_CHUNK_BYTES} bytes.*tokens_per_chunk 512"):
+                Layout((GQA, group), 512, 0)
+
+    def test_a_chunk_has_no_more_tokens_than_a_frame_can_say(self) -> None:
+        blocks = replace(OPAQUE, block_tokens=MOST_CHUNK_TOKENS)
+        assert Layout((blocks,), MOST_CHUNK_TOKENS, 0).whole_bytes == 32 * 70_000
+        with pytest.raises(LayoutError, match=f"tokens_per_chunk is {2 * MOST_CHUNK_TOKENS}; it must be at most"):
+            Layout((blocks,), 2 * MOST_CHUNK_TOKENS, 0)
 
 
 class TestCheckTokens:

@@ -45,6 +45,7 @@ from kvhold.tiers.ram import Entry, RamTier
 from kvhold.tiers.stack import Place
 
 Owner = Hashable
+_MOST_QUERY_BYTES = 1 << 60  # what the planner counts in
 
 
 @dataclass(frozen=True)
@@ -518,3 +519,6 @@ def _check_query(layout: Layout, query: Query) -> None:
         raise ProtocolError("a query's tail hashes and tail lengths do not agree")
     if not all(0 < length < layout.tokens_per_chunk for length in query.tail_lengths):
         raise ProtocolError(f"a query's tail is not shorter than a chunk of {layout.tokens_per_chunk} tokens")
+    most_bytes = (len(query.hashes) // HASH_BYTES + 1) * layout.whole_bytes * query.shards
+    if most_bytes > _MOST_QUERY_BYTES:
+        raise ProtocolError(f"a query of up to {most_bytes} bytes; no memory holds more than {_MOST_QUERY_BYTES}")

@@ -24,7 +24,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvhold.core.errors import FrameError, FrameReason, LayoutError
 from kvhold.core.keys import KEY_BYTES
-from kvhold.core.layout import CANONICAL, DTYPE_BYTES, Layout
+from kvhold.core.layout import CANONICAL, DTYPE_BYTES, MOST_CHUNK_BYTES, Layout
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -37,7 +37,7 @@ ALIGNMENT = 64
 MAX_RANK = 8
 MAX_LAYERS = 4096
 MAX_HEADER_BYTES = 1 << 17
-MAX_CHUNK_BYTES = 1 << 36  # encoded, and decoded
+MAX_CHUNK_BYTES = MOST_CHUNK_BYTES  # encoded, and decoded
 CODEC_BYTES = 16
 PACKING_BYTES = 32
 

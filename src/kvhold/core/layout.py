@@ -30,6 +30,8 @@ DTYPE_BYTES = {
 
 CANONICAL = "canonical"
 MOST_LAYERS = 4096  # what a frame's header can name
+MOST_CHUNK_TOKENS = (1 << 32) - 1  # the same
+MOST_CHUNK_BYTES = 1 << 36  # of one group; no frame is larger, encoded or decoded
 
 Attention = Literal["full", "sliding", "state"]
 
@@ -106,12 +108,25 @@ class Layout:
             raise LayoutError("a layout needs at least one group")
         if self.tokens_per_chunk < 1:
             raise LayoutError(f"tokens_per_chunk is {self.tokens_per_chunk}; it must be 1 or more")
+        if self.tokens_per_chunk > MOST_CHUNK_TOKENS:
+            raise LayoutError(f"tokens_per_chunk is {self.tokens_per_chunk}; it must be at most {MOST_CHUNK_TOKENS}")
         if self.tail_tokens < 0 or (self.tail_tokens and self.tokens_per_chunk % self.tail_tokens):
             raise LayoutError(f"tail_tokens {self.tail_tokens} must divide tokens_per_chunk {self.tokens_per_chunk} (or be 0 for no tails)")
         for group in self.groups:
             for field, tokens in (("tokens_per_chunk", self.tokens_per_chunk), ("tail_tokens", self.tail_tokens)):
                 if group.block_tokens and tokens % group.block_tokens:
                     raise LayoutError(f"{field} {tokens} must be a multiple of the engine's block of {group.block_tokens} tokens")
+        for number in range(len(self.groups)):
+            if (nbytes := self.chunk_bytes(number, self.tokens_per_chunk)) > MOST_CHUNK_BYTES:
+                raise LayoutError(
+                    f"a chunk of group {number} would have {nbytes} bytes, at most {MOST_CHUNK_BYTES} are possible: "
+                    f"check the group's numbers, or make tokens_per_chunk {self.tokens_per_chunk} smaller"
+                )
+
+    @cached_property
+    def whole_bytes(self) -> int:
+        """Bytes of one whole chunk in all groups."""
+        return sum(self.chunk_bytes(number, self.tokens_per_chunk) for number in range(len(self.groups)))
 
     @cached_property
     def fingerprint(self) -> bytes:
