@@ -4,9 +4,12 @@ import asyncio
 import fcntl
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +19,7 @@ import pytest
 from kvhold.core.config import ClientConfig, Config, NodeConfig
 from kvhold.core.errors import CapacityError, NodeError
 from kvhold.node import NodeClient, connect
-from kvhold.node.paths import default_socket, prepare_folder, socket_path
+from kvhold.node.paths import default_socket, lock_path, prepare_folder, socket_path
 from kvhold.node.server import Node
 from kvhold.node.start import ensure_node
 from kvhold.testing.cache import a_prompt, read, store
@@ -300,6 +303,68 @@ def test_who_waits_for_another_ones_start_gives_up_in_time(tmp_path: Path) -> No
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(NodeError, match=r"within node\.start_timeout_s: another process is starting"):
             connect(config_at(path, start_timeout_s=0.05))
+
+
+@contextmanager
+def starting(path: Path) -> Iterator[Future[None]]:
+    """An engine that wants a node on `path`."""
+    with ThreadPoolExecutor(1) as threads:
+        yield threads.submit(ensure_node, config_at(path, start_timeout_s=PATIENT_S), path)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """As if a node had `path` that does not listen."""
+    with lock_path(path).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def listening(path: Path) -> Iterator[None]:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        yield
+
+
+def test_a_node_that_goes_on_starting_after_it_was_given_up_is_waited_for(start_with: Callable[[str], None], tmp_path: Path) -> None:
+    path = tmp_path / "node.sock"
+    start_with(f"touch {tmp_path}/second; exit 1")
+    with locked(path):
+        with pytest.raises(NodeError, match=r"within node\.start_timeout_s: another one has the place"):
+            connect(config_at(path, start_timeout_s=0.05))
+        with starting(path) as engine, listening(path):
+            engine.result()
+    assert not (tmp_path / "second").exists()
+
+
+def test_who_starts_a_node_too_many_waits_for_the_first(start_with: Callable[[str], None], tmp_path: Path) -> None:
+    path, pid = tmp_path / "node.sock", tmp_path / "pid"
+    start_with(f"echo $$ > {pid}; while [ ! -e {tmp_path}/go ]; do sleep 0.01; done; echo a node is running already; exit 1")
+    with starting(path) as engine:
+        second = int(eventually(lambda: pid.exists() and pid.read_text()))
+        with locked(path):
+            (tmp_path / "go").touch()
+            eventually(lambda: not _runs(second))
+            with listening(path):
+                engine.result()
+
+
+def test_a_client_is_closed_without_waiting_for_the_node_it_would_have(
+    start_with: Callable[[str], None], start_node: StartNode, tmp_path: Path
+) -> None:
+    node = start_node()
+    client = connect(config_at(node.path, start_timeout_s=1e6))
+    start_with(f"echo $$ > {tmp_path}/pid; exec sleep 600")
+    node.kill()
+    with pytest.raises(NodeError):
+        client.status()
+    pid = int(eventually(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text()))
+    client.close()
+    assert not client._keeper.is_alive()
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
 
 
 def test_where_engines_may_not_start_a_node_there_is_none(tmp_path: Path) -> None:

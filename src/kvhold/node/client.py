@@ -48,9 +48,10 @@ class NodeClient:
         config: ClientConfig | None = None,
         *,
         name: str = "python",
-        revive: Callable[[], None] | None = None,
+        revive: Callable[[threading.Event], None] | None = None,
     ) -> None:
         """path: the node's socket. revive: called before each attempt to join again, to start a node if need be; may raise NodeError.
+        It gets what is set when this client is closed, and then has to return.
 
         Raises NodeError when there is no node now, or it is not one of ours.
         """
@@ -331,7 +332,7 @@ class NodeClient:
         link = None
         try:
             if self._revive is not None:
-                self._revive()
+                self._revive(self._closed)
             link = Link(self.path, self._name, self._config.connect_timeout_s)
             self._introduce(link)
         except (OSError, KVHoldError) as error:

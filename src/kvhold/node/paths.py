@@ -27,6 +27,11 @@ def socket_path(configured: str) -> Path:
     return path
 
 
+def lock_path(path: Path) -> Path:
+    """The file beside a socket that its node has locked, from before it listens until after it has let go of its memory."""
+    return Path(f"{path}.lock")
+
+
 def prepare_folder(path: Path) -> None:
     """Make the socket's folder, for this user alone. Raises NodeError when it is somebody else's or cannot be written."""
     folder = path.parent

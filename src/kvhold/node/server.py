@@ -31,7 +31,7 @@ from kvhold.memory.arena import Arena, Toucher, default_arena_bytes
 from kvhold.memory.host import resident_bytes
 from kvhold.net import messages as m
 from kvhold.net.wire import Decoder, Splitter, encode
-from kvhold.node.paths import peer_user, prepare_folder, socket_path
+from kvhold.node.paths import lock_path, peer_user, prepare_folder, socket_path
 from kvhold.node.session import Session
 
 log = logging.getLogger(__name__)
@@ -311,7 +311,7 @@ class _SocketLock:
 
     def __init__(self, path: Path) -> None:
         prepare_folder(path)
-        self._file = Path(f"{path}.lock")
+        self._file = lock_path(path)
         try:
             self._fd = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:

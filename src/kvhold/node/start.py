@@ -9,17 +9,18 @@ import logging
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from kvhold.core.config import ClientConfig, Config, load_config
 from kvhold.core.errors import KVHoldError, NodeError
 from kvhold.node.client import NodeClient
-from kvhold.node.paths import prepare_folder, socket_path
+from kvhold.node.paths import lock_path, prepare_folder, socket_path
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ def connect(config: Config | None = None, *, name: str = "python", **settings: A
     if not config.node.autostart:
         return NodeClient(path, config.client, name=name)
     ensure_node(config, path)
-    return NodeClient(path, config.client, name=name, revive=lambda: ensure_node(config, path))
+    return NodeClient(path, config.client, name=name, revive=lambda closed: ensure_node(config, path, closed))
 
 
 def end_node(path: Path, *, timeout_s: float = 60.0) -> None:
@@ -46,32 +47,68 @@ def end_node(path: Path, *, timeout_s: float = 60.0) -> None:
         client.stop_node()
 
 
-def ensure_node(config: Config, path: Path) -> None:
+def ensure_node(config: Config, path: Path, given_up: threading.Event | None = None) -> None:
     """Return when a node listens on `path`. Raises NodeError, with the end of its log, at once when it ends while starting, and when it
-    does not listen within `node.start_timeout_s`; then it may go on starting."""
+    does not listen within `node.start_timeout_s` or nobody wants it any more (`given_up`); then it may go on starting."""
     if _listens(path):
         return
     prepare_folder(path)
-    until = time.monotonic() + config.node.start_timeout_s
+    patience = _Patience(path, time.monotonic() + config.node.start_timeout_s, given_up or threading.Event())
     try:
         with Path(f"{path}.start").open("w") as lock:  # held while starting, so that of several engines one starts the node
-            _wait_for(lock, path, until)
-            if not _listens(path):
-                _spawn(config, path, until)
+            _wait_for(lock, patience)
+            if not _has_node(patience):
+                _spawn(config, patience)
     except OSError as error:
         raise NodeError(f"node.socket: cannot start a node on {path}: {error}") from None
 
 
-def _wait_for(lock: TextIO, path: Path, until: float) -> None:
+@dataclass(frozen=True)
+class _Patience:
+    """For a node on `path`: until then, by the monotonic clock, and unless it is given up."""
+
+    path: Path
+    until_s: float
+    given_up: threading.Event
+
+    def pause(self, why: Callable[[], str]) -> None:
+        """A moment. Raises NodeError at its end."""
+        if time.monotonic() > self.until_s:
+            raise NodeError(f"no node on {self.path} within node.start_timeout_s: {why()}")
+        if self.given_up.wait(_POLL_S):
+            raise NodeError(f"no node on {self.path}: it is not waited for any more")
+
+
+def _wait_for(lock: TextIO, patience: _Patience) -> None:
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
-            _pause(until, path, lambda: "another process is starting the node and has not finished")
+            patience.pause(lambda: "another process is starting the node and has not finished")
 
 
-def _spawn(config: Config, path: Path, until: float) -> None:
+def _has_node(patience: _Patience) -> bool:
+    """Whether a node listens. One that has the place and does not listen is waited for: it may have been started by somebody who gave up,
+    and go on starting, or be ending."""
+    while not (listens := _listens(patience.path)) and _is_taken(patience.path):
+        patience.pause(lambda: "another one has the place, and does not listen")
+    return listens
+
+
+def _is_taken(path: Path) -> bool:
+    try:
+        with lock_path(path).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def _spawn(config: Config, patience: _Patience) -> None:
+    path = patience.path
     log_path = path.with_suffix(".log")
     command = [
         sys.executable,
@@ -94,8 +131,8 @@ def _spawn(config: Config, path: Path, until: float) -> None:
     finally:
         os.close(output)
     while not _has_ended(pid):  # with --detach it ends when its child, the node, listens or has failed
-        _pause(until, path, lambda: f"it was started and does not listen yet; {_told(log_path, start)}")
-    if not _listens(path):
+        patience.pause(lambda: f"it was started and does not listen yet; {_told(log_path, start)}")
+    if not _has_node(patience):
         raise NodeError(f"the node ended while starting; {_told(log_path, start)}")
     log.info("started a node on %s, its log is %s", path, log_path)
 
@@ -115,12 +152,6 @@ def _listens(path: Path) -> bool:
         except OSError:
             return False
     return True
-
-
-def _pause(until: float, path: Path, why: Callable[[], str]) -> None:
-    if time.monotonic() > until:
-        raise NodeError(f"no node on {path} within node.start_timeout_s: {why()}")
-    time.sleep(_POLL_S)
 
 
 def _as_environ(settings: Any, prefix: str = "KVHOLD_") -> dict[str, str]:
