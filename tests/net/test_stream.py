@@ -88,3 +88,66 @@ async def test_others_have_their_turns_while_a_value_arrives(pair: tuple[Stream,
     counting.cancel()
     await sending
     assert had > 3
+
+
+async def test_questions_and_answers_of_any_size_follow_one_another(pair: tuple[Stream, Stream]) -> None:
+    async def answer(sizes: list[int]) -> None:
+        for size in sizes:
+            assert await pair[1].read(3) == b"ask"
+            await pair[1].send([size.to_bytes(4, "little"), b"x" * size])
+
+    sizes = [1, 20_000, 0, 16_380, 16_384, 5, 300_000, 2] * 3
+    answering = asyncio.create_task(answer(sizes))
+    for size in sizes:
+        await pair[0].send([b"ask"])
+        assert await pair[0].read(4) == size.to_bytes(4, "little")
+        assert await pair[0].read(size) == b"x" * size
+    await answering
+
+
+async def read_once(pair: tuple[Stream, Stream], content: bytes) -> int:
+    """Something is waited for, and comes. Returns the reader's descriptor."""
+    reading = asyncio.create_task(pair[1].read(len(content)))
+    await turns(3)
+    await pair[0].send([content])
+    assert await reading == content
+    return pair[1]._sock.fileno()
+
+
+async def test_what_comes_while_nobody_reads_does_not_keep_the_loop_busy_and_is_read_later(pair: tuple[Stream, Stream]) -> None:
+    descriptor = await read_once(pair, b"first")
+    await pair[0].send([b"later"])
+    await turns(5)
+    assert not asyncio.get_running_loop().remove_reader(descriptor), "nobody is to be told"
+    assert not pair[1].quiet
+    assert await pair[1].read(5) == b"later"
+    assert await read_once(pair, b"again") == descriptor
+
+
+async def test_an_end_that_comes_while_nobody_reads_is_met_by_the_next_who_does(pair: tuple[Stream, Stream]) -> None:
+    await read_once(pair, b"first")
+    pair[0].close()
+    await turns(5)
+    assert not pair[1].quiet
+    with pytest.raises(EOFError):
+        await pair[1].read(1)
+
+
+async def test_nothing_is_left_with_the_loop_after_a_close(pair: tuple[Stream, Stream]) -> None:
+    descriptor = await read_once(pair, b"first")
+    pair[1].close()
+    assert not asyncio.get_running_loop().remove_reader(descriptor)
+
+
+def test_a_connection_may_outlive_its_loop() -> None:
+    async def begin() -> tuple[Stream, Stream]:
+        ends = socket.socketpair()
+        for end in ends:
+            end.setblocking(False)
+        streams = Stream(ends[0]), Stream(ends[1])
+        await read_once(streams, b"first")
+        return streams
+
+    for stream in asyncio.run(begin()):
+        stream.close()
+        assert stream._sock.fileno() == -1

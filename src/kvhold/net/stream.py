@@ -13,8 +13,9 @@ import select
 import socket
 import ssl
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from kvhold.core.errors import ProtocolError
 
@@ -59,7 +60,9 @@ class Stream:
         self._since_turn = 0
         self._poll = select.poll()
         self._poll.register(sock.fileno(), select.POLLIN)
-        self._waiting: tuple[asyncio.Future[None], Callable[[int], bool]] | None = None
+        self._waiting: asyncio.Future[Any] | None = None
+        self._step: Callable[[asyncio.Future[Any]], None] | None = None  # what is done when there is something to read
+        self._watched = False  # by the loop, for something to read
         self.closed = False
         self.reused = False
         """It has served before, so that the server may have closed it in the meantime."""
@@ -135,11 +138,12 @@ class Stream:
         if self.closed:
             return
         self.closed = True
-        if self._waiting is not None:
-            future, remove = self._waiting
-            remove(self._sock.fileno())
-            if not future.done():
-                future.set_exception(ConnectionAbortedError("closed on this side"))
+        if not self._loop.is_closed():
+            self._unwatch()
+            if self._waiting is not None:
+                self._loop.remove_writer(self._sock.fileno())
+                if not self._waiting.done():
+                    self._waiting.set_exception(ConnectionAbortedError("closed on this side"))
         self._sock.close()
 
     async def handshake(self) -> None:
@@ -182,18 +186,27 @@ class Stream:
         self._end += await self._receive(self._ahead[self._end :])
 
     async def _receive(self, view: memoryview) -> int:
-        while True:
+        def take(some: asyncio.Future[int]) -> None:
+            try:
+                some.set_result(self._sock.recv_into(view))
+            except _NOT_READABLE:
+                return
+            except OSError as error:
+                some.set_exception(error)
+
+        received = -1
+        while received < 0:
             try:
                 received = self._sock.recv_into(view)
             except _NOT_READABLE:
-                await self._readable()
+                with suppress(ssl.SSLWantWriteError):
+                    received = await self._readable(take)
             except ssl.SSLWantWriteError:
                 await self._writable()
-            else:
-                if not received:
-                    raise EOFError("the server closed the connection")
-                await self._moved(received)
-                return received
+        if not received:
+            raise EOFError("the server closed the connection")
+        await self._moved(received)
+        return received
 
     async def _receive_all(self, view: memoryview) -> None:
         """Fill `view`: pieces are taken as they come, other tasks between them, and this task has one turn for all of them."""
@@ -201,8 +214,6 @@ class Stream:
 
         def take(whole: asyncio.Future[None]) -> None:
             nonlocal left
-            if whole.done():
-                return
             try:
                 received = self._sock.recv_into(left[:_STEP_BYTES])
             except _NOT_READABLE:
@@ -216,7 +227,7 @@ class Stream:
             elif not left.nbytes:
                 whole.set_result(None)
 
-        await self._wait(self._loop.add_reader, self._loop.remove_reader, take)
+        await self._readable(take)
 
     async def _moved(self, nbytes: int) -> None:
         self._since_turn += nbytes
@@ -225,27 +236,52 @@ class Stream:
             await asyncio.sleep(0)
             self._check_open()
 
-    async def _readable(self) -> None:
-        await self._wait(self._loop.add_reader, self._loop.remove_reader)
+    async def _readable(self, step: "Callable[[asyncio.Future[Any]], None]" = _wake) -> Any:
+        """Until `step`, which is called whenever there is something to read, has resolved the future that it is given.
+
+        The loop goes on watching afterwards: the next reply is waited for soon, and a `step` that reads leaves nothing to be told of.
+        """
+        self._step = step
+        try:
+            return await self._wait(self._watch)
+        finally:
+            self._step = None
 
     async def _writable(self) -> None:
-        await self._wait(self._loop.add_writer, self._loop.remove_writer)
+        def watch(future: "asyncio.Future[None]") -> None:
+            self._loop.add_writer(self._sock.fileno(), _wake, future)
 
-    async def _wait(
-        self, add: Callable[..., None], remove: Callable[[int], bool], step: "Callable[[asyncio.Future[None]], None]" = _wake
-    ) -> None:
-        """Until `step`, which is called whenever the socket is ready, has resolved the future that it is given."""
+        try:
+            await self._wait(watch)
+        finally:
+            if not self.closed:
+                self._loop.remove_writer(self._sock.fileno())
+
+    async def _wait(self, watch: "Callable[[asyncio.Future[Any]], None]") -> Any:
         self._check_open()
-        future = self._loop.create_future()
-        add(self._sock.fileno(), step, future)
-        self._waiting = (future, remove)
+        future = self._waiting = self._loop.create_future()
+        watch(future)
         self._since_turn = 0
         try:
-            await future
+            return await future
         finally:
             self._waiting = None
-            if not self.closed:
-                remove(self._sock.fileno())
+
+    def _watch(self, _: "asyncio.Future[Any]") -> None:
+        if not self._watched:
+            self._loop.add_reader(self._sock.fileno(), self._on_readable)
+            self._watched = True
+
+    def _unwatch(self) -> None:
+        if self._watched:
+            self._loop.remove_reader(self._sock.fileno())
+            self._watched = False
+
+    def _on_readable(self) -> None:
+        if self._waiting is None or self._waiting.done() or self._step is None:
+            self._unwatch()  # nobody reads now
+        else:
+            self._step(self._waiting)
 
     def _check_open(self) -> None:
         if self.closed:
