@@ -105,12 +105,15 @@ def test_goals_are_about_our_best_mode_and_say_what_the_limit_itself_would_reach
     for _ in range(3):
         values = {KVHOLD: 0.9, KVHOLD_CACHED: 0.5, SERVER: 1.0, "limit: O_DIRECT": 0.8, "limit: page cache": 0.4}
         measured.add(RETRIEVE, "cached-disk", values)
+        measured.add(WRITTEN, "redis", {KVHOLD: 0.8, SERVER: 1.0, "limit: Redis": 0.7})
     rows = make_rows(measured)
     assert {goal.what: round(goal.ratio.median, 3) for goal in goals(rows)} == {
         "retrieve (cached-disk): over that of LMCache, its best mode": 0.5,
         "retrieve (cached-disk): over that of LMCache, its best mode, the limit itself": 0.4,
+        "store, written (redis): over that of LMCache, its best mode": 0.8,
+        "store, written (redis): over that of LMCache, its best mode, the limit itself": 0.7,
     }
-    assert {row.system: row.best_peer for row in rows} == {
+    assert {row.system: row.best_peer for row in rows if row.tier == "cached-disk"} == {
         KVHOLD: SERVER,
         KVHOLD_CACHED: SERVER,
         SERVER: KVHOLD_CACHED,

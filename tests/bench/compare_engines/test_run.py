@@ -8,7 +8,7 @@ import pytest
 
 from kvhold.cli.bench.compare_engines.rows import LOOKUP, MEMORY, RETRIEVE, START, STORE, WRITTEN, Measured, make_rows
 from kvhold.cli.bench.compare_engines.run import Work, measure
-from kvhold.cli.bench.compare_engines.systems import IN_PROCESS, KVHOLD, KVHOLD_CACHED, LIMITS, SERVER, Peer, PeerFailed
+from kvhold.cli.bench.compare_engines.systems import IN_PROCESS, KVHOLD, KVHOLD_CACHED, LIMITS, REDIS_LIMIT, SERVER, Peer, PeerFailed
 from kvhold.cli.demo.process import EngineFailed
 
 WORK = Work(num_tokens=512, lookup_tokens=1024, layers=1, heads=1, head_dim=8, rounds=2)
@@ -70,10 +70,19 @@ def test_a_disk_is_measured_in_both_modes_of_ours_beside_its_limits_with_and_wit
     for tier, names in (("ram", {KVHOLD, SERVER}), *((disk, {KVHOLD, KVHOLD_CACHED, SERVER}) for disk in tiers[1:])):
         for operation in (RETRIEVE, WRITTEN) if tier != "ram" else (RETRIEVE,):
             for cell in measured.cells[operation, tier]:
-                assert cell.seconds.keys() - LIMITS.keys() == names
+                assert cell.seconds.keys() - set(LIMITS) == names
                 assert ("limit: page cache" in cell.seconds) == (tier != "ram")
     assert [child.options["page_cache"] for child in machine.children[KVHOLD_CACHED]] == [False, True]
     assert {child.options["tier"] for child in machine.children[KVHOLD_CACHED]} == {"disk"}
+
+
+@pytest.mark.server
+def test_redis_is_measured_beside_what_it_gives_over_plain_sockets(tmp_path: Path) -> None:
+    measured = run(Machine(), tmp_path, tiers=("redis",))
+    if "redis-server" in measured.errors.get(("redis", KVHOLD), ""):
+        pytest.skip(measured.errors["redis", KVHOLD])
+    for operation, of in ((STORE, set()), (WRITTEN, {REDIS_LIMIT}), (RETRIEVE, {REDIS_LIMIT})):
+        assert [cell.seconds.keys() for cell in measured.cells[operation, "redis"]] == [{KVHOLD, SERVER} | of] * WORK.rounds
 
 
 def silent() -> dict[str, object]:

@@ -68,10 +68,11 @@ class RawRedis:
     """A client that knows just two commands: each value over one of a few blocking connections."""
 
     def __init__(self, port: int, password: str, values: Values, *, connections: int) -> None:
+        """password: empty where the server wants none."""
         self._values = values
         self._threads = ThreadPoolExecutor(connections)
         self._sockets = [_connected(port) for _ in range(connections)]
-        for sock in self._sockets:
+        for sock in self._sockets if password else ():
             sock.sendall(f"AUTH {password}\r\n".encode())
             _line(sock)
 
@@ -84,9 +85,10 @@ class RawRedis:
         self._each(lambda sock, at: self._get_one(sock, at, into[at]))
 
     def close(self) -> None:
-        """Hang up."""
+        """Hang up, and end the threads."""
         for sock in self._sockets:
             sock.close()
+        self._threads.shutdown()
 
     def _each(self, work: Callable[[socket.socket, int], None]) -> None:
         def lane(number: int) -> None:
@@ -96,8 +98,8 @@ class RawRedis:
         list(self._threads.map(lane, range(len(self._sockets))))
 
     def _set_one(self, sock: socket.socket, at: int) -> None:
-        value = self._values[at]
-        pieces: list[Any] = [b"*3\r\n$3\r\nSET\r\n$3\r\nk%02d\r\n$%d\r\n" % (at, value.nbytes), value, b"\r\n"]
+        name, value = b"k%d" % at, self._values[at]
+        pieces: list[Any] = [b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(name), name, value.nbytes), value, b"\r\n"]
         while pieces:
             sent = sock.sendmsg(pieces)
             while pieces and sent >= len(pieces[0]):
@@ -107,8 +109,10 @@ class RawRedis:
         _line(sock)
 
     def _get_one(self, sock: socket.socket, at: int, into: memoryview) -> None:
-        sock.sendall(b"*2\r\n$3\r\nGET\r\n$3\r\nk%02d\r\n" % at)
-        assert int(_line(sock)[1:]) == into.nbytes
+        name = b"k%d" % at
+        sock.sendall(b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(name), name))
+        if (head := _line(sock)) != b"$%d" % into.nbytes:
+            raise OSError(f"Redis answered {head!r} where {into.nbytes} bytes were stored")
         _fill(sock, into)
         _fill(sock, memoryview(bytearray(2)))
 

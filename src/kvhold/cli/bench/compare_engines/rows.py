@@ -112,7 +112,7 @@ def goals(rows: Sequence[CompareRow]) -> list[Goal]:
     found = []
     for (operation, tier), (of, most) in _AT_MOST.items():
         there = [row for row in rows if (row.operation, row.tier) == (operation, tier) and row.ratios]
-        for names, told in ((OURS, ""), (tuple(LIMITS), ", the limit itself")):
+        for names, told in ((OURS, ""), (LIMITS, ", the limit itself")):
             best = min((row for row in there if row.system in names), key=_value, default=None)
             peers = [name for name in best.ratios if name in SERVERS or (of == _OF_BEST and name in _THEIRS)] if best else []
             if best and peers:

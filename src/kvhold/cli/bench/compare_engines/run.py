@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvhold.cli.bench.compare_engines.child import Options
-from kvhold.cli.bench.compare_engines.disk_limit import DiskLimits, Moved
 from kvhold.cli.bench.compare_engines.rows import (
     CACHED_DISK,
     DISK,
@@ -34,6 +33,7 @@ from kvhold.cli.bench.compare_engines.rows import (
     Measured,
 )
 from kvhold.cli.bench.compare_engines.systems import KVHOLD, KVHOLD_CACHED, MODES, Peer, PeerFailed, import_command, new_folder, start
+from kvhold.cli.bench.compare_engines.tier_limits import DiskLimits, Limits, Moved, RedisLimit
 from kvhold.testing.servers.base import NotInstalled
 from kvhold.testing.servers.redis import RedisServer
 
@@ -87,11 +87,11 @@ def measure(
                 continue
             options = replace(work.options(tier), redis_port=redis.port if redis else 0)
             there = [name for name in systems if tier in DISKS or name != KVHOLD_CACHED]
-            limits = DiskLimits(options.prompt_bytes, options.chunk_bytes, Path(own), threads=work.threads) if tier in DISKS else None
+            limits = _limits(options, Path(own), threads=work.threads)
             peers = stack.enter_context(_started(there, options, launch, Path(own), measured, tier=tier))
             for number in range(1 + work.rounds):
                 tokens = _tokens(number, work.num_tokens)
-                moved = limits.measure(page_cache=options.page_cache) if limits else {}
+                moved = limits.measure() if limits else {}
                 _round(peers, tier, tokens, number, measured, chance, moved, count=number > 0, nbytes=options.prompt_bytes)
                 if redis:
                     redis.call("FLUSHALL")
@@ -124,6 +124,13 @@ def measure_imports(measured: Measured, work: Work, systems: Sequence[str], pyth
                     del values[name]
             if number:
                 measured.add(operation, NO_TIER, values)
+
+
+def _limits(options: Options, folder: Path, *, threads: int) -> Limits | None:
+    """Of the tier's place; None of memory."""
+    if options.tier == DISK:
+        return DiskLimits(options.prompt_bytes, options.chunk_bytes, folder, threads=threads, page_cache=options.page_cache)
+    return RedisLimit(options.prompt_bytes, options.chunk_bytes, options.redis_port) if options.tier == REDIS else None
 
 
 def _round(

@@ -41,7 +41,9 @@ MODES = {
 SYSTEMS = tuple(MODES)
 OURS = (KVHOLD, KVHOLD_CACHED)
 SERVERS = (SERVER, DRIVEN)
-LIMITS = {"limit: O_DIRECT": True, "limit: page cache": False}  # no system, but what none can beat; whether past the page cache
+DISK_LIMITS = {"limit: O_DIRECT": True, "limit: page cache": False}  # no systems, but what none can beat; whether past the page cache
+REDIS_LIMIT = "limit: Redis"
+LIMITS = (*DISK_LIMITS, REDIS_LIMIT)
 
 _ANSWER_S = 90.0  # of one operation; some of LMCache's never come
 _HERE = Path(__file__).parent
