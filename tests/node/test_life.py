@@ -20,7 +20,7 @@ from kvhold.core.config import ClientConfig, Config, NodeConfig
 from kvhold.core.errors import CapacityError, NodeError
 from kvhold.node import NodeClient, connect
 from kvhold.node.paths import default_socket, lock_path, prepare_folder, socket_path
-from kvhold.node.server import Node
+from kvhold.node.server import Node, _SocketLock
 from kvhold.node.start import ensure_node
 from kvhold.testing.cache import a_prompt, read, store
 from tests.node.nodes import PATIENT, PATIENT_S, SPACE, RunningNode, clean_environ, eventually, run_kvhold, works
@@ -337,6 +337,15 @@ def test_a_node_that_goes_on_starting_after_it_was_given_up_is_waited_for(start_
         with starting(path) as engine, listening(path):
             engine.result()
     assert not (tmp_path / "second").exists()
+
+
+def test_who_looks_whether_there_is_a_node_keeps_none_from_starting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "node.sock"
+    lock_path(path).touch()
+    with lock_path(path).open("rb") as looks:
+        fcntl.flock(looks, fcntl.LOCK_SH)
+        monkeypatch.setattr("kvhold.node.server.time.sleep", lambda seconds: fcntl.flock(looks, fcntl.LOCK_UN))
+        _SocketLock(path).close()
 
 
 def test_who_starts_a_node_too_many_waits_for_the_first(start_with: Callable[[str], None], tmp_path: Path) -> None:

@@ -37,6 +37,8 @@ from kvhold.node.session import Session
 log = logging.getLogger(__name__)
 
 _HELLO_WITHIN_S = 5.0
+_LOCK_ATTEMPTS = 4
+_LOCK_PAUSE_S = 0.05
 _MOST_READ_BYTES = 256 << 10  # in one turn
 _MAX_UNREAD_BYTES = 16 << 20  # of answers that a client does not fetch
 _hello_decoder: Decoder[m.Hello] = Decoder(m.Hello)
@@ -306,6 +308,19 @@ def _remove_stale(path: Path) -> None:
         raise NodeError(f"node.socket: cannot remove the old socket {path}: {error.strerror}") from None
 
 
+def _lock(fd: int) -> None:
+    """Raises BlockingIOError if a node has it. Who only looks whether one does (`start.py`) has it for an instant."""
+    for left in range(_LOCK_ATTEMPTS, 0, -1):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if left == 1:
+                raise
+            time.sleep(_LOCK_PAUSE_S)
+        else:
+            return
+
+
 class _SocketLock:
     """Whose socket it is: a lock file beside it, with the owner's pid, held as long as the owner lives."""
 
@@ -317,7 +332,7 @@ class _SocketLock:
         except OSError as error:
             raise NodeError(f"node.socket: cannot write {self._file}: {error.strerror}; choose a place you can write") from None
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(self._fd)
         except OSError as error:
             owner = os.read(self._fd, 32).decode(errors="replace").strip() or "unknown"
             os.close(self._fd)

@@ -7,7 +7,8 @@ The meta protocol, pipelined: `mg` without the value to probe, with it to get, `
 caller's memory without a copy. What is larger than the server's item size (`memcached -I`, 1 MiB by default) is refused as TierFull; give
 the server `-I` of the largest frame. A value is replaced by `cas`, which changes nothing where it fails (a `ms` that fails removes what
 was there). Memcached reads no ranges: what comes before and after one is received and thrown away. A scan is the
-server's own list of its items (`lru_crawler metadump`). Values vanish when the server restarts or needs room: misses.
+server's own list of its items (`lru_crawler metadump hash`; its lists by age at times leave out what moves between them). Values vanish
+when the server restarts or needs room: misses.
 
 Left out: several servers (a tier each, or a proxy), SASL, and time-outs, which `guard.py` has. Runs in one event loop, in no thread.
 """
@@ -158,7 +159,7 @@ class MemcachedTier:
         try:
             reader, writer = await asyncio.open_connection(self._address.host, self._address.port)
             try:
-                writer.write(b"lru_crawler metadump all\r\n")
+                writer.write(b"lru_crawler metadump hash\r\n")
                 while (line := (await reader.readline()).rstrip(b"\r\n")) != b"END":
                     key = self._listed(line)
                     if key is not None and key.startswith(prefix) and key not in seen:
