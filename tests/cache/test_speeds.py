@@ -82,14 +82,23 @@ def test_what_comes_more_slowly_than_thought_is_thought_to_go_on_so() -> None:
     assert speed.left_s(speed.ordered_bytes, now_s + 0.6, more_bytes=40 * MB) == pytest.approx(46 * 0.3)
 
 
-def test_nobody_knows_how_long_more_takes_than_has_ever_come_at_once() -> None:
+def test_of_a_tier_that_was_hardly_ever_read_what_is_late_may_take_far_longer() -> None:
     speed = TierSpeed()
     now_s = read(speed, MB, 0.0, call_s=0.3, byte_s=0.0) + 1
-    speed.ordered(MB, now_s)
-    assert speed.left_s(speed.ordered_bytes, now_s + 0.5) == pytest.approx(0.5)
-    speed.ordered(MB, now_s)
+    speed.ordered(2 * MB, now_s)
     assert speed.left_s(speed.ordered_bytes, now_s + 0.4) == pytest.approx(0.1 * 0.75), "not late yet"
     assert speed.left_s(speed.ordered_bytes, now_s + 0.5) == pytest.approx(4 * 0.5)
+
+
+def test_of_reads_under_way_together_the_first_may_end_late() -> None:
+    speed, now_s, byte_s = TierSpeed(), 0.0, 1e-7
+    for nbytes in (MB, 2 * MB, 8 * MB, 3 * MB):
+        now_s = read(speed, nbytes, now_s, call_s=0.0, byte_s=byte_s) + 1
+    for _ in range(4):
+        speed.ordered(8 * MB, now_s)
+    now_s += 31 * MB * byte_s
+    speed.ended(8 * MB, now_s)
+    assert speed.left_s(speed.ordered_bytes, now_s, more_bytes=8 * MB) == pytest.approx(32 * MB * byte_s, rel=0.05)
 
 
 def test_a_slow_tier_is_tried_anew_less_often() -> None:

@@ -18,6 +18,7 @@ _PIECE_S = 1.0  # reading that goes on is measured in pieces of so long
 _TOGETHER_S = 0.001  # what ends within so long came in one call
 _GROWTH = 8  # of what was seen to come at once, the most that is ordered at once
 _LATE = 1.5  # times as long as was thought: no longer a matter of chance
+_FEW = 3  # reads that tell nothing yet but how long they took
 _STALE_S = 30.0
 _STALE_READS = 20.0  # so many times as long as the last read took: trying a slow tier anew takes no more than a twentieth of its time
 
@@ -97,8 +98,8 @@ class TierSpeed:
     def left_s(self, until_bytes: int, now_s: float, *, more_bytes: int = 0) -> float:
         """Seconds until of all that was ordered `until_bytes` will have come, and then `more_bytes` that are not ordered yet.
 
-        Where nothing has come for far longer than was thought: as long again as that has lasted by now. Four times as long where nobody
-        knows: of a tier that was never read, and of more at once than has ever come.
+        Where nothing has come for far longer than was thought: as long again as that has lasted by now; four times as long while a tier
+        is hardly known.
         """
         left = until_bytes - self.ended_bytes
         if left <= 0:
@@ -110,14 +111,19 @@ class TierSpeed:
         byte_s = self._byte_s(*costs)
         thought_s = (costs[0] if self._piece is not None and not self._piece.nbytes else 0.0) + left * byte_s
         if silent_s > _LATE * thought_s:
-            is_known = self.ordered_bytes - self.ended_bytes <= self._estimate.most(1)
-            return (1 if is_known else 4) * silent_s + more_bytes * byte_s
+            return (4 if self._is_new else 1) * silent_s + more_bytes * byte_s
         return max(thought_s - silent_s, thought_s / 4) + more_bytes * byte_s
 
+    @property
+    def _is_new(self) -> bool:
+        """Whether so few reads were measured that what a call takes, and what a byte, cannot be told apart."""
+        return self._estimate.num_measured < _FEW
+
     def _byte_s(self, call_s: float, byte_s: float) -> float:
-        """Seconds of a byte that is still to come: as in what has come since reading began, if that took far longer than was thought."""
+        """Seconds of a byte that is still to come. While a tier is hardly known: as in what has come since reading began, if that took far
+        longer than was thought. Later it would mislead: of calls under way together the first ends late, the others right after it."""
         piece = self._piece
-        if piece is None or not piece.nbytes:
+        if piece is None or not piece.nbytes or not self._is_new:
             return byte_s
         took_s = self._last_s - piece.began_s
         return took_s / piece.nbytes if took_s > _LATE * (piece.call * call_s + piece.nbytes * byte_s) else byte_s

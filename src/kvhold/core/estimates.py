@@ -47,6 +47,11 @@ class Estimate:
                 self._fit()
             return self._costs
 
+    @property
+    def num_measured(self) -> int:
+        """How many measurements it remembers."""
+        return len(self._measured)
+
     def most(self, quantity: int) -> float:
         """The largest that was measured of a quantity, of those remembered; 0 if none was."""
         with self._lock:
