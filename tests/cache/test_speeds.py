@@ -90,6 +90,21 @@ def test_of_a_tier_that_was_hardly_ever_read_what_is_late_may_take_far_longer() 
     assert speed.left_s(speed.ordered_bytes, now_s + 0.5) == pytest.approx(4 * 0.5)
 
 
+def test_reads_of_one_size_say_little_of_how_long_a_far_larger_one_takes() -> None:
+    speed, now_s = TierSpeed(), 0.0
+    for _ in range(6):
+        now_s = read(speed, MB, now_s, call_s=0.3, byte_s=0.0) + 1
+    speed.ordered(MB, now_s)
+    assert speed.left_s(speed.ordered_bytes, now_s + 0.5) == pytest.approx(0.5), "as large as the others, and late"
+    speed.ended(MB, now_s + 0.5)
+    speed.ordered(8 * MB, now_s + 1)
+    assert speed.left_s(speed.ordered_bytes, now_s + 1.4) == pytest.approx(0.1 * 0.75, rel=0.01), "not late yet"
+    assert speed.left_s(speed.ordered_bytes, now_s + 1.5) == pytest.approx(4 * 0.5)
+    speed.ended(8 * MB, now_s + 2.4)
+    speed.ordered(8 * MB, now_s + 3)
+    assert speed.left_s(speed.ordered_bytes, now_s + 6) == pytest.approx(3), "sizes differ now"
+
+
 def test_of_reads_under_way_together_the_first_may_end_late() -> None:
     speed, now_s, byte_s = TierSpeed(), 0.0, 1e-7
     for nbytes in (MB, 2 * MB, 8 * MB, 3 * MB):

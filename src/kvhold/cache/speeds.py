@@ -18,6 +18,7 @@ _PIECE_S = 1.0  # reading that goes on is measured in pieces of so long
 _TOGETHER_S = 0.001  # what ends within so long came in one call
 _GROWTH = 8  # of what was seen to come at once, the most that is ordered at once
 _LATE = 1.5  # times as long as was thought: no longer a matter of chance
+_ALIKE = 2  # reads whose sizes are no further apart are of one size
 _FEW = 3  # reads that tell nothing yet but how long they took
 _STALE_S = 30.0
 _STALE_READS = 20.0  # so many times as long as the last read took: trying a slow tier anew takes no more than a twentieth of its time
@@ -99,7 +100,7 @@ class TierSpeed:
         """Seconds until of all that was ordered `until_bytes` will have come, and then `more_bytes` that are not ordered yet.
 
         Where nothing has come for far longer than was thought: as long again as that has lasted by now; four times as long while a tier
-        is hardly known.
+        is hardly known, or so much was never read of it.
         """
         left = until_bytes - self.ended_bytes
         if left <= 0:
@@ -111,13 +112,18 @@ class TierSpeed:
         byte_s = self._byte_s(*costs)
         thought_s = (costs[0] if self._piece is not None and not self._piece.nbytes else 0.0) + left * byte_s
         if silent_s > _LATE * thought_s:
-            return (4 if self._is_new else 1) * silent_s + more_bytes * byte_s
+            return (4 if self._is_new or self._is_far_beyond(left) else 1) * silent_s + more_bytes * byte_s
         return max(thought_s - silent_s, thought_s / 4) + more_bytes * byte_s
 
     @property
     def _is_new(self) -> bool:
         """Whether so few reads were measured that what a call takes, and what a byte, cannot be told apart."""
         return self._estimate.num_measured < _FEW
+
+    def _is_far_beyond(self, nbytes: int) -> bool:
+        """Whether it is far more than was ever read at once, by reads of one size, which do not tell a call from its bytes either."""
+        most, least = self._estimate.most(1), self._estimate.least(1)
+        return most < _ALIKE * least and nbytes > _ALIKE * most
 
     def _byte_s(self, call_s: float, byte_s: float) -> float:
         """Seconds of a byte that is still to come. While a tier is hardly known: as in what has come since reading began, if that took far

@@ -57,6 +57,11 @@ class Estimate:
         with self._lock:
             return max((quantities[quantity] for quantities, _ in self._measured), default=0.0)
 
+    def least(self, quantity: int) -> float:
+        """The smallest; 0 if none was."""
+        with self._lock:
+            return min((quantities[quantity] for quantities, _ in self._measured), default=0.0)
+
     def measured(self, quantities: Quantities, seconds: float) -> None:
         """It took so long. What took no time at all, or has no quantity, says nothing."""
         assert len(quantities) == self._num_quantities
