@@ -167,6 +167,7 @@ class FakeNode:
         self._conversations = conversations
         self._fd = os.memfd_create("fake-arena", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, 2 << 20)
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.settimeout(PATIENT_S)
         self._listener.bind(str(path))
@@ -187,7 +188,7 @@ class FakeNode:
                     if callable(said):
                         said(connection)
                     else:
-                        socket.send_fds(connection, [said], [self._fd])
+                        socket.send_fds(connection, [said], [self._fd, self._bell])
                 if conversation:
                     connection.recv(65536)  # until the client has had enough
 
@@ -199,6 +200,7 @@ class FakeNode:
         self._thread.join()
         self._listener.close()
         os.close(self._fd)
+        os.close(self._bell)
 
 
 def write_half(client: NodeClient, num_tokens: int, seed: int) -> Any:

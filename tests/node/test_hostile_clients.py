@@ -49,7 +49,7 @@ STRANGERS = {
     "too-deep": (b"\x0e\x27\x00\x00\x96\xa5Hello" + b"\x91" * 9999, "bad message", "not a message"),
     "no-hello": (bytes(encode(m.Ping())), "bad message", "not a message"),
     "another-protocol": (bytes(encode(m.Hello("redis", 1, "x", 1))), "bad message", "must be a kvhold Hello"),
-    "another-version": (bytes(encode(m.Hello(m.MAGIC, 7, "x", 1))), "version", f"protocol {m.PROTOCOL_VERSION}, the client 7"),
+    "another-version": (bytes(encode(m.Hello(m.MAGIC, 99, "x", 1))), "version", f"protocol {m.PROTOCOL_VERSION}, the client 99"),
 }
 
 

@@ -4,20 +4,26 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from kvhold.core import api
 from kvhold.core.api import Cache
+from kvhold.core.errors import NodeError
 from kvhold.core.keys import Namespace
 from kvhold.net import messages as m
 from kvhold.node import NodeClient
+from kvhold.node import client as client_module
 from kvhold.testing.cache import HYBRID, CacheContract, MakeCache, a_prompt, check, flood, read, store
 from tests.node.nodes import NOTHING, PATIENT_S, SPACE, RawClient, RunningNode, clean_environ, eventually, held_by, run_kvhold
 
 MakeNode = Callable[..., RunningNode]
+
+_A_DAY_S = 86400.0
 
 _A_CLIENT_THAT_WAITS = """
 import sys
@@ -237,6 +243,45 @@ def test_a_lookup_under_way_when_the_node_is_killed_fails_in_time(node_over: Cal
     node.kill()
     with pytest.raises(Exception, match="node"):
         hit.wait(time.monotonic() + PATIENT_S)
+    hit.close()
+
+
+def test_who_waits_for_what_arrives_or_is_written_is_told_when_it_has(
+    node_over: Callable[..., RunningNode], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is not told would ask again in a day."""
+    monkeypatch.setattr(api, "_FIRST_PAUSE_S", _A_DAY_S)
+    monkeypatch.setattr(api, "_LONGEST_PAUSE_S", _A_DAY_S)
+    monkeypatch.setattr(client_module, "_FLUSH_PAUSE_S", _A_DAY_S)
+    late = {"faults": "put:delay:@1:100ms,get:delay:@1:100ms"}
+    filled = node_over("faults+" + on_disk(tmp_path, **late))
+    client, other = a_client(filled), a_client(filled)
+    store(client, a_prompt(SPACE, 160))
+    assert client.flush(deadline_s=_A_DAY_S)
+    store(other, a_prompt(SPACE, 160, seed=1))
+    assert other.flush(deadline_s=_A_DAY_S)
+    assert client.clear(Namespace("model", HYBRID).digest) == 0
+    client = a_client(restarted(filled, node_over, "faults+" + on_disk(tmp_path, **late)))
+    for seed in range(2):
+        with client.lookup(a_prompt(SPACE, 160, seed).query(), wait_s=_A_DAY_S) as hit:
+            assert (hit.num_tokens, hit.sources) == (160, {"disk": 160})
+    is_at_baseline(client)
+
+
+def test_who_waits_when_the_node_is_killed_waits_no_longer(
+    node_over: Callable[..., RunningNode], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "_FIRST_PAUSE_S", _A_DAY_S)
+    monkeypatch.setattr(api, "_LONGEST_PAUSE_S", _A_DAY_S)
+    filled = node_over(on_disk(tmp_path))
+    store(a_client(filled), a_prompt(SPACE, 160))
+    node = restarted(filled, node_over, "faults+" + on_disk(tmp_path, faults="get:hang", get_timeout_s=1000))
+    hit = a_client(node).lookup(a_prompt(SPACE, 160).query(), wait_s=0)
+    killing = threading.Timer(0.2, node.kill)
+    killing.start()
+    with pytest.raises(NodeError):
+        hit.wait(time.monotonic() + _A_DAY_S)
+    killing.join()
     hit.close()
 
 

@@ -28,7 +28,7 @@ from kvhold.core.layout import Layout
 from kvhold.core.planning import Decision, Work
 from kvhold.core.terms import FREE, Terms
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.01  # between two questions after a hit that is arriving: a node sends answers alone
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.01  # between two questions after a hit that is arriving, if nothing ends them before
 _RECODING_PAUSE_S = 0.1  # the same at most, after a recoding, which takes longer
 
 ABSENT = -1  # the offset of a chunk that was not granted, or that the hit does not need
@@ -123,11 +123,19 @@ class Hit(Holding):
     sources, reason: where it came from and why it ends where it ends, see `Found`
     """
 
-    def __init__(self, found: Found, give_back: Callable[[], None], *, ask: Callable[[int, bool], Found] | None = None) -> None:
-        """ask: `(ticket, settle)` -> how far it goes now, for a hit that is arriving."""
+    def __init__(
+        self,
+        found: Found,
+        give_back: Callable[[], None],
+        *,
+        ask: Callable[[int, bool], Found] | None = None,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """ask: `(ticket, settle)` -> how far it goes now, for a hit that is arriving. pause: for so many seconds, or until all has come."""
         super().__init__(give_back)
         self._found = found
         self._ask = ask
+        self._pause = pause
 
     @property
     def ticket(self) -> int:
@@ -166,7 +174,7 @@ class Hit(Holding):
         """Until all has come, or the monotonic clock says `until_s`; then it is settled."""
         pause_s = _FIRST_PAUSE_S
         while self.arriving and (left_s := until_s - time.monotonic()) > 0:
-            time.sleep(min(pause_s, left_s))
+            self._pause(min(pause_s, left_s))
             pause_s = min(_LONGEST_PAUSE_S, 1.5 * pause_s)
             self.refresh()
         self.settle()

@@ -1,9 +1,10 @@
 """The records of the node's protocol, one class each; msgpack on the wire (`wire.py`).
 
-A client says Hello first and is answered with Welcome, which carries the arena's descriptor on a Unix socket. Then each request is
-answered in order: the type of its answer stands beside it here. `Release`, `Commit`, `Abandon` are answered with Done, so that a
-caller knows that a chunk is visible. Anything that breaks the rules is answered with a fatal Refused, and the connection is closed: by
-the node at once, or, where the client has a loan or a room, by the client when it touches that memory no longer.
+A client says Hello first and is answered with Welcome, which carries two descriptors on a Unix socket: the arena, and the *bell*, an
+eventfd that the node writes to when something has ended that it had said is under way: a hit that was arriving, a flush. Then each
+request is answered in order: the type of its answer stands beside it here. `Release`, `Commit`, `Abandon` are answered with Done, so
+that a caller knows that a chunk is visible. Anything that breaks the rules is answered with a fatal Refused, and the connection is
+closed: by the node at once, or, where the client has a loan or a room, by the client when it touches that memory no longer.
 """
 
 from typing import Annotated, Any, Union
@@ -16,7 +17,7 @@ from kvhold.core.layout import Layout
 from kvhold.core.planning import MOST_NAME, Decision, Work
 from kvhold.core.terms import FREE, Terms
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_MESSAGE_BYTES = 8 << 20  # the hashes of a prompt of 100 million tokens
 MAGIC = "kvhold"
 
@@ -37,7 +38,7 @@ class Hello(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """Answer to Hello: who the node is, and the arena."""
+    """Answer to Hello: who the node is, and the arena. With it come two descriptors: the arena's, and the bell's."""
 
     version: int
     node: str

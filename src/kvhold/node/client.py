@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 Kind = TypeVar("Kind", bound=m.Message)
 
-_FLUSH_PAUSE_S = 0.005  # between two questions: the node answers at once and keeps nobody waiting
+_FLUSH_PAUSE_S = 0.05  # between two questions, if the node does not say before that all is written
 
 
 class NodeClient:
@@ -95,7 +95,7 @@ class NodeClient:
             return _found(self._call(m.Refresh(ticket, settle), m.Found, deadline_s, link))
 
         ticket = found.ticket
-        hit = Hit(_found(found), lambda: self._let_go(link, ticket), ask=ask)
+        hit = Hit(_found(found), lambda: self._let_go(link, ticket), ask=ask, pause=link.pause)
         if hit.arriving and wait_s != 0:
             try:
                 hit.wait(time.monotonic() + (self._config.arrival_timeout_s if wait_s is None else wait_s))
@@ -176,12 +176,13 @@ class NodeClient:
     def flush(self, mark: int | None = None, *, deadline_s: float | None = None) -> bool:
         """Wait until what was committed has been written to lower tiers, and nothing is being cleared there."""
         until_s = time.monotonic() + (self._config.arrival_timeout_s if deadline_s is None else deadline_s)
-        answer = self._call(m.Flushed(mark or 0), m.Done, None)
-        mark = answer.mark if mark is None else mark
-        while not (answer := self._call(m.Flushed(mark), m.Done, None)).count:
+        link = self._current("flush")
+        if mark is None:
+            mark = self._call(m.Flushed(0), m.Done, None, link).mark
+        while not self._call(m.Flushed(mark), m.Done, None, link).count:
             if time.monotonic() >= until_s:
                 return False
-            time.sleep(_FLUSH_PAUSE_S)
+            link.pause(_FLUSH_PAUSE_S)
         return True
 
     def recode(

@@ -9,6 +9,7 @@ Safe from any thread; calls take turns. `client.py` makes a lasting client of it
 """
 
 import os
+import select
 import socket
 import threading
 import time
@@ -25,6 +26,7 @@ from kvhold.net import messages as m
 from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length, encode
 from kvhold.node.paths import peer_user
 
+_DESCRIPTORS = 2  # that come with a welcome
 _FIRST_BYTES = 64 << 10  # read at once: all of most answers
 
 _answer_decoder: Decoder[m.Answer] = Decoder(m.Answer)
@@ -35,9 +37,8 @@ class Link:
     """One connection and its arena. Broken or closed, it lasts until nobody reads or writes the arena through it."""
 
     def __init__(self, path: Path, name: str, timeout_s: float) -> None:
-        self._socket, welcome, fd = _join(path, name, timeout_s)
+        self._socket, welcome, self._arena_fd, self._bell = _join(path, name, timeout_s)
         self._arena_size = (welcome.arena_bytes, welcome.huge_pages)
-        self._arena_fd = fd
         self._arena: Arena | None = None
         self._toucher: Toucher | None = None
         self._buffer: npt.NDArray[np.uint8] | None = None
@@ -71,6 +72,27 @@ class Link:
                 self._talk.release()
         except TimeoutError:
             raise DeadlineExceeded(operation, deadline_s) from None
+        finally:
+            with self._count_lock:
+                self._calls -= 1
+                self._close_if_unused()
+
+    def pause(self, seconds: float) -> None:
+        """For so long, or until the node says that something has ended which a caller of this link may be waiting for.
+
+        Of several callers that pause at once one may hear of it alone.
+        """
+        with self._count_lock:
+            if self.retired:
+                return
+            self._calls += 1
+        try:
+            waiting = select.poll()
+            waiting.register(self._bell, select.POLLIN)
+            waiting.register(self._socket, 0)  # nothing but its end
+            waiting.poll(seconds * 1e3)
+            with suppress(BlockingIOError):  # the time is over, or another one has heard it
+                os.eventfd_read(self._bell)
         finally:
             with self._count_lock:
                 self._calls -= 1
@@ -116,6 +138,9 @@ class Link:
                 self._socket.shutdown(socket.SHUT_RDWR)
             return
         self._socket.close()
+        if self._bell >= 0:
+            os.close(self._bell)
+            self._bell = -1
         if self._toucher is not None:
             self._toucher.stop()
         self._buffer = None
@@ -165,8 +190,8 @@ class Link:
         return count
 
 
-def _join(path: Path, name: str, timeout_s: float) -> tuple[socket.socket, m.Welcome, int]:
-    """Connect and greet. Returns the socket, the node's welcome and the arena's descriptor. Raises NodeError."""
+def _join(path: Path, name: str, timeout_s: float) -> tuple[socket.socket, m.Welcome, int, int]:
+    """Connect and greet. Returns the socket, the node's welcome, and the descriptors of the arena and the bell. Raises NodeError."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     fds: list[int] = []
     try:
@@ -175,7 +200,7 @@ def _join(path: Path, name: str, timeout_s: float) -> tuple[socket.socket, m.Wel
         if (uid := peer_user(sock)) != os.getuid():
             raise NodeError(f"the node on {path} belongs to user {uid}; you are user {os.getuid()}: run your own, on a socket of your own")
         sock.sendall(encode(m.Hello(m.MAGIC, m.PROTOCOL_VERSION, name, os.getpid())))
-        data, fds = _receive_with_descriptor(sock)
+        data, fds = _receive_with_descriptors(sock)
         while len(data) < LENGTH_BYTES or len(data) < LENGTH_BYTES + body_length(data):
             more = sock.recv(65536)
             if not more:
@@ -189,9 +214,11 @@ def _join(path: Path, name: str, timeout_s: float) -> tuple[socket.socket, m.Wel
                 f"the node on {path} (kvhold {greeting.node}) speaks protocol {greeting.version}, this client {m.PROTOCOL_VERSION}; "
                 f"install the same kvhold on both sides, then restart the node (kvhold stop)"
             )
-        if not fds:
-            raise ProtocolError("the node sent no arena")
-        return sock, greeting, fds.pop()
+        if len(fds) != _DESCRIPTORS:
+            raise ProtocolError("the node sent no arena, or no bell")
+        arena, bell = fds
+        fds = []
+        return sock, greeting, arena, bell
     except (OSError, ProtocolError) as error:
         sock.close()
         raise NodeError(f"cannot join a node on {path}: {error}") from None
@@ -203,10 +230,10 @@ def _join(path: Path, name: str, timeout_s: float) -> tuple[socket.socket, m.Wel
             os.close(fd)
 
 
-def _receive_with_descriptor(sock: socket.socket) -> tuple[bytes, list[int]]:
-    """Bytes, and a descriptor if one came with them. `socket.recv_fds` would pass it on to every child, which keeps the arena alive."""
+def _receive_with_descriptors(sock: socket.socket) -> tuple[bytes, list[int]]:
+    """Bytes, and the descriptors that came with them. `socket.recv_fds` would pass them on to every child, which keeps the arena alive."""
     fds = array("i")
-    data, ancillary, _, _ = sock.recvmsg(65536, socket.CMSG_LEN(fds.itemsize), socket.MSG_CMSG_CLOEXEC)
+    data, ancillary, _, _ = sock.recvmsg(65536, socket.CMSG_LEN(_DESCRIPTORS * fds.itemsize), socket.MSG_CMSG_CLOEXEC)
     for level, kind, content in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             fds.frombytes(content[: len(content) - len(content) % fds.itemsize])

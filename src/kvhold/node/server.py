@@ -153,6 +153,8 @@ class Node:
     def _happen(self, event: Callable[[], None]) -> None:
         event()
         self.move()
+        for connection in self.connections:
+            connection.ring()
 
     def _end_mover(self) -> None:
         if self._mover is not None:
@@ -191,6 +193,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._splitter = Splitter()
         self._transport: asyncio.Transport | None = None
         self._hello_timer: asyncio.TimerHandle | None = None
+        self._bell = -1
         self._deaf = False
         self.session: Session | None = None
         self.last_heard_s = time.monotonic()
@@ -236,7 +239,16 @@ class _Connection(asyncio.BufferedProtocol):
                 self._node.move()
                 log.info("client %s (pid %d) left", self.session.name, self.session.pid)
         finally:
+            if self._bell >= 0:
+                os.close(self._bell)
+                self._bell = -1
             self._node.left(self)
+
+    def ring(self) -> None:
+        """If something has ended that the client was told is under way, have it ask again at once."""
+        if self._bell >= 0 and self.session is not None and self.session.take_news():
+            with suppress(BlockingIOError):  # it has not listened for 2^64 times
+                os.eventfd_write(self._bell, 1)
 
     def close(self, why: str) -> None:
         """End it from this side."""
@@ -260,16 +272,17 @@ class _Connection(asyncio.BufferedProtocol):
         if self._hello_timer is not None:
             self._hello_timer.cancel()
         arena = self._node.arena
-        self._send_with_arena(m.Welcome(m.PROTOCOL_VERSION, __version__, os.getpid(), arena.nbytes, arena.huge))
+        self._welcome(m.Welcome(m.PROTOCOL_VERSION, __version__, os.getpid(), arena.nbytes, arena.huge))
         self.session = Session(self._node.state, hello, self._node.status, self._node.stop)
         self._node.metrics.add("kvhold_connections", result="accepted")
         log.info("client %s (pid %d) joined", self.session.name, hello.pid)
 
-    def _send_with_arena(self, welcome: m.Welcome) -> None:
+    def _welcome(self, welcome: m.Welcome) -> None:
         assert self._transport is not None
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         # Nothing was sent before on this socket, so it takes the few bytes at once; asyncio itself cannot send descriptors.
         with socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno())) as raw, suppress(BrokenPipeError):
-            socket.send_fds(raw, [encode(welcome)], [self._node.arena.fd])
+            socket.send_fds(raw, [encode(welcome)], [self._node.arena.fd, self._bell])
 
     def _send(self, answer: m.Message) -> None:
         assert self._transport is not None

@@ -26,6 +26,8 @@ class Session:
         self._state = state
         self._status = status
         self._stop = stop
+        self._arriving: set[int] = set()  # tickets that it was told are arriving
+        self._unwritten: int | None = None  # the last mark that it was told is not written yet
         self._seen: tuple[int, list[Entry]] = (0, [])  # the snapshot that is being fetched
         self._verbs: dict[type, Callable[[Any], m.Answer]] = {
             m.Register: self._register,
@@ -59,6 +61,15 @@ class Session:
         except KVHoldError as error:
             return m.Refused(str(error), fatal=False)
 
+    def take_news(self) -> bool:
+        """Whether something has ended that this client was told is under way; said once."""
+        over = {ticket for ticket in self._arriving if self._state.is_over(ticket)}
+        self._arriving -= over
+        written = self._unwritten is not None and self._state.all_done(self._unwritten)
+        if written:
+            self._unwritten = None
+        return bool(over) or written
+
     @property
     def touches_memory(self) -> bool:
         """Whether the client may be reading or writing the arena now."""
@@ -73,10 +84,10 @@ class Session:
         return m.Done()
 
     def _lookup(self, request: m.Lookup) -> m.Answer:
-        return _found(self._state.lookup(self, request.query, request.work))
+        return self._found(self._state.lookup(self, request.query, request.work))
 
     def _refresh(self, request: m.Refresh) -> m.Answer:
-        return _found(self._state.refresh(request.ticket, settle=request.settle))
+        return self._found(self._state.refresh(request.ticket, settle=request.settle))
 
     def _outcome(self, request: m.Outcome) -> m.Answer:
         self._state.planner.came_of(request.request, load_s=request.load_s, compute_s=request.compute_s)
@@ -113,7 +124,9 @@ class Session:
         return m.Done(self._state.clear(request.namespace))
 
     def _flushed(self, request: m.Flushed) -> m.Answer:
-        return m.Done(int(self._state.all_done(request.mark)), self._state.mark)
+        done = self._state.all_done(request.mark)
+        self._unwritten = None if done else request.mark
+        return m.Done(int(done), self._state.mark)
 
     def _recode(self, request: m.Recode) -> m.Answer:
         return m.Recoding(self._state.recode(self, Wish(request.tier, request.codec, request.namespace, request.query)), Recoded())
@@ -148,6 +161,9 @@ class Session:
     def _ping(self, request: m.Ping) -> m.Answer:
         return m.Done()
 
-
-def _found(found: Found) -> m.Found:
-    return m.Found(found.ticket, found.num_tokens, found.arriving, found.sources, found.reason)
+    def _found(self, found: Found) -> m.Found:
+        if found.arriving:
+            self._arriving.add(found.ticket)
+        else:
+            self._arriving.discard(found.ticket)
+        return m.Found(found.ticket, found.num_tokens, found.arriving, found.sources, found.reason)
