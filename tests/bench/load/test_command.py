@@ -97,6 +97,18 @@ def test_answers_are_fed_back_as_the_ids_that_came(server: TestServer) -> None:
     assert second[: len(first) + 3] == [*first, 0, 1, 2]
 
 
+def test_recorded_questions_are_asked(server: TestServer, tmp_path: Path) -> None:
+    recorded = tmp_path / "recorded.json"
+    said = [{"from": "human", "value": "Why is that?"}, {"from": "gpt", "value": "No idea."}, {"from": "human", "value": "Who knows?"}]
+    recorded.write_text(json.dumps([{"conversations": said}]))
+    asked = ["multi-round-qa", "--users", "1", "--rounds", "2", "--qps", "50", "--sharegpt", str(recorded), "--prompts", "text"]
+    assert on(server, *asked).exit_code == 0
+    first, second = prompts(server)
+    assert first.endswith("\n\nWhy is that?")
+    assert second.startswith(first)
+    assert second.endswith("\n\nWho knows?")
+
+
 def test_a_trace_is_replayed(server: TestServer, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     lines = [{"timestamp": 10 * n, "input_length": 600, "output_length": 2, "hash_ids": [0, n]} for n in range(1, 4)]

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from kvhold.cli.bench.load.prompts import TextPrompts, TokenPrompts
 from kvhold.cli.bench.load.work import COLD, WARM, Reply, Request, Workload
 from kvhold.cli.bench.load.workloads import LongDocQA, MultiDocQA, MultiRoundQA, Rag, Replay, TtftSweep
-from kvhold.cli.bench.load.workloads.dataset import f1, read_dataset, rouge_l
+from kvhold.cli.bench.load.workloads.dataset import f1, read_conversations, read_dataset, rouge_l
 from kvhold.cli.bench.load.workloads.ttft_sweep import FILLER
 from kvhold.core.errors import ConfigError
 from tests.bench.load.driving import phases, prompt, requests, shared, well
@@ -22,6 +23,12 @@ TOKENS = TokenPrompts()
 
 def write_trace(path: Path, lines: list[dict[str, object]]) -> Path:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def recording(folder: Path, *conversations: list[tuple[str, str]]) -> Path:
+    path = folder / "recorded.json"
+    path.write_text(json.dumps([{"id": 1, "conversations": [{"from": who, "value": what} for who, what in one]} for one in conversations]))
     return path
 
 
@@ -174,6 +181,33 @@ class TestMultiRoundQA:
         workload = MultiRoundQA(users=1, rounds=4, qps=1.0, duration_s=10.0, staggered=False)
         asked = [(request.labels["user"], request.group) for request in requests(workload, TOKENS, fail_in_round_2)]
         assert asked == [(user, group) for user in range(3) for group in ("round 1", "round 2")]
+
+    def test_recorded_questions_are_asked_and_those_of_before_were_answered_as_recorded(self, tmp_path: Path) -> None:
+        said = [("human", "Why?"), ("gpt", "Be"), ("gpt", "cause."), ("system", "?"), ("human", "And?"), ("gpt", "So."), ("human", "More")]
+        path = recording(tmp_path, said, [("human", "Too short")], [("user", "Who?"), ("assistant", "I."), ("user", "You?")])
+        recorded = read_conversations(path, rounds=2)
+        workload = MultiRoundQA(users=3, rounds=2, system_tokens=0, history_tokens=0, recorded=recorded)
+        asked = requests(workload, TextPrompts(), lambda request: replace(well(request), content=" Yes."))
+        assert ["".join(str(turn.content) for turn in request.turns) for request in asked] == [
+            "\n\nWhy?",
+            "\n\nWhy? Yes.\n\nAnd?",
+            "\n\nWho?",
+            "\n\nWho? Yes.\n\nYou?",
+            "\n\nWhy?\n\nBecause.\n\nAnd?",
+        ]
+
+    def test_recorded_questions_need_text(self, tmp_path: Path) -> None:
+        path = recording(tmp_path, [("human", "Why?")])
+        with pytest.raises(ConfigError, match="--prompts text"):
+            requests(MultiRoundQA(users=1, rounds=1, recorded=read_conversations(path, rounds=1)), TOKENS)
+
+    def test_a_recording_that_is_none_or_too_short_is_an_error_that_names_the_file(self, tmp_path: Path) -> None:
+        path = recording(tmp_path, [("human", "Why?"), ("gpt", "Because.")])
+        with pytest.raises(ConfigError, match=r"recorded\.json: none of its 1 conversations has 2 questions; ask for fewer rounds"):
+            read_conversations(path, rounds=2)
+        path.write_text('[{"conversations": [{"from": "human"}]}]')
+        with pytest.raises(ConfigError, match=r"recorded\.json: .*`value`.*; it must be a JSON list of"):
+            read_conversations(path, rounds=1)
 
 
 class TestRag:

@@ -18,7 +18,7 @@ from kvhold.cli.bench.load.prompts import FIRST_ID, VOCAB_SIZE, Content, Prompts
 from kvhold.cli.bench.load.report import Gates, Summary, render, request_line, summarise, summary_line
 from kvhold.cli.bench.load.work import Result, Workload
 from kvhold.cli.bench.load.workloads import LongDocQA, MultiDocQA, MultiRoundQA, Rag, Replay, TtftSweep
-from kvhold.cli.bench.load.workloads.dataset import SCORES, read_dataset
+from kvhold.cli.bench.load.workloads.dataset import SCORES, read_conversations, read_dataset
 from kvhold.cli.bench.load.workloads.long_doc_qa import Order
 from kvhold.cli.bench.load.workloads.multi_doc_qa import Sampling
 from kvhold.cli.bench.load.workloads.ttft_sweep import LENGTHS
@@ -197,10 +197,12 @@ def multi_doc_qa(
 @click.option("--staggered/--together", default=True, help="First users in the midst of their conversations, or at their beginning.")
 @click.option("--duration-s", type=_FACTOR, help="New users follow until then. [default: each of the first finishes]")
 @click.option("--first-user", type=_COUNT, default=0, show_default=True, help="Number of the first; other users have other texts.")
+@click.option("--sharegpt", type=_INPUT, help="Conversations in the form of ShareGPT, whose questions are asked. [default: made up]")
 @_with_common
-def multi_round_qa(common: Common, **arguments: Any) -> None:
+def multi_round_qa(common: Common, *, rounds: int, sharegpt: Path | None, **arguments: Any) -> None:
     """Conversations: users ask at a rate, with the answers so far in the prompt. A group of figures for each round."""
-    _run("multi-round-qa", common, MultiRoundQA(**arguments), Gates())
+    recorded = read_conversations(sharegpt, rounds=rounds) if sharegpt is not None else ()
+    _run("multi-round-qa", common, MultiRoundQA(rounds=rounds, recorded=recorded, **arguments), Gates())
 
 
 @command.command()

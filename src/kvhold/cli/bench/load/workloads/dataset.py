@@ -1,6 +1,8 @@
-"""Data sets of questions with documents and right answers: a JSON list of `{"question": ..., "ctxs": [...], "answers": [...]}`.
+"""Data sets, as JSON lists.
 
-A context is a text, or an object with `text` and perhaps a `title`, as data sets for retrieval have them. And how an answer is scored.
+Questions with documents and right answers, `{"question": ..., "ctxs": [...], "answers": [...]}`: a context is a text, or an object with
+`text` and perhaps a `title`, as data sets for retrieval have them. How an answer is scored. And recorded conversations, in the form of
+ShareGPT: `{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]}`.
 """
 
 import re
@@ -8,12 +10,16 @@ import string
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from kvhold.core.errors import ConfigError
 
 _LARGEST_BYTES = 1 << 30
+_USERS, _MODELS = ("human", "user"), ("gpt", "chatgpt", "assistant")  # as they are called there
+
+_Entries = TypeVar("_Entries")
 
 
 class _Context(msgspec.Struct, frozen=True):
@@ -35,19 +41,37 @@ class Example(msgspec.Struct, frozen=True):
     answers: tuple[str, ...]
 
 
+class _Message(msgspec.Struct, frozen=True, rename={"speaker": "from"}):
+    speaker: str
+    value: str
+
+
+class _Recorded(msgspec.Struct, frozen=True):
+    conversations: list[_Message]
+
+
+class Exchange(msgspec.Struct, frozen=True):
+    """A question, and what was answered; empty if nothing was."""
+
+    question: str
+    answer: str
+
+
 def read_dataset(path: Path) -> list[Example]:
     """All examples of a file of at most 1 GiB. Raises ConfigError that says what is wrong with it, and where."""
-    try:
-        if path.stat().st_size > _LARGEST_BYTES:
-            raise ConfigError(f"{path}: larger than {_LARGEST_BYTES >> 30} GiB; cut the data set")
-        entries = msgspec.json.decode(path.read_bytes(), type=list[_Entry])
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; name a data set's file") from None
-    except msgspec.DecodeError as error:
-        raise ConfigError(f'{path}: {error}; it must be a JSON list of {{"question": ..., "ctxs": [...], "answers": [...]}}') from None
+    entries = _read(path, list[_Entry], '{"question": ..., "ctxs": [...], "answers": [...]}')
     if not entries:
         raise ConfigError(f"{path}: there is no question in it")
     return [Example(entry.question, tuple(map(_text, entry.ctxs)), tuple(entry.answers)) for entry in entries]
+
+
+def read_conversations(path: Path, *, rounds: int) -> list[list[Exchange]]:
+    """The first `rounds` exchanges of each conversation that has so many. Raises ConfigError that says what is wrong, or that none has."""
+    recorded = _read(path, list[_Recorded], '{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]}')
+    found = [exchanges[:rounds] for one in recorded if len(exchanges := _exchanges(one.conversations)) >= rounds]
+    if not found:
+        raise ConfigError(f"{path}: none of its {len(recorded)} conversations has {rounds} questions; ask for fewer rounds")
+    return found
 
 
 def f1(answer: str, answers: Sequence[str]) -> float:
@@ -83,6 +107,28 @@ def _words(text: str) -> list[str]:
     """Lower case, without punctuation and articles."""
     plain = text.lower().translate(str.maketrans("", "", string.punctuation))
     return re.sub(r"\b(a|an|the)\b", " ", plain).split()
+
+
+def _read(path: Path, kind: type[_Entries], form: str) -> _Entries:
+    try:
+        if path.stat().st_size > _LARGEST_BYTES:
+            raise ConfigError(f"{path}: larger than {_LARGEST_BYTES >> 30} GiB; cut the data set")
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; name a data set's file") from None
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path}: {error}; it must be a JSON list of {form}") from None
+
+
+def _exchanges(messages: Sequence[_Message]) -> list[Exchange]:
+    """Each of the user's messages, with all that was answered before the next one; what others said is left out."""
+    exchanges: list[Exchange] = []
+    for message in messages:
+        if message.speaker in _USERS and message.value:
+            exchanges.append(Exchange(message.value, ""))
+        elif message.speaker in _MODELS and exchanges:
+            exchanges[-1] = Exchange(exchanges[-1].question, exchanges[-1].answer + message.value)
+    return exchanges
 
 
 def _text(context: "str | _Context") -> str:

@@ -1,10 +1,12 @@
 """Conversations: users who ask, read the answer and ask on, each with the whole history in the prompt."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvhold.cli.bench.load.prompts import Prompts
+from kvhold.cli.bench.load.prompts import Content, Prompts
 from kvhold.cli.bench.load.work import Phase, Request, Session, Turn
+from kvhold.cli.bench.load.workloads.dataset import Exchange
+from kvhold.core.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,7 @@ class MultiRoundQA:
     said so far is in their prompts, the answers made up. A user who is through is followed by a new one.
     duration_s: nobody asks after that; None: each of the first users finishes its conversation, and nobody follows
     first_user: number of the first user; runs with other numbers have other histories
+    recorded: conversations of at least `rounds` exchanges, whose questions users ask, each those of one; empty: made up
     """
 
     users: int = 10
@@ -30,8 +33,11 @@ class MultiRoundQA:
     staggered: bool = True
     duration_s: float | None = None
     first_user: int = 0
+    recorded: Sequence[Sequence[Exchange]] = ()
 
     def phases(self, prompts: Prompts) -> Iterator[Phase]:
+        if self.recorded and prompts.kind != "text":
+            raise ConfigError("recorded conversations are text; add --prompts text")
         total = None if self.duration_s is not None else sum(self.rounds - self._first_round(place) for place in range(self.users))
         sessions = (self._place(prompts, place) for place in range(self.users))
         yield Phase("conversations", sessions, None, total)
@@ -61,10 +67,10 @@ class MultiRoundQA:
             at_round_s = at_s + (number - first) * gap_s
             if self.duration_s is not None and number >= first and at_round_s >= self.duration_s:
                 return
-            exchange = user * self.rounds + number
-            turns.append(Turn("user", prompts.piece("question", exchange, self.question_tokens)))
+            question, answer = self._exchange(prompts, user, number)
+            turns.append(Turn("user", question))
             if number < first:
-                turns.append(Turn("assistant", prompts.piece("answer", exchange, self.answer_tokens)))
+                turns.append(Turn("assistant", answer))
                 continue
             labels = {"user": user, "round": number + 1}
             reply = yield Request(
@@ -78,3 +84,11 @@ class MultiRoundQA:
             if reply.error is not None:
                 return
             turns.append(Turn("assistant", reply.content))
+
+    def _exchange(self, prompts: Prompts, user: int, number: int) -> tuple[Content, Content]:
+        """A user's question of that round, and the answer of one that came earlier."""
+        if self.recorded:
+            exchange = self.recorded[user % len(self.recorded)][number]
+            return f"\n\n{exchange.question}", f"\n\n{exchange.answer}"
+        at = user * self.rounds + number
+        return prompts.piece("question", at, self.question_tokens), prompts.piece("answer", at, self.answer_tokens)
