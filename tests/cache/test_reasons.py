@@ -163,6 +163,16 @@ class TestBelow:
         store(above, prompt, groups=np.array([[other != group] * 4 for other in range(3)]))
         assert sources(above, HYBRID_SPACE, 64) == from_below
 
+    def test_whoever_asks_has_it_already(self, above: LocalCache) -> None:
+        prompt = a_prompt(SPACE, 64)
+        store(above, prompt)
+        forget(above)
+        with above.lookup(prompt.query(), have_tokens=64) as hit:
+            assert (hit.num_tokens, hit.reason) == (0, "not_needed")
+        assert missed(above, "not_needed") == 64
+        with above.lookup(prompt.query(), have_tokens=63) as hit:
+            assert (hit.num_tokens, hit.reason) == (64, "whole")
+
     def test_a_prefetch_is_no_lookup(self, above: LocalCache) -> None:
         store(above, a_prompt(SPACE, 32))
         forget(above)

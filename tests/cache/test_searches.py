@@ -23,7 +23,7 @@ from kvhold.core.config import Config
 from kvhold.core.keys import HASH_BYTES, Namespace, make_key
 from kvhold.core.layout import Group, Layout
 from kvhold.core.planning import Work
-from kvhold.core.reasons import CLEARED, DEADLINE, REASONS, TIER_DOWN, WHOLE
+from kvhold.core.reasons import CLEARED, DEADLINE, NEVER_STORED, NOT_NEEDED, REASONS, TIER_DOWN, WHOLE
 from kvhold.tiers.stack import Place
 from tests.cache.laws import Index, assert_counters_reconcile
 from tests.cache.test_state import LAYOUT, SHARDS, SLOT, SPACES, TEXTS, prompt_of
@@ -136,10 +136,10 @@ class World(RuleBasedStateMachine):
             self.state.commit(owner, granted.room, chunks)
             self.take_orders()
 
-    @rule(target=numbers, owner=owners, prompt=prompts, work=st.sampled_from(WORKS))
-    def lookup(self, owner, prompt, work=None):
+    @rule(target=numbers, owner=owners, prompt=prompts, work=st.sampled_from(WORKS), have_tokens=st.sampled_from([0, 0, 3, 9]))
+    def lookup(self, owner, prompt, work=None, have_tokens=0):
         asked_before = self.state.metrics.value("kvhold_lookup_tokens")
-        found = self.state.lookup(owner, prompt_of(*prompt).query(), work)
+        found = self.state.lookup(owner, prompt_of(*prompt).query(), work, have_tokens=have_tokens)
         self.take_orders()
         asked = self.state.metrics.value("kvhold_lookup_tokens") - asked_before
         assert asked == (0 if found.arriving else prompt[2] if prompt[2] <= len(TEXTS[prompt[1]]) else len(TEXTS[prompt[1]]))
@@ -554,6 +554,33 @@ def test_reads_are_ordered_from_the_prompt_s_start_as_far_as_there_is_room_and_n
     bench.state.probed(found.ticket, {key: Place(0, 1) for key in probe.keys if key != probe.keys[2]})
     [fetch] = bench.state.take_orders()
     assert [arrival.entry.first_token for arrival in fetch.arrivals] == [0, 2]
+
+
+@pytest.mark.parametrize(("have", "below", "ordered"), [(0, 5, 5), (9, 5, 5), (10, 5, 0), (11, 5, 0), (4, 2, 0), (3, 2, 2), (9, 0, 0)])
+def test_what_tiers_have_is_read_only_where_it_goes_beyond_what_is_there_already(have, below, ordered):
+    bench = Bench()
+    found = bench.state.lookup("a", bench.prompt(10).query(), have_tokens=have)
+    [probe] = bench.state.take_orders()
+    bench.state.probed(found.ticket, {key: Place(0, 1) for key in probe.keys[:below]})
+    arrivals = [arrival for order in bench.state.take_orders() for arrival in order.arrivals]
+    assert len(arrivals) == ordered
+    if not ordered:
+        final = bench.state.refresh(found.ticket)
+        assert (final.num_tokens, final.arriving, final.reason) == (0, False, NOT_NEEDED if below else NEVER_STORED)
+
+
+def test_what_memory_has_is_a_hit_even_where_it_is_there_already():
+    bench = Bench()
+    room = bench.state.reserve("w", bench.layout, bench.prompt(4).chunks(), 0).room
+    bench.state.commit("w", room, range(2))
+    bench.state.take_orders()
+    found = bench.state.lookup("a", bench.prompt(10).query(), have_tokens=10)
+    [probe] = bench.state.take_orders()
+    bench.state.probed(found.ticket, {key: Place(0, 1) for key in probe.keys})
+    assert bench.state.take_orders() == []
+    final = bench.state.refresh(found.ticket)
+    assert (final.num_tokens, final.arriving, final.reason, final.sources) == (4, False, NOT_NEEDED, {"ram": 4})
+    bench.state.release("a", final.ticket)
 
 
 def test_nothing_is_read_beyond_a_chunk_that_somebody_else_is_writing():

@@ -302,6 +302,19 @@ class TestLoads:
         assert warm.loads == []
         assert warm.tokens_computed["b"] == 300 - 288 + 29
 
+    def test_where_vllm_has_all_but_the_last_block_nothing_is_loaded(self, engine: MakeEngine) -> None:
+        """vLLM computes a prompt's last token again, and with it the block it is in; the hit has that, too."""
+        warm = engine()
+        prompt = make_prompt("all but a block", 320)
+        warm.add("a", prompt)
+        warm.run()
+        eventually(lambda: tokens_held(warm, prompt) == 320)
+        warm.add("b", prompt, max_tokens=1)
+        warm.run()
+        assert warm.loads == []
+        assert warm.tokens_computed["b"] == BLOCK
+        assert warm.outputs["b"] == answer_to(prompt, 1)
+
     def test_a_hit_is_kept_while_its_request_waits_for_blocks_even_where_vllm_had_as_much_at_first(self, engine: MakeEngine) -> None:
         """vLLM evicts its own blocks meanwhile: 39 are there, 20 are cached, and the other request grows."""
         tight = engine(num_blocks=40)
@@ -1234,6 +1247,22 @@ class TestTiersBelow:
         assert storing.hands.client.flush(deadline_s=60)
         start.end()  # type: ignore[attr-defined]
         return prompt
+
+    @pytest.mark.parametrize("rest", [0, 20], ids=["the same prompt", "and more that no tier has"])
+    def test_what_vllm_has_itself_is_not_brought_up_nor_waited_for(
+        self, start: Callable[..., tuple[NodeProcess, Engine]], prompt: list[int], rest: int
+    ) -> None:
+        _, engine = start("get:hang", "&get_timeout_s=1000", settings=PATIENT)
+        engine.add("alone", prompt, **asks(load=False, store=False))
+        engine.run()
+        longer = prompt + make_prompt("rest", rest)
+        engine.add("a", longer)
+        engine.run()
+        assert engine.outputs["a"] == answer_to(longer, 2)
+        assert engine.tokens_computed["a"] == len(longer) - 288 + 1
+        status = engine.hands.client.status()
+        assert status["arriving_chunks"] == 0
+        assert not [name for name in status["tier_counters"] if "operation=get" in name], "nothing was read"
 
     @pytest.mark.parametrize("asynchronous", [False, True], ids=["one pass at a time", "two passes at a time"])
     @pytest.mark.parametrize("real_worker", [False, True], ids=["worker played", "worker real"])

@@ -66,11 +66,13 @@ class LocalCache:
             self._check_open()
             self._state.register(namespace.layout, namespace.digest, terms_of(namespace.tags))
 
-    def lookup(self, query: Query, *, work: Work | None = None, wait_s: float | None = None, deadline_s: float | None = None) -> Hit:
+    def lookup(
+        self, query: Query, *, work: Work | None = None, have_tokens: int = 0, wait_s: float | None = None, deadline_s: float | None = None
+    ) -> Hit:
         """The longest prefix that is here or comes from lower tiers in time, pinned."""
         with self._lock:
             self._check_open()
-            found = self._state.lookup(self._owner, query, work)
+            found = self._state.lookup(self._owner, query, work, have_tokens=have_tokens)
             self._move()
             if found.arriving and wait_s != 0:
                 wait_s = self._config.client.arrival_timeout_s if wait_s is None else wait_s

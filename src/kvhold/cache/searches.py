@@ -38,6 +38,7 @@ class Search:
     work: what computing costs whoever asked, who wants no more than is faster; began_s: when
     more: of what is to come not all is ordered yet; marks: when what was ordered will have come
     sample: one chunk is enough, to see how fast it comes; hurried: it makes do with what is here, because that is faster
+    have_tokens: whoever asks has so many already, and needs no hit that is no longer; idle: no tier has more, so nothing comes up
     """
 
     owner: Hashable
@@ -56,6 +57,8 @@ class Search:
     marks: Marks = field(default_factory=Marks)
     sample: bool = False
     hurried: bool = False
+    have_tokens: int = 0
+    idle: bool = False
 
     @property
     def over(self) -> bool:
@@ -119,9 +122,20 @@ class Searches:
         """Not while the query's namespace is being cleared below RAM."""
         return not any(query.namespace.startswith(prefix) for prefix in self._clearing)
 
-    def begin(self, number: int, owner: Hashable, query: Query, layout: Layout, work: Work | None = None, *, sample: bool = False) -> None:
+    def begin(
+        self,
+        number: int,
+        owner: Hashable,
+        query: Query,
+        layout: Layout,
+        work: Work | None = None,
+        *,
+        have_tokens: int = 0,
+        sample: bool = False,
+    ) -> None:
         """Ask the tiers for what RAM does not have; pin what it has, so that what arrives does not drive it out."""
-        search = self._searches[number] = Search(owner, query, layout, work=work, began_s=self._planner.clock(), sample=sample)
+        search = Search(owner, query, layout, work=work, began_s=self._planner.clock(), sample=sample, have_tokens=have_tokens)
+        self._searches[number] = search
         presence = Presence(query, layout, self._ram.find)
         self._pin_present(search, list(presence.needed(presence.extent())))
         keys = Presence(query, layout, self._find_or_coming).missing()
@@ -182,7 +196,10 @@ class Searches:
             self._give_order(FetchOrder(arrivals))
 
     def _worth_ordering(self, number: int, search: Search, presence: Presence[Entry | Place], extent: Extent) -> list[Need[Entry | Place]]:
-        """Of what was found, what is to be here next: all, but where the planner or a sample wants less. Sets `more`."""
+        """Of what was found, what is to be here next: all, but where the planner or a sample wants less. Sets `more` and `idle`."""
+        search.idle = 0 < extent.num_tokens <= search.have_tokens
+        if search.idle:
+            return []
         needs = list(presence.needed(extent))
         if search.work is None and not search.sample:
             return needs

@@ -37,7 +37,7 @@ from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES, ChunkNames, Query
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
 from kvhold.core.planning import Work
-from kvhold.core.reasons import BEING_WRITTEN, CLEARED, DEADLINE, INCOMPLETE, NEVER_STORED, REASONS, SLOWER, TIER_DOWN, WHOLE
+from kvhold.core.reasons import BEING_WRITTEN, CLEARED, DEADLINE, INCOMPLETE, NEVER_STORED, NOT_NEEDED, REASONS, SLOWER, TIER_DOWN, WHOLE
 from kvhold.core.terms import FREE, Terms
 from kvhold.memory.arena import Arena
 from kvhold.tiers.policies import make_policy
@@ -134,10 +134,11 @@ class CacheState:
             raise LayoutError(f"layout {fingerprint.hex()} was not registered; register the namespace first")
         return layout
 
-    def lookup(self, owner: Owner, query: Query, work: Work | None = None) -> Found:
+    def lookup(self, owner: Owner, query: Query, work: Work | None = None, *, have_tokens: int = 0) -> Found:
         """Find the longest hit, pin it, and give it a ticket. What lower tiers may have beyond it begins to arrive.
 
         work: what computing costs whoever asks; then the hit is as long as is faster than that. None: as long as can be
+        have_tokens: that whoever asks has already: where tiers have no more, nothing is brought up
         """
         layout = self.layout(query.layout)
         _check_query(layout, query)
@@ -149,7 +150,7 @@ class CacheState:
             declined = work is not None and not self.planner.pays(work, query, layout, extent)
             if not declined:
                 self._of(owner).tickets.add(number)
-                self._searches.begin(number, owner, query, layout, work)
+                self._searches.begin(number, owner, query, layout, work, have_tokens=have_tokens)
                 return self.refresh(number)
         rows = presence.found(extent)
         pinned = in_order(rows)
@@ -446,6 +447,8 @@ class CacheState:
         gap = presence.gap(extent)
         if search is not None and gap is not None and search.declines(gap.key):
             return SLOWER
+        if search is not None and gap is not None and search.idle and gap.key in search.places:
+            return NOT_NEEDED
         if search is not None:  # what is there for the asking keeps no hit from being longer
             gap = search.would_have(self.ram.find).gap(extent) or gap
         if gap is None:

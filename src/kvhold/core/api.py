@@ -306,11 +306,14 @@ class Cache(Protocol):
     def register(self, namespace: Namespace) -> None:
         """Make the layout known. Before any other call about it; again is harmless."""
 
-    def lookup(self, query: Query, *, work: Work | None = None, wait_s: float | None = None, deadline_s: float | None = None) -> Hit:
+    def lookup(
+        self, query: Query, *, work: Work | None = None, have_tokens: int = 0, wait_s: float | None = None, deadline_s: float | None = None
+    ) -> Hit:
         """The longest prefix of which every shard and every group has what it needs. Pins it.
 
         work:   what computing costs whoever asks: then the hit is as long as makes the first token soonest, and may settle by itself,
                 when it is asked again, because the rest would take longer than computing it
+        have_tokens: that whoever asks has already: where no tier has more, nothing is brought up, and nothing waited for
         wait_s: how long to wait for what comes from lower tiers; None: as the settings say; 0: not at all, the hit may be arriving
         """
 

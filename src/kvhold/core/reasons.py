@@ -15,6 +15,7 @@ DEADLINE = "deadline"
 TIER_DOWN = "tier_down"
 BAD_FRAME = "bad_frame"
 SLOWER = "slower"
+NOT_NEEDED = "not_needed"
 
 REASONS = {
     WHOLE: "nothing is missing",
@@ -29,5 +30,6 @@ REASONS = {
     TIER_DOWN: "a tier that may have the next chunk did not answer, or failed to give it",
     BAD_FRAME: "a tier had the next chunk, but its bytes failed a check",
     SLOWER: "loading the next chunk, or looking for it, would have taken longer than computing it",
+    NOT_NEEDED: "a tier has the next chunk, but no tier has anything that whoever asked does not have already",
 }
 """Each word, and what it says. The next chunk is the first one, in the prompt's order, without which the hit cannot be longer."""

@@ -56,10 +56,11 @@ class Register(Message, frozen=True):
 
 
 class Lookup(Message, frozen=True):
-    """work: what computing costs whoever asks, who then gets no more than is faster. -> Found"""
+    """work: what computing costs whoever asks, who then gets no more than is faster; have_tokens: that it has already. -> Found"""
 
     query: Query
     work: Work | None = None
+    have_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class Found(Message, frozen=True):

@@ -86,10 +86,12 @@ class NodeClient:
         # Not on an engine's path, and often the first call to a node that has just started: it gets a joining's time.
         self._call(request, m.Done, self._config.connect_timeout_s)
 
-    def lookup(self, query: Query, *, work: Work | None = None, wait_s: float | None = None, deadline_s: float | None = None) -> Hit:
+    def lookup(
+        self, query: Query, *, work: Work | None = None, have_tokens: int = 0, wait_s: float | None = None, deadline_s: float | None = None
+    ) -> Hit:
         """The longest prefix that the node has, pinned. deadline_s: of each question to the node, not of the waiting."""
         link = self._current("lookup")
-        found = self._call(m.Lookup(query, work), m.Found, deadline_s, link)
+        found = self._call(m.Lookup(query, work, have_tokens), m.Found, deadline_s, link)
 
         def ask(ticket: int, settle: bool) -> Found:
             return _found(self._call(m.Refresh(ticket, settle), m.Found, deadline_s, link))

@@ -84,7 +84,7 @@ class Session:
         return m.Done()
 
     def _lookup(self, request: m.Lookup) -> m.Answer:
-        return self._found(self._state.lookup(self, request.query, request.work))
+        return self._found(self._state.lookup(self, request.query, request.work, have_tokens=request.have_tokens))
 
     def _refresh(self, request: m.Refresh) -> m.Answer:
         return self._found(self._state.refresh(request.ticket, settle=request.settle))

@@ -152,6 +152,8 @@ class SchedulerSide:
             found = min(found, (request.num_tokens - 1) // self._block * self._block)
         if found <= computed_tokens or request.skip_reading_prefix_cache or not self._loads_for(followed):
             return 0, False  # the hit stays until there are blocks: by then the engine may have evicted what it has now
+        if not self._is_worth_a_load(request, computed_tokens):
+            return 0, False
         followed.first_token = computed_tokens
         return found - computed_tokens, not self._layerwise
 
@@ -259,6 +261,11 @@ class SchedulerSide:
         """Tokens in a block that all parts have; in a chunk, where there are no tails."""
         return self._namespace.layout.tail_tokens or self._namespace.layout.tokens_per_chunk
 
+    def _is_worth_a_load(self, request: "Request", computed_tokens: int) -> bool:
+        """Not where vLLM has all but a block: the last token is computed anyhow, and with it a block takes no longer than a load."""
+        least_block = min(part.group.block_tokens for part in self._geometry.parts)
+        return not computed_tokens or request.num_tokens - computed_tokens > least_block
+
     def _run(self, stores: list[Store], output: "SchedulerOutput", request_id: str, computed_tokens: int, *, starts: bool) -> None:
         """Count a scheduled request's tokens, and store what becomes whole. computed_tokens: before this step; starts: it does (again)."""
         followed = self._followed.get(request_id)
@@ -293,7 +300,8 @@ class SchedulerSide:
         followed.asked_s = followed.since_s = time.monotonic()
         plans = followed.rules.plan and self._loads_for(followed)
         asking = (request.request_id[:MOST_NAME], request.num_tokens, computed_tokens) if plans else None
-        followed.lookup = self._lookups.submit(self._ask, followed.naming, asking)
+        have_tokens = computed_tokens if self._is_worth_a_load(request, computed_tokens) else request.num_tokens
+        followed.lookup = self._lookups.submit(self._ask, followed.naming, asking, have_tokens)
 
     def _name(self, request: "Request", rules: Rules) -> Prompt | None:
         """On the lookup thread: hash the prompt. Never raises, because the scheduler would with it; what cannot be named is not cached."""
@@ -321,15 +329,17 @@ class SchedulerSide:
                 log.exception("kvhold: what request %s has generated is not looked up", request.request_id)
         return prompt
 
-    def _ask(self, naming: "Future[Prompt | None]", asking: tuple[str, int, int] | None) -> Hit | None:
+    def _ask(self, naming: "Future[Prompt | None]", asking: tuple[str, int, int] | None, have_tokens: int) -> Hit | None:
         """On the lookup thread, after the naming: ask the cache. Never raises.
 
         asking: the request, its tokens, and those that are computed, where the hit is to be no longer than is faster
+        have_tokens: a hit that is no longer is of no use
         """
         prompt = None if naming.cancelled() else naming.result()
         try:
             work = self._costs.work(*asking) if asking is not None else None
-            return self._cache.lookup(self._asked(prompt).query(), work=work, wait_s=0) if prompt is not None else None
+            if prompt is not None:
+                return self._cache.lookup(self._asked(prompt).query(), work=work, have_tokens=have_tokens, wait_s=0)
         except KVHoldError as error:
             log.debug("kvhold: lookup: %s", error)
         except Exception:
