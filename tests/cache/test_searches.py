@@ -176,9 +176,11 @@ class World(RuleBasedStateMachine):
         assert not (settle and found.arriving)
         self.answers_for_itself(number, found)
 
-    @rule(owner=owners, number=numbers, shard=st.integers(0, SHARDS), first=st.integers(0, 3))
-    def claim(self, owner, number, shard, first):
-        lent = self.state.claim(owner, number, shard, first)
+    @rule(owner=owners, number=numbers, shard=st.integers(0, SHARDS), first=st.integers(0, 3), arriving=st.booleans())
+    def claim(self, owner, number, shard, first, arriving=False):
+        waits = number in self.state._searches and self.state._searches[number].owner is not None
+        lent = self.state.claim(owner, number, shard, first, arriving=arriving)
+        assert (number in self.state._searches) == (waits and arriving)
         if lent is not None:
             prompt = prompt_of(*self.searched[number][1])
             entries = self.state._holdings[owner].loans[lent.loan]
@@ -678,6 +680,31 @@ def test_a_claim_before_all_has_come_lends_what_has_and_the_rest_comes_all_the_s
     assert bench.state.lookup("c", bench.prompt(8).query()).num_tokens == 8
     for owner in "abc":
         bench.state.gone(owner)
+    bench.finished()
+
+
+def test_what_has_come_is_lent_while_the_rest_goes_on_arriving():
+    bench = Bench()
+    ticket, arrivals = bench.arriving(bench.prompt(7))
+    assert bench.state.claim("b", ticket, 0, 0, arriving=True).num_tokens == []
+    assert bench.state.num_come(ticket) == 0
+    bench.state.fetched(arrivals[1].entry, True)
+    assert (bench.state.claim("b", ticket, 0, 0, arriving=True).num_tokens, bench.state.num_come(ticket)) == ([], 1)
+    bench.state.fetched(arrivals[0].entry, True)
+    first = bench.state.claim("b", ticket, 0, 0, arriving=True)
+    assert first.num_tokens == [2, 2]
+    assert first.offsets == [[arrivals[0].entry.offset, arrivals[1].entry.offset]]
+    assert bench.state.claim("b", ticket, 1, 0, arriving=True) is None, "there is one shard"
+    for arrival in arrivals[2:]:
+        bench.state.fetched(arrival.entry, True)
+    second = bench.state.claim("b", ticket, 0, 2, arriving=True)
+    assert second.num_tokens == [2], "but for the tail, which may yet be another"
+    assert bench.state.refresh(ticket) == Found(ticket, 7, sources={"tier-1": 7}, reason=WHOLE)
+    last = bench.state.claim("b", ticket, 0, 3, arriving=True)
+    assert (last.num_tokens, last.offsets) == ([1], [[arrivals[3].entry.offset]])
+    bench.state.release("a", ticket)
+    assert bench.state.status()["pinned_chunks"] == 4, "loans have pins of their own"
+    bench.state.gone("b")
     bench.finished()
 
 

@@ -268,6 +268,30 @@ def test_who_waits_for_what_arrives_or_is_written_is_told_when_it_has(
     is_at_baseline(client)
 
 
+@pytest.mark.parametrize(("space", "num_tokens"), [(SPACE, 160), (SPACE, 165), (Namespace("model", HYBRID), 90)])
+def test_what_arrives_is_lent_as_it_comes(
+    node_over: Callable[..., RunningNode], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, space: Namespace, num_tokens: int
+) -> None:
+    for pause in ("_FIRST_PAUSE_S", "_LONGEST_PAUSE_S"):
+        monkeypatch.setattr(api, pause, _A_DAY_S)  # it is told of each piece
+    filled = node_over(on_disk(tmp_path))
+    prompt = a_prompt(space, num_tokens)
+    store(a_client(filled), prompt)
+    one_by_one = {"faults": "get:delay:1:30ms", "batch_bytes": 1, "concurrent_calls": 1}
+    client = a_client(restarted(filled, node_over, "faults+" + on_disk(tmp_path, **one_by_one)))
+    ends = []
+    size = space.layout.tokens_per_chunk
+    with client.lookup(prompt.query(), wait_s=0) as hit:
+        for loan in api.loans_as_they_come(client, hit, size, until_s=time.monotonic() + _A_DAY_S):
+            end = loan.first_chunk * size + int(loan.num_tokens.sum())
+            check(loan, prompt, end)
+            ends.append(end)
+        assert (hit.num_tokens, hit.sources) == (num_tokens, {"disk": num_tokens})
+    assert ends[-1] == num_tokens
+    assert len(ends) > 3 or space is not SPACE, "of a window only what the whole hit needs is read, so that it is no shorter hit before"
+    is_at_baseline(client)
+
+
 def test_who_waits_when_the_node_is_killed_waits_no_longer(
     node_over: Callable[..., RunningNode], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

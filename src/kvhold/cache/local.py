@@ -78,7 +78,7 @@ class LocalCache:
                 wait_s = self._config.client.arrival_timeout_s if wait_s is None else wait_s
                 found = self._await(found.ticket, wait_s)
         ticket = found.ticket
-        return Hit(found, lambda: self._release(ticket), ask=self._ask)
+        return Hit(found, lambda: self._release(ticket), ask=self._ask, pause=self._pause)
 
     def came_of(self, request: str, *, load_s: float, compute_s: float, deadline_s: float | None = None) -> None:
         """Remember how long the engine took."""
@@ -99,11 +99,13 @@ class LocalCache:
             self._state.prefetch(self._owner, query)
             self._move()
 
-    def claim(self, ticket: int, shard: int = 0, *, first_chunk: int = 0, deadline_s: float | None = None) -> Loan | None:
+    def claim(
+        self, ticket: int, shard: int = 0, *, first_chunk: int = 0, arriving: bool = False, deadline_s: float | None = None
+    ) -> Loan | None:
         """A loan of one shard's part of a hit."""
         with self._lock:
             self._check_open()
-            lent = self._state.claim(self._owner, ticket, shard, first_chunk)
+            lent = self._state.claim(self._owner, ticket, shard, first_chunk, arriving=arriving)
         if lent is None:
             return None
         return Loan(_table(lent.offsets), _table(lent.num_tokens), first_chunk, self._buffer, lambda: self._release(lent.loan))
@@ -224,7 +226,13 @@ class LocalCache:
             self._move()
             self._lock.notify_all()
 
-    def _ask(self, ticket: int, settle: bool) -> Found:
+    def _pause(self, seconds: float) -> None:
+        """For so long, or until something has come of anything."""
+        with self._lock:
+            if not self._closed:
+                self._lock.wait(seconds)
+
+    def _ask(self, ticket: int, settle: bool, growth: bool) -> Found:
         with self._lock:
             self._check_open()
             return self._state.refresh(ticket, settle=settle)

@@ -199,24 +199,37 @@ class CacheState:
             self.ram.pin_all(found[::-1])  # so that it is not the next to go
             self.ram.unpin_all(found)
 
-    def claim(self, owner: Owner, ticket: int, shard: int, first_chunk: int) -> Lent | None:
-        """Pin one shard's entries from `first_chunk` on for `owner`, beside the ticket's own pins. None if the ticket is not good."""
+    def num_come(self, ticket: int) -> int:
+        """How much has come for one that is arriving, as a number that grows. Cheap, unlike `refresh`."""
+        return len(self._searches[ticket].sources) if ticket in self._searches else 0
+
+    def claim(self, owner: Owner, ticket: int, shard: int, first_chunk: int, *, arriving: bool = False) -> Lent | None:
+        """Pin one shard's entries from `first_chunk` on for `owner`, beside the ticket's own pins. None if the ticket is not good.
+
+        arriving: while it is arriving, the whole chunks that have come; else, whoever claims waits no longer
+        """
         if first_chunk < 0:
             raise ProtocolError(f"a claim from chunk {first_chunk} on; the first one is 0")
-        if self._is_arriving(ticket):  # whoever claims waits no longer
+        if self._is_arriving(ticket) and not arriving:
             self._settle(ticket)
-        held = self._tickets.get(ticket)
-        if held is None or shard not in held.shards:
-            self.metrics.add("kvhold_claims_failed", reason="unknown ticket" if held is None else "no such shard")
+        if self._is_arriving(ticket):
+            shards, num_tokens = self._come_so_far(self._searches[ticket], shard)
+        elif ticket in self._tickets:
+            shards, num_tokens = self._tickets[ticket].shards, self._tickets[ticket].num_tokens
+        else:
+            self.metrics.add("kvhold_claims_failed", reason="unknown ticket")
             return None
-        groups = held.shards[shard]
+        if shard not in shards:
+            self.metrics.add("kvhold_claims_failed", reason="no such shard")
+            return None
+        groups = shards[shard]
         lent = [entry for chunks in groups for entry in chunks[first_chunk:] if entry is not None]
         self.ram.hold_all(lent)
         loan = next(self._numbers)
         self._of(owner).loans[loan] = lent
         count_entries(self.metrics, "loaned", lent)
         offsets = [[ABSENT if entry is None else entry.offset for entry in chunks[first_chunk:]] for chunks in groups]
-        return Lent(loan, offsets, held.num_tokens[first_chunk:])
+        return Lent(loan, offsets, num_tokens[first_chunk:])
 
     def release(self, owner: Owner, number: int) -> None:
         """Let go of a ticket (loans of it go on), a loan or a recoding. Unknown numbers are ignored: it may be gone already."""
@@ -394,6 +407,15 @@ class CacheState:
     def _is_arriving(self, ticket: int) -> bool:
         """Whether somebody waits for it: one that was prefetched is nobody's ticket."""
         return ticket in self._searches and self._searches[ticket].owner is not None
+
+    def _come_so_far(self, search: Search, shard: int) -> tuple[dict[int, list[list[Entry | None]]], list[int]]:
+        """Of a hit that is arriving, as of a ticket: a shard's entries, if there is such a shard, and tokens; but for a tail."""
+        presence = search.presence()
+        extent = presence.extent()
+        rows = presence.found(extent)
+        groups = range(len(search.layout.groups))
+        shards = {shard: [rows[group, shard][: extent.whole] for group in groups]} if 0 <= shard < search.query.shards else {}
+        return shards, [search.layout.tokens_per_chunk] * extent.whole
 
     def _settle(self, number: int) -> Found:
         """An arriving ticket becomes final, with what is here of it by now."""

@@ -13,7 +13,7 @@ thread. A miss is a shorter hit; a fault or a deadline missed is one of our erro
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvhold.core.errors import ProtocolError
+from kvhold.core.errors import KVHoldError, ProtocolError
 from kvhold.core.keys import NAMESPACE_BYTES, ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
 from kvhold.core.planning import Decision, Work
@@ -128,10 +128,14 @@ class Hit(Holding):
         found: Found,
         give_back: Callable[[], None],
         *,
-        ask: Callable[[int, bool], Found] | None = None,
+        ask: Callable[[int, bool, bool], Found] | None = None,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
-        """ask: `(ticket, settle)` -> how far it goes now, for a hit that is arriving. pause: for so many seconds, or until all has come."""
+        """For a hit that is arriving:
+
+        ask:   `(ticket, settle, growth)` -> how far it goes now. growth: pauses are to end when it has grown, too
+        pause: for so many seconds, or until all has come
+        """
         super().__init__(give_back)
         self._found = found
         self._ask = ask
@@ -179,9 +183,22 @@ class Hit(Holding):
             self.refresh()
         self.settle()
 
-    def _update(self, *, settle: bool) -> None:
+    def wait_for_more(self, until_s: float) -> None:
+        """Until it is longer than it was, or final; when the monotonic clock says `until_s`, it is settled."""
+        before, pause_s = self.num_tokens, _FIRST_PAUSE_S
+        self._update(settle=False, growth=True)
+        while self.arriving and self.num_tokens == before:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                self.settle()
+                return
+            self._pause(min(pause_s, left_s))
+            pause_s = min(_LONGEST_PAUSE_S, 1.5 * pause_s)
+            self._update(settle=False, growth=True)
+
+    def _update(self, *, settle: bool, growth: bool = False) -> None:
         if self.arriving and self._ask is not None:
-            self._found = self._ask(self.ticket, settle)
+            self._found = self._ask(self.ticket, settle, growth)
 
 
 class Recoded(msgspec.Struct, frozen=True, array_like=True):
@@ -328,10 +345,14 @@ class Cache(Protocol):
     def prefetch(self, query: Query, *, deadline_s: float | None = None) -> None:
         """Have what lower tiers hold of a prompt brought into memory, and wait for nothing."""
 
-    def claim(self, ticket: int, shard: int = 0, *, first_chunk: int = 0, deadline_s: float | None = None) -> Loan | None:
+    def claim(
+        self, ticket: int, shard: int = 0, *, first_chunk: int = 0, arriving: bool = False, deadline_s: float | None = None
+    ) -> Loan | None:
         """A loan of one shard's part of a hit, from chunk `first_chunk` on; None when the ticket is not (or no longer) good.
 
         A ticket is good until its hit is closed, for as many claims as are wanted, of one shard too. Each loan has pins of its own.
+
+        arriving: of a hit that is arriving, the whole chunks that have come so far, and it goes on arriving; else a claim settles it
         """
 
     def reserve(
@@ -402,3 +423,27 @@ def mask_bytes(groups: npt.ArrayLike | None, layout: Layout, names: ChunkNames) 
     if mask.dtype != np.bool_ or mask.shape != wanted:
         raise ProtocolError(f"groups must be bool and have the shape [groups, chunks] = {wanted}, not {mask.dtype} and {mask.shape}")
     return mask.tobytes()
+
+
+def loans_as_they_come(cache: Cache, hit: Hit, tokens_per_chunk: int, *, shard: int = 0, until_s: float) -> Iterator[Loan]:
+    """Loans of one shard's part of a hit, one after another, each good until the next is asked for: what has come by now, then what comes
+    after it, up to where the hit ends in the end. What a loan has may be copied while the rest is being read.
+
+    until_s: when the monotonic clock says so, the hit is settled
+
+    Of a group that does not need every chunk, the loans may have more than the hit needs in the end. Raises KVHoldError if it is lost.
+    """
+    first = 0
+    while True:
+        arriving = hit.arriving
+        if hit.num_tokens > first * tokens_per_chunk:
+            loan = cache.claim(hit.ticket, shard, first_chunk=first, arriving=arriving)
+            if loan is None:
+                raise KVHoldError("the hit was lost before it was claimed")
+            with loan:
+                first += len(loan.num_tokens)
+                if len(loan.num_tokens):
+                    yield loan
+        if not arriving:
+            return
+        hit.wait_for_more(until_s)

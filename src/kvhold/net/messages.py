@@ -1,7 +1,7 @@
 """The records of the node's protocol, one class each; msgpack on the wire (`wire.py`).
 
 A client says Hello first and is answered with Welcome, which carries two descriptors on a Unix socket: the arena, and the *bell*, an
-eventfd that the node writes to when something has ended that it had said is under way: a hit that was arriving, a flush. Then each
+eventfd that the node writes to when something has ended that it had said is under way (a hit that was arriving, a flush). Then each
 request is answered in order: the type of its answer stands beside it here. `Release`, `Commit`, `Abandon` are answered with Done, so
 that a caller knows that a chunk is visible. Anything that breaks the rules is answered with a fatal Refused, and the connection is
 closed: by the node at once, or, where the client has a loan or a room, by the client when it touches that memory no longer.
@@ -77,10 +77,11 @@ class Found(Message, frozen=True):
 
 
 class Refresh(Message, frozen=True):
-    """How far does it go now? settle: make do with what is here. -> Found"""
+    """How far does it go now? settle: make do with what is here; growth: ring when there is more of it, not only at its end. -> Found"""
 
     ticket: int
     settle: bool
+    growth: bool = False
 
 
 class Outcome(Message, frozen=True):
@@ -110,11 +111,15 @@ class Prefetch(Message, frozen=True):
 
 
 class Claim(Message, frozen=True):
-    """-> Lent, or Gone when the ticket is no longer good. As often as is wanted; each loan is released by itself."""
+    """-> Lent, or Gone when the ticket is no longer good. As often as is wanted; each loan is released by itself.
+
+    arriving: what has come of it so far, and it goes on arriving
+    """
 
     ticket: int
     shard: int
     first_chunk: int
+    arriving: bool = False
 
 
 class Lent(Message, frozen=True):

@@ -93,8 +93,8 @@ class NodeClient:
         link = self._current("lookup")
         found = self._call(m.Lookup(query, work, have_tokens), m.Found, deadline_s, link)
 
-        def ask(ticket: int, settle: bool) -> Found:
-            return _found(self._call(m.Refresh(ticket, settle), m.Found, deadline_s, link))
+        def ask(ticket: int, settle: bool, growth: bool) -> Found:
+            return _found(self._call(m.Refresh(ticket, settle, growth), m.Found, deadline_s, link))
 
         ticket = found.ticket
         hit = Hit(_found(found), lambda: self._let_go(link, ticket), ask=ask, pause=link.pause)
@@ -118,13 +118,15 @@ class NodeClient:
         """Have the node bring what lower tiers hold of a prompt into memory."""
         self._call(m.Prefetch(query), m.Done, deadline_s)
 
-    def claim(self, ticket: int, shard: int = 0, *, first_chunk: int = 0, deadline_s: float | None = None) -> Loan | None:
+    def claim(
+        self, ticket: int, shard: int = 0, *, first_chunk: int = 0, arriving: bool = False, deadline_s: float | None = None
+    ) -> Loan | None:
         """A loan of one shard's part of a hit; the ticket may come from another process."""
         link = self._current("claim")
         buffer = link.hold()
         lent: m.Answer | None = None
         try:
-            lent = self._ask(m.Claim(ticket, shard, first_chunk), deadline_s, link)
+            lent = self._ask(m.Claim(ticket, shard, first_chunk, arriving), deadline_s, link)
         finally:
             if not isinstance(lent, m.Lent):
                 link.let_go()

@@ -3,6 +3,7 @@
 A session is the owner of what its client holds. It ends with its connection, and with it all that it held.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +27,7 @@ class Session:
         self._state = state
         self._status = status
         self._stop = stop
-        self._arriving: set[int] = set()  # tickets that it was told are arriving
+        self._arriving: dict[int, float] = {}  # tickets that it was told are arriving, and how much news of each it waits for
         self._unwritten: int | None = None  # the last mark that it was told is not written yet
         self._seen: tuple[int, list[Entry]] = (0, [])  # the snapshot that is being fetched
         self._verbs: dict[type, Callable[[Any], m.Answer]] = {
@@ -62,13 +63,14 @@ class Session:
             return m.Refused(str(error), fatal=False)
 
     def take_news(self) -> bool:
-        """Whether something has ended that this client was told is under way; said once."""
-        over = {ticket for ticket in self._arriving if self._state.is_over(ticket)}
-        self._arriving -= over
+        """Whether something has ended, or grown, that this client was told is under way; said once."""
+        news = [ticket for ticket, told in self._arriving.items() if self._state.is_over(ticket) or self._state.num_come(ticket) > told]
+        for ticket in news:
+            del self._arriving[ticket]
         written = self._unwritten is not None and self._state.all_done(self._unwritten)
         if written:
             self._unwritten = None
-        return bool(over) or written
+        return bool(news) or written
 
     @property
     def touches_memory(self) -> bool:
@@ -87,7 +89,7 @@ class Session:
         return self._found(self._state.lookup(self, request.query, request.work, have_tokens=request.have_tokens))
 
     def _refresh(self, request: m.Refresh) -> m.Answer:
-        return self._found(self._state.refresh(request.ticket, settle=request.settle))
+        return self._found(self._state.refresh(request.ticket, settle=request.settle), growth=request.growth)
 
     def _outcome(self, request: m.Outcome) -> m.Answer:
         self._state.planner.came_of(request.request, load_s=request.load_s, compute_s=request.compute_s)
@@ -101,7 +103,7 @@ class Session:
         return m.Done()
 
     def _claim(self, request: m.Claim) -> m.Answer:
-        lent = self._state.claim(self, request.ticket, request.shard, request.first_chunk)
+        lent = self._state.claim(self, request.ticket, request.shard, request.first_chunk, arriving=request.arriving)
         return m.Gone() if lent is None else m.Lent(lent.loan, lent.offsets, lent.num_tokens)
 
     def _release(self, request: m.Release) -> m.Answer:
@@ -161,9 +163,9 @@ class Session:
     def _ping(self, request: m.Ping) -> m.Answer:
         return m.Done()
 
-    def _found(self, found: Found) -> m.Found:
+    def _found(self, found: Found, *, growth: bool = False) -> m.Found:
         if found.arriving:
-            self._arriving.add(found.ticket)
+            self._arriving[found.ticket] = self._state.num_come(found.ticket) if growth else math.inf
         else:
-            self._arriving.discard(found.ticket)
+            self._arriving.pop(found.ticket, None)
         return m.Found(found.ticket, found.num_tokens, found.arriving, found.sources, found.reason)

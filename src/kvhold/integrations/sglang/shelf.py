@@ -20,7 +20,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kvhold.core.api import ABSENT, Cache, ChunkBytes, Hit, Loan
+from kvhold.core.api import ABSENT, Cache, ChunkBytes, Hit, Loan, loans_as_they_come
 from kvhold.core.config import Config
 from kvhold.core.errors import KVHoldError
 from kvhold.core.keys import Namespace
@@ -102,6 +102,7 @@ class Shelf:
         started_s, arrived = time.monotonic(), [False] * len(keys)
 
         def take(first: int, loan: Loan) -> None:
+            first += loan.first_chunk
             places = tuple(loan.chunks(group) for group in self._groups)
             scatter(first, loan.buffer, places)
             whole = _whole(places)
@@ -156,16 +157,13 @@ class Shelf:
             return None
         with _FaultsAreMisses("load"):
             wait_s = max(0.0, until_s - time.monotonic())
-            with self._cache.lookup(query_of(self.namespace, keys), wait_s=wait_s) as hit:
-                hit.settle()
-                pages = hit.num_tokens // self.namespace.layout.tokens_per_chunk
-                if pages and take is not None:
-                    loan = self._cache.claim(hit.ticket)
-                    if loan is None:
-                        return None
-                    with loan:
+            size = self.namespace.layout.tokens_per_chunk
+            with self._cache.lookup(query_of(self.namespace, keys), wait_s=wait_s if take is None else 0) as hit:
+                if take is not None:
+                    for loan in loans_as_they_come(self._cache, hit, size, until_s=until_s):
                         take(loan)
-                return pages
+                hit.settle()
+                return hit.num_tokens // size
         return None
 
 

@@ -6,12 +6,14 @@ prompt, has been filled with others.
 
 import math
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvhold.core.api import loans_as_they_come
 from kvhold.core.config import load_config
 from kvhold.core.errors import KVHoldError
 from kvhold.core.keys import Namespace
@@ -91,16 +93,16 @@ class KVHold:
         return hit.num_tokens, hit.close
 
     def retrieve(self, tokens: list[int], block_ids: list[int]) -> int:
-        """Look up, wait for what is in a lower tier, scatter. Raises KVHoldError if memory had any of what a lower tier is to give."""
-        with self._client.lookup(self._namespace.prompt(tokens).query(), wait_s=_PATIENCE_S) as hit:
-            if not hit.num_tokens:
-                return 0
+        """Look up, scatter what is in memory, and what comes from a lower tier as it comes. Raises KVHoldError if memory had any of what a
+        lower tier is to give."""
+        size, ids = self._layout.tokens_per_chunk, np.array(block_ids)
+        blocks = size * len(ids) // len(tokens)  # in a chunk
+        with self._client.lookup(self._namespace.prompt(tokens).query(), wait_s=0) as hit:
+            for loan in loans_as_they_come(self._client, hit, size, until_s=time.monotonic() + _PATIENCE_S):
+                into = ids[loan.first_chunk * blocks :][: len(loan.num_tokens) * blocks]
+                scatter_blocks(self._view, into, loan.buffer, loan.chunks(), threads=self._threads)
             if self._options.tier != "ram" and "ram" in hit.sources:
                 raise KVHoldError(f"{hit.sources['ram']} tokens were still in memory")
-            loan = self._client.claim(hit.ticket)
-            assert loan is not None, "a hit that is held was gone"
-            with loan:
-                scatter_blocks(self._view, np.array(block_ids), loan.buffer, loan.chunks(), threads=self._threads)
             return hit.num_tokens
 
     def forget(self) -> None:
