@@ -10,6 +10,7 @@ import pytest
 
 from kvhold.cache import LocalCache
 from kvhold.codecs import Raw, frame_chunk
+from kvhold.core.api import loans_as_they_come
 from kvhold.core.errors import KVHoldError
 from kvhold.core.keys import KEY_BYTES, Namespace, make_key
 from kvhold.core.layout import Layout
@@ -154,6 +155,35 @@ def test_an_ending_cache_writes_what_waits_and_the_next_one_has_it(tmp_path: Pat
         assert [read(cache, prompt) for prompt in prompts] == [90] * 8
     with a_cache_over(on_disk(tmp_path)) as cache:
         assert [read(cache, prompt) for prompt in prompts] == [0] * 8, "it was cleared"
+
+
+def test_what_arrives_is_lent_as_it_comes(tmp_path: Path) -> None:
+    prompt = a_prompt(SPACE, 165)
+    with a_cache_over("faults+" + on_disk(tmp_path, faults="get:delay:1:10ms", batch_bytes=1, concurrent_calls=1)) as cache:
+        store(cache, prompt)
+        forget(cache)
+        ends = []
+        with cache.lookup(prompt.query(), wait_s=0) as hit:
+            for loan in loans_as_they_come(cache, hit, 16, until_s=time.monotonic() + PATIENT_S):
+                ends.append(loan.first_chunk * 16 + int(loan.num_tokens.sum()))
+                check(loan, prompt, ends[-1])
+            assert hit.num_tokens == ends[-1] == 165
+        assert len(ends) > 3
+
+
+def test_what_does_not_come_in_time_is_not_lent(place: Place) -> None:
+    prompt = a_prompt(SPACE, 64)
+    with cache_over(place.url()) as cache:
+        store(cache, prompt)
+        forget(cache)
+        store(cache, a_prompt(SPACE, 32))
+        eventually(lambda: at_rest(cache))
+        place.hold("get")
+        with cache.lookup(prompt.query(), wait_s=0) as hit:
+            lent = [loan.num_tokens.tolist() for loan in loans_as_they_come(cache, hit, 16, until_s=time.monotonic())]
+            assert (lent, hit.num_tokens, hit.reason) == ([[16, 16]], 32, "deadline")
+        place.let_go("get")
+        is_at_baseline(cache)
 
 
 @pytest.mark.parametrize("seed", range(3))
