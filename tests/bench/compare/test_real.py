@@ -37,7 +37,7 @@ def test_systems_agree_and_hits_come_from_the_tier(tmp_path: Path) -> None:
             assert not row["error"] and row["ttft_p99_s"] >= row["ttft_p50_s"] > 0 and row["throughput"] > 0
             assert row["cached_tokens"] == (0 if name in (RECOMPUTE, PLAIN) else cached), (name, reuse)
             assert row["best_peer"] not in (KVHOLD, ALONE) or name not in (KVHOLD, ALONE)
-    assert {reuse for name, reuse in by_place if name == AGAIN} == {0}
+    assert {reuse for name, reuse in by_place if name == AGAIN} == {0, 25, 50, 75, 100}
     found = [by_place[name, reuse]["sources"] for name in (KVHOLD, ALONE) for reuse in (25, 50, 75, 100)]
     of_redis = sum(sources.get("redis", 0) for sources in found)
     assert of_redis > 0.3 * sum(sum(sources.values()) for sources in found), "memory has room for two of the four"

@@ -87,7 +87,8 @@ def goals(measured: Measured, rows: Sequence[Row]) -> list[Goal]:
         if row.system == KVHOLD and row.tier == "ram" and row.reuse >= _REUSED_WELL and row.best_peer:
             worst = max(_peers(row.system, row.ttft_ratios), key=lambda name: row.ttft_ratios[name].median)
             what = f"ram, {row.workload}, {row.reuse} % reuse: TTFT over the best peer's, {worst}"
-            found.append(Goal(what, row.ttft_ratios[worst], 1.0, noise["TTFT"]))
+            alike, _ = _split(measured.cells[row.workload, row.reuse])
+            found.append(Goal(what, row.ttft_ratios[worst], 1.0, _noise(alike, AGAIN, PLAIN)))
     return found
 
 

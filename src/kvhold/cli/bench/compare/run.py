@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvhold.cli.bench.compare.systems import (
-    AGAIN,
     KVHOLD,
     LEFT_AGAIN,
     LEFT_ALONE,
@@ -115,8 +114,7 @@ def _asked(running: Running, visit: Visit) -> list[str]:
     """The systems of a cell."""
     if visit.within:
         return [name for name in _WITHIN if name in running.systems]
-    left_out = (LEFT_ALONE, LEFT_AGAIN, *(() if visit.reuse == 0 else (AGAIN,)))
-    return [name for name in running.systems if name not in left_out]
+    return [name for name in running.systems if name not in (LEFT_ALONE, LEFT_AGAIN)]
 
 
 def differing(answers: Mapping[str, list[list[int]]]) -> dict[str, str]:

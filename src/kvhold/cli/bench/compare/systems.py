@@ -4,7 +4,7 @@
 |---|---|
 | recompute | no connector, no prefix cache: every prompt is computed |
 | vllm | no connector, vLLM's own prefix cache in KV memory for two prompts: what kvhold's cost is measured against |
-| vllm, again | the same once more, at no reuse: how much two processes differ that should not |
+| vllm, again | the same once more: how much two processes differ that should not |
 | offloading | vLLM's OffloadingConnector, with the host-memory spec of `benchmarks/vllm_host_offload.py` |
 | lmcache | LMCache's multi-process server and its connector |
 | lmcache in-process | LMCache's connector without a server; it refuses CPUs, and its rows have its error |
