@@ -184,9 +184,10 @@ class NodeClient:
         if mark is None:
             mark = self._call(m.Flushed(0), m.Done, None, link).mark
         while not self._call(m.Flushed(mark), m.Done, None, link).count:
-            if time.monotonic() >= until_s:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
                 return False
-            link.pause(_FLUSH_PAUSE_S)
+            link.pause(min(_FLUSH_PAUSE_S, left_s))
         return True
 
     def recode(
