@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from itertools import count
 from typing import Any, Protocol
 
+import obstore
 import pytest
 
 from kvhold.core.errors import ConfigError, TierDenied, TierError, TierFull, TierUnavailable
@@ -356,6 +357,40 @@ async def test_a_server_killed_amid_a_put_is_unavailable(own_server: MotoServer,
     assert isinstance(call.exception(), TierUnavailable)
     del call  # whose traceback has the caller's memory in its frames
     await nobody_holds_soon(mine)
+
+
+async def test_what_obstore_has_raised_holds_nobodys_memory(
+    open_own: OpenTier, own_server: MotoServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """obstore lets go of its exceptions when it is called again, which may be never."""
+    raised: list[BaseException] = []
+
+    def keeping(call: Callable[..., Any]) -> Callable[..., Any]:
+        async def kept(*given: Any, **options: Any) -> Any:
+            try:
+                return await call(*given, **options)
+            except Exception as error:
+                raised.append(error)
+                raise
+
+        return kept
+
+    tier, mine = await open_own(), bytearray(1 * MIB)
+    await store(tier, {make_key(0): b"x"})
+    for name in ("get_async", "get_range_async", "put_async", "head_async"):
+        monkeypatch.setattr(obstore, name, keeping(getattr(obstore, name)))
+    assert await tier.get([make_key(1)], [[memoryview(mine)]]) == [None]
+    assert await tier.get([make_key(0)], [[memoryview(mine)]], starts=[7]) == [None]
+    assert await tier.put([(make_key(0), [memoryview(mine)])]) == [None]
+    assert await tier.replace([(make_key(1), [memoryview(mine)])]) == [False]
+    assert len(raised) == 4
+    own_server.kill()
+    for call in (tier.put([(make_key(1), [memoryview(mine)])]), tier.get([make_key(0)], [[memoryview(mine)]])):
+        with pytest.raises(TierUnavailable):
+            await call
+    assert len(raised) == 6
+    del call
+    assert_nobody_holds(mine)
 
 
 async def test_a_connection_that_breaks_amid_a_value_loses_that_value_alone(server: MotoServer, prefix: str) -> None:

@@ -150,6 +150,9 @@ class S3Tier:
         return None
 
     def _fault(self, error: BaseException, operation: str) -> TierError:
+        """`error` as ours. It loses its traceback: obstore may keep what it raised until it is called again, and its frames with it,
+        which have the caller's memory."""
+        error.__traceback__ = None
         return fault_of(error, operation=operation, place=self._place)
 
     async def _size(self, key: bytes, operation: str) -> int | TierError | None:
@@ -173,9 +176,8 @@ class S3Tier:
                     there = (await obstore.head_async(self._client(), self._name(key)))["size"]
                     return 0 if start <= there else None
             except OBSTORE_FAULTS as error:
-                if is_missing_object(error) or status_of(error) == 416:  # 416: the range begins beyond the end
-                    return None
-                return self._fault(error, "get")
+                fault = self._fault(error, "get")
+                return None if is_missing_object(error) or status_of(error) == 416 else fault  # 416: the range begins beyond the end
             if data is None or (start is not None and len(data) < wanted):
                 return None
             await self._copy(memoryview(data), parts)
@@ -206,7 +208,8 @@ class S3Tier:
                     whole = obstore.put_async
                     await (self._put_in_parts(name, views) if in_parts else whole(self._client(), name, views, use_multipart=False))
             except AlreadyExistsError as error:
-                return self._fault(error, "put") if is_conflict(error) else None
+                fault = self._fault(error, "put")
+                return fault if is_conflict(error) else None
             except OBSTORE_FAULTS as error:
                 return self._fault(error, "put")
         return None
@@ -220,10 +223,11 @@ class S3Tier:
                     if tag is None:
                         return TierError(self.traits.name, "replace", f"{self._place}: the store names no version of an object (ETag)")
                     await obstore.put_async(self._client(), name, views, mode={"e_tag": tag}, use_multipart=False)
-                except PreconditionError:
-                    continue  # somebody has written or removed it meanwhile
                 except OBSTORE_FAULTS as error:
-                    return False if is_missing_object(error) else self._fault(error, "replace")
+                    fault = self._fault(error, "replace")
+                    if isinstance(error, PreconditionError):
+                        continue  # somebody has written or removed it meanwhile
+                    return False if is_missing_object(error) else fault
                 return True
         return TierError(self.traits.name, "replace", f"{self._place}: {key.hex()} changes again and again")
 
