@@ -125,6 +125,10 @@ class TestSettings:
         DiskTier.from_url(parse_url("disk:///var/cache/kvhold?max_bytes=100GiB&policy=lfu&direct=never&sync=true&io_threads=2"))
         DiskTier.from_url(parse_url("disk:///a,/b,/c?max_bytes=1TiB"))
 
+    def test_batches_out_of_the_page_cache_are_larger(self) -> None:
+        past_it, through_it = (DiskTier.from_url(parse_url(f"disk:///a{options}")) for options in ("", "?direct=never"))
+        assert through_it.traits.batch_bytes == 2 * past_it.traits.batch_bytes == 16 * MIB
+
     @pytest.mark.parametrize(
         ("url", "told"),
         [

@@ -76,6 +76,11 @@ def parts(buffers: list[bytearray]) -> list[Parts]:
 NOTHING_CAME = {"probe": [None] * 3, "get": [None] * 3, "put": [False] * 3, "replace": [None] * 3, "delete": [False] * 3, "clear": 0}
 
 
+def test_a_batch_is_as_large_as_the_tier_likes_or_as_is_asked(place: Place) -> None:
+    assert Bench(place).guard.batch_bytes == MemoryTier(place).traits.batch_bytes == 8 << 20
+    assert Bench(place, batch_bytes=1).guard.batch_bytes == 1
+
+
 async def test_what_goes_well_is_passed_on_and_counted(bench: Bench) -> None:
     assert await bench.call("probe") == [None] * 3
     assert await bench.call("put") == [True] * 3

@@ -226,7 +226,7 @@ class Mover:
             by_tier.setdefault(arrival.place.tier, []).append(arrival)
         for tier, arrivals in by_tier.items():
             guard = self._stack.guards[tier]
-            for batch in _batches(arrivals, lambda arrival: arrival.entry.nbytes, guard.config.batch_bytes):
+            for batch in _batches(arrivals, lambda arrival: arrival.entry.nbytes, guard.batch_bytes):
                 self._start(self._fetch_batch(guard, self._codings[tier].keyring, batch))
 
     async def _fetch_batch(self, guard: Guard, keyring: Keyring | None, batch: list[Arrival], *, again: bool = False) -> None:
@@ -341,7 +341,7 @@ class Mover:
             while not outbox.queue:
                 outbox.ready.clear()
                 await outbox.ready.wait()
-            batch = _first_batch(outbox.queue, guard.config.batch_bytes)
+            batch = _first_batch(outbox.queue, guard.batch_bytes)
             outbox.writing += batch
             pending = None
             try:

@@ -166,7 +166,7 @@ class Recoder:
             self._count(run, "missing", len(keys) - len(there))
         readable = [(key, size) for key, size in there if 0 < size <= run.most_bytes]
         self._count(run, "unknown", len(there) - len(readable))
-        for batch in _batches(readable, run.guard.config.batch_bytes):
+        for batch in _batches(readable, run.guard.batch_bytes):
             await self._recode_batch(run, batch)
             self._tell(run.order.number, run.tally.so_far())
 
@@ -190,7 +190,7 @@ class Recoder:
                 run.tally.over_budget += looked.over_budget
             if looked.fault is not None or looked.expired:
                 unusable.append(key)
-            if sum(one.written.nbytes for one in ready) >= guard.config.batch_bytes:
+            if sum(one.written.nbytes for one in ready) >= guard.batch_bytes:
                 await self._replace(run, ready)
                 ready = []
         await self._replace(run, ready)

@@ -39,6 +39,8 @@ class TierTraits:
     shared:    others, on this host or elsewhere, may read, write and delete the same values
     expires:   removes by itself what has outlived its `ttl_s`
     replaces:  has `Replaces.replace`
+    batch_bytes: what one call had best carry: enough to be worth its turns between threads, and little enough that a batch is checked
+                 while the next one is read, and that some at once come within their deadline over a slow link
     """
 
     name: str
@@ -46,6 +48,7 @@ class TierTraits:
     shared: bool = False
     expires: bool = False
     replaces: bool = False
+    batch_bytes: int = 8 << 20
 
 
 class Tier(Protocol):

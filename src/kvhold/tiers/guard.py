@@ -46,7 +46,7 @@ class GuardConfig:
     probe_timeout_s: float = setting(0.5, "deadline of a probe, which a lookup waits for", minimum=0.001)
     get_timeout_s: float = setting(5.0, "deadline of one batch of reads", minimum=0.001)
     put_timeout_s: float = setting(10.0, "deadline of one batch of writes, or of deletes", minimum=0.001)
-    batch_bytes: int = size(8 << 20, "bytes of chunks that are read or written in one call; a batch is checked while the next is read")
+    batch_bytes: int = size(0, "bytes of chunks in one call; a batch is checked while the next one is read; 0: as suits the tier")
     concurrent_calls: int = setting(4, "calls at once", minimum=1)
     breaker_failures: int = setting(3, "after so many failures in a row the tier is left alone", minimum=1)
     breaker_pause_s: float = setting(1.0, "then it is tried after so long, later less often, at least every 30 s", minimum=0.001)
@@ -88,6 +88,7 @@ class Guard:
         self.config = config
         self.gate = Gate(config.concurrent_calls)
         self.traits = tier.traits
+        self.batch_bytes = config.batch_bytes or self.traits.batch_bytes
         self._tier = tier
         self._metrics = metrics
         self._breaker = Breaker(failures=config.breaker_failures, first_pause_s=config.breaker_pause_s)

@@ -18,7 +18,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from os.path import normpath
-from typing import ClassVar, Self, TypeVar
+from typing import Self, TypeVar
 
 from kvhold.core.config import setting, size
 from kvhold.core.errors import ConfigError, TierError
@@ -29,6 +29,8 @@ from kvhold.tiers.policies import POLICIES
 from kvhold.tiers.url import TierUrl
 
 _log = logging.getLogger(__name__)
+
+_CACHED_BATCH_BYTES = 16 << 20
 
 Answer = TypeVar("Answer")
 
@@ -49,8 +51,6 @@ class DiskConfig:
 class DiskTier:
     """Values on disks of this host."""
 
-    traits: ClassVar[TierTraits] = TierTraits(name="disk", durable=True, replaces=True)
-
     def __init__(self, config: DiskConfig) -> None:
         paths = [normpath(path) for path in config.path.split(",")]
         if not config.path or not all(path.startswith("/") for path in paths) or len(set(paths)) != len(paths):
@@ -59,6 +59,9 @@ class DiskTier:
             raise ConfigError(f"disk: policy = {config.policy!r}: must be one of {', '.join(POLICIES)}")
         if 0 < config.max_bytes < len(paths) or config.io_threads < 1:
             raise ConfigError("disk: max_bytes and io_threads must leave something for each path")
+        # Out of the page cache a batch comes in a millisecond, and what it takes beside that is what counts.
+        batch_bytes = _CACHED_BATCH_BYTES if config.direct == "never" else TierTraits.batch_bytes
+        self.traits = TierTraits(name="disk", durable=True, replaces=True, batch_bytes=batch_bytes)
         settings = StoreSettings(
             max_bytes=config.max_bytes // len(paths),
             reserve_bytes=config.reserve_bytes,
