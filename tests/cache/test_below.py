@@ -15,7 +15,7 @@ from kvhold.core.errors import KVHoldError
 from kvhold.core.keys import KEY_BYTES, Namespace, make_key
 from kvhold.core.layout import Layout
 from kvhold.memory.slab import ALIGNMENT
-from kvhold.testing.cache import LAYOUTS, PLAIN, CacheContract, MakeCache, a_prompt, check, demanded_bytes, flood, read, store
+from kvhold.testing.cache import LAYOUTS, PLAIN, CacheContract, MakeCache, a_prompt, check, demanded_bytes, read, store
 from tests.cache.below import (
     HYBRID_SPACE,
     PATIENT_S,
@@ -40,7 +40,9 @@ def place() -> Iterator[Place]:
 
 
 class TestLocalCacheOverADisk(CacheContract):
-    """The whole contract, with a disk below. What must differ: a clear of the test's own begins, so the disk is empty each time."""
+    """The whole contract, with a disk below."""
+
+    lower_tiers = True
 
     @pytest.fixture
     def make_cache(self, tmp_path: Path) -> Iterator[MakeCache]:
@@ -53,67 +55,6 @@ class TestLocalCacheOverADisk(CacheContract):
         yield make
         for cache in opened:
             cache.close()
-
-    @pytest.fixture
-    def cache(self, make_cache: MakeCache) -> Iterator[LocalCache]:
-        """As the suite's own, but that what still goes to the disk is waited for: it is pinned until it is there."""
-        cache = make_cache()
-        yield cache
-        is_at_baseline(cache)
-
-    def test_a_full_arena_makes_room_by_evicting(self, cache: LocalCache, hybrid: Namespace) -> None:
-        """As the suite's own, but that what waits to be written, a quarter of this small arena, is pinned until it is."""
-        flood(cache, hybrid)
-        assert cache.flush()
-        eventually(lambda: at_rest(cache))
-        assert store(cache, a_prompt(hybrid, 90)) == [0, 1, 2, 3, 4, 5]
-        assert read(cache, a_prompt(hybrid, 90)) == 90
-
-    def test_a_loan_stays_exact_under_pressure(self, cache: LocalCache, hybrid: Namespace) -> None:
-        """As the suite's own, but that what was evicted is not lost: it comes back from the disk."""
-        prompt = a_prompt(hybrid, 90)
-        store(cache, prompt)
-        assert cache.flush()
-        with cache.lookup(prompt.query()) as hit:
-            loan = cache.claim(hit.ticket)
-        assert loan is not None
-        with loan:
-            flood(cache, hybrid)
-            check(loan, prompt, 90)
-        cache.flush()
-        flood(cache, hybrid, seed=2_000_000)
-        eventually(lambda: at_rest(cache))  # what waits to be written is pinned, and this arena is small
-        assert read(cache, prompt) == 90
-
-    def test_a_loan_stays_exact_after_a_clear(self, cache: LocalCache, hybrid: Namespace) -> None:
-        """As the suite's own, but that memory is free when what was stored last has been written, too."""
-        prompt = a_prompt(hybrid, 90)
-        store(cache, prompt)
-        with cache.lookup(prompt.query()) as hit:
-            loan = cache.claim(hit.ticket)
-            assert loan is not None
-            with loan:
-                assert cache.clear() > 0
-                assert read(cache, prompt) == 0
-                flood(cache, hybrid)
-                check(loan, prompt, 90)
-                cache.clear()
-                assert cache.status()["used_bytes"] > 0
-        eventually(lambda: at_rest(cache))
-        assert cache.status()["used_bytes"] == 0
-
-    def test_what_is_being_written_while_the_cache_is_cleared_does_not_appear(self, cache: LocalCache, space: Namespace) -> None:
-        """As the suite's own, but for the pins of what is still being written below."""
-        prompt = a_prompt(space, 40)
-        with cache.reserve(PLAIN, prompt.chunks()) as room:
-            cache.clear()
-            assert store(cache, prompt) == [0, 1, 2]
-            room.commit()
-            assert read(cache, prompt) == 40
-        cache.clear()
-        eventually(lambda: at_rest(cache))
-        assert cache.status()["used_bytes"] == 0
-        assert read(cache, prompt) == 0
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)

@@ -18,7 +18,7 @@ from kvhold.core.keys import Namespace
 from kvhold.net import messages as m
 from kvhold.node import NodeClient
 from kvhold.node import client as client_module
-from kvhold.testing.cache import HYBRID, CacheContract, MakeCache, a_prompt, check, flood, read, store
+from kvhold.testing.cache import HYBRID, CacheContract, MakeCache, a_prompt, check, read, store
 from tests.node.nodes import NOTHING, PATIENT_S, SPACE, RawClient, RunningNode, clean_environ, eventually, held_by, run_kvhold
 
 MakeNode = Callable[..., RunningNode]
@@ -97,11 +97,9 @@ def shared_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNod
 
 
 class TestNodeOverADisk(CacheContract):
-    """The whole contract over a node with a disk.
+    """The whole contract over a node with a disk."""
 
-    What must differ, and why: chunks that are being written below are pinned until they are, so a test that looks at the arena's use,
-    or needs all of it, waits for that first.
-    """
+    lower_tiers = True
 
     @pytest.fixture
     def make_cache(self, shared_node: RunningNode) -> Iterator[MakeCache]:
@@ -114,59 +112,6 @@ class TestNodeOverADisk(CacheContract):
         yield make
         for client in made:
             client.close()
-
-    @pytest.fixture
-    def cache(self, make_cache: MakeCache) -> Iterator[Cache]:
-        cache = make_cache()
-        cache.clear()
-        yield cache
-        assert isinstance(cache, NodeClient)
-        is_at_baseline(cache)
-
-    def test_a_full_arena_makes_room_by_evicting(self, cache: Cache, hybrid: Namespace) -> None:
-        flood(cache, hybrid)
-        eventually(lambda: at_rest(cache))
-        assert store(cache, a_prompt(hybrid, 90)) == [0, 1, 2, 3, 4, 5]
-        assert read(cache, a_prompt(hybrid, 90)) == 90
-
-    def test_a_loan_stays_exact_under_pressure(self, cache: Cache, hybrid: Namespace) -> None:
-        prompt = a_prompt(hybrid, 90)
-        store(cache, prompt)
-        with cache.lookup(prompt.query()) as hit:
-            loan = cache.claim(hit.ticket)
-        assert loan is not None
-        with loan:
-            flood(cache, hybrid)
-            check(loan, prompt, 90)
-        eventually(lambda: at_rest(cache))
-        flood(cache, hybrid, seed=2_000_000)
-        eventually(lambda: at_rest(cache))
-        assert read(cache, prompt) == 90, "evicted, and back from the disk"
-
-    def test_a_loan_stays_exact_after_a_clear(self, cache: Cache, hybrid: Namespace) -> None:
-        prompt = a_prompt(hybrid, 90)
-        store(cache, prompt)
-        with cache.lookup(prompt.query()) as hit:
-            loan = cache.claim(hit.ticket)
-            assert loan is not None
-            with loan:
-                assert cache.clear() > 0
-                assert read(cache, prompt) == 0
-                flood(cache, hybrid)
-                check(loan, prompt, 90)
-        cache.clear()
-        eventually(lambda: cache.status()["used_bytes"] == 0)
-
-    def test_what_is_being_written_while_the_cache_is_cleared_does_not_appear(self, cache: Cache, space: Namespace) -> None:
-        prompt = a_prompt(space, 40)
-        with cache.reserve(space.layout, prompt.chunks()) as room:
-            cache.clear()
-            assert store(cache, prompt) == [0, 1, 2]
-            room.commit()
-            assert read(cache, prompt) == 40
-        cache.clear()
-        eventually(lambda: cache.status()["used_bytes"] == 0)
-        assert read(cache, prompt) == 0
 
 
 def test_what_one_node_stored_the_next_one_has_byte_for_byte(node_over: Callable[..., RunningNode], tmp_path: Path) -> None:
