@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from kvhold.core import estimates
+from kvhold.core.estimates import fit
 from kvhold.integrations.vllm.costs import Costs, Took
 
 pytest.importorskip("vllm", reason="no vLLM in this environment")
@@ -43,6 +45,18 @@ class Engine:
 def test_nothing_is_known_before_the_first_step():
     work = Engine().costs.work("a", 100, 10)
     assert (work.request, work.num_tokens, work.computed_tokens, work.step_tokens, work.is_known) == ("a", 100, 10, 2048, False)
+
+
+def test_a_lookup_does_not_wait_for_what_can_be_fitted_before(monkeypatch):
+    engine, fitted = Engine(), []
+    monkeypatch.setattr(estimates, "fit", lambda *given: fitted.append(1) or fit(*given))
+    for number in range(20):
+        engine.step([(f"r{number}", 0, 100 + 50 * number)])
+    before = len(fitted)
+    engine.costs.prepare()
+    assert len(fitted) == before + 1
+    assert engine.costs.work("a", 100, 0).is_known
+    assert len(fitted) == before + 1
 
 
 def test_costs_are_those_of_steps_that_compute_prompts():

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from importlib.metadata import entry_points
 from multiprocessing import Pipe
 from pathlib import Path
+from threading import Event
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,6 @@ import pytest
 pytest.importorskip("vllm", reason="no vLLM in this environment")
 
 import torch
-from vllm import envs
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -46,7 +46,7 @@ from tests.vllm.scheduling import (
     make_prompt,
 )
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("notes")]
 
 BLOCK, CHUNK = 16, 64
 NOTHING = {"tickets": 0, "loans": 0, "rooms": 0}
@@ -61,18 +61,6 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
     process = NodeProcess(tmp_path_factory.mktemp("node") / "node.sock")
     yield process
     process.kill()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("model") / "llama")
-
-
-@pytest.fixture(autouse=True)
-def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is noted about weights goes to a folder of the test's own; vLLM keeps the cache it has."""
-    monkeypatch.setenv("VLLM_CACHE_ROOT", envs.VLLM_CACHE_ROOT)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture
@@ -146,6 +134,18 @@ def matched(engine: Engine, request: Request, computed: int = 0) -> tuple[int, b
     return tokens, asynchronous
 
 
+def unanswered(one: Engine, prompt: list[int], monkeypatch: pytest.MonkeyPatch) -> Event:
+    """The engine has the prompt itself, its node has not, and lookups are answered when the event is set."""
+    one.add("a", prompt)
+    one.run()
+    one.hands.client.clear()
+    one.stores.clear()
+    side = one.connector.scheduler
+    answer, ask = Event(), side._ask
+    monkeypatch.setattr(side, "_ask", lambda *asked: answer.wait(20) and ask(*asked))
+    return answer
+
+
 class TestStores:
     @pytest.mark.parametrize(("block", "chunk"), [(16, 64), (32, 64), (128, 128), (128, 256)])
     def test_chunks_are_stored_as_they_become_whole_and_the_tail_at_the_end(self, engine: MakeEngine, block: int, chunk: int) -> None:
@@ -203,6 +203,52 @@ class TestStores:
         shared.add("c", prompt)
         shared.run()
         assert shared.tokens_computed["c"] == 1 + 1
+
+    @pytest.mark.parametrize("save_decode", [False, True])
+    @pytest.mark.parametrize("max_tokens", [2, 40])
+    @pytest.mark.parametrize("asynchronous", [False, True], ids=["one pass at a time", "two passes at a time"])
+    def test_an_answer_that_comes_when_the_request_runs_is_caught_up_with(
+        self, engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, *, asynchronous: bool, max_tokens: int, save_decode: bool
+    ) -> None:
+        """What the engine has itself waits for no answer; what the node has not is stored when it says so, or when the request ends."""
+        late = engine(asynchronous=asynchronous, settings={"save_decode": save_decode})
+        prompt = make_prompt(f"late {asynchronous} {max_tokens} {save_decode}", 320)
+        answer = unanswered(late, prompt, monkeypatch)
+        request = late.add("b", prompt, max_tokens=max_tokens)
+        late.next_pass()
+        assert late.stores == []
+        if max_tokens > 2:
+            late.run(until=lambda: request.num_output_tokens >= 3)
+            assert late.stores == []
+        monkeypatch.setattr(scheduler, "_PATIENCE_S", 20.0)
+        late.connector.scheduler._patience_s = 20.0
+        answer.set()
+        late.run()
+        assert late.outputs["b"] == answer_to(prompt, max_tokens)
+        named = [name for stored in late.stores for name in range(len(stored.names))]
+        assert len(named) == (5 if not save_decode or max_tokens == 2 else 6), "each once"
+        forget_locally(late)
+        late.add("c", prompt)
+        late.run()
+        assert late.tokens_computed["c"] == 1 + 1
+
+    @pytest.mark.parametrize("length", [320, 345])
+    @pytest.mark.parametrize("role", ["kv_both", "kv_producer"])
+    def test_a_request_that_ends_before_there_is_an_answer_is_stored_all_the_same(
+        self, engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, role: str, length: int
+    ) -> None:
+        late = engine(role=role)
+        prompt = make_prompt(f"unanswered {role} {length}", length)
+        answer = unanswered(late, prompt, monkeypatch)
+        late.add("b", prompt)
+        late.run()
+        assert [len(stored.names) for stored in late.stores] == [-(-length // CHUNK)]
+        answer.set()
+        reader = engine()
+        reader.add("c", prompt)
+        reader.run()
+        assert reader.tokens_computed["c"] == length - length // BLOCK * BLOCK + (length % BLOCK == 0) + 1
+        eventually(lambda: late.followed() == 0)
 
     def test_a_prompt_that_the_node_holds_whole_is_not_stored_again(self, engine: MakeEngine) -> None:
         warm = engine()
@@ -295,12 +341,13 @@ class TestLoads:
         prompt = make_prompt("local", 300)
         warm.add("a", prompt)
         warm.run()
-        warm.add("b", prompt, max_tokens=30)
+        request = warm.add("b", prompt, max_tokens=300)
         warm.next_pass()
-        eventually(lambda: node.held() == NOTHING)
+        eventually(lambda: warm.step() and node.held() == NOTHING)
+        assert request.num_output_tokens < 300, "while it runs"
         warm.run()
         assert warm.loads == []
-        assert warm.tokens_computed["b"] == 300 - 288 + 29
+        assert warm.tokens_computed["b"] == 300 - 288 + 299
 
     def test_where_vllm_has_all_but_the_last_block_nothing_is_loaded(self, engine: MakeEngine) -> None:
         """vLLM computes a prompt's last token again, and with it the block it is in; the hit has that, too."""
@@ -339,8 +386,9 @@ class TestLoads:
 
 
 class TestWork:
-    def test_what_a_step_does_in_python_does_not_grow_with_the_prompt(self, engine: MakeEngine) -> None:
+    def test_what_a_step_does_in_python_does_not_grow_with_the_prompt(self, engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         """Counted, not timed: the instructions that kvhold's own code runs on the scheduler's thread."""
+        monkeypatch.setattr(scheduler, "_PATIENCE_S", 20.0)  # an answer that is late leaves a part of the work to the next step
         counts = {}
         for num_chunks in (2, 60):
             warm = engine(num_blocks=600, budget=8192)
@@ -709,6 +757,18 @@ class TestLostNode:
         assert warm.tokens_computed["back"] == 300 - 288 + 1
         eventually(lambda: frail.held() == NOTHING)
 
+    def test_what_the_engine_has_itself_does_not_wait_for_it(self, warm: Engine, frail: NodeProcess) -> None:
+        prompt = make_prompt("lost", 300)
+        warm.add("a", prompt)
+        warm.run()
+        frail.hold_up()
+        request = warm.add("b", prompt)
+        assert warm.step().num_scheduled_tokens == {request.request_id: 300 - 288}, "in the very next pass"
+        warm.run()
+        assert warm.outputs["b"] == answer_to(prompt, 2)
+        frail.go_on()
+        eventually(lambda: frail.held() == NOTHING)
+
     def test_when_it_dies_under_a_load_the_request_is_computed(self, warm: Engine, frail: NodeProcess) -> None:
         prompt = make_prompt("lost", 300)
         warm.hands.hold = True
@@ -745,9 +805,9 @@ class TestLostNode:
         """Whoever waits uses up the patience of the whole pass."""
         side, patience = warm.connector.scheduler, []
 
-        def resolve(followed: scheduler._Followed) -> bool:
-            patience.append(side._patience_s)
-            return real(followed)
+        def resolve(followed: scheduler._Followed, patience_s: float) -> bool:
+            patience.append(patience_s)
+            return real(followed, patience_s)
 
         real = side._resolve
         monkeypatch.setattr(side, "_resolve", resolve)
@@ -1185,6 +1245,15 @@ class TestRoles:
         consumer.run()
         assert consumer.tokens_computed["a"] == 300 - 288 + 1
 
+    def test_a_producer_waits_for_no_lookup(self, folder: Path, frail: NodeProcess) -> None:
+        producer = Engine(Options(folder, role="kv_producer", settings=IMPATIENT), frail.socket)
+        frail.hold_up()
+        request = producer.add("a", make_prompt("producer", 300))
+        assert producer.step().num_scheduled_tokens == {request.request_id: 300}
+        frail.go_on()
+        producer.run()
+        producer.close()
+
     def test_a_consumer_only_loads(self, engine: MakeEngine) -> None:
         consumer = engine(role="kv_consumer")
         for name in "ab":
@@ -1300,8 +1369,7 @@ class TestTiersBelow:
         engine.step()
         followed = engine.connector.scheduler._followed["waits"]
         side = engine.connector.scheduler
-        side._patience_s = WITHIN_FOR_EVER_S
-        assert side._resolve(followed) is False
+        assert side._resolve(followed, WITHIN_FOR_EVER_S) is False
         side._patience_s = 0.0
         node.go_on()
         engine.abort("waits")
@@ -1357,15 +1425,17 @@ class TestTiersBelow:
     def test_one_that_may_not_load_does_not_wait(self, start: Callable[..., tuple[NodeProcess, Engine]], prompt: list[int]) -> None:
         node, engine = start("get:hang", "&get_timeout_s=1000", settings=PATIENT)
         engine.add("a", prompt, **asks(load=False))
-        engine.run()
+        engine.step()
         eventually(lambda: probed(node))
+        engine.run()
         assert engine.tokens_computed["a"] == 300 + 1
 
     def test_an_engine_that_only_stores_does_not_wait(self, start: Callable[..., tuple[NodeProcess, Engine]], prompt: list[int]) -> None:
         node, engine = start("get:hang", "&get_timeout_s=1000", settings=PATIENT, role="kv_producer")
         engine.add("a", prompt)
-        engine.run()
+        engine.step()
         eventually(lambda: probed(node))
+        engine.run()
         assert engine.tokens_computed["a"] == 300 + 1
 
 

@@ -250,7 +250,7 @@ class Recoding(Holding):
         """How far it has come when it is done, or the monotonic clock says `until_s`."""
         pause_s = _FIRST_PAUSE_S
         while not self.refresh().done and (left_s := until_s - time.monotonic()) > 0:
-            time.sleep(min(pause_s, left_s))
+            time.sleep(min(pause_s, left_s))  # a recoding takes long, and rings no bell
             pause_s = min(_RECODING_PAUSE_S, 1.5 * pause_s)
         return self.recoded
 

@@ -329,7 +329,7 @@ def _lock(fd: int) -> None:
         except BlockingIOError:
             if left == 1:
                 raise
-            time.sleep(_LOCK_PAUSE_S)
+            time.sleep(_LOCK_PAUSE_S)  # for a file lock nobody can wait with a limit
         else:
             return
 

@@ -76,6 +76,11 @@ class Costs:
         load_s, load_byte_s = self._loading.costs or (0.0, 0.0)
         return Work(request, num_tokens, computed_tokens, self._step_tokens, step_s, token_s, pair_s, load_s, load_byte_s)
 
+    def prepare(self) -> None:
+        """Fit what was measured, a millisecond or two, before a lookup has to wait for that. For any thread."""
+        for estimate in (self._computing, self._loading):
+            estimate.costs  # noqa: B018 - it is fitted when it is asked for
+
     def follow(self, request_id: str, num_tokens: int) -> None:
         """`over` is to tell how long this request took, which computes so many tokens before its first one."""
         self._requests[request_id] = _Request(num_tokens)

@@ -5,8 +5,9 @@ its own as soon as it arrives, and looked up there when the scheduler first asks
 what was stored meanwhile. One scheduling pass waits for a few milliseconds at most, however many lookups are under way, and is told "ask
 again" after that; a lookup that comes too late or fails is a miss. While chunks come from lower tiers the request waits in the queue, for
 `client.arrival_timeout_s` at most; then it makes do with what has come. The hit stays pinned from the lookup
-until the request is loaded, runs without it, or is gone. All methods run on the scheduler's thread, and none but `reset` waits for the node
-there.
+until the request is loaded, runs without it, or is gone. Where a load would bring nothing, because the engine has the tokens itself or may
+not load, no pass waits: the request runs, and what the answer says about storing is caught up with when it is there. All methods run on the
+scheduler's thread, and none but `reset` waits for the node there.
 """
 
 import logging
@@ -14,7 +15,7 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from secrets import token_hex
 from typing import TYPE_CHECKING
 
@@ -59,6 +60,7 @@ class _Followed:
     asked_s: when the cache was asked last; since_s: when it was asked first for this hit
     tried: how often it had been preempted when it was last looked up; a load is tried once for each time it starts anew, so that one
     that keeps failing ends in computing, not in a circle
+    untold: what was scheduled of it that its tracker does not know, because the lookup has no answer yet
     """
 
     request: "Request"
@@ -73,6 +75,16 @@ class _Followed:
     first_token: int = 0  # where the load begins
     loading: bool = False
     tried: int = -1
+    untold: "list[_Scheduled]" = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Scheduled:
+    """A step of a request: how many tokens it computes, and how many were before it. starts: it begins to run, or does so again."""
+
+    num_tokens: int
+    computed_tokens: int
+    starts: bool
 
 
 class SchedulerSide:
@@ -133,6 +145,8 @@ class SchedulerSide:
         except ConfigError as error:
             log.warning("kvhold: request %s is not cached: %s", request.request_id, error)
             return
+        if (before := self._followed.pop(request.request_id, None)) is not None:  # a session whose prompt goes on
+            self._let_go(before)
         if rules.store or rules.load:
             self._followed[request.request_id] = _Followed(request, rules, naming=self._lookups.submit(self._name, request, rules))
 
@@ -141,19 +155,18 @@ class SchedulerSide:
         followed = self._followed.get(request.request_id)
         if followed is None:
             return 0, False
-        if followed.hit is None and followed.lookup is None:
-            if followed.tried == request.num_preemptions:
-                return 0, False
+        if followed.tried != request.num_preemptions:
+            self._let_go(followed)
             self._look_up(followed, request, computed_tokens)
-        if followed.lookup is not None and not self._resolve(followed):
+        if not self._would_load(followed, computed_tokens):
+            return 0, False  # whatever the answer is
+        if followed.lookup is not None and not self._resolve(followed, self._patience_s):
             return None, False
         found = followed.hit.num_tokens if followed.hit is not None else 0
         if self._layerwise:  # at least a block is computed: the pass must not write where a layer is being loaded
             found = min(found, (request.num_tokens - 1) // self._block * self._block)
-        if found <= computed_tokens or request.skip_reading_prefix_cache or not self._loads_for(followed):
+        if found <= computed_tokens or request.skip_reading_prefix_cache:
             return 0, False  # the hit stays until there are blocks: by then the engine may have evicted what it has now
-        if not self._is_worth_a_load(request, computed_tokens):
-            return 0, False
         followed.first_token = computed_tokens
         return found - computed_tokens, not self._layerwise
 
@@ -163,7 +176,8 @@ class SchedulerSide:
         if followed is None or followed.loading:
             return
         if not external_tokens or followed.hit is None:
-            self._let_go(followed)
+            if followed.lookup is None:  # an answer that is not there yet is of use all the same
+                self._let_go(followed)
             return
         first_chunk = followed.first_token // self._namespace.layout.tokens_per_chunk
         first = first_chunk * self._namespace.layout.tokens_per_chunk
@@ -205,6 +219,7 @@ class SchedulerSide:
         """The oldest step that was planned has been computed."""
         for took in self._costs.over():
             self._lookups.submit(self._tell, took)
+            self._lookups.submit(self._costs.prepare)
 
     def finished(self, request: "Request", tables: tuple[list[int], ...]) -> bool:
         """The request has ended, one way or another. True: what it has generated last is stored from its blocks, which have to wait.
@@ -214,13 +229,16 @@ class SchedulerSide:
         followed = self._followed.pop(request.request_id, None)
         if followed is None:
             return False
+        complete = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+        late = complete and bool(followed.untold) and self._catch_up(followed, self._patience_s, last=True)
         self._let_go(followed)
         self._costs.forget(request.request_id)
         if followed.naming is not None:
             followed.naming.cancel()
-        complete = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
-        if not complete or followed.tracker is None or not self._stores_for(followed) or not self._saves_decode(followed):
+        if not complete or followed.tracker is None or not self._stores_for(followed):
             return False
+        if not late and not self._saves_decode(followed):
+            return False  # all was taken with the steps that completed it
         reached = min(len(tables[part.table]) * part.group.block_tokens for part in self._geometry.parts)
         taken = followed.tracker.finish(request.all_token_ids, reached // self._block)
         if taken is None:
@@ -238,6 +256,7 @@ class SchedulerSide:
         for followed in self._followed.values():
             self._let_go(followed)
             followed.naming = followed.tracker = None
+            followed.untold.clear()
             followed.tried = -1
         if self._announcer is not None:
             self._announcer.reset()
@@ -261,22 +280,39 @@ class SchedulerSide:
         """Tokens in a block that all parts have; in a chunk, where there are no tails."""
         return self._namespace.layout.tail_tokens or self._namespace.layout.tokens_per_chunk
 
-    def _is_worth_a_load(self, request: "Request", computed_tokens: int) -> bool:
+    def _would_load(self, followed: _Followed, computed_tokens: int) -> bool:
         """Not where vLLM has all but a block: the last token is computed anyhow, and with it a block takes no longer than a load."""
         least_block = min(part.group.block_tokens for part in self._geometry.parts)
-        return not computed_tokens or request.num_tokens - computed_tokens > least_block
+        return self._loads_for(followed) and (not computed_tokens or followed.request.num_tokens - computed_tokens > least_block)
 
     def _run(self, stores: list[Store], output: "SchedulerOutput", request_id: str, computed_tokens: int, *, starts: bool) -> None:
         """Count a scheduled request's tokens, and store what becomes whole. computed_tokens: before this step; starts: it does (again)."""
         followed = self._followed.get(request_id)
-        if followed is None or followed.tracker is None or not self._stores_for(followed):
+        if followed is None:
             return
-        if starts:
-            followed.tracker.start(computed_tokens)
-        followed.tracker.advance(output.num_scheduled_tokens[request_id], computed_tokens)
+        followed.untold.append(_Scheduled(output.num_scheduled_tokens[request_id], computed_tokens, starts))
+        if not self._catch_up(followed, 0.0) or followed.tracker is None or not self._stores_for(followed):
+            return
         taken = followed.tracker.take(followed.request.all_token_ids if self._saves_decode(followed) else ())
         if taken is not None:
             stores.append(self._store(followed, taken, output.kv_connector_block_state.get_block_ids(request_id)))
+
+    def _catch_up(self, followed: _Followed, patience_s: float, *, last: bool = False) -> bool:
+        """Tell the tracker what was scheduled. False: not yet, the answer that it begins with is still to come.
+
+        last: the request has ended: without an answer in time nothing is taken to be in the cache, which refuses what it has
+        """
+        if followed.lookup is not None:
+            if not self._resolve(followed, patience_s, last=last):
+                return False
+            self._let_go(followed)  # it runs already
+        untold, followed.untold = followed.untold, []
+        if followed.tracker is not None:
+            for step in untold:
+                if step.starts:
+                    followed.tracker.start(step.computed_tokens)
+                followed.tracker.advance(step.num_tokens, step.computed_tokens)
+        return True
 
     def _store(self, followed: _Followed, names: ChunkNames, tables: Sequence[list[int]], *, last: bool = False) -> Store:
         if self._announcer is not None:
@@ -297,10 +333,14 @@ class SchedulerSide:
         if request.num_preemptions and self._saves_decode(followed):
             followed.naming = self._lookups.submit(self._name_on, followed.naming, request, request.num_tokens)
         followed.tried = request.num_preemptions
+        followed.untold.clear()  # of a life that is over
         followed.asked_s = followed.since_s = time.monotonic()
         plans = followed.rules.plan and self._loads_for(followed)
         asking = (request.request_id[:MOST_NAME], request.num_tokens, computed_tokens) if plans else None
-        have_tokens = computed_tokens if self._is_worth_a_load(request, computed_tokens) else request.num_tokens
+        would_load = self._would_load(followed, computed_tokens)
+        have_tokens = computed_tokens if would_load else request.num_tokens
+        if plans and not would_load:  # it may run before there is an answer
+            self._costs.follow(request.request_id, request.num_tokens)
         followed.lookup = self._lookups.submit(self._ask, followed.naming, asking, have_tokens)
 
     def _name(self, request: "Request", rules: Rules) -> Prompt | None:
@@ -359,29 +399,30 @@ class SchedulerSide:
         except KVHoldError as error:
             log.debug("kvhold: %s", error)
 
-    def _resolve(self, followed: _Followed) -> bool:
-        """Take the lookup's answer if it is there in time and final. False: not yet. Too late is a miss; the hit is let go."""
+    def _resolve(self, followed: _Followed, patience_s: float, *, last: bool = False) -> bool:
+        """Take the lookup's answer if it is there in time and final, or whatever there is, if this is the `last` time. False: not yet.
+        Too late is a miss; the hit is let go."""
         assert followed.lookup is not None
         assert followed.naming is not None
         began_s, hit = time.monotonic(), None
         try:
-            hit = followed.lookup.result(timeout=0 if followed.arriving else self._patience_s)  # what takes long anyway holds up no pass
+            hit = followed.lookup.result(timeout=0 if followed.arriving else patience_s)  # what takes long anyway holds up no pass
             followed.lookup = None
         except FutureTimeout:
-            if began_s - followed.asked_s < self._config.client.call_timeout_s:
+            if not last and began_s - followed.asked_s < self._config.client.call_timeout_s:
                 return False
             self._let_go(followed)
         finally:
             self._patience_s = max(0.0, self._patience_s - (time.monotonic() - began_s))
-        if hit is not None and hit.arriving:
-            settle = not self._loads_for(followed) or began_s - followed.since_s >= self._config.client.arrival_timeout_s
+        if hit is not None and hit.arriving and not last:
+            settle = bool(followed.untold) or began_s - followed.since_s >= self._config.client.arrival_timeout_s
             followed.lookup, followed.arriving = self._lookups.submit(_look_again, hit, settle), hit
             followed.asked_s = began_s
             return False
         followed.hit, followed.arriving = hit, None
         prompt = followed.naming.result() if followed.naming.done() else None
         self._count(followed.request, prompt, hit)
-        if hit is not None and followed.rules.plan and (hit.num_tokens or hit.reason == SLOWER):
+        if hit is not None and not followed.untold and followed.rules.plan and (hit.num_tokens or hit.reason == SLOWER):
             self._costs.follow(followed.request.request_id, followed.request.num_tokens)
         if prompt is not None:
             followed.tracker = RequestTracker(

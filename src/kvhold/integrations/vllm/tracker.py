@@ -85,7 +85,10 @@ class RequestTracker:
 
         None when there is nothing new.
         """
-        end = self._end(len(token_ids))
+        return self._take(self._end(len(token_ids)), token_ids)
+
+    def _take(self, end: int, token_ids: Sequence[int]) -> ChunkNames | None:
+        """What is whole of the first `end` tokens and was not taken before."""
         whole, first = end // self._chunk, self.next_chunk
         tail_tokens = self._prompt_tail if end >= self.prompt.num_tokens and first <= whole == self.prompt.num_whole else 0
         if whole <= first and not tail_tokens:
@@ -97,7 +100,7 @@ class RequestTracker:
         return self._taken(names, whole)
 
     def finish(self, token_ids: Sequence[int], num_blocks: int) -> ChunkNames | None:
-        """With save_decode: what has become whole since the last `take`, and the tail of what was generated. The request has ended.
+        """What has become whole since the last `take`, and with save_decode the tail of what was generated. The request has ended.
 
         token_ids:  all its tokens that are certain, the one sampled last among them
         num_blocks: how many blocks it still has; none, if it ended while it was preempted
@@ -105,9 +108,11 @@ class RequestTracker:
         To be gathered after the passes that were under way, and before its blocks are anybody else's.
         """
         end = min(self._end(len(token_ids)), len(token_ids) - 1, num_blocks * self._block)
+        if end <= self.prompt.num_tokens:
+            return self._take(end, token_ids)  # nothing, unless it was not known in time what the cache has
         whole, first = end // self._chunk, self.next_chunk
-        if end <= self.prompt.num_tokens or whole < first:
-            return None  # what there is of the prompt was taken as it was scheduled
+        if whole < first:
+            return None
         text = self._grown(token_ids, end)
         lengths = text.tail_lengths if self.store_tails else ()  # none, where a chunk beyond the end was named before a preemption
         tail = bool(lengths) and self.known_tail < whole * self._chunk + lengths[-1]
