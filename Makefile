@@ -40,6 +40,8 @@ docs: setup ## build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 unit: setup ## the tests that need no server and no vLLM; under three minutes
+	$(call stage,kernels)
+	@$(BIN)/python tools/compile_kernels.py
 	$(call stage,pytest: units)
 	@$(BIN)/python -m pytest -m 'not vllm and not sglang and not server and not slow' -n 2 --dist loadfile
 
@@ -47,9 +49,11 @@ tiers: setup servers ## the tests with real servers, and the long ones; four at 
 	$(call stage,pytest: real servers and long tests)
 	@$(BIN)/python -m pytest -m '(server or slow) and not vllm and not sglang' -n 4 --dist loadfile
 
-vllm: setup servers ## the tests with a real vLLM
+vllm: setup servers ## the tests with a real vLLM: two at a time, since an engine starts on one core; then those that want both
 	$(call stage,pytest: with vLLM)
-	@$(BIN)/python -m pytest -m vllm
+	@$(BIN)/python -m pytest -m 'vllm and not alone' -n 2 --dist loadfile
+	$(call stage,pytest: with vLLM, one after the other)
+	@$(BIN)/python -m pytest -m 'vllm and alone'
 
 sglang: setup ## the tests with a real SGLang's classes, on the CPU; its server needs a GPU
 	$(call stage,pytest: with SGLang)
