@@ -2,7 +2,7 @@
 
     python benchmarks/quality/train.py            # writes benchmarks/quality/model: config.json, model.safetensors
 
-A Llama (RoPE, grouped heads, head_dim 64) learns the three kinds of questions of `kvhold.cli.bench.quality.tasks`, contexts short at
+A Llama (RoPE, grouped heads, head_dim 64) learns the three kinds of questions of `kvhold.lab.bench.quality.tasks`, contexts short at
 first. The same seed gives the same steps: one thread, whatever the machine has. Tests are drawn from another seed. Nothing is read from
 anywhere.
 """
@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvhold.cli.bench.quality.model import RECALL_MARK, RECALL_VERSION
-from kvhold.cli.bench.quality.tasks import BEGIN, KINDS, NO_KIND, NUM_KEYS, VOCAB_SIZE, Asked, Exams, draw
+from kvhold.lab.bench.quality.model import RECALL_MARK, RECALL_VERSION
+from kvhold.lab.bench.quality.tasks import BEGIN, KINDS, NO_KIND, NUM_KEYS, VOCAB_SIZE, Asked, Exams, draw
 
 SEED = 11
 FOLDER = Path(__file__).resolve().parent / "model"

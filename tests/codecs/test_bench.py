@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from kvhold.cli.bench import codecs as bench
-from kvhold.cli.bench.command import command
 from kvhold.codecs import Codec, Raw
 from kvhold.core.layout import Layout
+from kvhold.lab.bench import codecs as bench
+from kvhold.lab.bench.command import command
 
 pytest.importorskip("numba", reason="no numba in this environment")
 
@@ -78,14 +78,14 @@ def test_the_command_writes_what_it_prints(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_accuracy_and_kv_are_those_of_the_trained_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
-    monkeypatch.setattr("kvhold.cli.bench.codecs.TRAINED_CHUNKS", 3)
-    monkeypatch.setattr("kvhold.cli.bench.quality.run.CONTEXTS", 4)
+    monkeypatch.setattr("kvhold.lab.bench.codecs.TRAINED_CHUNKS", 3)
+    monkeypatch.setattr("kvhold.lab.bench.quality.run.CONTEXTS", 4)
     rows, _ = run(tmp_path)
     assert [(row["data"], row["accuracy_drop"]) for row in rows] == [("synthetic", 0.0), ("normal", 0.0), ("trained", 0.0)]
 
 
 def test_without_the_trained_model_the_reason_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvhold.cli.bench.quality.run.find_weights", lambda: None)
+    monkeypatch.setattr("kvhold.lab.bench.quality.run.find_weights", lambda: None)
     rows, shown = run(tmp_path)
     assert "accuracy is not measured: the small trained model is in a checkout's benchmarks/quality/model" in shown
     assert [(row["data"], row["accuracy_drop"]) for row in rows] == [("synthetic", None), ("normal", None)]

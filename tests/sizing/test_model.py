@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from kvhold.cli.checkpoints.recipes import RECIPES
 from kvhold.codecs import codec_names
 from kvhold.core.errors import ConfigError
 from kvhold.core.layout import Group, Layout
+from kvhold.lab.checkpoints.recipes import RECIPES
 from kvhold.sizing.fits import RATIOS, fits, ratio_of
 from kvhold.sizing.known import KNOWN
 from kvhold.sizing.model import kv_of, read_settings

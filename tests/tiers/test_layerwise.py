@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvhold.cli.bench.places import PLACES, Place, open_place
 from kvhold.codecs import FrameHeader, Raw, encode_header, frame_chunk, header_size, read_header, unframe_layer, verify
 from kvhold.codecs.frame import checksum
 from kvhold.core.keys import HASH_BYTES, Namespace, make_key
 from kvhold.core.layout import Group, Layout
+from kvhold.lab.bench.places import PLACES, Place, open_place
 from kvhold.testing.servers.base import NotInstalled
 from kvhold.tiers.base import Tier
 from kvhold.tiers.registry import make_tier

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvhold.cli.bench.link import COLD, rows
-from kvhold.cli.bench.quality.model import find_weights
-from kvhold.cli.bench.quality.tasks import NO_KIND, Asked, draw
-from kvhold.cli.demo.engine import Engine
-from kvhold.cli.demo.messages import EngineOptions, Generated
-from kvhold.cli.demo.models import make_model
 from kvhold.core.config import ClientConfig
+from kvhold.lab.bench.link import COLD, rows
+from kvhold.lab.bench.quality.model import find_weights
+from kvhold.lab.bench.quality.tasks import NO_KIND, Asked, draw
+from kvhold.lab.engines.engine import Engine
+from kvhold.lab.engines.messages import EngineOptions, Generated
+from kvhold.lab.engines.models import make_model
 from kvhold.node import NodeClient
 from kvhold.testing.servers.base import NotInstalled
 from kvhold.testing.servers.redis import RedisServer

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.demo.test_demo import FIELDS
+from tests.lab.demo.test_demo import FIELDS
 
 pytestmark = pytest.mark.vllm
 

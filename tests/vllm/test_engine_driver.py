@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from kvhold.cli.demo.engine import Engine, is_vllm_available, options_for
-from kvhold.cli.demo.messages import EngineOptions
-from kvhold.cli.demo.models import ModelInfo, make_model
-from kvhold.cli.demo.openai_server import OpenAIServer
-from kvhold.cli.demo.process import EngineFailed
-from kvhold.cli.demo.prompts import make_prompt
+from kvhold.lab.engines.engine import Engine, is_vllm_available, options_for
+from kvhold.lab.engines.messages import EngineOptions
+from kvhold.lab.engines.models import ModelInfo, make_model
+from kvhold.lab.engines.openai_server import OpenAIServer
+from kvhold.lab.engines.process import EngineFailed
+from kvhold.lab.engines.prompts import make_prompt
 
 pytestmark = [
     pytest.mark.vllm,

@@ -16,7 +16,6 @@ pytest.importorskip("vllm", reason="no vLLM in this environment")
 
 import msgspec
 import zmq
-from vllm import envs
 from vllm.distributed.kv_events import BlockStored, KVEventBatch
 from vllm.lora.request import LoRARequest
 
@@ -28,9 +27,9 @@ from kvhold.integrations.vllm import events as events_module
 from kvhold.integrations.vllm.events import Announced, Announcer, Described, Table, with_events
 from kvhold.node import NodeClient
 from tests.vllm.router import Block, Router
-from tests.vllm.scheduling import Engine, NodeProcess, Options, eventually, make_config, make_folder, make_prompt
+from tests.vllm.scheduling import Engine, NodeProcess, Options, eventually, make_config, make_prompt
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("notes")]
 
 BLOCK, CHUNK = 16, 64
 IMPATIENT = {"client": {"call_timeout_s": 20, "connect_timeout_s": 2.0, "reconnect_interval_s": 0.05, "heartbeat_interval_s": 0.2}}
@@ -38,15 +37,8 @@ TABLES = (Table(0, 16, "full_attention", None), Table(1, 16, "sliding_window", 6
 SHARDS = 2
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("model") / "llama")
-
-
 @pytest.fixture(autouse=True)
-def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_CACHE_ROOT", envs.VLLM_CACHE_ROOT)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events_module, "_PACE_S", 0.0)
     monkeypatch.setattr(events_module, "_RETRY_S", 0.0)
 
@@ -338,7 +330,7 @@ def test_the_scheduler_waits_for_no_question() -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_a_real_engine_publishes_what_is_in_memory(name: str, tmp_path: Path) -> None:
     """Over ZMQ, as a router reads it; RAM is too small for the prompts. gemma3 has groups with a window beside full attention."""
-    from kvhold.cli.checkpoints import make_checkpoint
+    from kvhold.lab.checkpoints import make_checkpoint
 
     prompts: list[list[int]] = []
     for number in range(24):

@@ -14,7 +14,6 @@ import pytest
 pytest.importorskip("vllm", reason="no vLLM in this environment")
 
 import torch
-from vllm import envs
 
 from kvhold.core.config import Config, NodeConfig
 from kvhold.core.errors import KVHoldError, LayoutError
@@ -27,7 +26,7 @@ from kvhold.integrations.vllm.steps import Load, Steps, Store
 from kvhold.integrations.vllm.worker import WorkerSide
 from tests.vllm.scheduling import LAYERS, Engine, NodeProcess, Options, RealHands, answer_to, eventually, make_folder, make_prompt
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("notes")]
 
 BLOCK = 16
 NAMES = tuple(f"layer {number}" for number in range(4))
@@ -122,12 +121,6 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
     process = NodeProcess(tmp_path_factory.mktemp("node") / "node.sock")
     yield process
     process.kill()
-
-
-@pytest.fixture(autouse=True)
-def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_CACHE_ROOT", envs.VLLM_CACHE_ROOT)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def options(folder: Path, **changes: Any) -> Options:

@@ -8,15 +8,14 @@ import pytest
 
 pytest.importorskip("vllm", reason="no vLLM in this environment")
 
-from vllm import envs
 
 from kvhold.core.config import ClientConfig
 from kvhold.core.planning import Decision
 from kvhold.integrations.vllm.costs import Costs
 from kvhold.node import NodeClient
-from tests.vllm.scheduling import Engine, NodeProcess, Options, eventually, make_folder, make_prompt
+from tests.vllm.scheduling import Engine, NodeProcess, Options, eventually, make_prompt
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("notes")]
 
 BLOCK = 16
 MakeEngine = Callable[..., Engine]
@@ -27,17 +26,6 @@ def node(tmp_path: Path) -> Iterator[NodeProcess]:
     process = NodeProcess(tmp_path / "node.sock")
     yield process
     process.kill()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("model") / "llama")
-
-
-@pytest.fixture(autouse=True)
-def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_CACHE_ROOT", envs.VLLM_CACHE_ROOT)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 class Clock:

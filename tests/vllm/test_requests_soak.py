@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from kvhold.cli.bench.command import command
-from kvhold.cli.checkpoints import make_checkpoint
-from kvhold.cli.verify.engine import Engines
-from kvhold.cli.verify.messages import STAGES, Arrival, Ask, Question, Serve, Start
+from kvhold.lab.bench.command import command
+from kvhold.lab.checkpoints import make_checkpoint
+from kvhold.lab.verify.engine import Engines
+from kvhold.lab.verify.messages import STAGES, Arrival, Ask, Question, Serve, Start
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

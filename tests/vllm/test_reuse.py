@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from kvhold.cli.demo.engine import Engine, EngineFailed, options_for
-from kvhold.cli.demo.models import ModelInfo, make_model
 from kvhold.core.config import ClientConfig
 from kvhold.core.errors import KVHoldError
+from kvhold.lab.engines.engine import Engine, EngineFailed, options_for
+from kvhold.lab.engines.models import ModelInfo, make_model
 from kvhold.node import NodeClient
 
 pytestmark = pytest.mark.vllm

@@ -11,10 +11,10 @@ import transformers
 from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec, SlidingWindowSpec
 
-from kvhold.cli.checkpoints.recipes import RECIPES
 from kvhold.core.config import Config
 from kvhold.core.layout import Group
 from kvhold.integrations.vllm.geometry import geometry_of
+from kvhold.lab.checkpoints.recipes import RECIPES
 from kvhold.sizing.model import kv_of, read_settings
 from tests.vllm.scheduling import Options, make_config, make_folder
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvhold.cli.demo.engine import Engine, options_for
-from kvhold.cli.demo.models import ModelInfo, make_model
 from kvhold.core.config import ClientConfig
+from kvhold.lab.engines.engine import Engine, options_for
+from kvhold.lab.engines.models import ModelInfo, make_model
 from kvhold.node import NodeClient
 from kvhold.testing.servers.base import NotInstalled
 from kvhold.testing.servers.redis import RedisServer

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from kvhold.cli.demo.engine import options_for
-from kvhold.cli.demo.models import make_model
-from kvhold.cli.demo.openai_server import OpenAIServer
-from kvhold.cli.demo.prompts import make_prompt
 from kvhold.core.config import ClientConfig
+from kvhold.lab.engines.engine import options_for
+from kvhold.lab.engines.models import make_model
+from kvhold.lab.engines.openai_server import OpenAIServer
+from kvhold.lab.engines.prompts import make_prompt
 from kvhold.node import NodeClient
 
 pytestmark = pytest.mark.vllm

@@ -1,4 +1,4 @@
-"""The command line: one file a command.
+"""The command line: one file a command; those of `kvhold.lab` are there.
 
 Commands are imported when they are called, so that `kvhold status` loads no more than it needs.
 """
@@ -22,11 +22,11 @@ _COMMANDS = {
     "stop": ("kvhold.cli.stop", "End this host's node."),
     "tiers": ("kvhold.cli.tiers", "Which tiers there are, and what can be set."),
     "doctor": ("kvhold.cli.doctor", "Try each tier, and say what is wrong."),
-    "demo": ("kvhold.cli.demo.command", "Show on a real engine what a hit is worth."),
-    "verify": ("kvhold.cli.verify.command", "Prove on a model that kvhold changes no answer and no bit."),
+    "demo": ("kvhold.lab.demo.command", "Show on a real engine what a hit is worth."),
+    "verify": ("kvhold.lab.verify.command", "Prove on a model that kvhold changes no answer and no bit."),
     "size": ("kvhold.cli.size", "How large a model's KV is, and how much of it fits where."),
-    "simulate": ("kvhold.cli.simulate.command", "What caches would have found of a trace, by policy and size."),
-    "bench": ("kvhold.cli.bench.command", "Measure, against limits taken in the same run."),
+    "simulate": ("kvhold.lab.simulate.command", "What caches would have found of a trace, by policy and size."),
+    "bench": ("kvhold.lab.bench.command", "Measure, against limits taken in the same run."),
 }
 
 

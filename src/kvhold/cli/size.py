@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -12,27 +12,10 @@ from kvhold.core.config import load_config
 from kvhold.core.errors import ConfigError
 from kvhold.core.layout import DTYPE_BYTES, Group
 from kvhold.core.sizes import format_size, parse_size
+from kvhold.lab.options import Size
 from kvhold.sizing.fits import RATIOS, Fit, fits
 from kvhold.sizing.model import ModelKV, kv_of, read_settings
 from kvhold.tiers.url import parse_url
-
-if TYPE_CHECKING:
-    _Parameter = click.ParamType[int]
-else:
-    _Parameter = click.ParamType  # click has not always been generic
-
-
-class Size(_Parameter):
-    """The type of an option: bytes, or a number with a unit."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Bytes."""
-        try:
-            return parse_size(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
 
 
 @click.command()

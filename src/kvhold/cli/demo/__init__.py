@@ -1,5 +1,0 @@
-"""`kvhold demo`: what a hit is worth, on a real engine and a model made here.
-
-`command.py` is the command, `run.py` what it measures, `report.py` how it is shown; `models.py` and `prompts.py` make what it runs on,
-`engine.py` and its drivers run it.
-"""

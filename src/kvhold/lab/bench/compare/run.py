@@ -1,0 +1,134 @@
+"""The rounds: every system gets the same prompts, in turn, in an order that changes from cell to cell.
+
+What is compared are times within a cell, so that a neighbour's load falls on all of them. The systems without tiers are asked once for
+all tiers. All answers to a prompt must be those of the engine that computes everything: a system that answers otherwise, or fails, is
+asked nothing any more, and keeps its error.
+"""
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvhold.lab.bench.compare.systems import (
+    KVHOLD,
+    LEFT_AGAIN,
+    LEFT_ALONE,
+    OUTPUT_TOKENS,
+    RECOMPUTE,
+    Running,
+    key,
+    settle,
+)
+from kvhold.lab.bench.compare.visits import REUSE_PERCENT, Texts, Visit, Workload, seconds_left, visits
+from kvhold.lab.bench.compare_engines.child import drop_pages
+from kvhold.lab.bench.engines import Served
+from kvhold.lab.bench.ratios import Cell
+from kvhold.lab.engines.process import EngineFailed
+
+_WITHIN = (key(KVHOLD, "ram"), LEFT_ALONE, LEFT_AGAIN)
+
+Work = tuple[str, int]  # a workload's title, and the share of reuse in per cent
+
+
+@dataclass
+class Measured:
+    """What the rounds have found so far.
+
+    cells:   by workload and reuse
+    sources: by workload, reuse and engine: tokens that kvhold's node found, by where they were
+    errors:  by engine, why it is not measured, or no longer
+    """
+
+    cells: dict[Work, list[Cell]] = field(default_factory=dict)
+    sources: dict[tuple[Work, str], dict[str, int]] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+
+
+def measure(
+    running: Running,
+    texts: Texts,
+    workloads: Sequence[Workload],
+    measured: Measured,
+    *,
+    rounds: int,
+    page_cache: bool,
+    say: Callable[[str], None],
+) -> None:
+    """All visits of all workloads, into `measured`. Raises EngineFailed if the engine that computes everything fails.
+
+    page_cache: leave files of lower tiers in the kernel's page cache
+    """
+    measured.errors = running.errors
+    chance = random.Random(rounds)
+    planned = [(workload, visit) for workload in workloads for visit in visits(workload, rounds=rounds)]
+    done: list[tuple[Visit, float]] = []
+    for workload in workloads:
+        of_workload = [visit for planned_for, visit in planned if planned_for == workload]
+        for first in (True, False):
+            for reuse in (100,) if first else REUSE_PERCENT:
+                began, before = time.monotonic(), {name: running.hit_tokens(name) for name in running.sockets if name in running.systems}
+                for visit in [visit for visit in of_workload if (not visit.counts) == first and visit.reuse == reuse]:
+                    at = time.monotonic()
+                    cell = _visit(running, texts.prompts(workload, visit), visit, chance, page_cache=page_cache)
+                    done.append((visit, time.monotonic() - at))
+                    if visit.counts:
+                        measured.cells.setdefault((workload.title, reuse), []).append(cell)
+                took, left_s = time.monotonic() - began, seconds_left(done, [visit for _, visit in planned[len(done) :]])
+                what = "first visits" if first else f"{reuse} % reuse"
+                say(f"{workload.title}, {what}: {took:.0f} s; about {left_s / 60:.0f} min left")
+                if not first:
+                    for name in before.keys() & running.systems.keys():
+                        measured.sources[(workload.title, reuse), name] = _more(running.hit_tokens(name), before[name])
+
+
+def _visit(running: Running, prompts: list[list[int]], visit: Visit, chance: random.Random, *, page_cache: bool) -> Cell:
+    """One cell, without those that fail in it."""
+    if not page_cache:
+        for folder in running.folders:
+            drop_pages(folder)
+    names = _asked(running, visit)
+    served: dict[str, Served] = {}
+    for name in chance.sample(names, len(names)):
+        system = running.systems[name]
+        try:
+            if visit.within:
+                system.engine.reset_prefix_cache()
+            served[name] = system.serve(prompts, max_tokens=OUTPUT_TOKENS)
+        except EngineFailed as error:
+            if name == RECOMPUTE:
+                raise
+            running.drop(name, str(error))
+            continue
+        settle(system)
+    for name, why in differing({name: one.token_ids for name, one in served.items()}).items():
+        running.drop(name, why)
+        del served[name]
+    cell = Cell(visit.reuse, sum(len(prompt) + OUTPUT_TOKENS for prompt in prompts), visit.is_burst)
+    for name, one in served.items():
+        cell.seconds[name], cell.cpu_s[name], cell.cached_tokens[name] = one.seconds, one.cpu_s, one.cached_tokens
+    return cell
+
+
+def _asked(running: Running, visit: Visit) -> list[str]:
+    """The systems of a cell."""
+    if visit.within:
+        return [name for name in _WITHIN if name in running.systems]
+    return [name for name in running.systems if name not in (LEFT_ALONE, LEFT_AGAIN)]
+
+
+def differing(answers: Mapping[str, list[list[int]]]) -> dict[str, str]:
+    """Who answered otherwise than the engine that computes everything, or than the first, where that was not asked; and how."""
+    if not answers:
+        return {}
+    right = RECOMPUTE if RECOMPUTE in answers else next(iter(answers))
+    return {
+        name: f"answered {answer} where {right} answered {answers[right]}: one of them is wrong"
+        for name, answer in answers.items()
+        if answer != answers[right]
+    }
+
+
+def _more(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
+    grown = {name: value - before.get(name, 0) for name, value in now.items()}
+    return {name: value for name, value in grown.items() if value}

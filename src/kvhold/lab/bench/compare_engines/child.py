@@ -1,0 +1,285 @@
+"""One cache in a process of its own, which plays the engine: lines of JSON in, a driver called, lines of JSON out.
+
+    python -m kvhold.lab.bench.compare_engines.child kvhold.lab.bench.compare_engines.kvhold_child
+    .../lmcache/bin/python child.py lmcache_child torch    # in LMCache's environment, where there is no kvhold
+
+The first argument is the driver's module, the others are what an engine has imported anyway. Only the standard library and numpy are
+used here, so that both environments can run it. One thread, one operation at a time:
+
+    {"op": "start", ...}                          -> {"seconds": ...}: from the driver's import to a cache that is ready
+    {"op": "store", "tokens": [...], "seed": 1}   -> {"seconds": ..., "written_s": ..., "checksum": ...}: of what was made from the seed
+    {"op": "retrieve", "tokens": [...]}           -> {"seconds": ..., "num_tokens": ..., "checksum": ...}: of what came back
+    {"op": "lookup", "tokens": [...]}             -> {"seconds": ..., "num_tokens": ...}
+    {"op": "forget"}                              -> {}: memory holds nothing of what was stored; a lower tier still does
+    {"op": "memory"}                              -> {"nbytes": ...}
+    {"op": "stop"}                                -> {}
+
+Any of them may be answered by {"error": ...}.
+"""
+
+import faulthandler
+import importlib
+import json
+import mmap
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+POOL_NAME = "engine-kv"
+_OF_KV = (POOL_NAME, "lmcache_kv_", "lmcache_l1_pool_", "memfd:kvhold")  # mappings that hold KV: the engine's own, or the cache
+
+Layers = Sequence[npt.NDArray[np.uint16]]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to start. Two regions of the engine's pool hold a prompt each: stores read one, retrieves write the other.
+
+    mode:        which of the driver's caches
+    tier:        ram, disk or redis: where KV is retrieved from
+    num_tokens:  of the longest prompt
+    cache_bytes: how much KV memory holds
+    folder:      for sockets and the disk tier; there and empty
+    redis_port:  of a Redis on loopback; 0: none
+    page_cache:  files of the disk tier stay in the kernel's page cache; if not, reads come from the disk
+    """
+
+    mode: str
+    tier: str
+    num_tokens: int
+    tokens_per_chunk: int
+    tokens_per_block: int
+    layers: int
+    heads: int
+    head_dim: int
+    cache_bytes: int
+    folder: str
+    redis_port: int = 0
+    page_cache: bool = False
+
+    @property
+    def num_blocks(self) -> int:
+        """Of a prompt."""
+        return self.num_tokens // self.tokens_per_block
+
+    @property
+    def prompt_bytes(self) -> int:
+        """KV of the longest prompt, two bytes an element."""
+        return self.num_tokens * self.layers * 2 * self.heads * self.head_dim * 2
+
+    @property
+    def chunk_bytes(self) -> int:
+        """KV of a chunk."""
+        return self.prompt_bytes // self.num_tokens * self.tokens_per_chunk
+
+
+class Driver(Protocol):
+    """One cache, as an engine with blocks in host memory would call it. Made by the driver's `start(options, layers)`."""
+
+    @property
+    def layers(self) -> Layers:
+        """The engine's pool, wherever the cache wants it to lie: [2, num_blocks, tokens_per_block, heads, head_dim] each."""
+
+    def expect(self, num_tokens: int) -> None:
+        """So many will be stored next: what `settle` must know of before. Not timed."""
+
+    def store(self, tokens: list[int], block_ids: list[int]) -> None:
+        """Store, until the engine may write to its blocks again."""
+
+    def settle(self) -> None:
+        """Wait until what was stored last is where `tier` says."""
+
+    def lookup(self, tokens: list[int]) -> tuple[int, Callable[[], None]]:
+        """How many tokens are there, and what lets go of them."""
+
+    def retrieve(self, tokens: list[int], block_ids: list[int]) -> int:
+        """Find and load them; how many came."""
+
+    def forget(self) -> None:
+        """Memory holds nothing of what was stored; a lower tier still does."""
+
+    def pids(self) -> list[int]:
+        """Its other processes."""
+
+    def close(self) -> None:
+        """End all of it."""
+
+
+class Engine:
+    """The pool of blocks, and the driver that moves them."""
+
+    def __init__(self, driver_name: str, options: Options) -> None:
+        self._options = options
+        self._layers = _pool(options)
+        self._before = own_bytes(os.getpid(), options.cache_bytes)
+        began = time.perf_counter()
+        self._driver: Driver = importlib.import_module(driver_name).start(options, self._layers)
+        self.started_s = time.perf_counter() - began
+        del self._layers  # the driver may have moved them
+        ids = 1 + np.random.default_rng(0).permutation(2 * options.num_blocks)  # block 0 means "none" to some engines
+        self._from, self._to = np.split(ids, 2)
+
+    def do(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """One operation but `start`."""
+        match asked:
+            case {"op": "store", "tokens": tokens, "seed": seed}:
+                return self._store(tokens, seed)
+            case {"op": "retrieve", "tokens": tokens}:
+                return self._retrieve(tokens)
+            case {"op": "lookup", "tokens": tokens}:
+                began = time.perf_counter()
+                num_tokens, let_go = self._driver.lookup(tokens)
+                seconds = time.perf_counter() - began
+                let_go()
+                return {"seconds": seconds, "num_tokens": num_tokens}
+            case {"op": "forget"}:
+                self._driver.forget()
+                if self._options.tier == "disk" and not self._options.page_cache:
+                    drop_pages(Path(self._options.folder))
+            case {"op": "memory"}:
+                pids = [os.getpid(), *self._driver.pids()]
+                return {"nbytes": sum(own_bytes(pid, self._options.cache_bytes) for pid in pids) - self._before}
+            case {"op": "stop"}:
+                self._driver.close()
+            case _:
+                raise ValueError(f"no such operation: {asked.get('op')!r}")
+        return {}
+
+    def _store(self, tokens: list[int], seed: int) -> dict[str, Any]:
+        block_ids = self._blocks(self._from, tokens)
+        fill(self._driver.layers, block_ids, seed)
+        self._driver.expect(len(tokens))
+        given = block_ids.tolist()
+        began = time.perf_counter()
+        self._driver.store(tokens, given)
+        seconds = time.perf_counter() - began
+        self._driver.settle()
+        written_s = time.perf_counter() - began
+        return {"seconds": seconds, "written_s": written_s, "checksum": checksum(self._driver.layers, block_ids)}
+
+    def _retrieve(self, tokens: list[int]) -> dict[str, Any]:
+        block_ids = self._blocks(self._to, tokens)
+        for layer in self._driver.layers:
+            layer[:, block_ids] = 0
+        given = block_ids.tolist()
+        began = time.perf_counter()
+        num_tokens = self._driver.retrieve(tokens, given)
+        seconds = time.perf_counter() - began
+        return {"seconds": seconds, "num_tokens": num_tokens, "checksum": checksum(self._driver.layers, block_ids)}
+
+    def _blocks(self, region: npt.NDArray[np.int64], tokens: list[int]) -> npt.NDArray[np.int64]:
+        if len(tokens) % self._options.tokens_per_block or len(tokens) > self._options.num_tokens:
+            raise ValueError(f"{len(tokens)} tokens: whole blocks of {self._options.tokens_per_block}, {self._options.num_tokens} at most")
+        return region[: len(tokens) // self._options.tokens_per_block]
+
+
+def fill(layers: Layers, block_ids: npt.NDArray[np.int64], seed: int) -> None:
+    """Make the KV of a prompt: any bits, the same from the same seed, different in every block."""
+    chance = np.random.default_rng(seed)
+    for layer in layers:
+        shape = (2, len(block_ids), *layer.shape[2:])
+        layer[:, block_ids] = np.frombuffer(chance.bytes(2 * int(np.prod(shape))), np.uint16).reshape(shape)
+
+
+def checksum(layers: Layers, block_ids: npt.NDArray[np.int64]) -> str:
+    """Of blocks in the prompt's order, whatever their places."""
+    state = blake2b(digest_size=16)
+    for layer in layers:
+        state.update(np.ascontiguousarray(layer[:, block_ids]).data)
+    return state.hexdigest()
+
+
+def drop_pages(folder: Path) -> None:
+    """Have the kernel forget what it keeps in memory of the files there; they are written to the disk before."""
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):  # it was evicted, or has got its own name
+            if not path.is_file():
+                continue
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def own_bytes(pid: int, cache_bytes: int) -> int:
+    """Proportional set size of a process less what holds KV: mappings of such a name, or nameless and as large as the cache."""
+    return sum(nbytes for name, size, nbytes in _mappings(pid) if (name or size < cache_bytes) and not any(kv in name for kv in _OF_KV))
+
+
+def _mappings(pid: int) -> Iterator[tuple[str, int, int]]:
+    """Name, size and proportional set size in bytes of each, from Linux's smaps."""
+    name, size = "", 0
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        words = line.split()
+        if words[0] == "Size:":
+            size = int(words[1]) << 10
+        elif words[0] == "Pss:":
+            yield name, size, int(words[1]) << 10
+        elif not words[0].endswith(":"):
+            name = " ".join(words[5:])
+
+
+def _pool(options: Options) -> Layers:
+    """The engine's blocks, of all of a prompt twice and one that is never used, every page of them present."""
+    shape = (2, 1 + 2 * options.num_blocks, options.tokens_per_block, options.heads, options.head_dim)
+    elements = int(np.prod(shape))
+    descriptor = os.memfd_create(POOL_NAME)
+    os.ftruncate(descriptor, options.layers * elements * 2)
+    pool = np.frombuffer(mmap.mmap(descriptor, 0), np.uint16)
+    os.close(descriptor)
+    pool[:] = 1
+    return [part.reshape(shape) for part in np.split(pool, options.layers)]
+
+
+def main(driver_name: str, *of_the_engine: str) -> int:
+    """Serve until the input ends or `stop` comes."""
+    asked, answers = _take_pipes()
+    faulthandler.register(signal.SIGUSR1)  # where each thread is, for a parent that has waited too long
+    for name in of_the_engine:
+        importlib.import_module(name)
+    engine: Engine | None = None
+    for line in asked:
+        answer: dict[str, Any] = {}
+        operation = json.loads(line)
+        try:
+            if operation["op"] == "start":
+                del operation["op"]
+                engine = Engine(driver_name, Options(**operation))
+                answer = {"seconds": engine.started_s}
+            elif engine is None and operation["op"] != "stop":
+                raise ValueError("the first operation must be start")
+            elif engine is not None:
+                answer = engine.do(operation)
+        except Exception as error:  # noqa: BLE001 - the edge of this process: the parent gets the reason
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer).encode() + b"\n")
+        answers.flush()
+        if operation.get("op") == "stop":
+            return 0
+    if engine is not None:
+        engine.do({"op": "stop"})
+    return 0
+
+
+def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """Standard input and output as files of our own; libraries, and what they start, read nothing and print to the log."""
+    asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return asked, answers
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,126 @@
+"""kvhold under measurement: a node of its own, and a client that gathers into its arena and scatters out of it.
+
+Frames in lower tiers are checked as always. A lower tier's KV is retrieved after memory, which then has room for little more than one
+prompt, has been filled with others.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvhold.core.api import loans_as_they_come
+from kvhold.core.config import load_config
+from kvhold.core.errors import KVHoldError
+from kvhold.core.keys import Namespace
+from kvhold.core.layout import Group, Layout
+from kvhold.memory.copy import gather_blocks, scatter_blocks, warm_up
+from kvhold.memory.views import per_layer
+from kvhold.node import connect
+
+if TYPE_CHECKING:
+    from kvhold.lab.bench.compare_engines.child import Layers, Options
+
+_PATIENCE_S = 60.0  # cores may be busy: what is late is slow, not an error
+_IDLE_EXIT_S = 20.0
+_COPY_THREADS = 2  # of an engine's, by default
+_SPARE_BYTES = 8 << 20
+_FILLER_TOKEN = 1 << 30  # beyond any vocabulary
+
+
+def start(options: "Options", layers: "Layers") -> "KVHold":
+    """Start a node and join it. Raises KVHoldError."""
+    return KVHold(options, layers)
+
+
+class KVHold:
+    """A driver as `child.Driver` says."""
+
+    def __init__(self, options: "Options", layers: "Layers") -> None:
+        folder = Path(options.folder)
+        group = Group(layers=options.layers, planes=2, heads=options.heads, head_dim=options.head_dim, dtype="bfloat16")
+        tiers = {
+            "ram": [],
+            "disk": [f"disk://{folder}/kv?max_bytes=64GiB&direct={'never' if options.mode == 'node, page cache' else 'auto'}"],
+            "redis": [f"redis://127.0.0.1:{options.redis_port}/0"],
+        }[options.tier]
+        ram_bytes = int(1.2 * options.prompt_bytes) + _SPARE_BYTES if tiers else options.cache_bytes
+        config = load_config(
+            {
+                "ram_bytes": ram_bytes,
+                "tiers": tiers,
+                "write_behind_bytes": options.cache_bytes,
+                "node": {"socket": str(folder / "node.sock"), "idle_exit_s": _IDLE_EXIT_S},
+                "client": dict.fromkeys(("connect_timeout_s", "call_timeout_s", "arrival_timeout_s"), _PATIENCE_S),
+            },
+            environ={},
+        )
+        self.layers = layers
+        self._options = options
+        self._layout = Layout(groups=(group,), tokens_per_chunk=options.tokens_per_chunk)
+        self._namespace = Namespace(model="bench", layout=self._layout)
+        self._view = per_layer(group, layers, axes="plane block token head dim")
+        self._threads = min(_COPY_THREADS, int(os.environ.get("OMP_NUM_THREADS", _COPY_THREADS)))  # as many as the others may use
+        self._client = connect(config, name="kvhold bench")
+        self._client.register(self._namespace)
+        arena_bytes = int(self._client.status()["arena_bytes"])
+        self._fillers = math.ceil(arena_bytes / options.prompt_bytes)  # prompts that are as much as memory holds
+        self._mark = 0
+        warm_up()
+
+    def expect(self, num_tokens: int) -> None:
+        """Nothing: the node's marks say what has been written."""
+
+    def store(self, tokens: list[int], block_ids: list[int]) -> None:
+        """Gather into the node's arena and commit."""
+        prompt = self._namespace.prompt(tokens)
+        with self._client.reserve(self._layout, prompt.chunks()) as room:
+            gather_blocks(self._view, np.array(block_ids), room.buffer, room.chunks(), threads=self._threads)
+            self._mark = room.commit()
+
+    def settle(self) -> None:
+        """Wait until it has been written to the lower tier."""
+        if self._options.tier != "ram" and not self._client.flush(self._mark, deadline_s=_PATIENCE_S):
+            raise KVHoldError(f"not written to the {self._options.tier} tier within {_PATIENCE_S:g} s")
+
+    def lookup(self, tokens: list[int]) -> tuple[int, Callable[[], None]]:
+        """Hash, ask, pin."""
+        hit = self._client.lookup(self._namespace.prompt(tokens).query(), wait_s=_PATIENCE_S)
+        return hit.num_tokens, hit.close
+
+    def retrieve(self, tokens: list[int], block_ids: list[int]) -> int:
+        """Look up, scatter what is in memory, and what comes from a lower tier as it comes. Raises KVHoldError if memory had any of what a
+        lower tier is to give."""
+        size, ids = self._layout.tokens_per_chunk, np.array(block_ids)
+        blocks = size * len(ids) // len(tokens)  # in a chunk
+        with self._client.lookup(self._namespace.prompt(tokens).query(), wait_s=0) as hit:
+            for loan in loans_as_they_come(self._client, hit, size, until_s=time.monotonic() + _PATIENCE_S):
+                into = ids[loan.first_chunk * blocks :][: len(loan.num_tokens) * blocks]
+                scatter_blocks(self._view, into, loan.buffer, loan.chunks(), threads=self._threads)
+            if self._options.tier != "ram" and "ram" in hit.sources:
+                raise KVHoldError(f"{hit.sources['ram']} tokens were still in memory")
+            return hit.num_tokens
+
+    def forget(self) -> None:
+        """Clear memory; above a lower tier, push everything out of it."""
+        if self._options.tier == "ram":
+            self._client.clear()
+            return
+        for number in range(self._fillers):
+            prompt = self._namespace.prompt(np.full(self._options.num_tokens, _FILLER_TOKEN + number, np.int32))
+            with self._client.reserve(self._layout, prompt.chunks()) as room:
+                self._mark = room.commit()
+            self.settle()
+
+    def pids(self) -> list[int]:
+        """The node's."""
+        return [int(self._client.status()["pid"])]
+
+    def close(self) -> None:
+        """End the node."""
+        self._client.stop_node()
+        self._client.close()

@@ -1,0 +1,202 @@
+"""Streams completions from any OpenAI-compatible server, and times them.
+
+    async with Client(Endpoint(base_url, model)) as client:
+        reply = await client.send(request)
+
+Whatever goes wrong with a request is a reply with an error; only a wrong configuration raises. Runs in one asyncio loop, with a connection
+for each request in flight. The kinds of error: "connect", "timeout", "disconnected", "http 503" and other statuses, "server error" (told in
+the stream), "bad stream" (not what such servers send), "cut short" (the stream ended before the answer), "no tokens", "no token ids".
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from types import TracebackType
+from typing import Any, Literal, Self
+from urllib.parse import urlsplit
+
+import msgspec
+
+from kvhold.core.errors import ConfigError
+from kvhold.lab.bench.load.events import BadStream, EventLines, Stream
+from kvhold.lab.bench.load.work import Reply, Request, Turn
+from kvhold.lab.bench.rows import needing
+
+with needing("'kvhold[bench]'"):
+    import aiohttp
+
+Api = Literal["completions", "chat"]
+
+_MOST_OF_AN_ERROR = 2_000  # bytes of an error's body
+_MOST_OF_A_PAGE = 64 << 20  # bytes of a page of metrics or models
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where requests go and how.
+
+    base_url: what OpenAI clients call so, such as http://localhost:8000/v1; without a path, /v1 is meant
+    api_key: sent as a bearer token; None: none is. It is in no message and no repr
+    ignore_eos: ask for answers of full length, with a parameter that vLLM and SGLang know and others may refuse
+    extra_body: goes into every request as it is
+    user_header: name of a header that has the user's number, where a request has a user; for routers that keep users apart
+    timeout_s: for a whole answer; connect_timeout_s: until there is a connection
+    """
+
+    base_url: str
+    model: str
+    api: Api = "completions"
+    api_key: str | None = field(default=None, repr=False)
+    ignore_eos: bool = True
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
+    user_header: str | None = None
+    timeout_s: float = 600.0
+    connect_timeout_s: float = 10.0
+
+    @property
+    def root_url(self) -> str:
+        """The server without its API's path, where vLLM has /metrics."""
+        parts = urlsplit(self.base_url)
+        return f"{parts.scheme}://{parts.netloc}"
+
+
+def checked_url(base_url: str) -> str:
+    """The base URL without a slash at its end, with /v1 where it has no path. Raises ConfigError if it is none."""
+    try:
+        parts = urlsplit(base_url)
+        port_is_fine = parts.port is None or parts.port > 0
+    except ValueError as error:
+        raise ConfigError(f"base URL {base_url!r}: {error}; write it as http://localhost:8000/v1") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname or not port_is_fine or parts.query or parts.fragment:
+        raise ConfigError(f"base URL {base_url!r} is none; write it as http://localhost:8000/v1")
+    if parts.username is not None or parts.password is not None:
+        raise ConfigError("a base URL has no credentials; put the key into the environment, as OPENAI_API_KEY")
+    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/') or '/v1'}"
+
+
+class Client:
+    """A started client. `async with` opens and closes it."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        endpoint = self._endpoint
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),  # the runner decides how many are in flight
+            timeout=aiohttp.ClientTimeout(total=endpoint.timeout_s, sock_connect=endpoint.connect_timeout_s),
+            headers={"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {},
+        )
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        await self._open().close()
+
+    async def send(self, request: Request) -> Reply:
+        """The answer, streamed to its end."""
+        endpoint = self._endpoint
+        as_tokens = isinstance(request.turns[0].content, list)
+        body = msgspec.json.encode(_body(endpoint, request, as_tokens=as_tokens))
+        path = "chat/completions" if endpoint.api == "chat" else "completions"
+        url, headers = f"{endpoint.base_url}/{path}", {"Content-Type": "application/json"}
+        if endpoint.user_header is not None and "user" in request.labels:
+            headers[endpoint.user_header] = str(request.labels["user"])
+        began = time.perf_counter()
+        stream = Stream(began, content="tokens" if as_tokens and request.needs_content else "text")
+        kind, detail = "", ""
+        try:
+            async with self._open().post(url, data=body, headers=headers, allow_redirects=False) as response:
+                if response.status == 200:
+                    await _follow(response, stream)
+                else:
+                    kind = f"http {response.status}"
+                    detail = (await response.content.read(_MOST_OF_AN_ERROR)).decode(errors="replace")
+        except (aiohttp.ClientError, OSError, BadStream) as error:  # TimeoutError is an OSError
+            kind, detail = _kind(error), str(error) or type(error).__name__
+        reply = stream.reply(time.perf_counter())
+        return replace(reply, error=kind, detail=detail) if kind else reply
+
+    async def only_model(self) -> str:
+        """The name of the server's model. Raises ConfigError if it cannot be asked or does not have exactly one."""
+        url = f"{self._endpoint.base_url}/models"
+        try:
+            names = [model["id"] for model in msgspec.json.decode(await self._page(url))["data"]]
+        except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{url}: {str(error) or type(error).__name__}; is the server up? Name the model with --model") from None
+        if len(names) != 1:
+            raise ConfigError(f"the server has {len(names)} models ({', '.join(map(str, names[:8]))}); choose with --model")
+        return str(names[0])
+
+    async def metrics_page(self) -> str | None:
+        """The text of the server's /metrics; None where there is none."""
+        try:
+            return (await self._page(f"{self._endpoint.root_url}/metrics")).decode(errors="replace")
+        except (aiohttp.ClientError, OSError, ValueError):
+            return None
+
+    async def _page(self, url: str) -> bytes:
+        """Raises aiohttp's errors, OSError, and ValueError for a page that is too large."""
+        async with self._open().get(url, timeout=aiohttp.ClientTimeout(total=30), raise_for_status=True) as response:
+            page = bytearray()
+            async for received in response.content.iter_any():
+                page += received
+                if len(page) > _MOST_OF_A_PAGE:
+                    raise ValueError(f"a page of more than {_MOST_OF_A_PAGE >> 20} MiB")
+            return bytes(page)
+
+    def _open(self) -> "aiohttp.ClientSession":
+        assert self._session is not None, "used outside of its `async with`"
+        return self._session
+
+
+async def _follow(response: "aiohttp.ClientResponse", stream: Stream) -> None:
+    """Read to the end. Raises BadStream, aiohttp's errors and OSError."""
+    lines = EventLines()
+    async for received in response.content.iter_any():
+        now = time.perf_counter()
+        for data in lines.feed(received):
+            stream.add(data, now)
+
+
+def _body(endpoint: Endpoint, request: Request, *, as_tokens: bool) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "model": endpoint.model,
+        "max_tokens": request.max_tokens,
+        "temperature": 0.0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if endpoint.api == "chat":
+        body["messages"] = [{"role": turn.role, "content": turn.content} for turn in _merged(request.turns)]
+    elif as_tokens:
+        body["prompt"] = list(chain.from_iterable(turn.content for turn in request.turns))
+    else:
+        body["prompt"] = "".join(str(turn.content) for turn in request.turns)
+    if endpoint.ignore_eos:
+        body["ignore_eos"] = True
+    if as_tokens and request.needs_content:
+        body["return_token_ids"] = True
+    return body | dict(endpoint.extra_body)
+
+
+def _merged(turns: tuple[Turn, ...]) -> list[Turn]:
+    """Neighbours of one role as one message: many chat templates want roles to take turns."""
+    merged: list[Turn] = []
+    for turn in turns:
+        if merged and merged[-1].role == turn.role:
+            merged[-1] = Turn(turn.role, f"{merged[-1].content}{turn.content}")
+        else:
+            merged.append(turn)
+    return merged
+
+
+def _kind(error: Exception) -> str:
+    if isinstance(error, BadStream):
+        return "bad stream"
+    if isinstance(error, TimeoutError):
+        return "timeout"
+    if isinstance(error, (aiohttp.ClientConnectorError, aiohttp.InvalidURL)):
+        return "connect"
+    return "disconnected"

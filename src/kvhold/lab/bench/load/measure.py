@@ -1,0 +1,124 @@
+"""One measurement: a few requests that do not count, then a workload's phases, and the server's counters around each.
+
+    measured = Measured()
+    asyncio.run(measure(endpoint, workload, prompts, measured, ...))
+
+Ctrl-C ends it in order, with what there is by then. Nothing is printed but progress.
+"""
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import fmean
+
+import click
+
+from kvhold.core.errors import KVHoldError
+from kvhold.lab.bench.load import counters
+from kvhold.lab.bench.load.client import Client, Endpoint
+from kvhold.lab.bench.load.prompts import Prompts
+from kvhold.lab.bench.load.runner import Run
+from kvhold.lab.bench.load.work import Phase, Request, Result, Turn, Workload
+
+_PREWARM_TOKENS, _PREWARM_OUTPUT = 64, 8
+_TERMINAL_EVERY_S = 0.5
+_CLEAR = "\x1b[K"  # a terminal's line, from here to its end
+
+
+class Unanswered(KVHoldError):
+    """The server answered none of the first requests."""
+
+
+@dataclass
+class Measured:
+    """What there is so far.
+
+    hits: of each phase by its name, as far as the server counts; interrupted: by Ctrl-C, so it is not all
+    """
+
+    results: list[Result] = field(default_factory=list)
+    hits: dict[str, counters.Hits] = field(default_factory=dict)
+    interrupted: bool = False
+
+
+async def measure(
+    endpoint: Endpoint,
+    workload: Workload,
+    prompts: Prompts,
+    measured: Measured,
+    *,
+    prewarm: int,
+    progress_s: float,
+    keep: Callable[[Result], None],
+) -> None:
+    """Fills `measured`. keep: is given each result, too. Raises ConfigError for a wrong workload, Unanswered."""
+    async with Client(endpoint) as client:
+        await _prewarm(client, prompts, prewarm)
+
+        def both(result: Result) -> None:
+            measured.results.append(result)
+            keep(result)
+
+        run = Run(client.send, both)
+        for phase in workload.phases(prompts):
+            before = await _counts(client)
+            first = len(measured.results)
+            shown = asyncio.create_task(_show(phase, run, measured, first, every_s=progress_s))
+            try:
+                await run.phase(phase)
+            except asyncio.CancelledError:
+                measured.interrupted = True  # the task goes on from here to its end
+            finally:
+                shown.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await shown
+            click.echo(f"{_line(phase, measured.results[first:])}{_CLEAR if sys.stdout.isatty() else ''}")
+            if (spent := counters.hits(before, await _counts(client))) is not None:
+                measured.hits[phase.name] = spent
+            if measured.interrupted:
+                return
+
+
+async def model_of(endpoint: Endpoint) -> str:
+    """The server's only model. Raises ConfigError."""
+    async with Client(endpoint) as client:
+        return await client.only_model()
+
+
+async def _prewarm(client: Client, prompts: Prompts, count: int) -> None:
+    """The first requests pay for first uses: connections, compilation, the tokenizer."""
+    failures = []
+    for number in range(count):
+        turns = (Turn("user", prompts.piece("prewarm", number, _PREWARM_TOKENS)),)
+        reply = await client.send(Request("prewarm", turns, _PREWARM_OUTPUT))
+        if reply.error is not None:
+            failures.append(f"{reply.error}: {reply.detail}")
+    if count and len(failures) == count:
+        raise Unanswered(f"the server answered none of {count} first requests; the last: {failures[-1]}")
+
+
+async def _counts(client: Client) -> counters.Counts:
+    page = await client.metrics_page()
+    return counters.read(page) if page is not None else {}
+
+
+async def _show(phase: Phase, run: Run, measured: Measured, first: int, *, every_s: float) -> None:
+    """Progress, until cancelled: a line that is written over on a terminal, a new one each `every_s` seconds elsewhere."""
+    is_terminal = sys.stdout.isatty()
+    while True:
+        await asyncio.sleep(_TERMINAL_EVERY_S if is_terminal else every_s)
+        line = f"{_line(phase, measured.results[first:])}, {run.in_flight} in flight"
+        click.echo(f"{line}{_CLEAR}\r" if is_terminal else line, nl=not is_terminal)
+
+
+def _line(phase: Phase, results: list[Result]) -> str:
+    of_all = f" of {phase.total:,}" if phase.total is not None else ""
+    good = [result.reply for result in results if result.reply.error is None]
+    parts = [f"{phase.name}: {len(results):,}{of_all} done, {len(results) - len(good):,} errors"]
+    times = [reply.ttft_s for reply in good if reply.ttft_s is not None]
+    if times:
+        elapsed_s = max(result.started_s + result.reply.latency_s for result in results) - min(result.started_s for result in results)
+        parts.append(f"mean TTFT {fmean(times):.3f} s, {sum(reply.output_tokens for reply in good) / elapsed_s:,.0f} output tokens/s")
+    return ", ".join(parts)

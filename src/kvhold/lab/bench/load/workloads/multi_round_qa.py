@@ -1,0 +1,94 @@
+"""Conversations: users who ask, read the answer and ask on, each with the whole history in the prompt."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvhold.core.errors import ConfigError
+from kvhold.lab.bench.load.prompts import Content, Prompts
+from kvhold.lab.bench.load.work import Phase, Request, Session, Turn
+from kvhold.lab.bench.load.workloads.dataset import Exchange
+
+
+@dataclass(frozen=True)
+class MultiRoundQA:
+    """`users` at a time, who ask `qps` questions a second together, each every users / qps seconds.
+
+    A user has a system prompt that all share, a history of its own (a first message) and asks `rounds` questions; answers are fed back.
+    ramp_up_s: over how long the first users come; None: one after another within users / qps, so that requests are spread evenly
+    staggered: the first users are in the midst of their conversations, as if they had come earlier, each at another round; what they have
+    said so far is in their prompts, the answers made up. A user who is through is followed by a new one.
+    duration_s: nobody asks after that; None: each of the first users finishes its conversation, and nobody follows
+    first_user: number of the first user; runs with other numbers have other histories
+    recorded: conversations of at least `rounds` exchanges, whose questions users ask, each those of one; empty: made up
+    """
+
+    users: int = 10
+    rounds: int = 5
+    qps: float = 1.0
+    system_tokens: int = 1_000
+    history_tokens: int = 2_000
+    question_tokens: int = 32
+    answer_tokens: int = 100
+    ramp_up_s: float | None = None
+    staggered: bool = True
+    duration_s: float | None = None
+    first_user: int = 0
+    recorded: Sequence[Sequence[Exchange]] = ()
+
+    def phases(self, prompts: Prompts) -> Iterator[Phase]:
+        if self.recorded and prompts.kind != "text":
+            raise ConfigError("recorded conversations are text; add --prompts text")
+        total = None if self.duration_s is not None else sum(self.rounds - self._first_round(place) for place in range(self.users))
+        sessions = (self._place(prompts, place) for place in range(self.users))
+        yield Phase("conversations", sessions, None, total)
+
+    def _first_round(self, place: int) -> int:
+        return place * self.rounds // self.users if self.staggered else 0
+
+    def _place(self, prompts: Prompts, place: int) -> Session:
+        """One user after another."""
+        gap_s = self.users / self.qps
+        at_s = place / self.users * (gap_s if self.ramp_up_s is None else self.ramp_up_s)
+        user, first = self.first_user + place, self._first_round(place)
+        while self.duration_s is None or at_s < self.duration_s:
+            rounds = self.rounds - first
+            yield from self._conversation(prompts, user, first, at_s, gap_s)
+            if self.duration_s is None:
+                return
+            user, first, at_s = user + self.users, 0, at_s + rounds * gap_s
+
+    def _conversation(self, prompts: Prompts, user: int, first: int, at_s: float, gap_s: float) -> Session:
+        """Ends early after a request that failed: without its answer there is nothing to go on from."""
+        turns = [
+            Turn("system", prompts.piece("system", 0, self.system_tokens)),
+            Turn("user", prompts.piece("history", user, self.history_tokens)),
+        ]
+        for number in range(self.rounds):
+            at_round_s = at_s + (number - first) * gap_s
+            if self.duration_s is not None and number >= first and at_round_s >= self.duration_s:
+                return
+            question, answer = self._exchange(prompts, user, number)
+            turns.append(Turn("user", question))
+            if number < first:
+                turns.append(Turn("assistant", answer))
+                continue
+            labels = {"user": user, "round": number + 1}
+            reply = yield Request(
+                f"round {number + 1}",
+                tuple(turns),
+                self.answer_tokens,
+                at_s=at_round_s,
+                labels=labels,
+                needs_content=number + 1 < self.rounds,
+            )
+            if reply.error is not None:
+                return
+            turns.append(Turn("assistant", reply.content))
+
+    def _exchange(self, prompts: Prompts, user: int, number: int) -> tuple[Content, Content]:
+        """A user's question of that round, and the answer of one that came earlier."""
+        if self.recorded:
+            exchange = self.recorded[user % len(self.recorded)][number]
+            return f"\n\n{exchange.question}", f"\n\n{exchange.answer}"
+        at = user * self.rounds + number
+        return prompts.piece("question", at, self.question_tokens), prompts.piece("answer", at, self.answer_tokens)

@@ -1,0 +1,81 @@
+"""A prompt's lookup through a node: hashing, one round trip, finding and pinning its chunks, and letting them go.
+
+The limit is what no lookup through a process can avoid, measured in turn with it: hashing the same tokens chunk by chunk with the same
+hash and nothing around it, and one empty round trip to the same node (`Ping`).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from hashlib import blake2b
+
+import numpy as np
+import numpy.typing as npt
+
+from kvhold.core.api import Hit
+from kvhold.core.keys import HASH_BYTES, Namespace
+from kvhold.core.layout import Group, Layout
+from kvhold.lab.bench.profiles import Profiles, of_both
+from kvhold.lab.bench.rows import Row, in_turn, time_row
+from kvhold.lab.bench.servers import running_node
+from kvhold.node import NodeClient
+
+LENGTHS = (32_000, 128_000)
+ROUNDS = 25
+# One small head: what is measured is names, not bytes. 256 tokens a chunk, as by default.
+LAYOUT = Layout(groups=(Group(layers=1, planes=1, heads=1, head_dim=1, dtype="uint8"),), tokens_per_chunk=256)
+NAMESPACE = Namespace(model="bench", layout=LAYOUT)
+
+
+def rows(profiles: Profiles | None = None) -> list[Row]:
+    """Measure, on a node started for it. Every chunk of the prompts is there."""
+    profiles = profiles or Profiles()
+    measured = []
+    for num_tokens in LENGTHS:
+        tokens = np.random.default_rng(num_tokens).integers(0, 128_000, num_tokens, dtype=np.int32)
+        row = _row(tokens)
+        measured.append(profiles.of(row, lambda tokens=tokens: of_both(partial(_looking_up, tokens))))  # type: ignore[misc]
+    return measured
+
+
+def _row(tokens: npt.NDArray[np.int32]) -> Row:
+    hits: list[Hit] = []
+
+    def unavoidable() -> None:
+        client.ping()
+        _hash_alone(tokens)
+
+    with _holding(tokens) as client:
+        work = {"kvhold": lambda: hits.append(_lookup(client, tokens)), "limit": unavoidable}
+        seconds = in_turn(work, rounds=ROUNDS, after={"kvhold": lambda: hits.pop().close()})
+    return time_row(f"lookup {len(tokens):,} tokens through the node", seconds["kvhold"], seconds["limit"])
+
+
+def _lookup(client: NodeClient, tokens: npt.NDArray[np.int32]) -> Hit:
+    hit = client.lookup(NAMESPACE.prompt(tokens).query())
+    assert hit.num_tokens == len(tokens)
+    return hit
+
+
+@contextmanager
+def _holding(tokens: npt.NDArray[np.int32], under: Sequence[str] = ()) -> Iterator[NodeClient]:
+    """A client of a node that has all chunks of the prompt."""
+    with running_node(under) as client:
+        client.register(NAMESPACE)
+        with client.reserve(LAYOUT, NAMESPACE.prompt(tokens).chunks()) as room:
+            room.commit()
+        yield client
+
+
+@contextmanager
+def _looking_up(tokens: npt.NDArray[np.int32], under: Sequence[str]) -> Iterator[Callable[[], None]]:
+    with _holding(tokens, under) as client:
+        yield lambda: _lookup(client, tokens).close()
+
+
+def _hash_alone(tokens: npt.NDArray[np.int32]) -> None:
+    raw, step, parent = memoryview(tokens.tobytes()), 4 * LAYOUT.tokens_per_chunk, bytes(HASH_BYTES)
+    for start in range(0, len(raw), step):
+        state = blake2b(parent, digest_size=HASH_BYTES)
+        state.update(raw[start : start + step])
+        parent = state.digest()

@@ -1,0 +1,119 @@
+"""The rounds: every system gets the same prompts, in turn, and all their answers must be the same.
+
+A cell is one request by itself (its time to first token) or two handed over together (throughput), put to one system after the other, in
+an order that changes from cell to cell, so that a neighbour's load falls on all of them; what is compared are ratios within a cell. A
+cell's prompts begin with texts of its own, which the systems met in the round before, and go on with what nobody has met. In a round
+every engine computes several times what its own small KV memory holds, so it has forgotten them.
+
+Where systems differ by few per cent, at no reuse and at a full hit, a round has more cells, for those systems alone; and cells within one
+engine, which forgets its own KV before each request.
+"""
+
+import random
+import time
+from collections.abc import Callable, Iterator
+
+from kvhold.core.errors import KVHoldError
+from kvhold.lab.bench.engines import System
+from kvhold.lab.bench.ratios import Cell
+from kvhold.lab.bench.vllm.systems import (
+    AGAIN,
+    BESIDE,
+    KVHOLD,
+    LAYERWISE,
+    LEFT_AGAIN,
+    LEFT_ALONE,
+    LIMIT,
+    OFFLOADING,
+    OUTPUT_TOKENS,
+    PLAIN,
+    RECOMPUTE,
+)
+from kvhold.lab.engines.models import ModelInfo
+from kvhold.lab.engines.prompts import make_prompt
+
+_FIRST_KNOWN = 1_000_000  # seeds
+REUSE_PERCENT = (0, 25, 50, 75, 100)
+BURST = 2  # prompts handed over together
+HELD_PROMPTS = 40  # whose KV the large memories hold: a round makes 32
+
+
+class OutputsDiffer(KVHoldError):
+    """Two systems answered the same prompt differently: one of them is wrong, and no time means anything."""
+
+
+def rounds(
+    systems: dict[str, System], model: ModelInfo, *, num_tokens: int, num_rounds: int, say: Callable[[str], None]
+) -> Iterator[list[Cell]]:
+    """Run all cells, and give out each round's; but the first round's, in which texts are met for the first time, are not given out.
+
+    Raises OutputsDiffer, and EngineFailed.
+    """
+    chance = random.Random(num_tokens)
+    prompts = _Prompts(model, num_tokens)
+    for number in range(1 + num_rounds):
+        began, cells = time.monotonic(), []
+        for reuse in REUSE_PERCENT:
+            of_reuse = _cells(reuse) + ([((BESIDE, LAYERWISE), False)] * 2 if LAYERWISE in systems else [])
+            for at, (names, burst) in enumerate(of_reuse):
+                texts = [f"text {at}.{piece}" for piece in range(BURST if burst else 1)]
+                given = [prompts.next(reuse, text) for text in texts]
+                cells.append(_measure({name: systems[name] for name in names if name in systems}, given, reuse, burst, chance))
+        say(f"{f'round {number} of {num_rounds}' if number else 'warming up'}: {time.monotonic() - began:.0f} s")
+        if number:
+            yield cells
+
+
+def _cells(reuse: int) -> list[tuple[tuple[str, ...], bool]]:
+    """A round's cells for this share of reuse: which systems, and whether it is a burst."""
+    everyone = (RECOMPUTE, LIMIT, OFFLOADING, KVHOLD)
+    if reuse == 0:
+        few, within = (PLAIN, AGAIN, KVHOLD), (KVHOLD, LEFT_ALONE, LEFT_AGAIN)
+        return [
+            ((*few, *everyone), False),
+            ((*few, *everyone), True),
+            *[(few, burst) for burst in (False, True)] * 2,
+            *[(within, burst) for burst in (False, False, True)] * 2,
+        ]
+    if reuse == 100:  # PLAIN shows that its memory is too small
+        return [((PLAIN, *everyone), False), (everyone, True), *[((LIMIT, KVHOLD), False)] * 3]
+    return [(everyone, False), (everyone, True)]
+
+
+def _measure(systems: dict[str, System], prompts: list[list[int]], reuse: int, burst: bool, chance: random.Random) -> Cell:
+    cell = Cell(reuse, sum(len(prompt) + OUTPUT_TOKENS for prompt in prompts), burst)
+    outputs = {}
+    for name in chance.sample(list(systems), len(systems)):
+        system = systems[name]
+        if LEFT_ALONE in systems:
+            system.engine.reset_prefix_cache()
+        served = system.serve(prompts, max_tokens=OUTPUT_TOKENS)
+        cell.seconds[name], cell.cpu_s[name], cell.cached_tokens[name] = served.seconds, served.cpu_s, served.cached_tokens
+        outputs[name] = served.token_ids
+    _compare(outputs, reuse)
+    return cell
+
+
+def _compare(outputs: dict[str, list[list[int]]], reuse: int) -> None:
+    (first, expected), *others = outputs.items()
+    for name, output in others:
+        if output != expected:
+            raise OutputsDiffer(f"at {reuse} % reuse {first} answered {expected} and {name} {output} to the same prompt")
+
+
+class _Prompts:
+    """Prompts of one length that begin with known texts."""
+
+    def __init__(self, model: ModelInfo, num_tokens: int) -> None:
+        self._path = model.path
+        self._num_tokens = num_tokens
+        self._known: dict[tuple[int, str], list[int]] = {}
+        self._made = 0
+
+    def next(self, reuse: int, text: str) -> list[int]:
+        """A prompt whose first `reuse` per cent are the known text of this name; the rest is new."""
+        self._made += 1
+        num_known = self._num_tokens * reuse // 100
+        if (reuse, text) not in self._known:
+            self._known[reuse, text] = make_prompt(self._path, num_known, seed=_FIRST_KNOWN + len(self._known))
+        return self._known[reuse, text] + make_prompt(self._path, self._num_tokens - num_known, seed=self._made)

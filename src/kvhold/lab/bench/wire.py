@@ -1,0 +1,96 @@
+"""Calls to other processes: of the node, over its Unix socket, and of a central cache, over TCP on loopback.
+
+The limits are a pair of Unix sockets, and a TCP connection, to a process that does nothing but take and send as many bytes. The lookup is
+of a prompt that is not there, so that little but the call is measured; finding and pinning is the index's affair.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+from kvhold.core.keys import HASH_BYTES, KEY_BYTES, Namespace, Query
+from kvhold.core.layout import Group, Layout
+from kvhold.core.reasons import NEVER_STORED
+from kvhold.lab.bench.limits import PingPong, RawSocket
+from kvhold.lab.bench.profiles import Profiles, Work, of_both
+from kvhold.lab.bench.rows import Row, in_turn, rate_row, time_row
+from kvhold.lab.bench.servers import running_central, running_node
+from kvhold.net import messages as m
+from kvhold.net.wire import encode
+from kvhold.node import NodeClient
+from kvhold.tiers.registry import make_tier
+
+CALLS = 100  # in a round: one is too short to be timed
+LARGE_CALLS = 8
+ROUNDS = 9
+NAMES = 1_000
+SMALL_BYTES, LARGE_BYTES = 4 << 10, 8 << 20
+NAMESPACE = Namespace(model="bench", layout=Layout(groups=(Group(layers=1, planes=1, heads=1, head_dim=1, dtype="uint8"),)))
+
+
+def rows(profiles: Profiles | None = None) -> list[Row]:
+    """Measure, each on a server started for it. Takes some 10 seconds."""
+    profiles = profiles or Profiles()
+    query = Query(NAMESPACE.digest, NAMESPACE.layout.fingerprint, 1, os.urandom(NAMES * HASH_BYTES))
+    missed = m.Found(0, 0, reason=NEVER_STORED)
+    small_s, bare_small_s = _time_gets(SMALL_BYTES, CALLS)
+    large_s, bare_large_s = _time_gets(LARGE_BYTES, LARGE_CALLS)
+    small = time_row(f"get of {SMALL_BYTES >> 10} KiB from a central cache", small_s, bare_small_s, unit="us")
+    large = rate_row(f"get of {LARGE_BYTES >> 20} MiB from a central cache", LARGE_BYTES, large_s, bare_large_s)
+    return [
+        _node_row("smallest call to the node", NodeClient.ping, m.Ping(), m.Done(), profiles),
+        _node_row(f"lookup of {NAMES:,} names by the node, a miss", lambda client: client.lookup(query), m.Lookup(query), missed, profiles),
+        profiles.of(small, lambda: of_both(partial(_getting, SMALL_BYTES, CALLS))),
+        profiles.of(large, lambda: of_both(partial(_getting, LARGE_BYTES, LARGE_CALLS))),
+    ]
+
+
+def _node_row(name: str, call: Callable[[NodeClient], object], request: m.Message, answer: m.Message, profiles: Profiles) -> Row:
+    """A call, beside an exchange of as many bytes as its request and its answer have."""
+    with _calling(call) as work, PingPong(len(encode(request)), len(encode(answer))) as bare:
+        seconds = in_turn({"kvhold": work, "sockets": lambda: _often(bare.exchange)}, rounds=ROUNDS)
+    row = time_row(name, seconds["kvhold"] / CALLS, seconds["sockets"] / CALLS, unit="us")
+    return profiles.of(row, lambda: of_both(partial(_calling, call)))
+
+
+def _time_gets(nbytes: int, calls: int) -> tuple[float, float]:
+    """Seconds of one get, and of the same bytes over a bare connection."""
+    into = memoryview(bytearray(nbytes))
+    with _getting(nbytes, calls) as work, RawSocket([into], receive=False) as bare:
+        seconds = in_turn({"kvhold": work, "TCP": lambda: _often(lambda: bare.receive([into]), calls)}, rounds=ROUNDS)
+    return seconds["kvhold"] / calls, seconds["TCP"] / calls
+
+
+@contextmanager
+def _calling(call: Callable[[NodeClient], object], under: Sequence[str] = ()) -> Iterator[Work]:
+    """CALLS calls of a node."""
+    with running_node(under) as client:
+        client.register(NAMESPACE)
+        yield lambda: _often(lambda: call(client))
+
+
+@contextmanager
+def _getting(nbytes: int, calls: int, under: Sequence[str] = ()) -> Iterator[Work]:
+    """So many gets of one value from a central cache."""
+    key, value, into = os.urandom(KEY_BYTES), memoryview(os.urandom(nbytes)), memoryview(bytearray(nbytes))
+    with running_central(under) as url, asyncio.Runner() as runner:
+        tier, _ = make_tier(url)
+
+        async def get() -> None:
+            for _ in range(calls):
+                sizes = await tier.get([key], [[into]])
+                assert sizes == [nbytes], sizes
+
+        try:
+            faults = runner.run(tier.put([(key, [value])]))
+            assert faults == [None], faults
+            yield lambda: runner.run(get())
+        finally:
+            runner.run(tier.close())
+
+
+def _often(work: Work, calls: int = 0) -> None:
+    for _ in range(calls or CALLS):
+        work()

@@ -1,0 +1,41 @@
+"""`kvhold demo`: show on a real engine what a hit is worth."""
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from kvhold.lab.demo.report import draw, render
+from kvhold.lab.demo.run import run
+from kvhold.lab.engines.engine import is_vllm_available
+from kvhold.lab.engines.models import SIZES, make_model
+
+
+@click.command()
+@click.option(
+    "--model-size", type=click.Choice(list(SIZES)), default="small", show_default=True, help="tiny 5M, small 50M, mid 206M parameters."
+)
+@click.option("--tokens", type=click.IntRange(512, 16_000), default=4_000, show_default=True, help="Length of the prompts.")
+@click.option("--repeats", type=click.IntRange(1, 20), default=3, show_default=True, help="How many prompts; the times are medians.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures to this file.")
+@click.option("--picture", type=click.Path(path_type=Path), help="Draw the table as a picture, such as demo.png.")
+def command(model_size: str, tokens: int, repeats: int, json_file: Path | None, picture: Path | None) -> None:
+    """Start a real engine twice and show the time to first token cold, on a hit, and on a hit in a new process.
+
+    Exits with 1 if a hit changed an output, or was none.
+    """
+    if not is_vllm_available():
+        click.echo("vLLM is not installed here; the demo runs on transformers instead.")
+    click.echo(f"making the model {model_size} (random weights, fixed seed; kept for the next time) ...")
+    model = make_model(model_size)
+    result = run(model, num_tokens=tokens, repeats=repeats, say=click.echo)
+    click.echo(f"\n{render(result)}\n")
+    if json_file is not None:
+        json_file.write_text(json.dumps(result.as_json(), indent=2) + "\n")
+    if picture is not None:
+        draw(result, picture)
+        click.echo(f"picture: {picture}")
+    if not result.identical or not result.tokens_reused:
+        click.echo("kvhold demo: FAILED: " + ("the outputs differ" if not result.identical else "nothing was reused"), err=True)
+        sys.exit(1)

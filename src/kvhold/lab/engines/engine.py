@@ -1,0 +1,166 @@
+"""An LLM engine in a child process: start it, give it prompts, stop or kill it.
+
+    with Engine(options_for(model, max_model_len=8_192)) as engine:
+        cold = engine.generate(prompt, max_tokens=16)
+        again = engine.generate(prompt, max_tokens=16)      # again.num_cached_tokens > 0, again.ttft_s is small
+
+A process of its own because a demo wants several engines after each other, each with empty memory, and because an engine that
+is killed must not take the caller along. Used from one thread. Leaves out on purpose: streams, and callers beside each other; for
+that there is `kvhold.lab.engines.openai_server`.
+"""
+
+import sys
+import time
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import msgspec
+
+from kvhold.lab.engines.messages import (
+    EngineOptions,
+    Generate,
+    Generated,
+    GeneratedMany,
+    GenerateMany,
+    Operation,
+    Ready,
+    Refused,
+    Reply,
+    Reset,
+    ResetPrefixCache,
+    Stop,
+    Stopped,
+)
+from kvhold.lab.engines.models import ModelInfo
+from kvhold.lab.engines.process import EngineFailed, LoggedProcess
+
+_R = TypeVar("_R", Ready, Generated, GeneratedMany, Reset, Stopped)
+_decoder: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
+
+
+def is_vllm_available() -> bool:
+    """Whether vLLM is installed. Does not load it."""
+    spec = find_spec("vllm")
+    return spec is not None and spec.origin is not None  # a mere folder of that name on the path has no origin
+
+
+def options_for(model: ModelInfo, *, max_model_len: int, **others: Any) -> EngineOptions:
+    """Options with KV memory for two sequences of `max_model_len` tokens, so that one can stay cached beside the running one.
+
+    others: any other field of `EngineOptions`.
+    """
+    kv_cache_bytes = others.pop("kv_cache_bytes", 2 * max_model_len * model.kv_bytes_per_token)
+    return EngineOptions(model_path=str(model.path), max_model_len=max_model_len, kv_cache_bytes=kv_cache_bytes, **others)
+
+
+class Engine:
+    """One engine. `with` starts it and stops it; `start`, `stop` and `kill` do so by hand.
+
+    log_path: where the engine's output goes; by default a file that goes away with this object.
+    environment: variables for the child besides those of this process.
+    """
+
+    def __init__(self, options: EngineOptions, *, log_path: Path | None = None, environment: Mapping[str, str] | None = None) -> None:
+        self.options = options
+        self.start_s: float | None = None  # from spawning to ready, imports and warm-up included
+        self.ready: Ready | None = None
+        self._log_path = log_path
+        self._environment = environment or {}
+        self._process: LoggedProcess | None = None
+
+    @property
+    def pid(self) -> int:
+        """The child's process id."""
+        return self._child().pid
+
+    def start(self, timeout_s: float = 240.0) -> Self:
+        """Spawn the engine and wait until it is ready. Raises EngineFailed, with no process left behind."""
+        if self._process is not None:
+            raise EngineFailed(f"the engine (pid {self._process.pid}) was started already")
+        began = time.monotonic()
+        argv = [sys.executable, "-m", "kvhold.lab.engines.engine"]
+        self._process = LoggedProcess("the engine", argv, log_path=self._log_path, environment=self._environment, pipes=True)
+        try:
+            self.ready = self._ask(self.options, Ready, timeout_s)
+        except BaseException:
+            self.kill()
+            raise
+        self.start_s = time.monotonic() - began
+        return self
+
+    def generate(
+        self,
+        prompt_token_ids: list[int],
+        *,
+        max_tokens: int,
+        rules: Mapping[str, Any] | None = None,
+        first_logprobs: bool = False,
+        timeout_s: float = 600.0,
+    ) -> Generated:
+        """Greedy output of one prompt. rules: what it says to kvhold (vLLM only). Raises EngineFailed."""
+        request = Generate(prompt_token_ids=prompt_token_ids, max_tokens=max_tokens, rules=dict(rules or {}), first_logprobs=first_logprobs)
+        return self._ask(request, Generated, timeout_s)
+
+    def generate_many(
+        self, prompts: list[list[int]], *, max_tokens: int, rules: Mapping[str, Any] | None = None, timeout_s: float = 600.0
+    ) -> GeneratedMany:
+        """Greedy outputs of several prompts at once. Raises EngineFailed."""
+        return self._ask(GenerateMany(prompts=prompts, max_tokens=max_tokens, rules=dict(rules or {})), GeneratedMany, timeout_s)
+
+    def reset_prefix_cache(self, timeout_s: float = 60.0) -> bool:
+        """Make the engine forget its own cached KV; false if it could not. Raises EngineFailed."""
+        return self._ask(ResetPrefixCache(), Reset, timeout_s).done
+
+    def stop(self, timeout_s: float = 60.0) -> None:
+        """Shut down in order, and kill after `timeout_s`. Does nothing to an engine that has ended or was never started."""
+        try:
+            if self._process is not None and self._process.is_alive:
+                self._ask(Stop(), Stopped, timeout_s)
+                self._process.wait(timeout_s)
+        except EngineFailed:
+            pass  # it is killed instead
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """End the engine's process at once, as a crash would; it may have ended before."""
+        if self._process is not None:
+            self._process.kill()
+
+    def log_tail(self) -> str:
+        """The end of what the engine has printed."""
+        return self._process.log_tail() if self._process is not None else ""
+
+    def __enter__(self) -> Self:
+        return self.start() if self._process is None else self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.stop()
+
+    def _child(self) -> LoggedProcess:
+        if self._process is None:
+            raise EngineFailed("the engine was not started")
+        return self._process
+
+    def _ask(self, operation: Operation, kind: type[_R], timeout_s: float) -> _R:
+        """Send one operation and wait for its reply, which must be a `kind`."""
+        process, doing = self._child(), str(operation.__struct_config__.tag)
+        line = process.ask(msgspec.json.encode(operation), doing, timeout_s)
+        try:
+            reply = _decoder.decode(line)
+        except msgspec.DecodeError as error:
+            raise process.failure(doing, f"answered with what is no reply: {error}") from error
+        if isinstance(reply, Refused):
+            raise process.failure(doing, f"refused: {reply.reason}")
+        if not isinstance(reply, kind):
+            raise process.failure(doing, f"answered {reply}")
+        return reply
+
+
+if __name__ == "__main__":
+    from kvhold.lab.engines.engine_child import main
+
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""The child's side of `kvhold.lab.engines.engine`: lines of JSON in, an engine's driver called, lines of JSON out.
+
+Started by `python -m kvhold.lab.engines.engine`. One thread, one operation at a time. The pipes to the parent are moved to
+descriptors of their own first, and the usual ones are pointed at the log and at nothing: an engine and its libraries may print
+and read what they like, and what they start in turn inherits neither pipe. When the parent is gone, the input ends and so
+does the engine.
+"""
+
+import faulthandler
+import logging
+import os
+import signal
+import sys
+from typing import BinaryIO, Protocol
+
+import msgspec
+
+from kvhold.lab.engines.messages import (
+    EngineOptions,
+    Generate,
+    Generated,
+    GeneratedMany,
+    GenerateMany,
+    Operation,
+    Ready,
+    Refused,
+    Reply,
+    Reset,
+    ResetPrefixCache,
+    Stop,
+    Stopped,
+)
+
+_log = logging.getLogger(__name__)
+
+
+class Driver(Protocol):
+    """One started engine. Made by the driver's `start(options)`."""
+
+    def ready(self) -> Ready:
+        """Warm up, and say what was started."""
+
+    def generate(self, request: Generate) -> Generated:
+        """Run one prompt alone and wait until the engine has nothing left to do, saves of its connector included."""
+
+    def generate_many(self, request: GenerateMany) -> GeneratedMany:
+        """Run several prompts together."""
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget the engine's own cached KV; false if it could not."""
+
+    def close(self) -> None:
+        """Shut the engine down."""
+
+
+def main() -> int:
+    operations, replies = take_pipes()
+    faulthandler.register(signal.SIGUSR1)  # where each thread is, for a parent that has waited too long
+    lines = msgspec.json.Decoder(Operation)
+    driver: Driver | None = None
+    for line in operations:
+        try:
+            operation = lines.decode(line)
+            if isinstance(operation, EngineOptions):
+                driver = _start(operation)
+                reply: Reply = driver.ready()
+            elif driver is None:
+                reply = Refused(reason="the first operation must be start")
+            else:
+                reply = _run(driver, operation)
+        except Exception as error:  # noqa: BLE001 - the edge of this process: the parent gets the reason, the log gets all of it
+            _log.exception("operation failed")
+            reply = Refused(reason=f"{type(error).__name__}: {error}")
+        replies.write(msgspec.json.encode(reply) + b"\n")
+        replies.flush()
+        if isinstance(reply, Stopped) or driver is None:
+            return 0 if driver is not None else 1
+    if driver is not None:
+        driver.close()
+    return 0
+
+
+def _start(options: EngineOptions) -> Driver:
+    if options.driver == "vllm":
+        from kvhold.lab.engines.vllm_engine import VllmDriver
+
+        return VllmDriver(options)
+    from kvhold.lab.engines.transformers_engine import TransformersDriver
+
+    return TransformersDriver(options)
+
+
+def _run(driver: Driver, operation: Operation) -> Reply:
+    match operation:
+        case Generate():
+            return driver.generate(operation)
+        case GenerateMany():
+            return driver.generate_many(operation)
+        case ResetPrefixCache():
+            return Reset(done=driver.reset_prefix_cache())
+        case Stop():
+            driver.close()
+            return Stopped()
+        case EngineOptions():
+            return Refused(reason="started already")
+
+
+def take_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """Standard input and output as files of our own; the standard descriptors read nothing and write to the log from here on."""
+    operations, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    return operations, replies

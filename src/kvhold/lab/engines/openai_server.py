@@ -1,0 +1,237 @@
+"""vLLM's OpenAI-compatible server in child processes, on a free port of the loopback interface.
+
+    with OpenAIServer(options_for(model, max_model_len=8_192)) as server:
+        completion = server.complete(prompt_token_ids, max_tokens=16)
+        server.metric("vllm:external_prefix_cache_hits_total")
+
+It is two processes, the HTTP front and the engine's core. Calls may come from several threads at once; each opens a connection
+of its own. Leaves out on purpose: chat, sampling and everything else that a user's own client does better.
+"""
+
+import http.client
+import json
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from kvhold.lab.engines.messages import EngineOptions
+from kvhold.lab.engines.process import EngineFailed, LoggedProcess
+from kvhold.lab.engines.stepped import environment_for
+from kvhold.lab.engines.vllm_engine import BATCHED_TOKENS
+
+_HOST = "127.0.0.1"
+_POLL_S = 0.2
+_MODEL_NAME = "demo"
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One streamed answer, timed by the client: HTTP, tokenising and streaming are in it."""
+
+    ttft_s: float
+    total_s: float
+    text: str
+    token_ids: list[int]
+    num_cached_tokens: int  # prompt tokens not computed, by vLLM's own account
+
+
+class OpenAIServer:
+    """One server. `with` starts it and stops it; `start`, `stop` and `kill` do so by hand.
+
+    log_path: where its output goes; by default a file that goes away with this object.
+    environment: variables for its processes besides those of this one.
+    engines: how many share the requests (vLLM's data parallel).
+    """
+
+    def __init__(
+        self, options: EngineOptions, *, log_path: Path | None = None, environment: Mapping[str, str] | None = None, engines: int = 1
+    ) -> None:
+        self.options = options
+        self._engines = engines
+        self.start_s: float | None = None  # from spawning to healthy
+        self._log_path = log_path
+        self._environment = {**environment_for(options.num_threads), **(environment or {})}
+        self._process: LoggedProcess | None = None
+        self._port = 0
+
+    @property
+    def base_url(self) -> str:
+        """What OpenAI clients call `base_url`."""
+        return f"http://{_HOST}:{self._port}/v1"
+
+    @property
+    def pid(self) -> int:
+        """The HTTP front's process id."""
+        return self._child().pid
+
+    def start(self, timeout_s: float = 300.0) -> Self:
+        """Spawn the server and wait until it is healthy. Raises EngineFailed, with no process left behind."""
+        if self._process is not None:
+            raise EngineFailed(f"the server (pid {self._process.pid}) was started already")
+        began = time.monotonic()
+        self._port = _free_port()
+        argv = _arguments(self.options, self._port, self._engines)
+        self._process = LoggedProcess("vLLM's server", argv, log_path=self._log_path, environment=self._environment)
+        try:
+            self._wait_until_healthy(began + timeout_s)
+        except BaseException:
+            self.kill()
+            raise
+        self.start_s = time.monotonic() - began
+        return self
+
+    def complete(self, prompt: str | list[int], *, max_tokens: int, engine: int | None = None, timeout_s: float = 600.0) -> Completion:
+        """Greedy output of one prompt, text or token ids, streamed, from one of several engines if that is said. Raises EngineFailed."""
+        request = {
+            "model": _MODEL_NAME,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        began = time.perf_counter()
+        ttft_s: float | None = None
+        text, token_ids, num_cached_tokens = "", list[int](), 0
+        headers = {} if engine is None else {"X-data-parallel-rank": str(engine)}
+        with self._response("POST", "/v1/completions", timeout_s, request, headers) as response:
+            for event in _events(response):
+                if "error" in event:
+                    raise self._child().failure("completion", f"answered {event['error']}")
+                for choice in event["choices"]:
+                    text += choice["text"]
+                    token_ids += choice["token_ids"] or []
+                    if ttft_s is None and token_ids:
+                        ttft_s = time.perf_counter() - began
+                if (details := (event.get("usage") or {}).get("prompt_tokens_details")) is not None:
+                    num_cached_tokens = details["cached_tokens"] or 0
+        total_s = time.perf_counter() - began
+        if ttft_s is None:
+            raise self._child().failure("completion", "answered without a token")
+        return Completion(ttft_s=ttft_s, total_s=total_s, text=text, token_ids=token_ids, num_cached_tokens=num_cached_tokens)
+
+    def metrics(self, timeout_s: float = 30.0) -> dict[str, float]:
+        """What /metrics says now: each sample by its name with its labels, as `vllm:num_requests_running{engine="0",...}`."""
+        with self._response("GET", "/metrics", timeout_s) as response:
+            lines = response.read().decode().splitlines()
+        samples = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
+        return {name: float(value) for name, value in samples}
+
+    def metric(self, name: str) -> float:
+        """The sum of one metric's samples over all their labels; 0 if it has none."""
+        return sum(value for sample, value in self.metrics().items() if sample.split("{", 1)[0] == name)
+
+    def stop(self, timeout_s: float = 60.0) -> None:
+        """Shut down in order, and kill after `timeout_s`. Does nothing to a server that has ended or was never started."""
+        if self._process is not None and self._process.is_alive:
+            self._process.terminate()
+            self._process.wait(timeout_s)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the server's processes at once, as a crash would."""
+        if self._process is not None:
+            self._process.kill()
+
+    def log_tail(self) -> str:
+        """The end of what the server has printed."""
+        return self._process.log_tail() if self._process is not None else ""
+
+    def __enter__(self) -> Self:
+        return self.start() if self._process is None else self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.stop()
+
+    def _child(self) -> LoggedProcess:
+        if self._process is None:
+            raise EngineFailed("the server was not started")
+        return self._process
+
+    def _wait_until_healthy(self, deadline: float) -> None:
+        process = self._child()
+        while not self._is_healthy():
+            if process.wait(_POLL_S):
+                raise process.failure("start")
+            if time.monotonic() > deadline:
+                raise process.failure("start", "was not healthy in time and is killed")
+
+    def _is_healthy(self) -> bool:
+        connection = http.client.HTTPConnection(_HOST, self._port, timeout=5.0)
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == http.HTTPStatus.OK
+        except OSError:
+            return False  # not listening yet
+        finally:
+            connection.close()
+
+    @contextmanager
+    def _response(
+        self,
+        method: str,
+        path: str,
+        timeout_s: float,
+        body: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Iterator[http.client.HTTPResponse]:
+        connection = http.client.HTTPConnection(_HOST, self._port, timeout=timeout_s)
+        try:
+            payload = None if body is None else msgspec.json.encode(body)
+            connection.request(method, path, body=payload, headers={"Content-Type": "application/json", **(headers or {})})
+            response = connection.getresponse()
+            if response.status != http.HTTPStatus.OK:
+                raise self._child().failure(path, f"answered {response.status}: {response.read(1_000).decode(errors='replace')}")
+            yield response
+        except (OSError, http.client.HTTPException) as error:
+            raise self._child().failure(path, f"broke the connection: {error!r}") from error
+        finally:
+            connection.close()
+
+
+def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a stream of server-sent events, as they arrive."""
+    for line in iter(response.readline, b""):
+        data = line.removeprefix(b"data:").strip()
+        if line.startswith(b"data:") and data != b"[DONE]":
+            yield json.loads(data)
+
+
+def _arguments(options: EngineOptions, port: int, engines: int) -> list[str]:
+    arguments: dict[str, Any] = {
+        "model": options.model_path,
+        "served-model-name": _MODEL_NAME,
+        "host": _HOST,
+        "port": port,
+        "dtype": "float32",
+        "max-model-len": options.max_model_len,
+        "kv-cache-memory-bytes": options.kv_cache_bytes,
+        "max-num-batched-tokens": options.max_num_batched_tokens or BATCHED_TOKENS,
+    }
+    if engines > 1:
+        arguments["data-parallel-size"] = engines
+    if options.block_size is not None:
+        arguments["block-size"] = options.block_size
+    if options.kv_transfer_config is not None:
+        arguments["kv-transfer-config"] = json.dumps(options.kv_transfer_config)
+    flags = ["--enforce-eager", "--enable-prompt-tokens-details"]
+    flags.append("--enable-prefix-caching" if options.prefix_caching else "--no-enable-prefix-caching")
+    pairs = [text for name, value in arguments.items() for text in (f"--{name}", str(value))]
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *pairs, *flags]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((_HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port

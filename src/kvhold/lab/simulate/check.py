@@ -1,0 +1,26 @@
+"""The simulation beside a real cache in this process that serves the same requests."""
+
+from kvhold.kernels.numba_eviction import replay
+from kvhold.lab.simulate.report import Checked
+from kvhold.sizing.replay import POLICIES as SERVED
+from kvhold.sizing.replay import as_lower, serve
+from kvhold.sizing.simulation import Setup
+from kvhold.sizing.trace import Cut
+
+__all__ = ["SERVED", "serve_too"]
+
+
+def serve_too(cut: Cut, num_tokens: int, setup: Setup) -> Checked:
+    """Both hit rates. The tier below is rounded up, for both, to what an arena of one-page chunks can be."""
+    ram, disk = setup.ram_chunks(cut.tokens_per_chunk), as_lower(setup.disk_chunks(cut.tokens_per_chunk))
+    simulated = replay(cut.chunks, cut.starts, cut.parents, policy=setup.policy, capacity=ram, lower_capacity=disk).found
+    served = serve(cut, policy=setup.policy, ram_chunks=ram, lower_chunks=disk)
+    simulated_rate, served_rate = (int(found.sum()) * cut.tokens_per_chunk / max(1, num_tokens) for found in (simulated, served))
+    return Checked(
+        policy=setup.policy,
+        ram_bytes=setup.ram_bytes,
+        disk_bytes=int(disk * cut.tokens_per_chunk * setup.token_bytes / setup.ratio),
+        simulated=simulated_rate,
+        served=served_rate,
+        same=bool((simulated == served).all()),
+    )
