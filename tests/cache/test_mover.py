@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvhold.cache import LocalCache
+from kvhold.cache import LocalCache, mover
 from kvhold.cache.landing import Landing
 from kvhold.core.errors import TierFull, TierUnavailable
 from kvhold.core.keys import make_key
@@ -418,6 +418,27 @@ class TestWrites:
             store(cache, a_prompt(SPACE, 32, seed=1))
             assert cache.flush()
             assert sorted(place.values) == sorted(keys_of(32, seed=1))
+
+
+class LateThread(threading.Thread):
+    """One that the machine begins to run when the test says so."""
+
+    begins = threading.Event()
+
+    def run(self) -> None:
+        assert self.begins.wait(PATIENT_S)
+        super().run()
+
+
+def test_what_is_stored_before_the_mover_s_thread_has_begun_is_written_too(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mover.threading, "Thread", LateThread)
+    LateThread.begins.clear()
+    with a_cache_over(place.url()) as cache:
+        monkeypatch.undo()
+        store(cache, a_prompt(SPACE, 64))
+        LateThread.begins.set()
+        assert cache.flush()
+        assert place.values.keys() == set(keys_of(64))
 
 
 class TestClears:

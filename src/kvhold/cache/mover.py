@@ -118,6 +118,7 @@ class Mover:
         self._recoder = Recoder(stack, keyrings, metrics, self._encoding, tell=self._tell_recoded, now=self._ram.now)
         self._recodings: dict[int, asyncio.Task[Any]] = {}
         self._loop = asyncio.new_event_loop()
+        self._loop.call_soon(self._begin)  # before any order: `submit` may well be called before the thread runs
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvhold-mover", daemon=True)
         self._thread.start()
@@ -151,7 +152,6 @@ class Mover:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.call_soon(self._begin)
         self._loop.run_forever()
         self._loop.close()
 
