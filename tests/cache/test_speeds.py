@@ -87,7 +87,8 @@ def test_of_a_tier_that_was_hardly_ever_read_what_is_late_may_take_far_longer() 
     now_s = read(speed, MB, 0.0, call_s=0.3, byte_s=0.0) + 1
     speed.ordered(2 * MB, now_s)
     assert speed.left_s(speed.ordered_bytes, now_s + 0.4) == pytest.approx(0.1 * 0.75), "not late yet"
-    assert speed.left_s(speed.ordered_bytes, now_s + 0.5) == pytest.approx(8 * 0.5)
+    assert speed.left_s(speed.ordered_bytes, now_s + 0.5) == pytest.approx(2 * 0.3), "if it was the bytes that took so long"
+    assert speed.left_s(speed.ordered_bytes, now_s + 1.0) == pytest.approx(8 * 1.0), "that is late, too"
 
 
 def test_reads_of_one_size_say_little_of_how_long_a_far_larger_one_takes() -> None:
@@ -99,7 +100,8 @@ def test_reads_of_one_size_say_little_of_how_long_a_far_larger_one_takes() -> No
     speed.ended(MB, now_s + 0.5)
     speed.ordered(8 * MB, now_s + 1)
     assert speed.left_s(speed.ordered_bytes, now_s + 1.4) == pytest.approx(0.1 * 0.75, rel=0.01), "not late yet"
-    assert speed.left_s(speed.ordered_bytes, now_s + 1.5) == pytest.approx(8 * 0.5)
+    assert speed.left_s(speed.ordered_bytes, now_s + 1.46) == pytest.approx(8 * 0.3, rel=0.01), "if it was the bytes that took so long"
+    assert speed.left_s(speed.ordered_bytes, now_s + 1 + 1.6 * 2.4) == pytest.approx(8 * 1.6 * 2.4), "that is late, too"
     speed.ended(8 * MB, now_s + 2.4)
     speed.ordered(8 * MB, now_s + 3)
     assert speed.left_s(speed.ordered_bytes, now_s + 6) == pytest.approx(3), "sizes differ now"

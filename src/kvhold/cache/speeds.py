@@ -19,7 +19,7 @@ _TOGETHER_S = 0.001  # what ends within so long came in one call
 _GROWTH = 8  # of what was seen to come at once, the most that is ordered at once
 _LATE = 1.5  # times as long as was thought: no longer a matter of chance
 _ALIKE = 2  # reads whose sizes are no further apart are of one size
-_DOUBT = 8  # times as long again: nobody waits for a tier that is hardly known longer than an eighth of what computing takes
+_DOUBT = 8  # times as long again: nobody waits for what nobody knows longer than an eighth of what computing takes
 _FEW = 3  # reads that tell nothing yet but how long they took
 _STALE_S = 30.0
 _STALE_READS = 20.0  # so many times as long as the last read took: trying a slow tier anew takes no more than a twentieth of its time
@@ -100,8 +100,9 @@ class TierSpeed:
     def left_s(self, until_bytes: int, now_s: float, *, more_bytes: int = 0) -> float:
         """Seconds until of all that was ordered `until_bytes` will have come, and then `more_bytes` that are not ordered yet.
 
-        Where nothing has come for far longer than was thought: as long again as that has lasted by now; eight times as long while a tier
-        is hardly known, or so much was never read of it.
+        Where nothing has come for far longer than was thought: as long again as that has lasted by now; while a tier is hardly known, or
+        so much was never read of it, eight times as long; but until that is late, too, no longer than if what its reads took had all been
+        due to their bytes.
         """
         left = until_bytes - self.ended_bytes
         if left <= 0:
@@ -113,7 +114,11 @@ class TierSpeed:
         byte_s = self._byte_s(*costs)
         thought_s = (costs[0] if self._piece is not None and not self._piece.nbytes else 0.0) + left * byte_s
         if silent_s > _LATE * thought_s:
-            return (_DOUBT if self._is_new or self._is_far_beyond(left) else 1) * silent_s + more_bytes * byte_s
+            again_s = silent_s
+            if self._is_new or self._is_far_beyond(left):
+                at_worst_s = left * (costs[0] / self._estimate.most(1) + costs[1])
+                again_s = _DOUBT * silent_s if silent_s > _LATE * at_worst_s else min(_DOUBT * silent_s, at_worst_s)
+            return again_s + more_bytes * byte_s
         return max(thought_s - silent_s, thought_s / 4) + more_bytes * byte_s
 
     @property
