@@ -214,6 +214,25 @@ def test_a_tier_that_turns_out_to_be_slow_is_not_waited_for_to_the_end():
     world.state.gone("a")
 
 
+@pytest.mark.parametrize(("compute_s", "loads"), [(2.0, True), (0.6, False)])
+def test_where_only_single_chunks_were_read_all_is_waited_for_if_it_comes_in_time_at_their_pace(compute_s: float, loads: bool):
+    world = World(chunk_s=0.1)
+    for seed in range(100, 106):
+        world.ask(SIZE, seed=seed)
+        assert world.work_off() == [1]
+        world.now += 1
+    world.state.gone("a")
+    found = world.ask(work=Work("long", 16, 0, 64, 0.0, compute_s / 16, 0.0, 0.0, 0.0))
+    world.answer_probes(world.orders())
+    [order] = world.orders()
+    assert len(order.arrivals) == 8
+    world.now += 0.55  # they come side by side
+    assert world.state.refresh(found.ticket).arriving == loads, "0.8 s, if it was the bytes that took so long"
+    assert world.read([order]) == 8
+    assert world.state.refresh(found.ticket).num_tokens == (16 if loads else 0)
+    world.state.gone("a")
+
+
 def test_what_others_read_does_not_keep_one_waiting_for_a_read_that_hangs():
     world = World()
     world.learn()

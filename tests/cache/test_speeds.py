@@ -100,7 +100,9 @@ def test_reads_of_one_size_say_little_of_how_long_a_far_larger_one_takes() -> No
     speed.ended(MB, now_s + 0.5)
     speed.ordered(8 * MB, now_s + 1)
     assert speed.left_s(speed.ordered_bytes, now_s + 1.4) == pytest.approx(0.1 * 0.75, rel=0.01), "not late yet"
-    assert speed.left_s(speed.ordered_bytes, now_s + 1.46) == pytest.approx(8 * 0.3, rel=0.01), "if it was the bytes that took so long"
+    assert speed.left_s(speed.ordered_bytes, now_s + 1.46) == pytest.approx(8 * 0.3, rel=0.01)
+    assert speed.left_s(speed.ordered_bytes, now_s + 1.7) == pytest.approx(8 * 0.3, rel=0.01), "if it was the bytes that took so long"
+    assert speed.left_s(speed.ordered_bytes, now_s + 1.7, more_bytes=8 * MB) == pytest.approx(16 * 0.3, rel=0.01), "and of the rest, too"
     assert speed.left_s(speed.ordered_bytes, now_s + 1 + 1.6 * 2.4) == pytest.approx(8 * 1.6 * 2.4), "that is late, too"
     speed.ended(8 * MB, now_s + 2.4)
     speed.ordered(8 * MB, now_s + 3)

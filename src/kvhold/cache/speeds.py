@@ -100,9 +100,9 @@ class TierSpeed:
     def left_s(self, until_bytes: int, now_s: float, *, more_bytes: int = 0) -> float:
         """Seconds until of all that was ordered `until_bytes` will have come, and then `more_bytes` that are not ordered yet.
 
-        Where nothing has come for far longer than was thought: as long again as that has lasted by now; while a tier is hardly known, or
-        so much was never read of it, eight times as long; but until that is late, too, no longer than if what its reads took had all been
-        due to their bytes.
+        Where nothing has come for far longer than was thought: as long again as that has lasted by now. While a tier is hardly known, or
+        so much was never read of it: eight times as long, but no longer than if what its reads took was all due to their bytes, unless
+        that would be late, too.
         """
         left = until_bytes - self.ended_bytes
         if left <= 0:
@@ -114,11 +114,12 @@ class TierSpeed:
         byte_s = self._byte_s(*costs)
         thought_s = (costs[0] if self._piece is not None and not self._piece.nbytes else 0.0) + left * byte_s
         if silent_s > _LATE * thought_s:
-            again_s = silent_s
-            if self._is_new or self._is_far_beyond(left):
-                at_worst_s = left * (costs[0] / self._estimate.most(1) + costs[1])
-                again_s = _DOUBT * silent_s if silent_s > _LATE * at_worst_s else min(_DOUBT * silent_s, at_worst_s)
-            return again_s + more_bytes * byte_s
+            if not self._is_new and not self._is_far_beyond(left):
+                return silent_s + more_bytes * byte_s
+            doubted_s = _DOUBT * silent_s + more_bytes * byte_s
+            slowest_byte_s = costs[0] / self._estimate.most(1) + costs[1]
+            is_slower = silent_s > _LATE * left * slowest_byte_s
+            return doubted_s if is_slower else min(doubted_s, (left + more_bytes) * slowest_byte_s)
         return max(thought_s - silent_s, thought_s / 4) + more_bytes * byte_s
 
     @property
