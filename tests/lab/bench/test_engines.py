@@ -3,10 +3,15 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
-from kvhold.lab.bench.engines import alike
+from kvhold.lab.bench.engines import alike, flush_engines
+from kvhold.testing.cache import a_prompt, fill
+from tests.node.nodes import SPACE, RunningNode
 
 # What a large batch of an engine does: 64 MiB are allocated, written and given back, three times; then the page faults of the last time.
 ALLOCATES = """
@@ -39,3 +44,33 @@ def test_afterwards_all_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     with alike():
         assert os.environ["MALLOC_MMAP_MAX_"] == "0"
     assert dict(os.environ) == before
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[RunningNode]:
+    node = RunningNode(tmp_path / "node.sock")
+    yield node
+    node.close()
+
+
+@pytest.mark.server
+def test_what_an_engine_still_stores_is_waited_for(node: RunningNode) -> None:
+    engine, asker, prompt = node.client(), node.client(), a_prompt(SPACE, 64)
+    engine.register(SPACE)
+    with ThreadPoolExecutor(1) as pool:
+        with engine.reserve(SPACE.layout, prompt.chunks()) as room:
+            flushed = pool.submit(flush_engines, asker, patience_s=60.0)
+            fill(room, SPACE.layout, prompt.chunks(), 0)
+            with pytest.raises(TimeoutError):
+                flushed.result(0.3)
+            room.commit()
+        flushed.result(60)
+    assert asker.status()["chunks"] == 4
+
+
+@pytest.mark.server
+def test_not_for_ever(node: RunningNode) -> None:
+    engine = node.client()
+    engine.register(SPACE)
+    with engine.reserve(SPACE.layout, a_prompt(SPACE, 64).chunks()), pytest.raises(TimeoutError, match=r"within 0\.2 s"):
+        flush_engines(node.client(), patience_s=0.2)

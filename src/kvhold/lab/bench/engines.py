@@ -27,6 +27,7 @@ ROOM_TOKENS = 128  # beside a prompt and its output
 PATIENT = ClientConfig(connect_timeout_s=60.0, call_timeout_s=60.0)  # no measurement is lost because a node was asked in a busy moment
 
 _NODE_OUTLIVES_ENGINES_S = 600.0
+_MOMENT_S = 0.05  # between the end of a pass and its first call for memory far less goes by
 _ADDR_NO_RANDOMIZE = 0x0040000  # of Linux's personality(2)
 _ASK_PERSONALITY = 0xFFFFFFFF
 _KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}  # glibc's: no block is mapped by itself, none goes back
@@ -116,3 +117,20 @@ def node_pid(socket: Path) -> int:
     """Of the node there."""
     with NodeClient(socket, PATIENT, name="kvhold bench") as client:
         return int(client.status()["pid"])
+
+
+def flush_engines(client: NodeClient, *, patience_s: float) -> None:
+    """Until all is stored and written that the engines of a node, which are idle, have computed.
+
+    What an engine's last pass completed it copies beside whatever comes next, and says to nobody when it has: so the node is asked until
+    nothing changes there. Raises TimeoutError.
+    """
+    until = time.monotonic() + patience_s
+    before: Mapping[str, Any] | None = None
+    while (left_s := until - time.monotonic()) > 0 and client.flush(deadline_s=left_s):
+        status = client.status()
+        if status["counters"] == before and not any(status["held"].values()):
+            return
+        before = status["counters"]
+        time.sleep(_MOMENT_S)
+    raise TimeoutError(f"the node did not write all it held within {patience_s:g} s")

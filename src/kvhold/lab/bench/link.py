@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from kvhold.core.config import ClientConfig
-from kvhold.lab.bench.engines import alike
+from kvhold.lab.bench.engines import alike, flush_engines
 from kvhold.lab.bench.throttle import Throttle
 from kvhold.lab.engines.engine import Engine, options_for
 from kvhold.lab.engines.messages import Generated
@@ -111,8 +111,7 @@ def _kl(computed: list[float], loaded: list[float]) -> float:
 def _flushed_ratio(socket: Path) -> float:
     """Of what was written, once all is."""
     with NodeClient(socket, ClientConfig(call_timeout_s=_PATIENT_S), name="kvhold bench link") as client:
-        if not client.flush(deadline_s=_PATIENT_S):
-            raise TimeoutError("the node did not write all it held in time")
+        flush_engines(client, patience_s=_PATIENT_S)
         counters = client.status()["tier_counters"]
     plain, framed = (
         sum(value for name, value in counters.items() if name.startswith(f"kvhold_encoded_{kind}{{")) for kind in ("plain_bytes", "bytes")

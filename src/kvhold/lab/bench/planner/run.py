@@ -19,7 +19,7 @@ from kvhold.core.config import ClientConfig
 from kvhold.core.errors import KVHoldError
 from kvhold.core.keys import Namespace, Prompt
 from kvhold.core.layout import Group, Layout
-from kvhold.lab.bench.engines import alike
+from kvhold.lab.bench.engines import alike, flush_engines
 from kvhold.lab.bench.planner.sample import CHUNK, MOST_CHUNKS
 from kvhold.lab.bench.throttle import Throttle
 from kvhold.lab.engines.engine import Engine, options_for
@@ -62,15 +62,11 @@ class _System:
 
     def forget(self) -> None:
         """Until all that was stored is written, and nothing of it is in memory."""
-        self._flush()
+        flush_engines(self.client, patience_s=_PATIENT_S)
         self.others.reverse()
         with self.client.reserve(self.others[0].namespace.layout, self.others[0].chunks()) as room:
             room.commit()
-        self._flush()
-
-    def _flush(self) -> None:
-        if not self.client.flush(deadline_s=_PATIENT_S):
-            raise TimeoutError("the node did not write all it held in time")
+        flush_engines(self.client, patience_s=_PATIENT_S)
 
 
 def break_even_bytes_s(model: ModelInfo, prompts: Sequence[list[int]], *, num_threads: int) -> float:
