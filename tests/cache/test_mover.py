@@ -435,8 +435,10 @@ def test_what_is_stored_before_the_mover_s_thread_has_begun_is_written_too(place
     LateThread.begins.clear()
     with a_cache_over(place.url()) as cache:
         monkeypatch.undo()
-        store(cache, a_prompt(SPACE, 64))
-        LateThread.begins.set()
+        try:
+            store(cache, a_prompt(SPACE, 64))
+        finally:
+            LateThread.begins.set()
         assert cache.flush()
         assert place.values.keys() == set(keys_of(64))
 

@@ -132,5 +132,5 @@ def flush_engines(client: NodeClient, *, patience_s: float) -> None:
         if status["counters"] == before and not any(status["held"].values()):
             return
         before = status["counters"]
-        time.sleep(_MOMENT_S)
+        time.sleep(_MOMENT_S)  # engines tell nobody
     raise TimeoutError(f"the node did not write all it held within {patience_s:g} s")
