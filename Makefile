@@ -16,8 +16,8 @@ help: ## show this list
 setup: ## make the environment in VENV (.venv), a CPU build of vLLM included; a few minutes, then under a second
 	@$(PYTHON) tools/setup_env.py --venv '$(VENV)'
 
-servers: ## the real servers that tests of tiers start (Redis, memcached): installed where it may, else named
-	@$(PYTHON) tools/servers.py
+servers: setup ## the real servers that tests of tiers start (Redis, memcached): installed where it may, else named
+	@$(BIN)/python -m kvhold.testing.servers.programs
 
 demo: setup ## see what a held KV cache saves, on this machine
 	@$(BIN)/kvhold demo

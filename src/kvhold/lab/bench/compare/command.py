@@ -23,6 +23,7 @@ from kvhold.lab.bench.engines import PEER_SPEC
 from kvhold.lab.bench.ratios import render_goals
 from kvhold.lab.engines.engine import is_vllm_available
 from kvhold.lab.engines.models import SIZES, ModelInfo, make_model
+from kvhold.testing.servers.programs import VERBS, provide
 
 
 @click.command()
@@ -60,9 +61,10 @@ def command(
 ) -> None:
     """kvhold in a real vLLM beside vLLM without it, its prefix cache, its own offloading, and LMCache 0.5.6, by tier and working set.
 
-    TTFT and throughput by how much of a prompt was seen before. LMCache gets an environment of its own, made the first time (2 GB). A
-    system that cannot run is shown with its error. Exits with 1 if kvhold failed, answered otherwise than an engine that computes
-    everything, or reused nothing. Times do not decide that: the goals' verdicts are printed. Ctrl-C shows what there is.
+    TTFT and throughput by how much of a prompt was seen before. LMCache gets an environment of its own, made the first time (2 GB); root
+    on Debian or Ubuntu gets missing packages (redis-server, libibverbs1), unless KVHOLD_SETUP_SERVERS=0. A system that cannot run is
+    shown with its error. Exits with 1 if kvhold failed, answered otherwise than an engine that computes everything, or reused nothing.
+    Times do not decide that: the goals' verdicts are printed. Ctrl-C shows what there is.
     """
     if not is_vllm_available():
         raise click.ClickException("vLLM is not installed here: this command measures a real one")
@@ -72,6 +74,7 @@ def command(
     model, threads = make_model(model_size), threads or len(os.sched_getaffinity(0))
     shape = f"{model.num_parameters / 1e6:.0f}M parameters, vLLM on {threads} CPU thread{'s' * (threads > 1)}"
     click.echo(f"{platform.machine()}, Python {platform.python_version()}, load {os.getloadavg()[0]:.1f}; {shape}")
+    provide([VERBS, *(["redis-server"] if "redis" in tiers else [])], click.echo)
     tokens = tokens or _fitting_tokens(model, tiers, workloads, rounds=rounds, threads=threads)
     click.echo(f"LMCache {LMCACHE} in {lmcache_env or environment_folder()} ...")
     try:

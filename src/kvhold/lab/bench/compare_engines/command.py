@@ -11,10 +11,11 @@ from pathlib import Path
 import click
 
 from kvhold.lab.bench.compare_engines.lmcache_env import LMCACHE, NoLMCache, environment_folder, lmcache_python
-from kvhold.lab.bench.compare_engines.rows import NO_TIER, Measured, goals, make_rows, render
+from kvhold.lab.bench.compare_engines.rows import NO_TIER, REDIS, Measured, goals, make_rows, render
 from kvhold.lab.bench.compare_engines.run import TIERS, Work, measure, measure_imports
 from kvhold.lab.bench.compare_engines.systems import KVHOLD, OURS, SERVER, SYSTEMS, cores, launch
 from kvhold.lab.bench.ratios import render_goals
+from kvhold.testing.servers.programs import VERBS, provide
 
 _DEFAULT = Work()
 
@@ -58,8 +59,9 @@ def command(
 ) -> None:
     """kvhold beside LMCache 0.5.6 without an engine around them: the same tokens, bytes and tiers, on the CPU.
 
-    LMCache gets an environment of its own, made the first time (2 GB). A system that cannot do it is shown with its error. Exits with 1
-    if kvhold failed, or if bytes came back that were not stored. Times do not decide that: the goals' verdicts are printed.
+    LMCache gets an environment of its own, made the first time (2 GB); root on Debian or Ubuntu gets missing packages (redis-server,
+    libibverbs1), unless KVHOLD_SETUP_SERVERS=0. A system that cannot do it is shown with its error. Exits with 1 if kvhold failed, or if
+    bytes came back that were not stored. Times do not decide that: the goals' verdicts are printed.
     """
     work = Work(
         num_tokens=tokens,
@@ -81,7 +83,9 @@ def command(
     shape = f"{tokens:,} tokens, {prompt_bytes / 1e6:.0f} MB of KV, chunks of {work.tokens_per_chunk}, {work.threads} threads"
     click.echo(f"{platform.machine()}, Python {platform.python_version()}, load {os.getloadavg()[0]:.1f}; {shape}")
     python, without = None, ""
-    if set(systems) - set(OURS):
+    peers = set(systems) - set(OURS)
+    provide([*([VERBS] if peers else []), *(["redis-server"] if REDIS in tiers else [])], click.echo)
+    if peers:
         click.echo(f"LMCache {LMCACHE} in {lmcache_env or environment_folder()} ...")
         try:
             python = lmcache_python(lmcache_env or environment_folder())

@@ -34,7 +34,8 @@ def command(
 ) -> None:
     """Conversations of a trace, scaled down, through a real vLLM over a slow link: always load, always compute, and the planner.
 
-    Exits with an error if any two of them answered differently. Times do not decide that.
+    Exits with an error if any two of them answered differently. Times do not decide that. Root on Debian or Ubuntu gets redis-server,
+    unless KVHOLD_SETUP_SERVERS=0.
     """
     if not is_vllm_available():
         raise click.ClickException("vLLM is not installed here: this command measures a real one")
@@ -43,7 +44,9 @@ def command(
         from kvhold.lab.bench.planner.run import break_even_bytes_s, cells
         from kvhold.lab.bench.planner.sample import sample, seen_before
         from kvhold.testing.servers.base import NotInstalled, program
+        from kvhold.testing.servers.programs import provide
 
+    provide(["redis-server"], click.echo)
     try:
         program("redis-server", "apt-get install redis-server")
     except NotInstalled as error:
