@@ -13,8 +13,9 @@ import pytest
 
 from kvhold.core.config import ClientConfig
 from kvhold.core.errors import KVHoldError
-from kvhold.lab.engines.engine import Engine, EngineFailed, options_for
+from kvhold.lab.engines.engine import Engine, options_for
 from kvhold.lab.engines.models import ModelInfo, make_model
+from kvhold.lab.engines.process import EngineFailed
 from kvhold.node import NodeClient
 
 pytestmark = pytest.mark.vllm

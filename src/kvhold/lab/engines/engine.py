@@ -10,12 +10,10 @@ that there is `kvhold.lab.engines.openai_server`.
 """
 
 import sys
-import time
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -35,7 +33,7 @@ from kvhold.lab.engines.messages import (
     Stopped,
 )
 from kvhold.lab.engines.models import ModelInfo
-from kvhold.lab.engines.process import EngineFailed, LoggedProcess
+from kvhold.lab.engines.process import Child, LoggedProcess
 
 _R = TypeVar("_R", Ready, Generated, GeneratedMany, Reset, Stopped)
 _decoder: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
@@ -56,40 +54,13 @@ def options_for(model: ModelInfo, *, max_model_len: int, **others: Any) -> Engin
     return EngineOptions(model_path=str(model.path), max_model_len=max_model_len, kv_cache_bytes=kv_cache_bytes, **others)
 
 
-class Engine:
-    """One engine. `with` starts it and stops it; `start`, `stop` and `kill` do so by hand.
-
-    log_path: where the engine's output goes; by default a file that goes away with this object.
-    environment: variables for the child besides those of this process.
-    """
+class Engine(Child):
+    """One engine."""
 
     def __init__(self, options: EngineOptions, *, log_path: Path | None = None, environment: Mapping[str, str] | None = None) -> None:
+        super().__init__("the engine", log_path=log_path, environment=environment or {})
         self.options = options
-        self.start_s: float | None = None  # from spawning to ready, imports and warm-up included
         self.ready: Ready | None = None
-        self._log_path = log_path
-        self._environment = environment or {}
-        self._process: LoggedProcess | None = None
-
-    @property
-    def pid(self) -> int:
-        """The child's process id."""
-        return self._child().pid
-
-    def start(self, timeout_s: float = 240.0) -> Self:
-        """Spawn the engine and wait until it is ready. Raises EngineFailed, with no process left behind."""
-        if self._process is not None:
-            raise EngineFailed(f"the engine (pid {self._process.pid}) was started already")
-        began = time.monotonic()
-        argv = [sys.executable, "-m", "kvhold.lab.engines.engine"]
-        self._process = LoggedProcess("the engine", argv, log_path=self._log_path, environment=self._environment, pipes=True)
-        try:
-            self.ready = self._ask(self.options, Ready, timeout_s)
-        except BaseException:
-            self.kill()
-            raise
-        self.start_s = time.monotonic() - began
-        return self
 
     def generate(
         self,
@@ -114,40 +85,19 @@ class Engine:
         """Make the engine forget its own cached KV; false if it could not. Raises EngineFailed."""
         return self._ask(ResetPrefixCache(), Reset, timeout_s).done
 
-    def stop(self, timeout_s: float = 60.0) -> None:
-        """Shut down in order, and kill after `timeout_s`. Does nothing to an engine that has ended or was never started."""
-        try:
-            if self._process is not None and self._process.is_alive:
-                self._ask(Stop(), Stopped, timeout_s)
-                self._process.wait(timeout_s)
-        except EngineFailed:
-            pass  # it is killed instead
-        finally:
-            self.kill()
+    def _spawn(self) -> LoggedProcess:
+        argv = [sys.executable, "-m", "kvhold.lab.engines.engine"]
+        return LoggedProcess(self._name, argv, log_path=self._log_path, environment=self._environment, pipes=True)
 
-    def kill(self) -> None:
-        """End the engine's process at once, as a crash would; it may have ended before."""
-        if self._process is not None:
-            self._process.kill()
+    def _wait_until_ready(self, process: LoggedProcess, timeout_s: float) -> None:
+        self.ready = self._ask(self.options, Ready, timeout_s)
 
-    def log_tail(self) -> str:
-        """The end of what the engine has printed."""
-        return self._process.log_tail() if self._process is not None else ""
-
-    def __enter__(self) -> Self:
-        return self.start() if self._process is None else self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.stop()
-
-    def _child(self) -> LoggedProcess:
-        if self._process is None:
-            raise EngineFailed("the engine was not started")
-        return self._process
+    def _ask_to_end(self, process: LoggedProcess, timeout_s: float) -> None:
+        self._ask(Stop(), Stopped, timeout_s)
 
     def _ask(self, operation: Operation, kind: type[_R], timeout_s: float) -> _R:
         """Send one operation and wait for its reply, which must be a `kind`."""
-        process, doing = self._child(), str(operation.__struct_config__.tag)
+        process, doing = self._running(), str(operation.__struct_config__.tag)
         line = process.ask(msgspec.json.encode(operation), doing, timeout_s)
         try:
             reply = _decoder.decode(line)

@@ -10,22 +10,21 @@ of its own. Leaves out on purpose: chat, sampling and everything else that a use
 
 import http.client
 import json
-import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
 from kvhold.lab.engines.messages import EngineOptions
-from kvhold.lab.engines.process import EngineFailed, LoggedProcess
+from kvhold.lab.engines.process import Child, LoggedProcess
 from kvhold.lab.engines.stepped import environment_for
 from kvhold.lab.engines.vllm_engine import BATCHED_TOKENS
+from kvhold.testing.servers.base import free_port
 
 _HOST = "127.0.0.1"
 _POLL_S = 0.2
@@ -43,50 +42,21 @@ class Completion:
     num_cached_tokens: int  # prompt tokens not computed, by vLLM's own account
 
 
-class OpenAIServer:
-    """One server. `with` starts it and stops it; `start`, `stop` and `kill` do so by hand.
-
-    log_path: where its output goes; by default a file that goes away with this object.
-    environment: variables for its processes besides those of this one.
-    engines: how many share the requests (vLLM's data parallel).
-    """
+class OpenAIServer(Child):
+    """One server. engines: how many share the requests (vLLM's data parallel)."""
 
     def __init__(
         self, options: EngineOptions, *, log_path: Path | None = None, environment: Mapping[str, str] | None = None, engines: int = 1
     ) -> None:
+        super().__init__("vLLM's server", log_path=log_path, environment={**environment_for(options.num_threads), **(environment or {})})
         self.options = options
         self._engines = engines
-        self.start_s: float | None = None  # from spawning to healthy
-        self._log_path = log_path
-        self._environment = {**environment_for(options.num_threads), **(environment or {})}
-        self._process: LoggedProcess | None = None
         self._port = 0
 
     @property
     def base_url(self) -> str:
         """What OpenAI clients call `base_url`."""
         return f"http://{_HOST}:{self._port}/v1"
-
-    @property
-    def pid(self) -> int:
-        """The HTTP front's process id."""
-        return self._child().pid
-
-    def start(self, timeout_s: float = 300.0) -> Self:
-        """Spawn the server and wait until it is healthy. Raises EngineFailed, with no process left behind."""
-        if self._process is not None:
-            raise EngineFailed(f"the server (pid {self._process.pid}) was started already")
-        began = time.monotonic()
-        self._port = _free_port()
-        argv = _arguments(self.options, self._port, self._engines)
-        self._process = LoggedProcess("vLLM's server", argv, log_path=self._log_path, environment=self._environment)
-        try:
-            self._wait_until_healthy(began + timeout_s)
-        except BaseException:
-            self.kill()
-            raise
-        self.start_s = time.monotonic() - began
-        return self
 
     def complete(self, prompt: str | list[int], *, max_tokens: int, engine: int | None = None, timeout_s: float = 600.0) -> Completion:
         """Greedy output of one prompt, text or token ids, streamed, from one of several engines if that is said. Raises EngineFailed."""
@@ -107,7 +77,7 @@ class OpenAIServer:
         with self._response("POST", "/v1/completions", timeout_s, request, headers) as response:
             for event in _events(response):
                 if "error" in event:
-                    raise self._child().failure("completion", f"answered {event['error']}")
+                    raise self._running().failure("completion", f"answered {event['error']}")
                 for choice in event["choices"]:
                     text += choice["text"]
                     token_ids += choice["token_ids"] or []
@@ -117,7 +87,7 @@ class OpenAIServer:
                     num_cached_tokens = details["cached_tokens"] or 0
         total_s = time.perf_counter() - began
         if ttft_s is None:
-            raise self._child().failure("completion", "answered without a token")
+            raise self._running().failure("completion", "answered without a token")
         return Completion(ttft_s=ttft_s, total_s=total_s, text=text, token_ids=token_ids, num_cached_tokens=num_cached_tokens)
 
     def metrics(self, timeout_s: float = 30.0) -> dict[str, float]:
@@ -131,35 +101,13 @@ class OpenAIServer:
         """The sum of one metric's samples over all their labels; 0 if it has none."""
         return sum(value for sample, value in self.metrics().items() if sample.split("{", 1)[0] == name)
 
-    def stop(self, timeout_s: float = 60.0) -> None:
-        """Shut down in order, and kill after `timeout_s`. Does nothing to a server that has ended or was never started."""
-        if self._process is not None and self._process.is_alive:
-            self._process.terminate()
-            self._process.wait(timeout_s)
-        self.kill()
+    def _spawn(self) -> LoggedProcess:
+        self._port = free_port()
+        argv = _arguments(self.options, self._port, self._engines)
+        return LoggedProcess(self._name, argv, log_path=self._log_path, environment=self._environment)
 
-    def kill(self) -> None:
-        """End the server's processes at once, as a crash would."""
-        if self._process is not None:
-            self._process.kill()
-
-    def log_tail(self) -> str:
-        """The end of what the server has printed."""
-        return self._process.log_tail() if self._process is not None else ""
-
-    def __enter__(self) -> Self:
-        return self.start() if self._process is None else self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.stop()
-
-    def _child(self) -> LoggedProcess:
-        if self._process is None:
-            raise EngineFailed("the server was not started")
-        return self._process
-
-    def _wait_until_healthy(self, deadline: float) -> None:
-        process = self._child()
+    def _wait_until_ready(self, process: LoggedProcess, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
         while not self._is_healthy():
             if process.wait(_POLL_S):
                 raise process.failure("start")
@@ -191,10 +139,10 @@ class OpenAIServer:
             connection.request(method, path, body=payload, headers={"Content-Type": "application/json", **(headers or {})})
             response = connection.getresponse()
             if response.status != http.HTTPStatus.OK:
-                raise self._child().failure(path, f"answered {response.status}: {response.read(1_000).decode(errors='replace')}")
+                raise self._running().failure(path, f"answered {response.status}: {response.read(1_000).decode(errors='replace')}")
             yield response
         except (OSError, http.client.HTTPException) as error:
-            raise self._child().failure(path, f"broke the connection: {error!r}") from error
+            raise self._running().failure(path, f"broke the connection: {error!r}") from error
         finally:
             connection.close()
 
@@ -228,10 +176,3 @@ def _arguments(options: EngineOptions, port: int, engines: int) -> list[str]:
     flags.append("--enable-prefix-caching" if options.prefix_caching else "--no-enable-prefix-caching")
     pairs = [text for name, value in arguments.items() for text in (f"--{name}", str(value))]
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *pairs, *flags]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -1,5 +1,7 @@
 """A child process whose output goes to a log, and the error that quotes the log's end. Shared by whoever runs engines and servers.
 
+`LoggedProcess` is such a process; `Child` is what an engine and a server have in common: started once, waited for, stopped or killed.
+
 One that was started with pipes is talked to in lines: `ask` sends one and waits for the answer. Whoever stays silent for too long is
 made to write down where each of its threads is (Python's faulthandler, which an engine's child sets up for SIGUSR1), and is killed.
 """
@@ -12,7 +14,8 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, BinaryIO
+from types import TracebackType
+from typing import IO, BinaryIO, Self
 
 from kvhold.core.errors import KVHoldError
 
@@ -159,6 +162,80 @@ class LoggedProcess:
             time.sleep(0.05)  # it writes to its log and tells nobody
         if self.is_alive:
             time.sleep(0.2)  # for the rest of what it writes
+
+
+class Child:
+    """`with` starts it and stops it; `start`, `stop` and `kill` do so by hand. A subclass says what is run and how it begins and ends.
+
+    name: what errors call it.
+    log_path: where its output goes; by default a file that goes away with this object.
+    environment: variables for its processes besides those of this one.
+    """
+
+    def __init__(self, name: str, *, log_path: Path | None, environment: Mapping[str, str]) -> None:
+        self._name = name
+        self._log_path = log_path
+        self._environment = environment
+        self._process: LoggedProcess | None = None
+
+    @property
+    def pid(self) -> int:
+        """The process id; of a server with several processes that of the first."""
+        return self._running().pid
+
+    def start(self, timeout_s: float = 300.0) -> Self:
+        """Spawn it and wait until it is ready. Raises EngineFailed, with no process left behind."""
+        if self._process is not None:
+            raise EngineFailed(f"{self._name} (pid {self._process.pid}) was started already")
+        self._process = self._spawn()
+        try:
+            self._wait_until_ready(self._process, timeout_s)
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def stop(self, timeout_s: float = 60.0) -> None:
+        """Shut down in order, and kill after `timeout_s`. Does nothing to what has ended or was never started."""
+        try:
+            if self._process is not None and self._process.is_alive:
+                self._ask_to_end(self._process, timeout_s)
+                self._process.wait(timeout_s)
+        except EngineFailed:
+            pass  # it is killed instead
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """End its processes at once, as a crash would; they may have ended before."""
+        if self._process is not None:
+            self._process.kill()
+
+    def log_tail(self) -> str:
+        """The end of what it has printed."""
+        return self._process.log_tail() if self._process is not None else ""
+
+    def __enter__(self) -> Self:
+        return self.start() if self._process is None else self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.stop()
+
+    def _running(self) -> LoggedProcess:
+        if self._process is None:
+            raise EngineFailed(f"{self._name} was not started")
+        return self._process
+
+    def _spawn(self) -> LoggedProcess:
+        raise NotImplementedError
+
+    def _wait_until_ready(self, process: LoggedProcess, timeout_s: float) -> None:
+        """Raises EngineFailed."""
+        raise NotImplementedError
+
+    def _ask_to_end(self, process: LoggedProcess, timeout_s: float) -> None:
+        """May raise EngineFailed."""
+        process.terminate()
 
 
 def _descriptor(pipe: IO[bytes] | None) -> int:
