@@ -251,6 +251,21 @@ def test_what_others_read_does_not_keep_one_waiting_for_a_read_that_hangs():
     world.state.gone("a")
 
 
+def test_who_waits_keeps_its_plan_however_many_others_are_decided_meanwhile():
+    world = World()
+    world.learn()
+    found = world.ask(work=Work("first", 16, 0, 64, 0.0, 0.05, 0.0, 0.0, 0.0))
+    world.answer_probes(world.orders())
+    coming = world.orders()
+    for number in range(600):
+        world.ask(work=Work(f"other-{number}", 16, 16, 64, 0.0, 1.0), seed=300)
+    world.now += 0.01
+    assert world.state.planner.explain("first") == [], "forgotten"
+    assert world.state.refresh(found.ticket).arriving
+    world.read(coming)
+    assert world.finish(found).num_tokens > 0
+
+
 def test_who_is_told_to_make_do_does_so_for_another_reason():
     world = World()
     found = world.ask(work=Work("unknown", 16))

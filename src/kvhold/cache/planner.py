@@ -52,20 +52,22 @@ class Found:
 
 @dataclass(frozen=True)
 class Plan:
-    """num_tokens: how far the hit is to go; chunks: those before this number are to be ordered now; more_bytes: what is left of it then, by
-    tier, which is not ordered yet."""
+    """num_tokens: how far the hit is to go; chunks: those before this number are to be ordered now; wait_s: how long it will take to come;
+    more_bytes: what is left of it then, by tier, which is not ordered yet."""
 
     num_tokens: int
     chunks: int
+    wait_s: float
     more_bytes: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass
 class Marks:
-    """Where in the queues of tiers what a search waits for ends: `{tier: TierSpeed.ordered_bytes}`; and how much it will order then."""
+    """Where in the queues of tiers what a search waits for ends: `{tier: TierSpeed.ordered_bytes}`; and its plan, which says how much it
+    will order then."""
 
     by_tier: dict[int, int] = field(default_factory=dict)
-    more_bytes: Mapping[int, int] = field(default_factory=dict)
+    plan: Plan | None = None
 
 
 class Planner:
@@ -137,7 +139,7 @@ class Planner:
         chosen = choose(work, options)
         self._decide(number, work, options, chosen, found.sources, memory=first - 1)
         if chosen < first:
-            return Plan(int(options.tokens[chosen]), 0)
+            return Plan(int(options.tokens[chosen]), 0, 0.0)
         num_tokens = int(options.tokens[chosen])
         chunks = wanted = -(-num_tokens // layout.tokens_per_chunk)
         for tier, nbytes in waits.items():
@@ -146,7 +148,7 @@ class Planner:
                 reach = int(np.searchsorted(np.cumsum(nbytes), max(1, self.speeds[tier].most_bytes), side="right"))
                 chunks = min(chunks, max(int(missing[0]) + 1, reach))
         more_bytes = {tier: int(nbytes[chunks:wanted].sum()) for tier, nbytes in waits.items()} if chunks < wanted else {}
-        return Plan(num_tokens, chunks, more_bytes)
+        return Plan(num_tokens, chunks, float(options.wait_s[chosen]), more_bytes)
 
     def ordered(self, tier: int, nbytes: int) -> int:
         """A read begins. Returns the mark that it ends at."""
@@ -173,15 +175,15 @@ class Planner:
             return False
         now_s = self.clock()
         goal = here
-        left = [self.speeds[tier].left_s(mark, now_s, more_bytes=marks.more_bytes.get(tier, 0)) for tier, mark in marks.by_tier.items()]
+        more_bytes = marks.plan.more_bytes if marks.plan is not None else {}
+        left = [self.speeds[tier].left_s(mark, now_s, more_bytes=more_bytes.get(tier, 0)) for tier, mark in marks.by_tier.items()]
         left_s = max(left, default=0.0)
         if probing:
             goal = len(query.hashes) // HASH_BYTES * layout.tokens_per_chunk
             left_s = waited_s if waited_s > _LATE * self._probe_s else 0.0
-        elif number in self._decisions:
-            chosen = self._decisions[number].alternatives["chosen"]
-            goal = max(here, chosen.num_tokens)
-            left_s = max(left_s, waited_s - 2 * chosen.wait_s)  # others' reads may end while one of its own hangs
+        elif marks.plan is not None:
+            goal = max(here, marks.plan.num_tokens)
+            left_s = max(left_s, waited_s - 2 * marks.plan.wait_s)  # others' reads may end while one of its own hangs
         then = Options(np.array([goal]), np.array([_load_bytes(layout, query.shards, work, goal)]), np.array([left_s]))
         now = self._options_here(work, query, layout, here)
         if float(total_s(work, then)[0]) <= _SURELY * float(total_s(work, now).min()):

@@ -11,7 +11,7 @@ what it ordered: it is in RAM for the next one.
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvhold.cache.orders import Arrival, FetchOrder, Order, ProbeOrder
@@ -190,8 +190,8 @@ class Searches:
             self._coming[need.key].searches.add(number)
             search.awaited.add(need.key)
         search.more &= bool(search.awaited)
-        if not search.more:
-            search.marks.more_bytes = {}
+        if not search.more and search.marks.plan is not None:
+            search.marks.plan = replace(search.marks.plan, more_bytes={})
         if arrivals:
             self._give_order(FetchOrder(arrivals))
 
@@ -212,7 +212,7 @@ class Searches:
         came_from = {need.key: tier for need, tier in zip(needs, tiers, strict=True) if tier != IN_RAM}
         sources = sources_of(needs, extent.num_tokens, came_from | search.sources, self._planner.names)
         plan = self._planner.plan(number, search.work, search.layout, Found(search.query, here, extent, needs, tiers, coming, sources))
-        search.more, search.marks.more_bytes = bool(plan.more_bytes), plan.more_bytes
+        search.more, search.marks.plan = bool(plan.more_bytes), plan
         for need, tier, comes in zip(needs, tiers, coming, strict=True):
             if comes and need.chunk < plan.chunks:
                 search.marks.by_tier[tier] = self._planner.speeds[tier].ordered_bytes
