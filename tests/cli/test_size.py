@@ -51,6 +51,15 @@ def test_kv_of_eight_bits_fits_as_it_is() -> None:
     assert [row["codec"] for row in measured("meta-llama/Llama-3.1-8B", "--dtype", "fp8", "--disk", "1GiB")["fits"]] == ["raw"]
 
 
+@pytest.mark.parametrize(("dtype", "codec"), [("fp8", "int8"), ("bf16", "of-a-plugin")])
+def test_what_a_codec_makes_of_it_that_was_not_measured_is_counted_raw_and_said(tmp_path: Path, dtype: str, codec: str) -> None:
+    file = tmp_path / "kvhold.toml"
+    file.write_text(f'tiers = ["disk:///kv?max_bytes=8GiB&codec={codec}"]\n')
+    answer = measured("meta-llama/Llama-3.1-8B", "--dtype", dtype, "--config", str(file))
+    assert [row["codec"] for row in answer["fits"] if row["place"].startswith("disk:")] == ["raw"]
+    assert any(f"how much smaller {codec} makes KV" in note and "disk:///kv" in note for note in answer["notes"])
+
+
 def test_the_places_of_a_settings_file(tmp_path: Path) -> None:
     file = tmp_path / "kvhold.toml"
     file.write_text('ram_bytes = "4GiB"\ntiers = ["disk:///kv?max_bytes=8GiB&codec=lossless", "redis://host:6379/0"]\n')

@@ -90,13 +90,30 @@ def test_of_a_window_all_is_stored_and_its_end_is_loaded() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("google/gemma-3-4b-it", {"hidden_size": 2560, "num_hidden_layers": 34, "sliding_window": 1024}),
+        (
+            "google/gemma-3-12b-it",
+            {"hidden_size": 3840, "num_attention_heads": 16, "num_hidden_layers": 48, "num_key_value_heads": 8, "sliding_window": 1024},
+        ),
+    ],
+)
+def test_fields_that_a_published_config_leaves_out_are_those_of_its_model_type(name: str, written: dict[str, Any]) -> None:
+    published = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", **written}, "torch_dtype": "bfloat16"}
+    assert kv_of(published) == kv_of(read_settings(name))
+
+
+@pytest.mark.parametrize(
     ("changes", "windowed"),
     [
-        ({"sliding_window": 4_096}, 32),
+        ({"sliding_window": 4_096, "model_type": "mistral"}, 32),
+        ({"sliding_window": 4_096, "model_type": "qwen2"}, 0),
         ({"sliding_window": 4_096, "use_sliding_window": False}, 0),
         ({"sliding_window": 4_096, "use_sliding_window": True, "max_window_layers": 28}, 4),
         ({"sliding_window": 4_096, "sliding_window_pattern": 4}, 24),
         ({"sliding_window": 4_096, "model_type": "gemma2"}, 16),
+        ({"sliding_window": 4_096, "model_type": "cohere2"}, 24),
         ({"sliding_window": None}, 0),
         ({"sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"] * 16}, 16),
         ({"attention_chunk_size": 8_192}, 24),
@@ -150,6 +167,8 @@ def test_a_model_that_takes_more_than_text_has_its_kv_in_its_text_part() -> None
         ({"layer_types": ["full_attention"]}, "layer_types must be a list of 32 kinds"),
         ({"layer_types": ["new_attention"] * 32}, "layer_types: 'new_attention' is no kind of layer"),
         ({"layer_types": ["sliding_attention"] * 32}, "sliding_window is missing"),
+        ({"sliding_window": 4_096}, "sliding_window is set, but not which layers have it"),
+        ({"sliding_window": 4_096, "model_type": "of-tomorrow"}, "sliding_window is set, but not which layers have it"),
         ({"layer_types": ["mamba"] * 32}, "none of its layers has attention"),
         ({"mamba_d_state": 16}, "mamba_d_state is set, so some layers keep a state, but not which; add layer_types"),
         ({"attn_layer_indices": [40]}, "attn_layer_indices must be a list of layers' numbers"),
@@ -167,6 +186,12 @@ def test_what_is_missing_or_not_understood_is_named(changes: dict[str, Any], mes
 @pytest.mark.parametrize("content", ["{", "[]", "[" * 100_000])
 def test_a_file_that_is_no_config_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"config\.json is no config\.json"):
+        read_settings(str(tmp_path))
+
+
+def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b'{"model_type": "\xff"}')
     with pytest.raises(ConfigError, match=r"config\.json is no config\.json"):
         read_settings(str(tmp_path))
 

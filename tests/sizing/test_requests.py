@@ -68,3 +68,10 @@ def test_no_bytes_raise_anything_else(tmp_path_factory: pytest.TempPathFactory, 
             assert request.hash_ids
     except ConfigError:
         pass
+
+
+@pytest.mark.parametrize("line", [b'{"timestamp": "\xff"}', b'{"extra": ' + b"[" * 100_000], ids=["not text", "nested"])
+def test_a_line_that_cannot_be_decoded_is_named(line: bytes, tmp_path: Path) -> None:
+    (tmp_path / "trace.jsonl").write_bytes(line)
+    with pytest.raises(ConfigError, match=r"trace\.jsonl, line 1: "):
+        list(read_requests(tmp_path / "trace.jsonl", TimedRequest))

@@ -13,7 +13,7 @@ from kvhold.core.errors import ConfigError
 from kvhold.core.layout import DTYPE_BYTES, Group
 from kvhold.core.sizes import format_size, parse_size
 from kvhold.lab.options import Size
-from kvhold.sizing.fits import RATIOS, Fit, fits
+from kvhold.sizing.fits import RATIOS, Fit, fits, is_measured
 from kvhold.sizing.model import ModelKV, kv_of, read_settings
 from kvhold.tiers.url import parse_url
 
@@ -47,8 +47,9 @@ def command(
     """
     kv = kv_of(read_settings(model), dtype=dtype)
     chunk_bytes, element = kv.stored_bytes(chunk_tokens), kv.groups[0].dtype
+    notes = list(kv.notes)
     below = codecs or tuple(RATIOS if DTYPE_BYTES[element] == 2 else ["raw"])
-    places = [("ram", ram, ("raw",)), ("disk", disk, below), *(_of_settings(config) if config is not None else [])]
+    places = [("ram", ram, ("raw",)), ("disk", disk, below), *(_of_settings(config, element, notes) if config is not None else [])]
     rows = [row for name, limit, names in places if limit for row in fits(name, limit, chunk_bytes, chunk_tokens, element, names)]
     result = {
         "model": model,
@@ -56,7 +57,7 @@ def command(
         "tp": tp,
         "groups": [{name: getattr(group, name) for name in ("layers", "planes", "heads", "head_dim", "window")} for group in kv.groups],
         "state_layers": kv.state_layers,
-        "notes": list(kv.notes),
+        "notes": notes,
         "token_bytes": kv.stored_bytes(1),
         "chunk_tokens": chunk_tokens,
         "chunk_bytes": chunk_bytes,
@@ -70,8 +71,8 @@ def command(
     click.echo(json.dumps(result, indent=2) if as_json else _describe(kv, result, rows))
 
 
-def _of_settings(file: Path) -> list[tuple[str, int | None, Sequence[str]]]:
-    """Memory and the tiers that are limited, with the codec of each."""
+def _of_settings(file: Path, element: str, notes: list[str]) -> list[tuple[str, int | None, Sequence[str]]]:
+    """Memory and the tiers that are limited, with the codec of each. Where it is not known what that makes of such elements: a note."""
     config = load_config({}, file=file, environ={})
     places: list[tuple[str, int | None, Sequence[str]]] = [("ram", config.ram_bytes, ("raw",))]
     for text in config.tiers:
@@ -79,6 +80,9 @@ def _of_settings(file: Path) -> list[tuple[str, int | None, Sequence[str]]]:
         limit, codec = url.options.get("max_bytes"), url.options.get("codec", "raw")
         if limit is None:
             continue  # what it holds is not for us to say
+        if not is_measured(codec, element):
+            notes.append(f"{url.shown}: how much smaller {codec} makes KV of {element} was not measured; it is counted raw")
+            codec = "raw"
         try:
             places.append((url.shown, parse_size(limit), (codec,)))
         except ValueError as error:
@@ -89,7 +93,7 @@ def _of_settings(file: Path) -> list[tuple[str, int | None, Sequence[str]]]:
 def _describe(kv: ModelKV, result: dict[str, Any], rows: Sequence[Fit]) -> str:
     tokens, tp = result["prompt_tokens"], result["tp"]
     lines = [f"{result['model']}, {result['dtype']}", *(f"  {_of_group(group)}" for group in kv.groups)]
-    lines += [f"  note: {note}" for note in kv.notes]
+    lines += [f"  note: {note}" for note in result["notes"]]
     heading = f"{'':24}{'stored by kvhold':>24}{'loaded by a hit':>24}" + (f"{f'one of {tp} workers':>24}" if tp > 1 else "")
     lines += ["", heading]
     for name, count in (

@@ -18,6 +18,11 @@ A miss is not an error: it is `None`, or a shorter hit.
 
 from typing import Literal
 
+import msgspec
+
+UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""All that msgspec raises for outside data: a wrong form, text that is not UTF-8, and what is nested too deeply."""
+
 FrameReason = Literal["magic", "version", "length", "checksum", "identity", "sealed"]
 
 

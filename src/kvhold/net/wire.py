@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 
-from kvhold.core.errors import KVHoldError, ProtocolError
+from kvhold.core.errors import UNDECODABLE, KVHoldError, ProtocolError
 from kvhold.net.messages import MAX_MESSAGE_BYTES
 
 LENGTH_BYTES = 4
@@ -53,7 +53,7 @@ class Decoder(Generic[Record]):
         """The record, or ProtocolError."""
         try:
             record: Record = self._decoder.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except UNDECODABLE as error:
             raise ProtocolError(f"not a message of this protocol: {error}") from None
         except KVHoldError as error:  # a value that refuses itself, such as a layout with no layers
             raise ProtocolError(str(error)) from None

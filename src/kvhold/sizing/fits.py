@@ -33,6 +33,11 @@ class Fit:
     tokens: int
 
 
+def is_measured(codec: str, dtype: str) -> bool:
+    """Whether it is known how much smaller a codec makes KV of this type."""
+    return codec in RATIOS and (codec == "raw" or DTYPE_BYTES[dtype] == 2)
+
+
 def ratio_of(codec: str, dtype: str) -> float:
     """How much smaller a codec makes KV of this type, where that was measured. Raises ConfigError where it was not."""
     if codec not in RATIOS:

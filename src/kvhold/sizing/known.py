@@ -33,7 +33,7 @@ KNOWN: dict[str, dict[str, Any]] = {
     "meta-llama/Llama-3.2-3B": _gqa(28, 24, 8, 3072, 128),
     "meta-llama/Llama-3.3-70B-Instruct": _gqa(80, 64, 8, 8192),
     "meta-llama/Llama-4-Scout-17B-16E-Instruct": _gqa(48, 40, 8, 5120, 128, attention_chunk_size=8192),
-    "mistralai/Mistral-7B-v0.1": _gqa(32, 32, 8, 4096, sliding_window=4096),
+    "mistralai/Mistral-7B-v0.1": _gqa(32, 32, 8, 4096, sliding_window=4096, model_type="mistral"),
     "mistralai/Mistral-7B-Instruct-v0.3": _gqa(32, 32, 8, 4096),
     "mistralai/Mistral-Nemo-Instruct-2407": _gqa(40, 32, 8, 5120, 128),
     "mistralai/Mistral-Small-24B-Instruct-2501": _gqa(40, 32, 8, 5120, 128),

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvhold.core.errors import ConfigError
+from kvhold.core.errors import UNDECODABLE, ConfigError
 from kvhold.core.layout import DTYPE_BYTES, Group
 from kvhold.sizing.known import KNOWN
 
@@ -50,6 +50,21 @@ _KINDS: dict[str, Kind] = {
     **dict.fromkeys(("mlp", "moe"), "none"),  # of hybrids: layers without attention
 }
 _BY_LETTER: dict[str, Kind] = {"*": "full", "M": "state", "-": "none", "E": "none"}  # of Nemotron-H's pattern
+
+_LEFT_OUT: dict[str, dict[str, Any]] = {  # what transformers takes for fields that a config.json leaves out, by model_type
+    "gemma": {"head_dim": 256},
+    "gemma2": {"head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 2},
+    "gemma3_text": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+    },
+    "cohere2": {"sliding_window": 4096, "sliding_window_pattern": 4},
+    **{name: {"use_sliding_window": False} for name in ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")},
+}
+_ALL_WINDOWED = ("mistral", "mixtral", "ministral", "phi3", "phimoe", "starcoder2")  # a window that is set is that of every layer
 
 _OF_STATES = ("mamba_d_state", "ssm_state_size", "state_size", "linear_num_key_heads", "linear_attn_config", "lru_width", "conv_L_cache")
 _NOT_UNDERSTOOD = {
@@ -109,6 +124,8 @@ def kv_of(settings: Mapping[str, Any], *, dtype: str = "auto") -> ModelKV:
     outer = settings
     if not any(name in settings for name in _LAYERS):
         settings = next((part for name in _PARTS if isinstance(part := settings.get(name), Mapping)), settings)
+    if isinstance(model_type := settings.get("model_type"), str):
+        settings = {**_LEFT_OUT.get(model_type, {}), **settings}
     for name, why in _NOT_UNDERSTOOD.items():
         if settings.get(name):
             raise ConfigError(
@@ -152,7 +169,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} has more than {_MOST_BYTES >> 20} MiB; it is no config.json")
     try:
         return msgspec.json.decode(raw, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise ConfigError(f"{path} is no config.json: {error}") from None
 
 
@@ -195,9 +212,12 @@ def _windowed(settings: Mapping[str, Any], layers: int) -> list[Kind]:
     if settings.get("use_sliding_window"):  # Qwen 2: layers from max_window_layers on
         first = _number(settings, ("max_window_layers",), default=0)
         return ["full" if i < first else "sliding" for i in range(layers)]
-    every = _number(
-        settings, ("sliding_window_pattern", "_sliding_window_pattern"), default=2 if settings.get("model_type") == "gemma2" else 0
-    )
+    every = _number(settings, ("sliding_window_pattern", "_sliding_window_pattern"), default=0)
+    if not every and settings.get("model_type") not in _ALL_WINDOWED:
+        raise ConfigError(
+            "sliding_window is set, but not which layers have it: add layer_types, a list with each layer's kind, or "
+            "sliding_window_pattern, after how many layers one sees all"
+        )
     return ["full" if every and not (i + 1) % every else "sliding" for i in range(layers)]
 
 

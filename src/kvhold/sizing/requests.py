@@ -18,7 +18,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from kvhold.core.errors import ConfigError
+from kvhold.core.errors import UNDECODABLE, ConfigError
 
 BLOCK_TOKENS = 512
 MOST_LINE_BYTES = 64 << 20
@@ -86,7 +86,7 @@ def parse_requests(
             raise ConfigError(f"{name}, line {number}: more than {MOST_LINE_BYTES >> 20} MiB; a trace has one request a line")
         try:
             request = decoder.decode(line)
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             raise ConfigError(f"{name}, line {number}: {error}; a line is like {{'input_length': 600, 'hash_ids': [4, 7]}}") from None
         fault = request.fault(block_tokens)
         if isinstance(request, TimedRequest):
