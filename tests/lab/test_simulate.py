@@ -37,6 +37,25 @@ def rows(trace: Path, *arguments: str) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.parametrize(
+    ("option", "name", "message"),
+    [
+        ("--json", "nowhere/rows.json", "there is no folder"),
+        ("--plot", "nowhere/hits.png", "there is no folder"),
+        ("--plot", "hits.xyz", "its name must end in one of .png, .svg, .pdf"),
+        ("--json", ".", "is a directory"),
+    ],
+)
+def test_where_nothing_can_be_written_is_known_before_the_run(trace: Path, option: str, name: str, message: str) -> None:
+    result = simulate(trace, option, str(trace.parent / name))
+    assert result.exit_code == 2 and message in result.output and "requests" not in result.output
+
+
+def test_what_is_not_counted_of_a_model_is_said(trace: Path) -> None:
+    shown = simulate(trace, "--model", "Qwen/Qwen3-Next-80B-A3B-Instruct", "--policy", "lru", "--capacity", "1GiB").output
+    assert "Qwen/Qwen3-Next-80B-A3B-Instruct: 36 layers keep a state, whose size is not known" in shown
+
+
 def test_a_row_for_each_combination(trace: Path) -> None:
     found = rows(
         trace,

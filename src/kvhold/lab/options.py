@@ -1,5 +1,8 @@
 """Types of options that several commands have."""
 
+import math
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -10,6 +13,8 @@ if TYPE_CHECKING:
     _Parameter = click.ParamType[int]
 else:
     _Parameter = click.ParamType  # click has not always been generic
+
+PICTURES = (".png", ".svg", ".pdf")
 
 
 class Size(_Parameter):
@@ -23,3 +28,40 @@ class Size(_Parameter):
             return parse_size(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
+
+
+class Number(click.FloatRange):
+    """A number within bounds, which NaN never is; infinity only where that is said."""
+
+    def __init__(self, least: float, *, min_open: bool = False, infinite: bool = False) -> None:
+        super().__init__(min=least, min_open=min_open)
+        self._infinite = infinite
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """A float."""
+        number = super().convert(value, param, ctx)
+        if math.isnan(number) or (math.isinf(number) and not self._infinite):
+            self.fail(f"{value} is no number that can be used here.", param, ctx)
+        return number
+
+
+class OutputFile(click.Path):
+    """A file that is written at the end of a run: that it cannot be is better known before.
+
+    endings: one of which its name must have, as a picture's
+    """
+
+    def __init__(self, *endings: str) -> None:
+        super().__init__(dir_okay=False, writable=True, path_type=Path)
+        self._endings = endings
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """A path in a folder that exists and can be written to."""
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        if not path.parent.is_dir():
+            self.fail(f"{path}: there is no folder {path.parent}; make it first.", param, ctx)
+        if not path.exists() and not os.access(path.parent, os.W_OK):
+            self.fail(f"{path}: the folder {path.parent} cannot be written to.", param, ctx)
+        if self._endings and path.suffix not in self._endings:
+            self.fail(f"{path}: its name must end in one of {', '.join(self._endings)}.", param, ctx)
+        return path

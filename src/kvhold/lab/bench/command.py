@@ -20,6 +20,7 @@ from kvhold.lab.bench.rows import Row, needing, table
 from kvhold.lab.bench.soak.command import command as soak
 from kvhold.lab.bench.vllm.command import command as vllm
 from kvhold.lab.interruption import ending_in_order
+from kvhold.lab.options import Number, OutputFile
 
 _PARTS = ("hashing", "index", "lookup", "frames", "gather", "wire", "startup")  # of `micro`: a module each
 _MARKS = {True: "yes", False: "NO", None: "-"}
@@ -40,7 +41,7 @@ def command(context: click.Context) -> None:
     type=click.Path(file_okay=False, path_type=Path),
     help="Keep a profile of what is under 0.8 of its limit in this folder.",
 )
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the rows to this file.")
+@click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
 def micro(only: tuple[str, ...], folder: Path | None, json_file: Path | None) -> None:
     """Hashing, the index, lookup through a node, frames, gather and scatter, the wire, start-up."""
     from kvhold.lab.bench.profiles import Profiles
@@ -59,7 +60,7 @@ def micro(only: tuple[str, ...], folder: Path | None, json_file: Path | None) ->
 @command.command()
 @click.option("--tier", "only", multiple=True, help="Only these: disk, redis, s3, kvhold. [default: all]")
 @click.option("--folder", type=click.Path(path_type=Path), help="On which disk. [default: the one of temporary files]")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the rows to this file.")
+@click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
 def tiers(only: tuple[str, ...], folder: Path | None, json_file: Path | None) -> None:
     """Put and get of each tier, beside the plainest means that the same place allows."""
     with needing("'kvhold[testing,s3]' redis hiredis"):
@@ -89,7 +90,7 @@ def tiers(only: tuple[str, ...], folder: Path | None, json_file: Path | None) ->
 @click.option(
     "--accuracy/--no-accuracy", default=True, help="Also what each costs in answers, as `kvhold bench quality` says. [default: yes]"
 )
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the rows to this file.")
+@click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
 def codecs(only: tuple[str, ...], model: Path | None, accuracy: bool, json_file: Path | None) -> None:
     """Ratio, speed on one core and error of each codec, on bfloat16 KV; and the accuracy it costs, in points.
 
@@ -124,7 +125,7 @@ def codecs(only: tuple[str, ...], model: Path | None, accuracy: bool, json_file:
 @command.command()
 @click.option("--tier", "tiers", multiple=True, help="Only these: disk, fs, redis, memcached, s3, kvhold. [default: all]")
 @click.option("--fault", "only", multiple=True, help="Only these, such as 'dies mid-put'. [default: all]")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the rows to this file.")
+@click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
 def faults(tiers: tuple[str, ...], only: tuple[str, ...], json_file: Path | None) -> None:
     """Each tier, each way in which it can fail: are outputs right, the node alive, deadlines kept? Exits with 1 where not."""
     with needing("'kvhold[testing,s3]'"):
@@ -156,8 +157,8 @@ def faults(tiers: tuple[str, ...], only: tuple[str, ...], json_file: Path | None
 )
 @click.option("--tokens", type=click.IntRange(256, 16_000), default=4_000, show_default=True, help="Length of the prompts.")
 @click.option("--prompts", type=click.IntRange(1), default=5, show_default=True, help="So many of them.")
-@click.option("--gbit-s", type=click.FloatRange(min=0.001), default=1.0, show_default=True, help="Of the link, in each direction.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the rows to this file.")
+@click.option("--gbit-s", type=Number(0.001), default=1.0, show_default=True, help="Of the link, in each direction.")
+@click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
 def link(only: tuple[str, ...], model_size: str, tokens: int, prompts: int, gbit_s: float, json_file: Path | None) -> None:
     """TTFT of hits of a real vLLM that come from a Redis behind a slow link, by codec; beside computing the prompt."""
     from kvhold.codecs import codec_names

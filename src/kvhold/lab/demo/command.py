@@ -10,6 +10,7 @@ from kvhold.lab.demo.report import draw, render
 from kvhold.lab.demo.run import run
 from kvhold.lab.engines.engine import is_vllm_available
 from kvhold.lab.engines.models import SIZES, make_model
+from kvhold.lab.options import PICTURES, OutputFile
 
 
 @click.command()
@@ -18,8 +19,8 @@ from kvhold.lab.engines.models import SIZES, make_model
 )
 @click.option("--tokens", type=click.IntRange(512, 16_000), default=4_000, show_default=True, help="Length of the prompts.")
 @click.option("--repeats", type=click.IntRange(1, 20), default=3, show_default=True, help="How many prompts; the times are medians.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures to this file.")
-@click.option("--picture", type=click.Path(path_type=Path), help="Draw the table as a picture, such as demo.png.")
+@click.option("--json", "json_file", type=OutputFile(), help="Write the figures to this file.")
+@click.option("--picture", type=OutputFile(*PICTURES), help="Draw the table as a picture, such as demo.png.")
 def command(model_size: str, tokens: int, repeats: int, json_file: Path | None, picture: Path | None) -> None:
     """Start a real engine twice and show the time to first token cold, on a hit, and on a hit in a new process.
 

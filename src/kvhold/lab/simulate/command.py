@@ -10,7 +10,7 @@ import click
 from kvhold.core.errors import ConfigError
 from kvhold.core.sizes import format_size
 from kvhold.lab.bench.rows import needing
-from kvhold.lab.options import Size
+from kvhold.lab.options import PICTURES, OutputFile, Size
 from kvhold.lab.simulate.report import HEADING, Checked, draw, line, render_check
 from kvhold.sizing.fits import RATIOS, ratio_of
 from kvhold.sizing.model import kv_of, read_settings
@@ -39,8 +39,8 @@ _MOST_APART = 0.02
 )
 @click.option("--requests", "num_requests", type=click.IntRange(1), help="Only the first so many. [default: all]")
 @click.option("--check", is_flag=True, help="Also serve the trace from a real cache in this process, and compare.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the rows to this file.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw hit rate over capacity, such as hits.png.")
+@click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
+@click.option("--plot", type=OutputFile(*PICTURES), help="Draw hit rate over capacity, such as hits.png.")
 def command(
     trace: Path,
     policies: tuple[str, ...],
@@ -74,6 +74,8 @@ def command(
     if token_bytes is None:
         kv = kv_of(read_settings(model), dtype=dtype)
         token_bytes, kv_dtype = kv.stored_bytes(1), kv.groups[0].dtype
+        for note in kv.notes:
+            click.echo(f"{model}: {note}")
     if token_bytes < 1:
         raise ConfigError("bytes_per_token is 0; it must be 1 or more")
     ratios = {codec: ratio_of(codec, kv_dtype) for codec in codecs or ("raw",)}

@@ -14,6 +14,7 @@ from kvhold.core.errors import ConfigError
 from kvhold.core.sizes import parse_size
 from kvhold.lab.engines.engine import is_vllm_available
 from kvhold.lab.interruption import ending_in_order
+from kvhold.lab.options import Number, OutputFile
 from kvhold.lab.verify.engine import Engines
 from kvhold.lab.verify.paths import DEFAULT, PATHS
 from kvhold.lab.verify.rows import Row, table
@@ -76,7 +77,7 @@ class _Classes(_Names):
 @click.option("--all-classes", is_flag=True, help="Every class of model, on small checkpoints that are made here.")
 @click.option("--classes", type=_Classes(), help="Only these classes, such as llama,gemma3.")
 @click.option("--paths", type=_Names(list(PATHS)), default=",".join(DEFAULT), show_default=True, help=f"Of {', '.join(PATHS)}.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the rows to this file.")
+@click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
 @click.option("--dtype", default="float32", show_default=True, help="With others, tokens may differ from run to run without kvhold, too.")
 @click.option("--adapter", "adapters", multiple=True, type=click.Path(exists=True, file_okay=False), help="Folder of a LoRA adapter.")
 @click.option("--config", type=_Json(), default={}, help="kvhold's settings, as in kv_connector_extra_config.")
@@ -84,9 +85,7 @@ class _Classes(_Names):
 @click.option("--max-model-len", type=click.IntRange(min=64), default=4_096, show_default=True, help="Tokens of a prompt and its answer.")
 @click.option("--kv-memory", default="1GiB", show_default=True, help="The engine's own KV memory.")
 @click.option("--threads", type=click.IntRange(min=1), help="Of the engine's arithmetic; by default all cores.")
-@click.option(
-    "--timeout", "timeout_s", type=click.FloatRange(min=1), default=900.0, show_default=True, help="Seconds a start or a batch may take."
-)
+@click.option("--timeout", "timeout_s", type=Number(1), default=900.0, show_default=True, help="Seconds a start or a batch may take.")
 def command(
     model: str | None,
     all_classes: bool,

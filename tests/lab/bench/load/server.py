@@ -89,6 +89,7 @@ class TestServer:
     port: int
     answer: Answer = well
     models: list[str] = field(default_factory=lambda: ["model"])
+    models_page: bytes | None = None  # instead of them
     metrics: bytes | None = None
     seen: list[Exchange] = field(default_factory=list)
 
@@ -101,7 +102,8 @@ class TestServer:
             while (exchange := await _read(reader, writer)) is not None:
                 self.seen.append(exchange)
                 if exchange.path == "/v1/models":
-                    await exchange.whole(200, json.dumps({"data": [{"id": name} for name in self.models]}).encode())
+                    page = json.dumps({"data": [{"id": name} for name in self.models]}).encode()
+                    await exchange.whole(200, page if self.models_page is None else self.models_page)
                 elif exchange.path == "/metrics" and self.metrics is not None:
                     await exchange.whole(200, self.metrics, "text/plain")
                 elif exchange.method == "GET":

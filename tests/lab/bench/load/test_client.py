@@ -189,6 +189,14 @@ async def test_the_only_model_is_found_and_several_are_an_error(server: TestServ
             await client.only_model()
 
 
+@pytest.mark.parametrize("page", [b"<html>", b"\xff", b"[" * 100_000, b"[]", b'{"data": 3}', b'{"data": [{}]}'])
+async def test_what_is_no_list_of_models_is_an_error_that_says_what_to_do(server: TestServer, page: bytes) -> None:
+    server.models_page = page
+    async with Client(Endpoint(server.base_url, "")) as client:
+        with pytest.raises(ConfigError, match="Name the model with --model"):
+            await client.only_model()
+
+
 async def test_metrics_are_beside_the_api_or_not_at_all(server: TestServer) -> None:
     async with Client(Endpoint(server.base_url, "model")) as client:
         assert await client.metrics_page() is None

@@ -102,7 +102,9 @@ def test_recorded_questions_are_asked(server: TestServer, tmp_path: Path) -> Non
     said = [{"from": "human", "value": "Why is that?"}, {"from": "gpt", "value": "No idea."}, {"from": "human", "value": "Who knows?"}]
     recorded.write_text(json.dumps([{"conversations": said}]))
     asked = ["multi-round-qa", "--users", "1", "--rounds", "2", "--qps", "50", "--sharegpt", str(recorded), "--prompts", "text"]
-    assert on(server, *asked).exit_code == 0
+    assert on(server, *asked, "--json", str(tmp_path / "rows.json")).exit_code == 0
+    summary = json.loads((tmp_path / "rows.json").read_text().splitlines()[-1])
+    assert summary["arguments"]["recorded"] == 1, "how many, not what they say"
     first, second = prompts(server)
     assert first.endswith("\n\nWhy is that?")
     assert second.startswith(first)
@@ -223,9 +225,11 @@ def test_a_router_is_told_the_user(server: TestServer) -> None:
         (["--base-url", "http://x", "--lengths", "1,b"], "such as 256,1024,4096"),
         (["--base-url", "http://x", "--lengths", "0"], "such as 256,1024,4096"),
         (["--base-url", "http://x", "--user-header", "a: b"], "such as x-user-id"),
-        (["--base-url", "http://x", "--plot", "load.xyz"], "ends in one of .png, .svg, .pdf"),
+        (["--base-url", "http://x", "--plot", "load.xyz"], "must end in one of .png, .svg, .pdf"),
         (["--base-url", "http://x", "--html", "/nowhere/load.html"], "there is no folder /nowhere"),
-        (["--base-url", "http://127.0.0.1:9", "--json", "/nowhere/file"], "--json /nowhere/file"),
+        (["--base-url", "http://127.0.0.1:9", "--json", "/nowhere/file"], "there is no folder /nowhere"),
+        (["--base-url", "http://x", "--timeout-s", "inf"], "inf is no number that can be used here"),
+        (["--base-url", "http://x", "--expect-ttft-gain", "nan"], "nan is no number that can be used here"),
     ],
 )
 def test_what_cannot_be_meant_is_an_error_that_says_what_to_do(arguments: list[str], message: str) -> None:

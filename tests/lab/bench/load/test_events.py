@@ -93,7 +93,18 @@ def test_what_ends_badly_is_an_error_that_keeps_what_came(events: list[Any], err
     assert reply.ttft_s == (1.0 if events and events[0] == text("a") else None)
 
 
-@pytest.mark.parametrize("data", [b"{", b"[]", b'{"choices": 3}', b'{"choices": [{"text": 3}]}', b'{"usage": {"prompt_tokens": "many"}}'])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"{",
+        b"[]",
+        b'{"choices": 3}',
+        b'{"choices": [{"text": 3}]}',
+        b'{"usage": {"prompt_tokens": "many"}}',
+        b'{"choices": [{"text": "\xff"}]}',
+        b'{"error": ' + b"[" * 100_000,
+    ],
+)
 def test_what_is_no_event_is_a_bad_stream(data: bytes) -> None:
     with pytest.raises(BadStream):
         replied(data)

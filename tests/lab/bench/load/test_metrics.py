@@ -54,7 +54,7 @@ def test_times_and_rates_are_of_what_succeeded_and_errors_are_counted_beside() -
     )
     assert (own.requests, own.errors) == (2, {"http 503": 1, "timeout": 2})
     assert (own.duration_s, own.requests_s) == (10.0, 0.2)
-    assert own.busy_s == 0.5 + 4.0 + 1.0
+    assert own.busy_s == 4.0
     assert (own.input_tokens, own.input_tokens_s, own.output_tokens, own.output_tokens_s, own.cached_tokens) == (20, 2.0, 6, 0.6, 8)
     assert own.ttft_s is not None
     assert (own.ttft_s.mean, own.ttft_s.p50) == (1.0, 1.0)
@@ -89,6 +89,8 @@ def test_gains_are_of_means_and_of_rounds() -> None:
     found = gains(groups)
     assert found is not None
     assert (found.ttft, found.latency) == (8.0, 3.0)
+    late = result(COLD, started_s=1.0, latency_s=600.0, error="timeout")
+    assert gains(groups | {COLD: figures([*results[:2], late])}) == found, "times are of those that succeeded"
     assert gains({COLD: groups[COLD]}) is None
     assert gains({COLD: groups[COLD], WARM: figures([result(WARM, error="timeout")])}) is None
 
@@ -124,3 +126,9 @@ def test_hits_are_what_was_counted_between_two_readings() -> None:
 def test_a_server_without_kvhold_has_no_hits_to_tell() -> None:
     assert hits({}, read('vllm:prefix_cache_hits_total{engine="0"} 64.0\n')) is None
     assert hits({}, {}) is None
+
+
+def test_a_page_that_could_not_be_read_and_a_server_that_began_anew_have_no_hits_to_tell() -> None:
+    before, after = read(PAGE), read(PAGE.replace("256.0", "512.0").replace("1000.0", "2000.0"))
+    assert hits(None, after) is None and hits(before, None) is None
+    assert hits(after, before) is None

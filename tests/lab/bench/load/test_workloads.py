@@ -244,10 +244,10 @@ class TestRag:
         with pytest.raises(ConfigError, match="--prompts text"):
             requests(Rag(examples=read_dataset(path)), TOKENS)
 
-    @pytest.mark.parametrize("content", ["", "{}", "[]", '[{"ctxs": []}]', "[1]"])
+    @pytest.mark.parametrize("content", ["", "{}", "[]", '[{"ctxs": []}]', "[1]", '["\xe9"]', "[" * 100_000])
     def test_what_is_no_data_set_is_an_error_that_names_the_file(self, content: str, tmp_path: Path) -> None:
         path = tmp_path / "set.json"
-        path.write_text(content)
+        path.write_text(content, encoding="latin-1")
         with pytest.raises(ConfigError, match=r"set\.json"):
             read_dataset(path)
 

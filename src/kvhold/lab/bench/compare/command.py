@@ -23,6 +23,7 @@ from kvhold.lab.bench.engines import PEER_SPEC
 from kvhold.lab.bench.ratios import render_goals
 from kvhold.lab.engines.engine import is_vllm_available
 from kvhold.lab.engines.models import SIZES, ModelInfo, make_model
+from kvhold.lab.options import OutputFile
 from kvhold.testing.servers.programs import VERBS, provide
 
 
@@ -45,7 +46,7 @@ from kvhold.testing.servers.programs import VERBS, provide
 @click.option(
     "--lmcache-env", type=click.Path(file_okay=False, path_type=Path), help="LMCache's environment. [default: in your cache folder]"
 )
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the rows to this file.")
+@click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
 def command(
     tiers: tuple[str, ...],
     names: tuple[str, ...],

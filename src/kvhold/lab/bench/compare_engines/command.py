@@ -15,6 +15,7 @@ from kvhold.lab.bench.compare_engines.rows import NO_TIER, REDIS, Measured, goal
 from kvhold.lab.bench.compare_engines.run import TIERS, Work, measure, measure_imports
 from kvhold.lab.bench.compare_engines.systems import KVHOLD, OURS, SERVER, SYSTEMS, cores, launch
 from kvhold.lab.bench.ratios import render_goals
+from kvhold.lab.options import OutputFile
 from kvhold.testing.servers.programs import VERBS, provide
 
 _DEFAULT = Work()
@@ -41,7 +42,7 @@ _DEFAULT = Work()
 @click.option(
     "--lmcache-env", type=click.Path(file_okay=False, path_type=Path), help="LMCache's environment. [default: in your cache folder]"
 )
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the rows to this file.")
+@click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
 def command(
     only: tuple[str, ...],
     tiers: tuple[str, ...],

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvhold.core.errors import ConfigError
+from kvhold.core.errors import UNDECODABLE, ConfigError
 from kvhold.lab.bench.load.events import BadStream, EventLines, Stream
 from kvhold.lab.bench.load.work import Reply, Request, Turn
 from kvhold.lab.bench.rows import needing
@@ -123,7 +123,7 @@ class Client:
         url = f"{self._endpoint.base_url}/models"
         try:
             names = [model["id"] for model in msgspec.json.decode(await self._page(url))["data"]]
-        except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError) as error:
+        except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError, *UNDECODABLE) as error:
             raise ConfigError(f"{url}: {str(error) or type(error).__name__}; is the server up? Name the model with --model") from None
         if len(names) != 1:
             raise ConfigError(f"the server has {len(names)} models ({', '.join(map(str, names[:8]))}); choose with --model")

@@ -24,7 +24,7 @@ from kvhold.lab.bench.load.workloads.long_doc_qa import Order
 from kvhold.lab.bench.load.workloads.multi_doc_qa import Sampling
 from kvhold.lab.bench.load.workloads.ttft_sweep import LENGTHS
 from kvhold.lab.bench.rows import needing
-from kvhold.lab.options import Size
+from kvhold.lab.options import PICTURES, Number, OutputFile, Size
 
 if TYPE_CHECKING:
     from kvhold.lab.bench.load.client import Endpoint
@@ -32,12 +32,10 @@ if TYPE_CHECKING:
 Function = Callable[..., None]
 
 _SEPARATOR_TEXT, _SEPARATOR_TOKENS = " # # ", 4
-_PICTURES = (".png", ".svg", ".pdf")
 _POSITIVE = click.IntRange(1)
 _COUNT = click.IntRange(0)
-_SECONDS = click.FloatRange(0)
-_FACTOR = click.FloatRange(0, min_open=True)
-_FILE = click.Path(path_type=Path, dir_okay=False)
+_SECONDS = Number(0)
+_FACTOR = Number(0, min_open=True)
 _INPUT = click.Path(path_type=Path, exists=True, dir_okay=False)
 
 
@@ -107,9 +105,9 @@ _OPTIONS = (
     click.option(
         "--progress-s", type=_FACTOR, default=30.0, show_default=True, help="How often progress is told where there is no terminal."
     ),
-    click.option("--json", "json_file", type=_FILE, help="Write a line of JSON for each request, and one with the summary."),
-    click.option("--plot", type=_FILE, help="Draw the times, such as load.png."),
-    click.option("--html", type=_FILE, help="Write a page with everything, in one file."),
+    click.option("--json", "json_file", type=OutputFile(), help="Write a line of JSON for each request, and one with the summary."),
+    click.option("--plot", type=OutputFile(*PICTURES), help="Draw the times, such as load.png."),
+    click.option("--html", type=OutputFile(), help="Write a page with everything, in one file."),
     click.option("--expect-max-errors", type=_COUNT, help="Exit with 1 if more requests fail."),
     click.option(
         "--serve-demo", type=click.Choice(["tiny", "small", "mid"]), help="Start vLLM with kvhold and a model made here, instead."
@@ -257,7 +255,13 @@ def ttft_sweep(common: Common, *, expect_ttft_gain: float | None, expect_latency
 
 @command.command()
 @click.argument("trace", type=_INPUT)
-@click.option("--time-scale", type=_FACTOR, default=1.0, show_default=True, help="2: twice as fast as it was; inf: all at once.")
+@click.option(
+    "--time-scale",
+    type=Number(0, min_open=True, infinite=True),
+    default=1.0,
+    show_default=True,
+    help="2: twice as fast as it was; inf: all at once.",
+)
 @click.option("--max-requests", type=_POSITIVE, help="So many of the beginning. [default: all]")
 @click.option("--max-input-tokens", type=_POSITIVE, help="Longer prompts are cut at their end.")
 @click.option("--max-output-tokens", type=_POSITIVE, help="Longer answers are asked shorter.")
@@ -276,7 +280,9 @@ def _run(name: str, common: Common, workload: Workload, gates: Gates) -> None:
     """Measure, show, write down, judge."""
     from kvhold.lab.bench.load.measure import Measured, measure
 
-    _check_outputs(common)
+    if common.plot is not None or common.html is not None:
+        with needing("'kvhold[bench]'"):
+            import matplotlib  # noqa: F401 - better known now than after the run
     prompts = _prompts(common)
     measured = Measured()
     with _server(common) as endpoint, _lines(common.json_file) as write:
@@ -312,19 +318,6 @@ def _judge(summary: Summary, gates: Gates) -> None:
         click.echo(f"kvhold bench load: FAILED: {sentence}", err=True)
     if broken:
         sys.exit(1)
-
-
-def _check_outputs(common: Common) -> None:
-    """Better now than after the run. Raises ConfigError."""
-    for option, path in (("--plot", common.plot), ("--html", common.html)):
-        if path is None:
-            continue
-        with needing("'kvhold[bench]'"):
-            import matplotlib  # noqa: F401
-        if not path.parent.is_dir():
-            raise ConfigError(f"{option} {path}: there is no folder {path.parent}; make it first")
-    if common.plot is not None and common.plot.suffix not in _PICTURES:
-        raise ConfigError(f"--plot {common.plot}: a picture's name ends in one of {', '.join(_PICTURES)}")
 
 
 def _draw(common: Common, summary: Summary, results: list[Result], title: str) -> None:
@@ -416,7 +409,7 @@ def _object(text: str) -> dict[str, Any]:
 def _arguments(workload: Workload) -> dict[str, Any]:
     """Of the workload, as JSON can have them; a data set is told by its size."""
     given = {field.name: getattr(workload, field.name) for field in fields(workload)}  # type: ignore[arg-type]
-    return {name: len(value) if name == "examples" else _plain(value) for name, value in given.items()}
+    return {name: len(value) if name in ("examples", "recorded") else _plain(value) for name, value in given.items()}
 
 
 def _plain(value: Any) -> Any:

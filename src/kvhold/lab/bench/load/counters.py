@@ -53,11 +53,14 @@ def read(page: str) -> Counts:
     return counts
 
 
-def hits(before: Counts, after: Counts) -> Hits | None:
-    """What was counted between two readings; None where kvhold's counters are not there."""
-    if not any(name == LOOKED_UP for name, _ in after):
+def hits(before: Counts | None, after: Counts | None) -> Hits | None:
+    """What was counted between two readings. None where kvhold's counters are not there, where a page could not be read (None), and where
+    the server began anew in between."""
+    if before is None or after is None or not any(name == LOOKED_UP for name, _ in after):
         return None
     grown = {key: round(value - before.get(key, 0.0)) for key, value in after.items()}
+    if min(grown.values()) < 0:
+        return None
     return Hits(
         looked_up=grown[LOOKED_UP, ""],
         by_tier={label: tokens for (name, label), tokens in grown.items() if name == FOUND and tokens},

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from kvhold.core.errors import UNDECODABLE
 from kvhold.lab.bench.load.work import Reply
 
 _LONGEST_EVENT = 16 << 20  # bytes; vLLM's first event may repeat the ids of the whole prompt
@@ -98,7 +99,7 @@ class Stream:
             return
         try:
             event = _decoder.decode(data)
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             raise BadStream(f"{error}: {data[:200].decode(errors='replace')}") from None
         if event.error is not None:
             self._error = str(event.error)

@@ -99,9 +99,10 @@ async def _prewarm(client: Client, prompts: Prompts, count: int) -> None:
         raise Unanswered(f"the server answered none of {count} first requests; the last: {failures[-1]}")
 
 
-async def _counts(client: Client) -> counters.Counts:
+async def _counts(client: Client) -> counters.Counts | None:
+    """None where there is no page, or none now."""
     page = await client.metrics_page()
-    return counters.read(page) if page is not None else {}
+    return counters.read(page) if page is not None else None
 
 
 async def _show(phase: Phase, run: Run, measured: Measured, first: int, *, every_s: float) -> None:

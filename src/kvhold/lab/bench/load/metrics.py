@@ -38,7 +38,7 @@ class Figures:
     """Of some requests.
 
     duration_s: from the first one's start to the last one's end, failed ones too; rates are per second of it
-    busy_s: how long at least one was in flight
+    busy_s: how long at least one that succeeded was in flight
     ttft_s: time to first token; itl_s: between tokens; latency_s: to the last token; late_s: from arrival to sending, of an open loop
     decode_tokens_s: output tokens a second after the first one, request by request
     input_tokens: by the server's account; None where it gives none. cached_tokens: those of them that were not computed
@@ -88,7 +88,7 @@ def figures(results: Sequence[Result]) -> Figures:
         requests=len(good),
         errors=dict(Counter(result.reply.error for result in results if result.reply.error is not None)),
         duration_s=duration_s,
-        busy_s=_covered([(result.started_s, result.started_s + result.reply.latency_s) for result in results]),
+        busy_s=_covered([(result.started_s, result.started_s + result.reply.latency_s) for result in good]),
         requests_s=_rate(len(good), duration_s),
         input_tokens=input_tokens,
         input_tokens_s=_rate(input_tokens, duration_s) if input_tokens is not None else None,

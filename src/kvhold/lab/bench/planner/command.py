@@ -11,6 +11,7 @@ import click
 from kvhold.lab.bench.rows import needing
 from kvhold.lab.engines.engine import is_vllm_available
 from kvhold.lab.engines.models import SIZES, make_model
+from kvhold.lab.options import Number, OutputFile
 
 
 @click.command()
@@ -20,7 +21,7 @@ from kvhold.lab.engines.models import SIZES, make_model
 @click.option(
     "--speed",
     "speeds",
-    type=click.FloatRange(min=0.001),
+    type=Number(0.001),
     multiple=True,
     default=(0.1, 1.0, 10.0),
     show_default=True,
@@ -28,7 +29,7 @@ from kvhold.lab.engines.models import SIZES, make_model
 )
 @click.option("--model-size", type=click.Choice(list(SIZES)), default="tiny", show_default=True, help="tiny 5M, small 50M, mid 206M.")
 @click.option("--threads", type=click.IntRange(1), help="Threads of each engine. [default: all cores]")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the rows to this file.")
+@click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
 def command(
     trace: Path, num_requests: int, seed: int, speeds: tuple[float, ...], model_size: str, threads: int | None, json_file: Path | None
 ) -> None:

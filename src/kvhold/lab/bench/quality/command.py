@@ -10,6 +10,7 @@ from kvhold.codecs import codec_names
 from kvhold.lab.bench.quality.report import draw, render, render_channels
 from kvhold.lab.bench.quality.run import CHUNK_TOKENS, CONTEXTS, OTHER_CONTEXTS, evaluate
 from kvhold.lab.bench.rows import needing
+from kvhold.lab.options import PICTURES, OutputFile
 
 
 @click.command()
@@ -18,8 +19,8 @@ from kvhold.lab.bench.rows import needing
 @click.option("--text", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Ask how this text goes on, not questions.")
 @click.option("--contexts", type=click.IntRange(2), help=f"How many. [default: {CONTEXTS}, {OTHER_CONTEXTS} with --model]")
 @click.option("--chunk-tokens", type=click.IntRange(1), default=CHUNK_TOKENS, show_default=True, help="Tokens of a chunk.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the rows to this file.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw accuracy over ratio, such as quality.svg.")
+@click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
+@click.option("--plot", type=OutputFile(*PICTURES), help="Draw accuracy over ratio, such as quality.svg.")
 def command(
     only: str | None,
     model: str | None,

@@ -9,8 +9,9 @@ from typing import Any
 import click
 
 from kvhold.lab.bench.rows import needing
+from kvhold.lab.options import OutputFile
 
-_json = click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the result to this file.")
+_json = click.option("--json", "json_file", type=OutputFile(), help="Write the result to this file.")
 _seed = click.option("--seed", default=1, show_default=True, help="Of the random choices, so that a run can be repeated.")
 
 

@@ -18,6 +18,7 @@ from kvhold.lab.bench.vllm.run import HELD_PROMPTS, rounds
 from kvhold.lab.bench.vllm.systems import KVHOLD, started
 from kvhold.lab.engines.engine import is_vllm_available
 from kvhold.lab.engines.models import SIZES, make_model
+from kvhold.lab.options import PICTURES, OutputFile
 
 
 @click.command()
@@ -27,8 +28,8 @@ from kvhold.lab.engines.models import SIZES, make_model
 @click.option("--threads", type=click.IntRange(1), help="Threads of each engine; fewer where others use the cores. [default: all cores]")
 @click.option("--peer", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="Host-memory spec for vLLM's offloading.")
 @click.option("--layerwise", is_flag=True, help="Also loads and stores a layer at a time, beside the default.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the rows to this file.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw the curve of TTFT over reuse, such as curve.png.")
+@click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
+@click.option("--plot", type=OutputFile(*PICTURES), help="Draw the curve of TTFT over reuse, such as curve.png.")
 def command(
     model_size: str,
     tokens: int,

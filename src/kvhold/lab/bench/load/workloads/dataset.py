@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
-from kvhold.core.errors import ConfigError
+from kvhold.core.errors import UNDECODABLE, ConfigError
 
 _LARGEST_BYTES = 1 << 30
 _USERS, _MODELS = ("human", "user"), ("gpt", "chatgpt", "assistant")  # as they are called there
@@ -116,7 +116,7 @@ def _read(path: Path, kind: type[_Entries], form: str) -> _Entries:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; name a data set's file") from None
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise ConfigError(f"{path}: {error}; it must be a JSON list of {form}") from None
 
 

@@ -57,7 +57,7 @@ class Rag:
             if reply.error is not None:
                 continue
             if reply.input_tokens is None and self.examples:
-                raise ConfigError("the server does not say how long prompts are, so what fits is not known; leave --storage-tokens out")
+                raise ConfigError("the server does not say how long prompts are, so what fits is not known; leave --kv-storage out")
             used += self.document_tokens if reply.input_tokens is None else max(0, reply.input_tokens - self.system_tokens)
             if used >= self.storage_tokens:
                 return
