@@ -36,7 +36,7 @@ class Search:
     places: where tiers have what RAM has not; silent: some tier did not answer
     sources: of what came up for it, the number of its tier; faults: of what did not, why
     work: what computing costs whoever asked, who wants no more than is faster; began_s: when
-    more: of what is to come not all is ordered yet; marks: when what was ordered will have come
+    marks: when what was ordered will have come, and what is to follow it
     sample: one chunk is enough, to see how fast it comes; hurried: it makes do with what is here, because that is faster
     have_tokens: whoever asks has so many already, and needs no hit that is no longer; idle: no tier has more, so nothing comes up
     """
@@ -53,12 +53,21 @@ class Search:
     faults: dict[bytes, str] = field(default_factory=dict)
     work: Work | None = None
     began_s: float = 0.0
-    more: bool = False
     marks: Marks = field(default_factory=Marks)
     sample: bool = False
     hurried: bool = False
     have_tokens: int = 0
     idle: bool = False
+
+    @property
+    def more(self) -> bool:
+        """Whether of what is to come not all is ordered yet."""
+        return self.marks.plan is not None and bool(self.marks.plan.more_bytes)
+
+    def forgo_more(self) -> None:
+        """What is not ordered yet will not be."""
+        if self.marks.plan is not None:
+            self.marks.plan = replace(self.marks.plan, more_bytes={})
 
     @property
     def over(self) -> bool:
@@ -168,7 +177,7 @@ class Searches:
 
     def _order(self, number: int, search: Search) -> None:
         """Reserve memory for what is to come next, and have it read."""
-        search.more = False
+        search.marks.plan = None
         if not self.may_begin(search.query):
             search.places = {}  # cleared meanwhile
             return
@@ -182,21 +191,20 @@ class Searches:
             if need.key not in self._coming:
                 arrival = self._reserve(search, need, search.places.get(need.key))
                 if arrival is None:
-                    search.more = False
+                    search.forgo_more()
                     break  # what follows would be of no use without it
                 arrivals.append(arrival)
                 self._coming[need.key] = _Coming(arrival)
                 search.marks.by_tier[arrival.place.tier] = self._planner.ordered(arrival.place.tier, arrival.entry.nbytes)
             self._coming[need.key].searches.add(number)
             search.awaited.add(need.key)
-        search.more &= bool(search.awaited)
-        if not search.more and search.marks.plan is not None:
-            search.marks.plan = replace(search.marks.plan, more_bytes={})
+        if not search.awaited:
+            search.forgo_more()
         if arrivals:
             self._give_order(FetchOrder(arrivals))
 
     def _worth_ordering(self, number: int, search: Search, presence: Presence[Entry | Place], extent: Extent) -> list[Need[Entry | Place]]:
-        """Of what was found, what is to be here next: all, but where the planner or a sample wants less. Sets `more` and `idle`."""
+        """Of what was found, what is to be here next: all, but where the planner or a sample wants less. Sets the plan and `idle`."""
         search.idle = 0 < extent.num_tokens <= search.have_tokens
         if search.idle:
             return []
@@ -212,7 +220,7 @@ class Searches:
         came_from = {need.key: tier for need, tier in zip(needs, tiers, strict=True) if tier != IN_RAM}
         sources = sources_of(needs, extent.num_tokens, came_from | search.sources, self._planner.names)
         plan = self._planner.plan(number, search.work, search.layout, Found(search.query, here, extent, needs, tiers, coming, sources))
-        search.more, search.marks.plan = bool(plan.more_bytes), plan
+        search.marks.plan = plan
         for need, tier, comes in zip(needs, tiers, coming, strict=True):
             if comes and need.chunk < plan.chunks:
                 search.marks.by_tier[tier] = self._planner.speeds[tier].ordered_bytes
