@@ -10,7 +10,7 @@ import click
 
 from kvhold.core.config import load_config
 from kvhold.core.errors import ConfigError
-from kvhold.core.layout import DTYPE_BYTES, Group
+from kvhold.core.layout import Group
 from kvhold.core.sizes import format_size, parse_size
 from kvhold.lab.options import Size
 from kvhold.sizing.fits import RATIOS, Fit, fits, is_measured
@@ -47,9 +47,9 @@ def command(
     """
     kv = kv_of(read_settings(model), dtype=dtype)
     chunk_bytes, element = kv.stored_bytes(chunk_tokens), kv.groups[0].dtype
-    notes = list(kv.notes)
-    below = codecs or tuple(RATIOS if DTYPE_BYTES[element] == 2 else ["raw"])
-    places = [("ram", ram, ("raw",)), ("disk", disk, below), *(_of_settings(config, element, notes) if config is not None else [])]
+    below = codecs or tuple(codec for codec in RATIOS if is_measured(codec, element))
+    configured, notes = _of_settings(config, element) if config is not None else ([], [])
+    places = [("ram", ram, ("raw",)), ("disk", disk, below), *configured]
     rows = [row for name, limit, names in places if limit for row in fits(name, limit, chunk_bytes, chunk_tokens, element, names)]
     result = {
         "model": model,
@@ -57,7 +57,7 @@ def command(
         "tp": tp,
         "groups": [{name: getattr(group, name) for name in ("layers", "planes", "heads", "head_dim", "window")} for group in kv.groups],
         "state_layers": kv.state_layers,
-        "notes": notes,
+        "notes": [*kv.notes, *notes],
         "token_bytes": kv.stored_bytes(1),
         "chunk_tokens": chunk_tokens,
         "chunk_bytes": chunk_bytes,
@@ -71,10 +71,11 @@ def command(
     click.echo(json.dumps(result, indent=2) if as_json else _describe(kv, result, rows))
 
 
-def _of_settings(file: Path, element: str, notes: list[str]) -> list[tuple[str, int | None, Sequence[str]]]:
-    """Memory and the tiers that are limited, with the codec of each. Where it is not known what that makes of such elements: a note."""
+def _of_settings(file: Path, element: str) -> tuple[list[tuple[str, int | None, Sequence[str]]], list[str]]:
+    """Memory and the tiers that are limited, with the codec of each; and a note where it is not known what that makes of such elements."""
     config = load_config({}, file=file, environ={})
     places: list[tuple[str, int | None, Sequence[str]]] = [("ram", config.ram_bytes, ("raw",))]
+    notes = []
     for text in config.tiers:
         url = parse_url(text)
         limit, codec = url.options.get("max_bytes"), url.options.get("codec", "raw")
@@ -87,7 +88,7 @@ def _of_settings(file: Path, element: str, notes: list[str]) -> list[tuple[str, 
             places.append((url.shown, parse_size(limit), (codec,)))
         except ValueError as error:
             raise ConfigError(f"{url.shown}: max_bytes: {error}") from None
-    return places
+    return places, notes
 
 
 def _describe(kv: ModelKV, result: dict[str, Any], rows: Sequence[Fit]) -> str:

@@ -42,7 +42,7 @@ def ratio_of(codec: str, dtype: str) -> float:
     """How much smaller a codec makes KV of this type, where that was measured. Raises ConfigError where it was not."""
     if codec not in RATIOS:
         raise ConfigError(f"codec is {codec!r}; measured are {', '.join(RATIOS)}")
-    if codec != "raw" and DTYPE_BYTES[dtype] != 2:
+    if not is_measured(codec, dtype):
         raise ConfigError(f"codec is {codec!r}, whose ratio was measured on 16-bit KV; for {dtype} use raw")
     return RATIOS[codec]
 

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -164,7 +165,7 @@ class LoggedProcess:
             time.sleep(0.2)  # for the rest of what it writes
 
 
-class Child:
+class Child(ABC):
     """`with` starts it and stops it; `start`, `stop` and `kill` do so by hand. A subclass says what is run and how it begins and ends.
 
     name: what errors call it.
@@ -226,12 +227,13 @@ class Child:
             raise EngineFailed(f"{self._name} was not started")
         return self._process
 
+    @abstractmethod
     def _spawn(self) -> LoggedProcess:
-        raise NotImplementedError
+        """Run it."""
 
+    @abstractmethod
     def _wait_until_ready(self, process: LoggedProcess, timeout_s: float) -> None:
         """Raises EngineFailed."""
-        raise NotImplementedError
 
     def _ask_to_end(self, process: LoggedProcess, timeout_s: float) -> None:
         """May raise EngineFailed."""

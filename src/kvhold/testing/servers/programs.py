@@ -1,7 +1,7 @@
 """Looks for the real servers that tests and benchmarks start, and installs those that are missing where it may.
 
-    python -m kvhold.testing.servers.programs     # what `make test` runs first
-    provide(["redis-server"], say=click.echo)          # what a benchmark calls
+    python -m kvhold.testing.servers.programs    # what `make test` runs first
+    provide(["redis-server"], say=click.echo)    # what a benchmark calls
 
 As root on Debian or Ubuntu the missing ones are installed by apt; elsewhere it says which are missing and how they come.
 KVHOLD_SETUP_SERVERS=0 installs nothing. No service is started: tests and benchmarks start their own, on free loopback ports.
