@@ -12,17 +12,17 @@ a tier and the arena without a copy. Encoding and checking run in threads of the
 import asyncio
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
 from typing import Any
 
 from kvhold.cache.landing import Landing, Writer, Written
 from kvhold.cache.orders import Arrival, ClearOrder, FetchOrder, Order, ProbeOrder, RecodeOrder, StopOrder, WriteOrder
+from kvhold.cache.outbox import Coding, Outbox, Write
 from kvhold.cache.recode import LOSES_NOTHING, RecodableTier
 from kvhold.cache.recoder import Recoder
 from kvhold.cache.state import CacheState
@@ -47,44 +47,12 @@ _LEAVE_S = 5.0  # for calls that hang; then they are left behind
 
 
 @dataclass(frozen=True)
-class Coding:
-    """How a tier's frames are made: by which codec, and whether they are encrypted."""
-
-    codec: str
-    keyring: Keyring | None
-
-
-@dataclass(eq=False)
-class _Write:
-    """An entry that is being written. waiting: to so many tiers yet; frames: by how they are made, when a first tier is ready for one."""
-
-    order: WriteOrder
-    waiting: int = 0
-    frames: "dict[Coding, asyncio.Task[Written | None]]" = field(default_factory=dict)
-
-    @property
-    def nbytes(self) -> int:
-        return self.order.entry.nbytes
-
-
-@dataclass(frozen=True)
 class _Arrived:
     """What came of a landing: when it expires (0: never), or what is wrong with it."""
 
     landing: Landing
     expires_at: int = 0
     fault: FrameError | None = None
-
-
-@dataclass
-class _Outbox:
-    """What waits to be written to one tier."""
-
-    guard: Guard
-    coding: Coding
-    queue: deque[_Write] = field(default_factory=deque)
-    ready: asyncio.Event = field(default_factory=asyncio.Event)
-    writing: list[_Write] = field(default_factory=list)
 
 
 class Mover:
@@ -109,7 +77,7 @@ class Mover:
         self._post = post
         self._checking = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvhold-check")  # a request waits for it, and never for encoding
         self._encoding = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvhold-encode")
-        self._outboxes: list[_Outbox] = []
+        self._outboxes: list[Outbox] = []
         self._codings = [Coding(guard.config.codec, keyring if guard.config.encrypt else None) for guard in stack.guards]
         self._tasks: set[asyncio.Task[Any]] = set()
         self._compiling: dict[str, Future[Codec]] = {}  # at its first use on a machine that takes a while, and nobody is to wait for it
@@ -157,7 +125,7 @@ class Mover:
 
     def _begin(self) -> None:
         for guard, coding in zip(self._stack.guards, self._codings, strict=True):
-            outbox = _Outbox(guard, coding)
+            outbox = Outbox(guard, coding, self._metrics)
             self._outboxes.append(outbox)
             if not guard.config.read_only:
                 if coding.codec != RAW:
@@ -197,9 +165,9 @@ class Mover:
 
     async def _end(self, drain_timeout_s: float) -> None:
         until = monotonic() + drain_timeout_s
-        while monotonic() < until and any(box.queue or box.writing for box in self._outboxes if box.guard.available):
+        while monotonic() < until and any(box for box in self._outboxes if box.guard.available):
             await self._some_written()
-        left = sum(len(box.queue) for box in self._outboxes)
+        left = sum(box.num_queued for box in self._outboxes)
         if left:
             log.warning("%d chunks were not written to lower tiers before the end", left)
         for task in list(self._tasks):
@@ -323,26 +291,21 @@ class Mover:
     # Down.
 
     def _queue(self, order: WriteOrder) -> None:
-        write = _Write(order)
+        write = Write(order)
         for number, outbox in enumerate(self._outboxes):
             if outbox.guard.config.read_only or (order.above is not None and number >= order.above):
                 continue
             write.waiting += 1
-            outbox.queue.append(write)
-            outbox.ready.set()
-            self._count_queued(outbox)
+            outbox.push(write)
         if not write.waiting:
             self._post(lambda: self._state.written(order.number))
 
-    async def _write_from(self, outbox: _Outbox) -> None:
+    async def _write_from(self, outbox: Outbox) -> None:
         """One of a tier's writers: batch after batch, as long as the mover lives."""
         guard = outbox.guard
         while True:
-            while not outbox.queue:
-                outbox.ready.clear()
-                await outbox.ready.wait()
-            batch = _first_batch(outbox.queue, guard.batch_bytes)
-            outbox.writing += batch
+            await outbox.wait()
+            batch = outbox.take(guard.batch_bytes)
             pending = None
             try:
                 async with guard.gate.turn(Urgency.WRITE):
@@ -351,16 +314,14 @@ class Mover:
                 log.exception("tier %s: a batch was not written", guard.name)
                 guard.drop(len(batch), reason="internal")
             finally:
-                for write in batch:
-                    outbox.writing.remove(write)
+                outbox.finish(batch)
                 self._dealt_with.set()
-                self._count_queued(outbox)
                 if pending is None:
                     self._finish(batch)
                 else:  # the tier may still be reading the entries' memory
                     pending.add_done_callback(partial(self._finish_late, guard, batch))
 
-    async def _write_batch(self, guard: Guard, coding: Coding, batch: list[_Write]) -> "asyncio.Task[Any] | None":
+    async def _write_batch(self, guard: Guard, coding: Coding, batch: list[Write]) -> "asyncio.Task[Any] | None":
         """Write what the tier does not have yet. Returns the call that still holds the entries' memory, if there is one."""
         if not guard.available:  # then nothing is even hashed for it
             guard.drop(len(batch), reason="unavailable")
@@ -379,7 +340,7 @@ class Mover:
                 pending.append(outcome.pending)
         return asyncio.ensure_future(_all(pending)) if pending else None
 
-    async def _frame(self, guard: Guard, coding: Coding, write: _Write) -> Written | None:
+    async def _frame(self, guard: Guard, coding: Coding, write: Write) -> Written | None:
         """Made once for all tiers that want the same. None where a tier wants it encrypted and there is no key."""
         if coding not in write.frames:
             making = self._loop.run_in_executor(self._encoding, self._make_frame, coding, write.order)
@@ -398,13 +359,13 @@ class Mover:
         writer = Writer(make_codec(coding.codec), coding.keyring)
         return writer.framed(order.entry, order.layout, self._ram.view(order.entry), order.terms)
 
-    def _finish_late(self, guard: Guard, batch: list[_Write], _: "asyncio.Task[Any]") -> None:
+    def _finish_late(self, guard: Guard, batch: list[Write], _: "asyncio.Task[Any]") -> None:
         cleared = [write.order.entry.key for write in batch if write.order.entry.doomed]
         if cleared:  # no clear waits for a call that hangs; it may have written them after all
             self._start(self._remove(guard, cleared))
         self._finish(batch)
 
-    def _finish(self, batch: Iterable[_Write]) -> None:
+    def _finish(self, batch: Iterable[Write]) -> None:
         for write in batch:
             write.waiting -= 1
             if not write.waiting:
@@ -423,23 +384,14 @@ class Mover:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._dealt_with.wait(), _MOMENT_S)
 
-    def _count_queued(self, outbox: _Outbox) -> None:
-        waiting = [*outbox.queue, *outbox.writing]
-        self._metrics.set("kvhold_tier_queued_chunks", len(waiting), tier=outbox.guard.name)
-        self._metrics.set("kvhold_tier_queued_bytes", sum(write.nbytes for write in waiting), tier=outbox.guard.name)
-
     async def _clear(self, order: ClearOrder) -> None:
         """Nothing that was queued before comes after: it is dropped, and what is being written is waited for."""
         try:
             for outbox in self._outboxes:
-                dropped = [write for write in outbox.queue if write.order.entry.key.startswith(order.prefix)]
-                for write in dropped:
-                    outbox.queue.remove(write)
-                self._finish(dropped)
-                self._count_queued(outbox)
+                self._finish(outbox.drop(order.prefix))
             for outbox in self._outboxes:
-                writing = [write for write in outbox.writing if write.order.entry.key.startswith(order.prefix)]
-                while any(write in outbox.writing for write in writing):
+                writing = outbox.writing(order.prefix)
+                while outbox.is_writing(writing):
                     await self._some_written()
             await self._stack.clear(order.prefix)
         finally:
@@ -493,23 +445,17 @@ def _why_not_recoded(guard: Guard) -> str:
     return "" if guard.traits.replaces else f"{guard.traits.name} cannot put a value in the place of another in one step; clear it instead"
 
 
-def _batches(items: list[Any], size: Callable[[Any], int], most: int) -> Iterable[list[Any]]:
-    queue = deque(items)
-    while queue:
-        yield _take_batch(queue, size, most)
-
-
-def _first_batch(queue: deque[_Write], most: int) -> list[_Write]:
-    return _take_batch(queue, lambda write: write.nbytes, most)
-
-
-def _take_batch(queue: deque[Any], size: Callable[[Any], int], most: int) -> list[Any]:
-    batch = [queue.popleft()]
-    left = most - size(batch[0])
-    while queue and size(queue[0]) <= left:
-        batch.append(queue.popleft())
-        left -= size(batch[-1])
-    return batch
+def _batches(items: Sequence[Any], size: Callable[[Any], int], most: int) -> Iterable[list[Any]]:
+    batch: list[Any] = []
+    left = most
+    for item in items:
+        if batch and size(item) > left:
+            yield batch
+            batch, left = [], most
+        batch.append(item)
+        left -= size(item)
+    if batch:
+        yield batch
 
 
 async def _all(tasks: "list[asyncio.Task[Any]]") -> None:

@@ -7,6 +7,7 @@ No I/O: the mover writes. What is dropped stays in RAM until it is evicted, and 
 """
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable
 
 from kvhold.cache.orders import Order, WriteOrder
@@ -27,7 +28,9 @@ class Writes:
         self._metrics = metrics
         self._give_order = give_order
         self._limit_bytes = limit_bytes
-        self._held: dict[int, Entry] = {}  # by number, the oldest first
+        self._held: OrderedDict[int, Entry] = (
+            OrderedDict()
+        )  # by number, the oldest first; of a plain dict, finding the first takes ever longer
         self._last = 0
         self._dropping = False
         self.queued_bytes = 0

@@ -1,0 +1,50 @@
+"""The queue of writes to one tier costs the same for each chunk, however many wait."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvhold.cache.mover import Mover
+from kvhold.cache.orders import WriteOrder
+from kvhold.core.keys import KEY_BYTES
+from kvhold.core.metrics import Metrics
+from kvhold.tiers.guard import Guard, GuardConfig
+from kvhold.tiers.stack import Stack
+from tests.tiers.memory import MemoryTier, a_place
+
+
+class CountedEntry:
+    """An entry that counts how often its size is read."""
+
+    expires_at, doomed = 0, True
+    reads = 0
+
+    def __init__(self, number: int) -> None:
+        self.key = number.to_bytes(KEY_BYTES, "big")
+
+    @property
+    def nbytes(self) -> int:
+        CountedEntry.reads += 1
+        return 4096
+
+
+@pytest.mark.parametrize("num_chunks", [100, 2000])
+def test_queueing_and_writing_reads_each_chunk_a_fixed_number_of_times(num_chunks: int) -> None:
+    CountedEntry.reads, metrics = 0, Metrics()
+    written: list[int] = []
+    state: Any = SimpleNamespace(ram=SimpleNamespace(now=lambda: 0), written=written.append)
+    with a_place() as place:
+        place.hold("probe")  # so that all of them wait at once
+        guard = Guard(MemoryTier(place), GuardConfig(probe_timeout_s=60, batch_bytes=64 << 10), name="memory", metrics=metrics)
+        mover = Mover(state, Stack([guard]), metrics, lambda event: event())
+        entries: list[Any] = [CountedEntry(number) for number in range(num_chunks)]
+        mover.submit([WriteOrder(number, entry, layout=None) for number, entry in enumerate(entries)])  # type: ignore[arg-type]
+        place.wait_for("probe", 3)
+        assert metrics.value("kvhold_tier_queued_chunks", tier="memory") == num_chunks
+        assert metrics.value("kvhold_tier_queued_bytes", tier="memory") == 4096 * num_chunks
+        place.let_go("probe")
+        mover.close(drain_timeout_s=60)
+    assert sorted(written) == list(range(num_chunks))
+    assert metrics.value("kvhold_tier_queued_chunks", tier="memory") == metrics.value("kvhold_tier_queued_bytes", tier="memory") == 0
+    assert CountedEntry.reads <= 8 * num_chunks
