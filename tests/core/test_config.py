@@ -1,20 +1,39 @@
 """Settings: arguments over environment over file over defaults; nothing is ignored, and every refusal says where and what instead."""
 
+import importlib
+import pkgutil
 import sys
-from dataclasses import FrozenInstanceError
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import FrozenInstanceError, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
+import kvhold.tiers
+from kvhold.core import config as config_module
 from kvhold.core.config import Config, apply, describe, load_config
 from kvhold.core.errors import ConfigError
+from kvhold.core.secrets import is_secret_name
 
 
 def write(folder: Path, text: str, name: str = "kvhold.toml") -> Path:
     path = folder / name
     path.write_text(text, encoding="utf-8")
     return path
+
+
+def settings_classes() -> Iterator[type]:
+    """Every dataclass of settings: those of the core, and of each tier that can be imported here."""
+    modules = [config_module]
+    for found in pkgutil.walk_packages(kvhold.tiers.__path__, "kvhold.tiers."):
+        with suppress(ImportError):  # a tier whose library is not installed
+            modules.append(importlib.import_module(found.name))
+    for module in modules:
+        for name, value in vars(module).items():
+            if name.endswith("Config") and is_dataclass(value) and isinstance(value, type) and value.__module__ == module.__name__:
+                yield value
 
 
 def refusal(arguments: dict[str, Any] | None = None, *, file: Path | None = None, environ: dict[str, str] | None = None) -> str:
@@ -128,9 +147,6 @@ class TestBadValues:
             ("policy", "lur", "must be one of lru, lfu, fifo, mru, s3fifo; did you mean 'lru'?"),
             ("policy", "s3fif", "did you mean 's3fifo'?"),
             ("policy", "", "must be one of lru, lfu"),
-            ("tiers", 3, "must be a list"),
-            ("tiers", ["disk:///a b"], "a blank in a URL is %20"),
-            ("tiers", [{"path": "/a"}], "a table with a url"),
             ("policy", 1, "must be text"),
             ("huge_pages", True, "must be text"),
             ("huge_pages", "on", "must be one of auto, never, always"),
@@ -165,10 +181,95 @@ class TestBadValues:
 
     @pytest.mark.parametrize("value", ["x", 5, None, ["socket"], True])
     def test_a_section_is_no_value(self, value: Any) -> None:
-        assert refusal({"node": value}) == f"arguments: node is a section of settings, not {value!r}"
+        assert refusal({"node": value}) == f"arguments: node is a section of settings, not a {type(value).__name__}"
 
     def test_a_value_is_no_section(self) -> None:
         assert refusal({"ram_bytes": {"max": 5}}).startswith("arguments: ram_bytes = {'max': 5}: ")
+
+
+class TestSecrets:
+    @pytest.mark.parametrize(
+        ("name", "value", "message"),
+        [
+            ("listen.token", 8675309, "must be text"),
+            ("listen.token", True, "must be text"),
+            ("encryption.keys", 8675309, "must be a list"),
+            ("tiers", 8675309, "must be a list"),
+            ("tiers", ["redis://:8675309@h a"], "a blank in a URL is %20"),
+            ("tiers", [{"path": "8675309"}], "a table with a url"),
+        ],
+    )
+    def test_no_error_shows_the_value_of_a_secret(self, name: str, value: Any, message: str) -> None:
+        section, _, leaf = name.rpartition(".")
+        said = refusal({section: {leaf: value}} if section else {leaf: value})
+        assert said.startswith(f"arguments: {name} = ...: ")
+        assert message in said
+        assert str(value) not in said
+        assert "8675309" not in said
+
+    @pytest.mark.parametrize("section", ["listen", "encryption"])
+    def test_a_secret_in_the_place_of_a_section_is_not_shown(self, section: str) -> None:
+        assert "hush" not in refusal({section: "hush"})
+
+    def test_broken_yaml_does_not_show_its_lines(self, tmp_path: Path) -> None:
+        said = refusal(file=write(tmp_path, "listen:\n  token: hush\n\tx: 1", "k.yaml"))
+        assert "in line 3" in said
+        assert "hush" not in said
+
+    def test_no_repr_shows_a_secret(self) -> None:
+        config = load_config({"listen": {"token": "hush"}, "tiers": ["redis://:hush@h"]}, environ={})
+        assert "hush" not in repr(config)
+
+    def test_every_setting_whose_name_says_secret_is_marked_as_one(self) -> None:
+        unmarked = {
+            f"{owner.__name__}.{f.name}"
+            for owner in settings_classes()
+            for f in fields(owner)
+            if f.type in (str, "str") and is_secret_name(f.name) and not f.metadata.get("secret")
+        }
+        assert unmarked == set()
+
+
+class TestKubernetes:
+    """The variables that Kubernetes gives to every pod for a Service called `kvhold`, port 6379 named `http`, and for others."""
+
+    SERVICE: ClassVar = {
+        "KVHOLD_SERVICE_HOST": "10.96.0.11",
+        "KVHOLD_SERVICE_PORT": "6379",
+        "KVHOLD_SERVICE_PORT_HTTP": "6379",
+        "KVHOLD_PORT": "tcp://10.96.0.11:6379",
+        "KVHOLD_PORT_6379_TCP": "tcp://10.96.0.11:6379",
+        "KVHOLD_PORT_6379_TCP_PROTO": "tcp",
+        "KVHOLD_PORT_6379_TCP_PORT": "6379",
+        "KVHOLD_PORT_6379_TCP_ADDR": "10.96.0.11",
+        "KVHOLD_PORT_53_UDP_ADDR": "fd00::11",
+        "KVHOLD_NODE_SERVICE_HOST": "10.96.0.12",
+        "KVHOLD_CENTRAL_STORE_PORT": "tcp://[fd00::12]:7710",
+        "KVHOLD_CENTRAL_STORE_PORT_7710_TCP": "tcp://[fd00::12]:7710",
+    }
+
+    def test_a_service_called_kvhold_harms_nothing(self) -> None:
+        assert load_config(environ=self.SERVICE) == Config()
+        assert load_config(environ=self.SERVICE | {"KVHOLD_RAM_BYTES": "5"}).ram_bytes == 5
+
+    @pytest.mark.parametrize(
+        ("variable", "value"),
+        [
+            ("KVHOLD_PORT", "6379"),
+            ("KVHOLD_LISTEN_PORT", "7710"),
+            ("KVHOLD_SERVICE_HOSTS", "10.0.0.1"),
+            ("KVHOLD_SERVICE_HOST", "my-host"),
+            ("KVHOLD_PORT_X_TCP_ADDR", "10.0.0.1"),
+            ("KVHOLD_SERVICE", "x"),
+            ("KVHOLD_SERVICE_RAM_BYTES", "5GiB"),
+        ],
+    )
+    def test_what_only_looks_like_it_is_still_refused(self, variable: str, value: str) -> None:
+        assert f"there is no setting {variable!r}" in refusal(environ={variable: value})
+
+    def test_no_setting_has_the_form_of_such_a_variable(self) -> None:
+        names = [f"KVHOLD_{name.replace('.', '_').upper()}" for name, _, _ in describe()]
+        assert not [name for name in names if any(form.fullmatch(name) for form, _ in config_module._KUBERNETES)]
 
 
 class TestGoodValues:

@@ -6,7 +6,7 @@ import pytest
 
 from kvhold.core.config import RulesConfig
 from kvhold.core.errors import ConfigError
-from kvhold.core.rules import Rules, request_rules
+from kvhold.core.rules import Rules, check_tags, request_rules
 from kvhold.core.terms import Terms
 
 
@@ -36,10 +36,41 @@ def test_a_budget_is_the_smaller_of_both_and_separates_what_was_stored_under_it(
     assert request_rules({"max_error": 0}, RulesConfig()).terms == Terms(max_error=0)
 
 
-def test_a_tenant_is_what_the_tag_says_or_the_settings() -> None:
-    assert request_rules({"tags": {"tenant": "a"}}, RulesConfig(tenant="b")).terms.tenant == "a"
+def test_a_tenant_is_what_the_tag_says_where_the_settings_name_none() -> None:
+    assert request_rules({"tags": {"tenant": "a"}}, RulesConfig()).terms.tenant == "a"
     rules = request_rules({}, RulesConfig(tenant="b"))
     assert (rules.terms.tenant, rules.tags) == ("b", (("tenant", "b"),))
+
+
+@pytest.mark.parametrize("named", ["victim", "", "ACME", "acme "])
+def test_a_request_cannot_name_another_tenant_than_the_configured_one(named: str) -> None:
+    with pytest.raises(ConfigError, match=r"kvhold\.tags\.tenant = .*rules\.tenant") as caught:
+        request_rules({"tags": {"tenant": named}}, RulesConfig(tenant="acme"))
+    assert "'acme'" not in str(caught.value), "nor does it learn the name"
+    same = request_rules({"tags": {"tenant": "acme", "app": "x"}}, RulesConfig(tenant="acme"))
+    assert (same.terms.tenant, same.tags) == ("acme", (("app", "x"), ("tenant", "acme")))
+
+
+def test_ready_made_rules_must_be_of_the_configured_tenant() -> None:
+    settings = RulesConfig(tenant="acme")
+    check_tags(request_rules(None, settings).tags, settings)
+    check_tags((), RulesConfig())
+    for tags in ((), (("tenant", "victim"),)):
+        with pytest.raises(ConfigError, match=r"rules\.tenant"):
+            check_tags(tags, settings)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    ["x" * 10**6, {"x" * 10**6: 1}, {"store": "x" * 10**6}, {"ttl_s": [0] * 10**6}, {"tags": "x" * 10**6},
+     {"tags": {"kvhold." + "x" * 10**6: ""}}, {"tags": {"tenant": "x" * 10**6}}],
+    ids=lambda asked: str(asked)[:20],
+)  # fmt: skip
+def test_what_an_error_quotes_of_a_request_is_cut_short(asked: Any) -> None:
+    for settings in (RulesConfig(), RulesConfig(tenant="acme")):
+        with pytest.raises(ConfigError) as caught:
+            request_rules(asked, settings)
+        assert len(str(caught.value)) < 500
 
 
 @pytest.mark.parametrize(

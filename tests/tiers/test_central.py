@@ -130,6 +130,24 @@ class TestAccess:
         with pytest.raises(ConfigError, match=r"listen\.address.*token"):
             Central(load_config({"ram_bytes": "4MiB", "listen": {"address": address}}, environ={}))
 
+    def test_beyond_the_loopback_interface_a_token_needs_tls(self, certificates: Certificates) -> None:
+        listen: dict[str, object] = {"address": "0.0.0.0:0", "token": "hush"}
+        with pytest.raises(ConfigError, match=r"clear text; set listen\.tls_cert") as caught:
+            Central(load_config({"ram_bytes": "4MiB", "listen": listen}, environ={}))
+        assert "hush" not in str(caught.value)
+        tls = {"tls_cert": str(certificates.server), "tls_key": str(certificates.server_key)}
+        for enough in ({"insecure": True}, tls):
+            central = Central(load_config({"ram_bytes": "4MiB", "listen": listen | enough}, environ={}))
+            central.shelf.arena.close()
+
+    @pytest.mark.parametrize("host", ["10.0.0.5", "cache.example", "[2001:db8::1]", "[::ffff:10.0.0.5]"])
+    def test_a_token_is_not_sent_to_another_host_in_clear_text(self, host: str) -> None:
+        with pytest.raises(ConfigError, match=r"clear text; write kvholds://") as caught:
+            a_tier(f"kvhold://:hush@{host}:7710")
+        assert "hush" not in str(caught.value)
+        for fine in (f"kvholds://:hush@{host}:7710", f"kvhold://:hush@{host}:7710?insecure=true", f"kvhold://{host}:7710"):
+            a_tier(fine)
+
     @pytest.mark.parametrize(
         ("listen", "told"),
         [
@@ -150,6 +168,7 @@ class TestAccess:
             ("kvhold://", "write kvhold://host"),
             ("kvhold://a:1,b:2", "write kvhold://host"),
             ("kvhold://a:1/x", "write kvhold://host"),
+            ("kvhold://token@a:1", "with a colon before it"),
             ("kvhold://a:1?ca_file=x", "are for TLS"),
             ("kvhold://a:1?token_file=/nowhere", "token_file"),
             ("kvholds://a:1?ca_file=/nowhere", "ca_file"),

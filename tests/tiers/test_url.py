@@ -1,6 +1,7 @@
 """A tier's line: taken apart, shown without secrets, and refused with the reason."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +29,53 @@ def test_what_is_shown_has_no_secrets() -> None:
     url = parse_url("redis://me:hush@h:1/0?token=hush&aws_secret_access_key=hush&wait_s=3")
     assert url.shown == "redis://me:***@h:1/0?token=***&aws_secret_access_key=***&wait_s=3"
     assert parse_url("redis://:hush@h").shown == "redis://:***@h"
+    assert parse_url("kvhold://hush@h").shown == "kvhold://***@h", "a user without a password may be a token"
+    misspelt = "redis://h?pasword=hush&pwd=hush&access-key=hush&tokn_file=/a&key_file=/b&audit_max_keys=3"
+    assert "hush" not in parse_url(misspelt).shown
+    assert parse_url(misspelt).shown.endswith("&tokn_file=/a&key_file=/b&audit_max_keys=3")
+
+
+def test_a_secret_may_be_named_instead_of_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PASSWORD", "s%40/c")
+    (tmp_path / "token").write_text("t/k@n\n")
+    url = parse_url(f"redis://me:${{env:PASSWORD}}@h:1/0?path=${{file:{tmp_path}/token}}")
+    assert (url.username, url.password, url.hosts) == ("me", "s%40/c", [("h", 1)])
+    assert url.apply(Settings()).path == "t/k@n"
+    assert "s%40/c" not in url.shown
+    assert parse_url("redis://:${file:/a/b}@h/0").path == "/0"
+
+
+@pytest.mark.parametrize(
+    ("reference", "told"),
+    [
+        ("${env:NO_SUCH_VARIABLE}", r"\$\{env:NO_SUCH_VARIABLE\}: this variable is not set"),
+        ("${file:/no/such/file}", r"\$\{file:/no/such/file\}: cannot read"),
+        ("${file:/dev/null}", r"/dev/null is empty"),
+        ("${file:/dev/zero}", r"larger than 64 KiB"),
+    ],
+)
+def test_a_reference_that_cannot_be_read_is_named(reference: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        print(parse_url(f"redis://:{reference}@h/0").password)
+
+
+@pytest.mark.parametrize(
+    ("line", "is_secret"),
+    [
+        ("redis://:hush@h/0", True),
+        ("redis://hush@h/0", True),
+        ("redis://me:hush@h/0", True),
+        ("redis://h/0?sentinel_password=hush", True),
+        ("s3://b?secret_access_key=hush", True),
+        ("kvhold://h?token=x${env:A}", True),
+        ("redis://me:${env:A}@h/0", False),
+        ("redis://:${file:/a/b}@h/0?sentinel_password=${env:B}", False),
+        ("kvhold://h?token_file=/etc/token", False),
+        ("disk:///d?max_bytes=5GiB", False),
+    ],
+)
+def test_whether_a_line_has_a_secret_in_it_is_known(line: str, is_secret: bool) -> None:
+    assert parse_url(line).has_secret is is_secret
 
 
 def test_options_become_a_dataclass() -> None:

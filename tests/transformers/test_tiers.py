@@ -1,5 +1,6 @@
 """What a user of `Reuse` gets from tiers below RAM, and from rules: the same output, and what was asked for."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,8 @@ import pytest
 import torch
 
 from kvhold.cache import LocalCache, open_cache
+from kvhold.core.config import RulesConfig
+from kvhold.core.errors import ConfigError
 from kvhold.core.rules import Rules
 from kvhold.core.terms import Terms
 from kvhold.integrations.transformers import Outcome, Reuse
@@ -55,6 +58,14 @@ class TestRules:
         monkeypatch.setattr(cache._state.ram, "_clock", lambda: now + 61)
         reuse.generate(prompt_of(50), **GREEDY)
         assert (reuse.last.num_loaded, reuse.last.num_stored) == (0, 50)
+
+    def test_a_configured_tenant_is_final(self, llama: Any, cache: LocalCache) -> None:
+        reuse = Reuse(llama, cache, config=replace(small_chunks(), rules=RulesConfig(tenant="acme")))
+        assert dict(reuse.rules.tags) == {"tenant": "acme"}
+        for tags in ((), (("tenant", "victim"),)):
+            with pytest.raises(ConfigError, match=r"rules\.tenant"):
+                reuse.rules = Rules(tags=tags)
+        assert dict(reuse.rules.tags) == {"tenant": "acme"}
 
     def test_other_tags_other_kv(self, llama: Any, cache: LocalCache) -> None:
         reuse = Reuse(llama, cache, config=small_chunks())

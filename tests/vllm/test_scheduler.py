@@ -1536,6 +1536,18 @@ class TestRules:
         assert one.tokens_computed["a"] == 300 + 1
         assert (one.stores, one.loads) == ([], [])
 
+    def test_a_request_that_names_another_tenant_than_the_engines_is_computed_and_counted(self, engine: MakeEngine) -> None:
+        one = engine(settings={"rules": {"tenant": "acme"}})
+        prompt = make_prompt("rules of a tenant", 300)
+        store(one, prompt)
+        one.add("other", prompt, **asks(tags={"tenant": "victim"}))
+        one.run()
+        assert one.tokens_computed["other"] == 300 + 1
+        assert (one.stores, one.loads) == ([], [])
+        one.add("same", prompt, **asks(tags={"tenant": "acme"}))
+        one.run()
+        assert one.tokens_computed["same"] == 300 - 288 + 1
+
     def test_what_the_settings_forbid_no_request_may(self, engine: MakeEngine) -> None:
         one, forbidden = engine(), engine(settings={"rules": {"store": False, "load": False}})
         prompt = make_prompt("rules forbidden", 300)

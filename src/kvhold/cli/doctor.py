@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import click
 
+from kvhold.cli.tier_urls import check_no_secrets
 from kvhold.codecs import Raw, frame_chunk, unframe_chunk
 from kvhold.core.config import Config, load_config
 from kvhold.core.errors import ConfigError, FrameError, KVHoldError, NodeError, TierError, TierUnavailable
@@ -53,6 +54,7 @@ class Finding:
 @click.option("--json", "as_json", is_flag=True, help="One JSON list.")
 def command(tiers: tuple[str, ...], config_file: Path | None, as_json: bool) -> None:
     """Try each tier, and say in plain words what is wrong. Exits with 1 when something is."""
+    check_no_secrets(tiers)
     config = load_config({"tiers": tiers} if tiers else {}, file=config_file)
     findings = [_look_at_node(config), *asyncio.run(_look_at_tiers(config))]
     click.echo(json.dumps([asdict(finding) for finding in findings], indent=2) if as_json else "\n".join(map(_describe, findings)))

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from kvhold.cli.tier_urls import check_no_secrets
 from kvhold.core.config import load_config
 from kvhold.core.sizes import format_size
 from kvhold.net.central import CENTRAL_VERSION
@@ -31,6 +32,7 @@ from kvhold.node.server import Node
 @click.option(
     "--tls-client-ca", type=click.Path(path_type=Path), help="With --listen: PEM file of who must have signed clients' certificates."
 )
+@click.option("--insecure", is_flag=True, help="With --listen beyond loopback: without TLS, so that others may read token and KV.")
 @click.option("--idle-exit-s", type=float, help="End after so many seconds without clients. [default: never]")
 @click.option("--detach", is_flag=True, help="Go on in the background once it is ready, and belong to nobody.")
 @click.option("--config", "config_file", type=click.Path(path_type=Path), help="Settings file, TOML or YAML.")
@@ -43,6 +45,7 @@ def command(
     token_file: Path | None,
     tls_cert: Path | None,
     tls_client_ca: Path | None,
+    insecure: bool,
     idle_exit_s: float | None,
     detach: bool,
     config_file: Path | None,
@@ -54,12 +57,13 @@ def command(
     if policy is not None:
         arguments["policy"] = policy
     if tiers:
+        check_no_secrets(tiers)
         arguments["tiers"] = tiers
     if socket is not None:
         arguments["node"] = {"socket": socket}
     given = {"address": listen, "token_file": token_file, "tls_cert": tls_cert, "tls_client_ca": tls_client_ca}
     if listening := {name: str(value) for name, value in given.items() if value is not None}:
-        arguments["listen"] = listening
+        arguments["listen"] = listening | ({"insecure": True} if insecure else {})
     config = load_config(arguments, file=config_file)
     if config.listen.address:
         release = _detach() if detach else None

@@ -5,8 +5,11 @@
 
 The file is named by `KVHOLD_CONFIG` or by the caller; TOML, or YAML where PyYAML is installed. A nested setting is
 `KVHOLD_NODE_SOCKET`, `[node] socket`, `{"node": {"socket": ...}}`. Sizes are bytes or text such as "5GiB". An unknown name or a bad
-value is a ConfigError that names the source, the name and the nearest valid one; nothing is ignored. A list is a list, or text with
+value is a ConfigError that names the source, the name and the nearest valid one. A list is a list, or text with
 blanks between its items; an item with options may be a table, `{url = "disk:///var/cache/kvhold", max_bytes = "100GiB"}`.
+
+Nothing is ignored, except the variables that Kubernetes makes for a Service called `kvhold` or `kvhold-...` (`_KUBERNETES`).
+The value of a setting that is marked `secret` is in no error.
 """
 
 import os
@@ -24,8 +27,14 @@ from kvhold.core.sizes import parse_size
 
 _PREFIX = "KVHOLD_"
 _NOT_SETTINGS = ("KVHOLD_CONFIG", "KVHOLD_LOG_LEVEL")  # the file itself, logging
-_MAY_BE_SECRET = re.compile(r"@|secret|token|pass|auth|credential|key", re.IGNORECASE)  # in a tier's URL
 _INSTALLER = "KVHOLD_SETUP_"  # the installer's own switches
+_SERVICE = r"KVHOLD(_[A-Z0-9]+)*"  # a Service called kvhold, or kvhold-something
+_KUBERNETES = (  # the variables of a Service: names that must match whole, and their values
+    (re.compile(rf"{_SERVICE}_SERVICE_HOST"), re.compile(r"[0-9a-fA-F:.]*")),
+    (re.compile(rf"{_SERVICE}_SERVICE_PORT(_[A-Z0-9_]+)?"), re.compile(r"\d+")),
+    (re.compile(rf"{_SERVICE}_PORT(_\d+_(TCP|UDP|SCTP))?"), re.compile(r"(tcp|udp|sctp)://.+")),
+    (re.compile(rf"{_SERVICE}_PORT_\d+_(TCP|UDP|SCTP)_(PROTO|PORT|ADDR)"), re.compile(r".*")),
+)
 
 
 def size(default: int, help: str) -> Any:
@@ -33,9 +42,9 @@ def size(default: int, help: str) -> Any:
     return field(default=default, metadata={"help": help, "size": True, "minimum": 0})
 
 
-def setting(default: Any, help: str, *, choices: tuple[str, ...] = (), minimum: float | None = None) -> Any:
-    """A field with its help, its choices or its least value."""
-    return field(default=default, metadata={"help": help, "choices": choices, "minimum": minimum})
+def setting(default: Any, help: str, *, choices: tuple[str, ...] = (), minimum: float | None = None, secret: bool = False) -> Any:
+    """A field with its help, its choices or its least value. secret: its value is in no error, log or status."""
+    return field(default=default, metadata={"help": help, "choices": choices, "minimum": minimum, "secret": secret}, repr=not secret)
 
 
 @dataclass(frozen=True)
@@ -66,11 +75,12 @@ class ListenConfig:
     """A central cache for other hosts (`kvhold serve --listen`)."""
 
     address: str = setting("", "HOST:PORT to listen on; beyond the loopback interface only with a token or client certificates")
-    token: str = setting("", "what clients must know; better in a file")
+    token: str = setting("", "what clients must know; better in a file", secret=True)
     token_file: str = setting("", "a file that holds it")
     tls_cert: str = setting("", "PEM file of the server's certificate: clients must talk TLS")
     tls_key: str = setting("", "PEM file of its key; empty: it is in tls_cert")
     tls_client_ca: str = setting("", "PEM file of the authorities that must have signed clients' certificates (mTLS)")
+    insecure: bool = setting(False, "listen beyond loopback with a token and without TLS: whoever can listen on the network can read both")
     max_value_bytes: int = size(1 << 30, "larger values are refused")
     max_connections: int = setting(256, "connections at once", minimum=1)
     request_timeout_s: float = setting(60.0, "a request that takes longer ends its connection: the client does not read", minimum=0.1)
@@ -93,7 +103,9 @@ class RulesConfig:
         0.0, "the most bits that codecs with a loss may take for an element, as far as max_error goes; 0: no limit", minimum=0
     )
     tenant: str = setting(
-        "", "whose KV it is, where a request does not say so by its tag `tenant`: with that key it is encrypted below memory"
+        "",
+        "whose KV it is: with that key it is encrypted below memory. A request whose tag `tenant` names another one is not cached; "
+        "empty: the tag decides",
     )
 
 
@@ -102,7 +114,9 @@ class EncryptionConfig:
     """AES-256-GCM around what leaves memory, in tiers with the option `encrypt`."""
 
     keys: tuple[str, ...] = setting(
-        (), "TENANT=file:PATH or TENANT=env:NAME, each a key of 32 bytes; no tenant before the =: of all who have none of their own"
+        (),
+        "TENANT=file:PATH or TENANT=env:NAME, each a key of 32 bytes; no tenant before the =: of all who have none of their own",
+        secret=True,
     )
 
 
@@ -130,7 +144,9 @@ class Config:
     policy: str = setting("lru", "which chunk is evicted first", choices=("lru", "lfu", "fifo", "mru", "s3fifo"))
     namespace_quota_bytes: int = size(0, "the most memory that the chunks of one namespace may have; 0: no limit")
     huge_pages: str = setting("auto", "huge pages for the arena", choices=("auto", "never", "always"))
-    tiers: tuple[str, ...] = setting((), "where chunks live below RAM, the fastest first: URLs such as disk:///var/cache/kvhold")
+    tiers: tuple[str, ...] = setting(
+        (), "where chunks live below RAM, the fastest first: URLs such as disk:///var/cache/kvhold", secret=True
+    )
     plugins: tuple[str, ...] = setting((), "tiers of others that may be loaded: entry points' names, or module:Class")
     write_behind_bytes: int = size(
         0, "chunks that may wait to be written to lower tiers, beyond which they are dropped; 0: a quarter of RAM"
@@ -177,13 +193,13 @@ def apply(config: Settings, values: Mapping[str, Any], *, source: str, spell: An
         current = getattr(config, name)
         if is_dataclass(current):
             if not isinstance(value, Mapping):
-                raise ConfigError(f"{source}: {spell(dotted)} is a section of settings, not {value!r}")
+                raise ConfigError(f"{source}: {spell(dotted)} is a section of settings, not a {type(value).__name__}")
             changes[name] = apply(current, value, source=source, spell=spell, path=f"{dotted}.")
         else:
             try:
                 changes[name] = _convert(value, types[name], known[name].metadata)
             except ValueError as error:
-                shown = "..." if types[name] == tuple[str, ...] and _MAY_BE_SECRET.search(repr(value)) else repr(value)
+                shown = "..." if known[name].metadata.get("secret") else repr(value)
                 raise ConfigError(f"{source}: {spell(dotted)} = {shown}: {error}") from None
     return type(config)(**{f: changes.get(f, getattr(config, f)) for f in known})
 
@@ -266,6 +282,8 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
         if not variable.startswith(_PREFIX) or variable.startswith(_INSTALLER) or variable in _NOT_SETTINGS:
             continue
         if variable not in names:
+            if _is_of_kubernetes(variable, text):
+                continue
             raise _unknown(variable, list(names), "environment")
         *sections, leaf = names[variable].split(".")
         target = values
@@ -273,6 +291,11 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
             target = target.setdefault(section, {})
         target[leaf] = text
     return values
+
+
+def _is_of_kubernetes(variable: str, text: str) -> bool:
+    """Whether Kubernetes made the variable for a Service. Its value must fit too, so that `KVHOLD_LISTEN_PORT=7710` stays a misspelling."""
+    return any(name.fullmatch(variable) and value.fullmatch(text) for name, value in _KUBERNETES)
 
 
 def _env_name(dotted: str) -> str:
@@ -307,7 +330,12 @@ def _read_yaml(path: Path, raw: str) -> dict[str, Any]:
         raise ConfigError(f"{path} is YAML, which needs PyYAML: pip install 'kvhold[yaml]', or write it as TOML") from None
     try:
         values = yaml.safe_load(raw)
-    except (yaml.YAMLError, ValueError) as error:  # the second for a date that is none
+    except yaml.MarkedYAMLError as error:  # its text quotes the file, secrets included
+        line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"{path} is not valid YAML: {error.problem or error.context}{line}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {type(error).__name__}") from None
+    except ValueError as error:  # a date that is none
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if values is None:
         return {}

@@ -2,7 +2,8 @@
 
     rules = request_rules({"store": False, "tags": {"tenant": "a"}}, RulesConfig())     # ConfigError names what is wrong
 
-A request's word goes over the settings', but what the settings forbid stays forbidden.
+A request may ask for less than the settings allow, never for more. A tenant that the settings name is final: a request that names another
+one is refused. Requests are outside data: what an error quotes of them is cut short.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,6 +16,7 @@ from kvhold.core.keys import TENANT
 from kvhold.core.terms import FREE, MAX_BITS, MAX_TTL_S, Terms
 
 _NAMES = ("store", "load", "plan", "ttl_s", "max_error", "max_bits", "tags")
+_MOST_QUOTED = 100  # characters of a request in an error
 
 
 @dataclass(frozen=True)
@@ -33,13 +35,11 @@ def request_rules(asked: Any, settings: RulesConfig) -> Rules:
     """The rules of a request that says `asked` (a mapping, or None for nothing). Raises ConfigError for what is not understood."""
     asked = {} if asked is None else asked
     if not isinstance(asked, Mapping):
-        raise ConfigError(f"kvhold: must hold some of {', '.join(_NAMES)}, not {asked!r}")
+        raise ConfigError(f"kvhold: must hold some of {', '.join(_NAMES)}, not {_quoted(asked)}")
     for name in asked:
         if name not in _NAMES:
-            raise ConfigError(f"kvhold.{name}: there is no such rule; known are {', '.join(_NAMES)}")
-    tags = dict(_tags(asked.get("tags")))
-    if settings.tenant:
-        tags.setdefault(TENANT, settings.tenant)
+            raise ConfigError(f"kvhold.{str(name)[:_MOST_QUOTED]}: there is no such rule; known are {', '.join(_NAMES)}")
+    tags = _with_tenant(_tags(asked.get("tags")), settings)
     max_error = _least(asked, "max_error", settings.max_error if settings.max_error < 1 else None, most=1, zero=True)
     max_bits = _least(asked, "max_bits", settings.max_bits or None, most=MAX_BITS)
     budget = {"kvhold.max_error": max_error, "kvhold.max_bits": max_bits}
@@ -57,6 +57,12 @@ def request_rules(asked: Any, settings: RulesConfig) -> Rules:
     )
 
 
+def check_tags(tags: Iterable[tuple[str, str]], settings: RulesConfig) -> None:
+    """Raise ConfigError unless `tags` name the tenant of the settings, where those name one."""
+    if settings.tenant and dict(tags).get(TENANT) != settings.tenant:
+        raise ConfigError("rules: the tag 'tenant' is not the configured rules.tenant; make the rules with request_rules")
+
+
 def terms_of(tags: Iterable[tuple[str, str]]) -> Terms | None:
     """The budget and the tenant that a namespace's tags name; None where they name what no rule does."""
     named = dict(tags)
@@ -67,10 +73,28 @@ def terms_of(tags: Iterable[tuple[str, str]]) -> Terms | None:
         return None
 
 
+def _with_tenant(tags: Mapping[str, str], settings: RulesConfig) -> dict[str, str]:
+    """`tags` with the configured tenant. Raises ConfigError where they name another one."""
+    if not settings.tenant:
+        return dict(tags)
+    if (named := tags.get(TENANT, settings.tenant)) != settings.tenant:
+        raise ConfigError(
+            f"kvhold.tags.tenant = {_quoted(named)}: the engine's setting rules.tenant names another tenant; leave this tag out"
+        )
+    return {**tags, TENANT: settings.tenant}
+
+
+def _quoted(value: Any) -> str:
+    """`repr(value)`, cut short: it comes from a request and goes into a log."""
+    text = value[: _MOST_QUOTED + 1] if isinstance(value, str) else value
+    shown = repr(text)
+    return shown if len(shown) <= _MOST_QUOTED else f"{shown[:_MOST_QUOTED]}..."
+
+
 def _flag(asked: Mapping[str, Any], name: str) -> bool:
     value = asked.get(name, True)
     if not isinstance(value, bool):
-        raise ConfigError(f"kvhold.{name} = {value!r}: must be true or false")
+        raise ConfigError(f"kvhold.{name} = {_quoted(value)}: must be true or false")
     return value
 
 
@@ -80,15 +104,15 @@ def _least(asked: Mapping[str, Any], name: str, settings: float | None, *, most:
     if value is None:
         return settings
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not (0 < value <= most or (zero and value == 0)):
-        raise ConfigError(f"kvhold.{name} = {value!r}: must be a number {'from' if zero else 'above'} 0 to {most:g}")
+        raise ConfigError(f"kvhold.{name} = {_quoted(value)}: must be a number {'from' if zero else 'above'} 0 to {most:g}")
     return float(value) if settings is None else min(float(value), settings)
 
 
-def _tags(asked: Any) -> tuple[tuple[str, str], ...]:
+def _tags(asked: Any) -> Mapping[str, str]:
     if asked is None:
-        return ()
+        return {}
     if not isinstance(asked, Mapping) or not all(isinstance(k, str) and isinstance(v, str) for k, v in asked.items()):
-        raise ConfigError(f"kvhold.tags = {asked!r}: must be names and values, all of them text")
+        raise ConfigError(f"kvhold.tags = {_quoted(asked)}: must be names and values, all of them text")
     if own := next((name for name in asked if name.startswith("kvhold.")), None):
-        raise ConfigError(f"kvhold.tags: {own!r} is a name of kvhold's own; take another one")
-    return tuple(sorted(asked.items()))
+        raise ConfigError(f"kvhold.tags: {_quoted(own)} is a name of kvhold's own; take another one")
+    return asked

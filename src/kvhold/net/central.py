@@ -14,6 +14,8 @@ from kvhold.core.keys import KEY_BYTES
 CENTRAL_VERSION = 1
 CENTRAL_MAGIC = "kvhold-central"
 DEFAULT_PORT = 7710
+MAX_HELLO_BYTES = 4 << 10  # the most that is read of anybody who has not logged in
+MAX_TOKEN_BYTES = 3 << 10  # of UTF-8, so that a Hello has room for it
 
 
 class CentralMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -10,19 +10,19 @@ sizes are bounded before anything is reserved, and a full memory evicts or refus
 
 import asyncio
 import hmac
-import ipaddress
 import logging
 import signal
 import socket
 import ssl
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 from kvhold.core.config import Config, ListenConfig
 from kvhold.core.errors import ConfigError, KVHoldError, NodeError, ProtocolError
 from kvhold.core.keys import KEY_BYTES
+from kvhold.core.secrets import read_secret
 from kvhold.net import central as c
+from kvhold.net.addresses import is_loopback
 from kvhold.net.stream import Stream, accept_stream
 from kvhold.net.tls import server_context
 from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length, encode
@@ -46,11 +46,8 @@ class Central:
         self.host, self.port = _address(config.listen.address)
         self._token = _token(config.listen)
         self._tls = _tls(config.listen)
-        if not _is_loopback(self.host) and not self._token and not config.listen.tls_client_ca:
-            raise ConfigError(
-                f"listen.address = {config.listen.address!r}: only the loopback interface is served without authentication; "
-                f"set listen.token_file (or listen.token), or listen.tls_cert and listen.tls_client_ca"
-            )
+        if not is_loopback(self.host):
+            self._check_exposed(config.listen)
         self.shelf = Shelf(config)
         self._stopped = asyncio.Event()
         self._conversations: set[asyncio.Task[None]] = set()
@@ -77,6 +74,19 @@ class Central:
     def stop(self) -> None:
         """End soon."""
         self._stopped.set()
+
+    def _check_exposed(self, config: ListenConfig) -> None:
+        """Raise ConfigError unless other hosts must prove who they are, and nobody on the way can read how."""
+        if not self._token and not config.tls_client_ca:
+            raise ConfigError(
+                f"listen.address = {config.address!r}: only the loopback interface is served without authentication; "
+                f"set listen.token_file (or listen.token), or listen.tls_cert and listen.tls_client_ca"
+            )
+        if not self._tls and not config.insecure:
+            raise ConfigError(
+                f"listen.address = {config.address!r}: the token and all KV would cross the network in clear text; "
+                f"set listen.tls_cert, or listen.insecure=true if nobody else can listen there"
+            )
 
     def _listen(self) -> socket.socket:
         try:
@@ -228,22 +238,10 @@ def _address(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def _token(config: ListenConfig) -> str:
-    if not config.token_file:
-        return config.token
-    try:
-        token = Path(config.token_file).read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"listen.token_file: cannot read {config.token_file}: {error}") from None
-    if not token:
-        raise ConfigError(f"listen.token_file: {config.token_file} is empty")
+    token = read_secret(config.token_file, where="listen.token_file") if config.token_file else config.token
+    if len(token.encode()) > c.MAX_TOKEN_BYTES:
+        raise ConfigError(f"listen.token: a token has at most {c.MAX_TOKEN_BYTES} bytes")
     return token
 
 

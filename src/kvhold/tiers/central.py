@@ -9,12 +9,13 @@ was cancelled is closed, and the next call opens another. One event loop. Time-o
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar, Self, TypeVar
 
 from kvhold.core.config import setting
 from kvhold.core.errors import ConfigError, ProtocolError, TierDenied, TierError, TierFull, TierUnavailable
+from kvhold.core.secrets import read_secret
 from kvhold.net import central as c
+from kvhold.net.addresses import is_loopback
 from kvhold.net.pool import Exchange, Pool, run
 from kvhold.net.stream import Address, Stream, open_stream
 from kvhold.net.tls import client_context
@@ -35,9 +36,10 @@ class CentralConfig:
 
     host: str = setting("", "where it listens")
     port: int = setting(c.DEFAULT_PORT, "its port", minimum=1)
-    token: str = setting("", "what the server demands; better in the URL's password, or in a file")
+    token: str = setting("", "what the server demands; better in the URL's password, or in a file", secret=True)
     token_file: str = setting("", "a file that holds it")
     tls: bool = setting(False, "talk TLS")
+    insecure: bool = setting(False, "send the token to another host without TLS: whoever can listen on the network can read it")
     ca_file: str = setting("", "PEM file of the authorities that may have signed the server's certificate; empty: the system's")
     cert_file: str = setting("", "PEM file of our own certificate, where the server wants one (mTLS)")
     key_file: str = setting("", "PEM file of its key; empty: it is in cert_file")
@@ -57,7 +59,12 @@ class CentralTier:
             raise ConfigError("kvhold: ca_file, cert_file and key_file are for TLS; write kvholds://... or tls=true")
         self._config = config
         self._address = Address(config.host, config.port)
-        self._token = _read_token(config)
+        self._token = read_secret(config.token_file, where="kvhold: token_file") if config.token_file else config.token
+        if self._token and not config.tls and not config.insecure and not is_loopback(config.host):
+            raise ConfigError(
+                f"kvhold: {self._address}: the token would cross the network in clear text; "
+                f"write kvholds://... (TLS), or insecure=true if nobody else can listen there"
+            )
         self._tls = client_context(config.ca_file, config.cert_file, config.key_file) if config.tls else None
         self._pool = Pool(self._open, config.connections)
         self._questions = Pool(self._open, 2)  # small ones do not wait behind values
@@ -67,6 +74,8 @@ class CentralTier:
         """From `kvhold://[:token@]host[:port]?options`. Raises ConfigError."""
         if len(url.hosts) != 1 or url.path not in ("", "/"):
             raise ConfigError(f"tiers: {url.shown}: write kvhold://host:{c.DEFAULT_PORT}")
+        if url.username:
+            raise ConfigError(f"tiers: {url.shown}: there are no users, only a token; write kvhold://:TOKEN@host, with a colon before it")
         (host, port) = url.hosts[0]
         base = CentralConfig(host=host, port=port or c.DEFAULT_PORT, token=url.password, tls=url.scheme == "kvholds")
         return cls(url.apply(base))
@@ -268,12 +277,3 @@ def _raise_if_all(batches: Sequence[Exchange]) -> None:
 
 async def _body(stream: Stream) -> bytes:
     return await stream.read(body_length(await stream.read(LENGTH_BYTES)))
-
-
-def _read_token(config: CentralConfig) -> str:
-    if not config.token_file:
-        return config.token
-    try:
-        return Path(config.token_file).read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"kvhold: token_file: cannot read {config.token_file}: {error}") from None

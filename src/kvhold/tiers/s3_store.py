@@ -7,7 +7,7 @@ What `endpoint_of`, `prefix_of` and `check_config` refuse is a ConfigError that 
 """
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
 from pathlib import Path
@@ -28,11 +28,6 @@ _RETRIES = 1  # of what a stale connection or one busy moment failed
 _BACKOFF = timedelta(milliseconds=20)
 
 
-def _secret(help: str) -> Any:
-    """A setting that no `repr` shows."""
-    return field(default="", repr=False, metadata={"help": help, "choices": (), "minimum": None})
-
-
 @dataclass(frozen=True)
 class S3Config:
     """Settings of one S3 tier."""
@@ -41,9 +36,11 @@ class S3Config:
     prefix: str = setting("", "where in the bucket; tiers with different prefixes do not see each other")
     endpoint: str = setting("", "http[s]://host[:port] of the store; empty: AWS, or AWS_ENDPOINT_URL_S3 of the environment")
     region: str = setting("", "the bucket's region; empty: AWS_REGION of the environment, or us-east-1")
-    access_key_id: str = _secret("empty: found in the environment, a container, a web identity or the instance, as AWS's tools do")
-    secret_access_key: str = _secret("belongs to access_key_id")
-    session_token: str = _secret("belongs to access_key_id, if that is temporary")
+    access_key_id: str = setting(
+        "", "empty: found in the environment, a container, a web identity or the instance, as AWS's tools do", secret=True
+    )
+    secret_access_key: str = setting("", "belongs to access_key_id", secret=True)
+    session_token: str = setting("", "belongs to access_key_id, if that is temporary", secret=True)
     anonymous: bool = setting(False, "send no credentials at all")
     virtual_hosted: bool = setting(False, "the bucket is named in the host, bucket.host, and not in the path")
     unsigned_payload: str = setting(

@@ -3,23 +3,24 @@
     url = parse_url("disk:///var/cache/kvhold?max_bytes=100GiB")
     config = url.apply(DiskConfig(path=url.path))              # the options over a tier's own dataclass; ConfigError names what is wrong
 
-What stands before the `?` is in the form that the tier's own tools use; each option after it is a field of the tier's dataclass. `shown`
-has no secrets and is what logs, metrics and errors use.
+What stands before the `?` is in the form that the tier's own tools use; each option after it is a field of the tier's dataclass. A
+password or an option may be a reference, `redis://user:${env:REDIS_PASSWORD}@host` or `${file:/etc/kvhold/password}`: it is read when
+the tier is made, so the line itself holds no secret. `shown` has no secrets and is what logs, metrics and errors use.
 """
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from kvhold.core.config import apply
 from kvhold.core.errors import ConfigError
+from kvhold.core.secrets import REFERENCE, is_secret_name, resolve
 
 Settings = TypeVar("Settings")
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://")
-_SECRET = re.compile(r"secret|token|passw|^pass$|auth|credential|access_key|key_id", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,20 @@ class TierUrl:
 
     @property
     def username(self) -> str:
-        """Before the `:` of the credentials; empty if there are none."""
-        return unquote(self._credentials.partition(":")[0])
+        """Before the `:` of the credentials; empty if there are none. Raises ConfigError for a reference that cannot be read."""
+        return resolve(unquote(self._credentials.partition(":")[0]), where=self.shown)
 
     @property
     def password(self) -> str:
-        """After the `:` of the credentials; empty if there are none."""
-        return unquote(self._credentials.partition(":")[2])
+        """After the `:` of the credentials; empty if there are none. Raises ConfigError for a reference that cannot be read."""
+        return resolve(unquote(self._credentials.partition(":")[2]), where=self.shown)
+
+    @property
+    def has_secret(self) -> bool:
+        """Whether a password or token stands in the line itself. A reference to one is no secret."""
+        user, colon, password = (unquote(part) for part in self._credentials.partition(":"))
+        named = [password if colon else user, *(value for name, value in self.options.items() if is_secret_name(name))]
+        return any(value and not REFERENCE.fullmatch(value) for value in named)
 
     @property
     def hosts(self) -> list[tuple[str, int | None]]:
@@ -51,12 +59,13 @@ class TierUrl:
         """The line without passwords and tokens."""
         credentials, at, hosts = self.netloc.rpartition("@")
         user, colon, _ = credentials.partition(":")
-        pairs = "&".join(f"{k}={'***' if _SECRET.search(k) else v}" for k, v in self.options.items())
-        return f"{self.scheme}://{user}{':***' if colon else ''}{at}{hosts}{self.path}{'?' if pairs else ''}{pairs}"
+        shown = f"{user}:***" if colon else "***" if user else ""  # a lone user may be a token
+        pairs = "&".join(f"{k}={'***' if is_secret_name(k) else v}" for k, v in self.options.items())
+        return f"{self.scheme}://{shown}{at}{hosts}{self.path}{'?' if pairs else ''}{pairs}"
 
     def apply(self, config: Settings) -> Settings:
         """`config` with the options in it. Raises ConfigError that names the line, the option and the nearest valid one."""
-        return apply(config, self.options, source=self.shown)
+        return apply(config, {k: resolve(v, where=self.shown) for k, v in self.options.items()}, source=self.shown)
 
     def without(self, names: Mapping[str, object]) -> "TierUrl":
         """The same less the options of these names."""
@@ -74,7 +83,8 @@ class TierUrl:
 
 
 def parse_url(text: str) -> TierUrl:
-    """Take the line apart. Raises ConfigError."""
+    """Take the line apart. Raises ConfigError, which shows no secret."""
+    text = REFERENCE.sub(lambda found: quote(found[0], safe=""), text)  # a path in one has slashes
     if not _SCHEME.match(text):
         place = text.partition("?")[0].rpartition("@")[2]
         raise ConfigError(f"tiers: {place!r} is not a tier's URL, such as disk:///var/cache/kvhold or redis://host:6379/0")

@@ -22,7 +22,7 @@ from kvhold.core.api import ABSENT, Cache, Loan
 from kvhold.core.config import Config, load_config
 from kvhold.core.errors import KVHoldError, LayoutError
 from kvhold.core.keys import Prompt
-from kvhold.core.rules import request_rules
+from kvhold.core.rules import Rules, check_tags, request_rules
 from kvhold.integrations.transformers.calls import AsIs, Call, forward_call, generate_call
 from kvhold.integrations.transformers.geometry import Geometry, geometry_of
 from kvhold.integrations.transformers.identity import Identity
@@ -102,7 +102,8 @@ class Reuse:
         self.model = model
         self.cache = cache
         self.last = Outcome()
-        self.rules = request_rules(None, config.rules)
+        self._settings = config.rules
+        self._rules = request_rules(None, config.rules)
         self._store_generated = store_generated
         self._tokens_per_chunk = config.tokens_per_chunk
         self._threads = config.copy_threads or 2
@@ -111,6 +112,17 @@ class Reuse:
         self._noted = ""
         self._geometry = self._look()
         self._identity.namespace(self._geometry.layout)
+
+    @property
+    def rules(self) -> Rules:
+        """What the next calls may do with the cache."""
+        return self._rules
+
+    @rules.setter
+    def rules(self, rules: Rules) -> None:
+        """Raises ConfigError for rules of another tenant than the configured one."""
+        check_tags(rules.tags, self._settings)
+        self._rules = rules
 
     def generate(self, inputs: Any = None, generation_config: GenerationConfig | None = None, **options: Any) -> Any:
         """As `model.generate(inputs, generation_config, **options)`; the prompt, [rows, tokens], may also be given as `input_ids`."""

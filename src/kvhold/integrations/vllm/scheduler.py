@@ -144,6 +144,7 @@ class SchedulerSide:
             rules = rules_of(request, self._config.rules)
         except ConfigError as error:
             log.warning("kvhold: request %s is not cached: %s", request.request_id, error)
+            self.tally.add("refused_requests", 1)
             return
         if (before := self._followed.pop(request.request_id, None)) is not None:  # a session whose prompt goes on
             self._let_go(before)

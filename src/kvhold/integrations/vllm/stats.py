@@ -21,6 +21,7 @@ METRICS: dict[str, tuple[str, str]] = {
         "reason",
         "Prompt tokens whose KV was not found, by why: a word of kvhold.core.reasons, below_minimum, not_named, or no_answer.",
     ),
+    "refused_requests": ("", "Requests that are not cached: their kv_transfer_params ask for what is not known or not allowed."),
     "loads": ("", "Hits that were loaded into blocks."),
     "failed_loads": ("", "Hits that were not loaded after all, and computed."),
     "loaded_bytes": ("", "Bytes copied into blocks."),

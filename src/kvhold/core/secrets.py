@@ -1,0 +1,65 @@
+"""Secrets in settings: which names mean one, and references that stand for one.
+
+    is_secret_name("sentinel_password")                       # True
+    resolve("${env:REDIS_PASSWORD}", where="redis://host")    # the variable's value; ${file:/etc/kvhold/password} reads a file
+
+A reference lets a tier's URL be written on a command line, which every user of a host can read with `ps`. Any thread.
+"""
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from kvhold.core.errors import ConfigError
+
+REFERENCE = re.compile(r"\$\{(env|file):([^{}]+)\}")
+"""A whole value, or a part of one."""
+
+_MOST_BYTES = 64 << 10  # of a file that holds a secret
+_NAME = re.compile(r"secret|token|pas+(?!ive)|pwd|auth|cred|key(?!s)", re.IGNORECASE)
+_NO_SECRET = re.compile(r".*_file|tls_key|tokens_per_.*|.*_tokens", re.IGNORECASE)  # paths, and tokens of text
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether a setting of this name may hold a secret. Misspelt ones count: `pasword` does. A path of a file does not."""
+    return bool(_NAME.search(name)) and not _NO_SECRET.fullmatch(name)
+
+
+def resolve(text: str, *, where: str, environ: Mapping[str, str] | None = None) -> str:
+    """`text` with every reference replaced. where: for errors. Raises ConfigError, which names the reference and not its value."""
+    return REFERENCE.sub(lambda found: _read(found[1], found[2], where, os.environ if environ is None else environ), text)
+
+
+def referenced_variables(texts: Iterable[str]) -> set[str]:
+    """The environment variables that settings refer to: `${env:NAME}`, and `TENANT=env:NAME` of an encryption key."""
+    names = set()
+    for text in texts:
+        names |= {name for kind, name in REFERENCE.findall(text) if kind == "env"}
+        _, _, source = text.partition("=")
+        if source.startswith("env:"):
+            names.add(source.removeprefix("env:"))
+    return names
+
+
+def read_secret(path: str | Path, *, where: str) -> str:
+    """The text of a file, without the white space around it. Raises ConfigError; empty is one, and more than 64 KiB."""
+    try:
+        with Path(path).expanduser().open("rb") as file:
+            raw = file.read(_MOST_BYTES + 1)
+        text = raw.decode().strip()
+    except OSError as error:
+        raise ConfigError(f"{where}: cannot read {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:  # its text quotes the file
+        raise ConfigError(f"{where}: cannot read {path}: it is not UTF-8 text") from None
+    if not text or len(raw) > _MOST_BYTES:
+        raise ConfigError(f"{where}: {path} is {'larger than 64 KiB' if text else 'empty'}")
+    return text
+
+
+def _read(kind: str, place: str, where: str, environ: Mapping[str, str]) -> str:
+    if kind == "file":
+        return read_secret(place, where=f"{where}: ${{file:{place}}}")
+    if place not in environ:
+        raise ConfigError(f"{where}: ${{env:{place}}}: this variable is not set")
+    return environ[place]
