@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from xxhash import xxh3_64_intdigest
 
 from kvhold import kernels
 from kvhold.core.layout import Group
@@ -45,6 +46,38 @@ def check(build: Callable[[], Engine], plan: Callable[[View, Chunks], Plan], tok
         np.testing.assert_array_equal(chunks.base, expected.base)
         for mine, other in zip(ours.memory, theirs.memory, strict=True):
             np.testing.assert_array_equal(mine, other)
+        if how.get("worker") != "triton" and ours.view.device == "cpu":
+            check_sums(build, plan, tokens, to_arena, gap=gap, first=first, **how)
+
+
+def check_sums(
+    build: Callable[[], Engine],
+    plan: Callable[[View, Chunks], Plan],
+    tokens: list[int],
+    to_arena: bool,
+    *,
+    gap: int,
+    first: int,
+    **how: object,
+) -> None:
+    """The same copy with checksums moves the same bytes, and its checksums are those that the library takes of the arena."""
+    plain, summed = build(), build()
+    expected, chunks = (arena_for(engine.view, tokens, gap=gap, first=first) for engine in (plain, summed))
+    verb: Callable[..., None] = gather if to_arena else scatter
+    verb(plan(plain.view, expected), **how)
+    planned = plan(summed.view, chunks)
+    sums = np.full((len(tokens), summed.view.layers), 7, np.uint64)
+    verb(planned, sums=sums, **how)
+    np.testing.assert_array_equal(chunks.base, expected.base)
+    for mine, other in zip(summed.memory, plain.memory, strict=True):
+        np.testing.assert_array_equal(mine, other)
+    layers = how.get("layers") or range(summed.view.layers)
+    for chunk, start in enumerate(chunks.offsets):
+        size = int(planned.chunk_rows[chunk]) * summed.view.planes * summed.view.row_bytes
+        for layer in range(summed.view.layers):
+            at = int(start) + layer * size
+            moved = layer in layers and chunk in planned.chunk  # type: ignore[operator]
+            assert sums[chunk, layer] == (xxh3_64_intdigest(chunks.base[at : at + size]) if moved else 7)
 
 
 @pytest.mark.usefixtures("triton_interpreted")
@@ -312,6 +345,14 @@ def test_the_reference_through_torch_is_the_reference_through_numpy(kind: str) -
 
 class TestTheDoor:
     """Bad arguments are refused before a byte moves."""
+
+    def test_sums_must_fit_the_chunks_and_layers(self, plan: Plan) -> None:
+        for sums in (np.zeros((1, 3), np.uint64), np.zeros((2, 2), np.uint64), np.zeros((1, 2), np.int64)):
+            with pytest.raises(ValueError, match="sums must be contiguous uint64"):
+                gather(plan, sums=sums)  # type: ignore[arg-type]
+        away = dataclasses.replace(plan, view=dataclasses.replace(plan.view, device="cpu:0"))
+        with pytest.raises(ValueError, match="host memory only"):
+            scatter(away, sums=np.zeros((1, 2), np.uint64))
 
     @pytest.fixture
     def plan(self) -> Plan:

@@ -53,8 +53,13 @@ def copy(plan: Plan, layers: range, to_arena: bool, threads: int) -> None:
         head_bytes,
         view.head_stride,
     )
-    helpers = _start(threads - 1, arguments)
-    _copy_tiles(*arguments)
+    on_threads(_copy_tiles, threads, arguments)
+
+
+def on_threads(work: Any, threads: int, arguments: tuple[Any, ...]) -> None:
+    """Call `work(*arguments)` on so many threads, of which the caller is one. They divide it by the counter among the arguments."""
+    helpers = _start(work, threads - 1, arguments)
+    work(*arguments)
     for helper in helpers:
         if not helper.cancel():
             helper.result()
@@ -74,14 +79,14 @@ def _on_lines(plan: Plan, to_arena: bool) -> bool:
 _pool: ThreadPoolExecutor | None = None
 
 
-def _start(helpers: int, arguments: tuple[Any, ...]) -> list["Future[None]"]:
+def _start(work: Any, helpers: int, arguments: tuple[Any, ...]) -> list["Future[None]"]:
     global _pool
     if helpers == 0:
         return []
     if _pool is None:
         _pool = ThreadPoolExecutor(max_workers=os.cpu_count(), thread_name_prefix="kvhold-copy")
     try:
-        return [_pool.submit(_copy_tiles, *arguments) for _ in range(helpers)]
+        return [_pool.submit(work, *arguments) for _ in range(helpers)]
     except RuntimeError:  # the interpreter is shutting down: the caller copies alone
         return []
 
