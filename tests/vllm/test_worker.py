@@ -138,6 +138,7 @@ def test_a_store_that_breaks_in_an_unforeseen_way_does_not_break_the_step(side: 
     side._cache = BrokenCache()  # type: ignore[assignment]
     side.begin(Steps(stores=stores(namespace, 2)))
     side.store()
+    side.end_reading()
     side._cache = cache
     out_of_range = Store("far", stores(namespace, 1)[0].names, [[0, 1, 2, BLOCKS + 7]])
     side.begin(Steps(stores=[out_of_range]))

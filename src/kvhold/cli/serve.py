@@ -10,11 +10,13 @@ from typing import Any
 import click
 
 from kvhold.cli.tier_urls import check_no_secrets
-from kvhold.core.config import load_config
+from kvhold.core.config import Config, load_config
 from kvhold.core.sizes import format_size
 from kvhold.net.central import CENTRAL_VERSION
 from kvhold.net.messages import PROTOCOL_VERSION
 from kvhold.node.central import Central
+from kvhold.node.host import belong_to_host, raise_priority
+from kvhold.node.logs import write_log
 from kvhold.node.paths import socket_path
 from kvhold.node.server import Node
 
@@ -35,6 +37,9 @@ from kvhold.node.server import Node
 @click.option("--insecure", is_flag=True, help="With --listen beyond loopback: without TLS, so that others may read token and KV.")
 @click.option("--idle-exit-s", type=float, help="End after so many seconds without clients. [default: never]")
 @click.option("--detach", is_flag=True, help="Go on in the background once it is ready, and belong to nobody.")
+@click.option(
+    "--log-file", type=click.Path(path_type=Path), help="With --detach: log to this file, which is rotated, not to standard error."
+)
 @click.option("--config", "config_file", type=click.Path(path_type=Path), help="Settings file, TOML or YAML.")
 def command(
     socket: str | None,
@@ -48,6 +53,7 @@ def command(
     insecure: bool,
     idle_exit_s: float | None,
     detach: bool,
+    log_file: Path | None,
     config_file: Path | None,
 ) -> None:
     """Run this host's node, or with --listen a central cache for other hosts, until SIGTERM or SIGINT."""
@@ -65,20 +71,22 @@ def command(
     if listening := {name: str(value) for name, value in given.items() if value is not None}:
         arguments["listen"] = listening | ({"insecure": True} if insecure else {})
     config = load_config(arguments, file=config_file)
+    if not config.listen.address:
+        here = socket_path(config.node.socket)  # before a detached node leaves this folder
+        config = replace(config, node=replace(config.node, socket=str(here)))
+    log_file = log_file.absolute() if log_file is not None else None
+    release = _detach(config, log_file) if detach else None
     if config.listen.address:
-        release = _detach() if detach else None
         asyncio.run(Central(config).serve(on_ready=lambda central: _announce_central(central, release)))
-        return
-    here = socket_path(config.node.socket)  # before a detached node leaves this folder
-    config = replace(config, node=replace(config.node, socket=str(here)))
-    release = _detach() if detach else None
-    asyncio.run(Node(config, idle_exit_s=idle_exit_s).serve(on_ready=lambda node: _announce(node, release)))
+    else:
+        asyncio.run(Node(config, idle_exit_s=idle_exit_s).serve(on_ready=lambda node: _announce(node, release)))
 
 
-def _detach() -> Callable[[], None]:
-    """Go on in a child with a session of its own; the caller's process ends when the child calls what this returns, or has ended.
+def _detach(config: Config, log_file: Path | None) -> Callable[[], None]:
+    """Go on in a child with a session of its own, which belongs to the host: see `node/host.py`.
 
-    So the node is nobody's child: engines that clean up after themselves kill all their descendants.
+    The caller's process ends when the child calls the function that this returns, or has ended. So the node is nobody's child: engines
+    that clean up after themselves kill all their descendants.
     """
     ready, say = os.pipe()
     child = os.fork()
@@ -88,9 +96,11 @@ def _detach() -> Callable[[], None]:
             os._exit(0)
         _, status = os.waitpid(child, 0)
         os._exit(max(1, os.waitstatus_to_exitcode(status)))
-    os.close(ready)
     os.setsid()
-    os.chdir("/")
+    belong_to_host(keep=(say,))
+    raise_priority(config.node.nice)
+    if log_file is not None:
+        write_log(log_file, max_bytes=config.node.log_bytes, files=config.node.log_files)
 
     def release() -> None:
         os.write(say, b"1")

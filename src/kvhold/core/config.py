@@ -57,6 +57,16 @@ class NodeConfig:
         60.0, "how long an engine waits for a node that is being started; one that ends while starting is known at once", minimum=0.01
     )
     idle_exit_s: float = setting(600.0, "a node that was started by an engine exits after so long without clients", minimum=1)
+    nice: int = setting(-5, "nice value of a node that runs in the background, where this user may set it", minimum=-20)
+    numa: str = setting(
+        "spread", "NUMA nodes of the cached KV: spread over all, engine (those of the engine that starts the node), or a list such as 0,1"
+    )
+    environment: tuple[str, ...] = setting((), "more variables that a node takes over from the engine that starts it, by name")
+    log_bytes: int = size(10 << 20, "largest log file of a node that was started by an engine; then it is rotated")
+    log_files: int = setting(3, "log files that are kept, the current one included", minimum=1)
+    reservation_timeout_s: float = setting(
+        60.0, "after so long, what one engine reserved and has not written may be written by another, in other memory", minimum=0.01
+    )
 
 
 @dataclass(frozen=True)
@@ -68,6 +78,9 @@ class ClientConfig:
     arrival_timeout_s: float = setting(10.0, "how long a request waits for chunks that come from lower tiers", minimum=0)
     reconnect_interval_s: float = setting(1.0, "how often a lost node is looked for, in the background", minimum=0.01)
     heartbeat_interval_s: float = setting(2.0, "how often an idle connection is tried", minimum=0.05)
+    cores: str = setting(
+        "", "cores for kvhold's threads in an engine, such as 8-15; empty: those that the engine binds no thread to; inherit: the engine's"
+    )
 
 
 @dataclass(frozen=True)

@@ -26,17 +26,20 @@ from kvhold import __version__
 from kvhold.cache.mover import Mover, make_mover
 from kvhold.cache.state import new_state
 from kvhold.core.config import Config
-from kvhold.core.errors import NodeError, ProtocolError
+from kvhold.core.errors import ConfigError, NodeError, ProtocolError
 from kvhold.memory.arena import Arena, Toucher, default_arena_bytes
 from kvhold.memory.host import resident_bytes
+from kvhold.memory.placement import format_list, interleave, memory_nodes, parse_list
 from kvhold.net import messages as m
 from kvhold.net.wire import Decoder, Splitter, encode
+from kvhold.node.host import raise_descriptor_limit
 from kvhold.node.paths import lock_path, peer_user, prepare_folder, socket_path
 from kvhold.node.session import Session
 
 log = logging.getLogger(__name__)
 
 _HELLO_WITHIN_S = 5.0
+_BACKLOG = 1024  # engines that join at once
 _LOCK_ATTEMPTS = 4
 _LOCK_PAUSE_S = 0.05
 _MOST_READ_BYTES = 256 << 10  # in one turn
@@ -66,6 +69,7 @@ class Node:
         self.metrics = self.state.metrics
         self._loop: asyncio.AbstractEventLoop | None = None
         try:
+            _place_arena(self.arena, config.node.numa)
             self._mover: Mover | None = make_mover(config, self.state, self._post)
         except BaseException:
             self.arena.close()
@@ -81,6 +85,7 @@ class Node:
     async def serve(self, on_ready: Callable[["Node"], None] | None = None) -> None:
         """Listen until stopped; then drop every client, remove the socket, free the arena. Raises NodeError when it cannot listen."""
         loop = self._loop = asyncio.get_running_loop()
+        raise_descriptor_limit()
         server = None
         try:
             server = await self._listen(loop)
@@ -162,13 +167,16 @@ class Node:
 
     async def _listen(self, loop: asyncio.AbstractEventLoop) -> asyncio.AbstractServer:
         _remove_stale(self.path)
-        before = os.umask(0o177)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            return await loop.create_unix_server(lambda: _Connection(self), str(self.path), backlog=128)
+            # The file gets the socket's own mode: no moment in which others may connect, and no change of the process's umask,
+            # which files of other threads would get, too.
+            os.fchmod(listener.fileno(), 0o600)
+            listener.bind(str(self.path))
+            return await loop.create_unix_server(lambda: _Connection(self), sock=listener, backlog=_BACKLOG)
         except OSError as error:
+            listener.close()
             raise NodeError(f"node.socket: cannot listen on {self.path}: {error}") from None
-        finally:
-            os.umask(before)
 
     async def _until_stopped(self) -> None:
         while not self._stopped.is_set():
@@ -307,6 +315,24 @@ class _Connection(asyncio.BufferedProtocol):
             self._transport.abort()  # closing would wait for it to read
         else:
             self._transport.close()
+
+
+def _place_arena(arena: Arena, numa: str) -> None:
+    """Say on which NUMA nodes the arena's pages will lie. Raises ConfigError for a setting that names none."""
+    nodes = memory_nodes()
+    if numa in ("spread", "engine"):  # an engine names its nodes when it starts one; a node that a person starts has no engine
+        if len(nodes) < 2:
+            return
+        wanted = nodes
+    else:
+        try:
+            wanted = parse_list(numa)
+        except ValueError as error:
+            raise ConfigError(f"node.numa = {numa!r}: spread, engine, or a list of NUMA nodes such as 0,1 ({error})") from None
+        if not wanted or not set(wanted) <= set(nodes):
+            raise ConfigError(f"node.numa = {numa!r}: the NUMA nodes with memory here are {format_list(nodes) or 'not known'}")
+    if not interleave(arena.regions, wanted):
+        log.warning("the host does not let the arena be spread over NUMA nodes %s", format_list(wanted))
 
 
 def _remove_stale(path: Path) -> None:

@@ -13,13 +13,15 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from kvhold.core.config import ClientConfig, Config, load_config
 from kvhold.core.errors import KVHoldError, NodeError
+from kvhold.memory.placement import engine_memory_nodes, format_list
 from kvhold.node.client import NodeClient
+from kvhold.node.host import node_environment, spawn_attributes
 from kvhold.node.paths import lock_path, prepare_folder, socket_path
 
 log = logging.getLogger(__name__)
@@ -110,24 +112,14 @@ def _is_taken(path: Path) -> bool:
 def _spawn(config: Config, patience: _Patience) -> None:
     path = patience.path
     log_path = path.with_suffix(".log")
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "kvhold",
-        "serve",
-        "--detach",
-        "--socket",
-        str(path),
-        "--idle-exit-s",
-        f"{config.node.idle_exit_s:g}",
-    ]
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("KVHOLD_") or k == "KVHOLD_LOG_LEVEL"} | _as_environ(config)
+    command = [sys.executable, "-P", "-m", "kvhold", "serve", "--detach", "--socket", str(path), "--log-file", str(log_path)]
+    command += ["--idle-exit-s", f"{config.node.idle_exit_s:g}"]
+    environ = node_environment(os.environ, config) | _as_environ(_at_home(config))
     output = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
         start = os.fstat(output).st_size
         actions = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0), *((os.POSIX_SPAWN_DUP2, output, fd) for fd in (1, 2))]
-        pid = os.posix_spawn(command[0], command, environ, file_actions=actions, setsid=True)
+        pid = os.posix_spawn(command[0], command, environ, file_actions=actions, **spawn_attributes())
     finally:
         os.close(output)
     while not _has_ended(pid):  # with --detach it ends when its child, the node, listens or has failed
@@ -135,6 +127,14 @@ def _spawn(config: Config, patience: _Patience) -> None:
     if not _has_node(patience):
         raise NodeError(f"the node ended while starting; {_told(log_path, start)}")
     log.info("started a node on %s, its log is %s", path, log_path)
+
+
+def _at_home(config: Config) -> Config:
+    """The node's settings, where `node.numa = engine` names the NUMA nodes of this process: the node cannot tell them."""
+    if config.node.numa != "engine":
+        return config
+    nodes = format_list(engine_memory_nodes())
+    return replace(config, node=replace(config.node, numa=nodes or "spread"))
 
 
 def _has_ended(pid: int) -> bool:

@@ -35,6 +35,7 @@ from kvhold.integrations.sglang.names import Part, check_keys, engine_of, namesp
 from kvhold.integrations.sglang.pools import Int64s, device_pages
 from kvhold.integrations.sglang.settings import linker_settings
 from kvhold.integrations.sglang.shelf import Shelf
+from kvhold.memory.placement import place_own_threads, place_this_thread
 
 log = logging.getLogger(__name__)
 
@@ -95,8 +96,10 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         self._under_way = 0
         self._idle = threading.Condition()
         self._offloaded: SimpleQueue[bool] = SimpleQueue()
-        self._loader = ThreadPoolExecutor(1, thread_name_prefix="kvhold-load")
-        self._storer = ThreadPoolExecutor(1, thread_name_prefix="kvhold-store")
+        placed: dict[str, Any] = {"initializer": place_this_thread, "initargs": (settings.config.client.cores,)}
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="kvhold-load", **placed)
+        self._storer = ThreadPoolExecutor(1, thread_name_prefix="kvhold-store", **placed)
+        place_own_threads(settings.config.client.cores)
         log.info("kvhold: linker, pages of %d tokens, namespace %s", params.page_size, namespace.digest.hex())
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:

@@ -37,6 +37,7 @@ from kvhold.integrations.vllm.space import join, prompt_of, rules_of
 from kvhold.integrations.vllm.stats import BELOW_MINIMUM, NO_ANSWER, NOT_NAMED, Tally
 from kvhold.integrations.vllm.steps import Load, Steps, Store
 from kvhold.integrations.vllm.tracker import RequestTracker
+from kvhold.memory.placement import place_own_threads, place_this_thread
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -119,7 +120,10 @@ class SchedulerSide:
         self._configured = namespace
         self._namespace = namespace
         self._cache = join(config, namespace, name="vllm-scheduler")
-        self._lookups = ThreadPoolExecutor(1, thread_name_prefix="kvhold-lookup")
+        self._lookups = ThreadPoolExecutor(
+            1, thread_name_prefix="kvhold-lookup", initializer=place_this_thread, initargs=(config.client.cores,)
+        )
+        place_own_threads(config.client.cores)  # the one that keeps the connection was started by the engine's thread
         self._announcer = Announcer(self._cache, self._lookups, describer) if describer is not None else None
         self._adapters: dict[tuple[int, str, str], str] = {}  # the lookup thread's
         self._followed: dict[str, _Followed] = {}

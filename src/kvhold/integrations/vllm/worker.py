@@ -11,7 +11,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,7 @@ from kvhold.integrations.vllm.steps import Load, Steps, Store
 from kvhold.memory.arena import Region, Toucher
 from kvhold.memory.copy import gather_blocks, plan_gather, plan_scatter, scatter_blocks, warm_up
 from kvhold.memory.host import available_bytes
+from kvhold.memory.placement import place_own_threads, place_this_thread
 from kvhold.memory.views import View, opaque_blocks
 
 if TYPE_CHECKING:
@@ -78,11 +79,12 @@ class WorkerSide:
         self.tally = Tally()
         self._toucher: Toucher | None = None
         self._cache = join(config, namespace, name="vllm-worker")
-        self._loader = ThreadPoolExecutor(1, thread_name_prefix="kvhold-load")
-        self._storer = ThreadPoolExecutor(1, thread_name_prefix="kvhold-store")
+        placed: dict[str, Any] = {"initializer": place_this_thread, "initargs": (config.client.cores,)}
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="kvhold-load", **placed)
+        self._storer = ThreadPoolExecutor(1, thread_name_prefix="kvhold-store", **placed)
         self._layerwise: Layerwise | None = None
         if layerwise:
-            self._layer_saver = ThreadPoolExecutor(1, thread_name_prefix="kvhold-layer")
+            self._layer_saver = ThreadPoolExecutor(1, thread_name_prefix="kvhold-layer", **placed)
             self._layerwise = Layerwise(geometry.parts[0], self._loader, self._layer_saver)
         self._reserved: list[_Reserving] = []
         self._reading: list[tuple[_Reserving, Future[bool]]] = []  # blocks that no pass may write to yet
@@ -112,6 +114,7 @@ class WorkerSide:
         views = [view for of_shard in self._views.values() for view in of_shard]
         warm_up(views[0].device)
         self._warm_pages(views)
+        place_own_threads(self._config.client.cores)  # the keeper's, the touchers' and those that copy were started by the engine's thread
 
     def _blocks_of(self, tensor: "torch.Tensor") -> "torch.Tensor":
         """A layer's tensor with the engine's blocks as its first axis; a kernel's smaller blocks become a second one."""
