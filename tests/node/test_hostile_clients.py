@@ -46,7 +46,8 @@ STRANGERS = {
     "no-length": (b"\x00\x00\x00\x00", "bad message", "0 bytes"),
     "too-long-by-one": ((MAX_MESSAGE_BYTES + 1).to_bytes(4, "little"), "bad message", str(MAX_MESSAGE_BYTES + 1)),
     "not-msgpack": (b"\x04\x00\x00\x00\xc1\xc1\xc1\xc1", "bad message", "not a message"),
-    "too-deep": (b"\x0e\x27\x00\x00\x96\xa5Hello" + b"\x91" * 9999, "bad message", "not a message"),
+    "too-deep": (b"\xbf\x0b\x00\x00\x96\xa5Hello" + b"\x91" * 3000, "bad message", "not a message"),
+    "a-long-hello": (bytes(encode(m.Hello(m.MAGIC, m.PROTOCOL_VERSION, "x" * 4096, 1))), "bad message", "1 to 4096 are allowed"),
     "no-hello": (bytes(encode(m.Ping())), "bad message", "not a message"),
     "another-protocol": (bytes(encode(m.Hello("redis", 1, "x", 1))), "bad message", "must be a kvhold Hello"),
     "another-version": (bytes(encode(m.Hello(m.MAGIC, 99, "x", 1))), "version", f"protocol {m.PROTOCOL_VERSION}, the client 99"),
@@ -154,7 +155,7 @@ def test_what_one_client_holds_no_other_can_give_away(shared_node: RunningNode, 
 
 def test_a_name_without_end_is_cut(shared_node: RunningNode, client: NodeClient) -> None:
     with RawClient(shared_node.path) as raw:
-        raw.say(m.Hello(m.MAGIC, m.PROTOCOL_VERSION, "x" * 4_000_000, 1))
+        raw.say(m.Hello(m.MAGIC, m.PROTOCOL_VERSION, "x" * 4_000, 1))
         assert isinstance(raw.hear(), m.Welcome)
         names = [c["name"] for c in client.status()["clients"]]
         assert sorted(map(len, names)) == [len("test"), 100]

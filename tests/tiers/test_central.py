@@ -3,9 +3,11 @@
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from kvhold.core.config import load_config
@@ -253,8 +255,8 @@ class TestHostileClients:
     @pytest.mark.parametrize(
         ("says", "told"),
         [
-            ((b"GET / HTTP/1.1\r\n\r\n",), b"announced"),
-            ((bytes(encode(c.Hello("x", 1, ""))),), b"protocol 1"),
+            ((b"GET / HTTP/1.1\r\n\r\n",), b"must be its Hello, of at most 4096 bytes"),
+            ((bytes(encode(c.Hello("x", 1, ""))),), b"must be its Hello"),
             ((bytes(encode(c.Hello(c.CENTRAL_MAGIC, 99, ""))),), b"protocol 1"),
             ((HELLO, b"\xff\xff\xff\xff"), b"announced"),
             ((HELLO, b"\x05\x00\x00\x00hello"), b"not a message"),
@@ -288,6 +290,80 @@ class TestHostileClients:
         greeting = Decoder[c.Greeting](c.Greeting).decode(answer[LENGTH_BYTES : LENGTH_BYTES + body_length(answer)])
         assert isinstance(greeting, c.Refused)
         assert not greeting.denied
+
+
+class TestStrangers:
+    """Clients that have not logged in: what they may cost, and whom they may keep out."""
+
+    def say(self, server: CentralServer, data: bytes) -> bytes:
+        """All that the server answers until it hangs up. It may hang up before it has read everything."""
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as sock:
+            answer = b""
+            with suppress(ConnectionError):
+                sock.sendall(data)
+                while more := sock.recv(65536):
+                    answer += more
+            return answer
+
+    def log_of(self, server: CentralServer) -> str:
+        return server.log.read_text()
+
+    @pytest.mark.parametrize(
+        "hello",
+        [
+            c.Hello("HUSHHUSH" * ((1 << 20) - 100), c.CENTRAL_VERSION, ""),
+            c.Hello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION, "HUSHHUSH" * (1 << 19)),
+            c.Hello("HUSHHUSH" * 500, c.CENTRAL_VERSION, ""),
+            c.Hello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION, "HUSHHUSH" * 500),
+            c.Hello(c.CENTRAL_MAGIC, 99, "HUSHHUSH"),
+            c.Probe(b"HUSHHUSH" * 100),
+        ],
+        ids=["magic of 8 MiB", "token of 4 MiB", "magic", "token", "version", "no Hello"],
+    )
+    def test_what_a_stranger_says_is_neither_kept_nor_logged_nor_sent_back(self, guarded: CentralServer, hello: Any) -> None:
+        data, before, logged = bytes(_raw(hello)), resident_bytes(guarded.pid), len(self.log_of(guarded))
+        for _ in range(4):
+            assert b"HUSH" not in self.say(guarded, data)
+        assert resident_bytes(guarded.pid) < before + 2 * MIB
+        assert "HUSH" not in self.log_of(guarded)
+        assert len(self.log_of(guarded)) < logged + 4 * 1000
+
+    async def test_silent_connections_keep_nobody_out_however_often_they_are_renewed(self, guarded: CentralServer) -> None:
+        silent: list[socket.socket] = []
+        try:
+            for _ in range(3):
+                silent += [socket.create_connection(("127.0.0.1", guarded.port), timeout=60) for _ in range(256)]
+                tier = a_tier(guarded.url.replace("//", "//:open%20sesame@"))
+                assert await store(tier, {make_key(1): b"x"}) == [True]
+                await tier.close()
+        finally:
+            for sock in silent:
+                sock.close()
+
+    async def test_whoever_has_logged_in_stays_while_strangers_come(self, guarded: CentralServer) -> None:
+        tier = a_tier(guarded.url.replace("//", "//:open%20sesame@"))
+        await tier.check()
+        (stream,) = tier._questions._idle
+        silent = [socket.create_connection(("127.0.0.1", guarded.port), timeout=60) for _ in range(300)]
+        await tier.check()
+        assert list(tier._questions._idle) == [stream], "the same connection as before"
+        for sock in silent:
+            sock.close()
+        await tier.close()
+
+    async def test_whoever_comes_when_all_places_are_taken_is_told(self) -> None:
+        with CentralServer(environ={"KVHOLD_LISTEN_MAX_CONNECTIONS": "1"}) as server:
+            first, second = a_tier(server.url), a_tier(server.url)
+            await first.check()
+            with pytest.raises(TierUnavailable, match=r"listen\.max_connections = 1 are in use"):
+                await second.check()
+            await first.close()
+            await second.close()
+
+
+def _raw(record: Any) -> bytes:
+    body = msgspec.msgpack.encode(record)
+    return len(body).to_bytes(LENGTH_BYTES, "little") + body
 
 
 def resident_bytes(pid: int) -> int:

@@ -19,6 +19,7 @@ from kvhold.core.terms import FREE, Terms
 
 PROTOCOL_VERSION = 7
 MAX_MESSAGE_BYTES = 8 << 20  # the hashes of a prompt of 100 million tokens
+MAX_HELLO_BYTES = 4 << 10  # of a Hello, and of the answer to it
 MAGIC = "kvhold"
 
 _Name = Annotated[str, msgspec.Meta(max_length=MOST_NAME)]

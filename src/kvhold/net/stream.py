@@ -21,7 +21,7 @@ from kvhold.core.errors import ProtocolError
 
 Bytes: TypeAlias = bytes | bytearray | memoryview
 
-_AHEAD_BYTES = 16 << 10  # read ahead of what is asked for: many small replies in one call, at most so much of a large one copied
+AHEAD_BYTES = 16 << 10  # read ahead of what is asked for: many small replies in one call, at most so much of a large one copied
 _STEP_BYTES = 1 << 20  # received in one call, and moved before the loop's other tasks get a turn
 _MERGE_BYTES = 4 << 10  # smaller pieces are sent as one: a system call, and a TLS record, costs more than their copy
 _MAX_PIECES = 512  # in one system call; IOV_MAX is 1024
@@ -54,9 +54,11 @@ class Stream:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._loop = asyncio.get_running_loop()
-        self._memory = bytearray(_AHEAD_BYTES)
+        self._memory = bytearray(AHEAD_BYTES)
         self._ahead = memoryview(self._memory)
         self._start = self._end = 0  # of what is there ahead
+        self.ahead_bytes = AHEAD_BYTES
+        """The most that is received ahead of what is asked for; less for somebody who may not be trusted yet."""
         self._since_turn = 0
         self._poll = select.poll()
         self._poll.register(sock.fileno(), select.POLLIN)
@@ -166,7 +168,7 @@ class Stream:
             if step:
                 view[:step] = self._ahead[self._start : self._start + step]
                 self._start += step
-            elif view.nbytes < _AHEAD_BYTES:
+            elif view.nbytes < AHEAD_BYTES:
                 await self._fill()
             elif isinstance(self._sock, ssl.SSLSocket):
                 step = await self._receive(view[:_STEP_BYTES])
@@ -178,12 +180,12 @@ class Stream:
     async def _fill(self) -> None:
         """More bytes ahead. Only where those that are there have no end yet."""
         left = self._end - self._start
-        if left == _AHEAD_BYTES:
-            raise ProtocolError(f"a line longer than {_AHEAD_BYTES} bytes")
+        if left == AHEAD_BYTES:
+            raise ProtocolError(f"a line longer than {AHEAD_BYTES} bytes")
         if self._start:
             self._ahead[:left] = bytes(self._ahead[self._start : self._end])
             self._start, self._end = 0, left
-        self._end += await self._receive(self._ahead[self._end :])
+        self._end += await self._receive(self._ahead[self._end : max(self.ahead_bytes, self._end + 1)])
 
     async def _receive(self, view: memoryview) -> int:
         def take(some: asyncio.Future[int]) -> None:
@@ -306,8 +308,11 @@ async def open_stream(address: Address, tls: ssl.SSLContext | None) -> Stream:
     return stream
 
 
-async def accept_stream(sock: socket.socket, tls: ssl.SSLContext | None) -> Stream:
-    """The other end: over a socket that was accepted, which is closed if that fails. Raises OSError."""
+async def accept_stream(sock: socket.socket, tls: ssl.SSLContext | None, *, ahead_bytes: int = AHEAD_BYTES) -> Stream:
+    """The other end: over a socket that was accepted, which is closed if that fails. Raises OSError.
+
+    ahead_bytes: see `Stream.ahead_bytes`
+    """
     try:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -315,6 +320,7 @@ async def accept_stream(sock: socket.socket, tls: ssl.SSLContext | None) -> Stre
         if tls is not None:
             sock = tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         stream = Stream(sock)
+        stream.ahead_bytes = ahead_bytes
         await stream.handshake()
     except BaseException:
         sock.close()

@@ -17,6 +17,8 @@ from kvhold.net.messages import MAX_MESSAGE_BYTES
 LENGTH_BYTES = 4
 Bytes: TypeAlias = bytes | bytearray | memoryview
 
+_MOST_QUOTED = 200  # characters of an error that may quote the other side
+
 _encoder = msgspec.msgpack.Encoder()
 Record = TypeVar("Record")
 
@@ -35,11 +37,11 @@ def encode(message: msgspec.Struct) -> bytearray:
     return data
 
 
-def body_length(prefix: Bytes) -> int:
-    """The length in the first LENGTH_BYTES of a record. Raises ProtocolError when it is not allowed."""
+def body_length(prefix: Bytes, most: int = MAX_MESSAGE_BYTES) -> int:
+    """The length in the first LENGTH_BYTES of a record. Raises ProtocolError when it is not from 1 to `most`."""
     length = int.from_bytes(prefix[:LENGTH_BYTES], "little")
-    if not 0 < length <= MAX_MESSAGE_BYTES:
-        raise ProtocolError(f"a message of {length} bytes was announced; 1 to {MAX_MESSAGE_BYTES} are allowed")
+    if not 0 < length <= most:
+        raise ProtocolError(f"a message of {length} bytes was announced; 1 to {most} are allowed")
     return length
 
 
@@ -54,16 +56,17 @@ class Decoder(Generic[Record]):
         try:
             record: Record = self._decoder.decode(body)
         except UNDECODABLE as error:
-            raise ProtocolError(f"not a message of this protocol: {error}") from None
+            raise ProtocolError(f"not a message of this protocol: {str(error)[:_MOST_QUOTED]}") from None
         except KVHoldError as error:  # a value that refuses itself, such as a layout with no layers
-            raise ProtocolError(str(error)) from None
+            raise ProtocolError(str(error)[:_MOST_QUOTED]) from None
         return record
 
 
 class Splitter:
-    """Cuts a stream into bodies."""
+    """Cuts a stream into bodies. `most_bytes` is the most that one may have; it may be changed between two of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        self.most_bytes = most_bytes
         self._pending = bytearray()
 
     def feed(self, data: Bytes) -> Iterator[bytes]:
@@ -75,7 +78,7 @@ class Splitter:
         try:
             while len(whole) - start >= LENGTH_BYTES:
                 first = start + LENGTH_BYTES
-                end = first + body_length(whole[start:first])
+                end = first + body_length(whole[start:first], self.most_bytes)
                 if len(whole) < end:
                     break
                 with memoryview(whole) as view:

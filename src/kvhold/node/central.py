@@ -6,6 +6,9 @@ It keeps frames in memory and in the tiers below, and gives them to whoever may 
 only those that know its token, or have a certificate that its authorities signed. Without one of these it listens nowhere else. Hosts use
 it as their tier `kvhold://host:port`. One event loop; values go between sockets and memory without a copy. No client can make it allocate:
 sizes are bounded before anything is reserved, and a full memory evicts or refuses.
+
+A stranger (a client that has not logged in) costs little: at most MAX_HELLO_BYTES of it are read, within a deadline, from a bounded
+number of connections (`logins.py`) that take no place of `max_connections`. What it says is neither logged nor sent back.
 """
 
 import asyncio
@@ -16,16 +19,18 @@ import socket
 import ssl
 from collections.abc import Callable
 from contextlib import suppress
+from hashlib import blake2b
 
 from kvhold.core.config import Config, ListenConfig
 from kvhold.core.errors import ConfigError, KVHoldError, NodeError, ProtocolError
 from kvhold.core.keys import KEY_BYTES
 from kvhold.core.secrets import read_secret
 from kvhold.net import central as c
-from kvhold.net.addresses import is_loopback
-from kvhold.net.stream import Stream, accept_stream
+from kvhold.net.addresses import is_loopback, network_of
+from kvhold.net.stream import AHEAD_BYTES, Stream, accept_stream
 from kvhold.net.tls import server_context
 from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length, encode
+from kvhold.node.logins import Logins, StrangersLog
 from kvhold.node.shelf import Shelf
 from kvhold.tiers.ram import Entry
 
@@ -33,8 +38,20 @@ log = logging.getLogger(__name__)
 
 _GREET_WITHIN_S = 5.0
 _PAGE_KEYS = 10_000
+_TOKEN_NEEDED, _TOKEN_WRONG = "a token is needed", "the token is wrong"
+_HERE = f"this is a kvhold central cache, protocol {c.CENTRAL_VERSION}"
+_NO_HELLO = f"{_HERE}; the first message must be its Hello, of at most {c.MAX_HELLO_BYTES} bytes"
+_OTHER_VERSION = f"{_HERE}; the client speaks another one"
 _hello: Decoder[c.Hello] = Decoder(c.Hello)
 _request: Decoder[c.Request] = Decoder(c.Request)
+
+
+class _Stranger(Exception):
+    """Somebody who does not log in. The reason is one of our own texts."""
+
+    def __init__(self, reason: str, *, denied: bool = False) -> None:
+        super().__init__(reason)
+        self.denied = denied
 
 
 class Central:
@@ -45,12 +62,16 @@ class Central:
         self._config = config.listen
         self.host, self.port = _address(config.listen.address)
         self._token = _token(config.listen)
+        self._token_digest = _digest(self._token)
         self._tls = _tls(config.listen)
         if not is_loopback(self.host):
             self._check_exposed(config.listen)
         self.shelf = Shelf(config)
         self._stopped = asyncio.Event()
         self._conversations: set[asyncio.Task[None]] = set()
+        self._logins: Logins[asyncio.Task[None]] = Logins()
+        self._num_served = 0
+        self._strangers = StrangersLog(log)
 
     async def serve(self, on_ready: Callable[["Central"], None] | None = None) -> None:
         """Listen until stopped. Raises NodeError when it cannot listen."""
@@ -94,7 +115,7 @@ class Central:
             listener = socket.socket(family, kind, protocol)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(where)
-            listener.listen(128)
+            listener.listen(1024)
         except OSError as error:
             raise NodeError(f"listen.address: cannot listen on {self.host}:{self.port}: {error.strerror or error}") from None
         listener.setblocking(False)
@@ -105,34 +126,44 @@ class Central:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                sock, _ = await loop.sock_accept(listener)
+                sock, where = await loop.sock_accept(listener)
             except OSError as error:  # out of descriptors, or the client has gone: the others are still served
                 log.warning("a client could not be accepted: %s", error)
                 await asyncio.sleep(0.05)
                 continue
-            if len(self._conversations) >= self._config.max_connections:
-                self.shelf.metrics.add("kvhold_connections", result="refused")
-                sock.close()
-                continue
-            task = loop.create_task(self._converse(sock))
+            task = loop.create_task(self._converse(sock, where[0]))
             self._conversations.add(task)
-            task.add_done_callback(self._conversations.discard)
+            task.add_done_callback(lambda task, sock=sock: self._ended(task, sock))  # type: ignore[misc]
+            if (crowded_out := self._logins.add(task, network_of(where[0]))) is not None:
+                self.shelf.metrics.add("kvhold_connections", result="refused")
+                self.shelf.metrics.add("kvhold_protocol_errors", reason="crowded out")
+                crowded_out.cancel()
+            await asyncio.sleep(0)  # an accept that succeeds at once gives nobody else a turn
 
-    async def _converse(self, sock: socket.socket) -> None:
-        """One client, from its Hello to its end. What it does wrong ends this conversation alone."""
+    def _ended(self, task: "asyncio.Task[None]", sock: socket.socket) -> None:
+        self._conversations.discard(task)
+        self._logins.remove(task)
+        sock.close()  # where it was cancelled before its first step
+
+    async def _converse(self, sock: socket.socket, host: str) -> None:
+        """One client, from its first byte to its end. What it does wrong ends this conversation alone."""
         stream = None
         try:
             async with asyncio.timeout(_GREET_WITHIN_S):
-                stream = await accept_stream(sock, self._tls)
-                if not await self._greet(stream):
-                    return
-            while True:
-                prefix = await stream.read(LENGTH_BYTES)
-                async with asyncio.timeout(self._config.request_timeout_s):
-                    await self._answer(stream, _request.decode(await stream.read(body_length(prefix))))
+                stream = await accept_stream(sock, self._tls, ahead_bytes=LENGTH_BYTES + c.MAX_HELLO_BYTES)
+                await self._log_in(stream)
+            task = asyncio.current_task()
+            assert task is not None
+            self._logins.remove(task)
+            stream.ahead_bytes = AHEAD_BYTES
+            await self._serve(stream)
+        except _Stranger as error:
+            self._strangers.refused(host, str(error))
+            await self._refuse(stream, str(error), denied=error.denied)
         except (OSError, EOFError, TimeoutError) as error:
-            log.debug("a client left: %s: %s", type(error).__name__, error)
+            log.debug("a client left: %s", type(error).__name__)
         except (ProtocolError, ValueError) as error:
+            log.warning("refused a client from %s: %s", host, error)
             await self._refuse(stream, str(error))
         except Exception:
             log.exception("a conversation failed")
@@ -141,21 +172,38 @@ class Central:
             if stream is not None:
                 stream.close()
 
-    async def _greet(self, stream: Stream) -> bool:
-        hello = _hello.decode(await stream.read(body_length(await stream.read(LENGTH_BYTES))))
-        if hello.magic != c.CENTRAL_MAGIC or hello.version != c.CENTRAL_VERSION:
-            raise ProtocolError(
-                f"this is a kvhold central cache, protocol {c.CENTRAL_VERSION}; the client says {hello.magic!r} {hello.version}"
-            )
-        if self._token and not hmac.compare_digest(hello.token.encode(), self._token.encode()):
-            await self._refuse(stream, "the token is wrong" if hello.token else "a token is needed", denied=True)
-            return False
-        self.shelf.metrics.add("kvhold_connections", result="accepted")
-        await stream.send([encode(c.Welcome(c.CENTRAL_VERSION, self._config.max_value_bytes))])
-        return True
+    async def _log_in(self, stream: Stream) -> None:
+        """Read the client's Hello. Raises _Stranger unless it may use this cache."""
+        try:
+            hello = _hello.decode(await stream.read(body_length(await stream.read(LENGTH_BYTES), c.MAX_HELLO_BYTES)))
+        except ProtocolError:  # its text may quote the stranger
+            raise _Stranger(_NO_HELLO) from None
+        if hello.magic != c.CENTRAL_MAGIC:
+            raise _Stranger(_NO_HELLO)
+        if hello.version != c.CENTRAL_VERSION:
+            raise _Stranger(_OTHER_VERSION)
+        if self._token and not hmac.compare_digest(_digest(hello.token), self._token_digest):
+            raise _Stranger(_TOKEN_WRONG if hello.token else _TOKEN_NEEDED, denied=True)
+
+    async def _serve(self, stream: Stream) -> None:
+        """Welcome a client that has logged in, and answer it until it leaves."""
+        if self._num_served >= self._config.max_connections:
+            log.warning("refused a client: listen.max_connections = %d are in use", self._config.max_connections)
+            await self._refuse(stream, f"listen.max_connections = {self._config.max_connections} are in use; try again later")
+            return
+        self._num_served += 1
+        try:
+            self.shelf.metrics.add("kvhold_connections", result="accepted")
+            await stream.send([encode(c.Welcome(c.CENTRAL_VERSION, self._config.max_value_bytes))])
+            while True:
+                prefix = await stream.read(LENGTH_BYTES)
+                async with asyncio.timeout(self._config.request_timeout_s):
+                    await self._answer(stream, _request.decode(await stream.read(body_length(prefix))))
+        finally:
+            self._num_served -= 1
 
     async def _refuse(self, stream: Stream | None, reason: str, *, denied: bool = False) -> None:
-        log.warning("refused a client: %s", reason)
+        """Tell a client why. reason: to a stranger, one of our own texts."""
         self.shelf.metrics.add("kvhold_protocol_errors", reason="denied" if denied else "bad message")
         self.shelf.metrics.add("kvhold_connections", result="refused")
         if stream is not None and not stream.closed:
@@ -236,6 +284,11 @@ def _address(text: str) -> tuple[str, int]:
     if not colon or not host or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"listen.address = {text!r}: write HOST:PORT, such as 127.0.0.1:{c.DEFAULT_PORT}")
     return host.strip("[]"), int(port)
+
+
+def _digest(token: str) -> bytes:
+    """What is compared in its place, so that not even its length can be measured."""
+    return blake2b(token.encode()).digest()
 
 
 def _token(config: ListenConfig) -> str:

@@ -28,6 +28,7 @@ from kvhold.node.paths import peer_user
 
 _DESCRIPTORS = 2  # that come with a welcome
 _FIRST_BYTES = 64 << 10  # read at once: all of most answers
+_MOST_NAME = 100  # characters: a Hello is short
 
 _answer_decoder: Decoder[m.Answer] = Decoder(m.Answer)
 _greeting_decoder: Decoder[m.Welcome | m.Refused] = Decoder(m.Welcome | m.Refused)
@@ -199,9 +200,9 @@ def _join(path: Path, name: str, timeout_s: float) -> tuple[socket.socket, m.Wel
         sock.connect(str(path))
         if (uid := peer_user(sock)) != os.getuid():
             raise NodeError(f"the node on {path} belongs to user {uid}; you are user {os.getuid()}: run your own, on a socket of your own")
-        sock.sendall(encode(m.Hello(m.MAGIC, m.PROTOCOL_VERSION, name, os.getpid())))
+        sock.sendall(encode(m.Hello(m.MAGIC, m.PROTOCOL_VERSION, name[:_MOST_NAME], os.getpid())))
         data, fds = _receive_with_descriptors(sock)
-        while len(data) < LENGTH_BYTES or len(data) < LENGTH_BYTES + body_length(data):
+        while len(data) < LENGTH_BYTES or len(data) < LENGTH_BYTES + body_length(data, m.MAX_HELLO_BYTES):
             more = sock.recv(65536)
             if not more:
                 raise ConnectionError("the connection was closed")

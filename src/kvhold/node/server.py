@@ -198,7 +198,7 @@ class _Connection(asyncio.BufferedProtocol):
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._splitter = Splitter()
+        self._splitter = Splitter(m.MAX_HELLO_BYTES)
         self._transport: asyncio.Transport | None = None
         self._hello_timer: asyncio.TimerHandle | None = None
         self._bell = -1
@@ -279,6 +279,7 @@ class _Connection(asyncio.BufferedProtocol):
             return
         if self._hello_timer is not None:
             self._hello_timer.cancel()
+        self._splitter.most_bytes = m.MAX_MESSAGE_BYTES
         arena = self._node.arena
         self._welcome(m.Welcome(m.PROTOCOL_VERSION, __version__, os.getpid(), arena.nbytes, arena.huge))
         self.session = Session(self._node.state, hello, self._node.status, self._node.stop)

@@ -16,6 +16,7 @@ from kvhold.core.errors import ConfigError, ProtocolError, TierDenied, TierError
 from kvhold.core.secrets import read_secret
 from kvhold.net import central as c
 from kvhold.net.addresses import is_loopback
+from kvhold.net.messages import MAX_MESSAGE_BYTES
 from kvhold.net.pool import Exchange, Pool, run
 from kvhold.net.stream import Address, Stream, open_stream
 from kvhold.net.tls import client_context
@@ -24,6 +25,7 @@ from kvhold.tiers.base import Parts, TierTraits, check_lengths, size_of
 from kvhold.tiers.url import TierUrl
 
 _BATCH_BYTES = 8 << 20  # of values in one exchange: enough to amortise a round trip, small enough to use several connections
+_MOST_QUOTED = 200  # characters of what a server says
 _greeting: Decoder[c.Greeting] = Decoder(c.Greeting)
 _answer: Decoder[c.Answer] = Decoder(c.Answer)
 
@@ -140,14 +142,14 @@ class CentralTier:
         stream = await open_stream(self._address, self._tls)
         try:
             await stream.send([encode(c.Hello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION, self._token))])
-            greeting = _greeting.decode(await _body(stream))
+            greeting = _greeting.decode(await _body(stream, c.MAX_HELLO_BYTES))
         except BaseException:
             stream.close()
             raise
         if isinstance(greeting, c.Refused):
             stream.close()
             kind = TierDenied if greeting.denied else TierUnavailable
-            raise kind("kvhold", "connect", f"{self._address}: {greeting.reason}")
+            raise kind("kvhold", "connect", f"{self._address}: {greeting.reason[:_MOST_QUOTED]}")
         return stream
 
     async def _ask(self, operation: str, request: c.CentralMessage, expected: type[Answer]) -> Answer:
@@ -275,5 +277,5 @@ def _raise_if_all(batches: Sequence[Exchange]) -> None:
         raise next(fault for fault in faults if fault is not None)
 
 
-async def _body(stream: Stream) -> bytes:
-    return await stream.read(body_length(await stream.read(LENGTH_BYTES)))
+async def _body(stream: Stream, most_bytes: int = MAX_MESSAGE_BYTES) -> bytes:
+    return await stream.read(body_length(await stream.read(LENGTH_BYTES), most_bytes))

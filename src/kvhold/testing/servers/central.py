@@ -2,16 +2,17 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvhold.testing.servers.base import ServerProcess
 
 
 class CentralServer(ServerProcess):
-    """`arguments` go to `kvhold serve`, beside the address and the size."""
+    """`arguments` go to `kvhold serve`, beside the address and the size; `environ` is added to its environment."""
 
-    def __init__(self, *arguments: str, ram_bytes: str = "64MiB") -> None:
+    def __init__(self, *arguments: str, ram_bytes: str = "64MiB", environ: Mapping[str, str] | None = None) -> None:
         super().__init__()
+        self._environ = dict(environ or {})
         self._arguments = ("--ram-bytes", ram_bytes, *arguments)
 
     @property
@@ -25,4 +26,4 @@ class CentralServer(ServerProcess):
 
     def environ(self) -> dict[str, str]:
         """Without settings of the user's."""
-        return {name: value for name, value in os.environ.items() if not name.startswith("KVHOLD_")}
+        return {name: value for name, value in os.environ.items() if not name.startswith("KVHOLD_")} | self._environ

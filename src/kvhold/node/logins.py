@@ -1,0 +1,81 @@
+"""Connections that have not logged in yet, and what is said of strangers in the log.
+
+    crowded_out = logins.add(task, network_of(host))      # whoever must go to make room, or None
+    logins.remove(task)                                   # it has logged in, or has ended
+
+They have a budget of their own, in all and for each network, so they never take the place of a host that has logged in. Who is new
+always gets in: the oldest connection goes, first that of the same network, then that of the network with the most. A login takes
+milliseconds, so silent connections only crowd out each other, however often they are renewed. No I/O; one event loop.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+Connection = TypeVar("Connection")
+
+MOST = 256
+MOST_OF_NETWORK = 64  # one host may start many engines at once
+_LINES = 20  # about strangers, in each period
+_PERIOD_S = 60.0
+
+
+class Logins(Generic[Connection]):
+    """The connections that have not logged in."""
+
+    def __init__(self, *, most: int = MOST, most_of_network: int = MOST_OF_NETWORK) -> None:
+        self._most = most
+        self._most_of_network = most_of_network
+        self._networks: dict[str, dict[Connection, None]] = {}  # in the order of their coming
+        self._network_of: dict[Connection, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._network_of)
+
+    def add(self, connection: Connection, network: str) -> Connection | None:
+        """One more. Returns the connection that has to be closed to make room; it is no longer counted."""
+        victim = None
+        own = self._networks.get(network, {})
+        if len(own) >= self._most_of_network:
+            victim = next(iter(own))
+        elif len(self) >= self._most:
+            largest: dict[Connection, None] = max(self._networks.values(), key=len)
+            victim = next(iter(largest))
+        if victim is not None:
+            self.remove(victim)
+        self._networks.setdefault(network, {})[connection] = None
+        self._network_of[connection] = network
+        return victim
+
+    def remove(self, connection: Connection) -> None:
+        """One less. Idempotent."""
+        network = self._network_of.pop(connection, None)
+        if network is not None:
+            del self._networks[network][connection]
+            if not self._networks[network]:
+                del self._networks[network]
+
+
+class StrangersLog:
+    """Warns of refused strangers, in a bounded number of lines: nobody fills a disk with them."""
+
+    def __init__(self, log: logging.Logger, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._log = log
+        self._clock = clock
+        self._since_s = clock()
+        self._num_lines = 0
+        self._num_silent = 0
+
+    def refused(self, host: str, reason: str) -> None:
+        """reason: one of our own texts, never a stranger's."""
+        now_s = self._clock()
+        if now_s - self._since_s >= _PERIOD_S:
+            if self._num_silent:
+                self._log.warning("refused %d more clients in the last %.0f s", self._num_silent, now_s - self._since_s)
+            self._since_s, self._num_lines, self._num_silent = now_s, 0, 0
+        self._num_lines += 1
+        if self._num_lines <= _LINES:
+            self._log.warning("refused a client from %s: %s", host, reason)
+        else:
+            self._num_silent += 1
