@@ -7,6 +7,9 @@
     room = shelf.reserve(key, nbytes, ttl_s)             # memory to receive into, or why not; then commit or abandon
 
 One event loop. What is put is written to lower tiers behind the answer, bounded by `write_behind_bytes`; beyond that it is in memory alone.
+
+Reads and writes of lower tiers are tasks of the store's own: a caller that is cancelled stops waiting, and no more. Memory that a tier may
+still write to (a read that was given up) stays reserved until that read has ended, however it was given up.
 """
 
 import asyncio
@@ -66,7 +69,9 @@ class Shelf:
         by_tier: dict[int, list[tuple[bytes, Place]]] = {}
         for key, place in places.items():
             by_tier.setdefault(place.tier, []).append((key, place))
-        await asyncio.gather(*(self._bring_from(self._stack.guards[tier], found) for tier, found in by_tier.items()), *for_others)
+        reads = [self._begin(self._bring_from(self._stack.guards[tier], found)) for tier, found in by_tier.items()]
+        if waiting := [*reads, *for_others]:
+            await asyncio.wait(waiting)  # unlike `gather`, it cancels nothing when it is cancelled
 
     @contextmanager
     def all_lent(self, keys: Sequence[bytes]) -> Iterator[list[memoryview | None]]:
@@ -131,6 +136,7 @@ class Shelf:
         self.arena.close()
 
     async def _bring_from(self, guard: Guard, found: list[tuple[bytes, Place]]) -> None:
+        """Read values into memory. Only the closing of the store cancels it; then the memory is given to nobody."""
         entries: list[Entry] = []
         for key, place in found:
             entry = self.reserve(key, place.nbytes, None)
@@ -139,22 +145,18 @@ class Shelf:
                 self._bringing[key] = asyncio.get_running_loop().create_future()
         if not entries:
             return
-        settled = 0
         try:
             async with guard.gate.turn(Urgency.READ):
                 outcome = await guard.get([entry.key for entry in entries], [[self.ram.view(entry)] for entry in entries])
-            if outcome.pending is not None:
+            if outcome.pending is not None:  # the tier may still write
                 outcome.pending.add_done_callback(lambda _: self._abandon(entries))
-                settled = len(entries)
                 return
             for entry, nbytes in zip(entries, outcome.items, strict=True):
-                settled += 1
                 if nbytes == entry.nbytes:
                     self.ram.commit(entry)
                 else:
                     self.ram.abandon(entry)
         finally:
-            self._abandon(entries[settled:])
             for entry in entries:
                 self._bringing.pop(entry.key).set_result(None)
 
@@ -190,12 +192,13 @@ class Shelf:
             self._writing_bytes -= entry.nbytes
             self.ram.unpin(entry)
 
-    def _begin(self, work: Any) -> None:
+    def _begin(self, work: Any) -> "asyncio.Task[None]":
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("writing to lower tiers failed", exc_info=error)
+            log.error("a call of a lower tier failed", exc_info=error)
