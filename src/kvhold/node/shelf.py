@@ -193,7 +193,7 @@ class Shelf:
             self.ram.unpin(entry)
 
     def _begin(self, work: Any) -> "asyncio.Task[None]":
-        task = asyncio.ensure_future(work)
+        task: asyncio.Task[None] = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
