@@ -81,7 +81,7 @@ def test_what_is_not_whole_yet_is_kept_when_the_reader_uses_its_memory_for_what_
 
 
 def test_a_stream_that_comes_byte_by_byte_is_read():
-    sent = [m.Ping(), m.Commit(3, list(range(40))), m.Status()]
+    sent = [m.Ping(), m.Commit(3, list(range(40)), bytes(320)), m.Status()]
     splitter = Splitter()
     assert [REQUESTS.decode(body) for byte in b"".join(map(encode, sent)) for body in splitter.feed(bytes([byte]))] == sent
 

@@ -129,8 +129,25 @@ def ask_for_ever(raw: RawClient) -> None:
 def test_a_client_that_hangs_up_in_the_middle_of_a_message_leaves_nothing(shared_node: RunningNode, client: NodeClient) -> None:
     with RawClient(shared_node.path, greet=True) as raw:
         raw.ask(m.Reserve(PLAIN.fingerprint, a_prompt(SPACE, 64, 1).chunks(), 0))
-        raw.socket.sendall(encode(m.Commit(1, list(range(1000))))[:-1])
+        raw.socket.sendall(encode(m.Commit(1, list(range(1000)), b""))[:-1])
     eventually(lambda: held_by(client) == NOTHING)
+
+
+@pytest.mark.parametrize("packed", [b"", bytes(8 * 4 - 1), bytes(8 * 4), bytes(8 * 4 * 2 + 8)])
+def test_a_commit_needs_a_checksum_for_each_layer_of_each_chunk(shared_node: RunningNode, client: NodeClient, packed: bytes) -> None:
+    prompt = a_prompt(SPACE, 64, 77)
+    client.register(SPACE)
+    with RawClient(shared_node.path, greet=True) as raw:
+        granted = raw.ask(m.Reserve(PLAIN.fingerprint, prompt.chunks(), 0))
+        assert isinstance(granted, m.Granted)
+        assert len(granted.offsets[0]) == 4
+        layers = PLAIN.groups[0].layers
+        assert len(packed) != 8 * layers * 4
+        answer = raw.ask(m.Commit(granted.room, [0, 1, 2, 3], packed))
+        assert isinstance(answer, m.Refused)
+        assert f"checksums has {len(packed)} bytes for 4 chunks; {8 * layers * 4} are needed" in answer.reason
+    eventually(lambda: held_by(client) == NOTHING)
+    assert client.lookup(prompt.query()).num_tokens == 0, "nothing of it was committed"
 
 
 def test_a_client_that_hangs_up_without_waiting_for_the_welcome_is_no_fault(shared_node: RunningNode, client: NodeClient) -> None:
@@ -147,7 +164,7 @@ def test_what_one_client_holds_no_other_can_give_away(shared_node: RunningNode, 
     with RawClient(shared_node.path, greet=True) as raw, client.lookup(prompt.query()) as hit:
         room = client.reserve(PLAIN, a_prompt(SPACE, 64, 1).chunks())
         for number in range(hit.ticket, hit.ticket + 3):
-            for message in (m.Release(number), m.Abandon(number), m.Commit(number, [0, 1, 2, 3])):
+            for message in (m.Release(number), m.Abandon(number), m.Commit(number, [0, 1, 2, 3], b"")):
                 assert isinstance(raw.ask(message), m.Done)
         assert held_by(client) == {"tickets": 1, "loans": 0, "rooms": 1}
         room.close()

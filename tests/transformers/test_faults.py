@@ -189,7 +189,7 @@ class Failing:
         if self._operation == "partial":
             room._offsets = np.where(np.arange(len(names)) == 1, ABSENT, room._offsets)
         if self._operation == "commit":
-            room._commit = lambda chunks: self._fail("commit")
+            room._commit = lambda *_: self._fail("commit")
         return room
 
     def _fail(self, operation: str) -> None:

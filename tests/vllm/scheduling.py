@@ -437,6 +437,7 @@ class Hands:
                     if (block := block_ids.popleft()) >= 0:
                         self._slots[block] = row
             assert not block_ids, "as many blocks as the loan has"
+            loan.verify(self._layout)
         return set()
 
     def _rows(self, buffer: npt.NDArray[np.uint8], offset: int, blocks: int) -> npt.NDArray[np.int64]:

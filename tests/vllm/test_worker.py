@@ -84,7 +84,8 @@ class SlowCache:
 
     def reserve(self, layout: Layout, names: Any, shard: int = 0, *, terms: Any = None, groups: Any = None) -> Room:
         self.go.wait(20)
-        return Room(np.zeros((1, 1), dtype=np.int64), np.array([4 * BLOCK]), np.zeros(1 << 20, dtype=np.uint8), lambda _: None, self._back)
+        offsets, buffer = np.zeros((1, 1), dtype=np.int64), np.zeros(1 << 20, dtype=np.uint8)
+        return Room(offsets, np.array([4 * BLOCK]), buffer, lambda *_: 0, self._back, layout=layout)
 
     def _back(self) -> None:
         self.given_back += 1

@@ -8,12 +8,26 @@
 Any thread; hashing, coding and copying release the GIL.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvhold.cache.orders import Arrival
-from kvhold.codecs import Codec, Raw, check_identity, frame_within, header_size, max_frame_bytes, read_header, unframe_chunk, verify
-from kvhold.codecs.frame import layer_shape
+from kvhold.codecs import (
+    Codec,
+    Raw,
+    check_identity,
+    frame_within,
+    header_size,
+    max_frame_bytes,
+    read_header,
+    unframe_layer,
+    unframe_payload,
+    verify,
+)
+from kvhold.codecs.frame import RAW, FrameHeader, checksum, layer_shape
 from kvhold.codecs.sealing import OVERHEAD_BYTES, Keyring
+from kvhold.core.checksums import pack, unpack
+from kvhold.core.errors import DamagedChunks
 from kvhold.core.layout import Layout
 from kvhold.core.terms import Terms
 from kvhold.memory.pages import page_aligned
@@ -46,23 +60,25 @@ class Landing:
         return cls(arrival, chunk, (page_aligned(max(1, min(arrival.place.nbytes, 2 * most + OVERHEAD_BYTES))),), keyring)
 
     def accept(self, nbytes: int, *, check: bool) -> int:
-        """Check what arrived, all of it, and have the chunk in the arena. Returns when it expires. Raises FrameError."""
+        """Check what arrived, all of it, and have the chunk in the arena and its checksums in its entry.
+
+        Returns when it expires. Raises FrameError.
+        """
         entry, layout = self.arrival.entry, self.arrival.layout
-        if len(self.parts) == 1:
-            frame = self.parts[0][:nbytes]
-            if self._keyring is not None:
-                frame = self._keyring.unseal(frame, key=entry.key, tenant=self.arrival.tenant)
-            header = unframe_chunk(
-                frame, self._chunk, key=entry.key, layout=layout, num_tokens=entry.num_tokens, first_token=entry.first_token
-            )
-            return header.expires_at
-        header = read_header(self.parts[0], frame_bytes=nbytes)
+        frame = self.parts[0][:nbytes] if len(self.parts) == 1 else self.parts[0]
+        if self._keyring is not None:
+            frame = self._keyring.unseal(frame, key=entry.key, tenant=self.arrival.tenant)
+        header = read_header(frame, frame_bytes=len(frame) if len(self.parts) == 1 else nbytes)
         check_identity(header, key=entry.key, layout=layout, num_tokens=entry.num_tokens, first_token=entry.first_token)
-        if header.codec != _RAW.name or header.header_bytes != len(self.parts[0]):
-            whole = memoryview(b"".join(self.parts))[:nbytes]  # another frame has taken the place of the one that was probed
-            unframe_chunk(whole, self._chunk, key=entry.key, layout=layout, num_tokens=entry.num_tokens, first_token=entry.first_token)
-        elif check:
+        in_place = len(self.parts) == 2 and header.codec == RAW and header.header_bytes == len(frame)
+        if not in_place:
+            if len(self.parts) == 2:  # another frame has taken the place of the one that was probed
+                frame = memoryview(b"".join(self.parts))[:nbytes]
+            entry.checksums = pack(_decode(header, frame[header.header_bytes :], self._chunk, layout))
+            return header.expires_at
+        if check:
             verify(header, self._chunk)
+        entry.checksums = pack(header.checksums)
         return header.expires_at
 
 
@@ -85,9 +101,13 @@ class Writer:
     def framed(self, entry: Entry, layout: Layout, view: memoryview, terms: Terms) -> Written | None:
         """Header and payload of an entry, a raw payload where it lies (`view`), the header at a page's beginning, as direct I/O wants.
 
-        None where it must be encrypted and there is no key for it.
+        A raw frame states the checksums with which the entry was committed, so that damage in memory is found by whoever reads it.
+        Where a codec has changed the bytes, they are compared after that, so that damage is not sealed as if it were right.
+
+        None where it must be encrypted and there is no key for it. Raises DamagedChunks.
         """
-        return self.encoded(
+        checksums = unpack(entry.checksums) or None
+        written = self.encoded(
             view,
             layout,
             terms,
@@ -95,12 +115,27 @@ class Writer:
             num_tokens=entry.num_tokens,
             first_token=entry.first_token,
             expires_at=entry.expires_at,
+            checksums=checksums,
         )
+        if written is not None and checksums is not None and written.codec != RAW:
+            size = len(view) // len(checksums)
+            if any(checksum(view[layer * size : (layer + 1) * size]) != stated for layer, stated in enumerate(checksums)):
+                raise DamagedChunks(1)
+        return written
 
     def encoded(
-        self, chunk: memoryview, layout: Layout, terms: Terms, *, key: bytes, num_tokens: int, first_token: int, expires_at: int
+        self,
+        chunk: memoryview,
+        layout: Layout,
+        terms: Terms,
+        *,
+        key: bytes,
+        num_tokens: int,
+        first_token: int,
+        expires_at: int,
+        checksums: Sequence[int] | None = None,
     ) -> Written | None:
-        """The same of a chunk that is no entry."""
+        """The same of a chunk that is no entry. checksums: as for `frame_chunk`."""
         if self.keyring is not None and not self.keyring.seals(terms.tenant):
             return None
         frame = frame_within(
@@ -112,10 +147,25 @@ class Writer:
             num_tokens=num_tokens,
             first_token=first_token,
             expires_at=expires_at,
+            checksums=checksums,
             align=ALIGNMENT,
         )
         parts = frame.parts if self.keyring is None else self.keyring.seal(frame.parts, key=key, tenant=terms.tenant)
         return Written(_on_a_page(parts), sum(part.nbytes for part in parts), frame.fields.codec)
+
+
+def _decode(header: FrameHeader, payload: memoryview, chunk: memoryview, layout: Layout) -> list[int]:
+    """Verify and decode all layers into `chunk`. Returns their checksums, taken before the bytes are where others may write them."""
+    size = header.layer_bytes
+    if header.codec == RAW:
+        unframe_payload(header, payload, chunk, layout=layout)
+        return list(header.checksums)
+    layer_bytes, checksums = memoryview(bytearray(size)), []
+    for layer, (offset, length) in enumerate(zip(header.offsets, header.lengths, strict=True)):
+        unframe_layer(header, layer, payload[offset : offset + length], layer_bytes, layout=layout)
+        checksums.append(checksum(layer_bytes))
+        chunk[layer * size : (layer + 1) * size] = layer_bytes
+    return checksums
 
 
 def _on_a_page(parts: Parts) -> Parts:

@@ -108,7 +108,15 @@ class LocalCache:
             lent = self._state.claim(self._owner, ticket, shard, first_chunk, arriving=arriving)
         if lent is None:
             return None
-        return Loan(_table(lent.offsets), _table(lent.num_tokens), first_chunk, self._buffer, lambda: self._release(lent.loan))
+        return Loan(
+            _table(lent.offsets),
+            _table(lent.num_tokens),
+            first_chunk,
+            self._buffer,
+            lambda: self._release(lent.loan),
+            checksums=lent.checksums if self._config.client.check_memory else None,
+            report=lambda offsets: self._damaged(lent.loan, offsets),
+        )
 
     def reserve(
         self,
@@ -130,8 +138,9 @@ class LocalCache:
             _table(granted.offsets),
             names.num_tokens(layout),
             self._buffer,
-            lambda chunks: self._commit(granted.room, chunks),
+            lambda chunks, checksums: self._commit(granted.room, chunks, checksums),
             lambda: self._abandon(granted.room),
+            layout=layout,
         )
 
     def clear(self, namespace: bytes | None = None, *, deadline_s: float | None = None) -> int:
@@ -247,10 +256,15 @@ class LocalCache:
             self._state.release(self._owner, number)
             self._move()
 
-    def _commit(self, room: int, chunks: Sequence[int]) -> int:
+    def _damaged(self, loan: int, offsets: list[int]) -> None:
+        with self._lock:
+            self._state.damaged(self._owner, loan, offsets)
+            self._move()
+
+    def _commit(self, room: int, chunks: Sequence[int], checksums: bytes) -> int:
         with self._lock:
             self._check_open()
-            mark = self._state.commit(self._owner, room, chunks)
+            mark = self._state.commit(self._owner, room, chunks, checksums)
             self._move()
             return mark
 

@@ -31,7 +31,7 @@ from kvhold.codecs.frame import RAW
 from kvhold.codecs.sealing import Keyring
 from kvhold.core.api import Recoded
 from kvhold.core.config import Config
-from kvhold.core.errors import ConfigError, FrameError
+from kvhold.core.errors import ConfigError, DamagedChunks, FrameError
 from kvhold.core.metrics import Metrics
 from kvhold.core.reasons import BAD_FRAME, EVICTED, EXPIRED, TIER_DOWN
 from kvhold.tiers.gate import Urgency
@@ -345,7 +345,12 @@ class Mover:
         if coding not in write.frames:
             making = self._loop.run_in_executor(self._encoding, self._make_frame, coding, write.order)
             write.frames[coding] = asyncio.ensure_future(_future_result(making))
-        written = await asyncio.shield(write.frames[coding])
+        try:
+            written = await asyncio.shield(write.frames[coding])
+        except DamagedChunks:
+            guard.drop(1, reason="damaged")
+            self._post(lambda: self._state.remove_damaged([write.order.entry], "writer"))
+            return None
         if written is None:
             guard.drop(1, reason="no key")
             return None

@@ -1,7 +1,7 @@
 """Memory that is being written to: reserved for what is missing, then visible, or given back.
 
     room, offsets = rooms.reserve(layout, names, shard)     # room.chunks: what was granted; offsets: where it is to be written
-    rooms.commit(room, [0, 1])                              # visible now, and to be written below
+    rooms.commit(room, [0, 1], checksums)                   # visible now, and to be written below
     rooms.abandon(room)                                     # the rest is given back
 
 No I/O; the state says whose room it is, and drives this as its single writer. Only who has stopped writing may abandon.
@@ -15,8 +15,9 @@ from kvhold.cache.counts import count_entries
 from kvhold.cache.gone import Gone
 from kvhold.cache.writes import Writes
 from kvhold.core.api import ABSENT
+from kvhold.core.checksums import BYTES
 from kvhold.core.errors import ProtocolError
-from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES, ChunkNames, place_suffix, split_hashes
+from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES, ChunkNames, place_suffix, split_hashes, split_key
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
 from kvhold.core.reasons import NO_ROOM
@@ -92,8 +93,14 @@ class Rooms:
         count_entries(self._metrics, "reserved", [entry for entries in room.chunks.values() for entry in entries])
         return room, offsets
 
-    def commit(self, room: Room, chunks: Sequence[int]) -> None:
-        """Make chunks visible. Last one first, so that by age a prefix never goes before its continuation."""
+    def commit(self, room: Room, chunks: Sequence[int], checksums: bytes | None) -> None:
+        """Make chunks visible. Last one first, so that by age a prefix never goes before its continuation.
+
+        checksums: for each of the chunks that the room has, each once, for each granted group and layer, `checksums.BYTES`; None:
+                   nobody will compare them. Raises ProtocolError for too few or too many; nothing is committed then
+        """
+        if checksums is not None:
+            _keep_checksums(room, [chunk for chunk in dict.fromkeys(chunks) if chunk in room.chunks], checksums)
         committed = [room.chunks.pop(chunk) for chunk in sorted(set(chunks), reverse=True) if chunk in room.chunks]
         entries = [entry for of_chunk in committed for entry in of_chunk]
         count_entries(self._metrics, "abandoned", [entry for entry in entries if entry.doomed])  # cleared while it was written
@@ -125,6 +132,17 @@ class Rooms:
             else:
                 missing.append(group)
         return missing, there
+
+
+def _keep_checksums(room: Room, chunks: Sequence[int], packed: bytes) -> None:
+    entries = [entry for chunk in chunks for entry in room.chunks[chunk]]
+    sizes = [BYTES * room.layout.groups[split_key(entry.key).group].layers for entry in entries]
+    if len(packed) != sum(sizes):
+        raise ProtocolError(f"checksums has {len(packed)} bytes for {len(entries)} chunks; {sum(sizes)} are needed, {BYTES} a layer")
+    at = 0
+    for entry, size in zip(entries, sizes, strict=True):
+        entry.checksums = packed[at : at + size]
+        at += size
 
 
 def _check_names(layout: Layout, names: ChunkNames, shard: int) -> None:

@@ -13,6 +13,7 @@ committed waits to be written below (`writes.py`). What the state wants done sta
 events at the end of this class.
 """
 
+import logging
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,12 +38,26 @@ from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES, ChunkNames, Query
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
 from kvhold.core.planning import Work
-from kvhold.core.reasons import BEING_WRITTEN, CLEARED, DEADLINE, INCOMPLETE, NEVER_STORED, NOT_NEEDED, REASONS, SLOWER, TIER_DOWN, WHOLE
+from kvhold.core.reasons import (
+    BEING_WRITTEN,
+    CLEARED,
+    DAMAGED,
+    DEADLINE,
+    INCOMPLETE,
+    NEVER_STORED,
+    NOT_NEEDED,
+    REASONS,
+    SLOWER,
+    TIER_DOWN,
+    WHOLE,
+)
 from kvhold.core.terms import FREE, Terms
 from kvhold.memory.arena import Arena
 from kvhold.tiers.policies import make_policy
 from kvhold.tiers.ram import Entry, RamTier
 from kvhold.tiers.stack import Place
+
+log = logging.getLogger(__name__)
 
 Owner = Hashable
 _MOST_QUERY_BYTES = 1 << 60  # what the planner counts in
@@ -50,11 +65,17 @@ _MOST_QUERY_BYTES = 1 << 60  # what the planner counts in
 
 @dataclass(frozen=True)
 class Lent:
-    """Answer to a claim: offsets `[group][chunk]` into the arena, ABSENT where the hit does not need the chunk; tokens `[chunk]`."""
+    """Answer to a claim.
+
+    offsets:    `[group][chunk]` into the arena, ABSENT where the hit does not need the chunk
+    num_tokens: `[chunk]`
+    checksums:  `[group]`, of the chunks that are not ABSENT, as they were committed
+    """
 
     loan: int
     offsets: list[list[int]]
     num_tokens: list[int]
+    checksums: list[bytes]
 
 
 @dataclass
@@ -229,7 +250,31 @@ class CacheState:
         self._of(owner).loans[loan] = lent
         count_entries(self.metrics, "loaned", lent)
         offsets = [[ABSENT if entry is None else entry.offset for entry in chunks[first_chunk:]] for chunks in groups]
-        return Lent(loan, offsets, num_tokens[first_chunk:])
+        checksums = [b"".join([entry.checksums for entry in chunks[first_chunk:] if entry is not None]) for chunks in groups]
+        return Lent(loan, offsets, num_tokens[first_chunk:], checksums)
+
+    def damaged(self, owner: Owner, loan: int, offsets: Sequence[int]) -> None:
+        """A reader found chunks of its loan that are not as they were committed. They are removed; pins keep their memory.
+
+        Nobody checks what the reader says: a wrong report costs a miss.
+        """
+        reported = set(offsets)
+        self.remove_damaged([entry for entry in self._of(owner).loans.get(loan, []) if entry.offset in reported], "reader")
+
+    def remove_damaged(self, entries: Iterable[Entry], found_by: str) -> None:
+        """Remove entries that are not as they were committed. found_by: reader, writer (of lower tiers) or scrubber."""
+        for entry in entries:
+            if self.ram.find(entry.key) is not entry:
+                continue  # removed already
+            self.metrics.add("kvhold_damaged_chunks", found_by=found_by)
+            log.error(
+                "%s: bytes in memory (offset %d, %d bytes) are not those that were stored: removed; found by a %s",
+                entry.key.hex(),
+                entry.offset,
+                entry.nbytes,
+                found_by,
+            )
+            self.ram.remove(entry, why=DAMAGED)
 
     def release(self, owner: Owner, number: int) -> None:
         """Let go of a ticket (loans of it go on), a loan or a recoding. Unknown numbers are ignored: it may be gone already."""
@@ -263,11 +308,14 @@ class CacheState:
         self._of(owner).rooms[room] = reserved
         return Granted(room, offsets)
 
-    def commit(self, owner: Owner, room: int, chunks: Sequence[int]) -> int:
-        """Make chunks of a room visible. Returns the mark that stands for their being written below (`all_done`)."""
+    def commit(self, owner: Owner, room: int, chunks: Sequence[int], checksums: bytes | None = None) -> int:
+        """Make chunks of a room visible. Returns the mark that stands for their being written below (`all_done`).
+
+        checksums: see `Rooms.commit`; None: this cache has no readers, as in simulations
+        """
         rooms = self._of(owner).rooms
         if room in rooms:
-            self._rooms.commit(rooms[room], chunks)
+            self._rooms.commit(rooms[room], chunks, checksums)
             if not rooms[room].chunks:
                 del rooms[room]
         return self.mark

@@ -7,7 +7,7 @@ show that the terms are kept: the frame is decoded and compared. What no codec w
 `lossless`. Any thread, off an engine's path.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,13 +35,22 @@ def frame_within(
     num_tokens: int,
     first_token: int,
     expires_at: int = 0,
+    checksums: Sequence[int] | None = None,
     align: int = ALIGNMENT,
 ) -> Frame:
     """The frame of one chunk, as `frame_chunk`, within its terms."""
 
     def framed(by: Codec) -> Frame:
         return frame_chunk(
-            chunk, by, key=key, layout=layout, num_tokens=num_tokens, first_token=first_token, expires_at=expires_at, align=align
+            chunk,
+            by,
+            key=key,
+            layout=layout,
+            num_tokens=num_tokens,
+            first_token=first_token,
+            expires_at=expires_at,
+            checksums=checksums,
+            align=align,
         )
 
     group = group_of(key, layout)

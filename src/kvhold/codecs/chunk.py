@@ -12,6 +12,7 @@ lets a raw payload land in its destination calls `verify` on it there, and nothi
 path; the bytes are hashed and copied with the GIL released, a layer at a time, so that each is still in a core's cache for the second.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from mmap import mmap
 from operator import index
@@ -80,6 +81,7 @@ def frame_chunk(
     num_tokens: int,
     first_token: int,
     expires_at: int = 0,
+    checksums: Sequence[int] | None = None,
     out: memoryview | None = None,
     align: int = ALIGNMENT,
 ) -> Frame:
@@ -87,6 +89,7 @@ def frame_chunk(
 
     chunk: `layout.chunk_bytes(group, num_tokens)` bytes of the group that `key` names; not changed, and not to be changed while the
            frame is in use: a raw frame's payload is this memory
+    checksums: [layers] of the chunk's own layers, where they are known: a raw frame then states these, and nothing is hashed
     out:   at least `max_frame_bytes`; the frame then lies in `out[:frame.nbytes]`, in one piece. Without it raw copies nothing, and
            any other codec writes into memory of its own
     align: the payload begins at a multiple of it, a multiple of 8; direct I/O wants 4096
@@ -105,7 +108,10 @@ def frame_chunk(
     header_bytes = header_size(rank=len(shape), num_layers=layout.groups[group].layers, align=align)
     target = _target(codec, layout, group, num_tokens, align, out)
     payload = plain if target is None else target[header_bytes:]
-    lengths, checksums, end = [], [], 0
+    stated = checksums if codec.name == RAW else None
+    if stated is not None and len(stated) != layout.groups[group].layers:
+        raise LayoutError(f"{len(stated)} checksums for a chunk of {layout.groups[group].layers} layers")
+    lengths, sums, end = [], [], 0
     for layer in range(layout.groups[group].layers):
         start, length = layout.layer_range(group, layer, num_tokens)
         if target is not None:
@@ -114,7 +120,7 @@ def frame_chunk(
                 bytes_ = to_canonical(bytes_, layout.groups[group])
             length = _encode_layer(codec, bytes_, payload[end:], of_codec, group, layer, num_tokens)
         lengths.append(length)
-        checksums.append(checksum(payload[end : end + length]))
+        sums.append(stated[layer] if stated is not None else checksum(payload[end : end + length]))
         end += length
 
     fields = FrameHeader(
@@ -127,7 +133,7 @@ def frame_chunk(
         dtype=dtype,
         shape=shape,
         lengths=tuple(lengths),
-        checksums=tuple(checksums),
+        checksums=tuple(sums),
         header_bytes=header_bytes,
         expires_at=expires_at,
     )

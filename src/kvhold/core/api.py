@@ -2,7 +2,7 @@
 
     with cache.lookup(prompt.query()) as hit:                          # pinned: how many tokens are here, and have come from below
         with cache.claim(hit.ticket) as loan:                          # the bytes of one shard, lent until closed
-            scatter(loan.chunks(group=0), ...)
+            scatter(loan.chunks(group=0), ...)                         # checked as it copies; or loan.verify(layout)
     with cache.reserve(layout, prompt.chunks(first=3)) as room:        # memory for what is missing
         gather(..., room.chunks(group=0)); room.commit()               # visible now; what is not committed is given back
 
@@ -21,7 +21,9 @@ from typing import Any, Protocol, Self
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from xxhash import xxh3_64_intdigest
 
+from kvhold.core.checksums import Checksums
 from kvhold.core.errors import KVHoldError, ProtocolError
 from kvhold.core.keys import NAMESPACE_BYTES, ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
@@ -40,10 +42,16 @@ class ChunkBytes:
 
     offsets:    [n] int64, in bytes from the arena's start; ABSENT where there is none
     num_tokens: [n] int64
+    sums:       of a room: where a copy notes what it has written; of a loan: what a copy compares. None: nobody asks
     """
 
     offsets: npt.NDArray[np.int64]
     num_tokens: npt.NDArray[np.int64]
+    sums: Checksums | None = None
+
+    def first(self, chunks: int) -> "ChunkBytes":
+        """The first chunks alone."""
+        return ChunkBytes(self.offsets[:chunks], self.num_tokens[:chunks], self.sums and self.sums.first(chunks))
 
 
 class Holding:
@@ -256,7 +264,11 @@ class Recoding(Holding):
 
 
 class Loan(Holding):
-    """The bytes of one shard's part of a hit. Read only; they stay where they are until the loan is closed."""
+    """The bytes of one shard's part of a hit. Read only; they stay where they are until the loan is closed.
+
+    What a copy of `memory.copy` reads is compared with the checksums of what was stored. Who reads the buffer by other means calls
+    `verify` after that, and uses nothing of it before.
+    """
 
     def __init__(
         self,
@@ -265,17 +277,45 @@ class Loan(Holding):
         first_chunk: int,
         buffer: npt.NDArray[np.uint8],
         give_back: Callable[[], None],
+        *,
+        checksums: Sequence[bytes] | None = None,
+        report: Callable[[list[int]], None] = lambda _: None,
     ) -> None:
-        """offsets: [groups, chunks]; num_tokens: [chunks]; first_chunk: the number of the first one in its prompt."""
+        """offsets: [groups, chunks]; num_tokens: [chunks]; first_chunk: the number of the first one in its prompt.
+
+        checksums: of each group, see `Checksums.expected`; None: nothing is compared
+        report:    called with the offsets of chunks that are damaged
+
+        Raises ProtocolError for checksums that do not fit the chunks.
+        """
         super().__init__(give_back)
         self.first_chunk = first_chunk
         self.num_tokens = num_tokens
         self.buffer = buffer
         self._offsets = offsets
+        self._sums: list[Checksums] | None = None
+        if checksums is not None:
+            if len(checksums) != len(offsets):
+                raise ProtocolError(f"checksums of {len(checksums)} groups for {len(offsets)}")
+            self._sums = [
+                Checksums.expected(packed, row != ABSENT, lambda chunks, row=row: report([int(at) for at in row[chunks]]))  # type: ignore[misc]
+                for packed, row in zip(checksums, offsets, strict=True)
+            ]
 
     def chunks(self, group: int = 0) -> ChunkBytes:
         """Where the chunks of `group` lie in `buffer`."""
-        return ChunkBytes(self._offsets[group], self.num_tokens)
+        return ChunkBytes(self._offsets[group], self.num_tokens, None if self._sums is None else self._sums[group])
+
+    def verify(self, layout: Layout) -> None:
+        """Compare all that no copy has compared yet. Raises DamagedChunks; what was read is then of no use."""
+        for group, sums in enumerate(self._sums or ()):
+            places = self.chunks(group)
+            if np.count_nonzero(places.offsets != ABSENT) and sums.layers != layout.groups[group].layers:
+                raise ProtocolError(f"checksums of {sums.layers} layers; group {group} has {layout.groups[group].layers}")
+            rest = np.flatnonzero((places.offsets != ABSENT) & ~sums.known.all(axis=1))
+            found = np.array([_sums_of_chunk(self.buffer, layout, group, places, int(chunk)) for chunk in rest], np.uint64)
+            if rest.size:
+                sums.compare(rest, range(sums.layers), found)
 
 
 class Room(Holding):
@@ -286,15 +326,24 @@ class Room(Holding):
         offsets: npt.NDArray[np.int64],
         num_tokens: npt.NDArray[np.int64],
         buffer: npt.NDArray[np.uint8],
-        commit: Callable[[Sequence[int]], int],
+        commit: Callable[[Sequence[int], bytes], int],
         give_back: Callable[[], None],
+        *,
+        layout: Layout,
     ) -> None:
-        """offsets: [groups, chunks], ABSENT for what is there already, was not asked for, or found no room."""
+        """offsets: [groups, chunks], ABSENT for what is there already, was not asked for, or found no room.
+
+        commit: gets chunks, each once and granted, and their checksums: for each chunk, each granted group and each layer
+                `checksums.BYTES`
+        """
         super().__init__(give_back)
         self.num_tokens = num_tokens
         self.buffer = buffer
         self._offsets = offsets
         self._commit = commit
+        self._layout = layout
+        self._sums = [Checksums.not_taken(len(num_tokens), group.layers) for group in layout.groups]
+        self._uncommitted = set(self.granted)
 
     @property
     def granted(self) -> list[int]:
@@ -303,14 +352,37 @@ class Room(Holding):
 
     def chunks(self, group: int = 0) -> ChunkBytes:
         """Where the chunks of `group` are to be written in `buffer`; ABSENT for those that are not."""
-        return ChunkBytes(self._offsets[group], self.num_tokens)
+        return ChunkBytes(self._offsets[group], self.num_tokens, self._sums[group])
 
     def commit(self, chunks: Sequence[int] | None = None) -> int:
         """Make chunks visible (all that were granted, if not told which). Their bytes must be complete.
 
+        Checksums that no copy has taken are taken now, of what lies in the buffer.
+
         Returns a mark: `flush(mark)` waits until they have been written to lower tiers, for whoever wants to know (write-through).
         """
-        return self._commit(self.granted if chunks is None else chunks)
+        wanted = [chunk for chunk in dict.fromkeys(self.granted if chunks is None else chunks) if chunk in self._uncommitted]
+        packed = b"".join(self._packed(chunk) for chunk in wanted)
+        self._uncommitted.difference_update(wanted)
+        return self._commit(wanted, packed)
+
+    def _packed(self, chunk: int) -> bytes:
+        packed = b""
+        for group, sums in enumerate(self._sums):
+            places = self.chunks(group)
+            if places.offsets[chunk] == ABSENT:
+                continue
+            if not sums.known[chunk].all():
+                sums.values[chunk] = _sums_of_chunk(self.buffer, self._layout, group, places, chunk)
+            packed += sums.packed(chunk)
+        return packed
+
+
+def _sums_of_chunk(buffer: npt.NDArray[np.uint8], layout: Layout, group: int, places: ChunkBytes, chunk: int) -> list[int]:
+    """[layers]; xxhash lets go of the GIL."""
+    at, num_tokens = int(places.offsets[chunk]), int(places.num_tokens[chunk])
+    ranges = (layout.layer_range(group, layer, num_tokens) for layer in range(layout.groups[group].layers))
+    return [xxh3_64_intdigest(buffer[at + start : at + start + length].data) for start, length in ranges]
 
 
 class Cache(Protocol):

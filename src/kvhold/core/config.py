@@ -77,6 +77,9 @@ class ClientConfig:
     call_timeout_s: float = setting(1.0, "deadline of one call; after it the engine computes for itself", minimum=0.001)
     arrival_timeout_s: float = setting(10.0, "how long a request waits for chunks that come from lower tiers", minimum=0)
     reconnect_interval_s: float = setting(1.0, "how often a lost node is looked for, in the background", minimum=0.01)
+    check_memory: bool = setting(
+        True, "compare what is read from memory with the checksums of what was stored; off only to measure what that costs"
+    )
     heartbeat_interval_s: float = setting(2.0, "how often an idle connection is tried", minimum=0.05)
     cores: str = setting(
         "", "cores for kvhold's threads in an engine, such as 8-15; empty: those that the engine binds no thread to; inherit: the engine's"

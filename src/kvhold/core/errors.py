@@ -9,6 +9,7 @@ KVHoldError
  │   ├─ TierFull
  │   └─ TierDenied       wrong credentials or rights
  ├─ FrameError           bytes that are not a frame of ours: .reason in {magic, version, length, checksum, identity}
+ ├─ DamagedChunks        chunks in memory are not as they were committed; the reader computes them
  ├─ ProtocolError        a peer speaks wrongly; its connection is closed
  ├─ NodeError            this host's node cannot be reached, started or agreed with; says which socket
  └─ DeadlineExceeded     .deadline_s; the caller goes on without us
@@ -80,6 +81,14 @@ class FrameError(KVHoldError):
     def __init__(self, reason: FrameReason, detail: str) -> None:
         super().__init__(f"not a valid frame ({reason}): {detail}")
         self.reason: FrameReason = reason
+
+
+class DamagedChunks(KVHoldError):
+    """Chunks in memory are not the bytes that were committed. They were reported, and are a miss from now on."""
+
+    def __init__(self, num_chunks: int) -> None:
+        super().__init__(f"the bytes of {num_chunks} chunks in memory are not those that were stored; they are removed")
+        self.num_chunks = num_chunks
 
 
 class ProtocolError(KVHoldError):

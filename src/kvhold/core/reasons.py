@@ -14,6 +14,7 @@ NO_ROOM = "no_room"
 DEADLINE = "deadline"
 TIER_DOWN = "tier_down"
 BAD_FRAME = "bad_frame"
+DAMAGED = "damaged"
 SLOWER = "slower"
 NOT_NEEDED = "not_needed"
 
@@ -29,6 +30,7 @@ REASONS = {
     DEADLINE: "the next chunk was on its way, or was being looked for, when the time for it was over",
     TIER_DOWN: "a tier that may have the next chunk did not answer, or failed to give it",
     BAD_FRAME: "a tier had the next chunk, but its bytes failed a check",
+    DAMAGED: "the next chunk was in memory, but its bytes were no longer those that were stored, so it was removed",
     SLOWER: "loading the next chunk, or looking for it, would have taken longer than computing it",
     NOT_NEEDED: "a tier has the next chunk, but no tier has anything that whoever asked does not have already",
 }

@@ -17,7 +17,7 @@ from kvhold.core.layout import Layout
 from kvhold.core.planning import MOST_NAME, Decision, Work
 from kvhold.core.terms import FREE, Terms
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 MAX_MESSAGE_BYTES = 8 << 20  # the hashes of a prompt of 100 million tokens
 MAX_HELLO_BYTES = 4 << 10  # of a Hello, and of the answer to it
 MAGIC = "kvhold"
@@ -124,11 +124,19 @@ class Claim(Message, frozen=True):
 
 
 class Lent(Message, frozen=True):
-    """Where the claimed chunks lie."""
+    """Where the claimed chunks lie. checksums: `[group]`, of those that are not ABSENT, 8 bytes for each layer, as committed."""
 
     loan: int
     offsets: list[list[int]]
     num_tokens: list[int]
+    checksums: list[bytes]
+
+
+class Damaged(Message, frozen=True):
+    """Chunks of a loan, by their offsets, whose bytes are not those that were committed. They are removed. -> Done"""
+
+    loan: int
+    offsets: list[int]
 
 
 class Gone(Message, frozen=True):
@@ -159,10 +167,14 @@ class Granted(Message, frozen=True):
 
 
 class Commit(Message, frozen=True):
-    """Make chunks of a room visible. -> Done; its mark stands for their being written to lower tiers"""
+    """Make chunks of a room visible. -> Done; its mark stands for their being written to lower tiers
+
+    checksums: for each of the chunks, each once, for each granted group and each layer 8 bytes: xxh3_64 of what was written
+    """
 
     room: int
     chunks: list[int]
+    checksums: bytes
 
 
 class Abandon(Message, frozen=True):
@@ -266,6 +278,7 @@ Request = Union[  # noqa: UP007 - msgspec reads the union
     Explain,
     Prefetch,
     Claim,
+    Damaged,
     Release,
     Reserve,
     Commit,

@@ -134,13 +134,21 @@ class NodeClient:
             return None
         if not isinstance(lent, m.Lent):
             raise self._misunderstood(lent, link)
-        return Loan(
-            np.array(lent.offsets, dtype=np.int64),
-            np.array(lent.num_tokens, dtype=np.int64),
-            first_chunk,
-            buffer,
-            lambda: self._give_back(link, m.Release(lent.loan), held=True),
-        )
+        loan = lent.loan
+        try:
+            return Loan(
+                np.array(lent.offsets, dtype=np.int64),
+                np.array(lent.num_tokens, dtype=np.int64),
+                first_chunk,
+                buffer,
+                lambda: self._give_back(link, m.Release(loan), held=True),
+                checksums=lent.checksums if self._config.check_memory else None,
+                report=lambda offsets: self._report_damage(link, loan, offsets),
+            )
+        except ProtocolError as error:
+            link.let_go()
+            self._break(link, str(error))
+            raise
 
     def reserve(
         self,
@@ -167,8 +175,9 @@ class NodeClient:
             np.array(granted.offsets, dtype=np.int64).reshape(len(layout.groups), len(names)),
             names.num_tokens(layout),
             buffer,
-            lambda chunks: self._commit(link, room, chunks),
+            lambda chunks, checksums: self._commit(link, room, chunks, checksums),
             lambda: self._give_back(link, m.Abandon(room) if room else None, held=True),
+            layout=layout,
         )
 
     def clear(self, namespace: bytes | None = None, *, deadline_s: float | None = None) -> int:
@@ -294,8 +303,15 @@ class NodeClient:
     def _let_go(self, link: Link, ticket: int) -> None:
         self._give_back(link, m.Release(ticket) if ticket else None)
 
-    def _commit(self, link: Link, room: int, chunks: Sequence[int]) -> int:
-        return self._call(m.Commit(room, list(chunks)), m.Done, None, link).mark if room and chunks else 0
+    def _commit(self, link: Link, room: int, chunks: Sequence[int], checksums: bytes) -> int:
+        return self._call(m.Commit(room, list(chunks), checksums), m.Done, None, link).mark if room and chunks else 0
+
+    def _report_damage(self, link: Link, loan: int, offsets: list[int]) -> None:
+        """Never raises: the reader has an error of its own to tell. A node that does not hear of it finds out at the next read."""
+        try:
+            self._call(m.Damaged(loan, offsets), m.Done, None, link)
+        except KVHoldError as error:
+            log.warning("damaged chunks could not be reported: %s", error)
 
     def _give_back(self, link: Link, request: m.Message | None, *, held: bool = False) -> None:
         """Never raises: on a broken link the node takes everything back by itself when the link closes."""

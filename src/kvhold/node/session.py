@@ -38,6 +38,7 @@ class Session:
             m.Explain: self._explain,
             m.Prefetch: self._prefetch,
             m.Claim: self._claim,
+            m.Damaged: self._damaged,
             m.Release: self._release,
             m.Reserve: self._reserve,
             m.Commit: self._commit,
@@ -104,7 +105,11 @@ class Session:
 
     def _claim(self, request: m.Claim) -> m.Answer:
         lent = self._state.claim(self, request.ticket, request.shard, request.first_chunk, arriving=request.arriving)
-        return m.Gone() if lent is None else m.Lent(lent.loan, lent.offsets, lent.num_tokens)
+        return m.Gone() if lent is None else m.Lent(lent.loan, lent.offsets, lent.num_tokens, lent.checksums)
+
+    def _damaged(self, request: m.Damaged) -> m.Answer:
+        self._state.damaged(self, request.loan, request.offsets)
+        return m.Done(len(request.offsets))
 
     def _release(self, request: m.Release) -> m.Answer:
         self._state.release(self, request.number)
@@ -116,7 +121,7 @@ class Session:
         return m.Granted(granted.room, granted.offsets)
 
     def _commit(self, request: m.Commit) -> m.Answer:
-        return m.Done(len(request.chunks), self._state.commit(self, request.room, request.chunks))
+        return m.Done(len(request.chunks), self._state.commit(self, request.room, request.chunks, request.checksums))
 
     def _abandon(self, request: m.Abandon) -> m.Answer:
         self._state.abandon(self, request.room)

@@ -118,6 +118,7 @@ def check(loan: Loan, prompt: Prompt, num_tokens: int, shard: int = 0) -> None:
                 key = make_key(prompt.namespace.digest, chain_hash, number, shard)
                 found = loan.buffer[int(offsets[at]) : int(offsets[at]) + nbytes]
                 assert np.array_equal(found, demanded_bytes(key, nbytes)), f"bytes of chunk {chunk} of group {number}"
+    loan.verify(layout)
 
 
 def read(cache: Cache, prompt: Prompt, shard: int = 0) -> int:

@@ -47,10 +47,11 @@ class Entry:
 
     taken_bytes: what it takes there, its rounding included
     expires_at:  Unix time from which on it is not used any more; 0: never
+    checksums:   of its layers, end to end (`core.checksums`); empty where its bytes say themselves whether they are right, as frames do
     """
 
     __slots__ = (
-        *("committed", "doomed", "expires_at", "first_token", "key", "nbytes"),
+        *("checksums", "committed", "doomed", "expires_at", "first_token", "key", "nbytes"),
         *("num_tokens", "offset", "parent", "pins", "taken_bytes"),
     )
 
@@ -63,6 +64,7 @@ class Entry:
         self.num_tokens = num_tokens
         self.first_token = first_token
         self.expires_at = expires_at
+        self.checksums = b""
         self.pins = 0
         self.committed = False
         self.doomed = False

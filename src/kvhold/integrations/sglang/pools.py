@@ -216,7 +216,7 @@ class PlainPages:
         """What copies a layer of the loan's first chunks into pages, one for each group."""
         n = len(ids)
         places = [loan.chunks(group) for group in range(len(self.views))]
-        places = [ChunkBytes(place.offsets[:n], place.num_tokens[:n]) for place in places]
+        places = [place.first(n) for place in places]
         if any((place.offsets == ABSENT).any() for place in places):
             raise KVHoldError("a page of the loan is not there")
         return [plan_scatter(view, ids, loan.buffer, place, threads=self.threads) for view, place in zip(self.views, places, strict=True)]

@@ -105,6 +105,7 @@ class Shelf:
             first += loan.first_chunk
             places = tuple(loan.chunks(group) for group in self._groups)
             scatter(first, loan.buffer, places)
+            loan.verify(self.namespace.layout)  # what was copied by other means than ours
             whole = _whole(places)
             arrived[first : first + len(whole)] = whole
 

@@ -1,0 +1,82 @@
+"""What one process damages in the arena, no other process gets as a hit."""
+
+import numpy as np
+import pytest
+
+from kvhold.core.api import ABSENT
+from kvhold.core.errors import DamagedChunks
+from kvhold.node import NodeClient
+from kvhold.testing.cache import PLAIN, a_prompt, read, store
+from kvhold.testing.damage import OpenArena
+from tests.node.nodes import NOTHING, SPACE, RunningNode, eventually
+
+FOUND = "kvhold_damaged_chunks{found_by=reader}"
+
+
+def places_of(client: NodeClient, seed: int) -> list[int]:
+    """Where the chunks of a prompt of 64 tokens lie."""
+    with client.lookup(a_prompt(SPACE, 64, seed).query()) as hit:
+        loan = client.claim(hit.ticket)
+        assert loan is not None
+        with loan:
+            return [int(offset) for offset in loan.chunks().offsets if offset != ABSENT]
+
+
+def test_a_stray_write_is_a_miss_for_every_other_client(node: RunningNode) -> None:
+    """A5: one stray write, and the next hit had a wrong byte."""
+    writer, reader = node.client(), node.client()
+    for client in (writer, reader):
+        client.register(SPACE)
+    store(writer, a_prompt(SPACE, 64, 1))
+    third = places_of(reader, 1)[2]
+    with writer.reserve(PLAIN, a_prompt(SPACE, 16, 2).chunks()) as room:
+        room.buffer[third + 100] ^= 1  # a process that may store may write anywhere
+        before = reader.status()["counters"].get(FOUND, 0)
+        with pytest.raises(DamagedChunks, match="the bytes of 1 chunks in memory are not those that were stored"):
+            read_unchecked(reader, 1)
+    assert read(reader, a_prompt(SPACE, 64, 1)) == 32, "what lies before it is still good"
+    assert reader.status()["counters"][FOUND] == before + 1
+    assert "missed_tokens{reason=damaged}" in str(reader.status()["counters"])
+    assert "bytes in memory" in node.log.read_text()
+    store(writer, a_prompt(SPACE, 64, 1))
+    assert read(reader, a_prompt(SPACE, 64, 1)) == 64, "it can be stored again"
+    eventually(lambda: reader.status()["held"] == NOTHING)
+
+
+def read_unchecked(client: NodeClient, seed: int) -> None:
+    """What a reader does that cannot know the right bytes."""
+    with client.lookup(a_prompt(SPACE, 64, seed).query()) as hit:
+        loan = client.claim(hit.ticket)
+        assert loan is not None
+        with loan:
+            loan.verify(PLAIN)
+
+
+def test_no_flipped_bit_is_delivered(node: RunningNode) -> None:
+    """The short form of `kvhold bench soak damage`."""
+    client, rng = node.client(), np.random.default_rng(5)
+    client.register(SPACE)
+    store(client, a_prompt(SPACE, 64, 3))
+    with OpenArena(node.pid) as arena:
+        for _ in range(200):
+            places = places_of(client, 3)
+            chunk = int(rng.integers(len(places)))
+            arena.flip(places[chunk] + int(rng.integers(PLAIN.chunk_bytes(0, 16))), int(rng.integers(8)))
+            with pytest.raises(DamagedChunks):
+                read_unchecked(client, 3)
+            assert read(client, a_prompt(SPACE, 64, 3)) == 16 * chunk
+            store(client, a_prompt(SPACE, 64, 3))
+    assert read(client, a_prompt(SPACE, 64, 3)) == 64
+
+
+def test_who_turns_the_check_off_gets_what_is_there(node: RunningNode) -> None:
+    """Only to measure what the check costs."""
+    checking, trusting = node.client(), node.client(check_memory=False)
+    checking.register(SPACE)
+    store(checking, a_prompt(SPACE, 64, 4))
+    with OpenArena(node.pid) as arena:
+        arena.flip(places_of(checking, 4)[0])
+    read_unchecked(trusting, 4)
+    with pytest.raises(DamagedChunks):
+        read_unchecked(checking, 4)
+    assert read(trusting, a_prompt(SPACE, 64, 4)) == 0
