@@ -86,13 +86,70 @@ def test_the_default_place_is_this_users_own(tmp_path: Path, monkeypatch: pytest
     assert socket_path("").parent.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to somebody else")
-def test_a_default_folder_that_is_somebody_elses_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    (tmp_path / "kvhold").mkdir()
-    os.chown(tmp_path / "kvhold", 65534, 65534)
-    with pytest.raises(NodeError, match="another user"):
-        prepare_folder(default_socket())
+@pytest.mark.parametrize("taken_by", ["a file", "a link", "a folder that all may write to", "another user's folder"])
+def test_when_somebody_has_taken_the_default_place_all_engines_agree_on_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, taken_by: str
+) -> None:
+    if taken_by == "another user's folder" and os.getuid() != 0:
+        pytest.skip("only root can give a folder to somebody else")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "missing"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    usual = tmp_path / f"kvhold-{os.getuid()}"
+    match taken_by:
+        case "a file":
+            usual.touch()
+        case "a link":
+            usual.symlink_to(tmp_path / "home")
+        case _:
+            usual.mkdir()
+            usual.chmod(0o777)
+            if taken_by == "another user's folder":
+                os.chown(usual, 65534, 65534)
+                usual.chmod(0o755)
+    chosen = default_socket()
+    assert chosen.parent != usual
+    prepare_folder(chosen)
+    assert chosen.parent.stat().st_mode & 0o777 == 0o700
+    assert default_socket() == chosen
+    assert f"{usual} is not this user's alone" in caplog.text
+
+
+# What others may have put there
+
+
+@pytest.mark.parametrize("suffix", [".lock", ".start", ".log"])
+def test_a_link_in_the_place_of_a_file_of_the_nodes_is_not_followed(tmp_path: Path, suffix: str) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    place = tmp_path / "run" / "node.sock"
+    place.parent.mkdir(mode=0o700)
+    planted = place.with_suffix(suffix) if suffix == ".log" else Path(f"{place}{suffix}")
+    planted.symlink_to(precious)
+    with pytest.raises(NodeError, match="is a symbolic link"):
+        connect(config_at(place))
+    planted.unlink()
+    planted.hardlink_to(precious)
+    with pytest.raises(NodeError, match="has another name elsewhere"):
+        connect(config_at(place))
+    assert precious.read_text() == "precious"
+
+
+def test_a_folder_that_others_can_write_to_holds_no_socket(tmp_path: Path) -> None:
+    place = tmp_path / "open" / "node.sock"
+    place.parent.mkdir()
+    place.parent.chmod(0o777)
+    for attempt in (lambda: connect(config_at(place)), lambda: Node(config_at(place))):
+        with pytest.raises(NodeError, match=r"can be written to by every user .*chmod it to 700"):
+            attempt()
+    assert list(place.parent.iterdir()) == []
+    place = tmp_path / "open" / "mine" / "node.sock"
+    place.parent.mkdir(mode=0o700)
+    with pytest.raises(NodeError, match=r"who could replace what is in it; chmod o-w it"):
+        connect(config_at(place))
+    place.parent.parent.chmod(0o1777)
+    prepare_folder(place)
 
 
 # One node a socket

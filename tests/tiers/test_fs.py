@@ -198,7 +198,7 @@ class TestFaults:
                 assert await fetch(tier, [make_key(1)], [1]) == [b"x"]
 
     async def test_a_full_disk_is_told_and_a_read_only_one_still_gives(self, tmp_path: Path) -> None:
-        mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "kvhold-test", str(tmp_path)]
+        mount = ["mount", "-t", "tmpfs", "-o", "size=1m,mode=700", "kvhold-test", str(tmp_path)]
         if os.geteuid() != 0 or (await asyncio.to_thread(subprocess.run, mount, check=False)).returncode:
             pytest.skip("mounting a small file system takes root")
         try:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from kvhold.core.config import Config
+from kvhold.core.secrets import referenced_variables
 from kvhold.memory import placement
 
 log = logging.getLogger(__name__)
@@ -49,10 +50,9 @@ _KEPT_NAME = re.compile("|".join(f"(?:{names})" for names in _KEPT))
 def node_environment(environ: Mapping[str, str], config: Config) -> dict[str, str]:
     """What a node that is started from here gets of this environment; its settings are added by the caller.
 
-    Kept are `_KEPT`, the names in `node.environment`, and the variables that hold encryption keys.
+    Kept are `_KEPT`, the names in `node.environment`, and the variables that settings refer to for secrets and encryption keys.
     """
-    named = set(config.node.environment)
-    named |= {line.partition("=env:")[2] for line in config.encryption.keys if "=env:" in line}
+    named = set(config.node.environment) | referenced_variables((*config.tiers, *config.encryption.keys))
     return {name: value for name, value in environ.items() if name in named or _KEPT_NAME.fullmatch(name)}
 
 

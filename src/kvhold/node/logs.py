@@ -14,6 +14,8 @@ from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
+from kvhold.node.paths import open_beside
+
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _BURST = 20  # lines of one kind in one period
 _PERIOD_S = 60.0
@@ -57,8 +59,7 @@ class _LogFile(RotatingFileHandler):
     """A rotating file for this user alone, which standard output and error are part of."""
 
     def _open(self) -> TextIOWrapper:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(self.baseFilename, flags, 0o600)
+        fd = open_beside(Path(self.baseFilename), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for standard in (1, 2):
             os.dup2(fd, standard)
         return open(fd, "a", encoding="utf-8", errors="backslashreplace")  # noqa: PTH123 - the handler closes it

@@ -1,22 +1,36 @@
 """Where this user's node listens: `default_socket()`, and the checks that make the place safe."""
 
+import logging
 import os
 import socket
 import stat
 import struct
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from kvhold.core.errors import NodeError
+from kvhold.tiers.files.safe import Unsafe, check_folder, open_folder, open_own_file
+
+log = logging.getLogger(__name__)
 
 _MAX_PATH = 107  # sun_path of a Unix socket, less its final zero
 
 
 def default_socket() -> Path:
-    """`$XDG_RUNTIME_DIR/kvhold/node.sock`, or the same in a folder of this user's in the temporary directory."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if runtime and os.access(runtime, os.W_OK):
-        return Path(runtime) / "kvhold" / "node.sock"
-    return Path(os.environ.get("TMPDIR", "/tmp")) / f"kvhold-{os.getuid()}" / "node.sock"
+    """The node's socket in the first of this user's places that nobody else has taken.
+
+    `$XDG_RUNTIME_DIR/kvhold`, or `kvhold-UID` in the temporary directory. Everybody may make a folder of that name there; then it is
+    `/run/user/UID/kvhold`, or a folder of this host's in `~/.cache/kvhold/run`. The same for all engines of the user that have the same
+    environment: it depends on who owns the folders, and on nothing that changes while they run.
+    """
+    places = list(_places())
+    for number, folder in enumerate(places):
+        if _is_free_or_ours(folder):
+            if number:
+                _warn_once(places[0], folder)
+            return folder / "node.sock"
+    return places[0] / "node.sock"  # whoever uses it is told what is wrong
 
 
 def socket_path(configured: str) -> Path:
@@ -33,17 +47,28 @@ def lock_path(path: Path) -> Path:
 
 
 def prepare_folder(path: Path) -> None:
-    """Make the socket's folder, for this user alone. Raises NodeError when it is somebody else's or cannot be written."""
+    """Make the socket's folder, for this user alone. Raises NodeError when others could change what is in it."""
     folder = path.parent
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
+        os.close(open_folder(folder))
+    except Unsafe as error:
+        raise NodeError(f"node.socket: {error}") from None
     except OSError as error:
         raise NodeError(f"node.socket: cannot make the folder {folder}: {error.strerror}; choose a place you can write") from None
-    if not stat.S_ISDIR(status.st_mode) or not os.access(folder, os.W_OK | os.X_OK):
+    if not os.access(folder, os.W_OK | os.X_OK):
         raise NodeError(f"node.socket: cannot write to {folder}; choose a place you can write")
-    if status.st_uid != os.getuid() and path == default_socket():
-        raise NodeError(f"node.socket: {folder} belongs to another user; remove it or set node.socket")
+
+
+def open_beside(path: Path, flags: int) -> int:
+    """A descriptor of a file of the node's, in the socket's folder: a lock or a log. Follows no link and truncates nothing.
+
+    Raises OSError; `Unsafe` for what another user has put there.
+    """
+    folder = open_folder(path.parent, make=False)
+    try:
+        return open_own_file(path.name, flags, dir_fd=folder, shown=str(path))
+    finally:
+        os.close(folder)
 
 
 def peer_user(connection: socket.socket) -> int:
@@ -51,3 +76,43 @@ def peer_user(connection: socket.socket) -> int:
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     uid: int = struct.unpack("3i", credentials)[1]
     return uid
+
+
+def _places() -> Iterator[Path]:
+    """Where a node's folder may be, the best place first."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and os.access(runtime, os.W_OK):
+        yield Path(runtime) / "kvhold"
+    else:
+        yield Path(os.environ.get("TMPDIR", "/tmp")) / f"kvhold-{os.getuid()}"
+    system = Path(f"/run/user/{os.getuid()}")
+    if os.access(system, os.W_OK):
+        yield system / "kvhold"
+    try:
+        home = Path.home()
+    except RuntimeError:  # this user has none
+        return
+    yield home / ".cache" / "kvhold" / "run" / socket.gethostname()  # hosts may share a home
+
+
+def _is_free_or_ours(folder: Path) -> bool:
+    """Whether the folder is this user's alone, or can be made."""
+    try:
+        state = folder.lstat()
+    except FileNotFoundError:
+        above = next(parent for parent in folder.parents if parent.exists())
+        return os.access(above, os.W_OK | os.X_OK)
+    except OSError:
+        return False
+    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.geteuid():
+        return False
+    try:
+        check_folder(state, str(folder))
+    except Unsafe:
+        return False
+    return True
+
+
+@cache
+def _warn_once(usual: Path, chosen: Path) -> None:
+    log.warning("%s is not this user's alone; the node's socket is in %s instead. Set node.socket to choose a place", usual, chosen)

@@ -33,8 +33,9 @@ from kvhold.memory.placement import format_list, interleave, memory_nodes, parse
 from kvhold.net import messages as m
 from kvhold.net.wire import Decoder, Splitter, encode
 from kvhold.node.host import raise_descriptor_limit
-from kvhold.node.paths import lock_path, peer_user, prepare_folder, socket_path
+from kvhold.node.paths import lock_path, open_beside, peer_user, prepare_folder, socket_path
 from kvhold.node.session import Session
+from kvhold.tiers.files.safe import Unsafe
 
 log = logging.getLogger(__name__)
 
@@ -368,7 +369,9 @@ class _SocketLock:
         prepare_folder(path)
         self._file = lock_path(path)
         try:
-            self._fd = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._fd = open_beside(self._file, os.O_RDWR | os.O_CREAT)
+        except Unsafe as error:
+            raise NodeError(f"node.socket: {error}") from None
         except OSError as error:
             raise NodeError(f"node.socket: cannot write {self._file}: {error.strerror}; choose a place you can write") from None
         try:

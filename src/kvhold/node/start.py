@@ -15,14 +15,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from kvhold.core.config import ClientConfig, Config, load_config
 from kvhold.core.errors import KVHoldError, NodeError
 from kvhold.memory.placement import engine_memory_nodes, format_list
 from kvhold.node.client import NodeClient
 from kvhold.node.host import node_environment, spawn_attributes
-from kvhold.node.paths import lock_path, prepare_folder, socket_path
+from kvhold.node.paths import lock_path, open_beside, prepare_folder, socket_path
 
 log = logging.getLogger(__name__)
 
@@ -57,10 +57,13 @@ def ensure_node(config: Config, path: Path, given_up: threading.Event | None = N
     prepare_folder(path)
     patience = _Patience(path, time.monotonic() + config.node.start_timeout_s, given_up or threading.Event())
     try:
-        with Path(f"{path}.start").open("w") as lock:  # held while starting, so that of several engines one starts the node
+        lock = open_beside(Path(f"{path}.start"), os.O_RDWR | os.O_CREAT)
+        try:  # held while starting, so that of several engines one starts the node
             _wait_for(lock, patience)
             if not _has_node(patience):
                 _spawn(config, patience)
+        finally:
+            os.close(lock)
     except OSError as error:
         raise NodeError(f"node.socket: cannot start a node on {path}: {error}") from None
 
@@ -81,7 +84,7 @@ class _Patience:
             raise NodeError(f"no node on {self.path}: it is not waited for any more")
 
 
-def _wait_for(lock: TextIO, patience: _Patience) -> None:
+def _wait_for(lock: int, patience: _Patience) -> None:
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -100,12 +103,15 @@ def _has_node(patience: _Patience) -> bool:
 
 def _is_taken(path: Path) -> bool:
     try:
-        with lock_path(path).open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        lock = open_beside(lock_path(path), os.O_RDONLY)
     except FileNotFoundError:
         return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
+    finally:
+        os.close(lock)
     return False
 
 
@@ -115,7 +121,7 @@ def _spawn(config: Config, patience: _Patience) -> None:
     command = [sys.executable, "-P", "-m", "kvhold", "serve", "--detach", "--socket", str(path), "--log-file", str(log_path)]
     command += ["--idle-exit-s", f"{config.node.idle_exit_s:g}"]
     environ = node_environment(os.environ, config) | _as_environ(_at_home(config))
-    output = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    output = open_beside(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:
         start = os.fstat(output).st_size
         actions = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0), *((os.POSIX_SPAWN_DUP2, output, fd) for fd in (1, 2))]
@@ -167,7 +173,7 @@ def _as_environ(settings: Any, prefix: str = "KVHOLD_") -> dict[str, str]:
 
 def _told(path: Path, start: int) -> str:
     """What the node has written to its log since `start`: the end of that."""
-    with path.open("rb") as file:
+    with os.fdopen(open_beside(path, os.O_RDONLY), "rb") as file:
         file.seek(start)
         tail = file.read()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
     return f"its log {path} ends with: {tail}" if tail else f"its log {path} is empty"

@@ -52,6 +52,7 @@ class SharedFilesConfig:
     direct: str = setting("auto", "O_DIRECT, which spares the page cache", choices=("auto", "never", "always"))
     sync: bool = setting(False, "fsync each value and its folder, so that it survives a power cut of the file server")
     io_threads: int = setting(8, "threads that read, as many that write, and as many that look things up", minimum=1)
+    any_owner: bool = setting(False, "use a folder that belongs to another user or to a group; who can write there can forge KV")
     stale_s: float = setting(86_400.0, "another host's temporary files are removed when they are older", minimum=60)
 
 
@@ -161,7 +162,7 @@ class SharedFilesTier:
         return job.answer
 
     def _open_tree(self) -> FileTree:
-        tree = FileTree.open(self._path, direct=self._config.direct, sync=self._config.sync)
+        tree = FileTree.open(self._path, direct=self._config.direct, sync=self._config.sync, any_owner=self._config.any_owner)
         for name in tree.names(NEW):
             state = tree.stat_file(f"{NEW}/{name}")
             if state is not None and is_leftover(name, age_s=time.time() - state.st_mtime, stale_s=self._config.stale_s):

@@ -52,10 +52,10 @@ class Folder:
         self.block_bytes = tree.state().f_frsize
 
     @classmethod
-    def open(cls, path: str, *, direct: str, sync: bool) -> Self:
+    def open(cls, path: str, *, direct: str, sync: bool, any_owner: bool = False) -> Self:
         """Make it ours, and make it if it is not there. Raises TierUnavailable, TierDenied or TierError."""
         try:
-            tree = FileTree.open(path, direct=direct, sync=sync)
+            tree = FileTree.open(path, direct=direct, sync=sync, any_owner=any_owner)
             try:
                 return cls(tree, _own(tree))
             except BaseException:

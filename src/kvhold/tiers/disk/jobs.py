@@ -29,6 +29,7 @@ class StoreSettings:
     direct: str
     sync: bool
     io_threads: int
+    any_owner: bool
 
 
 class Open:
@@ -46,7 +47,7 @@ class Open:
         """Blocking; reads every file's size and time."""
         folder = None
         try:
-            folder = Folder.open(self._path, direct=self._settings.direct, sync=self._settings.sync)
+            folder = Folder.open(self._path, direct=self._settings.direct, sync=self._settings.sync, any_owner=self._settings.any_owner)
             self.index = self._build(folder)
             self.folder = folder
         except TierError as fault:

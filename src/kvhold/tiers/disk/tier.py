@@ -46,6 +46,7 @@ class DiskConfig:
     direct: str = setting("auto", "O_DIRECT, which spares the page cache", choices=("auto", "never", "always"))
     sync: bool = setting(False, "fsync each value and its folder, so that it survives a power cut")
     io_threads: int = setting(4, "threads for reading, and as many for writing, a folder", minimum=1)
+    any_owner: bool = setting(False, "use folders that belong to other users or that others can write to; who can write there can forge KV")
 
 
 class DiskTier:
@@ -69,6 +70,7 @@ class DiskTier:
             direct=config.direct,
             sync=config.sync,
             io_threads=config.io_threads,
+            any_owner=config.any_owner,
         )
         self._stores = [DiskStore(path, settings) for path in paths]
 

@@ -7,6 +7,7 @@ import os
 from errno import EACCES, EDQUOT, EFBIG, ENODEV, ENOENT, ENOSPC, ENOTCONN, ENOTDIR, ENXIO, EPERM, EROFS, ESHUTDOWN, ESTALE
 
 from kvhold.core.errors import TierDenied, TierError, TierFull, TierUnavailable
+from kvhold.tiers.files.safe import Unsafe
 
 _FULL = frozenset({ENOSPC, EDQUOT, EFBIG})
 _READ_ONLY = frozenset({EROFS})
@@ -16,6 +17,8 @@ _GONE = frozenset({ENOENT, ENOTDIR, ENODEV, ENXIO, ESTALE, ENOTCONN, ESHUTDOWN})
 
 def as_tier_error(error: OSError, *, tier: str, operation: str, where: str) -> TierError:
     """What to tell a user about `where`, a folder or a file."""
+    if isinstance(error, Unsafe):
+        return TierDenied(tier, operation, f"{error}; or set any_owner=true, if those users may read and forge what is not encrypted")
     detail = f"{where}: {error.strerror or error}"
     if error.errno in _FULL:
         return TierFull(tier, operation, f"{detail}; make room there, or let this tier have less")

@@ -4,7 +4,8 @@
     temporary = tree.write_new(pieces, nbytes, ...); tree.rename(temporary, "3f/name")
     tree.read("3f/name", pieces, at=None, size=None); tree.remove("3f/name"); tree.close()
 
-Blocking; every call is for a thread, and raises OSError. Nothing follows a symbolic link below the folder.
+Blocking; every call is for a thread, and raises OSError. Nothing follows a symbolic link below the folder. The folder must be safe
+(`safe.py`), unless it is said that it may be anybody's.
 """
 
 import ctypes
@@ -17,30 +18,35 @@ from pathlib import Path
 from typing import Self
 
 from kvhold.tiers.files.names import temporary_name
+from kvhold.tiers.files.safe import FOLDER, open_folder, open_own_file
 from kvhold.tiers.files.transfer import fill_file, fill_parts, preallocate, set_direct
 
 NEW = "new"  # the folder for temporary files
 
 _RENAME_EXCHANGE = 2
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FILE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # the last so that a pipe of somebody's does not hold us
 
 
 class FileTree:
     """Made by `open`, ended by `close`; no call may be running then."""
 
-    def __init__(self, path: str, root: int, *, direct: bool, sync: bool) -> None:
+    def __init__(self, path: str, root: int, *, direct: bool, sync: bool, any_owner: bool) -> None:
         self.path = path
         self._root = root
+        self._any_owner = any_owner
         self._direct = direct
         self._sync = sync
         self._renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # Python has none
 
     @classmethod
-    def open(cls, path: str, *, direct: str, sync: bool) -> Self:
-        """The folder, made if it is not there. direct: `always` raises EOPNOTSUPP where there is no O_DIRECT; `auto` does without."""
-        Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
-        tree = cls(path, os.open(path, _FOLDER), direct=direct != "never", sync=sync)
+    def open(cls, path: str, *, direct: str, sync: bool, any_owner: bool = False) -> Self:
+        """The folder, made if it is not there. Raises `Unsafe` for one that others could change.
+
+        direct:    `always` raises EOPNOTSUPP where there is no O_DIRECT; `auto` does without
+        any_owner: the folder may belong to others, who may write to it
+        """
+        root = open_folder(path, any_owner=any_owner)
+        tree = cls(path, root, direct=direct != "never", sync=sync, any_owner=any_owner)
         try:
             if direct == "always" and not tree._has_direct():
                 raise OSError(EOPNOTSUPP, "its file system has no O_DIRECT; use direct=auto")
@@ -64,7 +70,7 @@ class FileTree:
     def names(self, folder: str) -> list[str]:
         """What is in a folder below, or in `.`; nothing if it is not there."""
         try:
-            fd = os.open(folder, _FOLDER | os.O_NOFOLLOW, dir_fd=self._root)
+            fd = os.open(folder, FOLDER | os.O_NOFOLLOW, dir_fd=self._root)
         except (FileNotFoundError, NotADirectoryError):
             return []
         try:
@@ -81,8 +87,9 @@ class FileTree:
         return state if stat.S_ISREG(state.st_mode) else None
 
     def open_file(self, name: str, flags: int) -> int:
-        """A descriptor of a file right in the folder, made if it is not there."""
-        return os.open(name, flags | os.O_CREAT | _FILE, 0o600, dir_fd=self._root)
+        """A descriptor of a file right in the folder, made if it is not there. Raises `Unsafe` for anything but a file of ours."""
+        shown = f"{self.path}/{name}"
+        return open_own_file(name, flags | os.O_CREAT, dir_fd=self._root, shown=shown, any_owner=self._any_owner)
 
     def try_to_write(self) -> None:
         """Raise if no file can be made here."""
@@ -218,12 +225,17 @@ class FileTree:
     def _make_folder(self, name: str) -> None:
         with suppress(FileExistsError):
             os.mkdir(name, mode=0o700, dir_fd=self._root)
+            fd = os.open(name, FOLDER | os.O_NOFOLLOW, dir_fd=self._root)
+            try:
+                os.fchmod(fd, 0o700)  # whatever the umask is
+            finally:
+                os.close(fd)
             self._sync_folder(".")
 
     def _sync_folder(self, name: str) -> None:
         if not self._sync:
             return
-        fd = os.open(name, _FOLDER, dir_fd=self._root)
+        fd = os.open(name, FOLDER | os.O_NOFOLLOW, dir_fd=self._root)
         try:
             os.fsync(fd)
         finally:

@@ -1,0 +1,182 @@
+"""Folders and files that nobody else can change: checked when they are opened, not before.
+
+    folder = open_folder("/var/cache/kvhold")                      # a descriptor; made with mode 0700 if it is not there
+    lock = open_own_file("kvhold.lock", os.O_RDWR | os.O_CREAT, dir_fd=folder)
+
+A folder is safe when it belongs to this user or to root, others cannot write to it, and nobody can put another one in its place: no
+folder above it is writable by everybody, unless it is sticky (as `/tmp` is), and no symbolic link on the way is somebody else's. A file is
+opened without following a link, and must be a regular file of this user's with one name. The check is of the descriptor that is then
+used, so nothing can be exchanged in between. Blocking. Raises OSError; `Unsafe` is one, and says what to do.
+"""
+
+import errno
+import fcntl
+import grp
+import os
+import pwd
+import stat
+from contextlib import suppress
+
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_MOST_LINKS = 40  # on the way to a folder, as in Linux
+
+
+class Unsafe(PermissionError):
+    """A folder or file that another user could have put there, or could change."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(errno.EPERM, message)
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+def open_folder(path: str | os.PathLike[str], *, make: bool = True, any_owner: bool = False) -> int:
+    """A descriptor of a safe folder. `path` is absolute.
+
+    make:      make it, and what is missing above it, with mode 0700
+    any_owner: skip the checks, because the folder is meant to be another user's or a group's
+    """
+    folder = os.open("/", FOLDER)
+    parts = _parts(os.fspath(path))
+    links, walked = 0, "/"
+    try:
+        while parts:
+            name = parts.pop()
+            if not any_owner:
+                _check_above(os.fstat(folder), walked)
+            if (target := _link_target(name, folder, walked, any_owner=any_owner)) is not None:
+                links += 1
+                if links > _MOST_LINKS:
+                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), os.fspath(path))
+                parts += _parts(target)
+                if target.startswith("/"):
+                    os.close(folder)
+                    folder, walked = os.open("/", FOLDER), "/"
+                continue
+            below = _step_into(name, folder, make=make)
+            os.close(folder)
+            folder, walked = below, os.path.normpath(os.path.join(walked, name))  # noqa: PTH118 - text, for messages
+        if not any_owner:
+            check_folder(os.fstat(folder), os.fspath(path))
+        if fcntl.fcntl(folder, fcntl.F_GETFL) & os.O_PATH:
+            os.close(os.open(".", FOLDER, dir_fd=folder))  # it cannot be read: have the system say why
+        _let_owner_in(folder)
+    except BaseException:
+        os.close(folder)
+        raise
+    return folder
+
+
+def open_own_file(name: str, flags: int, *, dir_fd: int, shown: str = "", any_owner: bool = False) -> int:
+    """A descriptor of a regular file in an open folder, made with mode 0600 if `flags` say so.
+
+    shown:     what errors call it
+    any_owner: it may belong to another user
+
+    `O_TRUNC` is not for here: it would empty a file before it is checked.
+    """
+    assert not flags & os.O_TRUNC
+    shown = shown or name
+    try:
+        fd = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, 0o600, dir_fd=dir_fd)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise Unsafe(f"{shown} is a symbolic link, which is not followed; remove it") from None
+        raise
+    state = os.fstat(fd)
+    why = ""
+    if not stat.S_ISREG(state.st_mode):
+        why = "is no regular file"
+    elif state.st_uid != os.geteuid() and not any_owner:
+        why = f"belongs to {user_name(state.st_uid)}"
+    elif state.st_nlink > 1:
+        why = "has another name elsewhere (a hard link)"
+    if why:
+        os.close(fd)
+        raise Unsafe(f"{shown} {why}; remove it")
+    return fd
+
+
+def check_folder(state: os.stat_result, path: str) -> None:
+    """Raise Unsafe unless the folder is this user's or root's, and others cannot write to it."""
+    if state.st_uid not in (0, os.geteuid()):
+        raise Unsafe(
+            f"{path} belongs to {user_name(state.st_uid)}, who could change what is in it; "
+            f"chown it to {user_name(os.geteuid())}, or choose another folder"
+        )
+    if state.st_mode & stat.S_IWOTH:
+        raise Unsafe(f"{path} can be written to by every user (mode {state.st_mode & 0o7777:o}); chmod it to 700, or choose another folder")
+    if state.st_mode & stat.S_IWGRP and not _is_private_group(state.st_gid):
+        raise Unsafe(
+            f"{path} can be written to by the group {_group_name(state.st_gid)} (mode {state.st_mode & 0o7777:o}); "
+            f"chmod g-w it, or choose another folder"
+        )
+
+
+def user_name(uid: int) -> str:
+    """For messages."""
+    with suppress(KeyError):
+        return f"user {pwd.getpwuid(uid).pw_name}"
+    return f"user {uid}"
+
+
+def _parts(path: str) -> list[str]:
+    """The components of a path, the first one at the end."""
+    return [part for part in reversed(path.split("/")) if part not in ("", ".")]
+
+
+def _check_above(state: os.stat_result, path: str) -> None:
+    if state.st_mode & stat.S_IWOTH and not state.st_mode & stat.S_ISVTX:
+        raise Unsafe(f"{path} can be written to by every user, who could replace what is in it; chmod o-w it, or choose another folder")
+
+
+def _link_target(name: str, folder: int, walked: str, *, any_owner: bool) -> str | None:
+    """Where a symbolic link leads; None for anything else. Raises Unsafe for a link of another user's."""
+    try:
+        state = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISLNK(state.st_mode):
+        return None
+    if not any_owner and state.st_uid not in (0, os.geteuid()):
+        raise Unsafe(f"{walked.rstrip('/')}/{name} is a symbolic link of {user_name(state.st_uid)}; choose another folder")
+    return os.readlink(name, dir_fd=folder)
+
+
+def _step_into(name: str, folder: int, *, make: bool) -> int:
+    flags = FOLDER | os.O_NOFOLLOW
+    try:
+        return os.open(name, flags, dir_fd=folder)
+    except PermissionError:  # one that can be passed and not listed, as a home often is
+        return os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    except FileNotFoundError:
+        if not make:
+            raise
+    with suppress(FileExistsError):
+        os.mkdir(name, mode=0o700, dir_fd=folder)
+    below = os.open(name, flags, dir_fd=folder)
+    _let_owner_in(below)
+    return below
+
+
+def _let_owner_in(folder: int) -> None:
+    """Give this user back the rights to a folder of theirs that a umask has taken."""
+    state = os.fstat(folder)
+    if state.st_uid == os.geteuid() and state.st_mode & stat.S_IRWXU != stat.S_IRWXU:
+        os.fchmod(folder, stat.S_IMODE(state.st_mode) | stat.S_IRWXU)
+
+
+def _is_private_group(gid: int) -> bool:
+    """Whether it is the group that many systems make for each user alone."""
+    try:
+        group, user = grp.getgrgid(gid), pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return False
+    return group.gr_gid == user.pw_gid and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
+
+
+def _group_name(gid: int) -> str:
+    with suppress(KeyError):
+        return grp.getgrgid(gid).gr_name
+    return str(gid)
