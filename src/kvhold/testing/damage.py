@@ -1,10 +1,11 @@
 """Damage to the arena of a running cache, from outside of it: what a stray write of some process would do.
 
-with OpenArena(pid) as arena:                 # os.getpid() for a cache of this process
+with OpenArena(pid) as arena:                 # a node's
     arena.flip(offset, bit=3)
 """
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -14,18 +15,12 @@ _NAME = "/memfd:kvhold-arena"
 class OpenArena:
     """The arena of a process, opened beside all that the process itself does. Needs the same user."""
 
-    def __init__(self, pid: int, *, number: int = -1) -> None:
-        """number: which one, by descriptor, where the process has several; the last one unless told. Raises LookupError if it has none."""
-        found = []
-        for link in sorted(Path(f"/proc/{pid}/fd").iterdir(), key=lambda path: int(path.name)):
-            try:
-                if str(link.readlink()).startswith(_NAME):
-                    found.append(link)
-            except FileNotFoundError:  # the listing's own
-                continue
-        if not found:
-            raise LookupError(f"process {pid} has no arena")
-        self.fd = os.open(found[number], os.O_RDWR | os.O_CLOEXEC)
+    def __init__(self, pid: int, fd: int | None = None) -> None:
+        """fd: the process's own descriptor of it; None: it has one arena. Raises LookupError if it has none, or several."""
+        found = [Path(f"/proc/{pid}/fd/{fd}")] if fd is not None else _arenas(pid)
+        if len(found) != 1:
+            raise LookupError(f"process {pid} has {len(found)} arenas")
+        self.fd = os.open(found[0], os.O_RDWR | os.O_CLOEXEC)
 
     def flip(self, offset: int, bit: int = 0) -> None:
         """Invert one bit of one byte."""
@@ -41,3 +36,12 @@ class OpenArena:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _arenas(pid: int) -> list[Path]:
+    found: dict[int, Path] = {}  # by inode: a descriptor may be there twice
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # the listing's own
+            if str(link.readlink()).startswith(_NAME):
+                found[link.stat().st_ino] = link
+    return list(found.values())

@@ -21,14 +21,30 @@ def command() -> None:
 
 
 @command.command()
-@click.option("--count", default=100_000, show_default=True, help="How many frames are damaged.")
+@click.option("--where", type=click.Choice(["frames", "memory", "tiers"]), default="frames", show_default=True, help="What is damaged.")
+@click.option("--count", type=int, help="How often; of tiers, over each.  [default: 100,000 frames, else 10,000]")
+@click.option("--tier", "tiers", multiple=True, help="With --where tiers: this one alone; may be repeated.")
 @_seed
 @_json
-def damage(count: int, seed: int, json_file: Path | None) -> None:
-    """Flips, truncations and swaps of frames on their way up: is each one noticed?"""
-    from kvhold.lab.bench.soak import damage as run
+def damage(where: str, count: int | None, tiers: tuple[str, ...], seed: int, json_file: Path | None) -> None:
+    """Damage on purpose: is each one noticed?
 
-    _report(lambda: run.run(count, seed), json_file)
+    frames: flips, truncations and swaps of frames on their way up. memory: single bits of stored chunks in the arena of a real node,
+    flipped from outside. tiers: the same over each tier that can be had here, before, during and after the write, and in its own values.
+    """
+    if where == "frames":
+        from kvhold.lab.bench.soak import damage as run
+
+        _report(lambda: run.run(count or 100_000, seed), json_file)
+        return
+    with needing("'kvhold[testing]'"):
+        from kvhold.lab.bench.soak import flips
+    if unknown := set(tiers) - set(flips.TIERS):
+        raise click.BadParameter(f"{', '.join(sorted(unknown))}; known are {', '.join(flips.TIERS)}", param_hint="--tier")
+    if where == "memory":
+        _report(lambda: flips.in_memory(count or 10_000, seed), json_file)
+    else:
+        _report(lambda: flips.in_tiers(count or 10_000, seed, tiers), json_file)
 
 
 @command.command()

@@ -1,0 +1,136 @@
+"""Bytes in memory that change after they were stored are a miss, and are not sealed as right on their way below."""
+
+from collections.abc import Iterator
+
+import pytest
+from xxhash import xxh3_64_intdigest
+
+from kvhold.cache.landing import Landing, Writer
+from kvhold.cache.local import LocalCache, open_cache
+from kvhold.cache.orders import Arrival
+from kvhold.codecs import make_codec, read_header
+from kvhold.core.api import ABSENT
+from kvhold.core.checksums import pack
+from kvhold.core.errors import DamagedChunks, FrameError
+from kvhold.core.keys import Namespace, make_key
+from kvhold.core.metrics import Metrics
+from kvhold.core.terms import FREE
+from kvhold.memory.arena import Arena
+from kvhold.testing.cache import PLAIN, a_prompt, read, store
+from kvhold.tiers.policies import make_policy
+from kvhold.tiers.ram import Entry, RamTier, Wanted
+from kvhold.tiers.stack import Place
+
+SPACE = Namespace(model="model", layout=PLAIN)
+KEY = make_key(SPACE.digest, bytes(20), 0, 0)
+NBYTES = PLAIN.chunk_bytes(0, PLAIN.tokens_per_chunk)
+
+
+@pytest.fixture
+def ram() -> Iterator[RamTier]:
+    with Arena.create(2 << 20, huge_pages="never") as arena:
+        yield RamTier(arena, make_policy("lru"), Metrics())
+
+
+def stored(ram: RamTier) -> Entry:
+    """A committed chunk with its checksums."""
+    entry = reserved(ram)
+    ram.view(entry)[:] = bytes(number % 251 for number in range(NBYTES))
+    size = NBYTES // PLAIN.groups[0].layers
+    entry.checksums = pack([xxh3_64_intdigest(ram.view(entry)[at : at + size]) for at in range(0, NBYTES, size)])
+    ram.commit(entry)
+    return entry
+
+
+def reserved(ram: RamTier) -> Entry:
+    entries = ram.reserve_all([Wanted(KEY, NBYTES)], num_tokens=PLAIN.tokens_per_chunk, first_token=0)
+    assert entries is not None
+    return entries[0]
+
+
+def frame(ram: RamTier, entry: Entry, codec: str) -> bytes:
+    written = Writer(make_codec(codec)).framed(entry, PLAIN, ram.view(entry), FREE)
+    assert written is not None
+    return b"".join(written.parts)
+
+
+def received(ram: RamTier, value: bytes) -> Entry:
+    """The entry that a frame has come up into. Raises FrameError."""
+    entry = reserved(ram)
+    landing = Landing.of(ram, Arrival(entry, PLAIN, Place(0, len(value))))
+    at = 0
+    for part in landing.parts:
+        part[:] = value[at : at + part.nbytes]
+        at += part.nbytes
+    landing.accept(len(value), check=True)
+    return entry
+
+
+@pytest.mark.parametrize("codec", ["raw", "lossless"])
+def test_checksums_go_below_and_come_up_with_the_chunk(ram: RamTier, codec: str) -> None:
+    entry = stored(ram)
+    value, checksums = frame(ram, entry, codec), entry.checksums
+    ram.remove(entry)
+    assert received(ram, value).checksums == checksums
+
+
+def test_a_raw_frame_states_what_the_writer_took(ram: RamTier) -> None:
+    """A5: the checksum was taken when the chunk was written below, so earlier damage was sealed as valid."""
+    entry = stored(ram)
+    ram.view(entry)[5] ^= 1
+    value = frame(ram, entry, "raw")
+    assert pack(read_header(memoryview(value)).checksums) == entry.checksums
+    ram.remove(entry)
+    with pytest.raises(FrameError, match="checksum"):
+        received(ram, value)
+
+
+def test_damaged_bytes_are_not_encoded(ram: RamTier) -> None:
+    entry = stored(ram)
+    ram.view(entry)[NBYTES - 1] ^= 1
+    with pytest.raises(DamagedChunks):
+        frame(ram, entry, "lossless")
+
+
+def test_the_mover_drops_and_removes_a_damaged_chunk() -> None:
+    with open_cache(ram_bytes="4MiB", tiers=["memory://?max_bytes=4MiB&codec=lossless"]) as cache:
+        cache.register(SPACE)
+        prompt = a_prompt(SPACE, 16)
+        with cache.reserve(PLAIN, prompt.chunks()) as room:
+            places = room.chunks()
+            assert places.sums is not None
+            places.sums.known[:] = True  # as if a copy had taken those of other bytes
+            room.commit()
+        assert cache.flush(deadline_s=60)
+        with cache.lookup(prompt.query()) as hit:
+            assert (hit.num_tokens, hit.reason) == (0, "damaged")
+        status = cache.status()
+        assert status["counters"]["kvhold_damaged_chunks{found_by=writer}"] == 1
+        assert status["tier_counters"]["kvhold_tier_dropped_chunks{tier=memory,reason=damaged}"] == 1
+
+
+def test_damage_in_memory_is_a_miss_and_the_good_copy_below_comes_up() -> None:
+    with open_cache(ram_bytes="4MiB", tiers=["memory://?max_bytes=4MiB"]) as cache:
+        cache.register(SPACE)
+        prompt = a_prompt(SPACE, 16)
+        store(cache, prompt)
+        assert cache.flush(deadline_s=60)
+        spoil(cache, 0)
+        with cache.lookup(prompt.query()) as hit:
+            loan = cache.claim(hit.ticket)
+            assert loan is not None
+            with loan, pytest.raises(DamagedChunks):
+                loan.verify(PLAIN)
+        assert read(cache, prompt) == 16
+        assert cache.status()["counters"]["kvhold_promoted_chunks"] == 1
+
+
+def spoil(cache: LocalCache, chunk: int) -> None:
+    """Change a byte of a chunk of the first prompt."""
+    with cache.lookup(a_prompt(SPACE, 16).query()) as hit:
+        loan = cache.claim(hit.ticket)
+        assert loan is not None
+        with loan:
+            offset = int(loan.chunks().offsets[chunk])
+    assert offset != ABSENT
+    cache._arena.view(offset, NBYTES)[7] ^= 1
