@@ -20,7 +20,7 @@ from kvhold.core.config import ClientConfig
 from kvhold.core.errors import KVHoldError
 from kvhold.core.keys import Namespace
 from kvhold.net import messages as m
-from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length, encode
+from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length, encode, split_number
 from kvhold.node import NodeClient
 from kvhold.testing.cache import PLAIN, a_prompt, fill
 
@@ -124,19 +124,34 @@ class RawClient:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.socket.settimeout(PATIENT_S)
         self.socket.connect(str(path))
+        self.greeted = False
+        self.number = 0  # of the last request
         if greet:
             self.say(m.Hello(m.MAGIC, m.PROTOCOL_VERSION, "raw", os.getpid()))
             assert isinstance(self.hear(), m.Welcome)  # the arena's descriptor, not asked for, is dropped by the kernel
+            self.greeted = True
 
     def say(self, message: m.Message) -> None:
-        self.socket.sendall(encode(message))
+        self.socket.sendall(self.encoded(message))
+
+    def encoded(self, message: m.Message) -> bytes:
+        """With the next number, after the greeting."""
+        if not self.greeted:
+            return bytes(encode(message))
+        self.number += 1
+        return bytes(encode(message, self.number))
 
     def hear(self) -> m.Answer | m.Welcome:
-        return _answers.decode(self._read(body_length(self._read(LENGTH_BYTES))))
+        body: Any = self._read(body_length(self._read(LENGTH_BYTES)))
+        if self.greeted:
+            self.answered, body = split_number(body)
+        return _answers.decode(body)
 
     def ask(self, request: m.Message) -> Any:
         self.say(request)
-        return self.hear()
+        answer = self.hear()
+        assert self.answered in (self.number, 0), "an answer to this request, or a refusal of all"
+        return answer
 
     def is_closed(self) -> bool:
         """Whether the node has nothing more to say. Waits for that."""
@@ -167,7 +182,6 @@ class FakeNode:
         self._conversations = conversations
         self._fd = os.memfd_create("fake-arena", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, 2 << 20)
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.settimeout(PATIENT_S)
         self._listener.bind(str(path))
@@ -188,7 +202,7 @@ class FakeNode:
                     if callable(said):
                         said(connection)
                     else:
-                        socket.send_fds(connection, [said], [self._fd, self._bell])
+                        socket.send_fds(connection, [said], [self._fd])
                 if conversation:
                     connection.recv(65536)  # until the client has had enough
 
@@ -200,7 +214,6 @@ class FakeNode:
         self._thread.join()
         self._listener.close()
         os.close(self._fd)
-        os.close(self._bell)
 
 
 def write_half(client: NodeClient, num_tokens: int, seed: int) -> Any:

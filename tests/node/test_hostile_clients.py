@@ -71,16 +71,24 @@ def test_who_does_not_greet_properly_is_told_why_and_hung_up_on(shared_node: Run
 
 @pytest.mark.parametrize(
     "said",
-    [HELLO, b"\x03\x00\x00\x00\xc1\xc1\xc1", b"\xff\xff\xff\xff", bytes(encode(m.Done()))],
-    ids=["a second hello", "garbage", "four gigabytes", "an answer"],
+    [
+        HELLO,
+        b"\x03\x00\x00\x00\xc1\xc1\xc1",
+        b"\x0b\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00\xc1\xc1\xc1",
+        b"\x08\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00",
+        b"\xff\xff\xff\xff",
+        bytes(encode(m.Done(), 2)),
+    ],
+    ids=["a second hello", "no number", "garbage", "a number alone", "four gigabytes", "an answer"],
 )
 def test_a_client_that_falls_out_of_the_protocol_is_lost(shared_node: RunningNode, client: NodeClient, said: bytes) -> None:
     lost = counter(client, "kvhold_connections{result=lost}")
     with RawClient(shared_node.path, greet=True) as raw:
         assert raw.ask(m.Ping()) == m.Done()
-        raw.socket.sendall(bytes(encode(m.Ping())) + said + bytes(encode(m.Ping())))
+        raw.socket.sendall(raw.encoded(m.Ping()) + said + raw.encoded(m.Ping()))
         assert raw.hear() == m.Done(), "what came before was answered"
         assert isinstance(raw.hear(), m.Refused)
+        assert raw.answered == 0, "it answers no request"
         assert raw.is_closed()
     assert counter(client, "kvhold_connections{result=lost}") == lost + 1
 
@@ -121,7 +129,7 @@ def test_who_does_not_read_its_answers_is_hung_up_on_before_they_fill_the_memory
 
 
 def ask_for_ever(raw: RawClient) -> None:
-    question = bytes(encode(m.Status())) * 100
+    question = bytes(encode(m.Status(), 1)) * 100
     while True:
         raw.socket.sendall(question)
 
@@ -129,7 +137,7 @@ def ask_for_ever(raw: RawClient) -> None:
 def test_a_client_that_hangs_up_in_the_middle_of_a_message_leaves_nothing(shared_node: RunningNode, client: NodeClient) -> None:
     with RawClient(shared_node.path, greet=True) as raw:
         raw.ask(m.Reserve(PLAIN.fingerprint, a_prompt(SPACE, 64, 1).chunks(), 0))
-        raw.socket.sendall(encode(m.Commit(1, list(range(1000)), b""))[:-1])
+        raw.socket.sendall(raw.encoded(m.Commit(1, list(range(1000)), b""))[:-1])
     eventually(lambda: held_by(client) == NOTHING)
 
 
@@ -178,9 +186,10 @@ def test_a_name_without_end_is_cut(shared_node: RunningNode, client: NodeClient)
         assert sorted(map(len, names)) == [len("test"), 100]
 
 
-def test_requests_sent_together_are_answered_in_order(shared_node: RunningNode, client: NodeClient) -> None:
+def test_requests_sent_together_are_answered_each_with_its_number(shared_node: RunningNode, client: NodeClient) -> None:
     with RawClient(shared_node.path, greet=True) as raw:
         questions = [m.Ping(), m.Claim(0, 0, 0), m.Lookup(a_prompt(SPACE, 64, 5).query()), m.Status()] * 50
-        raw.socket.sendall(b"".join(map(encode, questions)))
-        answers = [raw.hear() for _ in questions]
+        raw.socket.sendall(b"".join(map(raw.encoded, questions)))
+        answers, numbers = zip(*((raw.hear(), raw.answered) for _ in questions), strict=True)
+        assert list(numbers) == list(range(1, 1 + len(questions)))
         assert [type(answer) for answer in answers] == [m.Done, m.Gone, m.Found, m.Report] * 50

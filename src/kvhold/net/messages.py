@@ -1,10 +1,12 @@
 """The records of the node's protocol, one class each; msgpack on the wire (`wire.py`).
 
-A client says Hello first and is answered with Welcome, which carries two descriptors on a Unix socket: the arena, and the *bell*, an
-eventfd that the node writes to when something has ended that it had said is under way (a hit that was arriving, a flush). Then each
-request is answered in order: the type of its answer stands beside it here. `Release`, `Commit`, `Abandon` are answered with Done, so
-that a caller knows that a chunk is visible. Anything that breaks the rules is answered with a fatal Refused, and the connection is
-closed: by the node at once, or, where the client has a loan or a room, by the client when it touches that memory no longer.
+A client says Hello first and is answered with Welcome, which carries the arena's descriptor. Then it numbers its requests, from 1 on, and
+each answer has its request's number; the type of the answer stands beside the request here. `Release`, `Commit`, `Abandon` are answered
+with Done, so that a caller knows that a chunk is visible. What the node says unasked has number 0: News, when something has ended that it
+had said is under way (a hit that was arriving, a flush), and fatal refusals.
+
+Anything that breaks the rules is answered with a fatal Refused, and the connection is closed: by the node at once, or, where the client has
+a loan or a room, by the client when it touches that memory no longer.
 """
 
 from typing import Annotated, Any, Union
@@ -39,7 +41,7 @@ class Hello(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """Answer to Hello: who the node is, and the arena. With it come two descriptors: the arena's, and the bell's."""
+    """Answer to Hello: who the node is, and the arena. With it comes the arena's descriptor."""
 
     version: int
     node: str
@@ -256,6 +258,10 @@ class Ping(Message, frozen=True):
     """Are you there? -> Done"""
 
 
+class News(Message, frozen=True):
+    """Unasked: something has ended, or grown, that this client was told is under way; it may ask again at once."""
+
+
 class Done(Message, frozen=True):
     """It is done; `count` says how much, where that has a meaning. mark: stands for all that was committed so far."""
 
@@ -293,4 +299,4 @@ Request = Union[  # noqa: UP007 - msgspec reads the union
     Stop,
     Ping,
 ]
-Answer = Union[Found, Explained, Lent, Gone, Granted, Recoding, Happened, Report, Done, Refused]  # noqa: UP007
+Answer = Union[Found, Explained, Lent, Gone, Granted, Recoding, Happened, Report, News, Done, Refused]  # noqa: UP007

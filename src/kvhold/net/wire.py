@@ -3,6 +3,9 @@
     data = encode(Ping())
     splitter = Splitter(); for body in splitter.feed(data): message = Decoder(Request).decode(body)
 
+Once they have greeted each other, node and client number their records: `encode(Ping(), number=7)` puts 8 bytes (little-endian) before the
+msgpack, and an answer has its request's number. So answers may come late, and in any order.
+
 A length beyond MAX_MESSAGE_BYTES, or bytes that are not the record expected, is a ProtocolError before anything is allocated for it.
 """
 
@@ -15,6 +18,7 @@ from kvhold.core.errors import UNDECODABLE, KVHoldError, ProtocolError
 from kvhold.net.messages import MAX_MESSAGE_BYTES
 
 LENGTH_BYTES = 4
+NUMBER_BYTES = 8
 Bytes: TypeAlias = bytes | bytearray | memoryview
 
 _MOST_QUOTED = 200  # characters of an error that may quote the other side
@@ -23,11 +27,13 @@ _encoder = msgspec.msgpack.Encoder()
 Record = TypeVar("Record")
 
 
-def encode(message: msgspec.Struct) -> bytearray:
-    """A record as it goes on the stream. Raises ProtocolError when the other side could not accept it."""
+def encode(message: msgspec.Struct, number: int | None = None) -> bytearray:
+    """A record as it goes on the stream, with its number if it has one. Raises ProtocolError when the other side could not accept it."""
     data = bytearray(LENGTH_BYTES)
+    if number is not None:
+        data += number.to_bytes(NUMBER_BYTES, "little")
     try:
-        _encoder.encode_into(message, data, LENGTH_BYTES)
+        _encoder.encode_into(message, data, len(data))
     except (OverflowError, UnicodeEncodeError) as error:
         raise ProtocolError(f"a message that cannot be written: {error}") from None
     length = len(data) - LENGTH_BYTES
@@ -43,6 +49,13 @@ def body_length(prefix: Bytes, most: int = MAX_MESSAGE_BYTES) -> int:
     if not 0 < length <= most:
         raise ProtocolError(f"a message of {length} bytes was announced; 1 to {most} are allowed")
     return length
+
+
+def split_number(body: Bytes) -> tuple[int, Bytes]:
+    """The number of a numbered record's body, and the rest of it. Raises ProtocolError when there is none."""
+    if len(body) <= NUMBER_BYTES:
+        raise ProtocolError(f"not a message of this protocol: {len(body)} bytes, which is too short for a number and a record")
+    return int.from_bytes(body[:NUMBER_BYTES], "little"), memoryview(body)[NUMBER_BYTES:]
 
 
 class Decoder(Generic[Record]):

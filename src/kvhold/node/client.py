@@ -3,10 +3,13 @@
     with connect() as cache: ...                   # joins the node, or starts one
     NodeClient(path, name="vllm-worker")           # only joins
 
-Meets `core.api.Cache`; safe from any thread. Each call has a deadline. A call that fails or comes too late breaks the connection: from
-then on every call raises NodeError at once, at no cost, while a thread looks for the node in the background and joins it again. What a
-caller was reading or writing in the arena stays mapped and stays its own until it has closed its loan or room, even then: the broken
-connection is closed only after that, so the node never hands memory on that somebody still writes to.
+Meets `core.api.Cache`; safe from any thread, and calls of several threads are under way at once. Each call has a deadline. An answer that
+comes too late is a miss for its caller, and what it granted is given back; the connection goes on. A node that owes an answer and has said
+nothing for `client.call_timeout_s` is not asked meanwhile: every call raises NodeError at once, at no cost, until it says something.
+
+Only a node that is gone breaks the connection. Then, too, every call raises NodeError at once, while a thread looks for the node in the
+background and joins it again. What a caller was reading or writing in the arena stays mapped and stays its own until it has closed its
+loan or room, even then: the broken connection is closed only after that, so the node never hands memory on that somebody still writes to.
 """
 
 import logging
@@ -22,20 +25,21 @@ import numpy.typing as npt
 
 from kvhold.core.api import EventBatch, Found, Hit, Loan, Recoded, Recoding, Room, mask_bytes
 from kvhold.core.config import ClientConfig
-from kvhold.core.errors import KVHoldError, NodeError, ProtocolError
+from kvhold.core.errors import DeadlineExceeded, KVHoldError, NodeError, ProtocolError
 from kvhold.core.keys import ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
 from kvhold.core.planning import Decision, Work
 from kvhold.core.rules import terms_of
 from kvhold.core.terms import FREE, Terms
 from kvhold.net import messages as m
-from kvhold.net.wire import encode
 from kvhold.node.link import Link
 
 log = logging.getLogger(__name__)
 
 Kind = TypeVar("Kind", bound=m.Message)
 
+_TEND_S = 0.5  # in one go, for late answers
+_NO_TIME_S = 0.001  # for a node that has been silent: the request is sent, and its answer is not waited for
 _FLUSH_PAUSE_S = 0.05  # between two questions, if the node does not say before that all is written
 
 
@@ -63,7 +67,7 @@ class NodeClient:
         self._lock = threading.Lock()  # over which link is in use, and what a new one must be told
         self._pid = os.getpid()
         self._closed = threading.Event()
-        self._lost = threading.Event()
+        self._wake = threading.Event()  # the keeper: the node is lost, an answer is late, or this client is closed
         self._link: Link | None = Link(path, name, self._config.connect_timeout_s)
         self._keeper = threading.Thread(target=self._keep, name="kvhold-keeper", daemon=True)
         self._keeper.start()
@@ -71,7 +75,8 @@ class NodeClient:
     @property
     def connected(self) -> bool:
         """Whether calls reach a node now."""
-        return self._link is not None
+        link = self._link
+        return link is not None and not self._is_silent(link)
 
     @property
     def arena_buffer(self) -> npt.NDArray[np.uint8]:
@@ -247,7 +252,7 @@ class NodeClient:
         """Leave the node; what was held here is given back. Idempotent."""
         with self._lock:
             self._closed.set()
-            self._lost.set()
+            self._wake.set()
             link, self._link = self._link, None
         if link is not None:
             link.retire()
@@ -280,21 +285,33 @@ class NodeClient:
             raise self._misunderstood(answer, link)
         return answer
 
-    def _ask(self, request: m.Message, deadline_s: float | None, link: Link) -> m.Answer:
+    def _ask(self, request: m.Message, deadline_s: float | None, link: Link, *, keep: bool = False) -> m.Answer:
+        """keep: have it sent in any case, if the node lives; for what gives something back."""
         self._check_process()
-        operation, data = type(request).__name__.lower(), encode(request)
+        operation = type(request).__name__.lower()
+        if self._is_silent(link) and not keep:
+            raise NodeError(f"{operation}: the node on {self.path} has not answered for {link.silent_s:.1f} s; not waiting for it again")
         try:
-            answer = link.call(operation, data, deadline_s or self._config.call_timeout_s)
-        except BaseException as error:  # a call cut short, be it by Ctrl-C, leaves its answer to be taken for the next one's
-            self._break(link, str(error) or type(error).__name__)
-            if isinstance(error, OSError):
-                raise NodeError(f"{operation}: lost the node on {self.path}: {error}") from None
+            answer = link.call(request, deadline_s or self._config.call_timeout_s, keep=keep)
+        except DeadlineExceeded:
+            self._wake.set()  # the keeper takes the late answer
+            raise
+        except OSError as error:
+            self._break(link, str(error))
+            raise NodeError(f"{operation}: lost the node on {self.path}: {error}") from None
+        except BaseException as error:
+            if link.is_broken:
+                self._break(link, str(error) or type(error).__name__)
+            self._wake.set()
             raise
         if isinstance(answer, m.Refused):
             if answer.fatal:
                 self._break(link, answer.reason)
             raise NodeError(f"{operation}: the node refused: {answer.reason}")
         return answer
+
+    def _is_silent(self, link: Link) -> bool:
+        return link.silent_s > self._config.call_timeout_s
 
     def _misunderstood(self, answer: m.Answer, link: Link) -> ProtocolError:
         self._break(link, "an answer of the wrong kind")
@@ -319,7 +336,7 @@ class NodeClient:
             link.let_go()
         if request is not None and not link.retired:
             try:
-                self._call(request, m.Done, None, link)
+                self._ask(request, _NO_TIME_S if self._is_silent(link) else None, link, keep=True)
             except KVHoldError as error:
                 log.debug("giving back: %s", error)
 
@@ -328,27 +345,35 @@ class NodeClient:
             lost = self._link is link
             if lost:
                 self._link = None
-                self._lost.set()
+                self._wake.set()
         if lost:
             log.warning("lost the node on %s (%s); computing without it until it is back", self.path, why)
         link.retire()
 
     def _keep(self) -> None:
-        """The keeper's thread: tries an idle connection now and then, and joins a lost node again."""
+        """The keeper's thread: tries an idle connection now and then, takes late answers, and joins a lost node again."""
         while not self._closed.is_set():
-            if self._link is not None:
-                self._lost.wait(self._config.heartbeat_interval_s)
-                self._beat()
-            else:
+            link = self._link
+            if link is None:
                 self._rejoin()
+                continue
+            if not link.has_loose_ends:
+                self._wake.wait(self._config.heartbeat_interval_s)
+            self._wake.clear()
+            self._beat(link)
 
-    def _beat(self) -> None:
-        link = self._link
-        if link is not None and time.monotonic() - link.last_heard_s >= self._config.heartbeat_interval_s:
-            try:
+    def _beat(self, link: Link) -> None:
+        try:
+            if link.has_loose_ends:
+                link.tend(min(self._config.heartbeat_interval_s, _TEND_S))
+            elif self._link is link and time.monotonic() - link.last_heard_s >= self._config.heartbeat_interval_s:
                 self._call(m.Ping(), m.Done, None, link)
-            except KVHoldError as error:
-                log.debug("heartbeat: %s", error)
+        except KVHoldError as error:
+            log.debug("heartbeat: %s", error)
+            if link.is_broken:
+                self._break(link, str(error))
+        except OSError as error:
+            self._break(link, str(error))
 
     def _rejoin(self) -> None:
         link = None
@@ -374,11 +399,10 @@ class NodeClient:
                         link.retire()
                     else:
                         self._link = link
-                        self._lost.clear()
                         log.info("joined the node on %s again", self.path)
                     return
             for request in missing:
-                link.call("register", encode(request), self._config.call_timeout_s)
+                link.call(request, self._config.connect_timeout_s)
                 told.add(request.namespace)
 
 

@@ -1,11 +1,15 @@
 """One connection to the node, and the arena that came with it.
 
     link = Link(path, "vllm-worker", timeout_s=5)
-    answer = link.call("ping", encode(Ping()), deadline_s=1)
+    answer = link.call(Ping(), deadline_s=1)
     buffer = link.hold() ... link.let_go()              # around every reading and writing of the arena
 
+Several threads may call at once: requests are numbered, and each answer finds its caller. There is no thread that reads: of the callers
+that wait, one reads for all. A call whose answer comes too late costs nothing but that answer. If it granted something (a ticket, a loan,
+a room), that is given back when it comes; somebody calls `tend` for this when nobody else is waiting.
+
 Broken or closed, a link lasts until nobody reads or writes the arena through it: the node takes memory back when the socket closes.
-Safe from any thread; calls take turns. `client.py` makes a lasting client of it.
+`client.py` makes a lasting client of it.
 """
 
 import os
@@ -14,8 +18,13 @@ import socket
 import threading
 import time
 from array import array
+from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -23,33 +32,61 @@ import numpy.typing as npt
 from kvhold.core.errors import DeadlineExceeded, NodeError, ProtocolError
 from kvhold.memory.arena import Arena, Toucher
 from kvhold.net import messages as m
-from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length, encode
+from kvhold.net.wire import LENGTH_BYTES, Decoder, Splitter, body_length, encode, split_number
 from kvhold.node.paths import peer_user
 
-_DESCRIPTORS = 2  # that come with a welcome
-_FIRST_BYTES = 64 << 10  # read at once: all of most answers
+_DESCRIPTORS = 1  # that come with a welcome
+_READ_BYTES = 64 << 10  # read at once: all of most answers
+_UNASKED = 0  # the number of what is no answer
 _MOST_NAME = 100  # characters: a Hello is short
 
 _answer_decoder: Decoder[m.Answer] = Decoder(m.Answer)
 _greeting_decoder: Decoder[m.Welcome | m.Refused] = Decoder(m.Welcome | m.Refused)
 
 
+@dataclass(eq=False)
+class _Call:
+    """A request under way.
+
+    data:  the part of it that is not sent yet
+    keep:  it is sent even if its caller has given up
+    late:  its caller has given up
+    """
+
+    data: memoryview
+    keep: bool = False
+    late: bool = False
+    begun: bool = False
+    answer: m.Answer | None = None
+    asked_s: float = field(default_factory=time.monotonic)
+
+
 class Link:
     """One connection and its arena. Broken or closed, it lasts until nobody reads or writes the arena through it."""
 
     def __init__(self, path: Path, name: str, timeout_s: float) -> None:
-        self._socket, welcome, self._arena_fd, self._bell = _join(path, name, timeout_s)
+        self._socket, welcome, self._arena_fd = _join(path, name, timeout_s)
+        self._socket.setblocking(False)
         self._arena_size = (welcome.arena_bytes, welcome.huge_pages)
         self._arena: Arena | None = None
         self._toucher: Toucher | None = None
         self._buffer: npt.NDArray[np.uint8] | None = None
-        self._talk = threading.Lock()
-        self._first = memoryview(bytearray(_FIRST_BYTES))  # of an answer
-        self._count_lock = threading.Lock()
+        self._count_lock = threading.Lock()  # over what closes it: who holds the arena, and who calls
         self._held = 0  # readers and writers of the arena
-        self._calls = 0
+        self._users = 0  # threads in a method
+        self._change = threading.Condition()  # over the calls, and who reads
+        self._calls: dict[int, _Call] = {}
+        self._numbers = count(_UNASKED + 1)
+        self._is_read = False
+        self._news = False
+        self._error: OSError | ProtocolError | None = None  # of the stream, which is of no more use then
+        self._send_lock = threading.Lock()
+        self._outbox: deque[tuple[int, _Call]] = deque()
+        self._splitter = Splitter()
+        self._incoming = memoryview(bytearray(_READ_BYTES))
         self.retired = False
         self.last_heard_s = time.monotonic()
+        _links.add(self)
 
     @property
     def buffer(self) -> npt.NDArray[np.uint8]:
@@ -57,47 +94,81 @@ class Link:
         with self._count_lock:
             return self._mapped()
 
-    def call(self, operation: str, request: bytearray, deadline_s: float) -> m.Answer:
-        """One request and its answer. Raises OSError, ProtocolError, DeadlineExceeded; after any exception the link is of no more use."""
-        until = time.monotonic() + deadline_s
-        with self._count_lock:
-            if self.retired:
-                raise ConnectionError("the connection is closed")
-            self._calls += 1
+    @property
+    def silent_s(self) -> float:
+        """How long the node has owed an answer without saying anything; 0: it owes none."""
+        with self._change:
+            oldest_s = min((call.asked_s for call in self._calls.values()), default=None)
+        return 0.0 if oldest_s is None else time.monotonic() - max(oldest_s, self.last_heard_s)
+
+    @property
+    def has_loose_ends(self) -> bool:
+        """Whether there is something for `tend` to do."""
+        with self._change:
+            return bool(self._outbox) or any(call.late for call in self._calls.values())
+
+    def call(self, request: m.Message, deadline_s: float, *, keep: bool = False) -> m.Answer:
+        """One request and its answer. Raises DeadlineExceeded, after which the link is as good as before; ProtocolError for a request
+        that cannot be sent; OSError and ProtocolError where the connection is of no more use (`is_broken`).
+
+        keep: send the request even if that takes longer than its caller waits
+        """
+        operation, until = type(request).__name__.lower(), time.monotonic() + deadline_s
+        number = next(self._numbers)
+        call = _Call(memoryview(encode(request, number)), keep)
+        self._enter()
         try:
-            if not self._talk.acquire(timeout=deadline_s):
-                raise TimeoutError
+            with self._change:
+                self._calls[number] = call
+            self._outbox.append((number, call))
             try:
-                return self._converse(request, until)
-            finally:
-                self._talk.release()
-        except TimeoutError:
-            raise DeadlineExceeded(operation, deadline_s) from None
+                self._send(until)
+                self._wait(lambda: call.answer is not None, until)
+            except TimeoutError:
+                pass  # it could not be sent in time
+            with self._change:
+                call.late = call.answer is None
+            if call.answer is None:
+                raise DeadlineExceeded(operation, deadline_s)
+            return call.answer
+        except BaseException:
+            self._give_up(call)
+            raise
         finally:
-            with self._count_lock:
-                self._calls -= 1
-                self._close_if_unused()
+            self._leave()
 
     def pause(self, seconds: float) -> None:
         """For so long, or until the node says that something has ended which a caller of this link may be waiting for.
 
         Of several callers that pause at once one may hear of it alone.
         """
-        with self._count_lock:
-            if self.retired:
-                return
-            self._calls += 1
         try:
-            waiting = select.poll()
-            waiting.register(self._bell, select.POLLIN)
-            waiting.register(self._socket, 0)  # nothing but its end
-            waiting.poll(seconds * 1e3)
-            with suppress(BlockingIOError):  # the time is over, or another one has heard it
-                os.eventfd_read(self._bell)
+            self._enter()
+        except ConnectionError:
+            return
+        try:
+            self._wait(self._take_news, time.monotonic() + seconds)
+        except (OSError, ProtocolError):
+            return  # the next call says so
         finally:
-            with self._count_lock:
-                self._calls -= 1
-                self._close_if_unused()
+            self._leave()
+
+    def tend(self, seconds: float) -> None:
+        """Wait for answers that nobody else waits for, and send what is left to be sent. Raises OSError, ProtocolError."""
+        until = time.monotonic() + seconds
+        self._enter()
+        try:
+            with suppress(TimeoutError):
+                self._send(until)
+                self._wait(lambda: not any(call.late for call in self._calls.values()), until)
+                self._send(until)  # what those answers granted
+        finally:
+            self._leave()
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the connection is of no more use."""
+        return self._error is not None
 
     def hold(self) -> npt.NDArray[np.uint8]:
         """One more reader or writer of the arena. Raises NodeError when it cannot be had."""
@@ -118,6 +189,29 @@ class Link:
             self.retired = True
             self._close_if_unused()
 
+    def forget_in_child(self) -> None:
+        """In a forked child: close its copy of the socket, or what the parent holds would be held for as long as the child lives.
+
+        The parent's locks may be taken here by threads that the child does not have, so the child gets new ones.
+        """
+        self._count_lock, self._send_lock = threading.Lock(), threading.Lock()
+        self._change = threading.Condition()
+        self._users = 0
+        self.retired = True
+        self._error = ConnectionError("this process was forked from the one that joined the node")
+        self._socket.close()
+
+    def _enter(self) -> None:
+        with self._count_lock:
+            if self.retired:
+                raise ConnectionError("the connection is closed")
+            self._users += 1
+
+    def _leave(self) -> None:
+        with self._count_lock:
+            self._users -= 1
+            self._close_if_unused()
+
     def _mapped(self) -> npt.NDArray[np.uint8]:
         if self.retired:
             raise NodeError("the connection to the node is closed")
@@ -134,14 +228,11 @@ class Link:
     def _close_if_unused(self) -> None:
         if not self.retired or self._held:
             return
-        if self._calls:  # the last of them closes; those that wait for an answer need wait no longer
+        if self._users:  # the last of them closes; those that wait for an answer need wait no longer
             with suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
             return
         self._socket.close()
-        if self._bell >= 0:
-            os.close(self._bell)
-            self._bell = -1
         if self._toucher is not None:
             self._toucher.stop()
         self._buffer = None
@@ -152,47 +243,168 @@ class Link:
             os.close(self._arena_fd)
             self._arena_fd = -1
 
-    def _converse(self, request: bytearray, until: float) -> m.Answer:
+    # Sending: whoever has the lock sends all that waits, in order.
+
+    def _send(self, until: float) -> None:
+        """Send what is in the outbox. Raises TimeoutError, OSError."""
+        if not self._send_lock.acquire(timeout=max(0.0, until - time.monotonic())):
+            raise TimeoutError
+        try:
+            while self._outbox:
+                number, call = self._outbox[0]
+                if call.late and not call.begun and not call.keep:
+                    with self._change:
+                        self._calls.pop(number, None)  # the node never hears of it
+                else:
+                    self._send_one(call, until)
+                self._outbox.popleft()
+        finally:
+            self._send_lock.release()
+
+    def _send_one(self, call: _Call, until: float) -> None:
+        """All of a request, or as much as the node takes in time: another call sends the rest."""
+        while call.data:
+            self._check()
+            call.begun = True
+            try:
+                call.data = call.data[self._socket.send(call.data) :]
+            except BlockingIOError:
+                self._poll(select.POLLOUT, until)
+            except OSError as error:
+                self._error = _again(error)
+                raise
+
+    # Receiving: of those that wait, one reads for all.
+
+    def _wait(self, is_done: Callable[[], bool], until: float) -> bool:
+        """Until that is so. False: not in time. Raises what has broken the connection. `is_done` is called under the lock."""
+        while True:
+            with self._change:
+                while True:
+                    self._check()
+                    if is_done():
+                        return True
+                    left = until - time.monotonic()
+                    if left <= 0:
+                        return False
+                    if not self._is_read:
+                        self._is_read = True
+                        break
+                    self._change.wait(left)
+            try:
+                self._read(until)
+            except TimeoutError:
+                return False
+            finally:
+                with self._change:
+                    self._is_read = False
+                    self._change.notify_all()
+
+    def _read(self, until: float) -> None:
+        """Read what comes next, and give each answer to its call. Raises TimeoutError, OSError, ProtocolError."""
+        self._poll(select.POLLIN, until)
+        whole = False
+        try:
+            nbytes = self._socket.recv_into(self._incoming)
+            if not nbytes:
+                raise ConnectionError("the node closed the connection")
+            self.last_heard_s = time.monotonic()
+            for body in self._splitter.feed(self._incoming[:nbytes]):
+                number, record = split_number(body)
+                self._deliver(number, _answer_decoder.decode(record))
+            whole = True
+        except BlockingIOError:
+            whole = True  # there is nothing after all
+        except (OSError, ProtocolError) as error:
+            self._error = _again(error)
+            raise
+        finally:
+            if not whole and self._error is None:
+                self._error = ConnectionError("a call was cut short while it read an answer")
+
+    def _deliver(self, number: int, answer: m.Answer) -> None:
+        if number == _UNASKED and isinstance(answer, m.Refused):
+            raise ConnectionError(f"the node refused: {answer.reason}")
+        if number == _UNASKED and isinstance(answer, m.News):
+            self._news = True
+            return
+        with self._change:
+            call = self._calls.pop(number, None)
+            if call is None:
+                raise ProtocolError("the node said more than it was asked")
+            call.answer = answer
+            late = call.late
+        if late:
+            self._give_back(answer)
+
+    def _give_up(self, call: _Call) -> None:
+        """Its caller takes no answer any more, not even one that is here already."""
+        with self._change:
+            already = call.late
+            call.late = True
+        if call.answer is not None and not already:
+            self._give_back(call.answer)
+
+    def _give_back(self, answer: m.Answer) -> None:
+        """Return what an answer granted that nobody takes; `_send` sends it."""
+        if (unwanted := _to_give_back(answer)) is not None:
+            number = next(self._numbers)
+            call = _Call(memoryview(encode(unwanted, number)), keep=True, late=True)
+            with self._change:
+                self._calls[number] = call
+            self._outbox.append((number, call))
+
+    def _take_news(self) -> bool:
+        news, self._news = self._news, False
+        return news
+
+    def _poll(self, event: int, until: float) -> None:
+        """Until the socket can be read or written. Raises TimeoutError."""
+        waiting = select.poll()
+        waiting.register(self._socket, event)
+        if not waiting.poll(max(0.0, until - time.monotonic()) * 1e3):
+            raise TimeoutError
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise _again(self._error)
         if self.retired:
             raise ConnectionError("the connection is closed")
-        self._wait_until(until)
-        self._socket.sendall(request)
-        answer = _answer_decoder.decode(self._body(until))
-        self.last_heard_s = time.monotonic()
-        return answer
-
-    def _wait_until(self, until: float) -> None:
-        """What the socket does next ends then. Raises TimeoutError when that is past."""
-        left = until - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        self._socket.settimeout(left)
-
-    def _body(self, until: float) -> memoryview:
-        """Of the next answer, good until the one after it."""
-        answer, got = self._first, 0
-        while got < LENGTH_BYTES:
-            got += self._read(answer[got:], until)
-        size = LENGTH_BYTES + body_length(answer)
-        if got > size:
-            raise ProtocolError("the node said more than it was asked")
-        if size > len(answer):
-            answer = memoryview(bytearray(size))
-            answer[:got] = self._first[:got]
-        while got < size:
-            got += self._read(answer[got:size], until)
-        return answer[LENGTH_BYTES:size]
-
-    def _read(self, into: memoryview, until: float) -> int:
-        self._wait_until(until)
-        count = self._socket.recv_into(into)
-        if not count:
-            raise ConnectionError("the node closed the connection")
-        return count
 
 
-def _join(path: Path, name: str, timeout_s: float) -> tuple[socket.socket, m.Welcome, int, int]:
-    """Connect and greet. Returns the socket, the node's welcome, and the descriptors of the arena and the bell. Raises NodeError."""
+def _to_give_back(answer: m.Answer) -> m.Message | None:
+    """What returns to the node what this answer granted, if anything."""
+    match answer:
+        case m.Found() if answer.ticket:
+            return m.Release(answer.ticket)
+        case m.Lent():
+            return m.Release(answer.loan)
+        case m.Granted() if answer.room:
+            return m.Abandon(answer.room)
+        case m.Recoding():
+            return m.Release(answer.number)
+        case _:
+            return None
+
+
+def _again(error: OSError | ProtocolError) -> OSError | ProtocolError:
+    """The same error without its traceback, whose frames would keep the arena mapped."""
+    return type(error)(*error.args)
+
+
+_links: "WeakSet[Link]" = WeakSet()  # of this process
+
+
+def _forget_links() -> None:
+    for link in list(_links):
+        link.forget_in_child()
+
+
+os.register_at_fork(after_in_child=_forget_links)
+
+
+def _join(path: Path, name: str, timeout_s: float) -> tuple[socket.socket, m.Welcome, int]:
+    """Connect and greet. Returns the socket, the node's welcome, and the arena's descriptor. Raises NodeError."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     fds: list[int] = []
     try:
@@ -216,10 +428,10 @@ def _join(path: Path, name: str, timeout_s: float) -> tuple[socket.socket, m.Wel
                 f"install the same kvhold on both sides, then restart the node (kvhold stop)"
             )
         if len(fds) != _DESCRIPTORS:
-            raise ProtocolError("the node sent no arena, or no bell")
-        arena, bell = fds
+            raise ProtocolError("the node sent no arena")
+        (arena,) = fds
         fds = []
-        return sock, greeting, arena, bell
+        return sock, greeting, arena
     except (OSError, ProtocolError) as error:
         sock.close()
         raise NodeError(f"cannot join a node on {path}: {error}") from None

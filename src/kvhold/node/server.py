@@ -31,7 +31,7 @@ from kvhold.memory.arena import Arena, Toucher, default_arena_bytes
 from kvhold.memory.host import resident_bytes
 from kvhold.memory.placement import format_list, interleave, memory_nodes, parse_list
 from kvhold.net import messages as m
-from kvhold.net.wire import Decoder, Splitter, encode
+from kvhold.net.wire import Decoder, Splitter, encode, split_number
 from kvhold.node.host import raise_descriptor_limit
 from kvhold.node.paths import lock_path, open_beside, peer_user, prepare_folder, socket_path
 from kvhold.node.session import Session
@@ -45,6 +45,7 @@ _LOCK_ATTEMPTS = 4
 _LOCK_PAUSE_S = 0.05
 _MOST_READ_BYTES = 256 << 10  # in one turn
 _MAX_UNREAD_BYTES = 16 << 20  # of answers that a client does not fetch
+_UNASKED = 0  # the number of what is no answer
 _hello_decoder: Decoder[m.Hello] = Decoder(m.Hello)
 _request_decoder: Decoder[m.Request] = Decoder(m.Request)
 
@@ -202,7 +203,6 @@ class _Connection(asyncio.BufferedProtocol):
         self._splitter = Splitter(m.MAX_HELLO_BYTES)
         self._transport: asyncio.Transport | None = None
         self._hello_timer: asyncio.TimerHandle | None = None
-        self._bell = -1
         self._deaf = False
         self.session: Session | None = None
         self.last_heard_s = time.monotonic()
@@ -231,7 +231,8 @@ class _Connection(asyncio.BufferedProtocol):
                 if self.session is None:
                     self._greet(_hello_decoder.decode(body))
                 else:
-                    self._send(self.session.answer(_request_decoder.decode(body)))
+                    number, request = split_number(body)
+                    self._send(self.session.answer(_request_decoder.decode(request)), number)
                     self._node.move()
         except ProtocolError as error:
             self._refuse(str(error), "bad message")
@@ -248,16 +249,12 @@ class _Connection(asyncio.BufferedProtocol):
                 self._node.move()
                 log.info("client %s (pid %d) left", self.session.name, self.session.pid)
         finally:
-            if self._bell >= 0:
-                os.close(self._bell)
-                self._bell = -1
             self._node.left(self)
 
     def ring(self) -> None:
         """If something has ended that the client was told is under way, have it ask again at once."""
-        if self._bell >= 0 and self.session is not None and self.session.take_news():
-            with suppress(BlockingIOError):  # it has not listened for 2^64 times
-                os.eventfd_write(self._bell, 1)
+        if self.session is not None and not self._is_over() and self.session.take_news():
+            self._send(m.News(), _UNASKED)
 
     def close(self, why: str) -> None:
         """End it from this side."""
@@ -289,20 +286,19 @@ class _Connection(asyncio.BufferedProtocol):
 
     def _welcome(self, welcome: m.Welcome) -> None:
         assert self._transport is not None
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         # Nothing was sent before on this socket, so it takes the few bytes at once; asyncio itself cannot send descriptors.
         with socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno())) as raw, suppress(BrokenPipeError):
-            socket.send_fds(raw, [encode(welcome)], [self._node.arena.fd, self._bell])
+            socket.send_fds(raw, [encode(welcome)], [self._node.arena.fd])
 
-    def _send(self, answer: m.Message) -> None:
+    def _send(self, answer: m.Message, number: int) -> None:
         assert self._transport is not None
-        self._transport.write(encode(answer))
+        self._transport.write(encode(answer, number))
         if self._transport.get_write_buffer_size() > _MAX_UNREAD_BYTES:
             self._hang_up("it does not read its answers", "answers not read")
 
     def _refuse(self, reason: str, kind: str) -> None:
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(encode(m.Refused(reason, fatal=True)))
+            self._transport.write(encode(m.Refused(reason, fatal=True), _UNASKED if self.session is not None else None))
         self._hang_up(reason, kind)
 
     def _hang_up(self, reason: str, kind: str) -> None:

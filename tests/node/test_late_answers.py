@@ -1,0 +1,133 @@
+"""An answer that comes too late is a miss for its caller. It costs neither the connection nor memory, and holds up nobody else."""
+
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from kvhold.core.errors import DeadlineExceeded, NodeError
+from kvhold.core.keys import HASH_BYTES, ChunkNames
+from kvhold.net import messages as m
+from kvhold.net.wire import LENGTH_BYTES, body_length, encode
+from kvhold.node import NodeClient
+from kvhold.testing.cache import PLAIN, a_prompt, check, flood, read, store
+from tests.node.nodes import NOTHING, PATIENT, SPACE, FakeNode, RunningNode, bytes_of, eventually, filled_room, held_by, set_deadlines
+
+WELCOME = bytes(encode(m.Welcome(m.PROTOCOL_VERSION, "0", 1, 2 << 20, False)))
+
+
+def test_a_late_answer_costs_neither_the_connection_nor_what_its_client_holds(node: RunningNode) -> None:
+    clients = [node.client(name=f"engine {number}") for number in range(4)]
+    clients[0].register(SPACE)
+    store(clients[0], a_prompt(SPACE, 64, 2))
+    with clients[0].lookup(a_prompt(SPACE, 64, 2).query()) as hit:
+        loan = clients[1].claim(hit.ticket)
+    assert loan is not None
+    room, written = filled_room(clients[2], 64, 1)
+    links = [client._link for client in clients]
+
+    with node.stopped():  # as a command that takes long
+        for client in clients:
+            with pytest.raises(DeadlineExceeded):
+                client.lookup(a_prompt(SPACE, 64, 2).query(), deadline_s=0.05)
+
+    assert [client.status()["pid"] for client in clients] == [node.pid] * 4
+    assert [client._link for client in clients] == links, "nobody had to join again"
+    flood(clients[3], SPACE)
+    check(loan, a_prompt(SPACE, 64, 2), 64)
+    assert (bytes_of(room) == written).all()
+    room.commit()
+    room.close()
+    loan.close()
+    assert read(clients[3], a_prompt(SPACE, 64, 1)) == 64
+    eventually(lambda: held_by(clients[0]) == NOTHING)
+
+
+def test_what_a_late_answer_granted_is_given_back(node: RunningNode) -> None:
+    client, other = node.client(), node.client()
+    client.register(SPACE)
+    store(client, a_prompt(SPACE, 64, 1))
+    with other.lookup(a_prompt(SPACE, 64, 1).query()) as hit:
+        with node.stopped():
+            with pytest.raises(DeadlineExceeded):
+                client.lookup(a_prompt(SPACE, 64, 1).query(), deadline_s=0.05)
+            with pytest.raises(DeadlineExceeded):
+                client.claim(hit.ticket, deadline_s=0.05)
+            with pytest.raises(DeadlineExceeded):
+                client.reserve(PLAIN, a_prompt(SPACE, 64, 2).chunks(), deadline_s=0.05)
+        eventually(lambda: held_by(other) == {"tickets": 1, "loans": 0, "rooms": 0})
+    assert store(other, a_prompt(SPACE, 64, 2)) == [0, 1, 2, 3], "nobody writes it"
+
+
+def test_what_is_closed_while_the_node_is_silent_is_given_back_when_it_speaks(node: RunningNode) -> None:
+    client, other = node.client(), node.client()
+    client.register(SPACE)
+    store(client, a_prompt(SPACE, 64, 1))
+    hit = client.lookup(a_prompt(SPACE, 64, 1).query())
+    loan = client.claim(hit.ticket)
+    room = client.reserve(PLAIN, a_prompt(SPACE, 64, 2).chunks())
+    assert loan is not None
+    set_deadlines(client, call_timeout_s=0.05)
+    with node.stopped():
+        for held in (hit, loan, room):
+            held.close()
+        with pytest.raises(NodeError, match="has not answered for"):
+            client.lookup(a_prompt(SPACE, 64, 1).query())
+    eventually(lambda: held_by(other) == NOTHING)
+
+
+def test_requests_that_the_node_does_not_read_are_forgotten_or_sent_whole(node: RunningNode) -> None:
+    client = node.client()
+    client.register(SPACE)
+    long = ChunkNames(SPACE.digest, bytes(HASH_BYTES * 200_000))  # more than a socket takes
+    with node.stopped():
+        for _ in range(3):
+            with pytest.raises(DeadlineExceeded):
+                client.reserve(PLAIN, long, deadline_s=0.05)
+    store(client, a_prompt(SPACE, 64, 1))
+    assert read(client, a_prompt(SPACE, 64, 1)) == 64
+    eventually(lambda: held_by(client) == NOTHING)
+
+
+def test_calls_of_several_threads_are_under_way_at_once(tmp_path: Path) -> None:
+    """A node that answers the second request, and the first one only when the second caller has its answer."""
+    second_is_answered = threading.Event()
+    begun = threading.Event()
+
+    def heard(connection: socket.socket) -> None:
+        begun.set()
+
+    def answer_both(connection: socket.socket) -> None:
+        connection.sendall(encode(m.Done(), 2))
+        second_is_answered.wait()
+        connection.sendall(encode(m.Report({"first": True}), 1))
+
+    with (
+        FakeNode(tmp_path / "s", [WELCOME, heard, answer_both]),
+        NodeClient(tmp_path / "s", PATIENT) as client,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        first = threads.submit(client.status)
+        begun.wait()
+        client.ping()
+        second_is_answered.set()
+        assert first.result() == {"first": True}
+
+
+def test_a_late_answer_that_comes_in_pieces_is_read_to_its_end(tmp_path: Path) -> None:
+    data = bytes(encode(m.Report({"late": True}), 1))
+
+    def begin(connection: socket.socket) -> None:
+        connection.sendall(data[:7])
+
+    def finish(connection: socket.socket) -> None:
+        connection.sendall(data[7:] + bytes(encode(m.Report({"late": False}), 2)))
+
+    assert body_length(data) + LENGTH_BYTES == len(data)
+    with FakeNode(tmp_path / "s", [WELCOME, begin, finish]), NodeClient(tmp_path / "s", PATIENT) as client:
+        with pytest.raises(DeadlineExceeded):
+            client.status(deadline_s=0.05)
+        assert client.connected
+        assert client.status() == {"late": False}
