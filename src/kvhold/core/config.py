@@ -56,6 +56,13 @@ class NodeConfig:
     start_timeout_s: float = setting(
         60.0, "how long an engine waits for a node that is being started; one that ends while starting is known at once", minimum=0.01
     )
+    on_mismatch: str = setting(
+        "warn",
+        "an engine whose settings name tiers, codecs or keys that the node does not have joins it with a warning, or not at all; it never "
+        "joins one that would store in clear text what the engine's settings encrypt",
+        choices=("warn", "refuse"),
+    )
+    require_encryption: bool = setting(False, "an engine joins no node with a tier below memory that is not encrypted")
     idle_exit_s: float = setting(600.0, "a node that was started by an engine exits after so long without clients", minimum=1)
     nice: int = setting(-5, "nice value of a node that runs in the background, where this user may set it", minimum=-20)
     numa: str = setting(

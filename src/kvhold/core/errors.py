@@ -12,6 +12,7 @@ KVHoldError
  ├─ DamagedChunks        chunks in memory are not as they were committed; the reader computes them
  ├─ ProtocolError        a peer speaks wrongly; its connection is closed
  ├─ NodeError            this host's node cannot be reached, started or agreed with; says which socket
+ │   └─ NodeRefused      it is there and does not serve this client, which says why
  └─ DeadlineExceeded     .deadline_s; the caller goes on without us
 
 A miss is not an error: it is `None`, or a shorter hit.
@@ -97,6 +98,10 @@ class ProtocolError(KVHoldError):
 
 class NodeError(KVHoldError):
     """The node of this host is missing, busy, foreign or of another version."""
+
+
+class NodeRefused(NodeError):
+    """The node is there and refuses this client; trying again does not help."""
 
 
 class DeadlineExceeded(KVHoldError):

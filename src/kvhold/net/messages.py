@@ -32,22 +32,30 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Hello(Message, frozen=True):
-    """The first thing a client says. `magic` and `version` never move, so that any two versions understand this much."""
+    """The first thing a client says. `magic` and `version` never move, so that any two versions understand this much.
+
+    requires: what it requires of the node (`core/requirements.py`), packed, so that another version's is not in the way; empty: nothing
+    """
 
     magic: str
     version: int
     name: str
     pid: int
+    requires: bytes = b""
 
 
 class Welcome(Message, frozen=True):
-    """Answer to Hello: who the node is, and the arena. With it comes the arena's descriptor."""
+    """Answer to Hello: who the node is, and the arena. With it comes the arena's descriptor.
+
+    different: what the client requires and does not get, in words; empty: nothing
+    """
 
     version: int
     node: str
     pid: int
     arena_bytes: int
     huge_pages: bool
+    different: str = ""
 
 
 class Register(Message, frozen=True):

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from kvhold.core.api import EventBatch, Found, Hit, Loan, Recoded, Recoding, Room, mask_bytes
 from kvhold.core.config import ClientConfig
-from kvhold.core.errors import DeadlineExceeded, KVHoldError, NodeError, ProtocolError
+from kvhold.core.errors import DeadlineExceeded, KVHoldError, NodeError, NodeRefused, ProtocolError
 from kvhold.core.keys import ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
 from kvhold.core.planning import Decision, Work
@@ -52,23 +52,29 @@ class NodeClient:
         config: ClientConfig | None = None,
         *,
         name: str = "python",
+        requires: bytes = b"",
         revive: Callable[[threading.Event], None] | None = None,
     ) -> None:
-        """path: the node's socket. revive: called before each attempt to join again, to start a node if need be; may raise NodeError.
-        It gets what is set when this client is closed, and then has to return.
+        """path: the node's socket.
 
-        Raises NodeError when there is no node now, or it is not one of ours.
+        requires: what the node must have (`node/requirements.py`), checked now and whenever it is joined again
+        revive:   called before each attempt to join again, to start a node if need be; may raise NodeError. It gets what is set when
+                  this client is closed, and then has to return
+
+        Raises NodeError when there is no node now, or it is not one of ours; NodeRefused when it lacks what is required.
         """
         self.path = path
         self._config = config or ClientConfig()
         self._name = name
+        self._requires = requires
+        self._refused = ""  # why the node did not let us join again
         self._revive = revive
         self._registered: dict[bytes, m.Register] = {}  # by namespace
         self._lock = threading.Lock()  # over which link is in use, and what a new one must be told
         self._pid = os.getpid()
         self._closed = threading.Event()
         self._wake = threading.Event()  # the keeper: the node is lost, an answer is late, or this client is closed
-        self._link: Link | None = Link(path, name, self._config.connect_timeout_s)
+        self._link: Link | None = Link(path, name, self._config.connect_timeout_s, requires)
         self._keeper = threading.Thread(target=self._keep, name="kvhold-keeper", daemon=True)
         self._keeper.start()
 
@@ -380,10 +386,14 @@ class NodeClient:
         try:
             if self._revive is not None:
                 self._revive(self._closed)
-            link = Link(self.path, self._name, self._config.connect_timeout_s)
+            link = Link(self.path, self._name, self._config.connect_timeout_s, self._requires)
+            self._refused = ""
             self._introduce(link)
         except (OSError, KVHoldError) as error:
             log.debug("no node yet: %s", error)
+            if isinstance(error, NodeRefused) and self._refused != str(error):
+                self._refused = str(error)
+                log.warning("computing without the node: %s", error)
             if link is not None:
                 link.retire()
             self._closed.wait(self._config.reconnect_interval_s)

@@ -12,6 +12,7 @@ Broken or closed, a link lasts until nobody reads or writes the arena through it
 `client.py` makes a lasting client of it.
 """
 
+import logging
 import os
 import select
 import socket
@@ -29,11 +30,13 @@ from weakref import WeakSet
 import numpy as np
 import numpy.typing as npt
 
-from kvhold.core.errors import DeadlineExceeded, NodeError, ProtocolError
+from kvhold.core.errors import DeadlineExceeded, NodeError, NodeRefused, ProtocolError
 from kvhold.memory.arena import Arena, Toucher
 from kvhold.net import messages as m
 from kvhold.net.wire import LENGTH_BYTES, Decoder, Splitter, body_length, encode, split_number
 from kvhold.node.paths import peer_user
+
+log = logging.getLogger(__name__)
 
 _DESCRIPTORS = 1  # that come with a welcome
 _READ_BYTES = 64 << 10  # read at once: all of most answers
@@ -64,8 +67,9 @@ class _Call:
 class Link:
     """One connection and its arena. Broken or closed, it lasts until nobody reads or writes the arena through it."""
 
-    def __init__(self, path: Path, name: str, timeout_s: float) -> None:
-        self._socket, welcome, self._arena_fd = _join(path, name, timeout_s)
+    def __init__(self, path: Path, name: str, timeout_s: float, requires: bytes = b"") -> None:
+        """requires: see `messages.Hello`. Raises NodeError; NodeRefused where the node does not serve this client."""
+        self._socket, welcome, self._arena_fd = _join(path, name, timeout_s, requires)
         self._socket.setblocking(False)
         self._arena_size = (welcome.arena_bytes, welcome.huge_pages)
         self._arena: Arena | None = None
@@ -403,7 +407,7 @@ def _forget_links() -> None:
 os.register_at_fork(after_in_child=_forget_links)
 
 
-def _join(path: Path, name: str, timeout_s: float) -> tuple[socket.socket, m.Welcome, int]:
+def _join(path: Path, name: str, timeout_s: float, requires: bytes) -> tuple[socket.socket, m.Welcome, int]:
     """Connect and greet. Returns the socket, the node's welcome, and the arena's descriptor. Raises NodeError."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     fds: list[int] = []
@@ -412,7 +416,10 @@ def _join(path: Path, name: str, timeout_s: float) -> tuple[socket.socket, m.Wel
         sock.connect(str(path))
         if (uid := peer_user(sock)) != os.getuid():
             raise NodeError(f"the node on {path} belongs to user {uid}; you are user {os.getuid()}: run your own, on a socket of your own")
-        sock.sendall(encode(m.Hello(m.MAGIC, m.PROTOCOL_VERSION, name[:_MOST_NAME], os.getpid())))
+        hello = encode(m.Hello(m.MAGIC, m.PROTOCOL_VERSION, name[:_MOST_NAME], os.getpid(), requires))
+        if len(hello) > LENGTH_BYTES + m.MAX_HELLO_BYTES:
+            raise NodeError(f"the settings name more tiers than a node can be told of: {len(hello)} bytes of {m.MAX_HELLO_BYTES}")
+        sock.sendall(hello)
         data, fds = _receive_with_descriptors(sock)
         while len(data) < LENGTH_BYTES or len(data) < LENGTH_BYTES + body_length(data, m.MAX_HELLO_BYTES):
             more = sock.recv(65536)
@@ -421,7 +428,7 @@ def _join(path: Path, name: str, timeout_s: float) -> tuple[socket.socket, m.Wel
             data += more
         greeting = _greeting_decoder.decode(data[LENGTH_BYTES:])
         if isinstance(greeting, m.Refused):
-            raise NodeError(f"the node on {path} refused: {greeting.reason}")
+            raise NodeRefused(f"the node on {path} refused: {greeting.reason}")
         if greeting.version != m.PROTOCOL_VERSION:
             raise NodeError(
                 f"the node on {path} (kvhold {greeting.node}) speaks protocol {greeting.version}, this client {m.PROTOCOL_VERSION}; "
@@ -429,6 +436,8 @@ def _join(path: Path, name: str, timeout_s: float) -> tuple[socket.socket, m.Wel
             )
         if len(fds) != _DESCRIPTORS:
             raise ProtocolError("the node sent no arena")
+        if greeting.different:
+            log.warning("the node on %s has other settings than this process: %s (node.on_mismatch)", path, greeting.different)
         (arena,) = fds
         fds = []
         return sock, greeting, arena

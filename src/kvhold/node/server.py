@@ -34,6 +34,7 @@ from kvhold.net import messages as m
 from kvhold.net.wire import Decoder, Splitter, encode, split_number
 from kvhold.node.host import raise_descriptor_limit
 from kvhold.node.paths import lock_path, open_beside, peer_user, prepare_folder, socket_path
+from kvhold.node.requirements import check, requirements_of, unpack
 from kvhold.node.session import Session
 from kvhold.tiers.files.safe import Unsafe
 
@@ -41,6 +42,7 @@ log = logging.getLogger(__name__)
 
 _HELLO_WITHIN_S = 5.0
 _BACKLOG = 1024  # engines that join at once
+_MOST_SAID = 900  # characters of what differs: an answer to a Hello is short
 _LOCK_ATTEMPTS = 4
 _LOCK_PAUSE_S = 0.05
 _MOST_READ_BYTES = 256 << 10  # in one turn
@@ -60,6 +62,7 @@ class Node:
         """
         self._config = config
         self.path = socket_path(config.node.socket)
+        self.offers = requirements_of(config)
         self._idle_exit_s = idle_exit_s
         self._lock = _SocketLock(self.path)
         try:
@@ -275,11 +278,16 @@ class _Connection(asyncio.BufferedProtocol):
                 "version",
             )
             return
+        try:
+            different = "; ".join(check(unpack(hello.requires), self._node.offers))
+        except NodeError as error:
+            self._refuse(str(error)[:_MOST_SAID], "mismatch")
+            return
         if self._hello_timer is not None:
             self._hello_timer.cancel()
         self._splitter.most_bytes = m.MAX_MESSAGE_BYTES
         arena = self._node.arena
-        self._welcome(m.Welcome(m.PROTOCOL_VERSION, __version__, os.getpid(), arena.nbytes, arena.huge))
+        self._welcome(m.Welcome(m.PROTOCOL_VERSION, __version__, os.getpid(), arena.nbytes, arena.huge, different[:_MOST_SAID]))
         self.session = Session(self._node.state, hello, self._node.status, self._node.stop)
         self._node.metrics.add("kvhold_connections", result="accepted")
         log.info("client %s (pid %d) joined", self.session.name, hello.pid)

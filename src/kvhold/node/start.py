@@ -23,6 +23,7 @@ from kvhold.memory.placement import engine_memory_nodes, format_list
 from kvhold.node.client import NodeClient
 from kvhold.node.host import node_environment, spawn_attributes
 from kvhold.node.paths import lock_path, open_beside, prepare_folder, socket_path
+from kvhold.node.requirements import pack, requirements_of
 
 log = logging.getLogger(__name__)
 
@@ -33,14 +34,16 @@ _LOG_TAIL_BYTES = 2000
 def connect(config: Config | None = None, *, name: str = "python", **settings: Any) -> NodeClient:
     """A client of this host's node; starts the node if none answers and `node.autostart` allows it. Raises NodeError.
 
-    Settings as in `Config`. The client looks for a lost node by itself, and starts a new one under the same rule.
+    Settings as in `Config`. The client looks for a lost node by itself, and starts a new one under the same rule. A node that was there
+    must have what the settings require: see `node.on_mismatch` and `node.require_encryption`. Raises ConfigError for a tier's bad URL.
     """
     config = config or load_config(settings)
     path = socket_path(config.node.socket)
+    requires = pack(requirements_of(config))
     if not config.node.autostart:
-        return NodeClient(path, config.client, name=name)
+        return NodeClient(path, config.client, name=name, requires=requires)
     ensure_node(config, path)
-    return NodeClient(path, config.client, name=name, revive=lambda closed: ensure_node(config, path, closed))
+    return NodeClient(path, config.client, name=name, requires=requires, revive=lambda closed: ensure_node(config, path, closed))
 
 
 def end_node(path: Path, *, timeout_s: float = 60.0) -> None:

@@ -78,8 +78,7 @@ def make_tier(text: str, *, plugins: Sequence[str] = ()) -> tuple[Tier, GuardCon
     """
     url = parse_url(text)
     *wrappers, scheme = url.scheme.split("+")
-    guard = _take(url, _GUARD_OPTIONS)
-    settings = guard.apply(GuardConfig())
+    settings = guard_settings(url)
     settings = replace(settings, name=settings.name or scheme)
     inner = url.without(_GUARD_OPTIONS)
     wraps = [(_wrapper(name, url), name) for name in wrappers]
@@ -90,6 +89,11 @@ def make_tier(text: str, *, plugins: Sequence[str] = ()) -> tuple[Tier, GuardCon
     for (wrap, _), options in zip(reversed(wraps), reversed(own), strict=True):
         tier = wrap.from_url(tier, options, url.shown)
     return tier, settings
+
+
+def guard_settings(url: TierUrl) -> GuardConfig:
+    """The options of a URL that every tier has. Raises ConfigError."""
+    return _take(url, _GUARD_OPTIONS).apply(GuardConfig())
 
 
 def _make(tier_class: TierClass, url: TierUrl) -> Tier:
