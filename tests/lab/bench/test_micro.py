@@ -23,7 +23,13 @@ NAMES = {
     },
     "lookup": {"lookup 32,000 tokens through the node", "lookup 128,000 tokens through the node"},
     "frames": {"framing, raw", "checking a frame, raw"},
-    "gather": {"gather, 1 thread", "gather, 2 threads", "scatter, 1 thread", "scatter, 2 threads"},
+    "gather": {
+        f"{verb}{checked}, {threads}"
+        for verb in ("gather", "scatter")
+        for checked in ("", " with checksums")
+        for threads in ("1 thread", "2 threads")
+    },
+    "memory": {f"{verb}, {checked}" for verb in ("store", "retrieve") for checked in ("with checksums", "without")},
     "wire": {
         "smallest call to the node",
         "lookup of 1,000 names by the node, a miss",
@@ -32,7 +38,7 @@ NAMES = {
     },
     "startup": {"interpreter with import kvhold", "node, from start to ready", "node, memory beside the arena"},
 }
-OF_SERVERS = ("lookup", "wire", "startup")
+OF_SERVERS = ("lookup", "memory", "wire", "startup")
 TINY = {
     "profiles.SECONDS": 0,
     "hashing.NUM_TOKENS": 1_000,
@@ -42,6 +48,7 @@ TINY = {
     "frames.GROUP": Group(layers=2, planes=2, heads=1, head_dim=8, dtype="bfloat16"),
     "frames.NUM_CHUNKS": 1,
     "gather.NUM_CHUNKS": 1,
+    "memory.NUM_CHUNKS": 1,
     "wire.CALLS": 2,
     "wire.LARGE_CALLS": 1,
     "wire.LARGE_BYTES": 1 << 20,

@@ -22,7 +22,7 @@ from kvhold.lab.bench.vllm.command import command as vllm
 from kvhold.lab.interruption import ending_in_order
 from kvhold.lab.options import Number, OutputFile
 
-_PARTS = ("hashing", "index", "lookup", "frames", "gather", "wire", "startup")  # of `micro`: a module each
+_PARTS = ("hashing", "index", "lookup", "frames", "gather", "memory", "wire", "startup")  # of `micro`: a module each
 _MARKS = {True: "yes", False: "NO", None: "-"}
 
 
@@ -43,7 +43,7 @@ def command(context: click.Context) -> None:
 )
 @click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
 def micro(only: tuple[str, ...], folder: Path | None, json_file: Path | None) -> None:
-    """Hashing, the index, lookup through a node, frames, gather and scatter, the wire, start-up."""
+    """Hashing, the index, lookup through a node, frames, gather and scatter, store and retrieve in memory, the wire, start-up."""
     from kvhold.lab.bench.profiles import Profiles
 
     _check_names(only, _PARTS)

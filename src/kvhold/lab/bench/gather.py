@@ -2,12 +2,15 @@
 
 A Llama-3-8B: 32 layers, 8 KV heads of 128, bfloat16, K and V in one tensor a layer, blocks of 16 tokens taken at random into chunks of 256.
 The limit is libc's memcpy, one call a thread, from the same pool to the same arena; streaming with its own prefetch, kvhold's copy may pass
-it. All memory is touched before, and all are measured in turn, round by round, so that a neighbour's noise falls on all of them.
+it. With checksums each layer's xxh3 is taken while its bytes are in the core's cache.
+
+All memory is touched before, and all are measured in turn, round by round, so that a neighbour's noise falls on all of them.
 """
 
 import ctypes
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -26,36 +29,48 @@ THREADS = (1, 2)
 
 
 def rows(profiles: Profiles | None = None) -> list[Row]:
-    """Measure. Takes some 5 seconds and 768 MiB."""
+    """Measure. Takes some 7 seconds and 768 MiB."""
     profiles = profiles or Profiles()
-    (group,) = LAYOUT.groups
-    chunk_bytes = LAYOUT.chunk_bytes(0, LAYOUT.tokens_per_chunk)
-    blocks = NUM_CHUNKS * LAYOUT.tokens_per_chunk // TOKENS_PER_BLOCK
-    pool, arena = _touched(2 * NUM_CHUNKS * chunk_bytes), _touched(NUM_CHUNKS * chunk_bytes)
-    shape = (group.planes, 2 * blocks, TOKENS_PER_BLOCK, group.heads, group.head_dim)
-    tensors = [part.view(np.uint16).reshape(shape) for part in np.split(pool, group.layers)]
-    view = per_layer(group, tensors, axes="plane block token head dim")
-    block_ids = np.random.default_rng(0).permutation(2 * blocks)[:blocks]
-    offsets = np.arange(NUM_CHUNKS, dtype=np.int64) * chunk_bytes
-    plan = plan_blocks(view, block_ids, Chunks(arena, offsets, np.full(NUM_CHUNKS, LAYOUT.tokens_per_chunk, np.int64)))
+    arena = touched(NUM_CHUNKS * LAYOUT.chunk_bytes(0, LAYOUT.tokens_per_chunk))
+    engine = Engine(NUM_CHUNKS)
+    offsets = np.arange(NUM_CHUNKS, dtype=np.int64) * (arena.size // NUM_CHUNKS)
+    chunks = Chunks(arena, offsets, np.full(NUM_CHUNKS, LAYOUT.tokens_per_chunk, np.int64))
+    plan = plan_blocks(engine.view, engine.block_ids, chunks)
+    sums = np.zeros((NUM_CHUNKS, engine.view.layers), np.uint64)
     warm_up()
     with ThreadPoolExecutor(max(THREADS)) as helpers:
         work: dict[str, Callable[[], None]] = {}
         for threads in THREADS:
-            work[f"memcpy {threads}"] = lambda threads=threads: _memcpy(arena, pool, threads, helpers)  # type: ignore[misc]
-            work[f"gather {threads}"] = lambda threads=threads: gather(plan, threads=threads)  # type: ignore[misc]
-            work[f"scatter {threads}"] = lambda threads=threads: scatter(plan, threads=threads)  # type: ignore[misc]
+            number = f", {threads} thread{'s' * (threads > 1)}"
+            work["memcpy" + number] = partial(memcpy, arena, engine.pool, threads, helpers)
+            work["gather" + number] = partial(gather, plan, threads=threads)
+            work["scatter" + number] = partial(scatter, plan, threads=threads)
+            work["gather with checksums" + number] = partial(gather, plan, threads=threads, sums=sums)
+            work["scatter with checksums" + number] = partial(scatter, plan, threads=threads, sums=sums)
         seconds = in_turn(work, rounds=ROUNDS)
         measured = []
-        for verb in ("gather", "scatter"):
-            for threads in THREADS:
-                name = f"{verb}, {threads} thread{'s' * (threads > 1)}"
-                row = rate_row(name, arena.size, seconds[f"{verb} {threads}"], seconds[f"memcpy {threads}"])
-                measured.append(profiles.of(row, lambda verb=verb, threads=threads: of_calls(work[f"{verb} {threads}"])))  # type: ignore[misc]
+        for name, call in work.items():
+            verb, _, number = name.partition(", ")
+            if verb != "memcpy":
+                row = rate_row(name, arena.size, seconds[name], seconds[f"memcpy, {number}"])
+                measured.append(profiles.of(row, partial(of_calls, call)))
     return measured
 
 
-def _touched(nbytes: int) -> npt.NDArray[np.uint8]:
+class Engine:
+    """A pool of an engine's blocks, half of which, at random, belong to `num_chunks` chunks."""
+
+    def __init__(self, num_chunks: int) -> None:
+        (group,) = LAYOUT.groups
+        blocks = num_chunks * LAYOUT.tokens_per_chunk // TOKENS_PER_BLOCK
+        self.pool = touched(2 * num_chunks * LAYOUT.chunk_bytes(0, LAYOUT.tokens_per_chunk))
+        shape = (group.planes, 2 * blocks, TOKENS_PER_BLOCK, group.heads, group.head_dim)
+        tensors = [part.view(np.uint16).reshape(shape) for part in np.split(self.pool, group.layers)]
+        self.view = per_layer(group, tensors, axes="plane block token head dim")
+        self.block_ids = np.random.default_rng(0).permutation(2 * blocks)[:blocks]
+
+
+def touched(nbytes: int) -> npt.NDArray[np.uint8]:
     """uint8 [nbytes] from a page's beginning on, every page of it present."""
     page = 4096
     raw = np.empty(nbytes + page, np.uint8)
@@ -65,7 +80,7 @@ def _touched(nbytes: int) -> npt.NDArray[np.uint8]:
     return region
 
 
-def _memcpy(to: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8], threads: int, helpers: ThreadPoolExecutor) -> None:
+def memcpy(to: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8], threads: int, helpers: ThreadPoolExecutor) -> None:
     """Copy `to.size` bytes in one piece a thread; ctypes lets go of the GIL."""
     copy = ctypes.CDLL(None).memcpy
     copy.argtypes, copy.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), ctypes.c_void_p
