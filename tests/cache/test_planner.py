@@ -125,16 +125,16 @@ def test_what_comes_more_slowly_than_it_is_computed_is_not_waited_for_nor_even_l
     assert world.finish(found).num_tokens == 16
 
 
-def test_a_prompt_of_any_size_is_planned_for_and_one_that_no_memory_holds_is_refused():
+def test_the_largest_query_is_planned_for_and_a_larger_one_is_refused():
     world = World()
     world.learn()
     largest = Group(layers=MOST_LAYERS, planes=1, heads=1, head_dim=MOST_CHUNK_BYTES // MOST_LAYERS // 16, dtype="uint8")
     layout = Layout((largest,), tokens_per_chunk=16)
     world.state.register(layout)
-    space = Namespace(model="model", layout=layout, shards=65535)
+    space = Namespace(model="model", layout=layout, shards=4096)
     assert world.state.lookup("a", space.prompt(np.zeros(16 * 255, np.int32)).query(), FAST).reason == SLOWER
-    with pytest.raises(ProtocolError, match=rf"a query of up to {257 * MOST_CHUNK_BYTES * 65535} bytes"):
-        world.state.lookup("a", space.prompt(np.zeros(16 * 256, np.int32)).query(), FAST)
+    with pytest.raises(ProtocolError, match=rf"a query of {257 * 4096} keys"):
+        world.state.lookup("a", space.prompt(np.zeros(16 * 257, np.int32)).query(), FAST)
 
 
 def test_what_is_found_in_a_faster_tier_is_loaded_and_the_rest_computed():

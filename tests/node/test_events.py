@@ -33,27 +33,36 @@ def test_an_index_is_kept_through_a_node_and_begun_anew_with_another_node(start_
         assert client.events(before).lost
 
 
-def test_a_snapshot_comes_in_parts_and_is_of_one_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_in_pages_and_the_events_after_it_say_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "MOST", 4)
     state = new_state(Config(event_buffer=1000), SimpleNamespace(nbytes=16 << 20))
     state.register(LAYOUT)
     session = Session(state, m.Hello(m.MAGIC, m.PROTOCOL_VERSION, "test", 1), dict, lambda: None)
-    prompt = SPACES[0].prompt(list(range(7)))
-    granted = state.reserve("a", LAYOUT, prompt.chunks(), 0)
-    state.commit("a", granted.room, range(4))
-    first = session.answer(m.Snapshot(0))
-    assert isinstance(first, m.Happened) and first.more
+
+    def commit(tokens: list[int]) -> None:
+        names = SPACES[0].prompt(tokens).chunks()
+        state.commit("a", state.reserve("a", LAYOUT, names, 0).room, range(len(names)))
+
+    commit(list(range(7)))
+    page = first = session.answer(m.Snapshot(0))
+    assert isinstance(first, m.Happened) and first.more and first.events
     state.clear(None)
-    keys, part = [event.key for event in first.events], first
-    while part.more:
-        part = session.answer(m.Snapshot(len(keys)))
-        assert isinstance(part, m.Happened)
-        keys += [event.key for event in part.events]
-        assert part.next == first.next
-    assert len(set(keys)) == len(keys) == 12, "of the moment before the clear"
-    gone = session.answer(m.Events(first.next))
-    assert isinstance(gone, m.Happened)
-    assert {event.key for event in gone.events} == set(keys)
-    assert session.answer(m.Snapshot(4)) == m.Happened([], first.next), "it is over"
+    commit(list(range(100, 107)))
+    there, pages = {event.key for event in first.events}, 1
+    while page.more:
+        page = session.answer(m.Snapshot(pages))
+        assert isinstance(page, m.Happened)
+        there |= {event.key for event in page.events}
+        assert page.next == first.next
+        pages += 1
+    assert pages > 2
     with pytest.raises(ProtocolError):
-        session.answer(m.Snapshot(-1))
+        session.answer(m.Snapshot(1))
+    number = first.next
+    while (batch := session.answer(m.Events(number))).events:
+        assert isinstance(batch, m.Happened) and not batch.lost
+        for event in batch.events:
+            (there.add if event.kind == "admitted" else there.discard)(event.key)
+        number = batch.next
+    assert there == {entry.key for entry in state.ram.entries()}
+    assert len(there) == 12

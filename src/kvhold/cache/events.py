@@ -7,15 +7,13 @@ Numbers begin anywhere, so that a number of an earlier run, or of another cache,
 starts anew from a snapshot. Pure; its cache is the single writer.
 """
 
-from collections import deque
 from collections.abc import Iterable
-from itertools import islice
 from secrets import randbits
 
 from kvhold.core.api import Event, EventBatch
 from kvhold.tiers.ram import Entry
 
-MOST = 10_000  # in one batch, so that it fits a message
+MOST = 1_000  # in one batch: making and sending it holds the loop for a millisecond
 
 
 class EventLog:
@@ -23,7 +21,9 @@ class EventLog:
 
     def __init__(self, limit: int) -> None:
         """limit: how many are remembered."""
-        self._events: deque[Event] = deque(maxlen=limit)
+        self._limit = limit
+        self._ring: list[Event] = []  # the event with number n stands at (n - first) % limit
+        self._first = 0
         self._last = randbits(48)
 
     @property
@@ -34,19 +34,25 @@ class EventLog:
     def add(self, kind: str, entry: Entry) -> None:
         """It has happened now."""
         self._last += 1
-        self._events.append(event_of(kind, entry, self._last))
+        event = event_of(kind, entry, self._last)
+        if len(self._ring) < self._limit:
+            if not self._ring:
+                self._first = self._last
+            self._ring.append(event)
+        else:
+            self._ring[(self._last - self._first) % self._limit] = event
 
     def after(self, number: int) -> EventBatch:
         """Those after `number`, the oldest first, MOST at most."""
         new = self._last - number
-        if not 0 <= new <= len(self._events):  # forgotten since, or no number of ours
+        if not 0 <= new <= len(self._ring):  # forgotten since, or no number of ours
             return EventBatch([], self._last, lost=True)
-        if new <= MOST:  # from the end: whoever keeps up pays for what is new alone
-            events = list(islice(reversed(self._events), new))[::-1]
-        else:
-            skipped = len(self._events) - new
-            events = list(islice(self._events, skipped, skipped + MOST))
-        return EventBatch(events, number + len(events))
+        if not new:
+            return EventBatch([], number)
+        begin, count = (number + 1 - self._first) % self._limit, min(new, MOST)
+        events = self._ring[begin : begin + count]
+        events += self._ring[: count - len(events)]  # round the end
+        return EventBatch(events, number + count)
 
 
 def event_of(kind: str, entry: Entry, number: int) -> Event:

@@ -6,6 +6,7 @@ chunk alone, because a state stands for all tokens up to its end. Pure; the pres
 
 from collections.abc import Callable, Sequence
 
+from kvhold.cache.chores import Turns, finish
 from kvhold.core.layout import Group, Layout
 
 Present = Callable[[int, int], bool]  # (group, number of the chunk or of the tail) -> every shard has it
@@ -19,18 +20,43 @@ def longest_hit(
     reach: of how many whole chunks from the start every full-attention group has all; num_whole: how many the prompt has
     has_chunk(group, i): whole chunk i, asked for other groups alone; has_tail(group, i): the tail of tail_lengths[i]
     """
+    return finish(longest_hit_turns(layout, reach, num_whole, tail_lengths, has_chunk, has_tail))
+
+
+def longest_hit_turns(
+    layout: Layout,
+    reach: int,
+    num_whole: int,
+    tail_lengths: Sequence[int],
+    has_chunk: Present,
+    has_tail: Present,
+    *,
+    units: int = 1,
+) -> Turns[tuple[int, int | None]]:
+    """As `longest_hit`, in steps (`chores.py`); units: what one `has_chunk` costs."""
     others = [g for g, group in enumerate(layout.groups) if group.attention != "full"]
+
+    def first_gap(tokens: int) -> Turns[int | None]:
+        gap: int | None = None
+        for g in others:
+            for i in needed_chunks(layout, g, tokens):
+                if i >= num_whole or (gap is not None and i >= gap):
+                    break
+                yield units
+                if not has_chunk(g, i):
+                    gap = i
+                    break
+        return gap
+
     if reach == num_whole:
         for tail in reversed(range(len(tail_lengths))):
+            yield units
             tokens = num_whole * layout.tokens_per_chunk + tail_lengths[tail]
-            if all(has_tail(g, tail) for g in range(len(layout.groups))) and all(
-                all(has_chunk(g, i) for i in needed_chunks(layout, g, tokens) if i < num_whole) for g in others
-            ):
+            if all(has_tail(g, tail) for g in range(len(layout.groups))) and (yield from first_gap(tokens)) is None:
                 return num_whole, tail
     chunks = reach
     while chunks:
-        tokens = chunks * layout.tokens_per_chunk
-        gap = min((i for g in others for i in needed_chunks(layout, g, tokens) if not has_chunk(g, i)), default=None)
+        gap = yield from first_gap(chunks * layout.tokens_per_chunk)
         if gap is None:
             break
         chunks = gap  # every hit that ends after the gap and before here looks at it, too

@@ -149,6 +149,7 @@ class LocalCache:
             self._check_open()
             removed = self._state.clear(namespace)
             self._move()
+        self._finish_chores()
         self.flush(0, deadline_s=deadline_s)
         return removed
 
@@ -174,8 +175,9 @@ class LocalCache:
         """All that is visible in memory now."""
         with self._lock:
             self._check_open()
-            number, entries = self._state.snapshot()
-        return EventBatch(snapshot_of(entries, number), number)
+            number, parts = self._state.snapshot()
+            events = [event for part in parts for event in snapshot_of(part, number)]
+        return EventBatch(events, number)
 
     def events(self, after: int, *, deadline_s: float | None = None) -> EventBatch:
         """What has happened since event number `after`."""
@@ -234,6 +236,13 @@ class LocalCache:
             event()
             self._move()
             self._lock.notify_all()
+
+    def _finish_chores(self) -> None:
+        """What goes on in the background, in steps: others take the lock between two of them."""
+        while True:
+            with self._lock:
+                if self._closed or not self._state.step():
+                    return
 
     def _pause(self, seconds: float) -> None:
         """For so long, or until something has come of anything."""

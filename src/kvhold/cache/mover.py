@@ -327,7 +327,7 @@ class Mover:
             guard.drop(len(batch), reason="unavailable")
             return None
         there = await guard.probe([write.order.entry.key for write in batch])
-        missing = [write for write, size in zip(batch, there, strict=True) if size is None and not write.order.entry.doomed]
+        missing = [write for write, size in zip(batch, there, strict=True) if size is None and not self._ram.is_doomed(write.order.entry)]
         pending = []
         for expires_at in sorted({write.order.entry.expires_at for write in missing}):
             ttl_s = expires_at - self._ram.now() if expires_at else None
@@ -365,7 +365,7 @@ class Mover:
         return writer.framed(order.entry, order.layout, self._ram.view(order.entry), order.terms)
 
     def _finish_late(self, guard: Guard, batch: list[Write], _: "asyncio.Task[Any]") -> None:
-        cleared = [write.order.entry.key for write in batch if write.order.entry.doomed]
+        cleared = [write.order.entry.key for write in batch if self._ram.is_doomed(write.order.entry)]
         if cleared:  # no clear waits for a call that hangs; it may have written them after all
             self._start(self._remove(guard, cleared))
         self._finish(batch)

@@ -9,13 +9,18 @@ Pure. A key is looked for once where that matters: the run of whole chunks from 
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
-from kvhold.cache.hits import longest_hit, needed_chunks
+from kvhold.cache.chores import Turns, finish
+from kvhold.cache.hits import longest_hit_turns, needed_chunks
 from kvhold.core.keys import HASH_BYTES, Query, place_suffix, split_hashes
 from kvhold.core.layout import Layout
 
 Found = TypeVar("Found")
+
+_MOST_LOOKED = 250  # keys in one step
+_MOST_ORDERED = 2000
 
 
 @dataclass(frozen=True)
@@ -68,18 +73,31 @@ class Presence(Generic[Found]):
 
     def extent(self) -> Extent:
         """The longest prefix of which every shard and every group has what it needs."""
+        return finish(self.extent_turns())
+
+    def extent_turns(self) -> Turns[Extent]:
+        """As `extent`, in steps (`chores.py`)."""
         layout, query = self._layout, self._query
-        whole, tail = longest_hit(layout, self._reach(), self._num_whole, query.tail_lengths, self._has_chunk, self._has_tail)
+        reach = yield from self._reach_turns()
+        whole, tail = yield from longest_hit_turns(
+            layout, reach, self._num_whole, query.tail_lengths, self._has_chunk, self._has_tail, units=query.shards
+        )
         tail_tokens = 0 if tail is None else query.tail_lengths[tail]
         return Extent(whole, tail, tail_tokens, whole * layout.tokens_per_chunk + tail_tokens)
 
     def found(self, extent: Extent) -> dict[tuple[int, int], list[Found | None]]:
         """`{(group, shard): [chunk]}`: all that a hit of `extent` needs, None for the chunks that it does not need of a group."""
-        return {
-            (group, shard): self._row(group, shard, needed_chunks(self._layout, group, extent.num_tokens).start, extent)
-            for group in range(len(self._layout.groups))
-            for shard in range(self._query.shards)
-        }
+        return finish(self.found_turns(extent))
+
+    def found_turns(self, extent: Extent) -> Turns[dict[tuple[int, int], list[Found | None]]]:
+        """As `found`, in steps."""
+        rows: dict[tuple[int, int], list[Found | None]] = {}
+        for group in range(len(self._layout.groups)):
+            first = needed_chunks(self._layout, group, extent.num_tokens).start
+            for shard in range(self._query.shards):
+                rows[group, shard] = self._row(group, shard, first, extent)
+                yield 1 + len(rows[group, shard]) // 32
+        return rows
 
     def needed(self, extent: Extent) -> Iterator[Need[Found]]:
         """The same with their names, chunk by chunk from the prompt's start."""
@@ -119,25 +137,28 @@ class Presence(Generic[Found]):
         keys += [self._key(group, shard, self._num_whole, tail) for tail in reversed(tails) for group, shard in places]
         return [key for key in keys if self._find_key(key) is None]
 
-    def _reach(self) -> int:
+    def _reach_turns(self) -> Turns[int]:
         """How many whole chunks from the start all full-attention groups have in all shards."""
         reach = self._num_whole
         for group, geometry in enumerate(self._layout.groups):
             if geometry.attention == "full":
                 for shard in range(self._query.shards):
-                    run = self._runs[group, shard] = self._run(group, shard, reach)
+                    run = self._runs[group, shard] = []
+                    while len(run) < reach and self._extend(run, group, shard, min(reach, len(run) + _MOST_LOOKED)):
+                        yield _MOST_LOOKED
+                    yield len(run) % _MOST_LOOKED
                     reach = len(run)
         return reach
 
-    def _run(self, group: int, shard: int, most: int) -> list[Found]:
+    def _extend(self, run: list[Found], group: int, shard: int, most: int) -> bool:
+        """Find more of a run, up to chunk `most`. Returns whether all of that was there."""
         find, namespace, suffix = self._find_key, self._query.namespace, self._suffixes[group][shard]
-        run: list[Found] = []
-        for chain_hash in split_hashes(self._query.hashes[: most * HASH_BYTES]):
+        for chain_hash in split_hashes(self._query.hashes[len(run) * HASH_BYTES : most * HASH_BYTES]):
             found = find(namespace + chain_hash + suffix)
             if found is None:
-                break
+                return False
             run.append(found)
-        return run
+        return True
 
     def _row(self, group: int, shard: int, first: int, extent: Extent) -> list[Found | None]:
         """Of one group and shard what a hit needs from chunk `first` on, after a None for each chunk before."""
@@ -178,4 +199,13 @@ class Presence(Generic[Found]):
 
 def in_order(rows: Mapping[tuple[int, int], list[Found | None]]) -> list[Found]:
     """What `Presence.found` found, chunk by chunk from the prompt's start."""
-    return [found for column in zip(*rows.values(), strict=True) for found in column if found is not None]
+    return finish(in_order_turns(rows))
+
+
+def in_order_turns(rows: Mapping[tuple[int, int], list[Found | None]]) -> Turns[list[Found]]:
+    """As `in_order`, in steps."""
+    columns, ordered = zip(*rows.values(), strict=True), []
+    while part := list(islice(columns, 1 + _MOST_ORDERED // max(1, len(rows)))):
+        ordered += [found for column in part for found in column if found is not None]
+        yield _MOST_ORDERED // 8
+    return ordered

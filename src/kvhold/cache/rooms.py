@@ -1,7 +1,7 @@
 """Memory that is being written to: reserved for what is missing, then visible, or given back.
 
-    room, offsets = rooms.reserve(layout, names, shard)     # room.chunks: what was granted; offsets: where it is to be written
-    rooms.commit(room, [0, 1], checksums)                   # visible now, and to be written below
+    offsets = finish(rooms.reserve_turns(room, names, shard))       # room.chunks: what was granted; offsets: where it is to be written
+    finish(rooms.commit_turns(room, [0, 1], checksums))             # visible now, and to be written below
     rooms.abandon(room)                                     # the rest is given back
 
 No I/O; the state says whose room it is, and drives this as its single writer. Only who has stopped writing may abandon.
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
+from kvhold.cache.chores import Turns
 from kvhold.cache.counts import count_entries
 from kvhold.cache.gone import Gone
 from kvhold.cache.writes import Writes
@@ -21,10 +22,13 @@ from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES, ChunkNames, place_suff
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
 from kvhold.core.reasons import NO_ROOM
-from kvhold.core.terms import FREE, Terms
+from kvhold.core.terms import Terms
 from kvhold.tiers.ram import Entry, RamTier, Wanted
 
 MAX_SHARDS = 0xFFFF
+_MOST_COMMITTED = 16  # chunks in one step
+_MOST_CHECKSUMS = 500  # entries in one step
+_RESERVE_UNITS, _COMMIT_UNITS = 8, 5  # for each entry
 
 
 @dataclass(frozen=True)
@@ -54,10 +58,12 @@ class Rooms:
         self._gone = gone
         self._writes = writes
 
-    def reserve(
-        self, layout: Layout, names: ChunkNames, shard: int, *, groups: bytes | None = None, terms: Terms = FREE
-    ) -> tuple[Room, list[list[int]]]:
-        """The room, and where in memory its chunks are, `[group][chunk]`. See `CacheState.reserve`. Raises ProtocolError."""
+    def reserve_turns(self, room: Room, names: ChunkNames, shard: int, *, groups: bytes | None = None) -> Turns[list[list[int]]]:
+        """Reserve chunks for `room`, in steps (`chores.py`). Where in memory they are, `[group][chunk]`.
+
+        See `CacheState.reserve`. Raises ProtocolError.
+        """
+        layout, terms = room.layout, room.terms
         _check_names(layout, names, shard)
         if groups is not None and len(groups) != len(layout.groups) * len(names):
             raise ProtocolError(
@@ -65,7 +71,6 @@ class Rooms:
             )
         expires_at = 0 if terms.ttl_s is None else ceil(self._ram.now() + terms.ttl_s)
         offsets = [[ABSENT] * len(names) for _ in layout.groups]
-        room = Room(layout, terms, {})
         every_group, num_tokens, first_token = range(len(layout.groups)), layout.tokens_per_chunk, names.first_token
         suffixes, sizes = [place_suffix(g, shard) for g in every_group], [layout.chunk_bytes(g, num_tokens) for g in every_group]
         parents: Sequence[bytes | None] = [names.namespace + names.parent + s if names.parent else None for s in suffixes]
@@ -89,28 +94,40 @@ class Rooms:
                 room.chunks[chunk] = entries
                 for g, entry in zip(missing, entries, strict=True):
                     offsets[g][chunk] = entry.offset
+                count_entries(self._metrics, "reserved", entries)
             first_token, parents = first_token + num_tokens, keys
-        count_entries(self._metrics, "reserved", [entry for entries in room.chunks.values() for entry in entries])
-        return room, offsets
+            yield _RESERVE_UNITS * len(keys)
+        return offsets
 
-    def commit(self, room: Room, chunks: Sequence[int], checksums: bytes | None) -> None:
-        """Make chunks visible. Last one first, so that by age a prefix never goes before its continuation.
+    def commit_turns(self, room: Room, chunks: Sequence[int], checksums: bytes | None) -> Turns[None]:
+        """Make chunks visible, in steps. Last one first, so that by age a prefix never goes before its continuation.
 
         checksums: for each of the chunks that the room has, each once, for each granted group and layer, `checksums.BYTES`; None:
                    nobody will compare them. Raises ProtocolError for too few or too many; nothing is committed then
         """
         if checksums is not None:
-            _keep_checksums(room, [chunk for chunk in dict.fromkeys(chunks) if chunk in room.chunks], checksums)
-        committed = [room.chunks.pop(chunk) for chunk in sorted(set(chunks), reverse=True) if chunk in room.chunks]
-        entries = [entry for of_chunk in committed for entry in of_chunk]
-        count_entries(self._metrics, "abandoned", [entry for entry in entries if entry.doomed])  # cleared while it was written
-        count_entries(self._metrics, "stored", [entry for entry in entries if not entry.doomed])
+            yield from _keep_checksums(room, [chunk for chunk in dict.fromkeys(chunks) if chunk in room.chunks], checksums)
+        numbers = sorted(set(chunks) & room.chunks.keys(), reverse=True)
+        committed: list[list[Entry]] = []
+        for begin in range(0, len(numbers), _MOST_COMMITTED):
+            part = [room.chunks.pop(number) for number in numbers[begin : begin + _MOST_COMMITTED]]
+            committed += part
+            self._commit([entry for of_chunk in part for entry in of_chunk])
+            yield _COMMIT_UNITS * sum(map(len, part))
+        if self._writes is None:
+            return
+        for of_chunk in reversed(committed):  # below, the beginning first: without it the rest is of no use
+            for entry in of_chunk:
+                self._writes.add(entry, room.layout, room.terms)
+            yield len(of_chunk)
+
+    def _commit(self, entries: list[Entry]) -> None:
+        stored = [entry for entry in entries if not self._ram.is_doomed(entry)]
+        count_entries(self._metrics, "stored", stored)
+        if len(stored) < len(entries):  # the others were cleared while they were written
+            count_entries(self._metrics, "abandoned", [entry for entry in entries if self._ram.is_doomed(entry)])
         for entry in entries:
             self._ram.commit(entry)
-        if self._writes is not None:
-            for of_chunk in reversed(committed):  # below, the beginning first: without it the rest is of no use
-                for entry in of_chunk:
-                    self._writes.add(entry, room.layout, room.terms)
 
     def abandon(self, room: Room) -> None:
         """Give back what was not committed."""
@@ -134,15 +151,21 @@ class Rooms:
         return missing, there
 
 
-def _keep_checksums(room: Room, chunks: Sequence[int], packed: bytes) -> None:
+def _keep_checksums(room: Room, chunks: Sequence[int], packed: bytes) -> Turns[None]:
     entries = [entry for chunk in chunks for entry in room.chunks[chunk]]
-    sizes = [BYTES * room.layout.groups[split_key(entry.key).group].layers for entry in entries]
+    by_group = [BYTES * group.layers for group in room.layout.groups]
+    sizes: list[int] = []
+    for begin in range(0, len(entries), _MOST_CHECKSUMS):
+        sizes += [by_group[split_key(entry.key).group] for entry in entries[begin : begin + _MOST_CHECKSUMS]]
+        yield _MOST_CHECKSUMS
     if len(packed) != sum(sizes):
         raise ProtocolError(f"checksums has {len(packed)} bytes for {len(entries)} chunks; {sum(sizes)} are needed, {BYTES} a layer")
     at = 0
-    for entry, size in zip(entries, sizes, strict=True):
+    for number, (entry, size) in enumerate(zip(entries, sizes, strict=True), 1):
         entry.checksums = packed[at : at + size]
         at += size
+        if number % _MOST_CHECKSUMS == 0:
+            yield _MOST_CHECKSUMS // 4
 
 
 def _check_names(layout: Layout, names: ChunkNames, shard: int) -> None:

@@ -247,7 +247,7 @@ class Searches:
         self._planner.ended(coming.arrival.place.tier, entry.nbytes, ok=ok)
         if ok:
             entry.expires_at = expires_at
-            cleared = entry.doomed
+            cleared = self._ram.is_doomed(entry)
             self._ram.commit(entry)
             if cleared:
                 self._metrics.add("kvhold_withdrawn_chunks", reason=CLEARED)
@@ -260,7 +260,7 @@ class Searches:
         else:
             self._metrics.add("kvhold_withdrawn_chunks", reason=why)
             self._ram.abandon(entry)
-        return self._tell(coming, entry, why if not ok else CLEARED if entry.doomed else EXPIRED)
+        return self._tell(coming, entry, why if not ok else CLEARED if self._ram.is_doomed(entry) else EXPIRED)
 
     def given_up(self, entry: Entry) -> list[int]:
         """A read failed, but something may still write to its memory: nobody waits for it, and it stays reserved until `let_go`."""

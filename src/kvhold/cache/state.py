@@ -15,18 +15,19 @@ events at the end of this class.
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from secrets import randbits
 from typing import Any
 
+from kvhold.cache.chores import TURN, Chores, Turns, finish
 from kvhold.cache.counts import count_entries, count_lookup
 from kvhold.cache.events import EventLog
 from kvhold.cache.gone import Gone
 from kvhold.cache.orders import ClearOrder, Order
 from kvhold.cache.planner import Planner
-from kvhold.cache.presence import Extent, Presence, in_order
+from kvhold.cache.presence import Extent, Presence, in_order, in_order_turns
 from kvhold.cache.recode import Recodings, Wish
 from kvhold.cache.rooms import MAX_SHARDS, Granted, Room, Rooms
 from kvhold.cache.searches import Search, Searches, sources_of
@@ -60,7 +61,10 @@ from kvhold.tiers.stack import Place
 log = logging.getLogger(__name__)
 
 Owner = Hashable
-_MOST_QUERY_BYTES = 1 << 60  # what the planner counts in
+_MOST_KEYS = 1 << 20  # of one query: 100 MB of keys
+_ONE_TURN_KEYS = 1500  # so many are looked up in one turn, and what is found needs no holding until the end
+_MOST_PINS = 500  # in one step
+_LOOKUP_ATTEMPTS = 3  # of one that takes several turns, each ended by a clear
 
 
 @dataclass(frozen=True)
@@ -80,13 +84,32 @@ class Lent:
 
 @dataclass
 class _Ticket:
-    """A hit that may be claimed: for each shard entries `[group][chunk]`, None where not needed. pinned: all of them."""
+    """A hit that may be claimed: for each shard entries `[group][chunk]`, None where not needed.
+
+    pinned:   all of them
+    claiming: claims that are under way: they need the pins
+    dropped:  it was released, and its pins fall with the last of those claims
+    """
 
     owner: Owner
     num_tokens: list[int]
     shards: dict[int, list[list[Entry | None]]]
     pinned: list[Entry]
     found: Found
+    claiming: int = 0
+    dropped: bool = False
+
+
+@dataclass(frozen=True)
+class _Looked:
+    """A lookup that has looked into RAM."""
+
+    number: int
+    owner: Owner
+    query: Query
+    layout: Layout
+    presence: Presence[Entry]
+    extent: Extent
 
 
 @dataclass
@@ -137,6 +160,8 @@ class CacheState:
         self.recodings = Recodings(self._give_order)
         self._clears = 0
         self._gone = Gone()
+        self._chores = Chores()
+        self.turn_units = TURN  # of one step
         self._rooms = Rooms(ram, metrics, self._gone, self._writes if num_tiers else None)
         self._log = EventLog(event_buffer) if event_buffer else None
         self.tier_names = [f"tier-{number}" for number in range(1, num_tiers + 1)]
@@ -161,32 +186,88 @@ class CacheState:
         work: what computing costs whoever asks; then the hit is as long as is faster than that. None: as long as can be
         have_tokens: that whoever asks has already: where tiers have no more, nothing is brought up
         """
+        return finish(self.lookup_turns(owner, query, work, have_tokens=have_tokens))
+
+    def lookup_turns(self, owner: Owner, query: Query, work: Work | None = None, *, have_tokens: int = 0) -> Turns[Found]:
+        """As `lookup`, in steps. What the first steps find is held until the last one has pinned the hit."""
         layout = self.layout(query.layout)
-        _check_query(layout, query)
-        presence = Presence(query, layout, self.ram.find)
-        extent = presence.extent()
-        number = next(self._numbers)
-        declined = False
-        if self._is_worth_a_search(query, presence, extent):
-            declined = work is not None and not self.planner.pays(work, query, layout, extent)
-            if not declined:
-                self._of(owner).tickets.add(number)
-                self._searches.begin(number, owner, query, layout, work, have_tokens=have_tokens)
-                return self.refresh(number)
-        rows = presence.found(extent)
-        pinned = in_order(rows)
-        self.ram.pin_all(pinned[::-1])  # last one first: see `Rooms.commit`; and before RAM is looked at again, which ends what has expired
-        answer = self._answer(number, presence, extent, None)
+        is_long = _check_query(layout, query) > _ONE_TURN_KEYS
+        for _ in range(_LOOKUP_ATTEMPTS):
+            clears = self.ram.num_clears
+            held: list[Entry] = []
+            try:
+                presence = Presence(query, layout, self._find_and_hold(held) if is_long else self.ram.find)
+                extent = yield from presence.extent_turns()
+                number, declined = next(self._numbers), False
+                if self._is_worth_a_search(query, presence, extent):
+                    declined = work is not None and not self.planner.pays(work, query, layout, extent)
+                    if not declined:
+                        self._of(owner).tickets.add(number)
+                        self._searches.begin(number, owner, query, layout, work, have_tokens=have_tokens)
+                        return self.refresh(number)
+                rows = yield from presence.found_turns(extent)
+                needed = yield from in_order_turns(rows)
+                pinned = yield from self._pin_turns(needed, held)
+                if clears == self.ram.num_clears:  # else what was found may have been cleared since
+                    answer = self._answer_from_ram(_Looked(number, owner, query, layout, presence, extent), work, declined=declined)
+                    if answer.ticket:
+                        self._issue(answer, owner, query, layout, extent, rows, pinned)
+                    else:
+                        self._unpin(pinned)
+                    if declined and self.planner.is_to_try():
+                        self._search_for_nobody(query, layout, sample=True)
+                    return answer
+                self._unpin(pinned)
+            finally:
+                self._unpin(held)
+        return Found(0, 0, reason=CLEARED)
+
+    def _answer_from_ram(self, looked: "_Looked", work: Work | None, *, declined: bool) -> Found:
+        """The answer of a lookup that goes no further than RAM, counted."""
+        answer = self._answer(looked.number, looked.presence, looked.extent, None)
         if work is not None:
-            answer = self._if_worth_loading(number, answer, query, layout, work, declined)
-        count_lookup(self.metrics, answer, presence.asked_tokens)
-        if answer.ticket:
-            self._issue(answer, owner, query, layout, extent, rows, pinned)
-        else:
-            self.ram.unpin_all(pinned)
-        if declined and self.planner.is_to_try():
-            self._search_for_nobody(query, layout, sample=True)
+            answer = self._if_worth_loading(looked.number, answer, looked.query, looked.layout, work, declined)
+        count_lookup(self.metrics, answer, looked.presence.asked_tokens)
         return answer
+
+    def _find_and_hold(self, held: list[Entry]) -> Callable[[bytes], Entry | None]:
+        """What finds entries in RAM, and holds each that it has found."""
+
+        def find(key: bytes) -> Entry | None:
+            entry = self.ram.find(key)
+            if entry is not None:
+                self.ram.hold(entry)
+                held.append(entry)
+            return entry
+
+        return find
+
+    def _pin_turns(self, needed: list[Entry], held: list[Entry]) -> Turns[list[Entry]]:
+        """Pin the entries of a hit, the last one first: see `Rooms.commit`. Until all of them are pinned, the pins are `held`."""
+        if len(needed) <= _MOST_PINS:
+            self.ram.pin_all(needed[::-1])  # before RAM is looked at again, which ends what has expired
+            return needed
+        num_held = len(held)
+        for end in range(len(needed), 0, -_MOST_PINS):
+            part = needed[max(0, end - _MOST_PINS) : end]
+            self.ram.pin_all(part[::-1])
+            held += part
+            yield len(part)
+        del held[num_held:]
+        return needed
+
+    def _unpin(self, entries: list[Entry]) -> None:
+        """Unpin these: a few at once, many in the background."""
+        if len(entries) <= 4 * _MOST_PINS:
+            self.ram.unpin_all(entries)
+        else:
+            self._chores.add(self._unpin_turns(entries))
+
+    def _unpin_turns(self, entries: list[Entry]) -> Iterator[int]:
+        for begin in range(0, len(entries), _MOST_PINS):
+            part = entries[begin : begin + _MOST_PINS]
+            self.ram.unpin_all(part)
+            yield len(part) // 3
 
     def refresh(self, ticket: int, *, settle: bool = False) -> Found:
         """How far a ticket goes now. One that is final stays as it is; one that came to nothing is no more.
@@ -229,29 +310,63 @@ class CacheState:
 
         arriving: while it is arriving, the whole chunks that have come; else, whoever claims waits no longer
         """
+        return finish(self.claim_turns(owner, ticket, shard, first_chunk, arriving=arriving))
+
+    def claim_turns(self, owner: Owner, ticket: int, shard: int, first_chunk: int, *, arriving: bool = False) -> Turns[Lent | None]:
+        """As `claim`, in steps. The ticket's own pins stay until the last one, released or not."""
         if first_chunk < 0:
             raise ProtocolError(f"a claim from chunk {first_chunk} on; the first one is 0")
         if self._is_arriving(ticket) and not arriving:
             self._settle(ticket)
+        held: _Ticket | None = None
         if self._is_arriving(ticket):
             shards, num_tokens = self._come_so_far(self._searches[ticket], shard)
         elif ticket in self._tickets:
-            shards, num_tokens = self._tickets[ticket].shards, self._tickets[ticket].num_tokens
+            held = self._tickets[ticket]
+            shards, num_tokens = held.shards, held.num_tokens
         else:
             self.metrics.add("kvhold_claims_failed", reason="unknown ticket")
             return None
         if shard not in shards:
             self.metrics.add("kvhold_claims_failed", reason="no such shard")
             return None
-        groups = shards[shard]
-        lent = [entry for chunks in groups for entry in chunks[first_chunk:] if entry is not None]
+        rows = [chunks[first_chunk:] for chunks in shards[shard]]
+        if held is None or len(rows) * len(num_tokens) <= _ONE_TURN_KEYS:
+            return self._lend(owner, rows, num_tokens[first_chunk:])
+        return (yield from self._lend_turns(owner, held, rows, num_tokens[first_chunk:]))
+
+    def _lend(self, owner: Owner, rows: list[list[Entry | None]], num_tokens: list[int]) -> Lent:
+        lent = [entry for row in rows for entry in row if entry is not None]
         self.ram.hold_all(lent)
         loan = next(self._numbers)
         self._of(owner).loans[loan] = lent
         count_entries(self.metrics, "loaned", lent)
-        offsets = [[ABSENT if entry is None else entry.offset for entry in chunks[first_chunk:]] for chunks in groups]
-        checksums = [b"".join([entry.checksums for entry in chunks[first_chunk:] if entry is not None]) for chunks in groups]
-        return Lent(loan, offsets, num_tokens[first_chunk:], checksums)
+        offsets = [[ABSENT if entry is None else entry.offset for entry in row] for row in rows]
+        checksums = [b"".join([entry.checksums for entry in row if entry is not None]) for row in rows]
+        return Lent(loan, offsets, num_tokens, checksums)
+
+    def _lend_turns(self, owner: Owner, ticket: _Ticket, rows: list[list[Entry | None]], num_tokens: list[int]) -> Turns[Lent]:
+        loan = next(self._numbers)
+        lent = self._of(owner).loans[loan] = []
+        offsets: list[list[int]] = [[] for _ in rows]
+        checksums: list[list[bytes]] = [[] for _ in rows]
+        ticket.claiming += 1
+        try:
+            for row, places, sums in zip(rows, offsets, checksums, strict=True):
+                for begin in range(0, len(row), _MOST_PINS):
+                    part = row[begin : begin + _MOST_PINS]
+                    entries = [entry for entry in part if entry is not None]
+                    self.ram.hold_all(entries)
+                    lent += entries
+                    count_entries(self.metrics, "loaned", entries)
+                    places += [ABSENT if entry is None else entry.offset for entry in part]
+                    sums += [entry.checksums for entry in entries]
+                    yield len(part) // 2
+        finally:
+            ticket.claiming -= 1
+            if ticket.dropped and not ticket.claiming:
+                self._unpin(ticket.pinned)
+        return Lent(loan, offsets, num_tokens, [b"".join(sums) for sums in checksums])
 
     def damaged(self, owner: Owner, loan: int, offsets: Sequence[int]) -> None:
         """A reader found chunks of its loan that are not as they were committed. They are removed; pins keep their memory.
@@ -291,7 +406,7 @@ class CacheState:
         elif held is not None and held.owner == owner:
             self._drop_ticket(number)
         else:
-            self.ram.unpin_all(self._of(owner).loans.pop(number, []))
+            self._unpin(self._of(owner).loans.pop(number, []))
 
     def reserve(
         self, owner: Owner, layout: Layout, names: ChunkNames, shard: int, *, groups: bytes | None = None, terms: Terms = FREE
@@ -300,22 +415,34 @@ class CacheState:
 
         groups: `[group][chunk]`, a byte each, not 0 where it is to be written; None: all
         """
-        reserved, offsets = self._rooms.reserve(layout, names, shard, groups=groups, terms=terms)
-        self.recodings.learn(names.namespace, layout, terms)
-        if not reserved.chunks:
-            return Granted(0, offsets)
-        room = next(self._numbers)
-        self._of(owner).rooms[room] = reserved
-        return Granted(room, offsets)
+        return finish(self.reserve_turns(owner, layout, names, shard, groups=groups, terms=terms))
+
+    def reserve_turns(
+        self, owner: Owner, layout: Layout, names: ChunkNames, shard: int, *, groups: bytes | None = None, terms: Terms = FREE
+    ) -> Turns[Granted]:
+        """As `reserve`, in steps. Chunks that are reserved are the owner's from the first one on."""
+        number, room = next(self._numbers), Room(layout, terms, {})
+        self._of(owner).rooms[number] = room
+        try:
+            offsets = yield from self._rooms.reserve_turns(room, names, shard, groups=groups)
+            self.recodings.learn(names.namespace, layout, terms)
+        finally:
+            if not room.chunks:
+                self._of(owner).rooms.pop(number, None)
+        return Granted(number if room.chunks else 0, offsets)
 
     def commit(self, owner: Owner, room: int, chunks: Sequence[int], checksums: bytes | None = None) -> int:
         """Make chunks of a room visible. Returns the mark that stands for their being written below (`all_done`).
 
-        checksums: see `Rooms.commit`; None: this cache has no readers, as in simulations
+        checksums: see `Rooms.commit_turns`; None: this cache has no readers, as in simulations
         """
+        return finish(self.commit_turns(owner, room, chunks, checksums))
+
+    def commit_turns(self, owner: Owner, room: int, chunks: Sequence[int], checksums: bytes | None = None) -> Turns[int]:
+        """As `commit`, in steps. A chunk is visible after its own."""
         rooms = self._of(owner).rooms
         if room in rooms:
-            self._rooms.commit(rooms[room], chunks, checksums)
+            yield from self._rooms.commit_turns(rooms[room], chunks, checksums)
             if not rooms[room].chunks:
                 del rooms[room]
         return self.mark
@@ -340,7 +467,7 @@ class CacheState:
         for ticket in list(held.tickets):
             self.release(owner, ticket)
         for entries in held.loans.values():
-            self.ram.unpin_all(entries)
+            self._unpin(entries)
         for room in list(held.rooms):
             self.abandon(owner, room)
         del self._holdings[owner]
@@ -349,7 +476,9 @@ class CacheState:
         """Forget every chunk, or those of one namespace. Returns how many RAM had; lower tiers are cleared by and by (`all_done`)."""
         if namespace is not None and len(namespace) != NAMESPACE_BYTES:
             raise ProtocolError("the namespace to clear has an impossible size")
-        removed = self._clear_ram(namespace or b"")
+        removed = self.ram.clear(namespace or b"")
+        self._chores.add(self.ram.sweep())
+        self.step()  # a few chunks go at once
         if self._has_lower:
             self._searches.clear(namespace or b"")
             self._clears += 1
@@ -364,10 +493,21 @@ class CacheState:
         self.recodings.begin(number, owner, wish, self._layouts)
         return number
 
-    def snapshot(self) -> tuple[int, list[Entry]]:
-        """The number of the last event, and all that is visible in RAM after it."""
-        log = self._events_log()
-        return log.last, [entry for entry in self.ram.entries() if entry.committed]
+    def step(self, units: int | None = None) -> bool:
+        """Do some of what goes on in the background (`chores.py`). Returns whether there is more. Its driver calls it between others."""
+        return self._chores.step(self.turn_units if units is None else units)
+
+    @property
+    def has_chores(self) -> bool:
+        """Whether `step` has something to do."""
+        return len(self._chores) > 0
+
+    def snapshot(self) -> tuple[int, Iterator[list[Entry]]]:
+        """The number of the last event, and all that is visible in RAM, in parts.
+
+        The cache may change between two parts: what comes and goes then may be in a part or not, and is in the events after that number.
+        """
+        return self._events_log().last, self.ram.parts()
 
     def events(self, after: int) -> EventBatch:
         """What has happened in RAM since event number `after`."""
@@ -389,6 +529,7 @@ class CacheState:
             "used_bytes": self.ram.used_bytes,
             "chunks": self.ram.num_chunks,
             "pinned_chunks": self.ram.num_pinned,
+            "clearing_chunks": self.ram.num_clearing,
             "arriving_chunks": self._searches.num_arriving,
             "recodings": len(self.recodings),
             "write_behind": {"chunks": len(self._writes), "bytes": self._writes.queued_bytes},
@@ -563,12 +704,6 @@ class CacheState:
             raise ConfigError("event_buffer is 0: this cache keeps no events; set it to how many are to be remembered, such as 100000")
         return self._log
 
-    def _clear_ram(self, prefix: bytes) -> int:
-        entries = self.ram.entries(prefix)
-        for entry in entries:
-            self.ram.remove(entry, why=CLEARED)
-        return len(entries)
-
     def _changed(self, what: str, entry: Entry) -> None:
         """In RAM, something that was visible has gone, or something has become visible."""
         if self._log is not None:
@@ -582,16 +717,23 @@ class CacheState:
     def _drop_ticket(self, ticket: int) -> None:
         held = self._tickets.pop(ticket)
         self._of(held.owner).tickets.discard(ticket)
-        self.ram.unpin_all(held.pinned)
+        held.dropped = True
+        if not held.claiming:
+            self._unpin(held.pinned)
 
 
-def _check_query(layout: Layout, query: Query) -> None:
+def _check_query(layout: Layout, query: Query) -> int:
+    """How many keys it asks for. Raises ProtocolError for a query that makes no sense, or is too large."""
     if len(query.namespace) != NAMESPACE_BYTES or len(query.hashes) % HASH_BYTES or not 1 <= query.shards <= MAX_SHARDS:
         raise ProtocolError("a query's namespace, hashes or shards have an impossible size")
     if len(query.tail_hashes) != len(query.tail_lengths) * HASH_BYTES:
         raise ProtocolError("a query's tail hashes and tail lengths do not agree")
     if not all(0 < length < layout.tokens_per_chunk for length in query.tail_lengths):
         raise ProtocolError(f"a query's tail is not shorter than a chunk of {layout.tokens_per_chunk} tokens")
-    most_bytes = (len(query.hashes) // HASH_BYTES + 1) * layout.whole_bytes * query.shards
-    if most_bytes > _MOST_QUERY_BYTES:
-        raise ProtocolError(f"a query of up to {most_bytes} bytes; no memory holds more than {_MOST_QUERY_BYTES}")
+    num_keys = (len(query.hashes) // HASH_BYTES + len(query.tail_lengths)) * len(layout.groups) * query.shards
+    if num_keys > _MOST_KEYS:
+        raise ProtocolError(
+            f"a query of {num_keys} keys ({len(query.hashes) // HASH_BYTES} chunks, {len(query.tail_lengths)} tails, {len(layout.groups)} "
+            f"groups, {query.shards} shards); {_MOST_KEYS} is the most: look up a shorter prompt"
+        )
+    return num_keys

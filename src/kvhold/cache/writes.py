@@ -49,7 +49,7 @@ class Writes:
 
     def add(self, entry: Entry, layout: Layout, terms: Terms = FREE, *, above: int | None = None) -> None:
         """Hold it and order its writing; a chunk too many is dropped."""
-        if entry.doomed:
+        if self._ram.is_doomed(entry):
             return  # cleared while it was written
         if self.queued_bytes + entry.nbytes > self._limit_bytes:
             self._drop()

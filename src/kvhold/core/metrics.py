@@ -100,6 +100,7 @@ TABLE = {
         Metric("kvhold_plans_cut_short", "counter", "plans", (), "Lookups that waited no longer for what took longer than computing it."),
         Metric("kvhold_tier_call_seconds", "gauge", "seconds", _TIER, "What a read costs, whatever its size, as the planner sees it."),
         Metric("kvhold_tier_gib_seconds", "gauge", "seconds", _TIER, "What each GiB of a read costs, in bytes that it has in memory."),
+        Metric("kvhold_loop_longest_turn_seconds", "gauge", "seconds", (), "The longest that one turn of the node's loop has taken."),
         Metric("kvhold_connections", "counter", "connections", ("result",), "Connections to the node: accepted, refused, lost."),
         Metric("kvhold_protocol_errors", "counter", "errors", ("reason",), "Messages that broke the protocol."),
     )

@@ -228,9 +228,12 @@ class Recoding(Message, frozen=True):
 
 
 class Snapshot(Message, frozen=True):
-    """All that is visible in memory, as events; from number `first` of it on. 0 takes a new one, more continues that. -> Happened"""
+    """A page of all that is visible in memory, as events: 0 begins a new snapshot, then 1, 2 ... continue it. -> Happened
 
-    first: int
+    The cache changes between two pages; what does is in the events that follow the snapshot's number.
+    """
+
+    page: int
 
 
 class Events(Message, frozen=True):

@@ -231,10 +231,11 @@ class NodeClient:
         """All that is visible in the node's memory now; `events` goes on from there. It comes in parts, each with a deadline."""
         link = self._current("snapshot")
         part = self._call(m.Snapshot(0), m.Happened, deadline_s, link)
-        events = list(part.events)
+        events, pages = list(part.events), 1
         while part.more:
-            part = self._call(m.Snapshot(len(events)), m.Happened, deadline_s, link)
+            part = self._call(m.Snapshot(pages), m.Happened, deadline_s, link)
             events += part.events
+            pages += 1
         return EventBatch(events, part.next)
 
     def events(self, after: int, *, deadline_s: float | None = None) -> EventBatch:

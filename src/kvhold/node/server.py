@@ -17,12 +17,14 @@ import signal
 import socket
 import stat
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from kvhold import __version__
+from kvhold.cache.chores import Running
 from kvhold.cache.mover import Mover, make_mover
 from kvhold.cache.state import new_state
 from kvhold.core.config import Config
@@ -84,6 +86,10 @@ class Node:
         self.incoming = memoryview(bytearray(_MOST_READ_BYTES))  # of whichever connection is being read
         self._toucher = Toucher(self.arena.regions)
         self._stopped = asyncio.Event()
+        self._busy: deque[_Connection | None] = deque()  # those that have more to do, each for one turn at a time; None: the state
+        self._is_turning = False
+        self.longest_turn_s = 0.0
+        self._recent_turn_s = 0.0  # the longest since the last status
         self._started_s = time.monotonic()
         self._empty_since_s = time.monotonic()
 
@@ -119,6 +125,7 @@ class Node:
     def status(self) -> dict[str, Any]:
         """What `kvhold status` shows."""
         now = time.monotonic()
+        recent_turn_s, self._recent_turn_s = self._recent_turn_s, 0.0
         return (
             self.state.status()
             | (self._mover.status() if self._mover is not None else {})
@@ -131,6 +138,7 @@ class Node:
                 "resident_bytes": resident_bytes(),
                 "huge_pages": self.arena.huge,
                 "arena_touched_bytes": self._toucher.touched_bytes,
+                "loop": {"longest_turn_s": round(self.longest_turn_s, 6), "longest_turn_since_last_status_s": round(recent_turn_s, 6)},
                 "clients": [
                     {"name": c.session.name, "pid": c.session.pid, "silent_s": round(now - c.last_heard_s, 3)}
                     for c in self.connections
@@ -143,6 +151,37 @@ class Node:
         """Have the state's orders done; after every request."""
         if self._mover is not None:
             self._mover.submit(self.state.take_orders())
+        if self.state.has_chores and None not in self._busy:
+            self.go_on(None)
+
+    def go_on(self, connection: "_Connection | None") -> None:
+        """Have a connection, or the state (None), do the next part of what it has under way, when it is its turn."""
+        self._busy.append(connection)
+        if not self._is_turning and self._loop is not None:
+            self._is_turning = True
+            self._loop.call_soon(self._turn)
+
+    def took(self, began_s: float) -> None:
+        """Something was done in one turn of the loop, since `began_s` (`time.perf_counter`)."""
+        turn_s = time.perf_counter() - began_s
+        if turn_s > self._recent_turn_s:
+            self._recent_turn_s = turn_s
+            if turn_s > self.longest_turn_s:
+                self.longest_turn_s = turn_s
+                self.metrics.set("kvhold_loop_longest_turn_seconds", turn_s)
+
+    def _turn(self) -> None:
+        """One part of one thing that is under way; the others follow, one a turn, and sockets are looked at in between."""
+        began_s = time.perf_counter()
+        connection = self._busy.popleft()
+        if connection is not None:
+            connection.go_on()
+        elif self.state.step():
+            self._busy.append(None)
+        self._is_turning = bool(self._busy)
+        if self._is_turning and self._loop is not None:
+            self._loop.call_soon(self._turn)
+        self.took(began_s)
 
     def joined(self, connection: "_Connection") -> None:
         """A connection is open."""
@@ -161,10 +200,12 @@ class Node:
                 self._loop.call_soon_threadsafe(self._happen, event)
 
     def _happen(self, event: Callable[[], None]) -> None:
+        began_s = time.perf_counter()
         event()
         self.move()
         for connection in self.connections:
             connection.ring()
+        self.took(began_s)
 
     def _end_mover(self) -> None:
         if self._mover is not None:
@@ -207,6 +248,9 @@ class _Connection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._hello_timer: asyncio.TimerHandle | None = None
         self._deaf = False
+        self._waiting: deque[bytes] = deque()  # requests that came while another one was being answered
+        self._answering: Running[m.Answer] | None = None
+        self._answering_number = 0
         self.session: Session | None = None
         self.last_heard_s = time.monotonic()
 
@@ -227,26 +271,78 @@ class _Connection(asyncio.BufferedProtocol):
         self.last_heard_s = time.monotonic()
         if self._is_over():
             return
+        began_s, was_busy = time.perf_counter(), self._is_busy()
         try:
+            answered = False
             for body in self._splitter.feed(self._node.incoming[:nbytes]):
                 if self._is_over():
                     return
                 if self.session is None:
                     self._greet(_hello_decoder.decode(body))
+                elif answered or self._is_busy():  # in order, and each in a turn of its own
+                    self._waiting.append(bytes(body))
                 else:
-                    number, request = split_number(body)
-                    self._send(self.session.answer(_request_decoder.decode(request)), number)
-                    self._node.move()
+                    answered = True
+                    self._answer(body)
         except ProtocolError as error:
             self._refuse(str(error), "bad message")
         except Exception:  # a fault of ours ends one client's conversation, not the node, and gives no memory away
             log.exception("a request failed")
             self._refuse("the node failed; its log says why", "internal error")
+        finally:
+            if self._is_busy() and not was_busy and self._transport is not None:
+                self._transport.pause_reading()  # until all that has come is answered
+                self._node.go_on(self)
+            self._node.took(began_s)
+
+    def go_on(self) -> None:
+        """The next part of an answer, or the next request that waits. Called by the node, after `Node.go_on`."""
+        if self._is_over():
+            self._stop_answering()
+            return
+        try:
+            if self._answering is None:
+                self._answer(self._waiting.popleft())
+            elif self._answering.step():
+                answer, self._answering = self._answering.result, None
+                self._send(answer, self._answering_number)
+                self._node.move()
+            if self._is_busy():
+                self._node.go_on(self)
+            elif self._transport is not None and not self._transport.is_closing():
+                self._transport.resume_reading()
+        except ProtocolError as error:
+            self._refuse(str(error), "bad message")
+        except Exception:
+            log.exception("a request failed")
+            self._refuse("the node failed; its log says why", "internal error")
+
+    def _is_busy(self) -> bool:
+        return self._answering is not None or bool(self._waiting)
+
+    def _answer(self, body: memoryview | bytes) -> None:
+        """Answer a request, at once or, where it takes longer than a turn, in several."""
+        assert self.session is not None
+        number, request = split_number(body)
+        answer = self.session.answer(_request_decoder.decode(request))
+        if isinstance(answer, Running):
+            self._answering, self._answering_number = answer, number
+        else:
+            self._send(answer, number)
+        self._node.move()
+
+    def _stop_answering(self) -> None:
+        """What was to be answered lets go of what it holds."""
+        self._waiting.clear()
+        if self._answering is not None:
+            self._answering.close()
+            self._answering = None
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._hello_timer is not None:
             self._hello_timer.cancel()
         try:
+            self._stop_answering()
             if self.session is not None:
                 self.session.gone()
                 self._node.move()

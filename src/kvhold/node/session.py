@@ -4,9 +4,10 @@ A session is the owner of what its client holds. It ends with its connection, an
 """
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
+from kvhold.cache.chores import TURN, Running, Turns
 from kvhold.cache.events import MOST, snapshot_of
 from kvhold.cache.recode import Wish
 from kvhold.cache.state import CacheState
@@ -15,7 +16,35 @@ from kvhold.core.errors import KVHoldError, ProtocolError
 from kvhold.net import messages as m
 from kvhold.tiers.ram import Entry
 
+_CLEAR_STEPS = 200  # some 20,000 chunks, in a fraction of a second
+_MOST_PARTS = 64  # of a snapshot, in one page
 _MAX_NAME = 100  # it is shown in every status and log line
+
+Result = TypeVar("Result")
+
+
+class _Snapshot:
+    """A snapshot on its way to a client, page by page."""
+
+    def __init__(self, number: int, parts: Iterator[list[Entry]]) -> None:
+        self.number = number
+        self.page = 0
+        self.more = True
+        self._parts = parts
+
+    def take(self) -> list[Entry]:
+        """The entries of the next page: some hundred, or none while much is being cleared."""
+        self.page += 1
+        entries: list[Entry] = []
+        for _ in range(_MOST_PARTS):
+            part = next(self._parts, None)
+            if part is None:
+                self.more = False
+                break
+            entries += part
+            if len(entries) >= MOST // 2:
+                break
+        return entries
 
 
 class Session:
@@ -29,8 +58,8 @@ class Session:
         self._stop = stop
         self._arriving: dict[int, float] = {}  # tickets that it was told are arriving, and how much news of each it waits for
         self._unwritten: int | None = None  # the last mark that it was told is not written yet
-        self._seen: tuple[int, list[Entry]] = (0, [])  # the snapshot that is being fetched
-        self._verbs: dict[type, Callable[[Any], m.Answer]] = {
+        self._seen = _Snapshot(0, iter(()))  # the one that is being fetched
+        self._verbs: dict[type, Callable[[Any], m.Answer | Running[m.Answer]]] = {
             m.Register: self._register,
             m.Lookup: self._lookup,
             m.Refresh: self._refresh,
@@ -54,8 +83,11 @@ class Session:
             m.Ping: self._ping,
         }
 
-    def answer(self, request: m.Request) -> m.Answer:
-        """Do it. A request that makes no sense is refused, and the connection stays usable."""
+    def answer(self, request: m.Request) -> m.Answer | Running[m.Answer]:
+        """Do it; where that takes longer than a turn, the answer is the `result` of a call that is under way.
+
+        A request that makes no sense is refused, and the connection stays usable.
+        """
         try:
             return self._verbs[type(request)](request)
         except ProtocolError:
@@ -82,12 +114,28 @@ class Session:
         """The connection is closed."""
         self._state.gone(self)
 
+    def _in_turns(self, turns: Turns[Result], answer: Callable[[Result], m.Answer]) -> m.Answer | Running[m.Answer]:
+        """The answer, if one turn is enough."""
+
+        def run() -> Turns[m.Answer]:
+            try:
+                result = yield from turns
+            except ProtocolError:
+                raise
+            except KVHoldError as error:
+                return m.Refused(str(error), fatal=False)
+            return answer(result)
+
+        running = Running(run())
+        return running.result if running.step() else running
+
     def _register(self, request: m.Register) -> m.Answer:
         self._state.register(request.layout, request.namespace, request.terms)
         return m.Done()
 
-    def _lookup(self, request: m.Lookup) -> m.Answer:
-        return self._found(self._state.lookup(self, request.query, request.work, have_tokens=request.have_tokens))
+    def _lookup(self, request: m.Lookup) -> m.Answer | Running[m.Answer]:
+        turns = self._state.lookup_turns(self, request.query, request.work, have_tokens=request.have_tokens)
+        return self._in_turns(turns, self._found)
 
     def _refresh(self, request: m.Refresh) -> m.Answer:
         return self._found(self._state.refresh(request.ticket, settle=request.settle), growth=request.growth)
@@ -103,9 +151,11 @@ class Session:
         self._state.prefetch(self, request.query)
         return m.Done()
 
-    def _claim(self, request: m.Claim) -> m.Answer:
-        lent = self._state.claim(self, request.ticket, request.shard, request.first_chunk, arriving=request.arriving)
-        return m.Gone() if lent is None else m.Lent(lent.loan, lent.offsets, lent.num_tokens, lent.checksums)
+    def _claim(self, request: m.Claim) -> m.Answer | Running[m.Answer]:
+        turns = self._state.claim_turns(self, request.ticket, request.shard, request.first_chunk, arriving=request.arriving)
+        return self._in_turns(
+            turns, lambda lent: m.Gone() if lent is None else m.Lent(lent.loan, lent.offsets, lent.num_tokens, lent.checksums)
+        )
 
     def _damaged(self, request: m.Damaged) -> m.Answer:
         self._state.damaged(self, request.loan, request.offsets)
@@ -115,20 +165,30 @@ class Session:
         self._state.release(self, request.number)
         return m.Done()
 
-    def _reserve(self, request: m.Reserve) -> m.Answer:
+    def _reserve(self, request: m.Reserve) -> m.Answer | Running[m.Answer]:
         layout = self._state.layout(request.layout)
-        granted = self._state.reserve(self, layout, request.names, request.shard, groups=request.groups, terms=request.terms)
-        return m.Granted(granted.room, granted.offsets)
+        turns = self._state.reserve_turns(self, layout, request.names, request.shard, groups=request.groups, terms=request.terms)
+        return self._in_turns(turns, lambda granted: m.Granted(granted.room, granted.offsets))
 
-    def _commit(self, request: m.Commit) -> m.Answer:
-        return m.Done(len(request.chunks), self._state.commit(self, request.room, request.chunks, request.checksums))
+    def _commit(self, request: m.Commit) -> m.Answer | Running[m.Answer]:
+        turns = self._state.commit_turns(self, request.room, request.chunks, request.checksums)
+        return self._in_turns(turns, lambda mark: m.Done(len(request.chunks), mark))
 
     def _abandon(self, request: m.Abandon) -> m.Answer:
         self._state.abandon(self, request.room)
         return m.Done()
 
-    def _clear(self, request: m.Clear) -> m.Answer:
-        return m.Done(self._state.clear(request.namespace))
+    def _clear(self, request: m.Clear) -> m.Answer | Running[m.Answer]:
+        return self._in_turns(self._clear_turns(request.namespace), m.Done)
+
+    def _clear_turns(self, namespace: bytes | None) -> Turns[int]:
+        """Nothing cleared is found from the first step on. The answer waits for some memory to be free; what is more is freed after it."""
+        removed = self._state.clear(namespace)
+        for _ in range(_CLEAR_STEPS):
+            if not self._state.step():
+                break
+            yield TURN
+        return removed
 
     def _flushed(self, request: m.Flushed) -> m.Answer:
         done = self._state.all_done(request.mark)
@@ -143,16 +203,12 @@ class Session:
         return m.Gone() if recoded is None else m.Recoding(request.number, recoded)
 
     def _snapshot(self, request: m.Snapshot) -> m.Answer:
-        if request.first == 0:
-            self._seen = self._state.snapshot()
-        if request.first < 0:
-            raise ProtocolError(f"a snapshot from number {request.first} on; the first one is 0")
-        number, entries = self._seen
-        page = entries[request.first : request.first + MOST]
-        more = request.first + len(page) < len(entries)
-        if not more:
-            self._seen = (number, [])
-        return m.Happened(snapshot_of(page, number), number, more=more)
+        if request.page == 0:
+            self._seen = _Snapshot(*self._state.snapshot())
+        if request.page != self._seen.page:
+            raise ProtocolError(f"page {request.page} of a snapshot; the next one is {self._seen.page}, and 0 begins another")
+        entries = self._seen.take()
+        return m.Happened(snapshot_of(entries, self._seen.number), self._seen.number, more=self._seen.more)
 
     def _events(self, request: m.Events) -> m.Answer:
         batch = self._state.events(request.after)

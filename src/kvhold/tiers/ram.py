@@ -12,7 +12,7 @@ single-threaded: a cache's lock or a node's loop owns it.
 """
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import ClassVar
@@ -25,8 +25,10 @@ from kvhold.memory.arena import Arena
 from kvhold.memory.slab import SlabAllocator, size_class
 from kvhold.tiers.base import Parts, TierTraits, check_lengths, size_of
 from kvhold.tiers.policies import Policy
+from kvhold.tiers.table import SPREAD, KeyTable
 
 ADMITTED, REPLACED = "admitted", "replaced"
+_REMOVE_UNITS = 8  # of a sweep, see `cache/chores.py`: what removing one entry costs
 
 
 @dataclass(slots=True)
@@ -48,10 +50,11 @@ class Entry:
     taken_bytes: what it takes there, its rounding included
     expires_at:  Unix time from which on it is not used any more; 0: never
     checksums:   of its layers, end to end (`core.checksums`); empty where its bytes say themselves whether they are right, as frames do
+    epoch:       how many clears there had been when it was reserved
     """
 
     __slots__ = (
-        *("checksums", "committed", "doomed", "expires_at", "first_token", "key", "nbytes"),
+        *("checksums", "committed", "doomed", "epoch", "expires_at", "first_token", "key", "nbytes"),
         *("num_tokens", "offset", "parent", "pins", "taken_bytes"),
     )
 
@@ -66,6 +69,7 @@ class Entry:
         self.expires_at = expires_at
         self.checksums = b""
         self.pins = 0
+        self.epoch = 0
         self.committed = False
         self.doomed = False
 
@@ -85,7 +89,13 @@ class RamTier:
         self._metrics = metrics
         self._quota_bytes = quota_bytes
         self._clock = clock
-        self._entries: dict[bytes, Entry] = {}
+        self._entries: KeyTable[Entry] = KeyTable()
+        self._num_by: dict[bytes, int] = {}  # namespace -> entries that no clear has met
+        self._num_live = 0  # of all namespaces
+        self._num_pinned = 0
+        self._epoch = 0
+        self._cleared: dict[bytes, int] = {}  # prefix -> epoch: entries of an earlier one are gone, and their memory is yet to be freed
+        self._sweeping = False
         self.watch: Callable[[str, Entry], None] | None = None  # told of each that becomes visible (ADMITTED) or has gone (why)
         self._to_be_continued: dict[bytes, int] = {}  # by how many chunks that are being written each key is continued
         self._used_by: dict[bytes, int] = {}  # namespace -> bytes, reserved ones included
@@ -114,7 +124,17 @@ class RamTier:
     @property
     def num_pinned(self) -> int:
         """Entries that somebody is reading."""
-        return sum(entry.pins > 0 for entry in self._entries.values()) + self._doomed
+        return self._num_pinned + self._doomed
+
+    @property
+    def num_clears(self) -> int:
+        """How often `clear` was called."""
+        return self._epoch
+
+    @property
+    def num_clearing(self) -> int:
+        """Entries that were cleared, and whose memory `sweep` has not freed yet."""
+        return len(self._entries) - self._num_live
 
     def now(self) -> float:
         """Unix time, as entries expire by it."""
@@ -126,12 +146,21 @@ class RamTier:
 
     def holds(self, key: bytes) -> bool:
         """Whether `key` is here, visible or still being written."""
-        return key in self._entries
+        entry = self._entries.get(key)
+        if entry is None:
+            return False
+        if self._cleared and self._was_cleared(entry):
+            self.remove(entry)
+            return False
+        return True
 
     def find(self, key: bytes) -> Entry | None:
         """The visible entry of `key`."""
-        entry = self._entries.get(key)
+        entry = self._entries.shards[key[SPREAD]].get(key)
         if entry is None or not entry.committed:
+            return None
+        if self._cleared and self._was_cleared(entry):
+            self.remove(entry)
             return None
         if entry.expires_at and entry.expires_at <= self._clock():
             self._metrics.add("kvhold_expired_chunks", tier="ram")
@@ -158,18 +187,24 @@ class RamTier:
         self._used_by[namespace] = self._used_by.get(namespace, 0) + sum(sizes)
         entries = []
         for one, offset, size in zip(wanted, offsets, sizes, strict=True):
-            if (old := self._entries.get(one.key)) is not None:
+            if self.holds(one.key):
+                old = self._entries[one.key]
                 assert old.committed, "reserved twice"
                 self.remove(old, why=REPLACED)
             entry = self._entries[one.key] = Entry(one, offset, size, num_tokens, first_token, expires_at)
+            entry.epoch = self._epoch
             entries.append(entry)
+        self._num_by[namespace] = self._num_by.get(namespace, 0) + len(entries)
+        self._num_live += len(entries)
         return entries
 
     def commit(self, entry: Entry) -> None:
         """Make it visible."""
         assert not entry.committed
         self._is_continued(entry.parent)
-        if entry.doomed:  # cleared while it was written
+        if self.is_doomed(entry):  # cleared while it was written
+            if not entry.doomed:
+                self.remove(entry)
             self._doomed -= 1
             self._free(entry)
             return
@@ -185,8 +220,12 @@ class RamTier:
         if entry.doomed:
             self._doomed -= 1
         else:
-            del self._entries[entry.key]
+            self._forget(entry)
         self._free(entry)
+
+    def is_doomed(self, entry: Entry) -> bool:
+        """Whether it was removed or cleared, and is kept only for who reads or writes it. Safe from any thread."""
+        return entry.doomed or (bool(self._cleared) and self._was_cleared(entry))
 
     def pin(self, entry: Entry) -> None:
         """Keep it where it is until `unpin`."""
@@ -205,6 +244,8 @@ class RamTier:
         """As `hold` of each."""
         for entry in entries:
             assert entry.committed, "only what is visible is read"
+            if not entry.pins and not entry.doomed:
+                self._num_pinned += 1
             entry.pins += 1
 
     def unpin(self, entry: Entry) -> None:
@@ -216,14 +257,18 @@ class RamTier:
         for entry in entries:
             assert entry.pins > 0
             entry.pins -= 1
-            if entry.doomed and not entry.pins:
+            if entry.pins:
+                continue
+            if entry.doomed:
                 self._doomed -= 1
                 self._free(entry)
+            else:
+                self._num_pinned -= 1
 
     def remove(self, entry: Entry, *, why: str = CLEARED) -> None:
         """Forget it now; its memory goes when its readers (or its writer) have finished."""
         assert self._entries.get(entry.key) is entry, "removed already"
-        del self._entries[entry.key]
+        self._forget(entry)
         if entry.committed:
             self._policy.remove(entry.key, evicted=why == EVICTED)
             if self.watch is not None:
@@ -231,12 +276,50 @@ class RamTier:
         if entry.pins or not entry.committed:
             entry.doomed = True
             self._doomed += 1
+            if entry.pins:
+                self._num_pinned -= 1
         else:
             self._free(entry)
 
     def entries(self, prefix: bytes = b"") -> list[Entry]:
-        """Every entry whose key begins with `prefix`, reserved ones included."""
-        return [entry for key, entry in self._entries.items() if key.startswith(prefix)]
+        """Every entry whose key begins with `prefix`, reserved ones included. All in one step: for tests, and tiers of few values."""
+        return [entry for entry in self._entries.values() if entry.key.startswith(prefix) and not self.is_doomed(entry)]
+
+    def parts(self) -> Iterator[list[Entry]]:
+        """All visible entries, some hundred at a time, while others come and go."""
+        for part in self._entries.parts():
+            yield [entry for entry in part if entry.committed and not self.is_doomed(entry)]
+
+    def clear(self, prefix: bytes) -> int:
+        """Forget all entries of a namespace, or (an empty prefix) all there are. Returns how many.
+
+        One step, however many there are: none of them is found from here on. `sweep` frees them.
+        """
+        self._epoch += 1
+        self._cleared[prefix] = self._epoch
+        if prefix:
+            removed = self._num_by.pop(prefix, 0)
+        else:
+            removed = self._num_live
+            self._num_by.clear()
+        self._num_live -= removed
+        return removed
+
+    def sweep(self) -> Iterator[int]:
+        """Free what was cleared, in steps (`cache/chores.py`), as each entry's readers and its writer have finished."""
+        if self._sweeping:  # another one goes on until nothing is left
+            return
+        self._sweeping = True
+        while self._cleared:
+            epoch = self._epoch
+            for part in self._entries.parts():
+                yield 1 + len(part) // 4
+                for entry in part:
+                    if self._was_cleared(entry) and self._entries.get(entry.key) is entry:
+                        self.remove(entry)
+                        yield _REMOVE_UNITS
+            self._cleared = {prefix: at for prefix, at in self._cleared.items() if at > epoch}
+        self._sweeping = False
 
     async def check(self) -> None:
         """Tier contract."""
@@ -277,9 +360,10 @@ class RamTier:
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
         """Tier contract."""
-        for entry in self.entries(prefix):
-            if entry.committed:
-                yield entry.key
+        for part in self.parts():
+            for entry in part:
+                if entry.key.startswith(prefix):
+                    yield entry.key
 
     async def close(self) -> None:
         """The arena belongs to whoever made it."""
@@ -355,6 +439,23 @@ class RamTier:
         else:
             del self._to_be_continued[parent]
 
+    def _was_cleared(self, entry: Entry) -> bool:
+        find = self._cleared.get
+        return entry.epoch < find(b"", 0) or entry.epoch < find(entry.key[:NAMESPACE_BYTES], 0)
+
+    def _forget(self, entry: Entry) -> None:
+        """Its key stands for nothing now."""
+        del self._entries[entry.key]
+        if self._cleared and self._was_cleared(entry):
+            return  # counted out by the clear
+        namespace = entry.key[:NAMESPACE_BYTES]
+        self._num_live -= 1
+        left = self._num_by[namespace] - 1
+        if left:
+            self._num_by[namespace] = left
+        else:
+            del self._num_by[namespace]
+
     def _free(self, entry: Entry) -> None:
         self._slabs.free(entry.offset)
         namespace = entry.key[:NAMESPACE_BYTES]
@@ -368,6 +469,9 @@ class RamTier:
         victims = self._policy.victims(nbytes, self._is_kept, namespace)
         for key in victims:
             entry = self._entries[key]
+            if self.is_doomed(entry):
+                self.remove(entry)
+                continue
             self._metrics.add("kvhold_evicted_chunks", tier="ram")
             self._metrics.add("kvhold_evicted_bytes", entry.nbytes, tier="ram")
             self.remove(entry, why=EVICTED)

@@ -1,0 +1,80 @@
+"""Work that would hold a loop for too long, done in steps between other work.
+
+    chores.add(ram.sweep())         # an iterator; each item says how much work was done since the last one
+    while chores.step(): ...        # its driver does other things between two steps
+
+Work is counted in units of about one microsecond, not measured, so that equal calls make equal steps. Single writer: the state.
+"""
+
+from collections import deque
+from collections.abc import Generator, Iterator
+from typing import Generic, TypeAlias, TypeVar
+
+TURN = 800  # units of one step: under a millisecond on a slow machine
+
+Result = TypeVar("Result")
+
+Turns: TypeAlias = Generator[int, None, Result]
+"""A call that may take several steps. It yields how much was done since it yielded last; its return value is the answer."""
+
+
+class Chores:
+    """What is under way in the background, in the order in which it began."""
+
+    def __init__(self) -> None:
+        self._work: deque[Iterator[int]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._work)
+
+    def add(self, work: Iterator[int]) -> None:
+        """To be done by the steps that follow."""
+        self._work.append(work)
+
+    def step(self, units: int = TURN) -> bool:
+        """Do some `units` of work, or all there is. Returns whether there is more."""
+        while self._work and units > 0:
+            done = next(self._work[0], None)
+            if done is None:
+                self._work.popleft()
+            else:
+                units -= done
+        return bool(self._work)
+
+
+def finish(turns: Turns[Result]) -> Result:
+    """The answer of a call, all its steps at once."""
+    while True:
+        try:
+            next(turns)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
+
+
+class Running(Generic[Result]):
+    """A call that is done step by step.
+
+    running = Running(turns)
+    while not running.step(): ...
+    running.result                    # from then on
+    """
+
+    result: Result
+
+    def __init__(self, turns: Turns[Result]) -> None:
+        self._turns = turns
+
+    def step(self, units: int = TURN) -> bool:
+        """Do some `units` of it. Returns whether it is done; raises what it raises."""
+        while units > 0:
+            try:
+                units -= next(self._turns)
+            except StopIteration as end:
+                self.result = end.value
+                return True
+        return False
+
+    def close(self) -> None:
+        """Give it up: it lets go of what it holds."""
+        self._turns.close()

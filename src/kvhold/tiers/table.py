@@ -1,0 +1,64 @@
+"""Entries by key, in many small dictionaries, so that no step over them takes long.
+
+    table = KeyTable(); table[key] = entry; table.get(key); del table[key]
+    for part in table.parts(): ...      # a scan that may stop between two parts, while entries come and go
+
+A dictionary of a million keys takes 20 ms to grow once, and must not change while it is walked. Here each of 256 grows by itself, and a
+scan copies one at a time. An entry that is there during the whole scan is in exactly one part.
+"""
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Generic, TypeVar
+
+from kvhold.core.keys import NAMESPACE_BYTES
+
+Value = TypeVar("Value")
+
+SPREAD = NAMESPACE_BYTES  # the byte of a key that says which dictionary has it: the first one of its tokens' hash
+_MOST = 512  # values in one part
+
+
+class KeyTable(Generic[Value]):
+    """Keys are KEY_BYTES long. `shards[key[SPREAD]]` is the dictionary of a key, for those who look up many."""
+
+    __slots__ = ("num", "shards")
+
+    def __init__(self) -> None:
+        self.shards: list[dict[bytes, Value]] = [{} for _ in range(256)]
+        self.num = 0
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self.shards[key[SPREAD]]
+
+    def __getitem__(self, key: bytes) -> Value:
+        return self.shards[key[SPREAD]][key]
+
+    def __setitem__(self, key: bytes, value: Value) -> None:
+        shard = self.shards[key[SPREAD]]
+        before = len(shard)
+        shard[key] = value
+        self.num += len(shard) - before
+
+    def __delitem__(self, key: bytes) -> None:
+        del self.shards[key[SPREAD]][key]
+        self.num -= 1
+
+    def get(self, key: bytes) -> Value | None:
+        """The value of a key, if it is there."""
+        return self.shards[key[SPREAD]].get(key)
+
+    def values(self) -> Iterator[Value]:
+        """All, while nothing changes."""
+        for shard in self.shards:
+            yield from shard.values()
+
+    def parts(self) -> Iterator[list[Value]]:
+        """All, some hundred at a time. The table may change between two parts; a value may have gone when its part comes."""
+        for shard in self.shards:
+            values = iter(list(shard.values()))
+            while part := list(islice(values, _MOST)):
+                yield part

@@ -1,0 +1,316 @@
+"""Long commands are done in steps: what each step leaves is right, and no step is long."""
+
+from collections.abc import Iterator
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvhold.cache import state as state_module
+from kvhold.cache.chores import Chores, Running
+from kvhold.cache.state import CacheState, new_state
+from kvhold.core.config import Config
+from kvhold.core.errors import ProtocolError
+from kvhold.core.keys import HASH_BYTES, ChunkNames, Namespace, Prompt, Query
+from kvhold.core.layout import Group, Layout
+from kvhold.core.reasons import CLEARED
+from kvhold.tiers.ram import RamTier
+
+FULL = Group(layers=1, planes=1, heads=1, head_dim=8, dtype="int8")
+WINDOW = Group(layers=1, planes=1, heads=1, head_dim=8, dtype="int8", attention="sliding", window=5)
+LAYOUT = Layout((FULL, WINDOW), tokens_per_chunk=2)
+SPACES = [Namespace(f"model {number}", LAYOUT, shards=2) for number in range(2)]
+_numbers = count()
+
+
+def new_cache() -> CacheState:
+    """One that frees nothing until `step` is called with some units."""
+    state = new_state(Config(event_buffer=100_000), SimpleNamespace(nbytes=64 << 20))
+    state.register(LAYOUT)
+    state.turn_units = 0
+    return state
+
+
+def prompt_of(num_chunks: int, space: Namespace = SPACES[0]) -> Prompt:
+    return space.prompt(np.arange(2 * num_chunks, dtype=np.int32) + 1_000_000 * next(_numbers))
+
+
+def store(state: CacheState, prompt: Prompt) -> None:
+    names = prompt.chunks()
+    for shard in range(2):
+        granted = state.reserve("writer", LAYOUT, names, shard)
+        state.commit("writer", granted.room, range(len(names)))
+
+
+def hit(state: CacheState, prompt: Prompt) -> int:
+    found = state.lookup("reader", prompt.query())
+    state.release("reader", found.ticket)
+    return found.num_tokens
+
+
+def finish_chores(state: CacheState) -> None:
+    while state.step(1000):
+        pass
+
+
+@pytest.fixture
+def removed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """The keys of all entries that were taken out of memory's index."""
+    keys: list[bytes] = []
+    remove = RamTier.remove
+
+    def counted(tier: RamTier, entry: Any, **why: str) -> None:
+        keys.append(entry.key)
+        remove(tier, entry, **why)
+
+    monkeypatch.setattr(RamTier, "remove", counted)
+    return keys
+
+
+class TestClear:
+    def test_touches_few_entries_in_one_step_and_nothing_is_found_after_it(self, removed: list[bytes]) -> None:
+        state = new_state(Config(), SimpleNamespace(nbytes=64 << 20))
+        state.register(LAYOUT)
+        prompts = [prompt_of(500) for _ in range(3)]
+        for prompt in prompts:
+            store(state, prompt)
+        assert state.clear(SPACES[0].digest) == 6000
+        assert len(removed) < 300
+        assert [hit(state, prompt) for prompt in prompts] == [0, 0, 0]
+
+    def test_frees_all_of_it_in_the_background_and_tells_of_each_chunk(self) -> None:
+        state = new_cache()
+        store(state, prompt_of(100))
+        kept = prompt_of(100, SPACES[1])
+        store(state, kept)
+        number = state.snapshot()[0]
+        assert state.clear(SPACES[0].digest) == 400
+        assert state.status()["clearing_chunks"] == 400
+        steps = 0
+        while state.step(50):
+            steps += 1
+        assert steps > 10
+        assert state.status()["clearing_chunks"] == 0
+        assert state.status()["chunks"] == 400
+        assert state.metrics.value("kvhold_cleared_chunks") == 400
+        events = state.events(number).events
+        assert {event.kind for event in events} == {CLEARED}
+        assert len({event.key for event in events}) == 400
+        assert hit(state, kept) == 200
+
+    def test_keeps_what_is_stored_after_it_though_memory_is_not_free_yet(self) -> None:
+        state = new_cache()
+        prompt, other = prompt_of(50), prompt_of(50)
+        store(state, prompt)
+        assert state.clear(None) == 200
+        store(state, prompt)  # the same chunks again
+        store(state, other)
+        finish_chores(state)
+        assert (hit(state, prompt), hit(state, other)) == (100, 100)
+        assert state.clear(None) == 400
+        finish_chores(state)
+        assert state.ram.used_bytes == state.ram.num_chunks == 0
+
+    def test_dooms_what_is_being_written(self) -> None:
+        state = new_cache()
+        names = prompt_of(50).chunks()
+        granted = state.reserve("writer", LAYOUT, names, 0)
+        state.clear(SPACES[0].digest)
+        state.commit("writer", granted.room, range(len(names)))
+        assert state.metrics.value("kvhold_stored_chunks") == 0
+        finish_chores(state)
+        assert state.ram.used_bytes == 0
+
+    def test_leaves_memory_to_its_readers(self) -> None:
+        state = new_cache()
+        prompt = prompt_of(50)
+        store(state, prompt)
+        found = state.lookup("reader", prompt.query())
+        used_bytes = state.ram.used_bytes
+        state.clear(None)
+        finish_chores(state)
+        assert state.ram.used_bytes > used_bytes // 2
+        lent = state.claim("reader", found.ticket, 0, 0)
+        assert lent is not None
+        state.gone("reader")
+        assert state.ram.used_bytes == 0
+
+    def test_is_not_undone_by_an_eviction_or_a_second_clear_before_memory_is_free(self) -> None:
+        state = new_cache()
+        for _ in range(3):
+            store(state, prompt_of(20))
+            store(state, prompt_of(20, SPACES[1]))
+            state.clear(SPACES[0].digest)
+            state.step(30)
+        assert state.ram.num_clearing > 0
+        state.ram._evict(1 << 20)
+        assert state.clear(None) == 0 or state.ram.num_clearing > 0
+        finish_chores(state)
+        assert state.ram.used_bytes == state.ram.num_clearing == 0
+
+
+class TestLongLookups:
+    @pytest.fixture(autouse=True)
+    def _make_all_long(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(state_module, "_ONE_TURN_KEYS", 0)
+        monkeypatch.setattr(state_module, "_MOST_PINS", 7)
+
+    @staticmethod
+    def begin(state: CacheState, prompt: Prompt) -> Running[Any]:
+        return Running(state.lookup_turns("reader", prompt.query()))
+
+    def test_answer_as_in_one_turn_and_hold_only_what_the_hit_needs(self) -> None:
+        state = new_cache()
+        prompt = prompt_of(2000)
+        store(state, prompt.until(2 * 1700))
+        running, steps = self.begin(state, prompt), 1
+        while not running.step(500):
+            steps += 1
+        assert steps > 5
+        assert running.result.num_tokens == 3400
+        finish_chores(state)
+        assert state.ram.num_pinned == 2 * 1700 + 2 * 3, "all of full attention, the last window of the other group"
+        lent = state.claim("reader", running.result.ticket, 1, 0)
+        assert lent is not None and len(lent.offsets[0]) == 1700
+        state.gone("reader")
+        finish_chores(state)
+        assert state.ram.num_pinned == 0
+
+    def test_given_up_half_way_leave_nothing_held(self) -> None:
+        state = new_cache()
+        prompt = prompt_of(2000)
+        store(state, prompt)
+        for steps in range(1, 30, 3):
+            running = self.begin(state, prompt)
+            for _ in range(steps):
+                running.step(300)
+            running.close()
+            state.gone("reader")
+            finish_chores(state)
+            assert state.ram.num_pinned == 0
+
+    def test_find_nothing_that_is_cleared_while_they_are_under_way(self) -> None:
+        state = new_cache()
+        prompt = prompt_of(2000)
+        for steps in range(1, 30, 3):
+            store(state, prompt)
+            running = self.begin(state, prompt)
+            if any(running.step(300) for _ in range(steps)):
+                break
+            state.clear(None)
+            while not running.step(300):
+                pass
+            assert running.result.num_tokens == 0
+            finish_chores(state)
+            assert state.ram.used_bytes == 0
+
+    def test_keep_their_chunks_while_others_store_more_than_memory_holds(self) -> None:
+        state = new_state(Config(), SimpleNamespace(nbytes=16 << 20))
+        state.register(LAYOUT)
+        prompt = prompt_of(500)
+        store(state, prompt)
+        running = self.begin(state, prompt)
+        assert not running.step(900)
+        while not running.step(100):
+            store(state, prompt_of(400))
+        if running.result.ticket:
+            lent = state.claim("reader", running.result.ticket, 0, 0)
+            assert lent is not None
+            keys = {entry.offset: entry.key for entry in state.ram.entries()}
+            assert len({keys[offset] for offset in lent.offsets[0]}) == running.result.num_tokens // 2
+        state.gone("reader")
+
+    def test_a_ticket_that_is_released_while_it_is_claimed_keeps_its_pins_until_the_claim_ends(self) -> None:
+        state = new_cache()
+        prompt = prompt_of(300)
+        store(state, prompt)
+        found = state.lookup("reader", prompt.query())
+        claiming = Running(state.claim_turns("worker", found.ticket, 0, 0))
+        assert not claiming.step(20)
+        state.release("reader", found.ticket)
+        state.clear(None)
+        finish_chores(state)
+        while not claiming.step(20):
+            pass
+        assert claiming.result is not None
+        finish_chores(state)
+        assert state.ram.num_pinned == len([place for row in claiming.result.offsets for place in row if place >= 0])
+        state.gone("worker")
+        finish_chores(state)
+        assert state.ram.used_bytes == 0
+
+
+def test_a_store_of_many_chunks_is_done_in_steps_and_one_given_up_leaves_nothing() -> None:
+    state = new_cache()
+    names = prompt_of(1000).chunks()
+    reserving = Running(state.reserve_turns("writer", LAYOUT, names, 0))
+    assert not reserving.step(1000)
+    reserving.close()
+    state.gone("writer")
+    assert state.ram.used_bytes == 0
+    granted = state.reserve("writer", LAYOUT, names, 0)
+    committing = Running(state.commit_turns("writer", granted.room, range(1000)))
+    assert not committing.step(1000)
+    committing.close()
+    state.gone("writer")
+    assert all(entry.committed for entry in state.ram.entries())
+    state.clear(None)
+    finish_chores(state)
+    assert state.ram.used_bytes == 0
+
+
+@pytest.mark.parametrize(("num_chunks", "shards"), [(20, 65_535), (600_000, 2)])
+def test_a_query_of_more_keys_than_fit_is_refused_before_it_is_looked_up(num_chunks: int, shards: int) -> None:
+    state = new_cache()
+    with pytest.raises(ProtocolError, match="keys"):
+        state.lookup("reader", Query(SPACES[0].digest, LAYOUT.fingerprint, shards, bytes(num_chunks * HASH_BYTES)))
+
+
+def test_a_snapshot_in_parts_holds_what_stays_though_the_rest_comes_and_goes() -> None:
+    state = new_cache()
+    stays, goes = prompt_of(300), prompt_of(300, SPACES[1])
+    store(state, stays)
+    store(state, goes)
+    _, parts = state.snapshot()
+    keys = {entry.key for entry in next(parts)}
+    state.clear(SPACES[1].digest)
+    finish_chores(state)
+    store(state, prompt_of(300, SPACES[1]))
+    for part in parts:
+        new = {entry.key for entry in part}
+        assert not new & keys
+        keys |= new
+    assert len([key for key in keys if key.startswith(SPACES[0].digest)]) == 1200
+
+
+def test_chores_are_done_in_order_some_units_at_a_time() -> None:
+    chores, log = Chores(), []
+
+    def work(name: str) -> Iterator[int]:
+        for number in range(3):
+            log.append((name, number))
+            yield 10
+
+    chores.add(work("a"))
+    chores.add(work("b"))
+    assert chores.step(20)
+    assert log == [("a", 0), ("a", 1)]
+    assert not chores.step(1000)
+    assert [name for name, _ in log] == ["a"] * 3 + ["b"] * 3
+
+
+def test_names_of_more_chunks_than_one_step_takes_are_reserved_once_each() -> None:
+    state = new_cache()
+    names: ChunkNames = prompt_of(400).chunks()
+    first = Running(state.reserve_turns("one", LAYOUT, names, 0))
+    assert not first.step(500)
+    second = state.reserve("two", LAYOUT, names, 0)
+    while not first.step(500):
+        pass
+    offsets = [*first.result.offsets[0], *second.offsets[0]]
+    assert len({place for place in offsets if place >= 0}) == 400
+    for owner in ("one", "two"):
+        state.gone(owner)
+    assert state.ram.used_bytes == 0
