@@ -1,5 +1,6 @@
 """No command takes a secret on its command line, which every user of the host can read."""
 
+import json
 from pathlib import Path
 
 import click
@@ -8,6 +9,7 @@ from click.testing import CliRunner
 
 from kvhold.cli import doctor, serve
 from kvhold.core.errors import ConfigError
+from tests.node.nodes import RunningNode, eventually, run_kvhold
 
 
 @pytest.mark.parametrize("command", [serve.command, doctor.command])
@@ -26,3 +28,26 @@ def test_a_reference_to_a_secret_is_taken(tmp_path: Path, monkeypatch: pytest.Mo
     assert result.exit_code == 1, "nobody listens there"
     assert "127.0.0.1:1" in result.output
     assert "hush" not in result.output
+
+
+@pytest.mark.server
+def test_a_secret_of_a_tier_is_nowhere_to_be_seen(tmp_path: Path) -> None:
+    """Not on the node's command line, in its log, its status, or what doctor and the tools say."""
+    lines = [
+        "redis://me:hush@127.0.0.1:1/0",
+        "kvhold://:hush@127.0.0.1:1?name=central",
+        "s3://bucket?endpoint=http://127.0.0.1:1&access_key_id=hush&secret_access_key=hush",
+    ]
+    quoted = ", ".join(f'"{line}"' for line in lines)
+    (tmp_path / "k.toml").write_text(f'tiers = [{quoted}]\nlisten.token = "hush"\n')
+    node = RunningNode(tmp_path / "node.sock", "--config", str(tmp_path / "k.toml"))
+    try:
+        with node.client() as client:
+            eventually(lambda: any(tier["last_fault"] for tier in client.status()["tiers"]))
+            told = [json.dumps(client.status()), node.log.read_text(), Path(f"/proc/{node.pid}/cmdline").read_text()]
+        done = run_kvhold("doctor", "--config", str(tmp_path / "k.toml"), "--json", KVHOLD_NODE_SOCKET=str(node.path))
+        told += [done.stdout, done.stderr]
+    finally:
+        node.close()
+    assert "127.0.0.1:1" in told[0]
+    assert [text for text in told if "hush" in text] == []
