@@ -13,11 +13,10 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from time import monotonic
 from typing import Any
 
 from kvhold.cache.landing import Landing, Writer, Written
@@ -68,8 +67,14 @@ class Mover:
         metrics: Metrics,
         post: Callable[[Callable[[], None]], None],
         keyring: Keyring | None = None,
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        """metrics: its own, counted in its thread. keyring: for tiers that are encrypted."""
+        """Start working.
+
+        metrics: its own, counted in its thread
+        keyring: for tiers that are encrypted
+        loop:    runs the mover instead of a thread of its own, as in a simulation; then the caller awaits `end` and not `close`
+        """
         self._state = state
         self._ram: RamTier = state.ram
         self._stack = stack
@@ -80,16 +85,18 @@ class Mover:
         self._outboxes: list[Outbox] = []
         self._codings = [Coding(guard.config.codec, keyring if guard.config.encrypt else None) for guard in stack.guards]
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._compiling: dict[str, Future[Codec]] = {}  # at its first use on a machine that takes a while, and nobody is to wait for it
+        # The first use of a codec on a machine compiles it, which takes a while; nobody is to wait for that.
+        self._compiling: dict[str, asyncio.Future[Codec]] = {}
         self._dealt_with = asyncio.Event()
         keyrings = [coding.keyring for coding in self._codings]
         self._recoder = Recoder(stack, keyrings, metrics, self._encoding, tell=self._tell_recoded, now=self._ram.now)
         self._recodings: dict[int, asyncio.Task[Any]] = {}
-        self._loop = asyncio.new_event_loop()
+        self._loop = loop or asyncio.new_event_loop()
         self._loop.call_soon(self._begin)  # before any order: `submit` may well be called before the thread runs
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvhold-mover", daemon=True)
-        self._thread.start()
+        if loop is None:
+            self._thread.start()
 
     def submit(self, orders: Sequence[Order]) -> None:
         """Do these soon. From the state's thread; never blocks."""
@@ -112,11 +119,26 @@ class Mover:
         if self._closed:
             return
         self._closed = True
-        asyncio.run_coroutine_threadsafe(self._end(drain_timeout_s), self._loop).result()
+        asyncio.run_coroutine_threadsafe(self.end(drain_timeout_s), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         for pool in (self._checking, self._encoding):
             pool.shutdown(wait=False, cancel_futures=True)
+
+    async def end(self, drain_timeout_s: float) -> None:
+        """Write what waits, for so long at most; then end the tasks and the tiers. In the mover's loop."""
+        self._closed = True
+        until = self._loop.time() + drain_timeout_s
+        while self._loop.time() < until and any(box for box in self._outboxes if box.guard.available):
+            await self._some_written()
+        left = sum(box.num_queued for box in self._outboxes)
+        if left:
+            log.warning("%d chunks were not written to lower tiers before the end", left)
+        for task in list(self._tasks):
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_LEAVE_S)
+        await asyncio.wait((asyncio.ensure_future(self._stack.close()),), timeout=_LEAVE_S)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -129,7 +151,7 @@ class Mover:
             self._outboxes.append(outbox)
             if not guard.config.read_only:
                 if coding.codec != RAW:
-                    self._compiling[coding.codec] = self._encoding.submit(make_codec, coding.codec)
+                    self._compiling[coding.codec] = self._loop.run_in_executor(self._encoding, make_codec, coding.codec)
                 for _ in range(max(1, guard.config.concurrent_calls - 1)):
                     self._start(self._write_from(outbox))
         self._start(self._stack.check())
@@ -162,19 +184,6 @@ class Mover:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("the mover failed", exc_info=error)
-
-    async def _end(self, drain_timeout_s: float) -> None:
-        until = monotonic() + drain_timeout_s
-        while monotonic() < until and any(box for box in self._outboxes if box.guard.available):
-            await self._some_written()
-        left = sum(box.num_queued for box in self._outboxes)
-        if left:
-            log.warning("%d chunks were not written to lower tiers before the end", left)
-        for task in list(self._tasks):
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=_LEAVE_S)
-        await asyncio.wait((asyncio.ensure_future(self._stack.close()),), timeout=_LEAVE_S)
 
     # Up.
 

@@ -11,7 +11,6 @@ closes it again. A call whose deadline has passed is cancelled and not waited fo
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -65,6 +64,11 @@ class Outcome(Generic[Result]):
     failed: list[bool] = field(default_factory=list)
 
 
+def _now() -> float:
+    """The loop's clock: the monotonic one, or that of a simulation."""
+    return asyncio.get_running_loop().time()
+
+
 @dataclass
 class _Call(Generic[Result]):
     operation: str
@@ -72,7 +76,7 @@ class _Call(Generic[Result]):
     deadline_s: float
     result: Result | None = None
     pending: "asyncio.Task[Any] | None" = None
-    began_s: float = field(default_factory=time.monotonic)
+    began_s: float = field(default_factory=_now)
 
     def check(self, result: Any) -> None:
         """Raise ValueError unless the tier's answer has an item for each key."""
@@ -238,13 +242,13 @@ class Guard:
             return first
         if call.pending is not None:  # it may still be writing where the second would
             return first
-        if time.monotonic() - call.began_s >= call.deadline_s:
+        if _now() - call.began_s >= call.deadline_s:
             return first
         return await self._attempt(call, work)
 
     async def _attempt(self, call: _Call[Result], work: Callable[[], Awaitable[Result]]) -> TierError | None:
         """One call with what is left of its deadline. Returns what went wrong."""
-        began_s = time.monotonic()
+        began_s = _now()
         task = asyncio.ensure_future(_awaited(work))
         try:
             await asyncio.wait((task,), timeout=max(0.0, call.deadline_s - (began_s - call.began_s)))
@@ -252,7 +256,7 @@ class Guard:
             task.cancel()
             await asyncio.wait((task,), timeout=_LEAVE_S)
             raise
-        self._metrics.observe("kvhold_tier_seconds", time.monotonic() - began_s, tier=self.name, operation=call.operation)
+        self._metrics.observe("kvhold_tier_seconds", _now() - began_s, tier=self.name, operation=call.operation)
         if not task.done():
             task.cancel()
             call.pending = task
@@ -284,7 +288,7 @@ class Guard:
 
     def _failed(self, operation: str, fault: TierError, *, reason: str | None = None) -> None:
         self._fault(operation, fault, reason=reason)
-        if self._breaker.failed(time.monotonic(), for_good=isinstance(fault, TierDenied)):
+        if self._breaker.failed(_now(), for_good=isinstance(fault, TierDenied)):
             self._metrics.set("kvhold_tier_available", 0, tier=self.name)
             log.warning("tier %s is left alone until it answers again: %s", self.name, fault)
             if self._mending is not None:
@@ -341,9 +345,9 @@ class Guard:
     async def _mend(self) -> None:
         """While the breaker is open: try now and then."""
         while self._breaker.next_try_s is not None:
-            await asyncio.sleep(max(0.0, self._breaker.next_try_s - time.monotonic()))
+            await asyncio.sleep(max(0.0, self._breaker.next_try_s - _now()))
             if self._stuck:  # it has not even let go of the last calls
-                self._breaker.failed(time.monotonic())
+                self._breaker.failed(_now())
             else:
                 await self.check()
 
