@@ -66,7 +66,9 @@ def layout_fingerprint(layout: dict) -> bytes:
 def namespace_digest(space: dict, fingerprint: bytes) -> bytes:
     fields = [space[name] for name in ["model", "revision", "dtype", "quantization", "shards", "lora", "cache_salt", "hashing"]]
     tags = [list(tag) for tag in sorted(map(tuple, space["tags"]))]
-    return blake2b(encode(["kvhold-namespace-1", fields, tags, fingerprint]), digest_size=16).digest()
+    facts = sorted(map(list, space.get("facts", [])))
+    facts_digest = blake2b(encode(["kvhold-facts-1", facts]), digest_size=32).digest() if facts else b""
+    return blake2b(encode(["kvhold-namespace-2", fields, tags, fingerprint, facts_digest]), digest_size=16).digest()
 
 
 def chunk_hash(namespace: bytes, parent: bytes, tokens: list[int], extra: bytes = b"", inserts: list | None = None) -> bytes:

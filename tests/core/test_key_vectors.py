@@ -11,6 +11,7 @@ import pytest
 
 from kvhold.core.keys import HASH_BYTES, Insert, Namespace, Prompt
 from kvhold.core.layout import Group, Layout
+from kvhold.core.naming import Facts
 from tests.codecs import independent
 
 FILE = Path(__file__).parent / "vectors" / "keys.json"
@@ -36,6 +37,7 @@ HYBRID = {
 PLAIN = {"model": "llama", "revision": "", "dtype": "", "quantization": "", "shards": 1, "lora": "", "cache_salt": "", "tags": []} | {
     "hashing": "tokens-1"
 }
+FACTS = [["engine.seed", "7"], ["engine.dtype", "'bfloat16'"]]
 FULL = {"model": "modèle/8B", "revision": "main", "dtype": "bfloat16", "quantization": "fp8", "shards": 2, "lora": "adapter-7"} | {
     "cache_salt": "tenant a",
     "tags": [["team", "blue"], ["app", "chat"]],
@@ -76,12 +78,20 @@ INPUTS: list[dict[str, Any]] = [
         "extras": {},
         "inserts": [[0, 14, {"hex": "ab" * 32}]],
     },
+    {
+        "says": "facts, in any order",
+        "layout": DENSE,
+        "namespace": PLAIN | {"facts": FACTS},
+        "tokens": [1, 2, 3, 4],
+        "extras": {},
+    },
 ]
 
 
 def prompt_of(inputs: dict[str, Any]) -> Prompt:
     layout = inputs["layout"]
     space = inputs["namespace"] | {"tags": tuple(map(tuple, inputs["namespace"]["tags"]))}
+    space["facts"] = Facts.of(dict(space.get("facts", [])))
     groups = tuple(Group(**group) for group in layout["groups"])
     namespace = Namespace(layout=Layout(groups, layout["tokens_per_chunk"], layout["tail_tokens"]), **space)
     extras = {int(chunk): bytes.fromhex(extra) for chunk, extra in inputs["extras"].items()}

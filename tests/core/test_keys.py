@@ -26,6 +26,7 @@ from kvhold.core.keys import (
     split_key,
 )
 from kvhold.core.layout import Group, Layout
+from kvhold.core.naming import Facts
 
 GROUP = Group(layers=2, planes=2, heads=2, head_dim=8, dtype="float16")
 LAYOUT = Layout((GROUP,), tokens_per_chunk=4, tail_tokens=1)
@@ -79,6 +80,7 @@ class TestNamespace:
         "cache_salt": "salt",
         "tags": (("name", "value"),),
         "hashing": "engine-1",
+        "facts": Facts.of({"engine.seed": "7"}),
     }
 
     def test_every_field_is_covered_here(self) -> None:

@@ -87,7 +87,7 @@ class Followed:
         found: set[Block] = set()
         for number, (prompt, changes) in enumerate(self.texts.values()):
             adapter = changes.get("lora_request")
-            lora = next((name for key, name in self.side._adapters.items() if adapter and key[1] == adapter.lora_name), "")
+            lora = next((name for key, name in self.side._adapters.names().items() if adapter and key[1] == adapter.lora_name), "")
             space = self.side._namespace.narrowed(lora=lora, cache_salt=changes.get("cache_salt", ""))
             names = space.prompt(prompt).chunks()
             request = self.engine.add(f"named-{number}-{len(self.engine.outputs)}", prompt, **changes)  # for its hashes alone

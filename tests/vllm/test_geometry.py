@@ -88,8 +88,9 @@ class TestShards:
         spaces, layouts, held = set(), set(), {}
         for width in (1, 2, 4):
             settings = Config(head_shards=4)
-            geometry = of_width(config, width, groups(full(num_kv_heads=8 // width)), head_shards=4)
-            spaces.add(namespace_of(config, geometry, settings).digest)
+            kv = groups(full(num_kv_heads=8 // width))
+            geometry = of_width(config, width, kv, head_shards=4)
+            spaces.add(namespace_of(config, kv, geometry, settings).digest)
             layouts.add(geometry.layout)
             held[width] = [list(geometry.held_by(rank)) for rank in range(width)]
         assert len(spaces) == len(layouts) == 1
@@ -97,10 +98,9 @@ class TestShards:
 
     def test_without_them_engines_of_other_widths_share_nothing(self, config: VllmConfig) -> None:
         """Another width adds up in another order: its KV is not the same to the bit."""
-        spaces = {
-            namespace_of(config, of_width(config, width, groups(full(num_kv_heads=8 // width))), Config()).digest for width in (1, 2, 4)
-        }
-        spaces |= {namespace_of(config, of_width(config, width, groups(latent(), copies=width)), Config()).digest for width in (1, 2)}
+        kinds = [(width, groups(full(num_kv_heads=8 // width))) for width in (1, 2, 4)]
+        kinds += [(width, groups(latent(), copies=width)) for width in (1, 2)]
+        spaces = {namespace_of(config, kv, of_width(config, width, kv), Config()).digest for width, kv in kinds}
         assert len(spaces) == 5
 
     def test_a_latent_is_not_divided(self, config: VllmConfig) -> None:
@@ -135,7 +135,8 @@ class TestParts:
         digests = set()
         for kind in ("auto", "fp8", "fp8_e5m2"):
             config.cache_config.cache_dtype = kind
-            digests.add(namespace_of(config, of_width(config, 1, groups(full(dtype=torch.uint8))), Config()).digest)
+            kv = groups(full(dtype=torch.uint8))
+            digests.add(namespace_of(config, kv, of_width(config, 1, kv), Config()).digest)
         assert len(digests) == 3
 
 

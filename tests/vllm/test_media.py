@@ -13,7 +13,7 @@ from vllm.multimodal.inputs import PlaceholderRange
 
 from kvhold.core.keys import Insert
 from kvhold.integrations.vllm import media
-from kvhold.integrations.vllm.media import Media
+from kvhold.integrations.vllm.media import Media, MediaError
 
 pytestmark = pytest.mark.vllm
 
@@ -29,7 +29,11 @@ def feature(identifier: str = "photo", modality: str = "image", offset: int = 2,
 
 
 def inserts(memory: Media, *features: Any) -> list[Insert] | None:
-    return memory.inserts_of(SimpleNamespace(mm_features=list(features)))  # type: ignore[arg-type]
+    """None: refused."""
+    try:
+        return memory.inserts_of(SimpleNamespace(mm_features=list(features)))  # type: ignore[arg-type]
+    except MediaError:
+        return None
 
 
 def digest(**data: Any) -> bytes | str:
@@ -71,7 +75,6 @@ def test_everything_counts() -> None:
         {"pixels": PIXELS, "grid": [1, 44]},
         {"pixels": PIXELS, "grid": [[1, 4], 4]},
         {"pixels": PIXELS, "grid": ["1", "4", "4"]},
-        {"pixels": PIXELS, "grid": None},
         {"pixels": PIXELS, "grid": torch.tensor(4)},
         {"pixels": [PIXELS[0], PIXELS[1:]]},
         {"pixels": torch.empty(0)},
@@ -118,3 +121,19 @@ def test_content_of_unknown_make_is_an_error_and_so_not_cached() -> None:
         digest(pixels=object())
     with pytest.raises(TypeError, match="ndarray"):
         digest(pixels=np.array([object()]))
+
+
+def test_content_with_a_missing_part_is_refused() -> None:
+    """Embeddings that were left out are None among a processor's tensors, or not there at all."""
+    assert inserts(Media(), feature("cat", embeds=None, grid=torch.tensor([1, 4, 4]))) is None
+    empty = feature("cat")
+    empty.data = {}
+    assert inserts(Media(), empty) is None
+
+
+def test_what_is_left_of_two_images_whose_embeddings_come_from_elsewhere_names_neither() -> None:
+    """With `allow_missing_mm_embeddings` a request may have an image's size alone."""
+    memory = Media(embeddings_may_be_missing=True)
+    for name in ("cat", "dog"):
+        assert inserts(memory, feature(name, grid=torch.tensor([1, 4, 4]))) is None
+    assert inserts(memory) == [], "text is as it was"

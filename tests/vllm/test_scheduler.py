@@ -702,15 +702,36 @@ class TestAdapters:
         assert self.hit(one, tuned) == 0
         assert self.hit(two, copy) == 288
 
-    def test_files_that_change_under_a_loaded_adapter_change_nothing(self, engine: MakeEngine, adapter: Callable[..., LoRARequest]) -> None:
-        """The engine goes on with what it has loaded, until it is told to load it anew; another engine loads what is there now."""
+    def test_files_that_change_in_place_are_not_cached_any_more(self, engine: MakeEngine, adapter: Callable[..., LoRARequest]) -> None:
+        """vLLM evicts adapters and loads them from their files again, so a worker may have either state. Another engine has the new one."""
         old = engine()
         assert self.hit(old, adapter("mutable", b"first")) == 0
+        assert self.hit(old, adapter("mutable", b"first")) == 288, "written again with the same content"
         changed = adapter("mutable", b"second version")
-        assert self.hit(old, changed) == 288
+        stored = len(old.stores)
         reloaded = LoRARequest("tuned", 1, changed.lora_path, load_inplace=True)
-        assert self.hit(old, reloaded) == 0
-        assert self.hit(engine(), changed) == 288
+        for request in (changed, changed, reloaded):
+            assert self.hit(old, request) == 0
+        assert self.hit(old, adapter("mutable", b"first")) == 0, "back again, and too late"
+        assert len(old.stores) == stored
+        changed = adapter("mutable", b"second version")
+        fresh = engine()
+        assert self.hit(fresh, changed) == 0
+        assert self.hit(fresh, changed) == 288
+        assert self.hit(old, LoRARequest("tuned", 2, changed.lora_path)) == 288, "loaded under another number"
+
+    def test_files_that_change_before_a_step_is_planned_store_nothing(
+        self, engine: MakeEngine, adapter: Callable[..., LoRARequest]
+    ) -> None:
+        """The worker loads the adapter with its first step, which is after the request was named."""
+        changing = engine()
+        request = adapter("soon", b"before")
+        changing.add("named", self.PROMPT, lora_request=request)
+        naming = changing.connector.scheduler._followed["named"].naming
+        assert naming is not None and naming.result(timeout=10) is not None
+        adapter("soon", b"after")
+        changing.run()
+        assert changing.stores == []
 
     @pytest.mark.parametrize(
         "path", ["/nowhere/at/all", "~/nowhere-at-all", "no-such-user/no-such-adapter", "not a name:at all", "s3://bucket/adapter"]
@@ -1168,8 +1189,9 @@ class TestIdentity:
         for name, value in changes.items():
             section, _, field = name.partition("__")
             setattr(getattr(config, section), field, value)
-        geometry = geometry_of(config, make_kv_config(options), settings or Config())
-        return space.namespace_of(config, geometry, settings or Config()).digest
+        kv = make_kv_config(options)
+        geometry = geometry_of(config, kv, settings or Config())
+        return space.namespace_of(config, kv, geometry, settings or Config()).digest
 
     def test_the_same_model_in_another_folder_is_the_same(self, tmp_path: Path) -> None:
         one, two = make_folder(tmp_path / "one" / "llama"), make_folder(tmp_path / "two" / "elsewhere")

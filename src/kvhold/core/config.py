@@ -163,6 +163,11 @@ class Config:
         minimum=0,
     )
     model_id: str = setting("", "a name for the model and its weights, where they cannot be told by content or hub commit")
+    share: tuple[str, ...] = setting(
+        (),
+        "differences between engines that are to share KV all the same: versions, cpu, tensor_parallel, data_parallel, expert_parallel, "
+        "environment, or a fact that `kvhold names A B` shows",
+    )
     ram_bytes: int = size(0, "memory for cached KV; 0: a quarter of what is free at start, at most 4 GiB")
     policy: str = setting("lru", "which chunk is evicted first", choices=("lru", "lfu", "fifo", "mru", "s3fifo"))
     namespace_quota_bytes: int = size(0, "the most memory that the chunks of one namespace may have; 0: no limit")

@@ -31,6 +31,7 @@ import numpy.typing as npt
 
 from kvhold.core.encoding import Plain, canonical
 from kvhold.core.layout import Layout
+from kvhold.core.naming import NO_FACTS, Facts
 
 NAMESPACE_BYTES = 16
 HASH_BYTES = 20
@@ -109,6 +110,7 @@ class Namespace:
     cache_salt: a tenant's secret or any text that separates callers
     tags:       pairs of names and values that must match, in any order
     hashing:    what the token hashes are made from; engines with hashes of their own name them here
+    facts:      whatever else the engine was configured with, by name; see `core.naming`
     """
 
     model: str
@@ -121,13 +123,15 @@ class Namespace:
     cache_salt: str = ""
     tags: tuple[tuple[str, str], ...] = ()
     hashing: str = "tokens-1"
+    facts: Facts = NO_FACTS
 
     @cached_property
     def digest(self) -> bytes:
         """16 bytes that name this namespace."""
         fields: Plain = [self.model, self.revision, self.dtype, self.quantization, self.shards, self.lora, self.cache_salt, self.hashing]
         tags: Plain = [list(tag) for tag in sorted(self.tags)]
-        return blake2b(canonical(["kvhold-namespace-1", fields, tags, self.layout.fingerprint]), digest_size=NAMESPACE_BYTES).digest()
+        parts: Plain = ["kvhold-namespace-2", fields, tags, self.layout.fingerprint, self.facts.digest]
+        return blake2b(canonical(parts), digest_size=NAMESPACE_BYTES).digest()
 
     @property
     def tenant(self) -> str:

@@ -1,55 +1,122 @@
 """Which weights these are, told the same on every host: KV of other weights must never be taken for theirs.
 
-    model_identity("/models/llama", None)          # "content:..." from every byte of the folder's weights
+    model_identity("/models/llama", None)          # "content:..." from every byte of the folder's files
     model_identity("org/llama", "main")            # "hub:org/llama@<commit>" of the copy in the local hub cache
+    adapter_identity("/adapters/tuned")            # the same of a LoRA adapter, whose files lie in the folder itself
 
-A folder's files are hashed whole (xxh3, 128 bits; it guards against accidents, nobody gains by forging their own weights), once for each
-state of a file: the digests are kept in the user's cache folder under the file's path, size, time and inode. The engine reads
-the same files next, so the first hashing mostly warms the page cache for it.
+Every file counts, in subfolders too: weights of any format, indexes, settings, and code beside the weights. Left out is what cannot shape
+KV, by the list below. Files are hashed whole (xxh3, 128 bits; it guards against accidents, nobody gains by forging their own weights),
+once for each state of a file: the digests are kept in the user's cache folder under the file's path, size, time and inode. The engine
+reads the same files next, so the first hashing mostly warms the page cache for it.
 """
 
 import logging
 import os
 import tempfile
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from hashlib import blake2b
 from pathlib import Path
 
 import xxhash
 
-from kvhold.core.encoding import canonical
+from kvhold.core.encoding import Plain, canonical
 from kvhold.core.errors import LayoutError
 from kvhold.core.sizes import format_size
 
 log = logging.getLogger(__name__)
 
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _SETTINGS = ("config.json", "adapter_config.json")
 _PIECE_BYTES = 8 << 20
 _WORTH_A_LINE = 1 << 30
+_MAX_FILES = 20_000
+
+HARMLESS_FILES = {
+    "documents and pictures": "*.md *.pdf *.png *.jpg *.jpeg *.gif *.svg *.html LICENSE* NOTICE* USE_POLICY*",
+    "how text becomes tokens, which are in the key": "tokenizer* vocab* merges.txt special_tokens_map.json added_tokens.json"
+    " chat_template* *.tiktoken *.spm",
+    "how tokens are sampled": "generation_config.json",
+    "logs, locks and files that are not complete": "*.log *.lock *.incomplete *.tmp events.out.tfevents.*",
+}
+"""Names of files that are left out, by the reason. Files and folders that begin with a dot, and __pycache__, are left out, too."""
+
+_HARMLESS = tuple(pattern for patterns in HARMLESS_FILES.values() for pattern in patterns.split())
 
 
 def model_identity(model: str, revision: str | None) -> str:
-    """The name of a model's (or an adapter's) weights. Raises LayoutError when they cannot be told."""
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return f"content:{_folder_digest(folder)}"
+    """Return the name of a model's weights and code. Raises LayoutError when they cannot be told."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return f"content:{_digest_of(path, files_of(path))}"
+    if path.is_file():
+        return f"content:{_digest_of(path.parent, [path])}"
     return f"hub:{model}@{_hub_commit(model, revision)}"
 
 
-def _folder_digest(folder: Path) -> str:
-    files = sorted(p for p in folder.iterdir() if p.is_file() and (p.suffix in _WEIGHTS or p.name in _SETTINGS))
+def adapter_identity(folder: str) -> str:
+    """Return the name of an adapter's files. Raises LayoutError when they cannot be told."""
+    path = Path(folder).expanduser()
+    if path.is_dir():
+        return f"content:{_digest_of(path, files_of(path, subfolders=False))}"
+    return model_identity(folder, None)
+
+
+def code_identity(model: str, auto_map: object, code_revision: str | None) -> list[str]:
+    """Return the names of the code that a model's `auto_map` takes from the hub, other than from `model` at its own revision.
+
+    Raises LayoutError for code that is not in the local hub cache.
+    """
+    found = set()
+    for repository, file in _code_files(auto_map):
+        if repository or (code_revision and not Path(model).expanduser().exists()):
+            name = repository or model
+            found.add(f"hub:{name}@{_hub_commit(name, code_revision, names=(file,))}")
+    return sorted(found)
+
+
+def files_of(folder: Path, *, subfolders: bool = True) -> list[Path]:
+    """Return the files of a folder that may shape KV, in order; links are followed. Raises LayoutError for too many."""
+    found: list[Path] = []
+    seen: set[str] = set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(place)
+        folders[:] = sorted(name for name in folders if name[0] != "." and name != "__pycache__") if subfolders else []
+        if real in seen:  # a link to a folder above it
+            folders[:] = []
+            continue
+        seen.add(real)
+        found += [Path(place, name) for name in names if name[0] != "." and not _is_harmless(name)]
+        if len(found) > _MAX_FILES:
+            raise LayoutError(f"{folder} holds more than {_MAX_FILES} files, so its weights cannot be told; set model_id")
+    return sorted(path for path in found if path.is_file())
+
+
+def file_digest(path: Path) -> str:
+    """Return the digest of one file's content, kept from before where the file is as it was. Raises OSError."""
+    return _file_digest(path)
+
+
+def _is_harmless(name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in _HARMLESS)
+
+
+def _digest_of(folder: Path, files: list[Path]) -> str:
     if not files:
         raise LayoutError(f"the model folder {folder} holds no weights to tell it by; set model_id to a name that is theirs alone")
-    total = sum(file.stat().st_size for file in files)
-    if total >= _WORTH_A_LINE:
-        log.info("kvhold: telling %s of weights by their content; their digests are kept for the next start", format_size(total))
-    return blake2b(canonical([[file.name, _file_digest(file)] for file in files]), digest_size=16).hexdigest()
+    try:
+        total = sum(file.stat().st_size for file in files)
+        if total >= _WORTH_A_LINE:
+            log.info("kvhold: telling %s of weights by their content; their digests are kept for the next start", format_size(total))
+        named: list[Plain] = [[str(file.relative_to(folder)), _file_digest(file)] for file in files]
+    except OSError as error:
+        raise LayoutError(f"cannot read the weights in {folder}: {error}; set model_id") from None
+    return blake2b(canonical(named), digest_size=16).hexdigest()
 
 
 def _file_digest(path: Path) -> str:
     status = path.stat()
-    state = canonical([str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ino])
+    state = canonical([str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino])
     note = _notes_folder() / blake2b(state, digest_size=16).hexdigest()
     try:
         return note.read_text()
@@ -83,12 +150,29 @@ def _notes_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvhold" / "weights"
 
 
-def _hub_commit(model: str, revision: str | None) -> str:
+def _hub_commit(model: str, revision: str | None, names: Sequence[str] = _SETTINGS) -> str:
     from huggingface_hub import try_to_load_from_cache
 
     with suppress(ValueError):  # not the form of a hub's name
-        for name in _SETTINGS:
+        for name in names:
             found = try_to_load_from_cache(model, name, revision=revision)
             if isinstance(found, str):
-                return Path(found).parent.name  # .../snapshots/<commit>/config.json
+                return _snapshot_of(Path(found))
     raise LayoutError(f"cannot tell which weights {model!r} names, because it is no folder and not in the local hub cache; set model_id")
+
+
+def _snapshot_of(path: Path) -> str:
+    """The commit in .../snapshots/<commit>/config.json."""
+    parts = path.parts
+    return parts[parts.index("snapshots") + 1]
+
+
+def _code_files(auto_map: object) -> list[tuple[str, str]]:
+    """(repository or nothing, file) of each class in an auto_map: "org/repo--module.Class" or "module.Class"."""
+    found = []
+    for value in auto_map.values() if isinstance(auto_map, Mapping) else ():
+        for reference in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(reference, str):
+                repository, _, name = reference.rpartition("--")
+                found.append((repository, f"{name.rpartition('.')[0]}.py"))
+    return found

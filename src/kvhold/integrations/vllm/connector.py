@@ -22,8 +22,9 @@ from kvhold.core.errors import LayoutError
 from kvhold.integrations.vllm.events import describer_of, with_events
 from kvhold.integrations.vllm.geometry import geometry_of, mixes_adapters
 from kvhold.integrations.vllm.layerwise import refusal
+from kvhold.integrations.vllm.media import Media
 from kvhold.integrations.vllm.scheduler import SchedulerSide
-from kvhold.integrations.vllm.space import namespace_of
+from kvhold.integrations.vllm.space import layout_only, namespace_of
 from kvhold.integrations.vllm.stats import PromMetrics, Stats
 from kvhold.integrations.vllm.steps import Steps
 from kvhold.integrations.vllm.worker import WorkerSide
@@ -54,7 +55,6 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
         transfer.kv_load_failure_policy = "recompute"
         settings = with_events(load_config(transfer.kv_connector_extra_config), vllm_config)
         geometry = geometry_of(vllm_config, kv_cache_config, settings)
-        namespace = namespace_of(vllm_config, geometry, settings)
         if settings.layerwise and (reason := refusal(vllm_config, geometry)):
             raise LayoutError(
                 f"layerwise: kvhold does not load inside this engine's passes, because a failed load could not be undone: {reason}"
@@ -64,7 +64,7 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(
                 settings,
-                namespace,
+                namespace_of(vllm_config, kv_cache_config, geometry, settings),
                 geometry,
                 loads=transfer.is_kv_consumer,
                 stores=transfer.is_kv_producer,
@@ -72,10 +72,13 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
                 describer=describer_of(vllm_config, kv_cache_config, geometry),
                 layerwise=settings.layerwise,
                 step_tokens=_step_tokens(vllm_config),
+                media=_media_of(vllm_config),
             )
         else:
             rank, num_blocks = vllm_config.parallel_config.rank, kv_cache_config.num_blocks
-            self._worker = WorkerSide(settings, namespace, geometry, rank=rank, num_blocks=num_blocks, layerwise=settings.layerwise)
+            self._worker = WorkerSide(
+                settings, layout_only(geometry), geometry, rank=rank, num_blocks=num_blocks, layerwise=settings.layerwise
+            )
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -198,6 +201,11 @@ def _step_tokens(vllm_config: "VllmConfig") -> int:
     """The most tokens of one prompt that a step computes."""
     scheduling = vllm_config.scheduler_config
     return int(min(scheduling.max_num_batched_tokens, scheduling.long_prefill_token_threshold or scheduling.max_num_batched_tokens))
+
+
+def _media_of(vllm_config: "VllmConfig") -> Media:
+    multimodal = vllm_config.model_config.multimodal_config
+    return Media(embeddings_may_be_missing=bool(getattr(multimodal, "allow_missing_mm_embeddings", False)))
 
 
 def _log_like_vllm() -> None:

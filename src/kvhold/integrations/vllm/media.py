@@ -1,10 +1,11 @@
 """What in a prompt is no text, by a hash of all its content: images, video, audio.
 
-    inserts = Media().inserts_of(request)     # None: some of it cannot be told
+    inserts = Media().inserts_of(request)     # MediaError: some of it cannot be told
 
 vLLM names such content by an identifier that the user may have chosen; what one user calls "photo", another does, too. So the content
 itself is hashed, as the model gets it (the processor's tensors), whole. vLLM leaves it out where this process has had it before, under
-the same identifier; then its hash of that time counts, as for vLLM its encoder's output does.
+the same identifier; then its hash of that time counts, as for vLLM its encoder's output does. Where embeddings may be left out of a
+request because they come from elsewhere (`allow_missing_mm_embeddings`), what is there does not tell the content: it is refused.
 """
 
 from collections import OrderedDict
@@ -23,30 +24,36 @@ if TYPE_CHECKING:
 _REMEMBERED = 10_000  # contents; a hash and an identifier each
 
 
+class MediaError(Exception):
+    """Content that cannot be told; the text says why."""
+
+
 class Media:
     """Hashes, and those of before. For one thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, embeddings_may_be_missing: bool = False) -> None:
+        """embeddings_may_be_missing: vLLM's setting `allow_missing_mm_embeddings`, which it makes for a consumer of an encoder's cache."""
         self._known: OrderedDict[str, bytes] = OrderedDict()
+        self._may_be_missing = embeddings_may_be_missing
 
-    def inserts_of(self, request: "Request") -> list[Insert] | None:
-        """One insert for each of the request's contents. None when one cannot be told. Raises TypeError for content of unknown make."""
-        inserts = []
-        for feature in request.mm_features:
-            digest = self._digest(feature)
-            if digest is None:
-                return None
-            inserts.append(Insert(feature.mm_position.offset, feature.mm_position.length, digest))
-        return inserts
+    def inserts_of(self, request: "Request") -> list[Insert]:
+        """Return one insert for each of the request's contents. Raises MediaError when one cannot be told, TypeError for unknown makes."""
+        if request.mm_features and self._may_be_missing:
+            raise MediaError("embeddings of its images, video or audio may come from elsewhere (allow_missing_mm_embeddings)")
+        return [Insert(f.mm_position.offset, f.mm_position.length, self._digest(f)) for f in request.mm_features]
 
-    def _digest(self, feature: Any) -> bytes | None:
+    def _digest(self, feature: Any) -> bytes:
         if feature.data is None:
             digest = self._known.get(feature.identifier)
-            if digest is not None:
-                self._known.move_to_end(feature.identifier)
+            if digest is None:
+                raise MediaError("the content of an image, video or audio was left out of the request, and was not seen here before")
+            self._known.move_to_end(feature.identifier)
             return digest
+        parts = {name: element.data for name, element in feature.data.items()}
+        if not parts or any(part is None for part in parts.values()):
+            raise MediaError("a part of an image's, video's or audio's content is missing")
         state = blake2b(feature.modality.encode(), digest_size=32)
-        _feed(state, {name: element.data for name, element in feature.data.items()})
+        _feed(state, parts)
         _feed(state, feature.mm_position.is_embed)
         digest = state.digest()
         self._known[feature.identifier] = digest

@@ -33,6 +33,7 @@ from kvhold.integrations.vllm.costs import Costs, Took
 from kvhold.integrations.vllm.events import Announcer, Describer
 from kvhold.integrations.vllm.geometry import Geometry, Part
 from kvhold.integrations.vllm.media import Media
+from kvhold.integrations.vllm.naming.adapters import Adapters
 from kvhold.integrations.vllm.space import join, prompt_of, rules_of
 from kvhold.integrations.vllm.stats import BELOW_MINIMUM, NO_ANSWER, NOT_NAMED, Tally
 from kvhold.integrations.vllm.steps import Load, Steps, Store
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _NULL_BLOCK = 0  # vLLM's number for "no block"
+_MOST_CAUSES = 100  # of requests that are not cached; each is logged once
 _PATIENCE_S = 0.003  # of one scheduling pass for all its lookups; RAM answers in less
 
 
@@ -103,6 +105,7 @@ class SchedulerSide:
         describer: Describer | None = None,
         layerwise: bool = False,
         step_tokens: int = 1 << 40,
+        media: Media | None = None,
     ) -> None:
         """loads, stores: whether this engine may. vLLM keeps passes under way from writing to freed blocks only where it knows of loads.
 
@@ -110,6 +113,7 @@ class SchedulerSide:
         describer: for KV events; None: none
         layerwise: what is in memory is loaded inside the pass that computes the rest (`layerwise.refusal` has nothing to say)
         step_tokens: the most tokens of one prompt that a step computes
+        media: names images and the like; None: as they are in the requests
         """
         self._config = config
         self._may_load = loads
@@ -125,11 +129,12 @@ class SchedulerSide:
         )
         place_own_threads(config.client.cores)  # the one that keeps the connection was started by the engine's thread
         self._announcer = Announcer(self._cache, self._lookups, describer) if describer is not None else None
-        self._adapters: dict[tuple[int, str, str], str] = {}  # the lookup thread's
+        self._adapters = Adapters()  # the lookup thread's
+        self._not_named: set[str] = set()  # causes that were logged
         self._followed: dict[str, _Followed] = {}
         self.tally = Tally()
         self._costs = Costs(step_tokens)
-        self._media = Media()  # the lookup thread's
+        self._media = media or Media()  # the lookup thread's
         self._loads: list[Load] = []
         self._inside: list[str] = []  # requests that the last pass has loaded
         self._last_stores: list[Store] = []
@@ -246,7 +251,7 @@ class SchedulerSide:
             return False  # all was taken with the steps that completed it
         reached = min(len(tables[part.table]) * part.group.block_tokens for part in self._geometry.parts)
         taken = followed.tracker.finish(request.all_token_ids, reached // self._block)
-        if taken is None:
+        if taken is None or not self._adapter_stays(followed):
             return False
         self._last_stores.append(self._store(followed, taken, tables, last=True))
         return True
@@ -299,7 +304,7 @@ class SchedulerSide:
         if not self._catch_up(followed, 0.0) or followed.tracker is None or not self._stores_for(followed):
             return
         taken = followed.tracker.take(followed.request.all_token_ids if self._saves_decode(followed) else ())
-        if taken is not None:
+        if taken is not None and self._adapter_stays(followed):
             stores.append(self._store(followed, taken, output.kv_connector_block_state.get_block_ids(request_id)))
 
     def _catch_up(self, followed: _Followed, patience_s: float, *, last: bool = False) -> bool:
@@ -351,8 +356,10 @@ class SchedulerSide:
     def _name(self, request: "Request", rules: Rules) -> Prompt | None:
         """On the lookup thread: hash the prompt. Never raises, because the scheduler would with it; what cannot be named is not cached."""
         try:
-            prompt = prompt_of(self._namespace, request, rules, self._adapters, self._media)
-            if prompt is not None:
+            prompt, cause = prompt_of(self._namespace, request, rules, self._adapters, self._media)
+            if prompt is None:
+                self._say_once(request, cause)
+            else:
                 prompt = prompt.until(max(0, prompt.num_tokens - self._config.skip_last_n_tokens))
                 prompt.query()
         except KVHoldError as error:
@@ -362,6 +369,12 @@ class SchedulerSide:
         else:
             return prompt
         return None
+
+    def _say_once(self, request: "Request", cause: str) -> None:
+        """Log why a request is not cached, once for each cause; the count of `not_named` says how often."""
+        if cause not in self._not_named and len(self._not_named) < _MOST_CAUSES:
+            self._not_named.add(cause)
+            log.warning("kvhold: request %s is not cached, nor are others like it: %s", request.request_id, cause)
 
     def _name_on(self, naming: "Future[Prompt | None]", request: "Request", num_tokens: int) -> Prompt | None:
         """On the lookup thread, after the naming: the first `num_tokens` tokens of a text of which some were generated. Never raises."""
@@ -453,6 +466,11 @@ class SchedulerSide:
     def _stores_for(self, followed: _Followed) -> bool:
         trusted = self._stores_plain or followed.request.lora_request is not None
         return self._may_store and followed.rules.store and trusted
+
+    def _adapter_stays(self, followed: _Followed) -> bool:
+        """Whether the files of the request's adapter are those that it was named by."""
+        adapter = followed.request.lora_request
+        return adapter is None or self._adapters.is_unchanged(adapter)
 
     def _saves_decode(self, followed: _Followed) -> bool:
         """Not of a session whose prompt goes on after an answer: what is added may be more than its tokens."""

@@ -1,0 +1,244 @@
+"""Facts: what a namespace is made of, each with a name, so that two namespaces can be compared.
+
+    found: dict[str, str] = {}
+    walk(vllm_config.cache_config, "vllm.cache_config", Rules(tables), found)
+    facts = Facts.of(found)             # facts.digest is part of Namespace.digest
+
+Every field of a configuration is a fact, unless a table lists it as harmless, with the reason. A field that no table knows is a fact too:
+two engines that differ in it share nothing, which costs a miss. Texts are injective: two values have one text only if they are equal and
+of the same type. A value that is no plain value (a function, an object of unknown make) is a LayoutError that names the field. Pure.
+"""
+
+import dataclasses
+import re
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import PurePath
+from typing import Any
+
+import msgspec
+
+from kvhold.core.encoding import canonical
+from kvhold.core.errors import LayoutError, ProtocolError
+
+MAX_TEXT = 4096
+"""A longer text is replaced by its digest, which is not quoted and so equals no other text."""
+MAX_DESCRIPTION_BYTES = 64 << 10
+"""Of a packed description."""
+MAX_UNPACKED_BYTES = 4 << 20
+
+_MAX_DEPTH = 12
+_PLAIN = (str, int, float, bytes, list, tuple, set, frozenset)
+_SECRET = re.compile(r"(token|secret|passw\w*|credentials?|api_?key|access_?key\w*|auth\w*|private_?key)$", re.IGNORECASE)
+_SECRET_INSIDE = re.compile(
+    r"(token|secret|passw\w*|credentials?|api_?key|access_?key\w*|authori\w*|private_?key)'?\s*[:=]\s*'|://[^/'\s]*@", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """What is known of one class's fields.
+
+    named:    fields that shape KV, or may
+    harmless: fields that do not, each with the reason
+    """
+
+    named: frozenset[str]
+    harmless: Mapping[str, str]
+
+    @classmethod
+    def of(cls, named: str = "", harmless: Mapping[str, str] | None = None) -> "Table":
+        """Make one from texts with blanks between the fields; `harmless` maps each reason to its fields."""
+        reasons = {name: reason for reason, names in (harmless or {}).items() for name in names.split()}
+        table = cls(frozenset(named.split()), reasons)
+        assert not table.named & reasons.keys(), f"both named and harmless: {table.named & reasons.keys()}"
+        return table
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a configuration is walked.
+
+    tables:   by the name of a class; that of the nearest base counts
+    opens:    whether objects of a class that is no dataclass may be taken apart into their attributes
+    atoms:    types whose text is what a function says
+    not_keys: keys of mappings that are left out wherever they stand, because they name a place or a version of a file
+    shared:   facts that the user leaves out, so that they need not be plain
+    """
+
+    tables: Mapping[str, Table] = field(default_factory=dict)
+    opens: Callable[[type], bool] = lambda kind: False
+    atoms: Mapping[type, Callable[[Any], str]] = field(default_factory=dict)
+    not_keys: frozenset[str] = frozenset()
+    shared: tuple[str, ...] = ()
+
+    def harmless(self, kind: type, name: str) -> bool:
+        """Whether field `name` of class `kind` is left out."""
+        tables = (self.tables.get(base.__name__) for base in kind.__mro__)
+        return any(table is not None and name in table.harmless for table in tables)
+
+
+_PLAIN_VALUES = Rules()
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Names and texts, in the order of the names."""
+
+    items: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of(cls, found: Mapping[str, str]) -> "Facts":
+        """The facts of a mapping."""
+        return cls(tuple(sorted(found.items())))
+
+    @cached_property
+    def digest(self) -> bytes:
+        """32 bytes; none where there are no facts."""
+        if not self.items:
+            return b""
+        return blake2b(canonical(["kvhold-facts-1", [list(item) for item in self.items]]), digest_size=32).digest()
+
+    def without(self, left_out: Callable[[str], bool]) -> "Facts":
+        """The facts whose names are not left out."""
+        return Facts(tuple(item for item in self.items if not left_out(item[0])))
+
+
+NO_FACTS = Facts()
+
+
+def walk(value: Any, name: str, rules: Rules, found: dict[str, str], depth: int = 0) -> None:
+    """Add the facts of `value`, called `name`, to `found`. Raises LayoutError for what is no plain value, and names it."""
+    if name in rules.shared:
+        return
+    if not _is_open(value, rules):
+        found[name] = text_of(value, name, rules, depth)
+        return
+    _check_depth(name, depth)
+    found[name] = _class_name(type(value))
+    for field_name, item in _fields_of(value, rules):
+        walk(item, f"{name}.{field_name}", rules, found, depth + 1)
+
+
+def text_of(value: Any, name: str, rules: Rules = _PLAIN_VALUES, depth: int = 0) -> str:
+    """The text of one value, at most MAX_TEXT characters. Raises LayoutError as `walk` does."""
+    text = _text(value, name, rules, depth)
+    if len(text) <= MAX_TEXT:
+        return text
+    return f"blake2b of {len(text)} characters: {blake2b(text.encode('utf-8', 'surrogatepass'), digest_size=16).hexdigest()}"
+
+
+def _text(value: Any, name: str, rules: Rules, depth: int) -> str:
+    _check_depth(name, depth)
+    for kind in type(value).__mro__:
+        if kind in rules.atoms:
+            return rules.atoms[kind](value)
+    if isinstance(value, Enum):
+        return f"{type(value).__name__}.{value.name}"
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return repr(kind(value))  # a subclass's own repr may say anything
+    if isinstance(value, bytes):
+        return repr(bytes(value))
+    if value is None:
+        return "None"
+    if isinstance(value, PurePath):
+        return f"Path({str(value)!r})"
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return f"[{', '.join(_text(item, f'{name}[{i}]', rules, depth + 1) for i, item in enumerate(value))}]"
+    if isinstance(value, (set, frozenset)):
+        return f"set{{{', '.join(sorted(_text(item, name, rules, depth + 1) for item in value))}}}"
+    if isinstance(value, Mapping):
+        pairs = []
+        for key, item in value.items():
+            if key not in rules.not_keys:
+                key_text = _text(key, name, rules, depth + 1)
+                pairs.append(f"{key_text}: {_text(item, f'{name}[{key_text}]', rules, depth + 1)}")
+        return f"{{{', '.join(sorted(pairs))}}}"
+    if _is_open(value, rules):
+        inside = (f"{field_name}={_text(item, f'{name}.{field_name}', rules, depth + 1)}" for field_name, item in _fields_of(value, rules))
+        return f"{_class_name(type(value))}({', '.join(inside)})"
+    raise LayoutError(
+        f"{name} is a {_class_name(type(value))}, which is no plain value: kvhold cannot tell two of them apart, so it does not cache. "
+        f'Use a plain value, or add "{name}" to the setting `share`: then you answer for it that all engines that share have the same'
+    )
+
+
+def _is_open(value: Any, rules: Rules) -> bool:
+    """Whether it is taken apart into its fields."""
+    if value is None or isinstance(value, (*_PLAIN, type, Enum, Mapping)):
+        return False
+    kind = type(value)
+    return dataclasses.is_dataclass(kind) or (rules.opens(kind) and not callable(value))
+
+
+def _fields_of(value: Any, rules: Rules) -> list[tuple[str, Any]]:
+    """What an object was given: its fields and its attributes, without the harmless and those that are computed from the others."""
+    kind = type(value)
+    declared = {f.name for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
+    names = declared | vars(value).keys() if hasattr(value, "__dict__") else declared
+    chosen = []
+    for name in sorted(names):
+        computed = isinstance(getattr(kind, name, None), cached_property)
+        if computed or name.startswith("__") or rules.harmless(kind, name) or name in rules.not_keys or not hasattr(value, name):
+            continue
+        chosen.append((name, getattr(value, name)))
+    return chosen
+
+
+def _class_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _check_depth(name: str, depth: int) -> None:
+    if depth > _MAX_DEPTH:
+        raise LayoutError(f"{name} is nested {_MAX_DEPTH} deep or contains itself, so kvhold cannot name it")
+
+
+class Description(msgspec.Struct, frozen=True, array_like=True):
+    """A namespace for people: its facts, in which what may be secret is replaced by a digest.
+
+    engine: what uses it, such as "vllm"; model: how the user calls the model
+    """
+
+    engine: str
+    model: str
+    facts: dict[str, str] = {}
+
+
+def pack(engine: str, model: str, facts: Mapping[str, str]) -> bytes:
+    """Pack a description for the node, in at most MAX_DESCRIPTION_BYTES: if it is larger, the longest texts are replaced by digests."""
+    shown = {name: _hide(text) if _may_be_secret(name, text) else text for name, text in facts.items()}
+    for longest in (MAX_TEXT, 256, 64):
+        cut = {name: text if len(text) <= longest else _hide(text) for name, text in shown.items()}
+        packed = zlib.compress(msgspec.msgpack.encode(Description(engine[:32], model[:256], cut)))
+        if len(packed) <= MAX_DESCRIPTION_BYTES:
+            return packed
+    return zlib.compress(msgspec.msgpack.encode(Description(engine[:32], model[:256], {"facts": f"{len(facts)}, too many to list"})))
+
+
+def unpack(packed: bytes) -> Description:
+    """Unpack a description. Raises ProtocolError for anything else."""
+    if not packed:
+        return Description("", "")
+    try:
+        stream = zlib.decompressobj()
+        raw = stream.decompress(packed, MAX_UNPACKED_BYTES)
+        if stream.unconsumed_tail or not stream.eof:
+            raise ProtocolError("a description is larger than it may be, or cut short")
+        return msgspec.msgpack.decode(raw, type=Description)
+    except (zlib.error, msgspec.MsgspecError) as error:
+        raise ProtocolError(f"what a namespace is made of cannot be read: {error}") from None
+
+
+def _may_be_secret(name: str, text: str) -> bool:
+    """A text (no number) with the name of a secret, or with one inside it."""
+    return ("'" in text or '"' in text) and bool(_SECRET.search(name) or _SECRET_INSIDE.search(text))
+
+
+def _hide(text: str) -> str:
+    return f"(hidden) {blake2b(text.encode('utf-8', 'surrogatepass'), digest_size=8).hexdigest()}"

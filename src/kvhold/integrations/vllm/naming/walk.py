@@ -1,0 +1,156 @@
+"""The facts of a vLLM engine: everything that it was configured with, less what the tables call harmless.
+
+    facts = engine_facts(vllm_config, kv_cache_config, settings)
+
+Every field of every config object, every KV cache group with its layers' names and their whole spec, the versions that compute, the
+processor, and the environment. What is no plain value makes the engine a LayoutError that names the field, unless the user shares it.
+"""
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+import vllm
+from vllm.platforms import current_platform
+
+from kvhold.core.config import Config
+from kvhold.core.errors import ConfigError, LayoutError
+from kvhold.core.naming import Facts, Rules, Table, text_of, walk
+from kvhold.integrations.vllm.naming.environment import environment_facts
+from kvhold.integrations.vllm.naming.tables import ELSEWHERE, TABLES
+from kvhold.integrations.weights import file_digest
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_OPEN_PACKAGES = ("vllm", "transformers", "transformers_modules", "compressed_tensors")
+_PLACES = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
+_PER_WORKER = "num_kv_heads num_head_slots max_tp_shards page_size_padded state_content_bytes"  # of a spec; the layout has them per shard
+
+SHARES = {
+    "versions": ("versions.",),
+    "cpu": ("cpu.",),
+    "tensor_parallel": ("vllm.parallel_config.tensor_parallel_size", "kv.kv_tp_replicas"),
+    "data_parallel": ("vllm.parallel_config.data_parallel_size",),
+    "expert_parallel": ("vllm.parallel_config.enable_expert_parallel", "vllm.parallel_config.all2all_backend"),
+    "environment": ("environment.",),
+}
+"""Words of the setting `share`: the facts that are left out, or, where a text ends in a dot, all that begin with it."""
+
+
+def engine_facts(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: Config) -> Facts:
+    """The facts of this engine. Raises LayoutError for what cannot be named, ConfigError for a `share` that shares nothing."""
+    left_out = shared_names(settings)
+    found: dict[str, str] = {}
+    rules = _rules(left_out, per_shard=settings.head_shards > 0)
+    walk(config, "vllm", rules, found)
+    _add_conditional(config, found)
+    _add_groups(config, kv_cache, rules, found)
+    found |= version_facts() | cpu_facts() | environment_facts()
+    found["vllm.quant_config"] = _class_of(config.quant_config)
+    facts = Facts.of(found).without(lambda name: _is_shared(name, left_out))
+    for name in settings.share:
+        if name not in SHARES and not any(_is_shared(fact, (name,)) for fact in found) and not name.startswith(("vllm.", "kv.")):
+            raise ConfigError(
+                f"share: {name!r} is neither one of {', '.join(SHARES)} nor a fact of this engine;"
+                " `kvhold names A B` lists those that differ"
+            )
+    return facts
+
+
+def shared_names(settings: Config) -> tuple[str, ...]:
+    """The facts that the settings leave out, as names or beginnings of names."""
+    names = [name for word in settings.share for name in SHARES.get(word, (word,))]
+    if settings.head_shards:
+        names += SHARES["tensor_parallel"]
+    return tuple(names)
+
+
+def version_facts() -> dict[str, str]:
+    """The versions of what computes, down to the patch level and the build."""
+    found = {"vllm": vllm.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    for name in ("triton", "flashinfer-python", "flash-attn", "compressed-tensors"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {f"versions.{name}": repr(str(text)) for name, text in found.items()}
+
+
+def cpu_facts() -> dict[str, str]:
+    """The processor, as far as kernels are chosen by it: its maker and its vector instructions."""
+    wanted = ("avx", "amx", "fma", "f16c", "sse4", "bf16", "fp16", "asimd", "sve", "sme", "i8mm", "vnni")
+    maker, flags = "", ""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, text = (part.strip() for part in line.partition(":"))
+            if name in ("vendor_id", "CPU implementer"):
+                maker = text
+            if name in ("flags", "Features"):
+                flags = " ".join(sorted(flag for flag in text.split() if any(word in flag for word in wanted)))
+                break
+    except OSError:
+        pass
+    return {
+        "cpu.machine": repr(platform.machine()),
+        "cpu.maker": repr(maker),
+        "cpu.instructions": repr(flags),
+        "cpu.torch": repr(torch.backends.cpu.get_cpu_capability()),
+        "cpu.device": repr(str(current_platform.device_name)),
+    }
+
+
+def _rules(left_out: tuple[str, ...], *, per_shard: bool) -> Rules:
+    tables = dict(TABLES)
+    if per_shard:  # engines of other widths have the same layout, but other numbers here
+        tables["KVCacheSpec"] = Table.of("", {ELSEWHERE: _PER_WORKER})
+    return Rules(
+        tables=tables,
+        opens=lambda kind: kind.__module__.partition(".")[0] in _OPEN_PACKAGES,
+        atoms={torch.dtype: str, torch.device: str, torch.Size: lambda size: str(list(size))},
+        not_keys=_PLACES,
+        shared=left_out,
+    )
+
+
+def _is_shared(name: str, left_out: tuple[str, ...]) -> bool:
+    return any(name == one or name.startswith(one if one.endswith(".") else f"{one}.") for one in left_out)
+
+
+def _add_conditional(config: "VllmConfig", found: dict[str, str]) -> None:
+    """Fields that matter to some engines only."""
+    model = config.model_config
+    if any("longrope" in text for name, text in found.items() if name.startswith("vllm.model_config.hf")):
+        found["vllm.model_config.max_model_len"] = text_of(model.max_model_len, "max_model_len")  # chooses long or short factors
+    if str(config.load_config.load_format) == "dummy":
+        found["vllm.model_config.seed"] = text_of(model.seed, "seed")  # makes the weights
+    scales = getattr(model.multimodal_config, "mm_encoder_fp8_scale_path", None)
+    if scales:
+        try:
+            found["vllm.mm_encoder_fp8_scales"] = file_digest(Path(scales))
+        except OSError as error:
+            raise LayoutError(f"mm_encoder_fp8_scale_path: cannot read {scales}: {error.strerror}") from None
+
+
+def _add_groups(config: "VllmConfig", kv_cache: "KVCacheConfig", rules: Rules, found: dict[str, str]) -> None:
+    """Each group's layers, by name, and their whole spec.
+
+    With pipeline stages each process knows its own layers alone. Then the names are left out: which layers a stage has follows from the
+    configuration, all of which is named.
+    """
+    staged = config.parallel_config.pipeline_parallel_size > 1
+    for number, group in enumerate(kv_cache.kv_cache_groups):
+        walk(group, f"kv.groups[{number}]", rules, found)
+        if staged:
+            found[f"kv.groups[{number}].layer_names"] = "'of a stage'"
+    for name in ("kv_cache_layout", "kv_tp_replicas"):
+        if hasattr(kv_cache, name):
+            walk(getattr(kv_cache, name), f"kv.{name}", rules, found)
+
+
+def _class_of(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
