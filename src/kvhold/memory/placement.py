@@ -145,13 +145,22 @@ def place_own_threads(cores: str = "") -> None:
     spun = spun_cores()
     for thread in threading.enumerate():
         if thread.name.startswith(OWN_PREFIX) and thread.native_id is not None:
+            _label(thread.native_id, thread.name)
             _place(thread.native_id, cores, spun)
 
 
 def place_this_thread(cores: str = "") -> None:
     """As `place_own_threads`, for the calling thread alone, at its start. It counts as kvhold's, whatever its name is."""
+    native_id = threading.get_native_id()
+    _label(native_id, threading.current_thread().name)
     if cores != "inherit":
-        _place(threading.get_native_id(), cores, spun_cores())
+        _place(native_id, cores, spun_cores())
+
+
+def _label(native_id: int, name: str) -> None:
+    """Show the thread's name in `top -H` and the like, where Python does not."""
+    with suppress(OSError):
+        (_TASKS / str(native_id) / "comm").write_text(name)
 
 
 def _place(native_id: int, cores: str, spun: set[int]) -> None:

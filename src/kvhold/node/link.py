@@ -100,9 +100,9 @@ class Link:
 
     @property
     def silent_s(self) -> float:
-        """How long the node has owed an answer without saying anything; 0: it owes none."""
+        """How long the node has said nothing although it owes an answer that its caller has given up on; 0: it owes none such."""
         with self._change:
-            oldest_s = min((call.asked_s for call in self._calls.values()), default=None)
+            oldest_s = min((call.asked_s for call in self._calls.values() if call.late), default=None)
         return 0.0 if oldest_s is None else time.monotonic() - max(oldest_s, self.last_heard_s)
 
     @property

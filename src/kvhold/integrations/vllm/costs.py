@@ -15,12 +15,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kvhold.core.estimates import Estimate
-from kvhold.core.planning import Work
+from kvhold.core.planning import Work, compute_s
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
+_SLOW_TOKEN_S = 0.002  # half a billion parameters on two cores
 _MOST_STEPS = 64  # under way; more are none: something was not computed
 
 
@@ -75,6 +78,13 @@ class Costs:
         token_s, step_s, pair_s = self._computing.costs or (0.0, 0.0, 0.0)
         load_s, load_byte_s = self._loading.costs or (0.0, 0.0)
         return Work(request, num_tokens, computed_tokens, self._step_tokens, step_s, token_s, pair_s, load_s, load_byte_s)
+
+    def compute_s(self, num_tokens: int, computed_tokens: int) -> float:
+        """How long this engine takes to compute the rest of a prompt; of what is not known yet, what a slow one takes. For any thread."""
+        work = self.work("", num_tokens, computed_tokens)
+        if not work.is_known:
+            return (num_tokens - computed_tokens) * _SLOW_TOKEN_S
+        return float(compute_s(work, np.array([computed_tokens]))[0])
 
     def prepare(self) -> None:
         """Fit what was measured, a millisecond or two, before a lookup has to wait for that. For any thread."""

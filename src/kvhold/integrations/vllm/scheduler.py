@@ -60,6 +60,7 @@ class _Followed:
     request: as vLLM has it; of its tokens only those that are certain are looked at
     rules: what the request may do; nothing, where they are not understood
     arriving: the hit that `lookup` asks about again
+    patience_s: how long an answer may take: as long as computing the prompt would
     asked_s: when the cache was asked last; since_s: when it was asked first for this hit
     tried: how often it had been preempted when it was last looked up; a load is tried once for each time it starts anew, so that one
     that keeps failing ends in computing, not in a circle
@@ -72,6 +73,7 @@ class _Followed:
     tracker: RequestTracker | None = None
     lookup: "Future[Hit | None] | None" = None
     arriving: Hit | None = None
+    patience_s: float = 0.0
     asked_s: float = 0.0
     since_s: float = 0.0
     hit: Hit | None = None
@@ -197,7 +199,9 @@ class SchedulerSide:
             _blocks(part, tables[part.table], first, last, unused=followed.hit.num_tokens, skipped=followed.first_token)
             for part in self._geometry.parts
         ]
-        self._loads.append(Load(request.request_id, followed.hit.ticket, first_chunk, ids, inside=self._layerwise))
+        self._loads.append(
+            Load(request.request_id, followed.hit.ticket, first_chunk, ids, inside=self._layerwise, patience_s=followed.patience_s)
+        )
         if not self._layerwise:
             self._costs.load_begins(request.request_id, self._load_bytes(ids))
         followed.loading = True
@@ -351,7 +355,8 @@ class SchedulerSide:
         have_tokens = computed_tokens if would_load else request.num_tokens
         if plans and not would_load:  # it may run before there is an answer
             self._costs.follow(request.request_id, request.num_tokens)
-        followed.lookup = self._lookups.submit(self._ask, followed.naming, asking, have_tokens)
+        followed.patience_s = self._patience(request.num_tokens, computed_tokens)
+        followed.lookup = self._lookups.submit(self._ask, followed.naming, asking, have_tokens, followed.patience_s)
 
     def _name(self, request: "Request", rules: Rules) -> Prompt | None:
         """On the lookup thread: hash the prompt. Never raises, because the scheduler would with it; what cannot be named is not cached."""
@@ -387,17 +392,24 @@ class SchedulerSide:
                 log.exception("kvhold: what request %s has generated is not looked up", request.request_id)
         return prompt
 
-    def _ask(self, naming: "Future[Prompt | None]", asking: tuple[str, int, int] | None, have_tokens: int) -> Hit | None:
+    def _patience(self, num_tokens: int, computed_tokens: int) -> float:
+        """Seconds that a lookup may take: as long as computing would, within `call_timeout_s` and `arrival_timeout_s`."""
+        client = self._config.client
+        compute_s = self._costs.compute_s(num_tokens, computed_tokens)
+        return max(client.call_timeout_s, min(compute_s, client.arrival_timeout_s))
+
+    def _ask(self, naming: "Future[Prompt | None]", asking: tuple[str, int, int] | None, have_tokens: int, patience_s: float) -> Hit | None:
         """On the lookup thread, after the naming: ask the cache. Never raises.
 
         asking: the request, its tokens, and those that are computed, where the hit is to be no longer than is faster
         have_tokens: a hit that is no longer is of no use
+        patience_s: how long the answer may take
         """
         prompt = None if naming.cancelled() else naming.result()
         try:
             work = self._costs.work(*asking) if asking is not None else None
             if prompt is not None:
-                return self._cache.lookup(self._asked(prompt).query(), work=work, have_tokens=have_tokens, wait_s=0)
+                return self._cache.lookup(self._asked(prompt).query(), work=work, have_tokens=have_tokens, wait_s=0, deadline_s=patience_s)
         except KVHoldError as error:
             log.debug("kvhold: lookup: %s", error)
         except Exception:
@@ -427,7 +439,7 @@ class SchedulerSide:
             hit = followed.lookup.result(timeout=0 if followed.arriving else patience_s)  # what takes long anyway holds up no pass
             followed.lookup = None
         except FutureTimeout:
-            if not last and began_s - followed.asked_s < self._config.client.call_timeout_s:
+            if not last and began_s - followed.asked_s < followed.patience_s:
                 return False
             self._let_go(followed)
         finally:

@@ -16,6 +16,7 @@ class Load:
     first_chunk: number of the first chunk needed
     block_ids:   of each part of the geometry: the engine's blocks, from that chunk's first on; -1 for a block that is not to be written
     inside:      the step's pass computes the rest of the request, and waits for each layer
+    patience_s:  how long the claim may take before computing is better; 0: as long as any call
     """
 
     request_id: str
@@ -23,6 +24,7 @@ class Load:
     first_chunk: int
     block_ids: list[list[int]]
     inside: bool = False
+    patience_s: float = 0.0
 
 
 @dataclass(frozen=True)

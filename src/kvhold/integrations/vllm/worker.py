@@ -308,7 +308,7 @@ class WorkerSide:
         """On the load thread: claim a hit that is loaded inside a pass. Raises KVHoldError when it is gone."""
         copies: list[CopyLayer] = []
         for shard in self._held:
-            loan = self._cache.claim(load.ticket, shard, first_chunk=load.first_chunk)
+            loan = self._cache.claim(load.ticket, shard, first_chunk=load.first_chunk, deadline_s=load.patience_s or None)
             if loan is None:
                 raise KVHoldError("the hit is gone")
             stack.enter_context(loan)
@@ -329,7 +329,7 @@ class WorkerSide:
         loans: list[Loan] = []
         try:
             for shard in self._held:
-                loan = self._cache.claim(load.ticket, shard, first_chunk=load.first_chunk)
+                loan = self._cache.claim(load.ticket, shard, first_chunk=load.first_chunk, deadline_s=load.patience_s or None)
                 if loan is None:
                     break
                 loans.append(loan)

@@ -22,7 +22,7 @@ import msgspec
 
 from kvhold.lab.engines.messages import EngineOptions
 from kvhold.lab.engines.process import Child, LoggedProcess
-from kvhold.lab.engines.stepped import environment_for
+from kvhold.lab.engines.stepped import environment_for, own_environment
 from kvhold.lab.engines.vllm_engine import BATCHED_TOKENS
 from kvhold.testing.servers.base import free_port
 
@@ -48,7 +48,8 @@ class OpenAIServer(Child):
     def __init__(
         self, options: EngineOptions, *, log_path: Path | None = None, environment: Mapping[str, str] | None = None, engines: int = 1
     ) -> None:
-        super().__init__("vLLM's server", log_path=log_path, environment={**environment_for(options.num_threads), **(environment or {})})
+        usual = own_environment() if options.own_binding else environment_for(options.num_threads)
+        super().__init__("vLLM's server", log_path=log_path, environment={**usual, **(environment or {})})
         self.options = options
         self._engines = engines
         self._port = 0

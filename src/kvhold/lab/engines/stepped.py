@@ -17,16 +17,30 @@ from typing import Any
 _DRAIN_S = 120.0
 
 
+_QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
+
+
 def environment_for(num_threads: int) -> dict[str, str]:
     """Variables for a vLLM process on CPUs: offline, quiet, all of `num_threads` used. They must be set before torch is loaded."""
     return {
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "HF_HUB_OFFLINE": "1",
+        **_QUIET,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process: starts in seconds, and can be stepped by hand
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else vLLM keeps one core back
         "OMP_NUM_THREADS": str(num_threads),
     }
+
+
+def own_environment() -> dict[str, str]:
+    """Variables for a vLLM process that is a user's: offline and quiet, and all else is vLLM's own choice, its thread binding, too."""
+    return dict(_QUIET)
+
+
+def bound_environment() -> dict[str, str]:
+    """Variables for engines that are compared, and stepped by hand: each binds its threads itself, to all cores.
+
+    By itself vLLM keeps cores back, and more of them for an engine with a connector than for one without.
+    """
+    return {**_QUIET, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
 
 
 class SteppedEngine:
