@@ -56,6 +56,7 @@ class Room:
     owner: str
     number: int
     chunks: dict[int, list[Piece]]
+    stalled: bool = False  # others may write the same
 
 
 @dataclass(eq=False)
@@ -132,6 +133,13 @@ class Life(RuleBasedStateMachine):
         self.state.abandon(room.owner, room.number)
         self.live_rooms.discard(room)
 
+    @rule(owner=owners)
+    def stall(self, owner):
+        """Nobody waits for its writing any more; it goes on writing all the same."""
+        self.state.give_up(owner)
+        for room in self.live_rooms:
+            room.stalled |= room.owner == owner
+
     @rule(room=rooms, stranger=owners)
     def commit_what_another_owns(self, room, stranger):
         if stranger != room.owner:
@@ -197,7 +205,9 @@ class Life(RuleBasedStateMachine):
             [make_key(names.namespace, names.hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES], g, shard) for i in range(len(names))]
             for g in range(len(GROUPS))
         ]
-        held, evicted = {entry.key for entry in self.state.ram.entries()}, self.evicted
+        stalled = {p.offset for room in self.live_rooms if room.stalled for pieces in room.chunks.values() for p in pieces}
+        entries = self.state.ram.entries()
+        held, evicted = {entry.key for entry in entries if entry.committed or entry.offset not in stalled}, self.evicted
         granted = self.state.reserve(owner, LAYOUT, names, shard, groups=None if unwanted is None else bytes(asked))
         chunks, full = {}, False
         last = max((i for row in granted.offsets for i, at in enumerate(row) if at != ABSENT), default=0)

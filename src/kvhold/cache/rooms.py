@@ -5,11 +5,16 @@
     rooms.abandon(room)                                     # the rest is given back
 
 No I/O; the state says whose room it is, and drives this as its single writer. Only who has stopped writing may abandon.
+
+A writer may stall: its process is stopped, or hangs. After a while another may reserve the same chunks, and gets other memory. What the
+first one commits later is dropped, and its memory is free when it has committed, abandoned or gone: memory never has two owners, and a key
+never two entries.
 """
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 
 from kvhold.cache.chores import Turns
 from kvhold.cache.counts import count_entries
@@ -51,12 +56,27 @@ class Room:
 class Rooms:
     """How one cache's memory is written to."""
 
-    def __init__(self, ram: RamTier, metrics: Metrics, gone: Gone, writes: Writes | None) -> None:
-        """gone: is told of what found no room; writes: where what is committed waits to be written below, None: there are no tiers."""
+    def __init__(
+        self,
+        ram: RamTier,
+        metrics: Metrics,
+        gone: Gone,
+        writes: Writes | None,
+        *,
+        stalled_after_s: float = inf,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """gone: is told of what found no room; writes: where what is committed waits to be written below, None: there are no tiers.
+
+        stalled_after_s: from then on what was reserved and not committed may be reserved by another; clock: in seconds
+        """
         self._ram = ram
         self._metrics = metrics
         self._gone = gone
         self._writes = writes
+        self._stalled_after_s = stalled_after_s
+        self._clock = clock
+        self._writing: dict[bytes, tuple[Entry, float]] = {}  # what is being written, and since when
 
     def reserve_turns(self, room: Room, names: ChunkNames, shard: int, *, groups: bytes | None = None) -> Turns[list[list[int]]]:
         """Reserve chunks for `room`, in steps (`chores.py`). Where in memory they are, `[group][chunk]`.
@@ -71,6 +91,7 @@ class Rooms:
             )
         expires_at = 0 if terms.ttl_s is None else ceil(self._ram.now() + terms.ttl_s)
         offsets = [[ABSENT] * len(names) for _ in layout.groups]
+        now_s = self._clock()
         every_group, num_tokens, first_token = range(len(layout.groups)), layout.tokens_per_chunk, names.first_token
         suffixes, sizes = [place_suffix(g, shard) for g in every_group], [layout.chunk_bytes(g, num_tokens) for g in every_group]
         parents: Sequence[bytes | None] = [names.namespace + names.parent + s if names.parent else None for s in suffixes]
@@ -92,6 +113,7 @@ class Rooms:
                         self._gone.add(one.key, NO_ROOM)
                     break
                 room.chunks[chunk] = entries
+                self._writing.update((entry.key, (entry, now_s)) for entry in entries)
                 for g, entry in zip(missing, entries, strict=True):
                     offsets[g][chunk] = entry.offset
                 count_entries(self._metrics, "reserved", entries)
@@ -122,6 +144,7 @@ class Rooms:
             yield len(of_chunk)
 
     def _commit(self, entries: list[Entry]) -> None:
+        self._is_written(entries)
         stored = [entry for entry in entries if not self._ram.is_doomed(entry)]
         count_entries(self._metrics, "stored", stored)
         if len(stored) < len(entries):  # the others were cleared while they were written
@@ -132,6 +155,7 @@ class Rooms:
     def abandon(self, room: Room) -> None:
         """Give back what was not committed."""
         for entries in room.chunks.values():
+            self._is_written(entries)
             for entry in entries:
                 self._ram.abandon(entry)
             count_entries(self._metrics, "abandoned", entries)
@@ -144,11 +168,34 @@ class Rooms:
             if (entry := self._ram.find(key)) is not None:
                 self._metrics.add("kvhold_store_skipped_chunks", reason="present")
                 there.append(entry)
-            elif self._ram.holds(key):
+            elif self._ram.holds(key) and not self._take_over(key):
                 self._metrics.add("kvhold_store_skipped_chunks", reason="in progress")
             else:
                 missing.append(group)
         return missing, there
+
+    def give_up(self, room: Room) -> None:
+        """Its writer is not waited for: others may reserve the same chunks from now on. Its memory stays its own."""
+        for entries in room.chunks.values():
+            for entry in entries:
+                if self._writing.get(entry.key, (None, 0))[0] is entry:
+                    self._writing[entry.key] = (entry, -inf)
+
+    def _take_over(self, key: bytes) -> bool:
+        """Whether the writer of a key has stalled. Then its entry is forgotten: see the beginning of this file."""
+        entry, since_s = self._writing.get(key, (None, inf))
+        if entry is None or self._clock() - since_s < self._stalled_after_s or not self._ram.is_being_written(entry):
+            return False
+        self._ram.remove(entry)
+        del self._writing[key]
+        self._metrics.add("kvhold_stalled_chunks")
+        return True
+
+    def _is_written(self, entries: Iterable[Entry]) -> None:
+        """Or will never be."""
+        for entry in entries:
+            if self._writing.get(entry.key, (None, 0))[0] is entry:
+                del self._writing[entry.key]
 
 
 def _keep_checksums(room: Room, chunks: Sequence[int], packed: bytes) -> Turns[None]:

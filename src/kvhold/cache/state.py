@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+from math import inf
 from secrets import randbits
 from typing import Any
 
@@ -82,6 +83,16 @@ class Lent:
     checksums: list[bytes]
 
 
+@dataclass(frozen=True)
+class Held:
+    """How much one owner holds. nbytes: of the arena, in loans and rooms; chunks that several hold count for each."""
+
+    tickets: int
+    loans: int
+    rooms: int
+    nbytes: int
+
+
 @dataclass
 class _Ticket:
     """A hit that may be claimed: for each shard entries `[group][chunk]`, None where not needed.
@@ -126,7 +137,14 @@ def new_state(config: Config, arena: Arena) -> "CacheState":
     metrics = Metrics()
     ram = RamTier(arena, make_policy(config.policy), metrics, quota_bytes=config.namespace_quota_bytes)
     write_behind_bytes = config.write_behind_bytes or arena.nbytes // 4
-    return CacheState(ram, metrics, num_tiers=len(config.tiers), write_behind_bytes=write_behind_bytes, event_buffer=config.event_buffer)
+    return CacheState(
+        ram,
+        metrics,
+        num_tiers=len(config.tiers),
+        write_behind_bytes=write_behind_bytes,
+        event_buffer=config.event_buffer,
+        stalled_after_s=config.node.reservation_timeout_s,
+    )
 
 
 class CacheState:
@@ -140,9 +158,12 @@ class CacheState:
         num_tiers: int = 0,
         write_behind_bytes: int = 0,
         event_buffer: int = 0,
+        stalled_after_s: float = inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """num_tiers: below RAM. write_behind_bytes: the most that may wait to be written there. event_buffer: events remembered.
+
+        stalled_after_s: from then on what was reserved and not committed may be reserved by another owner, in other memory
 
         clock: monotonic, in seconds
         """
@@ -162,7 +183,7 @@ class CacheState:
         self._gone = Gone()
         self._chores = Chores()
         self.turn_units = TURN  # of one step
-        self._rooms = Rooms(ram, metrics, self._gone, self._writes if num_tiers else None)
+        self._rooms = Rooms(ram, metrics, self._gone, self._writes if num_tiers else None, stalled_after_s=stalled_after_s, clock=clock)
         self._log = EventLog(event_buffer) if event_buffer else None
         self.tier_names = [f"tier-{number}" for number in range(1, num_tiers + 1)]
         ram.watch = self._changed
@@ -457,6 +478,19 @@ class CacheState:
         """Whether `owner` has a loan or a room: it may be reading or writing the arena now."""
         held = self._holdings.get(owner)
         return held is not None and bool(held.loans or held.rooms)
+
+    def held_by(self, owner: Owner) -> Held:
+        """How much an owner holds."""
+        held = self._holdings.get(owner, _Holdings())
+        loans = [entry for entries in held.loans.values() for entry in entries]
+        rooms = [entry for room in held.rooms.values() for entries in room.chunks.values() for entry in entries]
+        return Held(len(held.tickets), len(held.loans), len(held.rooms), sum(entry.taken_bytes for entry in loans + rooms))
+
+    def give_up(self, owner: Owner) -> None:
+        """The owner is not waited for: others may write what it has reserved, in other memory. What it holds stays its own."""
+        held = self._holdings.get(owner, _Holdings())
+        for room in held.rooms.values():
+            self._rooms.give_up(room)
 
     def gone(self, owner: Owner) -> None:
         """The owner is no more and touches no memory any longer: give back all it held."""

@@ -55,6 +55,7 @@ TABLE = {
         Metric("kvhold_stored_chunks", "counter", "chunks", (), "Chunks committed."),
         Metric("kvhold_stored_bytes", "counter", "bytes", (), "Bytes committed."),
         Metric("kvhold_store_skipped_chunks", "counter", "chunks", ("reason",), "Chunks not stored: present, in progress, or no room."),
+        Metric("kvhold_stalled_chunks", "counter", "chunks", (), "Chunks whose writer stalled, so that another may write them."),
         Metric("kvhold_abandoned_chunks", "counter", "chunks", (), "Chunks reserved that never became visible."),
         Metric("kvhold_abandoned_bytes", "counter", "bytes", (), "Bytes of those."),
         Metric(

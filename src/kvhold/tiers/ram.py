@@ -154,6 +154,10 @@ class RamTier:
             return False
         return True
 
+    def is_being_written(self, entry: Entry) -> bool:
+        """Whether it is what its key will be found as once it is committed."""
+        return not entry.committed and self._entries.get(entry.key) is entry
+
     def find(self, key: bytes) -> Entry | None:
         """The visible entry of `key`."""
         entry = self._entries.shards[key[SPREAD]].get(key)
