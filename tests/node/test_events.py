@@ -37,7 +37,7 @@ def test_a_snapshot_in_pages_and_the_events_after_it_say_what_is_there(monkeypat
     monkeypatch.setattr(session_module, "MOST", 4)
     state = new_state(Config(event_buffer=1000), SimpleNamespace(nbytes=16 << 20))
     state.register(LAYOUT)
-    session = Session(state, m.Hello(m.MAGIC, m.PROTOCOL_VERSION, "test", 1), dict, lambda: None)
+    session = Session(state, m.Hello(m.MAGIC, m.PROTOCOL_VERSION, "test", 1), None)  # type: ignore[arg-type]
 
     def commit(tokens: list[int]) -> None:
         names = SPACES[0].prompt(tokens).chunks()

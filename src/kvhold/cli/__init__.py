@@ -19,6 +19,8 @@ _COMMANDS = {
     "explain": ("kvhold.cli.explain", "Say why a request was loaded, or computed."),
     "compress": ("kvhold.cli.compress", "Write what a tier holds anew by a codec, while all serves."),
     "decompress": ("kvhold.cli.decompress", "Write what a tier holds anew without a codec."),
+    "clients": ("kvhold.cli.clients", "List the node's clients and what each holds."),
+    "kick": ("kvhold.cli.kick", "End a client of the node."),
     "stop": ("kvhold.cli.stop", "End this host's node."),
     "tiers": ("kvhold.cli.tiers", "Which tiers there are, and what can be set."),
     "doctor": ("kvhold.cli.doctor", "Try each tier, and say what is wrong."),

@@ -261,6 +261,48 @@ class Report(Message, frozen=True):
     values: dict[str, Any]
 
 
+class Clients(Message, frozen=True):
+    """A page of the node's clients: from number `first` on. -> ClientList"""
+
+    first: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+
+class Kick(Message, frozen=True):
+    """End the client of that number, or those of a process; 0: not by this. -> ClientList, of those that were ended"""
+
+    number: int = 0
+    pid: int = 0
+
+
+class Client(msgspec.Struct, frozen=True):
+    """A client, and what it holds.
+
+    number:  the node's for this connection
+    alive:   whether its process lives, as far as can be told
+    hits:    with their pins
+    nbytes:  of the arena, in loans and rooms
+    ended:   the node does not listen to it any more, and waits for its end
+    """
+
+    number: int
+    name: str
+    pid: int
+    alive: bool
+    silent_s: float
+    hits: int
+    loans: int
+    rooms: int
+    nbytes: int
+    ended: bool
+
+
+class ClientList(Message, frozen=True):
+    """more: this is not all; what follows begins after the last one's number."""
+
+    clients: list[Client]
+    more: bool = False
+
+
 class Stop(Message, frozen=True):
     """End the node. -> Done"""
 
@@ -307,7 +349,9 @@ Request = Union[  # noqa: UP007 - msgspec reads the union
     Snapshot,
     Events,
     Status,
+    Clients,
+    Kick,
     Stop,
     Ping,
 ]
-Answer = Union[Found, Explained, Lent, Gone, Granted, Recoding, Happened, Report, News, Done, Refused]  # noqa: UP007
+Answer = Union[Found, Explained, Lent, Gone, Granted, Recoding, Happened, Report, ClientList, News, Done, Refused]  # noqa: UP007

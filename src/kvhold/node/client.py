@@ -247,6 +247,19 @@ class NodeClient:
         """What `kvhold status` shows."""
         return self._call(m.Status(), m.Report, deadline_s).values
 
+    def clients(self, *, deadline_s: float | None = None) -> list[m.Client]:
+        """The node's clients and what each holds, this one included. They come in parts, each with a deadline."""
+        part = self._call(m.Clients(), m.ClientList, deadline_s)
+        found = list(part.clients)
+        while part.more:
+            part = self._call(m.Clients(found[-1].number + 1), m.ClientList, deadline_s)
+            found += part.clients
+        return found
+
+    def kick(self, *, number: int = 0, pid: int = 0, deadline_s: float | None = None) -> list[m.Client]:
+        """End the client of that number, or those of a process. Returns them, as they were."""
+        return self._call(m.Kick(number, pid), m.ClientList, deadline_s).clients
+
     def ping(self) -> None:
         """One round trip, for nothing else."""
         self._call(m.Ping(), m.Done, None)

@@ -419,7 +419,8 @@ def _join(path: Path, name: str, timeout_s: float, requires: bytes) -> tuple[soc
         hello = encode(m.Hello(m.MAGIC, m.PROTOCOL_VERSION, name[:_MOST_NAME], os.getpid(), requires))
         if len(hello) > LENGTH_BYTES + m.MAX_HELLO_BYTES:
             raise NodeError(f"the settings name more tiers than a node can be told of: {len(hello)} bytes of {m.MAX_HELLO_BYTES}")
-        sock.sendall(hello)
+        with suppress(BrokenPipeError):  # the node has refused already, and says why
+            sock.sendall(hello)
         data, fds = _receive_with_descriptors(sock)
         while len(data) < LENGTH_BYTES or len(data) < LENGTH_BYTES + body_length(data, m.MAX_HELLO_BYTES):
             more = sock.recv(65536)

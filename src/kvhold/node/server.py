@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,9 @@ from kvhold.memory.placement import format_list, interleave, memory_nodes, parse
 from kvhold.net import messages as m
 from kvhold.net.wire import Decoder, Splitter, encode, split_number
 from kvhold.node.host import raise_descriptor_limit
-from kvhold.node.paths import lock_path, open_beside, peer_user, prepare_folder, socket_path
+from kvhold.node.listener import Listener
+from kvhold.node.paths import lock_path, open_beside, prepare_folder, socket_path
+from kvhold.node.peers import Peer
 from kvhold.node.requirements import check, requirements_of, unpack
 from kvhold.node.session import Session
 from kvhold.tiers.files.safe import Unsafe
@@ -43,7 +46,10 @@ from kvhold.tiers.files.safe import Unsafe
 log = logging.getLogger(__name__)
 
 _HELLO_WITHIN_S = 5.0
-_BACKLOG = 1024  # engines that join at once
+_WATCH_S = 1.0
+_WATCHED_AT_ONCE = 16  # in one turn of the loop
+_CLIENTS_A_PAGE = 32
+_LEAST_CLIENTS = 8
 _MOST_SAID = 900  # characters of what differs: an answer to a Hello is short
 _LOCK_ATTEMPTS = 4
 _LOCK_PAUSE_S = 0.05
@@ -83,6 +89,8 @@ class Node:
             self._lock.close()
             raise
         self.connections: set[_Connection] = set()
+        self.numbers = count(1)  # of connections
+        self._most_clients = _LEAST_CLIENTS
         self.incoming = memoryview(bytearray(_MOST_READ_BYTES))  # of whichever connection is being read
         self._toucher = Toucher(self.arena.regions)
         self._stopped = asyncio.Event()
@@ -96,10 +104,11 @@ class Node:
     async def serve(self, on_ready: Callable[["Node"], None] | None = None) -> None:
         """Listen until stopped; then drop every client, remove the socket, free the arena. Raises NodeError when it cannot listen."""
         loop = self._loop = asyncio.get_running_loop()
-        raise_descriptor_limit()
-        server = None
+        self._most_clients = _most_clients(raise_descriptor_limit())
+        listener, watch = None, None
         try:
-            server = await self._listen(loop)
+            listener = self._listen(loop)
+            watch = loop.create_task(self._watch_clients())
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self.stop)
             self._toucher.start()
@@ -107,8 +116,10 @@ class Node:
                 on_ready(self)
             await self._until_stopped()
         finally:
-            if server is not None:
-                server.close()
+            if watch is not None:
+                watch.cancel()
+            if listener is not None:
+                listener.close()
                 self.path.unlink(missing_ok=True)
             for connection in list(self.connections):
                 connection.close("the node stops")
@@ -211,18 +222,50 @@ class Node:
         if self._mover is not None:
             self._mover.close(drain_timeout_s=self._config.drain_timeout_s)
 
-    async def _listen(self, loop: asyncio.AbstractEventLoop) -> asyncio.AbstractServer:
+    def _listen(self, loop: asyncio.AbstractEventLoop) -> Listener:
         _remove_stale(self.path)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener = Listener(sock, lambda: _Connection(self), self._refusal)
         try:
             # The file gets the socket's own mode: no moment in which others may connect, and no change of the process's umask,
             # which files of other threads would get, too.
-            os.fchmod(listener.fileno(), 0o600)
-            listener.bind(str(self.path))
-            return await loop.create_unix_server(lambda: _Connection(self), sock=listener, backlog=_BACKLOG)
+            os.fchmod(sock.fileno(), 0o600)
+            sock.bind(str(self.path))
+            listener.start(loop)
         except OSError as error:
             listener.close()
             raise NodeError(f"node.socket: cannot listen on {self.path}: {error}") from None
+        return listener
+
+    def _refusal(self) -> str:
+        """Why there cannot be one more client; empty: there can."""
+        if len(self.connections) < self._most_clients:
+            return ""
+        self.metrics.add("kvhold_protocol_errors", reason="too many")
+        self.metrics.add("kvhold_connections", result="refused")
+        return f"the node has {len(self.connections)} clients, as many as its descriptors allow; raise `ulimit -n` and restart it"
+
+    async def _watch_clients(self) -> None:
+        """Give back what dead processes held whose sockets are open still: children that they forked off have copies."""
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            for number, connection in enumerate(list(self.connections), 1):
+                connection.drop_if_dead()
+                if number % _WATCHED_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+
+    def clients(self, first: int) -> m.ClientList:
+        """A page of the clients, with what each holds, in the order in which they came. first: the number of the first one."""
+        known = sorted((c for c in self.connections if c.session is not None and c.number >= first), key=lambda c: c.number)
+        return m.ClientList([c.describe() for c in known[:_CLIENTS_A_PAGE]], more=len(known) > _CLIENTS_A_PAGE)
+
+    def kick(self, number: int, pid: int) -> m.ClientList:
+        """End the client of that number, or all of a process; 0: not by this. Says who it was."""
+        kicked = [c for c in self.connections if c.session is not None and (c.number == number if number else c.session.pid == pid)]
+        ended = [c.describe() for c in kicked]
+        for connection in kicked:
+            connection.kick()
+        return m.ClientList(ended)
 
     async def _until_stopped(self) -> None:
         while not self._stopped.is_set():
@@ -244,6 +287,8 @@ class _Connection(asyncio.BufferedProtocol):
 
     def __init__(self, node: Node) -> None:
         self._node = node
+        self.number = next(node.numbers)
+        self._peer: Peer | None = None
         self._splitter = Splitter(m.MAX_HELLO_BYTES)
         self._transport: asyncio.Transport | None = None
         self._hello_timer: asyncio.TimerHandle | None = None
@@ -258,9 +303,9 @@ class _Connection(asyncio.BufferedProtocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         self._node.joined(self)
-        uid = peer_user(transport.get_extra_info("socket"))
-        if uid != os.getuid():
-            self._refuse(f"this node serves user {os.getuid()} alone; you are user {uid}", "foreign user")
+        self._peer = Peer.of(transport.get_extra_info("socket"))
+        if self._peer.uid != os.getuid():
+            self._refuse(f"this node serves user {os.getuid()} alone; you are user {self._peer.uid}", "foreign user")
             return
         self._hello_timer = asyncio.get_running_loop().call_later(_HELLO_WITHIN_S, self._refuse, "no Hello", "no hello")
 
@@ -355,6 +400,36 @@ class _Connection(asyncio.BufferedProtocol):
         if self.session is not None and not self._is_over() and self.session.take_news():
             self._send(m.News(), _UNASKED)
 
+    def describe(self) -> m.Client:
+        """Who it is, and what it holds."""
+        assert self.session is not None
+        held = self._node.state.held_by(self.session)
+        return m.Client(
+            number=self.number,
+            name=self.session.name,
+            pid=self.session.pid,
+            alive=self._peer is None or not self._peer.has_ended(),
+            silent_s=round(time.monotonic() - self.last_heard_s, 3),
+            hits=held.tickets,
+            loans=held.loans,
+            rooms=held.rooms,
+            nbytes=held.nbytes,
+            ended=self._deaf,
+        )
+
+    def kick(self) -> None:
+        """End it, and let others write what it has reserved. Its memory is its own until it closes its end, or is dead."""
+        if self.session is not None:
+            self._node.state.give_up(self.session)
+        self._refuse("this client was ended by `kvhold kick`", "kicked")
+
+    def drop_if_dead(self) -> None:
+        """Take back what it holds if its process has ended."""
+        if self._peer is not None and self._transport is not None and self._peer.has_ended():
+            name = self.session.name if self.session is not None else "a client"
+            log.info("the process of %s (pid %d) has ended, and a child of it keeps its socket", name, self._peer.pid)
+            self._transport.abort()
+
     def close(self, why: str) -> None:
         """End it from this side."""
         log.debug("closing a connection: %s", why)
@@ -384,7 +459,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._splitter.most_bytes = m.MAX_MESSAGE_BYTES
         arena = self._node.arena
         self._welcome(m.Welcome(m.PROTOCOL_VERSION, __version__, os.getpid(), arena.nbytes, arena.huge, different[:_MOST_SAID]))
-        self.session = Session(self._node.state, hello, self._node.status, self._node.stop)
+        self.session = Session(self._node.state, hello, self._node)
         self._node.metrics.add("kvhold_connections", result="accepted")
         log.info("client %s (pid %d) joined", self.session.name, hello.pid)
 
@@ -413,10 +488,16 @@ class _Connection(asyncio.BufferedProtocol):
             return
         if self.session is not None and self.session.touches_memory:
             self._deaf = True
+            self._transport.resume_reading()  # to hear of its end
         elif self._transport.get_write_buffer_size() > _MAX_UNREAD_BYTES:
             self._transport.abort()  # closing would wait for it to read
         else:
             self._transport.close()
+
+
+def _most_clients(descriptors: int) -> int:
+    """How many clients there may be, one descriptor each; the others are for tiers, the log, and reading about processes."""
+    return max(_LEAST_CLIENTS, descriptors - max(64, descriptors // 8))
 
 
 def _place_arena(arena: Arena, numa: str) -> None:

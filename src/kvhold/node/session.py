@@ -5,7 +5,7 @@ A session is the owner of what its client holds. It ends with its connection, an
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from kvhold.cache.chores import TURN, Running, Turns
 from kvhold.cache.events import MOST, snapshot_of
@@ -47,15 +47,26 @@ class _Snapshot:
         return entries
 
 
+class Host(Protocol):
+    """What a session asks of the node as a whole."""
+
+    def status(self) -> dict[str, Any]: ...
+
+    def stop(self) -> None: ...
+
+    def clients(self, first: int) -> m.ClientList: ...
+
+    def kick(self, number: int, pid: int) -> m.ClientList: ...
+
+
 class Session:
     """After the handshake; `answer` takes one request at a time, in order."""
 
-    def __init__(self, state: CacheState, hello: m.Hello, status: Callable[[], dict[str, Any]], stop: Callable[[], None]) -> None:
+    def __init__(self, state: CacheState, hello: m.Hello, node: Host) -> None:
         self.name = hello.name[:_MAX_NAME]
         self.pid = hello.pid
         self._state = state
-        self._status = status
-        self._stop = stop
+        self._node = node
         self._arriving: dict[int, float] = {}  # tickets that it was told are arriving, and how much news of each it waits for
         self._unwritten: int | None = None  # the last mark that it was told is not written yet
         self._seen = _Snapshot(0, iter(()))  # the one that is being fetched
@@ -79,6 +90,8 @@ class Session:
             m.Snapshot: self._snapshot,
             m.Events: self._events,
             m.Status: self._report,
+            m.Clients: self._clients,
+            m.Kick: self._kick,
             m.Stop: self._end,
             m.Ping: self._ping,
         }
@@ -215,10 +228,16 @@ class Session:
         return m.Happened(batch.events, batch.next, batch.lost)
 
     def _report(self, request: m.Status) -> m.Answer:
-        return m.Report(self._status())
+        return m.Report(self._node.status())
+
+    def _clients(self, request: m.Clients) -> m.Answer:
+        return self._node.clients(request.first)
+
+    def _kick(self, request: m.Kick) -> m.Answer:
+        return self._node.kick(request.number, request.pid)
 
     def _end(self, request: m.Stop) -> m.Answer:
-        self._stop()
+        self._node.stop()
         return m.Done()
 
     def _ping(self, request: m.Ping) -> m.Answer:

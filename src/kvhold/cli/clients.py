@@ -1,0 +1,49 @@
+"""`kvhold clients`: who uses this host's node, and what each holds."""
+
+import json
+
+import click
+import msgspec
+
+from kvhold.core.config import load_config
+from kvhold.core.sizes import format_size
+from kvhold.net.messages import Client
+from kvhold.node import NodeClient
+from kvhold.node.paths import socket_path
+
+_OWN_NAME = "kvhold clients"
+
+
+@click.command()
+@click.option("--socket", help="Path of the node's Unix socket. [default: this user's]")
+@click.option("--json", "as_json", is_flag=True, help="A JSON list.")
+def command(socket: str | None, as_json: bool) -> None:
+    """List the node's clients and what each holds. Exits with 1 when there is no node."""
+    config = load_config({"node": {"socket": socket}} if socket else {})
+    with NodeClient(socket_path(config.node.socket), config.client, name=_OWN_NAME) as client:
+        clients = [one for one in client.clients() if one.name != _OWN_NAME]
+    if as_json:
+        click.echo(json.dumps([as_row(one) for one in clients], indent=2))
+    else:
+        click.echo(as_table(clients))
+
+
+def as_row(client: Client) -> dict[str, object]:
+    """A client as `--json` shows it."""
+    row = msgspec.structs.asdict(client)
+    return {"id": name_of(client)} | {name: value for name, value in row.items() if name != "number"}
+
+
+def as_table(clients: list[Client]) -> str:
+    """Clients, one a line."""
+    lines = [f"{'ID':6} {'NAME':20} {'PID':>8} {'SILENT':>8} {'HITS':>6} {'LOANS':>6} {'ROOMS':>6} {'HOLDS':>10}  STATE"]
+    for one in clients:
+        state = "dead" if not one.alive else "ended, not gone yet" if one.ended else "alive"
+        held = f"{one.hits:6} {one.loans:6} {one.rooms:6} {format_size(one.nbytes):>10}"
+        lines.append(f"{name_of(one):6} {one.name:20.20} {one.pid:8} {one.silent_s:7.1f}s {held}  {state}")
+    return "\n".join(lines)
+
+
+def name_of(client: Client) -> str:
+    """What `kvhold kick` calls it: unlike a process id, a letter and a number."""
+    return f"c{client.number}"

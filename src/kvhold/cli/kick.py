@@ -1,0 +1,40 @@
+"""`kvhold kick`: end a client of this host's node."""
+
+import re
+
+import click
+
+from kvhold.cli.clients import name_of
+from kvhold.core.config import load_config
+from kvhold.core.errors import NodeError
+from kvhold.core.sizes import format_size
+from kvhold.net.messages import Client
+from kvhold.node import NodeClient
+from kvhold.node.paths import socket_path
+
+
+@click.command()
+@click.argument("client", metavar="ID|PID")
+@click.option("--socket", help="Path of the node's Unix socket. [default: this user's]")
+def command(client: str, socket: str | None) -> None:
+    """End a client by its ID from `kvhold clients` (such as c12), or all clients of the process PID.
+
+    The node does not answer it any more, and others may write what it had reserved. A process that lives joins again.
+    """
+    match = re.fullmatch(r"(c?)([1-9][0-9]{0,9})", client)
+    if match is None:
+        raise click.BadParameter(f"{client!r} is neither an ID of `kvhold clients`, such as c12, nor a process id", param_hint="ID|PID")
+    number = int(match[2])
+    config = load_config({"node": {"socket": socket}} if socket else {})
+    with NodeClient(socket_path(config.node.socket), config.client, name="kvhold kick") as node:
+        ended = node.kick(number=number) if match[1] else node.kick(pid=number)
+    if not ended:
+        raise NodeError(f"the node has no client {client}; `kvhold clients` lists them")
+    for one in ended:
+        click.echo(f"ended {name_of(one)} ({one.name}, pid {one.pid}){_what_is_left(one)}")
+
+
+def _what_is_left(client: Client) -> str:
+    if not client.loans and not client.rooms:
+        return ""
+    return f": the {format_size(client.nbytes)} that it reads or writes are free when it closes its connection, or is dead"

@@ -1,0 +1,74 @@
+"""The process at the other end of a Unix socket: who it is, and whether it still lives.
+
+    peer = Peer.of(connection)
+    peer.pid, peer.has_ended()
+
+A socket that closes says that its process has ended, unless a child that was forked off has a copy of it. So the node also asks the
+kernel now and then. It keeps no descriptor a process: 256 engines are more than the default limit has room for.
+"""
+
+import os
+import select
+import socket
+import struct
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_CREDENTIALS = struct.Struct("3i")
+_STATE, _START_TIME = 0, 19  # of the fields in /proc/PID/stat that follow the command
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A process.
+
+    pid:      0 where it is in another PID namespace
+    uid:      its user
+    start:    when it was started, in the kernel's clock ticks, so that another process with its pid is not mistaken for it; -1: not known
+    """
+
+    pid: int
+    uid: int
+    start: int
+
+    @classmethod
+    def of(cls, connection: socket.socket) -> "Peer":
+        """The process that connected, from the kernel."""
+        pid, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        return cls(pid, uid, _start_of(pid))
+
+    def has_ended(self) -> bool:
+        """Whether all its threads have ended, so that it writes no memory any more. False where that cannot be told."""
+        if self.pid <= 0 or self.start < 0:
+            return False
+        fields = _stat(self.pid)
+        if fields is None or int(fields[_START_TIME]) != self.start:
+            return True
+        return fields[_STATE] in ("Z", "X") and _is_gone(self.pid)
+
+
+def _start_of(pid: int) -> int:
+    fields = _stat(pid) if pid > 0 else None
+    return int(fields[_START_TIME]) if fields is not None else -1
+
+
+def _stat(pid: int) -> list[str] | None:
+    """The fields of /proc/PID/stat after the command, which may hold blanks; None: there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def _is_gone(pid: int) -> bool:
+    """Whether a process whose first thread has ended has no other one left."""
+    with suppress(OSError):
+        fd = os.pidfd_open(pid)
+        try:
+            waiting = select.poll()
+            waiting.register(fd, select.POLLIN)
+            return bool(waiting.poll(0))
+        finally:
+            os.close(fd)
+    return True  # it was reaped meanwhile

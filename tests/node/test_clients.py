@@ -1,0 +1,243 @@
+"""Clients that die with children left, stall, are too many, or are ended by hand: what they held goes back, and nobody else is hurt."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvhold.core.errors import NodeError
+from kvhold.net import messages as m
+from kvhold.node import NodeClient
+from kvhold.node.peers import Peer
+from kvhold.testing.cache import PLAIN, a_prompt, read, store
+from tests.node.nodes import (
+    NOTHING,
+    PATIENT,
+    PATIENT_S,
+    SPACE,
+    RawClient,
+    RunningNode,
+    bytes_of,
+    clean_environ,
+    eventually,
+    filled_room,
+    held_by,
+    run_kvhold,
+    works,
+)
+from tests.node.test_client_faults import child
+
+FORKS = """
+import os, signal
+rooms = [write_half(client, 64, 1)]
+pid = {fork}
+if not pid:
+    signal.pause()
+    os._exit(0)
+print(pid, flush=True)
+"""
+# Python closes the child's copy of the socket; a fork by a library does not.
+FORK_IN_C = "__import__('ctypes').CDLL(None).fork()"
+
+
+@contextmanager
+def forking(node: RunningNode, fork: str) -> Iterator[subprocess.Popen[str]]:
+    """A client that is writing, with a child."""
+    command = [sys.executable, "-c", FORKING.format(work=FORKS.format(fork=fork)), str(node.path)]
+    environ = clean_environ(PYTHONPATH=os.pathsep.join(sys.path), PYTHONWARNINGS="ignore")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as process:
+        assert process.stdout is not None
+        forked = int(process.stdout.readline())
+        try:
+            yield process
+        finally:
+            process.kill()
+            os.kill(forked, signal.SIGKILL)
+
+
+FORKING = """
+import signal, sys
+from pathlib import Path
+from kvhold.node import NodeClient
+from tests.node.nodes import PATIENT, SPACE, write_half
+client = NodeClient(Path(sys.argv[1]), PATIENT, name="child")
+client.register(SPACE)
+{work}
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("fork", ["os.fork()", FORK_IN_C], ids=["by Python", "by a library"])
+def test_a_killed_client_gives_back_what_it_held_though_a_child_of_it_lives(shared_node: RunningNode, fork: str) -> None:
+    with shared_node.client() as client, forking(shared_node, fork) as process:
+        client.register(SPACE)
+        assert held_by(client)["rooms"] == 1
+        process.kill()
+        eventually(lambda: held_by(client) == NOTHING)
+        assert store(client, a_prompt(SPACE, 64, 1)) == [0, 1, 2, 3]
+        client.clear()
+
+
+def test_a_client_that_lives_keeps_what_it_holds(shared_node: RunningNode) -> None:
+    with shared_node.client() as client, child(shared_node, "rooms = [write_half(client, 64, 1)]") as process:
+        process.send_signal(signal.SIGSTOP)
+        with RawClient(shared_node.path) as raw:  # until the node has looked after its clients several times
+            assert isinstance(raw.hear(), m.Refused)
+        assert held_by(client)["rooms"] == 1
+        process.send_signal(signal.SIGCONT)
+
+
+def test_a_process_is_not_taken_for_a_later_one_with_its_number() -> None:
+    here = psutil.Process()
+    assert not Peer(here.pid, os.getuid(), -1).has_ended(), "it cannot be told"
+    assert Peer(here.pid, os.getuid(), 1).has_ended(), "another process, started at another time"
+    assert not Peer(0, os.getuid(), 5).has_ended(), "in another PID namespace"
+
+
+def test_a_zombie_has_ended() -> None:
+    pid = os.posix_spawn("/bin/sleep", ["sleep", "600"], {})
+    start = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    peer = Peer(pid, os.getuid(), start)
+    assert not peer.has_ended()
+    os.kill(pid, signal.SIGKILL)
+    eventually(peer.has_ended)
+    os.waitpid(pid, 0)
+    assert peer.has_ended()
+
+
+# Stalled
+
+
+def test_another_engine_writes_what_a_stalled_one_has_reserved_in_other_memory(
+    start_node: Callable[..., RunningNode], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "settings.toml").write_text("[node]\nreservation_timeout_s = 0.01\n")
+    node = start_node("--config", str(tmp_path / "settings.toml"))
+    stalled, other = node.client(), node.client()
+    stalled.register(SPACE)
+    room, written = filled_room(stalled, 64, 1)
+
+    def second() -> bool:
+        with other.reserve(PLAIN, a_prompt(SPACE, 64, 1).chunks()) as again:
+            return bool(again.granted)
+
+    eventually(second)
+    assert store(other, a_prompt(SPACE, 64, 1)) == [0, 1, 2, 3]
+    assert (bytes_of(room) == written).all(), "in memory of its own"
+    assert read(other, a_prompt(SPACE, 64, 1)) == 64
+
+    used = other.status()["used_bytes"]
+    room.commit()  # too late, and no harm
+    room.close()
+    assert other.status()["used_bytes"] == used // 2
+    assert other.status()["chunks"] == 4, "never two of one key"
+    assert read(other, a_prompt(SPACE, 64, 1)) == 64
+    other.clear()
+    assert other.status()["used_bytes"] == 0
+
+
+# By hand
+
+
+def test_clients_are_listed_with_what_they_hold(node: RunningNode) -> None:
+    client = node.client(name="engine")
+    client.register(SPACE)
+    store(client, a_prompt(SPACE, 64, 1))
+    hit = client.lookup(a_prompt(SPACE, 64, 1).query())
+    loan = client.claim(hit.ticket)
+    room = client.reserve(PLAIN, a_prompt(SPACE, 32, 2).chunks())
+    (row,) = json.loads(run_kvhold("clients", "--socket", str(node.path), "--json").stdout)
+    used = client.status()["used_bytes"]
+    assert row.pop("silent_s") >= 0
+    expected = {"id": "c1", "name": "engine", "pid": os.getpid(), "alive": True, "hits": 1, "loans": 1, "rooms": 1, "nbytes": used}
+    assert row == expected | {"ended": False}
+    table = run_kvhold("clients", "--socket", str(node.path)).stdout.splitlines()
+    assert [line.split()[0] for line in table] == ["ID", "c1"]
+    assert loan is not None
+    for held in (loan, room, hit):
+        held.close()
+
+
+def test_a_client_that_is_kicked_is_not_answered_and_its_memory_goes_back_when_it_is_dead(node: RunningNode) -> None:
+    client = node.client()
+    client.register(SPACE)
+    with child(node, "rooms = [write_half(client, 64, 1)]") as process:
+        process.send_signal(signal.SIGSTOP)
+        done = run_kvhold("kick", str(process.pid), "--socket", str(node.path))
+        assert done.returncode == 0
+        assert f"pid {process.pid}" in done.stdout
+        assert "are free when it closes its connection, or is dead" in done.stdout
+        assert held_by(client)["rooms"] == 1
+        (row,) = [one for one in client.clients() if one.pid == process.pid]
+        assert row.ended
+        assert store(client, a_prompt(SPACE, 64, 1)) == [0, 1, 2, 3], "what it had reserved is another's to write, at once"
+        process.kill()
+        eventually(lambda: held_by(client) == NOTHING)
+    assert read(client, a_prompt(SPACE, 64, 1)) == 64
+
+
+def test_a_client_that_was_kicked_by_mistake_joins_again(node: RunningNode) -> None:
+    client, other = node.client(), node.client()
+    (number,) = [one.number for one in other.clients() if one.number == 1]
+    assert [one.number for one in other.kick(number=number)] == [1]
+    eventually(lambda: works(client))
+    assert sorted(one.number for one in other.clients()) == [2, 3]
+
+
+@pytest.mark.parametrize(("client", "status", "said"), [("c99", 1, "has no client c99"), ("x", 2, "neither an ID"), ("0", 2, "neither")])
+def test_who_is_not_there_cannot_be_kicked(shared_node: RunningNode, client: str, status: int, said: str) -> None:
+    done = run_kvhold("kick", client, "--socket", str(shared_node.path))
+    assert done.returncode == status
+    assert said in done.stderr
+
+
+# Many
+
+
+@pytest.fixture
+def many_descriptors() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 4096:
+        pytest.skip("this user may not open 4,096 files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_256_engines_of_two_processes_share_a_node_with_1024_descriptors(many_descriptors: None, tmp_path: Path) -> None:
+    script = tmp_path / "limited"
+    script.write_text(f'#!/bin/sh\nulimit -n 1024\nexec {sys.executable} "$@"\n')
+    script.chmod(0o700)
+    path, log = tmp_path / "s", tmp_path / "log"
+    with log.open("wb") as output, ExitStack() as crowd:
+        command = [str(script), "-m", "kvhold", "serve", "--socket", str(path), "--ram-bytes", "4MiB"]
+        node = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=output, text=True, env=clean_environ())
+        crowd.callback(node.wait, PATIENT_S)
+        crowd.callback(node.terminate)
+        assert node.stdout is not None
+        with node.stdout as said:
+            assert "ready" in said.readline()
+        before = psutil.Process(node.pid).num_fds()
+        engines = [crowd.enter_context(RawClient(path, greet=True)) for _ in range(512)]
+        assert all(engine.ask(m.Ping()) == m.Done() for engine in engines)
+        assert psutil.Process(node.pid).num_fds() <= before + 512, "one a connection"
+
+        def join_until_refused() -> None:
+            for _ in range(600):
+                crowd.enter_context(NodeClient(path, PATIENT))
+
+        with pytest.raises(NodeError, match="ulimit -n"):
+            join_until_refused()
+        assert all(engine.ask(m.Ping()) == m.Done() for engine in engines), "they are served as before"
+        assert psutil.Process(node.pid).num_fds() < 1024, "some are left for tiers"
+    text = log.read_text()
+    assert "Traceback" not in text
+    assert text.count("refused a client") == 1
