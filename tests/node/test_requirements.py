@@ -15,7 +15,7 @@ from kvhold.net import messages as m
 from kvhold.node import NodeClient, connect
 from kvhold.node.requirements import pack, requirements_of, unpack
 from kvhold.testing.cache import a_prompt, store
-from tests.node.nodes import PATIENT, SPACE, RawClient, RunningNode, eventually, works
+from tests.node.nodes import PATIENT, SPACE, RawClient, RunningNode, eventually, run_kvhold, works
 
 StartNode = Callable[..., RunningNode]
 
@@ -127,6 +127,15 @@ def test_an_engine_with_an_encrypted_tier_stores_nothing_through_a_node_without(
     with node.client() as other:
         assert other.status()["counters"]["kvhold_protocol_errors{reason=mismatch}"] == 1
     assert not list((tmp_path / "kv").rglob("??/*"))
+
+
+def test_doctor_says_that_an_engine_with_these_settings_would_not_join(start_node: StartNode, tmp_path: Path, key: Path) -> None:
+    node = start_node("--tier", f"disk://{tmp_path}/kv?direct=never")
+    sealed = sealed_config(tmp_path / "kv", key)
+    (tmp_path / "k.toml").write_text(f'tiers = ["{sealed.tiers[0]}"]\nencryption.keys = ["{sealed.encryption.keys[0]}"]\n')
+    done = run_kvhold("doctor", "--config", str(tmp_path / "k.toml"), KVHOLD_NODE_SOCKET=str(node.path))
+    assert done.returncode == 1
+    assert "kv is not encrypted" in done.stdout
 
 
 def test_the_node_is_compared_again_when_it_has_come_back(

@@ -35,6 +35,11 @@ def test_what_is_shown_has_no_secrets() -> None:
     assert parse_url(misspelt).shown.endswith("&tokn_file=/a&key_file=/b&audit_max_keys=3")
 
 
+def test_its_repr_shows_no_secrets() -> None:
+    url = parse_url("redis://me:hush@h:1/0?token=hush&wait_s=3")
+    assert repr(url) == "TierUrl(redis://me:***@h:1/0?token=***&wait_s=3)"
+
+
 def test_a_secret_may_be_named_instead_of_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PASSWORD", "s%40/c")
     (tmp_path / "token").write_text("t/k@n\n")

@@ -23,6 +23,7 @@ from kvhold.core.keys import HASH_BYTES, Namespace, make_key
 from kvhold.core.layout import Group, Layout
 from kvhold.node import NodeClient
 from kvhold.node.paths import socket_path
+from kvhold.node.requirements import pack, requirements_of
 from kvhold.tiers.base import Tier
 from kvhold.tiers.guard import GuardConfig
 from kvhold.tiers.registry import make_tier
@@ -56,14 +57,14 @@ def command(tiers: tuple[str, ...], config_file: Path | None, as_json: bool) -> 
     """Try each tier, and say in plain words what is wrong. Exits with 1 when something is."""
     check_no_secrets(tiers)
     config = load_config({"tiers": tiers} if tiers else {}, file=config_file)
-    findings = [_look_at_node(config), *asyncio.run(_look_at_tiers(config))]
+    findings = [_look_at_node(config, may_differ=bool(tiers)), *asyncio.run(_look_at_tiers(config))]
     click.echo(json.dumps([asdict(finding) for finding in findings], indent=2) if as_json else "\n".join(map(_describe, findings)))
     if not all(finding.ok for finding in findings):
         raise SystemExit(1)
 
 
-def _look_at_node(config: Config) -> Finding:
-    """A node that is not there is no fault where engines start it."""
+def _look_at_node(config: Config, *, may_differ: bool) -> Finding:
+    """A node that is not there is no fault where engines start it. may_differ: its tiers need not be those of `config`."""
     path = socket_path(config.node.socket)
     finding = Finding(f"node on {path}")
     try:
@@ -75,6 +76,8 @@ def _look_at_node(config: Config) -> Finding:
             for tier in status.get("tiers", []):
                 if not tier["available"]:
                     finding.wrong(f"its tier {tier['name']} is left alone: {tier['last_fault']}")
+        if not may_differ:  # would an engine with these settings be let in?
+            NodeClient(path, config.client, name="kvhold doctor", requires=pack(requirements_of(config))).close()
     except NodeError as error:
         if path.exists() or not config.node.autostart:
             finding.wrong(str(error))

@@ -11,6 +11,7 @@ import click
 
 from kvhold.cli.tier_urls import check_no_secrets
 from kvhold.core.config import Config, load_config
+from kvhold.core.errors import NodeError
 from kvhold.core.sizes import format_size
 from kvhold.net.central import CENTRAL_VERSION
 from kvhold.net.messages import PROTOCOL_VERSION
@@ -100,7 +101,10 @@ def _detach(config: Config, log_file: Path | None) -> Callable[[], None]:
     belong_to_host(keep=(say,))
     raise_priority(config.node.nice)
     if log_file is not None:
-        write_log(log_file, max_bytes=config.node.log_bytes, files=config.node.log_files)
+        try:
+            write_log(log_file, max_bytes=config.node.log_bytes, files=config.node.log_files)
+        except OSError as error:
+            raise NodeError(f"--log-file {log_file}: {error}") from None
 
     def release() -> None:
         os.write(say, b"1")

@@ -62,6 +62,8 @@ class CentralTier:
         self._config = config
         self._address = Address(config.host, config.port)
         self._token = read_secret(config.token_file, where="kvhold: token_file") if config.token_file else config.token
+        if len(self._token.encode()) > c.MAX_TOKEN_BYTES:
+            raise ConfigError(f"kvhold: token: it has at most {c.MAX_TOKEN_BYTES} bytes")
         if self._token and not config.tls and not config.insecure and not is_loopback(config.host):
             raise ConfigError(
                 f"kvhold: {self._address}: the token would cross the network in clear text; "

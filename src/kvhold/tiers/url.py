@@ -23,14 +23,18 @@ Settings = TypeVar("Settings")
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TierUrl:
-    """Parts of the line. `netloc` is what stands between `://` and the path, for those that name several hosts there."""
+    """Parts of the line. `netloc` is what stands between `://` and the path, for those that name several hosts there. Its `repr` shows no
+    secrets."""
 
     scheme: str
     netloc: str
     path: str
     options: Mapping[str, str]
+
+    def __repr__(self) -> str:
+        return f"TierUrl({self.shown})"
 
     @property
     def username(self) -> str:

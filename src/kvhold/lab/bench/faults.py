@@ -13,6 +13,7 @@ Damage to bytes (truncated, flipped, swapped, stale) is done by the `faults` wra
 place itself, where that can be arranged.
 """
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -60,9 +61,10 @@ class Trial:
     def __init__(self, url: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="kvhold-trial-")
         socket = Path(self._folder.name) / "node.sock"
-        command = [sys.executable, "-m", "kvhold", "serve", "--socket", str(socket), "--ram-bytes", "64MiB", "--tier", with_guard(url)]
+        command = [sys.executable, "-m", "kvhold", "serve", "--socket", str(socket), "--ram-bytes", "64MiB"]
+        environ = os.environ | {"KVHOLD_TIERS": with_guard(url)}  # the URL may have a password in it
         self._log = (Path(self._folder.name) / "log").open("wb")
-        self._node = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log)
+        self._node = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=self._log)
         assert self._node.stdout is not None
         if not self._node.stdout.readline():
             raise RuntimeError(f"the node did not start: {Path(self._log.name).read_text()}")
