@@ -109,7 +109,7 @@ import socket, sys
 from kvhold.memory.arena import Arena
 node = socket.socket(fileno=int(sys.argv[1]))
 said, (fd,), _, _ = socket.recv_fds(node, 16, 1)
-with Arena.attach(fd, int(said)) as arena:
+with Arena.attach(fd, int(said), writable=True) as arena:
     node.sendall(arena.view(100, 5))
     arena.view(arena.nbytes - 5, 5)[:] = b"world"
     node.sendall(b"!")
@@ -147,7 +147,7 @@ with Arena.attach(fd, int(said)) as arena:
     def test_what_cannot_be_mapped_is_refused_and_closed(self, arena: Arena) -> None:
         fd = os.open(f"/proc/self/fd/{arena.fd}", os.O_RDONLY)
         with pytest.raises(CapacityError, match="refused to map"):
-            Arena.attach(fd, 4 * MIB)
+            Arena.attach(fd, 4 * MIB, writable=True)
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(fd)
 

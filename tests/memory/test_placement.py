@@ -98,7 +98,7 @@ def test_own_threads_stay_where_they_are_beside_an_engine_that_binds_none(settin
 @pytest.mark.skipif(not placement.memory_nodes(), reason="Linux does not say which NUMA nodes have memory")
 def test_an_arena_that_is_spread_says_so_in_every_process_that_maps_it() -> None:
     nodes = placement.memory_nodes()
-    with Arena.create(4 << 20, huge_pages="never") as arena, Arena.attach(os.dup(arena.fd), arena.nbytes) as other:
+    with Arena.create(4 << 20, huge_pages="never") as arena, Arena.attach(os.dup(arena.fd), arena.nbytes, writable=True) as other:
         assert placement.interleave(arena.regions, nodes)
         arena.buffer[0] = other.buffer[1] = 1
         starts = {region.address for mapped in (arena, other) for region in mapped.regions}

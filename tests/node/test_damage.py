@@ -1,5 +1,9 @@
 """What one process damages in the arena, no other process gets as a hit."""
 
+import signal
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -50,6 +54,32 @@ def read_unchecked(client: NodeClient, seed: int) -> None:
         assert loan is not None
         with loan:
             loan.verify(PLAIN)
+
+
+A_STRAY_WRITE = """
+import ctypes, sys
+from pathlib import Path
+from kvhold.node import NodeClient
+from kvhold.testing.cache import a_prompt, store
+from tests.node.nodes import SPACE
+client = NodeClient(Path(sys.argv[1]))
+client.register(SPACE)
+with client.lookup(a_prompt(SPACE, 64, 8).query()) as hit:
+    loan = client.claim(hit.ticket)
+    assert not loan.buffer.flags.writeable
+    print(open("/proc/self/maps").read().count("memfd:kvhold-arena"), flush=True)
+    ctypes.memset(loan.buffer.ctypes.data + int(loan.chunks().offsets[0]), 1, 1)
+print("it went through", flush=True)
+"""
+
+
+def test_a_reader_cannot_write_through_what_it_reads_and_has_no_other_mapping(node: RunningNode) -> None:
+    client = node.client()
+    client.register(SPACE)
+    store(client, a_prompt(SPACE, 64, 8))
+    ended = subprocess.run([sys.executable, "-c", A_STRAY_WRITE, str(node.path)], capture_output=True, text=True, check=False)
+    assert (ended.stdout, ended.returncode) == ("1\n", -signal.SIGSEGV), ended.stderr
+    assert read(client, a_prompt(SPACE, 64, 8)) == 64
 
 
 def test_no_flipped_bit_is_delivered(node: RunningNode) -> None:

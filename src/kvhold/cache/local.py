@@ -46,19 +46,20 @@ class LocalCache:
         self._closed = False
         self._owner = object()
         self._buffer = np.frombuffer(self._arena.buffer, dtype=np.uint8)
+        self._read_only = np.frombuffer(self._arena.buffer.toreadonly(), dtype=np.uint8)
         try:
             self.mover: Mover | None = make_mover(config, self._state, self._happen)
         except BaseException:
-            self._buffer = np.empty(0, dtype=np.uint8)
+            self._buffer = self._read_only = np.empty(0, dtype=np.uint8)
             self._arena.close()
             raise
         self._toucher = Toucher(self._arena.regions).start()
 
     @property
     def arena_buffer(self) -> npt.NDArray[np.uint8]:
-        """[arena bytes]."""
+        """[arena bytes]; read only."""
         self._check_open()
-        return self._buffer
+        return self._read_only
 
     def register(self, namespace: Namespace) -> None:
         """Make the layout known."""
@@ -112,7 +113,7 @@ class LocalCache:
             _table(lent.offsets),
             _table(lent.num_tokens),
             first_chunk,
-            self._buffer,
+            self._read_only,
             lambda: self._release(lent.loan),
             checksums=lent.checksums if self._config.client.check_memory else None,
             report=lambda offsets: self._damaged(lent.loan, offsets),
@@ -203,7 +204,7 @@ class LocalCache:
             self._lock.notify_all()
         if self.mover is not None:
             self.mover.close(drain_timeout_s=self._config.drain_timeout_s)
-        self._buffer = np.empty(0, dtype=np.uint8)
+        self._buffer = self._read_only = np.empty(0, dtype=np.uint8)
         self._arena.close()
 
     def __enter__(self) -> Self:

@@ -390,7 +390,7 @@ class Cache(Protocol):
 
     @property
     def arena_buffer(self) -> npt.NDArray[np.uint8]:
-        """[arena bytes]; the same memory in every process that shares the cache."""
+        """[arena bytes], read only; the same memory in every process that shares the cache."""
 
     def register(self, namespace: Namespace) -> None:
         """Make the layout known. Before any other call about it; again is harmless."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvhold.kernels.plan import Plan
+from kvhold.kernels.plan import Chunks, Plan
 from kvhold.kernels.view import Int64s, Tensor, View
 
 
@@ -17,7 +17,7 @@ def copy(plan: Plan, layers: range, to_arena: bool, threads: int) -> None:
     view, chunks = plan.view, plan.chunks
     chunk, row, slot = _each_row(plan)
     block, row_in_block = np.divmod(slot, view.rows_per_block)
-    base = np.asarray(chunks.base) if view.device == "cpu" else _torch().as_tensor(chunks.base)
+    base = np.asarray(chunks.base) if view.device == "cpu" else _as_tensor(chunks)
     for c in np.unique(chunk):
         mine = chunk == c
         shape = (view.layers, view.planes, int(plan.chunk_rows[c]), view.heads, view.head_bytes)
@@ -68,6 +68,13 @@ def _paged(view: View, layer: int, plane: int) -> Tensor:
         owner.storage_offset() + (address - owner.data_ptr()) // item,
     )
     return elements.view(_torch().uint8)
+
+
+def _as_tensor(chunks: Chunks) -> Tensor:
+    """The chunks' memory for torch, which knows no read-only memory and warns of it; nothing is written to what is not writable."""
+    if not isinstance(chunks.base, np.ndarray):
+        return chunks.base
+    return _torch().as_tensor(np.asarray(_HostMemory(chunks.address, (chunks.nbytes,), (1,), False)))
 
 
 def _index(values: Int64s, of: Tensor) -> Any:

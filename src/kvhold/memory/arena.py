@@ -1,7 +1,8 @@
 """The arena: one region of host memory that the node owns and engines map.
 
     arena = Arena.create(4 << 30)               # the owner: a memfd, in huge pages where the host has them
-    other = Arena.attach(fd, nbytes)            # an engine, with the descriptor that came over the Unix socket
+    other = Arena.attach(fd, nbytes)            # a reader, with the descriptor that came over the Unix socket
+    third = Arena.attach(fd, nbytes, writable=True)     # a writer: made only where something is stored
     arena.view(offset, nbytes)                  # bytes, not copied
 
 A fresh page costs far more than writing to it (1.4 against 5 GB/s), so the owner has pages faulted in by a background thread
@@ -19,6 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+import numpy as np
+
 from kvhold.core.errors import CapacityError
 from kvhold.core.sizes import format_size
 from kvhold.memory.host import HUGE_PAGE_BYTES, available_bytes, free_huge_pages
@@ -26,7 +29,7 @@ from kvhold.memory.host import HUGE_PAGE_BYTES, available_bytes, free_huge_pages
 log = logging.getLogger(__name__)
 
 PAGE_BYTES = 4096
-_MADV_POPULATE_WRITE = 23  # Linux 5.14
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
 _TOUCH_STEP = 8 << 20  # 5 ms a step: whoever needs the address space meanwhile (malloc, mmap) waits no longer
 _KEEP_FREE = 256 << 20  # what the host must keep beside an arena
 
@@ -41,22 +44,29 @@ class Region:
 
     address: int
     nbytes: int
+    writable: bool = True
 
     def whole_pages(self) -> "Region":
         """The pages that lie wholly in it."""
         start = -(-self.address // PAGE_BYTES) * PAGE_BYTES
         end = (self.address + self.nbytes) // PAGE_BYTES * PAGE_BYTES
-        return Region(start, max(0, end - start))
+        return Region(start, max(0, end - start), self.writable)
+
+    def first(self, nbytes: int) -> "Region":
+        """So many bytes of it, from its beginning."""
+        return Region(self.address, min(nbytes, self.nbytes), self.writable)
 
 
 class Arena:
     """A mapping of the region. `fd` can be sent to other processes; `nbytes` is a multiple of the page."""
 
-    def __init__(self, fd: int, nbytes: int, huge: bool) -> None:
+    def __init__(self, fd: int, nbytes: int, huge: bool, writable: bool = True) -> None:
+        """writable: else a write through this mapping ends the process that does it (SIGSEGV), and changes nothing."""
         self.fd = fd
         self.nbytes = nbytes
         self.huge = huge
-        self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        self._writable = writable
+        self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
         self.buffer = memoryview(self._map)
 
     @classmethod
@@ -90,27 +100,27 @@ class Arena:
         return arena
 
     @classmethod
-    def attach(cls, fd: int, nbytes: int, huge: bool = False) -> Self:
+    def attach(cls, fd: int, nbytes: int, huge: bool = False, *, writable: bool = False) -> Self:
         """Map a region that somebody else owns. Takes over `fd`. Raises CapacityError when it is smaller than said."""
         actual = os.fstat(fd).st_size
         if actual < nbytes:
             os.close(fd)
             raise CapacityError(f"the arena has {actual} bytes where {nbytes} were announced")
         try:
-            return cls(fd, nbytes, huge)
+            return cls(fd, nbytes, huge, writable)
         except OSError as error:
             os.close(fd)
             raise CapacityError(f"the host refused to map an arena of {format_size(nbytes)}: {error}") from None
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """Bytes of the arena, writable, not copied."""
+        """Bytes of the arena, writable if the mapping is, not copied."""
         assert 0 <= offset <= offset + nbytes <= self.nbytes, "outside the arena"
         return self.buffer[offset : offset + nbytes]
 
     @property
     def regions(self) -> list[Region]:
         """Where this process maps the arena."""
-        return [Region(ctypes.addressof(ctypes.c_char.from_buffer(self._map)), self.nbytes)]
+        return [Region(np.frombuffer(self._map, np.uint8).ctypes.data, self.nbytes, self._writable)]
 
     def close(self) -> None:
         """Give up the mapping. While views of it are alive, the memory stays mapped and goes with the last of them. Idempotent."""
@@ -171,7 +181,8 @@ class Toucher:
                 if self._stop.is_set():
                     return
                 step = min(_TOUCH_STEP, region.nbytes - offset)
-                if _madvise(region.address + offset, step, _MADV_POPULATE_WRITE) != 0:
+                advice = _MADV_POPULATE_WRITE if region.writable else _MADV_POPULATE_READ
+                if _madvise(region.address + offset, step, advice) != 0:
                     # An old kernel, or no memory left: pages then come as they are first written, only slower.
                     log.warning("pages are not faulted in ahead: %s", os.strerror(ctypes.get_errno()))
                     return

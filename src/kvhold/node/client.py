@@ -174,7 +174,7 @@ class NodeClient:
         """Memory in the node's arena for what is missing."""
         request = m.Reserve(layout.fingerprint, names, shard, terms, mask_bytes(groups, layout, names))
         link = self._current("reserve")
-        buffer = link.hold()
+        buffer = link.hold(writable=True)
         granted: m.Granted | None = None
         try:
             granted = self._call(request, m.Granted, deadline_s, link)

@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 
 _DESCRIPTORS = 1  # that come with a welcome
 _READ_BYTES = 64 << 10  # read at once: all of most answers
+_TOUCHED_BYTES = 4 << 30  # of each mapping, ahead of their use: 8 MiB of page tables at most, and an arena of the default size whole
 _UNASKED = 0  # the number of what is no answer
 _MOST_NAME = 100  # characters: a Hello is short
 
@@ -64,6 +65,21 @@ class _Call:
     asked_s: float = field(default_factory=time.monotonic)
 
 
+class _Mapping:
+    """One mapping of the arena. The first pages are faulted in ahead, the others as they are used: their tables take memory, too."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._toucher = Toucher([region.first(_TOUCHED_BYTES) for region in arena.regions]).start()
+        self.buffer: npt.NDArray[np.uint8] | None = np.frombuffer(arena.buffer, dtype=np.uint8)
+
+    def close(self) -> None:
+        """Unmap it, or have it go with its last view."""
+        self._toucher.stop()
+        self.buffer = None
+        self._arena.close()
+
+
 class Link:
     """One connection and its arena. Broken or closed, it lasts until nobody reads or writes the arena through it."""
 
@@ -72,9 +88,7 @@ class Link:
         self._socket, welcome, self._arena_fd = _join(path, name, timeout_s, requires)
         self._socket.setblocking(False)
         self._arena_size = (welcome.arena_bytes, welcome.huge_pages)
-        self._arena: Arena | None = None
-        self._toucher: Toucher | None = None
-        self._buffer: npt.NDArray[np.uint8] | None = None
+        self._mappings: dict[bool, _Mapping] = {}  # by whether it can be written to
         self._count_lock = threading.Lock()  # over what closes it: who holds the arena, and who calls
         self._held = 0  # readers and writers of the arena
         self._users = 0  # threads in a method
@@ -94,9 +108,9 @@ class Link:
 
     @property
     def buffer(self) -> npt.NDArray[np.uint8]:
-        """The arena, mapped at its first use: tools that only ask for the status never do."""
+        """The arena, to be read; mapped at its first use: tools that only ask for the status never do."""
         with self._count_lock:
-            return self._mapped()
+            return self._mapped(writable=False)
 
     @property
     def silent_s(self) -> float:
@@ -174,10 +188,10 @@ class Link:
         """Whether the connection is of no more use."""
         return self._error is not None
 
-    def hold(self) -> npt.NDArray[np.uint8]:
-        """One more reader or writer of the arena. Raises NodeError when it cannot be had."""
+    def hold(self, *, writable: bool = False) -> npt.NDArray[np.uint8]:
+        """One more reader, or writer, of the arena. Raises NodeError when it cannot be had."""
         with self._count_lock:
-            buffer = self._mapped()
+            buffer = self._mapped(writable)
             self._held += 1
             return buffer
 
@@ -216,18 +230,20 @@ class Link:
             self._users -= 1
             self._close_if_unused()
 
-    def _mapped(self) -> npt.NDArray[np.uint8]:
+    def _mapped(self, writable: bool) -> npt.NDArray[np.uint8]:
+        """Two mappings: readers have one that cannot be written to, and a process that stores nothing has no other."""
         if self.retired:
             raise NodeError("the connection to the node is closed")
-        if self._buffer is None:
+        mapping = self._mappings.get(writable)
+        if mapping is None:
             nbytes, huge = self._arena_size
-            fd, self._arena_fd = self._arena_fd, -1  # `attach` takes it over, even where it fails
-            if fd < 0:
-                raise NodeError("the node's arena could not be mapped")
-            self._arena = Arena.attach(fd, nbytes, huge)
-            self._toucher = Toucher(self._arena.regions).start()
-            self._buffer = np.frombuffer(self._arena.buffer, dtype=np.uint8)
-        return self._buffer
+            try:
+                fd = os.dup(self._arena_fd)  # `attach` takes it over, even where it fails
+            except OSError as error:
+                raise NodeError(f"the node's arena could not be mapped: {error}") from None
+            mapping = self._mappings[writable] = _Mapping(Arena.attach(fd, nbytes, huge, writable=writable))
+        assert mapping.buffer is not None
+        return mapping.buffer
 
     def _close_if_unused(self) -> None:
         if not self.retired or self._held:
@@ -237,13 +253,9 @@ class Link:
                 self._socket.shutdown(socket.SHUT_RDWR)
             return
         self._socket.close()
-        if self._toucher is not None:
-            self._toucher.stop()
-        self._buffer = None
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
-        elif self._arena_fd >= 0:
+        while self._mappings:
+            self._mappings.popitem()[1].close()
+        if self._arena_fd >= 0:
             os.close(self._arena_fd)
             self._arena_fd = -1
 
