@@ -17,6 +17,7 @@ _COMMANDS = {
     "serve": ("kvhold.cli.serve", "Run this host's node in the foreground."),
     "status": ("kvhold.cli.status", "Show what the node holds and counts."),
     "explain": ("kvhold.cli.explain", "Say why a request was loaded, or computed."),
+    "names": ("kvhold.cli.names", "Say what KV is named by, and why two engines share none."),
     "compress": ("kvhold.cli.compress", "Write what a tier holds anew by a codec, while all serves."),
     "decompress": ("kvhold.cli.decompress", "Write what a tier holds anew without a codec."),
     "clients": ("kvhold.cli.clients", "List the node's clients and what each holds."),

@@ -17,7 +17,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from hashlib import blake2b
 from itertools import pairwise
@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from kvhold.core.encoding import Plain, canonical
 from kvhold.core.layout import Layout
-from kvhold.core.naming import NO_FACTS, Facts
+from kvhold.core.naming import NO_FACTS, Facts, pack
 
 NAMESPACE_BYTES = 16
 HASH_BYTES = 20
@@ -111,6 +111,7 @@ class Namespace:
     tags:       pairs of names and values that must match, in any order
     hashing:    what the token hashes are made from; engines with hashes of their own name them here
     facts:      whatever else the engine was configured with, by name; see `core.naming`
+    title:      how the user calls the model; for people, no part of the name
     """
 
     model: str
@@ -124,6 +125,7 @@ class Namespace:
     tags: tuple[tuple[str, str], ...] = ()
     hashing: str = "tokens-1"
     facts: Facts = NO_FACTS
+    title: str = field(default="", compare=False)
 
     @cached_property
     def digest(self) -> bytes:
@@ -132,6 +134,18 @@ class Namespace:
         tags: Plain = [list(tag) for tag in sorted(self.tags)]
         parts: Plain = ["kvhold-namespace-2", fields, tags, self.layout.fingerprint, self.facts.digest]
         return blake2b(canonical(parts), digest_size=NAMESPACE_BYTES).digest()
+
+    @cached_property
+    def description(self) -> bytes:
+        """What it is made of, packed for `kvhold names`: no salt, no tenant, and no value that may be secret."""
+        layout = self.layout
+        shown = {name: repr(getattr(self, name)) for name in ("model", "revision", "dtype", "quantization", "shards", "lora", "hashing")}
+        shown |= {f"tag.{name}": repr(value) for name, value in self.tags if name != TENANT}
+        shown |= {name: "set" for name, is_set in (("cache_salt", self.cache_salt), ("tenant", self.tenant)) if is_set}
+        shown |= {f"layout.{name}": repr(getattr(layout, name)) for name in ("tokens_per_chunk", "tail_tokens")}
+        for number, group in enumerate(layout.groups):
+            shown |= {f"layout.groups[{number}].{f.name}": repr(getattr(group, f.name)) for f in fields(group)}
+        return pack(self.title or self.model, shown | dict(self.facts.items))
 
     @property
     def tenant(self) -> str:
@@ -197,14 +211,14 @@ def _as_insert(insert: Any, name: str, num_tokens: int) -> Insert:
     if not isinstance(insert, Insert):
         raise ValueError(f"{name} is {insert!r}; it must be an Insert")
     numbers = {}
-    for field, least in (("start", 0), ("length", 1)):
-        value = getattr(insert, field)
+    for name_of, least in (("start", 0), ("length", 1)):
+        value = getattr(insert, name_of)
         try:
-            numbers[field] = index(value)
+            numbers[name_of] = index(value)
         except TypeError:
-            raise ValueError(f"{name}.{field} is {value!r}; it must be a whole number of tokens") from None
-        if isinstance(value, bool) or numbers[field] < least:
-            raise ValueError(f"{name}.{field} is {value!r}; it must be {least} or more")
+            raise ValueError(f"{name}.{name_of} is {value!r}; it must be a whole number of tokens") from None
+        if isinstance(value, bool) or numbers[name_of] < least:
+            raise ValueError(f"{name}.{name_of} is {value!r}; it must be {least} or more")
     digest: Any = insert.digest
     if not isinstance(digest, (bytes, str)) or not digest:
         raise ValueError(f"{name}.digest is {digest!r}; it must be the content's whole hash, as bytes or text, and not empty")

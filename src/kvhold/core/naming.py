@@ -203,29 +203,28 @@ def _check_depth(name: str, depth: int) -> None:
 class Description(msgspec.Struct, frozen=True, array_like=True):
     """A namespace for people: its facts, in which what may be secret is replaced by a digest.
 
-    engine: what uses it, such as "vllm"; model: how the user calls the model
+    title: how the user calls the model
     """
 
-    engine: str
-    model: str
+    title: str
     facts: dict[str, str] = {}
 
 
-def pack(engine: str, model: str, facts: Mapping[str, str]) -> bytes:
+def pack(title: str, facts: Mapping[str, str]) -> bytes:
     """Pack a description for the node, in at most MAX_DESCRIPTION_BYTES: if it is larger, the longest texts are replaced by digests."""
     shown = {name: _hide(text) if _may_be_secret(name, text) else text for name, text in facts.items()}
     for longest in (MAX_TEXT, 256, 64):
         cut = {name: text if len(text) <= longest else _hide(text) for name, text in shown.items()}
-        packed = zlib.compress(msgspec.msgpack.encode(Description(engine[:32], model[:256], cut)))
+        packed = zlib.compress(msgspec.msgpack.encode(Description(title[:256], cut)))
         if len(packed) <= MAX_DESCRIPTION_BYTES:
             return packed
-    return zlib.compress(msgspec.msgpack.encode(Description(engine[:32], model[:256], {"facts": f"{len(facts)}, too many to list"})))
+    return zlib.compress(msgspec.msgpack.encode(Description(title[:256], {"facts": f"{len(facts)}, too many to list"})))
 
 
 def unpack(packed: bytes) -> Description:
     """Unpack a description. Raises ProtocolError for anything else."""
     if not packed:
-        return Description("", "")
+        return Description("")
     try:
         stream = zlib.decompressobj()
         raw = stream.decompress(packed, MAX_UNPACKED_BYTES)

@@ -14,8 +14,9 @@ from typing import Annotated, Any, Union
 import msgspec
 
 from kvhold.core.api import Event, Recoded
-from kvhold.core.keys import ChunkNames, Query
+from kvhold.core.keys import NAMESPACE_BYTES, ChunkNames, Query
 from kvhold.core.layout import Layout
+from kvhold.core.naming import MAX_DESCRIPTION_BYTES
 from kvhold.core.planning import MOST_NAME, Decision, Work
 from kvhold.core.terms import FREE, Terms
 
@@ -59,11 +60,15 @@ class Welcome(Message, frozen=True):
 
 
 class Register(Message, frozen=True):
-    """Make a layout known, and of a namespace of it the budget and the tenant in its tags; None: nobody knows. -> Done"""
+    """Make a layout known, and of a namespace of it the budget and the tenant in its tags; None: nobody knows. -> Done
+
+    description: what the namespace is made of, packed by `core.naming`; empty: nobody says
+    """
 
     layout: Layout
     namespace: bytes = b""
     terms: Terms | None = None
+    description: Annotated[bytes, msgspec.Meta(max_length=MAX_DESCRIPTION_BYTES)] = b""
 
 
 class Lookup(Message, frozen=True):
@@ -113,6 +118,43 @@ class Explained(Message, frozen=True):
     """The last one first; some twenty at most."""
 
     decisions: list[Decision]
+
+
+class Names(Message, frozen=True):
+    """List the namespaces that were registered, after digest `after`, whose digests begin with `prefix` in hexadecimal digits. -> Named"""
+
+    after: Annotated[bytes, msgspec.Meta(max_length=NAMESPACE_BYTES)] = b""
+    prefix: Annotated[str, msgspec.Meta(max_length=2 * NAMESPACE_BYTES)] = ""
+
+
+class KnownSpace(msgspec.Struct, frozen=True, array_like=True):
+    """A namespace that was registered.
+
+    client:      who registered it last
+    description: what it is made of, packed by `core.naming`
+    at_s:        when, as Unix time
+    nbytes:      memory that its chunks have now
+    """
+
+    digest: bytes
+    client: str
+    description: bytes
+    at_s: float
+    nbytes: int = 0
+
+
+class Named(Message, frozen=True):
+    """One page of namespaces.
+
+    more:         there are others after these
+    other_spaces: namespaces with chunks in memory that are described nowhere: an adapter, a salt or tags of a request
+    other_bytes:  memory of their chunks
+    """
+
+    spaces: list[KnownSpace]
+    more: bool
+    other_spaces: int
+    other_bytes: int
 
 
 class Prefetch(Message, frozen=True):
@@ -335,6 +377,7 @@ Request = Union[  # noqa: UP007 - msgspec reads the union
     Refresh,
     Outcome,
     Explain,
+    Names,
     Prefetch,
     Claim,
     Damaged,
@@ -354,4 +397,4 @@ Request = Union[  # noqa: UP007 - msgspec reads the union
     Stop,
     Ping,
 ]
-Answer = Union[Found, Explained, Lent, Gone, Granted, Recoding, Happened, Report, ClientList, News, Done, Refused]  # noqa: UP007
+Answer = Union[Found, Explained, Named, Lent, Gone, Granted, Recoding, Happened, Report, ClientList, News, Done, Refused]  # noqa: UP007

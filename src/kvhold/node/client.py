@@ -91,7 +91,7 @@ class NodeClient:
 
     def register(self, namespace: Namespace) -> None:
         """Make the layout known, now and whenever a node comes back."""
-        request = m.Register(namespace.layout, namespace.digest, terms_of(namespace.tags))
+        request = m.Register(namespace.layout, namespace.digest, terms_of(namespace.tags), namespace.description)
         with self._lock:
             self._registered[namespace.digest] = request
         # Not on an engine's path, and often the first call to a node that has just started: it gets a joining's time.
@@ -124,6 +124,18 @@ class NodeClient:
     def explain(self, request: str = "", *, deadline_s: float | None = None) -> list[Decision]:
         """What the node has decided lately, and why."""
         return self._call(m.Explain(request), m.Explained, deadline_s).decisions
+
+    def names(self, prefix: str = "", *, deadline_s: float | None = None) -> tuple[list[m.KnownSpace], int, int]:
+        """Return the namespaces that the node knows and whose digests begin with `prefix`, in hexadecimal digits, in their order.
+
+        Also how many others have chunks in memory without being described, and the bytes of these.
+        """
+        spaces: list[m.KnownSpace] = []
+        while True:
+            page = self._call(m.Names(spaces[-1].digest if spaces else b"", prefix), m.Named, deadline_s)
+            spaces += page.spaces
+            if not page.more or not page.spaces:
+                return spaces, page.other_spaces, page.other_bytes
 
     def prefetch(self, query: Query, *, deadline_s: float | None = None) -> None:
         """Have the node bring what lower tiers hold of a prompt into memory."""

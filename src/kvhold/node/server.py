@@ -37,6 +37,7 @@ from kvhold.net import messages as m
 from kvhold.net.wire import Decoder, Splitter, encode, split_number
 from kvhold.node.host import raise_descriptor_limit
 from kvhold.node.listener import Listener
+from kvhold.node.names import Names
 from kvhold.node.paths import lock_path, open_beside, prepare_folder, socket_path
 from kvhold.node.peers import Peer
 from kvhold.node.requirements import check, requirements_of, unpack
@@ -80,6 +81,7 @@ class Node:
             raise
         self.state = new_state(config, self.arena)
         self.metrics = self.state.metrics
+        self.names = Names()
         self._loop: asyncio.AbstractEventLoop | None = None
         try:
             _place_arena(self.arena, config.node.numa)

@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
+import msgspec
+
 from kvhold.cache.chores import TURN, Running, Turns
 from kvhold.cache.events import MOST, snapshot_of
 from kvhold.cache.recode import Wish
@@ -14,6 +16,7 @@ from kvhold.cache.state import CacheState
 from kvhold.core.api import Found, Recoded
 from kvhold.core.errors import KVHoldError, ProtocolError
 from kvhold.net import messages as m
+from kvhold.node.names import Names
 from kvhold.tiers.ram import Entry
 
 _CLEAR_STEPS = 200  # some 20,000 chunks, in a fraction of a second
@@ -48,7 +51,9 @@ class _Snapshot:
 
 
 class Host(Protocol):
-    """What a session asks of the node as a whole."""
+    """What a session asks of the node as a whole. names: the namespaces that clients have registered."""
+
+    names: Names
 
     def status(self) -> dict[str, Any]: ...
 
@@ -76,6 +81,7 @@ class Session:
             m.Refresh: self._refresh,
             m.Outcome: self._outcome,
             m.Explain: self._explain,
+            m.Names: self._list_names,
             m.Prefetch: self._prefetch,
             m.Claim: self._claim,
             m.Damaged: self._damaged,
@@ -144,6 +150,7 @@ class Session:
 
     def _register(self, request: m.Register) -> m.Answer:
         self._state.register(request.layout, request.namespace, request.terms)
+        self._node.names.learn(request.namespace, f"{self.name} (pid {self.pid})", request.description)
         return m.Done()
 
     def _lookup(self, request: m.Lookup) -> m.Answer | Running[m.Answer]:
@@ -159,6 +166,14 @@ class Session:
 
     def _explain(self, request: m.Explain) -> m.Answer:
         return m.Explained(self._state.planner.explain(request.request))
+
+    def _list_names(self, request: m.Names) -> m.Answer:
+        page, more = self._node.names.page(request.after, request.prefix)
+        used = self._state.ram.used_bytes_of
+        spaces = [msgspec.structs.replace(space, nbytes=used(space.digest)) for space in page]
+        described = [nbytes for digest in self._node.names.digests() if (nbytes := used(digest))]
+        others = self._state.ram.num_namespaces - len(described)
+        return m.Named(spaces, more, others, max(0, self._state.ram.used_bytes - sum(described)))
 
     def _prefetch(self, request: m.Prefetch) -> m.Answer:
         self._state.prefetch(self, request.query)

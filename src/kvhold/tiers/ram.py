@@ -121,6 +121,15 @@ class RamTier:
         """Those of each namespace that has any."""
         return dict(self._used_by)
 
+    def used_bytes_of(self, namespace: bytes) -> int:
+        """Return the arena bytes of one namespace's chunks, reserved ones included."""
+        return self._used_by.get(namespace, 0)
+
+    @property
+    def num_namespaces(self) -> int:
+        """How many namespaces have chunks."""
+        return len(self._used_by)
+
     @property
     def num_pinned(self) -> int:
         """Entries that somebody is reading."""

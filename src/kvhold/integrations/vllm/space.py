@@ -44,6 +44,7 @@ def namespace_of(config: "VllmConfig", kv_cache: "KVCacheConfig", geometry: Geom
         quantization=str(model.quantization or ""),
         shards=geometry.shards,
         facts=Facts.of(facts),
+        title=str(model.model),
     )
 
 
