@@ -305,3 +305,22 @@ def test_a_node_whose_tiers_cannot_be_does_not_start_and_says_why(tmp_path: Path
     assert ended.returncode != 0
     assert "did you mean 'disk'" in ended.stdout + ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_a_node_remembers_beside_its_socket_which_clears_a_tier_owes(start_node: Callable[..., RunningNode], tmp_path: Path) -> None:
+    blocked, settings = tmp_path / "kv", tmp_path / "kvhold.toml"
+    settings.write_text(f'tiers = ["disk://{blocked}?max_bytes=64MiB&breaker_pause_s=0.01"]\n')
+    blocked.write_text("a file where the folder is to be: the tier is down")
+    node = start_node("--config", str(settings), "--ram-bytes", "16MiB")
+    with node.client() as client:
+        client.register(SPACE)
+        client.clear(SPACE.digest)
+        eventually(lambda: client.status()["tiers"][0]["clears_owed"] == 1)
+    journal = Path(f"{node.path}.clears")
+    assert journal.stat().st_mode & 0o777 == 0o600
+    node.kill()
+    with start_node("--config", str(settings), "--ram-bytes", "16MiB").client() as client:
+        assert client.status()["tiers"][0]["clears_owed"] == 1
+        blocked.unlink()
+        eventually(lambda: client.status()["tiers"][0]["clears_owed"] == 0)
+        eventually(lambda: journal.read_text() == "")

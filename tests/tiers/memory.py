@@ -20,6 +20,7 @@ from kvhold.tiers.base import Parts, TierTraits, check_lengths, size_of
 from kvhold.tiers.url import TierUrl
 
 PLUGIN = f"{__name__}:MemoryTier"
+SHARED_PLUGIN = f"{__name__}:SharedMemoryTier"
 
 _places: dict[str, "Place"] = {}
 _numbers = count()
@@ -46,6 +47,10 @@ class Place:
         """The line for settings; without other options, of a tier that nobody gives up because the machine is busy."""
         patient = dict.fromkeys(("probe_timeout_s", "get_timeout_s", "put_timeout_s"), 60)
         return f"plugin://{PLUGIN}?place={self.name}" + "".join(f"&{name}={value}" for name, value in (patient | options).items())
+
+    def shared_url(self, **options: object) -> str:
+        """The same of a tier that says of itself that others share it."""
+        return self.url(**options).replace(PLUGIN, SHARED_PLUGIN)
 
     def hold(self, *operations: str) -> None:
         """Calls of these wait from now on."""
@@ -163,3 +168,9 @@ class MemoryTier:
             part.cast("B")[:step] = value[at : at + step]
             at += step
         return len(value)
+
+
+class SharedMemoryTier(MemoryTier):
+    """One that several caches of a test use at once."""
+
+    traits: ClassVar[TierTraits] = TierTraits(name="memory", shared=True, durable=True, replaces=True)

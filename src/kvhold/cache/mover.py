@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from kvhold.cache.landing import Landing, Writer, Written
@@ -35,6 +36,7 @@ from kvhold.core.metrics import Metrics
 from kvhold.core.reasons import BAD_FRAME, EVICTED, EXPIRED, TIER_DOWN
 from kvhold.tiers.gate import Urgency
 from kvhold.tiers.guard import Guard
+from kvhold.tiers.journal import ClearsJournal
 from kvhold.tiers.ram import Entry, RamTier
 from kvhold.tiers.stack import Stack, make_stack
 
@@ -68,13 +70,17 @@ class Mover:
         post: Callable[[Callable[[], None]], None],
         keyring: Keyring | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
+        journal: ClearsJournal | None = None,
     ) -> None:
         """Start working.
 
         metrics: its own, counted in its thread
         keyring: for tiers that are encrypted
         loop:    runs the mover instead of a thread of its own, as in a simulation; then the caller awaits `end` and not `close`
+        journal: remembers clears that tiers owe
         """
+        self._journal = journal
+        self._barred: dict[bytes, int] = {}  # prefixes that another host has cleared, until the state has, too
         self._state = state
         self._ram: RamTier = state.ram
         self._stack = stack
@@ -149,6 +155,11 @@ class Mover:
         for guard, coding in zip(self._stack.guards, self._codings, strict=True):
             outbox = Outbox(guard, coding, self._metrics)
             self._outboxes.append(outbox)
+            guard.share(self._learn)
+            if self._journal is not None:
+                guard.resume_clears(self._journal)
+            if guard.traits.shared:
+                self._start(self._refresh(guard))
             if not guard.config.read_only:
                 if coding.codec != RAW:
                     self._compiling[coding.codec] = self._loop.run_in_executor(self._encoding, make_codec, coding.codec)
@@ -301,6 +312,9 @@ class Mover:
 
     def _queue(self, order: WriteOrder) -> None:
         write = Write(order)
+        if self._is_barred(order.entry.key):
+            self._post(lambda: self._state.written(order.number))
+            return
         for number, outbox in enumerate(self._outboxes):
             if outbox.guard.config.read_only or (order.above is not None and number >= order.above):
                 continue
@@ -343,7 +357,8 @@ class Mover:
             if ttl_s is not None and ttl_s <= 0:
                 continue
             group = [write for write in missing if write.order.entry.expires_at == expires_at]
-            items = [(write.order.entry.key, written.parts) for write in group if (written := await self._frame(guard, coding, write))]
+            framed = [(write, written) for write in group if (written := await self._frame(guard, coding, write))]
+            items = [(write.order.entry.key, written.parts) for write, written in framed if not write.stale]
             outcome = await guard.put(items, ttl_s=ttl_s)
             if outcome.pending is not None:
                 pending.append(outcome.pending)
@@ -398,16 +413,42 @@ class Mover:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._dealt_with.wait(), _MOMENT_S)
 
+    def _learn(self, prefix: bytes) -> None:
+        """Another host has cleared a tier: nothing older is written from here on.
+
+        What waits is dropped, and so is what comes until the state has cleared its memory, too.
+        """
+        log.info("another host has cleared %s", prefix.hex() or "everything")
+        self._barred[prefix] = self._barred.get(prefix, 0) + 1
+        for outbox in self._outboxes:
+            self._finish(outbox.drop(prefix))
+            for write in outbox.writing(prefix):
+                write.stale = True
+        self._post(lambda: self._state.cleared_elsewhere(prefix))
+
+    def _is_barred(self, key: bytes) -> bool:
+        return any(key.startswith(prefix) for prefix in self._barred)
+
+    async def _refresh(self, guard: Guard) -> None:
+        """Learn now and then what other hosts have cleared, though nobody asks the tier."""
+        while True:
+            await asyncio.sleep(guard.config.clears_check_s)
+            await guard.refresh()
+
     async def _clear(self, order: ClearOrder) -> None:
         """Nothing that was queued before comes after: it is dropped, and what is being written is waited for."""
         try:
             for outbox in self._outboxes:
-                self._finish(outbox.drop(order.prefix))
+                self._finish(outbox.drop(order.prefix) if not order.learned else ())
             for outbox in self._outboxes:
                 writing = outbox.writing(order.prefix)
                 while outbox.is_writing(writing):
                     await self._some_written()
-            await self._stack.clear(order.prefix)
+            if order.learned:
+                self._barred[order.prefix] -= 1
+                if not self._barred[order.prefix]:
+                    del self._barred[order.prefix]
+            await self._stack.clear(order.prefix, shared=not order.learned)
         finally:
             self._post(lambda: self._state.cleared(order.prefix))
 
@@ -419,8 +460,13 @@ def _accepted(landing: Landing, nbytes: int, *, check: bool) -> _Arrived:
         return _Arrived(landing, fault=fault)
 
 
-def make_mover(config: Config, state: CacheState, post: Callable[[Callable[[], None]], None]) -> Mover | None:
-    """The mover of the tiers that the settings name; None if there are none. Raises ConfigError."""
+def make_mover(
+    config: Config, state: CacheState, post: Callable[[Callable[[], None]], None], clears_file: Path | None = None
+) -> Mover | None:
+    """The mover of the tiers that the settings name; None if there are none. Raises ConfigError.
+
+    clears_file: where clears are remembered that tiers owe; None: nowhere, unless the settings say where
+    """
     if not config.tiers:
         return None
     metrics = Metrics()
@@ -431,7 +477,8 @@ def make_mover(config: Config, state: CacheState, post: Callable[[Callable[[], N
     keyring = Keyring.read(config.encryption.keys) if encrypted else None
     state.tier_names = [guard.name for guard in stack.guards]
     state.recodings.tiers = _recodable(stack)
-    return Mover(state, stack, metrics, post, keyring)
+    file = Path(config.clears_file).expanduser().absolute() if config.clears_file else clears_file
+    return Mover(state, stack, metrics, post, keyring, journal=ClearsJournal(file) if file is not None else None)
 
 
 def _check_coding(guard: Guard, config: Config) -> None:

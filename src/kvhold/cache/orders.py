@@ -55,9 +55,13 @@ class WriteOrder:
 
 @dataclass(frozen=True)
 class ClearOrder:
-    """Remove all keys with this prefix. -> `cleared(prefix)`"""
+    """Remove all keys with this prefix. -> `cleared(prefix)`
+
+    learned: another host has cleared the tiers that it shares with this one
+    """
 
     prefix: bytes
+    learned: bool = False
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,13 @@ class Write:
     """An entry that is being written.
 
     waiting: how many tiers have not dealt with it yet
+    stale:   its namespace was cleared by another host: it is not to be written any more
     frames:  its frames by how they are made; each is made when a first tier is ready for it
     """
 
     order: WriteOrder
     waiting: int = 0
+    stale: bool = False
     frames: "dict[Coding, asyncio.Task[Written | None]]" = field(default_factory=dict)
 
     @property

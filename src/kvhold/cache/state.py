@@ -510,13 +510,20 @@ class CacheState:
         """Forget every chunk, or those of one namespace. Returns how many RAM had; lower tiers are cleared by and by (`all_done`)."""
         if namespace is not None and len(namespace) != NAMESPACE_BYTES:
             raise ProtocolError("the namespace to clear has an impossible size")
-        removed = self.ram.clear(namespace or b"")
+        return self._clear(namespace or b"", learned=False)
+
+    def cleared_elsewhere(self, prefix: bytes) -> None:
+        """Another host has cleared a tier that it shares with this one: what is older goes here, too."""
+        self._clear(prefix, learned=True)
+
+    def _clear(self, prefix: bytes, *, learned: bool) -> int:
+        removed = self.ram.clear(prefix)
         self._chores.add(self.ram.sweep())
         self.step()  # a few chunks go at once
         if self._has_lower:
-            self._searches.clear(namespace or b"")
+            self._searches.clear(prefix)
             self._clears += 1
-            self._give_order(ClearOrder(namespace or b""))
+            self._give_order(ClearOrder(prefix, learned))
         return removed
 
     def recode(self, owner: Owner, wish: Wish) -> int:

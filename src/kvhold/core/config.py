@@ -180,6 +180,7 @@ class Config:
         0, "chunks that may wait to be written to lower tiers, beyond which they are dropped; 0: a quarter of RAM"
     )
     event_buffer: int = setting(0, "changes of memory that are remembered for routers and other indexes; 0: none, and no events", minimum=0)
+    clears_file: str = setting("", "file that remembers clears which a tier still owes; empty: beside the node's socket, else nowhere")
     drain_timeout_s: float = setting(5.0, "how long an ending cache goes on writing what waits", minimum=0)
     copy_threads: int = setting(0, "threads that copy between engine and arena; 0: as many as cores, at most 2", minimum=0)
     node: NodeConfig = field(default_factory=NodeConfig)

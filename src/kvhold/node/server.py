@@ -85,7 +85,7 @@ class Node:
         self._loop: asyncio.AbstractEventLoop | None = None
         try:
             _place_arena(self.arena, config.node.numa)
-            self._mover: Mover | None = make_mover(config, self.state, self._post)
+            self._mover: Mover | None = make_mover(config, self.state, self._post, Path(f"{self.path}.clears"))
         except BaseException:
             self.arena.close()
             self._lock.close()

@@ -13,6 +13,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from kvhold.core.config import setting, size
@@ -21,7 +22,9 @@ from kvhold.core.metrics import Metrics
 from kvhold.tiers.base import Parts, Tier, replace, size_of
 from kvhold.tiers.breaker import Breaker
 from kvhold.tiers.gate import Gate, Urgency
+from kvhold.tiers.generations import GenerationTier
 from kvhold.tiers.hidden import Hidden
+from kvhold.tiers.journal import ClearsJournal
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +51,7 @@ class GuardConfig:
     batch_bytes: int = size(0, "bytes of chunks in one call; a batch is checked while the next one is read; 0: as suits the tier")
     concurrent_calls: int = setting(4, "calls at once", minimum=1)
     breaker_failures: int = setting(3, "after so many failures in a row the tier is left alone", minimum=1)
+    clears_check_s: float = setting(5.0, "of a shared tier: how often to ask what other hosts have cleared", minimum=0.001)
     breaker_pause_s: float = setting(1.0, "then it is tried after so long, later less often, at least every 30 s", minimum=0.001)
 
 
@@ -99,6 +103,7 @@ class Guard:
         self._hidden = Hidden()
         self._mending: asyncio.Task[None] | None = None
         self._paying: asyncio.Task[None] | None = None
+        self._journal: ClearsJournal | None = None
         self._stuck: set[asyncio.Task[Any]] = set()
         self._last_fault = ""
         metrics.set("kvhold_tier_available", 1, tier=name)
@@ -145,7 +150,9 @@ class Guard:
     async def put(self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None) -> Outcome[bool]:
         """Store values, as `Tier.put`; true where they are there now. What is not is counted with its reason."""
         call = _Call[list[TierError | None]]("put", len(items), self.config.put_timeout_s)
-        fault = await self._run(call, lambda: self._tier.put(items, ttl_s=ttl_s))
+        tier = self._tier
+        put = tier.putting(items, ttl_s=ttl_s) if isinstance(tier, GenerationTier) else lambda: tier.put(items, ttl_s=ttl_s)
+        fault = await self._run(call, put)
         faults = call.result if call.result is not None else [fault] * len(items)
         for item_fault in faults:
             if item_fault is not None:
@@ -200,11 +207,31 @@ class Guard:
         Where the tier cannot do it now, none of them is found any more, and it is done when the tier can.
         """
         self._hidden.owe(prefix)
+        if self._journal is not None:
+            await self._journal.add(self.name, prefix)
         removed = await self._pay(prefix)
         if prefix in self._hidden.owed and self._paying is None:
             log.warning("tier %s could not be cleared now; what was to go is not used, and goes when it can", self.name)
             self._paying = asyncio.ensure_future(self._pay_by_and_by())
         return removed
+
+    def share(self, learned: Callable[[bytes], None]) -> None:
+        """Where others share the tier: have clears hold for all of them, and be told of theirs (`generations.py`)."""
+        if self.traits.shared:
+            self._tier = GenerationTier(self._tier, learned, read_only=self.config.read_only)
+
+    def resume_clears(self, journal: ClearsJournal) -> None:
+        """Keep what is owed in a journal, and go on with what was owed when the last run ended. In the tier's loop."""
+        self._journal = journal
+        for prefix in journal.owed(self.name) if not self.config.read_only else ():
+            self._hidden.owe(prefix)
+        if self._hidden.owed and self._paying is None:
+            self._paying = asyncio.ensure_future(self._pay_by_and_by(first_pause_s=0.0))
+
+    async def refresh(self) -> None:
+        """Learn what others have cleared, where the tier is shared and can be reached."""
+        if isinstance(self._tier, GenerationTier) and self.available:
+            await self._run(_Call[None]("check", 0, self.config.probe_timeout_s), self._tier.refresh)
 
     def status(self) -> dict[str, Any]:
         """For people and monitors."""
@@ -318,6 +345,33 @@ class Guard:
 
     async def _pay(self, prefix: bytes) -> int:
         """Remove what is owed of one prefix; it is paid if nothing is left of it. What is stored meanwhile is not owed."""
+        if isinstance(self._tier, GenerationTier):
+            removed = await self._pay_by_generation(self._tier, prefix)
+        else:
+            removed = await self._pay_by_scan(prefix)
+        if self._journal is not None and prefix not in self._hidden.owed:
+            await self._journal.remove(self.name, prefix)
+        return removed
+
+    async def _pay_by_generation(self, tier: GenerationTier, prefix: bytes) -> int:
+        """Paid when the new generation has begun: what is left of the old one is not asked for by anybody."""
+        call = _Call[list[bytes]]("scan", 0, _SCAN_TIMEOUT_S)
+        await self._run(call, lambda: tier.advance(prefix))
+        if call.result is None:
+            return 0
+        names, removed = call.result, 0
+        for at in range(0, len(names), _DELETE_KEYS):
+            batch = names[at : at + _DELETE_KEYS]
+            async with self.gate.turn(Urgency.DELETE):
+                deleting = _Call[list[bool]]("delete", len(batch), self.config.put_timeout_s)
+                if await self._run(deleting, partial(tier.remove_names, batch)) is not None or deleting.result is None:
+                    return removed
+            removed += sum(deleting.result)
+            self._count("delete", removed=sum(deleting.result), absent=len(batch) - sum(deleting.result))
+        self._hidden.paid(prefix)
+        return removed
+
+    async def _pay_by_scan(self, prefix: bytes) -> int:
         keys, fault = await self._scan(prefix)
         left: set[bytes] = set()
         for at in range(0, len(keys), _DELETE_KEYS):
@@ -332,12 +386,12 @@ class Guard:
             self._hidden.paid(prefix)
         return removed
 
-    async def _pay_by_and_by(self) -> None:
+    async def _pay_by_and_by(self, first_pause_s: float | None = None) -> None:
         """While something is owed: try now and then."""
-        pause_s = self.config.breaker_pause_s
+        pause_s = self.config.breaker_pause_s if first_pause_s is None else first_pause_s
         while self._hidden.owed:
             await asyncio.sleep(pause_s)
-            pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
+            pause_s = min(_LONGEST_PAUSE_S, max(self.config.breaker_pause_s, 2 * pause_s))
             for prefix in self._hidden.owed if self.available else ():
                 await self._pay(prefix)
         self._paying = None

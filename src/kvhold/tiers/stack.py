@@ -53,9 +53,13 @@ class Stack:
             missing = [key for key, size in zip(missing, sizes, strict=True) if size is None]
         return places
 
-    async def clear(self, prefix: bytes) -> int:
-        """Remove every chunk whose key begins with `prefix`, from all tiers. Returns how many values went."""
-        return sum(await asyncio.gather(*(guard.clear(prefix) for guard in self.guards if not guard.config.read_only)))
+    async def clear(self, prefix: bytes, *, shared: bool = True) -> int:
+        """Remove every chunk whose key begins with `prefix`, from all tiers. Returns how many values went.
+
+        shared: false where another host has cleared the tiers that it shares
+        """
+        guards = [guard for guard in self.guards if not guard.config.read_only and (shared or not guard.traits.shared)]
+        return sum(await asyncio.gather(*(guard.clear(prefix) for guard in guards)))
 
     def status(self) -> list[dict[str, Any]]:
         """One entry a tier, from the top. Safe from any thread."""

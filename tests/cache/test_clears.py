@@ -1,0 +1,225 @@
+"""A clear lasts: through a tier's absence and a restart, and for every host that shares a tier."""
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvhold.cache import LocalCache
+from kvhold.core.errors import ConfigError, TierUnavailable
+from kvhold.core.keys import NAMESPACE_BYTES
+from kvhold.testing import TierContract
+from kvhold.testing.cache import a_prompt, read, store
+from kvhold.testing.servers.redis import RedisServer
+from kvhold.testing.tier import make_key
+from kvhold.tiers.generations import GenerationTier, is_marker, marker_key
+from kvhold.tiers.journal import ClearsJournal
+from kvhold.tiers.memory import MemoryConfig, MemoryTier
+from tests.cache.below import HYBRID_SPACE, PATIENT_S, SPACE, a_cache_over, cache_over, eventually, forget
+from tests.tiers.conftest import start_or_skip
+from tests.tiers.memory import PLUGIN, SHARED_PLUGIN, Place, SharedMemoryTier, a_place
+
+PROMPT = a_prompt(SPACE, 64)
+NAMESPACE = SPACE.digest
+PLUGINS = [PLUGIN, SHARED_PLUGIN]
+AWAY = TierUnavailable("memory", "scan", "away")
+DOWN = dict.fromkeys(("check", "probe", "get", "put", "delete", "scan"), AWAY)
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    with a_place() as place:
+        yield place
+
+
+@pytest.fixture
+def redis() -> Iterator[RedisServer]:
+    yield from start_or_skip(lambda: RedisServer(unix=True))
+
+
+def chunks(place: Place) -> int:
+    return sum(not is_marker(key) for key in place.values)
+
+
+def settle(cache: LocalCache) -> None:
+    assert cache.flush(deadline_s=PATIENT_S)
+
+
+class TestRestarts:
+    @pytest.mark.parametrize("shared", [False, True])
+    @pytest.mark.parametrize("namespace", [NAMESPACE, None])
+    def test_a_tier_that_was_down_is_cleared_when_it_is_back_after_a_restart(
+        self, place: Place, tmp_path: Path, shared: bool, namespace: bytes | None
+    ) -> None:
+        url, options = (place.shared_url if shared else place.url)(breaker_pause_s=0.01), {"clears_file": str(tmp_path / "clears")}
+        with cache_over(url, plugins=PLUGINS, **options) as cache:
+            store(cache, PROMPT)
+            settle(cache)
+            place.faults = dict(DOWN)
+            cache.clear(namespace)
+            assert cache.status()["tiers"][0]["clears_owed"] == 1
+        assert chunks(place) == 4
+        with cache_over(url, plugins=PLUGINS, **options) as cache:
+            assert read(cache, PROMPT) == 0
+            place.faults = {}
+            eventually(lambda: not chunks(place))
+            eventually(lambda: cache.status()["tiers"][0]["clears_owed"] == 0)
+            store(cache, PROMPT)
+            forget(cache)
+            assert read(cache, PROMPT) == 64
+        with cache_over(url, plugins=PLUGINS, **options) as cache:
+            assert cache.status()["tiers"][0]["clears_owed"] == 0
+            assert read(cache, PROMPT) == 64
+
+    def test_a_clear_that_was_interrupted_goes_on_after_a_restart(self, place: Place, tmp_path: Path) -> None:
+        options = {"clears_file": str(tmp_path / "clears")}
+        with cache_over(place.url(), drain_timeout_s=0, **options) as cache:
+            store(cache, PROMPT)
+            settle(cache)
+            place.hold("delete")
+            cache.clear(deadline_s=0)
+            place.wait_for("delete")
+        place.let_go("delete")
+        with cache_over(place.url(), **options) as cache:
+            eventually(lambda: not place.values)
+            assert read(cache, PROMPT) == 0
+
+    async def test_a_journal_is_kept_bounded_and_follows_no_link(self, tmp_path: Path) -> None:
+        path = tmp_path / "clears"
+        journal = ClearsJournal(path)
+        await journal.add("disk", NAMESPACE)
+        await journal.add("redis", b"")
+        assert (ClearsJournal(path).owed("disk"), ClearsJournal(path).owed("redis")) == ([NAMESPACE], [b""])
+        await journal.remove("disk", NAMESPACE)
+        assert ClearsJournal(path).owed("disk") == []
+        assert path.stat().st_mode & 0o777 == 0o600
+        path.write_text("nonsense\n")
+        assert ClearsJournal(path).owed("disk") == [b""]
+        path.unlink()
+        path.symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(ConfigError, match="cannot be read"):
+            ClearsJournal(path)
+
+
+class TestOtherHosts:
+    def test_what_another_host_has_in_memory_is_not_used_once_it_hears_of_the_clear(self, place: Place) -> None:
+        url = place.shared_url(clears_check_s=0.01)
+        with a_cache_over(url, plugins=PLUGINS) as one, a_cache_over(url, plugins=PLUGINS) as other:
+            for cache in (one, other):
+                store(cache, PROMPT)
+                store(cache, a_prompt(HYBRID_SPACE, 64))
+                settle(cache)
+            one.clear(NAMESPACE)
+            eventually(lambda: read(other, PROMPT) == 0)
+            settle(other)
+            assert read(one, PROMPT) == 0
+            assert read(other, a_prompt(HYBRID_SPACE, 64)) == 64
+            store(one, PROMPT)  # what is stored from here on is shared again
+            settle(one)
+            assert read(other, PROMPT) == 64
+
+    def test_memory_of_another_host_is_not_written_back(self, place: Place) -> None:
+        url = place.shared_url(clears_check_s=1000)
+        with cache_over(url, plugins=PLUGINS) as one, cache_over(url, plugins=PLUGINS) as other:
+            store(one, PROMPT)
+            settle(one)
+            assert read(other, PROMPT) == 64
+            one.clear()
+            assert chunks(place) == 0
+            longer = a_prompt(SPACE, 128)  # the other has its beginning in memory, and stores the rest
+            store(other, longer)
+            settle(other)
+            forget(one)
+            assert read(one, PROMPT) == 0
+            assert read(one, longer) in (0, 128)
+
+    def test_a_namespace_can_be_cleared_often_and_by_both(self, place: Place) -> None:
+        url = place.shared_url(clears_check_s=0.01)
+        with a_cache_over(url, plugins=PLUGINS) as one, a_cache_over(url, plugins=PLUGINS) as other:
+            for number in range(20):
+                writer, reader = (one, other) if number % 2 else (other, one)
+                store(writer, PROMPT)
+                settle(writer)
+                (reader if number % 3 else writer).clear(NAMESPACE if number % 5 else None)
+                eventually(lambda reader=reader, writer=writer: read(reader, PROMPT) == read(writer, PROMPT) == 0)
+                settle(one)
+                settle(other)
+
+    def test_over_a_real_redis(self, redis: RedisServer) -> None:
+        url = f"{redis.url}{'&' if '?' in redis.url else '?'}clears_check_s=0.01"
+        with a_cache_over(url) as one, a_cache_over(url) as other:
+            store(one, PROMPT)
+            settle(one)
+            assert read(other, PROMPT) == 64
+            one.clear(NAMESPACE)
+            eventually(lambda: read(other, PROMPT) == 0)
+            settle(other)
+            store(other, PROMPT)
+            settle(other)
+            forget(other)
+            assert read(one, PROMPT) == read(other, PROMPT) == 64
+
+
+class TestGenerations:
+    @staticmethod
+    def tiers(place: Place, count: int = 2) -> list[GenerationTier]:
+        return [GenerationTier(SharedMemoryTier(place), lambda prefix: None) for _ in range(count)]
+
+    async def test_a_write_that_was_on_its_way_when_another_host_cleared_is_found_by_nobody(self, place: Place) -> None:
+        one, other = self.tiers(place)
+        key = make_key(1)
+        await one.probe([key])
+        write = one.putting([(key, [memoryview(b"old")])])
+        await other.advance(key[:NAMESPACE_BYTES])
+        assert await one.probe([key]) == [None]
+        await write()
+        assert await one.probe([key]) == await other.probe([key]) == await self.tiers(place)[0].probe([key]) == [None]
+
+    async def test_whoever_comes_later_finds_the_latest_generation_however_many_there_were(self, place: Place) -> None:
+        one, other = self.tiers(place)
+        key = make_key(1)
+        for _ in range(40):
+            await one.advance(key[:NAMESPACE_BYTES])
+        await one.put([(key, [memoryview(b"new")])])
+        assert await other.probe([key]) == [3]
+        assert [found async for found in other.scan(key[:NAMESPACE_BYTES])] == [key]
+
+    async def test_a_scan_of_everything_gives_keys_of_namespaces_that_only_others_have_cleared(self, place: Place) -> None:
+        one, other = self.tiers(place)
+        keys = [make_key(number, bytes([65 + number]) * NAMESPACE_BYTES) for number in range(3)]
+        for key in keys[:2]:
+            await one.advance(key[:NAMESPACE_BYTES])
+        await one.put([(key, [memoryview(b"new")]) for key in keys])
+        assert sorted([found async for found in other.scan(b"")]) == keys
+
+    async def test_a_marker_that_was_evicted_is_put_again(self, place: Place) -> None:
+        [one, other] = self.tiers(place)
+        key = make_key(1)
+        await one.put([(key, [memoryview(b"old")])])
+        await one.advance(key[:NAMESPACE_BYTES])
+        del place.values[marker_key(key[:NAMESPACE_BYTES], 1)]
+        await one.refresh()
+        assert await other.probe([key]) == [None]
+
+    async def test_the_owner_of_memory_is_told_before_a_key_has_a_new_name(self, place: Place) -> None:
+        told: list[bytes] = []
+        key = make_key(1)
+        one = GenerationTier(SharedMemoryTier(place), lambda prefix: told.append(one.name_of(key)))
+        await one.probe([key])
+        await self.tiers(place)[0].advance(key[:NAMESPACE_BYTES])
+        await one.probe([key])
+        assert told == [key]
+        assert one.name_of(key) != key
+
+
+class TestTierOfALaterGeneration(TierContract):
+    too_large_bytes = (32 << 20) + 1
+
+    @pytest.fixture
+    async def tier(self) -> AsyncIterator[GenerationTier]:
+        tier = GenerationTier(MemoryTier(MemoryConfig(max_bytes=32 << 20)), lambda prefix: None)
+        await tier.advance(b"")
+        for number in range(3):
+            await tier.advance(make_key(number)[:NAMESPACE_BYTES])
+        yield tier
+        await tier.close()
