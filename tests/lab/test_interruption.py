@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvhold.lab.interruption import ending_in_order
-from kvhold.testing.servers.base import NotInstalled, program
+from kvhold.testing.servers.base import NotInstalled, ServerProcess, program
 
 WITHIN_S = 60.0
 
@@ -50,3 +50,22 @@ def test_a_bench_that_is_told_to_end_leaves_no_server() -> None:
         bench.send_signal(signal.SIGTERM)
         assert bench.wait(WITHIN_S) == 128 + signal.SIGTERM
     assert not any(Path(f"/proc/{server}/stat").exists() for server in servers)
+
+
+def test_a_server_is_ended_though_a_signal_interrupts_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+
+    class Sleeper(ServerProcess):
+        def command(self) -> list[str]:
+            return ["sleep", "600"]
+
+    def interrupted(process: subprocess.Popen[bytes], *args: object, **options: object) -> None:
+        start(process, *args, **options)
+        started.append(process.pid)
+        raise SystemExit(128 + signal.SIGTERM)  # as a signal's handler does while `Popen` waits for the exec
+
+    start = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+    monkeypatch.setattr(subprocess.Popen, "_execute_child", interrupted)
+    with pytest.raises(SystemExit), Sleeper():
+        pass
+    assert not Path(f"/proc/{started[0]}").exists()

@@ -56,7 +56,8 @@ class ServerProcess:
         """Run it, on the same port and in the same folder as before, and wait until it answers."""
         assert self._process is None or self._process.poll() is not None, "it runs already"
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
+            _Process(
+                self,
                 self.command(),
                 cwd=self.folder,
                 env=self.environ(),
@@ -65,6 +66,7 @@ class ServerProcess:
                 stderr=log,
                 start_new_session=True,
             )
+        assert self._process is not None
         until = time.monotonic() + _START_S
         while not self._is_ready():
             if self._process.poll() is not None or time.monotonic() > until:
@@ -123,7 +125,7 @@ class ServerProcess:
 
     def _end(self, number: signal.Signals) -> None:
         process = self._process
-        if process is None or process.poll() is not None:
+        if process is None or not process.pid or process.poll() is not None:
             return
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGCONT)
@@ -134,6 +136,18 @@ class ServerProcess:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+class _Process(subprocess.Popen[bytes]):
+    """A process that its server knows from the fork on.
+
+    A signal may end the command while `Popen` still waits for the child's exec. The child then
+    runs already, and only its server can end it.
+    """
+
+    def __init__(self, server: ServerProcess, command: Sequence[str], **options: Any) -> None:
+        server._process = self
+        super().__init__(command, **options)
 
 
 def program(name: str, package: str) -> str:
