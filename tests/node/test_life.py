@@ -21,7 +21,7 @@ from kvhold.core.errors import CapacityError, NodeError
 from kvhold.node import NodeClient, connect
 from kvhold.node.paths import default_socket, lock_path, prepare_folder, socket_path
 from kvhold.node.server import Node, _SocketLock
-from kvhold.node.start import ensure_node
+from kvhold.node.start import end_node, ensure_node
 from kvhold.testing.cache import a_prompt, read, store
 from tests.node.nodes import PATIENT, PATIENT_S, SPACE, RunningNode, clean_environ, eventually, run_kvhold, works
 
@@ -144,6 +144,9 @@ def test_a_folder_that_others_can_write_to_holds_no_socket(tmp_path: Path) -> No
         with pytest.raises(NodeError, match=r"can be written to by every user .*chmod it to 700"):
             attempt()
     assert list(place.parent.iterdir()) == []
+    with connect(config_at(place, any_owner=True)) as client:
+        assert works(client), "unless that is said, as for a pod's emptyDir"
+    end_node(place)
     place = tmp_path / "open" / "mine" / "node.sock"
     place.parent.mkdir(mode=0o700)
     with pytest.raises(NodeError, match=r"who could replace what is in it; chmod o-w it"):

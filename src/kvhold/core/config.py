@@ -56,6 +56,7 @@ class NodeConfig:
     start_timeout_s: float = setting(
         60.0, "how long an engine waits for a node that is being started; one that ends while starting is known at once", minimum=0.01
     )
+    any_owner: bool = setting(False, "the socket's folder may belong to another user, or others may write to it, as to a pod's emptyDir")
     on_mismatch: str = setting(
         "warn",
         "an engine whose settings name tiers, codecs or keys that the node does not have joins it with a warning, or not at all; it never "

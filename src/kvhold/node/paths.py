@@ -46,13 +46,13 @@ def lock_path(path: Path) -> Path:
     return Path(f"{path}.lock")
 
 
-def prepare_folder(path: Path) -> None:
-    """Make the socket's folder, for this user alone. Raises NodeError when others could change what is in it."""
+def prepare_folder(path: Path, *, any_owner: bool = False) -> None:
+    """Make the socket's folder, for this user alone. Raises NodeError when others could change what is in it; any_owner: they may."""
     folder = path.parent
     try:
-        os.close(open_folder(folder))
+        os.close(open_folder(folder, any_owner=any_owner))
     except Unsafe as error:
-        raise NodeError(f"node.socket: {error}") from None
+        raise NodeError(f"node.socket: {error}; or set node.any_owner=true, if nobody else can reach that folder") from None
     except OSError as error:
         raise NodeError(f"node.socket: cannot make the folder {folder}: {error.strerror}; choose a place you can write") from None
     if not os.access(folder, os.W_OK | os.X_OK):
@@ -60,11 +60,12 @@ def prepare_folder(path: Path) -> None:
 
 
 def open_beside(path: Path, flags: int) -> int:
-    """A descriptor of a file of the node's, in the socket's folder: a lock or a log. Follows no link and truncates nothing.
+    """A descriptor of a file of the node's, in a folder that is there: a lock or a log. Follows no link and truncates nothing.
 
-    Raises OSError; `Unsafe` for what another user has put there.
+    The file must be this user's, whoever the folder belongs to (`prepare_folder` looks at that). Raises OSError; `Unsafe` for what another
+    user has put there.
     """
-    folder = open_folder(path.parent, make=False)
+    folder = open_folder(path.parent, make=False, any_owner=True)
     try:
         return open_own_file(path.name, flags, dir_fd=folder, shown=str(path))
     finally:

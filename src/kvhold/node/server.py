@@ -73,7 +73,7 @@ class Node:
         self.path = socket_path(config.node.socket)
         self.offers = requirements_of(config)
         self._idle_exit_s = idle_exit_s
-        self._lock = _SocketLock(self.path)
+        self._lock = _SocketLock(self.path, any_owner=config.node.any_owner)
         try:
             self.arena = Arena.create(config.ram_bytes or default_arena_bytes(), huge_pages=config.huge_pages)
         except BaseException:
@@ -548,8 +548,8 @@ def _lock(fd: int) -> None:
 class _SocketLock:
     """Whose socket it is: a lock file beside it, with the owner's pid, held as long as the owner lives."""
 
-    def __init__(self, path: Path) -> None:
-        prepare_folder(path)
+    def __init__(self, path: Path, *, any_owner: bool = False) -> None:
+        prepare_folder(path, any_owner=any_owner)
         self._file = lock_path(path)
         try:
             self._fd = open_beside(self._file, os.O_RDWR | os.O_CREAT)

@@ -57,7 +57,7 @@ def ensure_node(config: Config, path: Path, given_up: threading.Event | None = N
     does not listen within `node.start_timeout_s` or nobody wants it any more (`given_up`); then it may go on starting."""
     if _listens(path):
         return
-    prepare_folder(path)
+    prepare_folder(path, any_owner=config.node.any_owner)
     patience = _Patience(path, time.monotonic() + config.node.start_timeout_s, given_up or threading.Event())
     try:
         lock = open_beside(Path(f"{path}.start"), os.O_RDWR | os.O_CREAT)
