@@ -267,6 +267,10 @@ class TestKubernetes:
     def test_what_only_looks_like_it_is_still_refused(self, variable: str, value: str) -> None:
         assert f"there is no setting {variable!r}" in refusal(environ={variable: value})
 
+    def test_the_documentation_has_the_same_forms(self) -> None:
+        page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text().replace("\\|", "|")
+        assert [form.pattern for form, _ in config_module._KUBERNETES if f"| `{form.pattern}` |" not in page] == []
+
     def test_no_setting_has_the_form_of_such_a_variable(self) -> None:
         names = [f"KVHOLD_{name.replace('.', '_').upper()}" for name, _, _ in describe()]
         assert not [name for name in names if any(form.fullmatch(name) for form, _ in config_module._KUBERNETES)]
