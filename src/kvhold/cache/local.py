@@ -17,6 +17,7 @@ import numpy.typing as npt
 from kvhold.cache.events import snapshot_of
 from kvhold.cache.mover import Mover, make_mover
 from kvhold.cache.recode import Wish
+from kvhold.cache.scrub import Scrubber
 from kvhold.cache.state import new_state
 from kvhold.core.api import EventBatch, Found, Hit, Loan, Recoded, Recoding, Room, mask_bytes
 from kvhold.core.config import Config, load_config
@@ -54,6 +55,7 @@ class LocalCache:
             self._arena.close()
             raise
         self._toucher = Toucher(self._arena.regions).start()
+        self._scrubber = Scrubber(self._state, self._happen, config.scrub_interval_s).start()
 
     @property
     def arena_buffer(self) -> npt.NDArray[np.uint8]:
@@ -191,11 +193,12 @@ class LocalCache:
         with self._lock:
             self._check_open()
             tiers = self.mover.status() if self.mover is not None else {}
-            return self._state.status() | {"arena_touched_bytes": self._toucher.touched_bytes} | tiers
+            return self._state.status() | {"arena_touched_bytes": self._toucher.touched_bytes, "scrub": self._scrubber.status()} | tiers
 
     def close(self) -> None:
         """Write what waits to lower tiers, for `drain_timeout_s` at most; give back everything, and the arena itself. Idempotent."""
         self._toucher.stop()
+        self._scrubber.stop()
         with self._lock:
             if self._closed:
                 return

@@ -182,6 +182,9 @@ class Config:
     )
     event_buffer: int = setting(0, "changes of memory that are remembered for routers and other indexes; 0: none, and no events", minimum=0)
     clears_file: str = setting("", "file that remembers clears which a tier still owes; empty: beside the node's socket, else nowhere")
+    scrub_interval_s: float = setting(
+        3600.0, "idle chunks of memory are compared with their checksums, all of them once in about so long; 0: never", minimum=0
+    )
     drain_timeout_s: float = setting(5.0, "how long an ending cache goes on writing what waits", minimum=0)
     copy_threads: int = setting(0, "threads that copy between engine and arena; 0: as many as cores, at most 2", minimum=0)
     node: NodeConfig = field(default_factory=NodeConfig)

@@ -27,6 +27,7 @@ from typing import Any
 from kvhold import __version__
 from kvhold.cache.chores import Running
 from kvhold.cache.mover import Mover, make_mover
+from kvhold.cache.scrub import Scrubber
 from kvhold.cache.state import new_state
 from kvhold.core.config import Config
 from kvhold.core.errors import ConfigError, NodeError, ProtocolError
@@ -95,6 +96,7 @@ class Node:
         self._most_clients = _LEAST_CLIENTS
         self.incoming = memoryview(bytearray(_MOST_READ_BYTES))  # of whichever connection is being read
         self._toucher = Toucher(self.arena.regions)
+        self._scrubber = Scrubber(self.state, self._post, config.scrub_interval_s)
         self._stopped = asyncio.Event()
         self._busy: deque[_Connection | None] = deque()  # those that have more to do, each for one turn at a time; None: the state
         self._is_turning = False
@@ -114,6 +116,7 @@ class Node:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self.stop)
             self._toucher.start()
+            self._scrubber.start()
             if on_ready is not None:
                 on_ready(self)
             await self._until_stopped()
@@ -126,6 +129,7 @@ class Node:
             for connection in list(self.connections):
                 connection.close("the node stops")
             self._toucher.stop()
+            self._scrubber.stop()
             if self._mover is not None:
                 await loop.run_in_executor(None, self._end_mover)
             self.arena.close()
@@ -151,6 +155,7 @@ class Node:
                 "resident_bytes": resident_bytes(),
                 "huge_pages": self.arena.huge,
                 "arena_touched_bytes": self._toucher.touched_bytes,
+                "scrub": self._scrubber.status(),
                 "loop": {"longest_turn_s": round(self.longest_turn_s, 6), "longest_turn_since_last_status_s": round(recent_turn_s, 6)},
                 "clients": [
                     {"name": c.session.name, "pid": c.session.pid, "silent_s": round(now - c.last_heard_s, 3)}

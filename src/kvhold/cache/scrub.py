@@ -1,0 +1,113 @@
+"""Compares idle chunks of memory with their checksums, a few at a time, so that damage is found before somebody reads it.
+
+    scrubber = Scrubber(state, post, interval_s=3600).start()     # all of memory once in about an hour
+    scrubber.stop()                                               # before the arena goes
+
+A thread of its own hashes; xxhash releases the GIL. What it hashes it has pinned, for a few milliseconds, and it takes and gives back
+where the state lives, as the mover does. Chunks that somebody reads are left out: readers compare for themselves.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from queue import SimpleQueue
+from typing import Any, Self
+
+from xxhash import xxh3_64_intdigest
+
+from kvhold.cache.state import CacheState
+from kvhold.core.checksums import unpack
+from kvhold.tiers.ram import Entry
+
+_BATCH_BYTES = 16 << 20  # pinned at a time: about 2 ms of hashing
+_MOST_BYTES_S = 1 << 30  # however short the interval
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 60.0
+
+
+class Scrubber:
+    """One pass over memory after another. `start` and `stop` are called once each."""
+
+    def __init__(self, state: CacheState, post: Callable[[Callable[[], None]], None], interval_s: float) -> None:
+        """post: runs a call where the state lives, later or at once. interval_s: how long a pass takes; 0: nothing is done."""
+        self._state = state
+        self._post = post
+        self._interval_s = interval_s
+        self._parts: Iterator[list[Entry]] = iter(())
+        self._waiting: list[Entry] = []  # of the part in hand
+        self._taken: SimpleQueue[list[Entry] | None] = SimpleQueue()
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._passes = 0
+        self._pass_bytes = 0
+
+    def start(self) -> Self:
+        """Begin, after a while."""
+        if self._interval_s:
+            self._thread = threading.Thread(target=self._run, name="kvhold-scrub", daemon=True)
+            self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """End, and wait until nothing is read any more."""
+        self._stopped.set()
+        self._taken.put(None)
+        if self._thread is not None:
+            self._thread.join()
+
+    def status(self) -> dict[str, Any]:
+        """How far it is."""
+        return {"interval_s": self._interval_s, "passes": self._passes, "pass_bytes": self._pass_bytes}
+
+    def step(self) -> int | None:
+        """Take some chunks, compare them, give them back. Returns how many bytes they had; None at the end of a pass, or to end."""
+        self._post(self._take)
+        entries = self._taken.get()
+        if entries is None:
+            return None
+        damaged = [entry for entry in entries if not self._is_whole(entry)]
+        self._post(lambda: self._give_back(entries, damaged))
+        return sum(entry.nbytes for entry in entries)
+
+    def _run(self) -> None:
+        pause_s = min(_LONGEST_PAUSE_S, max(_SHORTEST_PAUSE_S, self._interval_s / 100))
+        wait_s = pause_s
+        while not self._stopped.wait(wait_s):
+            nbytes = self.step()
+            if nbytes is None:
+                wait_s = pause_s
+            else:
+                wait_s = max(nbytes / _MOST_BYTES_S, self._interval_s * nbytes / max(1, self._state.ram.used_bytes))
+
+    def _take(self) -> None:
+        """Where the state lives. What is left of one part at most, so that no turn takes long."""
+        if not self._waiting:
+            part = next(self._parts, None)
+            if part is None:
+                self._passes += self._pass_bytes > 0
+                self._pass_bytes = 0
+                self._parts = self._state.ram.parts()
+                self._taken.put(None)
+                return
+            self._waiting = part
+        entries: list[Entry] = []
+        nbytes = 0
+        while self._waiting and nbytes < _BATCH_BYTES:
+            entry = self._waiting.pop()
+            if entry.checksums and not entry.pins and self._state.ram.find(entry.key) is entry:
+                entries.append(entry)
+                nbytes += entry.nbytes
+        self._pass_bytes += nbytes
+        self._state.ram.hold_all(entries)
+        self._taken.put(entries)
+
+    def _is_whole(self, entry: Entry) -> bool:
+        """In the scrubber's thread."""
+        view, checksums = self._state.ram.view(entry), unpack(entry.checksums)
+        size = len(view) // len(checksums)
+        return all(xxh3_64_intdigest(view[layer * size : (layer + 1) * size]) == stated for layer, stated in enumerate(checksums))
+
+    def _give_back(self, entries: Sequence[Entry], damaged: Sequence[Entry]) -> None:
+        """Where the state lives."""
+        self._state.metrics.add("kvhold_scrubbed_chunks", len(entries))
+        self._state.metrics.add("kvhold_scrubbed_bytes", sum(entry.nbytes for entry in entries))
+        self._state.remove_damaged(damaged, "scrubber")
+        self._state.ram.unpin_all(entries)
