@@ -16,7 +16,7 @@ from kvhold.lab.bench.vllm import run as run_module
 from kvhold.lab.bench.vllm.figures import VllmRow, goals, make_rows
 from kvhold.lab.bench.vllm.report import draw, render
 from kvhold.lab.bench.vllm.run import REUSE_PERCENT, OutputsDiffer, rounds
-from kvhold.lab.bench.vllm.systems import AGAIN, BESIDE, KVHOLD, LAYERWISE, LIMIT, OFFLOADING, OUTPUT_TOKENS, RECOMPUTE, SYSTEMS
+from kvhold.lab.bench.vllm.systems import AGAIN, BESIDE, KVHOLD, LAYERWISE, LIMIT, OFFLOADING, OUTPUT_TOKENS, RECOMPUTE, SYSTEMS, UNCHECKED
 from kvhold.lab.engines.engine import Engine
 from kvhold.lab.engines.messages import Generated, GeneratedMany
 from kvhold.lab.engines.models import SIZES, ModelInfo
@@ -53,7 +53,7 @@ def fake_rounds(engines: dict[str, FakeEngine], num_rounds: int, monkeypatch: py
 
 def everyone() -> dict[str, FakeEngine]:
     """Those that are there by default."""
-    return {name: FakeEngine() for name in SYSTEMS if name not in (LAYERWISE, BESIDE)}
+    return {name: FakeEngine() for name in SYSTEMS if name not in (LAYERWISE, BESIDE, UNCHECKED)}
 
 
 def cell(reuse: int, burst: bool = False, **seconds: float) -> Cell:
@@ -103,6 +103,12 @@ def test_layer_by_layer_is_compared_with_what_differs_in_nothing_else(monkeypatc
     assert {(row.reuse, *row.ttft_ratios) for row in rows if row.system == LAYERWISE} == {(reuse, BESIDE) for reuse in REUSE_PERCENT}
     assert sum("layer by layer" in goal.what for goal in goals(rows)) == len(REUSE_PERCENT)
     assert all(BESIDE not in row.ttft_ratios for row in rows if row.system == KVHOLD)
+
+
+def test_the_check_of_memory_is_judged_on_full_hits(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = make_rows(fake_rounds(everyone() | {UNCHECKED: FakeEngine()}, 1, monkeypatch))
+    assert {row.reuse for row in rows if row.system == UNCHECKED} == {100}
+    assert [goal.most for goal in goals(rows) if "without comparing checksums" in goal.what] == [1.03]
 
 
 def test_another_answer_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

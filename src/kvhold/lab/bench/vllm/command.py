@@ -28,6 +28,7 @@ from kvhold.lab.options import PICTURES, OutputFile
 @click.option("--threads", type=click.IntRange(1), help="Threads of each engine; fewer where others use the cores. [default: all cores]")
 @click.option("--peer", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="Host-memory spec for vLLM's offloading.")
 @click.option("--layerwise", is_flag=True, help="Also loads and stores a layer at a time, beside the default.")
+@click.option("--unchecked", is_flag=True, help="Also with client.check_memory off: what comparing checksums costs a hit.")
 @click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
 @click.option("--plot", type=OutputFile(*PICTURES), help="Draw the curve of TTFT over reuse, such as curve.png.")
 def command(
@@ -37,6 +38,7 @@ def command(
     threads: int | None,
     peer: Path | None,
     layerwise: bool,
+    unchecked: bool,
     json_file: Path | None,
     plot: Path | None,
 ) -> None:
@@ -60,7 +62,9 @@ def command(
     title = f"{tokens:,}-token prompts, {model.num_parameters / 1e6:.0f}M parameters, vLLM on {threads} CPU thread{'s' * (threads > 1)}"
     click.echo(f"{platform.machine()}, Python {platform.python_version()}, {title}\nstarting the engines ...")
     held = HELD_PROMPTS * tokens
-    with started(model, num_tokens=tokens, held_tokens=held, num_threads=threads, peer=peer, layerwise=layerwise) as systems:
+    with started(
+        model, num_tokens=tokens, held_tokens=held, num_threads=threads, peer=peer, layerwise=layerwise, unchecked=unchecked
+    ) as systems:
         cells: list[Cell] = []
         try:
             for cells_of_round in rounds(systems, model, num_tokens=tokens, num_rounds=num_rounds, say=click.echo):

@@ -28,6 +28,7 @@ from kvhold.lab.bench.vllm.systems import (
     OUTPUT_TOKENS,
     PLAIN,
     RECOMPUTE,
+    UNCHECKED,
 )
 from kvhold.lab.engines.models import ModelInfo
 from kvhold.lab.engines.prompts import make_prompt
@@ -55,6 +56,7 @@ def rounds(
         began, cells = time.monotonic(), []
         for reuse in REUSE_PERCENT:
             of_reuse = _cells(reuse) + ([((BESIDE, LAYERWISE), False)] * 2 if LAYERWISE in systems else [])
+            of_reuse += [((KVHOLD, UNCHECKED), False)] * 4 if UNCHECKED in systems and reuse == 100 else []
             for at, (names, burst) in enumerate(of_reuse):
                 texts = [f"text {at}.{piece}" for piece in range(BURST if burst else 1)]
                 given = [prompts.next(reuse, text) for text in texts]

@@ -11,6 +11,7 @@
 | kvhold, left alone | the same engine, asked to leave the request alone: what a request costs that is followed, stored and not found |
 | kvhold, left alone again | the same once more |
 | kvhold, layer by layer | with `layerwise`, which wants no prefix cache; where it is asked for |
+| kvhold, unchecked | kvhold with `client.check_memory` off, where it is asked for: what comparing checksums costs a hit |
 | kvhold, beside the passes | as by default, but without a prefix cache, to compare that with |
 
 Offloading and kvhold have the prefix cache too, KV memory as small as "vllm" has, and the same number of bytes to keep KV in.
@@ -41,13 +42,21 @@ LEFT_ALONE = "kvhold, left alone"
 LEFT_AGAIN = "kvhold, left alone again"
 LAYERWISE = "kvhold, layer by layer"
 BESIDE = "kvhold, beside the passes"
-SYSTEMS = (RECOMPUTE, PLAIN, AGAIN, OFFLOADING, KVHOLD, LEFT_ALONE, LEFT_AGAIN, LAYERWISE, BESIDE, LIMIT)
+UNCHECKED = "kvhold, unchecked"
+SYSTEMS = (RECOMPUTE, PLAIN, AGAIN, OFFLOADING, KVHOLD, LEFT_ALONE, LEFT_AGAIN, LAYERWISE, BESIDE, UNCHECKED, LIMIT)
 OUTPUT_TOKENS = 8
 
 
 @contextmanager
 def started(
-    model: ModelInfo, *, num_tokens: int, held_tokens: int, num_threads: int, peer: Path | None, layerwise: bool = False
+    model: ModelInfo,
+    *,
+    num_tokens: int,
+    held_tokens: int,
+    num_threads: int,
+    peer: Path | None,
+    layerwise: bool = False,
+    unchecked: bool = False,
 ) -> Iterator[dict[str, System]]:
     """All systems by name, ready; they end with the block. Raises EngineFailed when one does not start.
 
@@ -56,6 +65,7 @@ def started(
     num_threads: of each engine
     peer: the file of the host-memory spec; None: vLLM's offloading is left out
     layerwise: also the two that say what it gains
+    unchecked: also the one that compares no checksums
     """
     longest = num_tokens + OUTPUT_TOKENS + ROOM_TOKENS
     held_bytes = held_tokens * model.kv_bytes_per_token
@@ -73,6 +83,9 @@ def started(
             for name, extra in ((LAYERWISE, {"layerwise": True}), (BESIDE, {})):
                 own = kvhold_connector(Path(folder) / f"{len(given)}.sock", held_bytes, **extra)
                 given[name] = {"kv_transfer_config": own, "prefix_caching": False}
+        if unchecked:
+            own = kvhold_connector(Path(folder) / "unchecked.sock", held_bytes, client={"check_memory": False})
+            given[UNCHECKED] = {"kv_transfer_config": own}
         environment = {OFFLOADING: {"PYTHONPATH": python_path(peer)}} if peer is not None else {}
         for options in given.values():
             node = options.get("kv_transfer_config", {}).get("kv_connector_extra_config", {}).get("node", {})
