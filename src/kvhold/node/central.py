@@ -128,7 +128,7 @@ class Central:
             try:
                 sock, where = await loop.sock_accept(listener)
             except OSError as error:  # out of descriptors, or the client has gone: the others are still served
-                log.warning("a client could not be accepted: %s", error)
+                self._strangers.refused("the network", f"it could not be accepted: {error.strerror or error}")
                 await asyncio.sleep(0.05)
                 continue
             task = loop.create_task(self._converse(sock, where[0]))
