@@ -21,6 +21,7 @@ from pathlib import Path
 from struct import Struct
 
 from kvhold.core.errors import ConfigError, FrameError
+from kvhold.core.secrets import warn_if_public
 
 MAGIC = b"\x89kvseal\n"
 VERSION = 1
@@ -152,6 +153,7 @@ def _read_key(kind: str, place: str, environ: Mapping[str, str]) -> bytes:
     else:
         try:
             with Path(place).open("rb") as file:
+                warn_if_public(file.fileno(), place)
                 raw = file.read(1024)
         except OSError as error:
             raise ConfigError(f"{where}: {error.strerror}") from None

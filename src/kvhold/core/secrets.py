@@ -6,8 +6,10 @@
 A reference lets a tier's URL be written on a command line, which every user of a host can read with `ps`. Any thread.
 """
 
+import logging
 import os
 import re
+import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -16,6 +18,9 @@ from kvhold.core.errors import ConfigError
 REFERENCE = re.compile(r"\$\{(env|file):([^{}]+)\}")
 """A whole value, or a part of one."""
 
+log = logging.getLogger(__name__)
+
+_public: set[str] = set()  # files that were warned of
 _MOST_BYTES = 64 << 10  # of a file that holds a secret
 _NAME = re.compile(r"secret|token|pas+(?!ive)|pwd|auth|cred|key(?!s)", re.IGNORECASE)
 _NO_SECRET = re.compile(r".*_file|tls_key|tokens_per_.*|.*_tokens", re.IGNORECASE)  # paths, and tokens of text
@@ -46,6 +51,7 @@ def read_secret(path: str | Path, *, where: str) -> str:
     """The text of a file, without the white space around it. Raises ConfigError; empty is one, and more than 64 KiB."""
     try:
         with Path(path).expanduser().open("rb") as file:
+            warn_if_public(file.fileno(), str(path))
             raw = file.read(_MOST_BYTES + 1)
         text = raw.decode().strip()
     except OSError as error:
@@ -55,6 +61,13 @@ def read_secret(path: str | Path, *, where: str) -> str:
     if not text or len(raw) > _MOST_BYTES:
         raise ConfigError(f"{where}: {path} is {'larger than 64 KiB' if text else 'empty'}")
     return text
+
+
+def warn_if_public(fd: int, path: str) -> None:
+    """Say so once if every user of this host can read a file that holds a secret."""
+    if os.fstat(fd).st_mode & stat.S_IROTH and path not in _public:
+        _public.add(path)
+        log.warning("%s holds a secret, and every user of this host can read it: chmod 600 it", path)
 
 
 def _read(kind: str, place: str, where: str, environ: Mapping[str, str]) -> str:
