@@ -3,13 +3,19 @@
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from kvhold.cache.state import new_state
 from kvhold.core.api import ABSENT
+from kvhold.core.config import Config
 from kvhold.core.errors import DamagedChunks
+from kvhold.net import messages as m
 from kvhold.node import NodeClient
+from kvhold.node import session as session_module
+from kvhold.node.session import Session
 from kvhold.testing.cache import PLAIN, a_prompt, read, store
 from kvhold.testing.damage import OpenArena
 from tests.node.nodes import NOTHING, SPACE, RunningNode, eventually
@@ -110,3 +116,18 @@ def test_who_turns_the_check_off_gets_what_is_there(node: RunningNode) -> None:
     with pytest.raises(DamagedChunks):
         read_unchecked(checking, 4)
     assert read(trusting, a_prompt(SPACE, 64, 4)) == 0
+
+
+def test_a_claim_with_more_checksums_than_fit_an_answer_is_refused_and_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "_MOST_CHECKSUMS", 8 * 3 * 4)
+    state = new_state(Config(), SimpleNamespace(nbytes=16 << 20))  # type: ignore[arg-type]
+    state.register(PLAIN)
+    session = Session(state, m.Hello(m.MAGIC, m.PROTOCOL_VERSION, "test", 1), None)  # type: ignore[arg-type]
+    for num_chunks, expected in ((4, m.Lent), (5, m.Refused)):
+        prompt = a_prompt(SPACE, 16 * num_chunks, num_chunks)
+        granted = state.reserve(session, PLAIN, prompt.chunks(), 0)
+        state.commit(session, granted.room, range(num_chunks), bytes(8 * 3 * num_chunks))
+        answer = session.answer(m.Claim(state.lookup(session, prompt.query()).ticket, 0, 0))
+        assert isinstance(answer, expected)
+        assert not isinstance(answer, m.Refused) or not answer.fatal
+    assert state.holdings()["loans"] == 1

@@ -32,6 +32,9 @@ def _describe(status: dict[str, Any]) -> str:
         f"held      {held['tickets']} hits, {held['loans']} loans, {held['rooms']} rooms",
         f"memory    {format_size(status['resident_bytes'])} beside the arena",
     ]
+    scrub = status["scrub"]
+    seen = f"{scrub['passes']} passes, {format_size(scrub['pass_bytes'])} in this one"
+    lines.append(f"scrubber  {seen}" if scrub["interval_s"] else "scrubber  off")
     tiers = status.get("tiers", [])
     lines += [f"tier      {tier['name']}: {_describe_tier(tier)}" for tier in tiers]
     if tiers:

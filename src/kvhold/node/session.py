@@ -12,7 +12,7 @@ import msgspec
 from kvhold.cache.chores import TURN, Running, Turns
 from kvhold.cache.events import MOST, snapshot_of
 from kvhold.cache.recode import Wish
-from kvhold.cache.state import CacheState
+from kvhold.cache.state import CacheState, Lent
 from kvhold.core.api import Found, Recoded
 from kvhold.core.errors import KVHoldError, ProtocolError
 from kvhold.net import messages as m
@@ -21,6 +21,7 @@ from kvhold.tiers.ram import Entry
 
 _CLEAR_STEPS = 200  # some 20,000 chunks, in a fraction of a second
 _MOST_PARTS = 64  # of a snapshot, in one page
+_MOST_CHECKSUMS = m.MAX_MESSAGE_BYTES * 3 // 4  # in an answer to a claim: of 80 layers and 128 tokens a chunk, 1.2 million tokens
 _MAX_NAME = 100  # it is shown in every status and log line
 
 Result = TypeVar("Result")
@@ -181,9 +182,15 @@ class Session:
 
     def _claim(self, request: m.Claim) -> m.Answer | Running[m.Answer]:
         turns = self._state.claim_turns(self, request.ticket, request.shard, request.first_chunk, arriving=request.arriving)
-        return self._in_turns(
-            turns, lambda lent: m.Gone() if lent is None else m.Lent(lent.loan, lent.offsets, lent.num_tokens, lent.checksums)
-        )
+        return self._in_turns(turns, lambda lent: m.Gone() if lent is None else self._lent(lent))
+
+    def _lent(self, lent: Lent) -> m.Answer:
+        """A claim too large for a message is refused, and costs the connection nothing: 8 bytes for each layer of each chunk."""
+        nbytes = sum(len(packed) for packed in lent.checksums)
+        if nbytes > _MOST_CHECKSUMS:
+            self._state.release(self, lent.loan)
+            return m.Refused(f"the claimed chunks have {nbytes} bytes of checksums; at most {_MOST_CHECKSUMS} fit an answer", fatal=False)
+        return m.Lent(lent.loan, lent.offsets, lent.num_tokens, lent.checksums)
 
     def _damaged(self, request: m.Damaged) -> m.Answer:
         self._state.damaged(self, request.loan, request.offsets)
