@@ -47,6 +47,16 @@ def test_nothing_is_known_before_the_first_step():
     assert (work.request, work.num_tokens, work.computed_tokens, work.step_tokens, work.is_known) == ("a", 100, 10, 2048, False)
 
 
+def test_what_a_prompt_takes_to_compute_is_what_its_steps_took():
+    engine = Engine()
+    assert engine.costs.compute_s(1000, 0) == pytest.approx(2.0), "as on a slow engine, as long as nothing is known"
+    for number in range(20):
+        engine.step([(f"r{number}", 0, 100 + 50 * number)])
+    expected = STEP_S + 1000 * TOKEN_S + PAIR_S * 1000 * 500
+    assert engine.costs.compute_s(1000, 0) == pytest.approx(expected, rel=0.1)
+    assert engine.costs.compute_s(1000, 900) < engine.costs.compute_s(1000, 0) / 5
+
+
 def test_a_lookup_does_not_wait_for_what_can_be_fitted_before(monkeypatch):
     engine, fitted = Engine(), []
     monkeypatch.setattr(estimates, "fit", lambda *given: fitted.append(1) or fit(*given))

@@ -1,5 +1,6 @@
 """Which worker holds what, and that copies are proven before they are used."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from kvhold.core.api import ABSENT, ChunkBytes
 from kvhold.core.config import Config
 from kvhold.core.errors import KVHoldError, LayoutError
 from kvhold.integrations.vllm.geometry import Geometry, Part, geometry_of
+from kvhold.integrations.vllm.hosts import check_places, place_of
 from kvhold.integrations.vllm.proof import lots, prove
 from kvhold.integrations.vllm.space import namespace_of
 from kvhold.integrations.vllm.worker import _check_covered
@@ -105,6 +107,28 @@ class TestShards:
 
     def test_a_latent_is_not_divided(self, config: VllmConfig) -> None:
         assert of_width(config, 2, groups(latent(), copies=2), head_shards=4).shards == 1
+
+
+class TestHosts:
+    def test_an_engine_whose_workers_are_on_several_hosts_is_refused(self, config: VllmConfig) -> None:
+        config.parallel_config.nnodes = 2
+        with pytest.raises(LayoutError, match="on 2 hosts"):
+            of_width(config, 4, groups(full(num_kv_heads=1)))
+
+    def test_engines_of_one_service_may_be_on_several_hosts_where_each_is_on_one(self, config: VllmConfig) -> None:
+        """Data parallel: their workers share nothing."""
+        parallel = config.parallel_config
+        parallel.nnodes, parallel.data_parallel_size, parallel.data_parallel_size_local = 2, 2, 1
+        assert of_width(config, 2, groups(full(num_kv_heads=2))).shards == 2
+
+    def test_workers_that_find_another_node_than_the_scheduler_are_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "other").mkdir()
+        here, other = place_of(tmp_path / "node.sock"), place_of(tmp_path / "other" / "node.sock")
+        check_places(here, {(0, 0): here, (1, 0): here})
+        with pytest.raises(LayoutError, match=r"worker 1 of stage 0 finds its node in another folder .*other"):
+            check_places(here, {(0, 0): here, (0, 1): other})
+        with pytest.raises(LayoutError, match="worker 0 of stage 1 is on another host"):
+            check_places(here, {(1, 0): replace(here, boot="of another host")})
 
 
 class TestParts:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
@@ -21,6 +22,7 @@ from kvhold.core.config import load_config
 from kvhold.core.errors import LayoutError
 from kvhold.integrations.vllm.events import describer_of, with_events
 from kvhold.integrations.vllm.geometry import geometry_of, mixes_adapters
+from kvhold.integrations.vllm.hosts import NodePlace, check_places, place_of
 from kvhold.integrations.vllm.layerwise import refusal
 from kvhold.integrations.vllm.media import Media
 from kvhold.integrations.vllm.scheduler import SchedulerSide
@@ -124,6 +126,10 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
         """A graph of a whole pass would not wait for its layers."""
         return load_config(extra_config).layerwise
 
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
+        """vLLM calls this at the start, with what each worker's `get_handshake_metadata` said. Raises LayoutError."""
+        check_places(place_of(self.scheduler.socket), {rank: place for rank, place in metadata.items() if isinstance(place, NodePlace)})
+
     def reset_cache(self) -> bool | None:
         return self.scheduler.reset()
 
@@ -137,6 +143,10 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, "torch.Tensor"]) -> None:
         self.worker.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """For the scheduler's side, which compares it with its own."""
+        return place_of(self.worker.socket)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

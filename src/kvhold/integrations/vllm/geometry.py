@@ -194,6 +194,8 @@ def _refuse_unproven(config: "VllmConfig", kv_cache: "KVCacheConfig") -> None:
         f"kv_cache_dtype is {cache.cache_dtype}; auto, fp8, fp8_e4m3 and fp8_e5m2 are supported": cache.cache_dtype
         not in ("auto", "fp8", "fp8_e4m3", "fp8_e5m2"),
         f"{layers} layers are not divided evenly among {stages} pipeline stages": bool(stages > 1 and layers % stages),
+        f"its workers are on {parallel.nnodes_within_dp} hosts (nnodes), and each host has a node of its own": parallel.nnodes_within_dp
+        > 1,
         "decode_context_parallel_size > 1": parallel.decode_context_parallel_size > 1,
         "prefill_context_parallel_size > 1": parallel.prefill_context_parallel_size > 1,
         f"speculative decoding by {getattr(speculation, 'method', None)}; {' and '.join(_WITHOUT_DRAFT_LAYERS)} are supported": (

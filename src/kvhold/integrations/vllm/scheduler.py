@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
+from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING
 
@@ -148,6 +149,11 @@ class SchedulerSide:
             geometry.shards,
             self._cache.path,
         )
+
+    @property
+    def socket(self) -> Path:
+        """Of the node."""
+        return self._cache.path
 
     def arrived(self, request: "Request") -> None:
         """A new request: its prompt is hashed now."""
@@ -355,8 +361,8 @@ class SchedulerSide:
         have_tokens = computed_tokens if would_load else request.num_tokens
         if plans and not would_load:  # it may run before there is an answer
             self._costs.follow(request.request_id, request.num_tokens)
-        followed.patience_s = self._patience(request.num_tokens, computed_tokens)
-        followed.lookup = self._lookups.submit(self._ask, followed.naming, asking, have_tokens, followed.patience_s)
+        followed.patience_s = self._config.client.arrival_timeout_s  # until the lookup thread knows better
+        followed.lookup = self._lookups.submit(self._ask, followed, followed.naming, asking, have_tokens, computed_tokens)
 
     def _name(self, request: "Request", rules: Rules) -> Prompt | None:
         """On the lookup thread: hash the prompt. Never raises, because the scheduler would with it; what cannot be named is not cached."""
@@ -398,15 +404,23 @@ class SchedulerSide:
         compute_s = self._costs.compute_s(num_tokens, computed_tokens)
         return max(client.call_timeout_s, min(compute_s, client.arrival_timeout_s))
 
-    def _ask(self, naming: "Future[Prompt | None]", asking: tuple[str, int, int] | None, have_tokens: int, patience_s: float) -> Hit | None:
+    def _ask(
+        self,
+        followed: _Followed,
+        naming: "Future[Prompt | None]",
+        asking: tuple[str, int, int] | None,
+        have_tokens: int,
+        computed_tokens: int,
+    ) -> Hit | None:
         """On the lookup thread, after the naming: ask the cache. Never raises.
 
         asking: the request, its tokens, and those that are computed, where the hit is to be no longer than is faster
         have_tokens: a hit that is no longer is of no use
-        patience_s: how long the answer may take
+        computed_tokens: that the engine has computed, with which it would go on
         """
         prompt = None if naming.cancelled() else naming.result()
         try:
+            patience_s = followed.patience_s = self._patience(followed.request.num_tokens, computed_tokens)
             work = self._costs.work(*asking) if asking is not None else None
             if prompt is not None:
                 return self._cache.lookup(self._asked(prompt).query(), work=work, have_tokens=have_tokens, wait_s=0, deadline_s=patience_s)

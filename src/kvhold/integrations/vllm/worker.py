@@ -11,6 +11,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -94,6 +95,11 @@ class WorkerSide:
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._stored_last: set[str] = set()
+
+    @property
+    def socket(self) -> Path:
+        """Of the node."""
+        return self._cache.path
 
     def register(self, kv_caches: dict[str, "torch.Tensor"]) -> None:
         """Learn where the engine's blocks are, and prove that copies of them are exact.
