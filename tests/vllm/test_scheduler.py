@@ -1104,7 +1104,11 @@ class TestRefusals:
             model_config=config.model_config,
             cache_config=SimpleNamespace(cache_dtype="auto"),
             parallel_config=SimpleNamespace(
-                pipeline_parallel_size=1, tensor_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1
+                nnodes_within_dp=1,
+                pipeline_parallel_size=1,
+                tensor_parallel_size=1,
+                decode_context_parallel_size=1,
+                prefill_context_parallel_size=1,
             ),
             speculative_config=None,
             scheduler_config=config.scheduler_config,
@@ -1121,6 +1125,7 @@ class TestRefusals:
         [
             ("cache_config", "cache_dtype", "nvfp4", "kv_cache_dtype is nvfp4"),
             ("parallel_config", "pipeline_parallel_size", 3, "2 layers are not divided evenly among 3 pipeline stages"),
+            ("parallel_config", "nnodes_within_dp", 2, "its workers are on 2 hosts"),
             ("parallel_config", "decode_context_parallel_size", 2, "decode_context_parallel_size > 1"),
             ("parallel_config", "prefill_context_parallel_size", 2, "prefill_context_parallel_size > 1"),
             (None, "speculative_config", SimpleNamespace(method="eagle"), "speculative decoding by eagle"),

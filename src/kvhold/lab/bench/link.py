@@ -22,7 +22,7 @@ import numpy as np
 from kvhold.core.config import ClientConfig
 from kvhold.lab.bench.engines import alike, flush_engines
 from kvhold.lab.bench.throttle import Throttle
-from kvhold.lab.engines.engine import Engine, options_for
+from kvhold.lab.engines.engine import Engine, binding, options_for
 from kvhold.lab.engines.messages import Generated
 from kvhold.lab.engines.models import ModelInfo
 from kvhold.node import NodeClient, end_node
@@ -60,7 +60,7 @@ def rows(
     """The row of an engine without kvhold, then one a codec. Raises EngineFailed, NotInstalled (no Redis)."""
     rng = np.random.default_rng(0)
     prompts = [[int(token) for token in rng.integers(10, 250, num_tokens)] for _ in range(num_prompts)]
-    options: dict[str, Any] = {"max_model_len": num_tokens + 128, "num_threads": num_threads}
+    options: dict[str, Any] = {"max_model_len": num_tokens + 128} | binding(num_threads)
     with alike(), Engine(options_for(model, prefix_caching=False, **options)) as engine:
         computed = _ask_all(engine, prompts)
     yield LinkRow(COLD, None, median(one.ttft_s for one in computed), None, 0.0, True, 0.0)

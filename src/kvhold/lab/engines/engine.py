@@ -9,6 +9,7 @@ is killed must not take the caller along. Used from one thread. Leaves out on pu
 that there is `kvhold.lab.engines.openai_server`.
 """
 
+import os
 import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -52,6 +53,14 @@ def options_for(model: ModelInfo, *, max_model_len: int, **others: Any) -> Engin
     """
     kv_cache_bytes = others.pop("kv_cache_bytes", 2 * max_model_len * model.kv_bytes_per_token)
     return EngineOptions(model_path=str(model.path), max_model_len=max_model_len, kv_cache_bytes=kv_cache_bytes, **others)
+
+
+def binding(num_threads: int) -> dict[str, Any]:
+    """Options for an engine of so many threads: where it has all cores, vLLM binds its threads itself, as it does for a user.
+
+    Engines with fewer cores than there are share them: vLLM would bind each of them to the same ones.
+    """
+    return {"num_threads": num_threads, "own_binding": num_threads == len(os.sched_getaffinity(0))}
 
 
 class Engine(Child):

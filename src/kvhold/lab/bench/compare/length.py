@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from kvhold.lab.bench.compare.systems import Sizes
 from kvhold.lab.bench.compare.visits import Visit, work
 from kvhold.lab.bench.engines import alike
-from kvhold.lab.engines.engine import Engine, options_for
+from kvhold.lab.engines.engine import Engine, binding, options_for
 from kvhold.lab.engines.models import ModelInfo
 from kvhold.lab.engines.prompts import make_prompt
 
@@ -35,7 +35,7 @@ def fitting(longest_s: float, planned: Sequence[Visit], num_systems: int) -> tup
 def longest_s(model: ModelInfo, *, num_threads: int) -> float:
     """How long an engine takes to compute a prompt of the longest. Raises EngineFailed."""
     sizes = Sizes(model, LENGTHS[0], prompts=1)
-    given = {"kv_cache_bytes": sizes.own_bytes, "prefix_caching": False, "num_threads": num_threads}
+    given = {"kv_cache_bytes": sizes.own_bytes, "prefix_caching": False, **binding(num_threads)}
     options = options_for(model, max_model_len=sizes.longest, **given)
     with alike(), Engine(options) as engine:
         return min(engine.generate(make_prompt(model.path, LENGTHS[0], seed=seed), max_tokens=1).ttft_s for seed in _SEEDS)

@@ -32,12 +32,13 @@ from kvhold.lab.bench.engines import (
     ROOM_TOKENS,
     System,
     alike,
+    family,
     kvhold_connector,
     node_pid,
     offloading_connector,
     python_path,
 )
-from kvhold.lab.engines.engine import Engine, options_for
+from kvhold.lab.engines.engine import Engine, binding, options_for
 from kvhold.lab.engines.models import ModelInfo
 from kvhold.lab.engines.process import EngineFailed
 from kvhold.lab.engines.prompts import make_prompt
@@ -206,7 +207,7 @@ class _Start:
         **options: Any,
     ) -> Engine:
         """One engine. pids: of what else works for it. Raises EngineFailed if it is kvhold's or the one that others are compared with."""
-        model, given = self.sizes.model, {"kv_cache_bytes": self.sizes.own_bytes, "num_threads": self.num_threads, **options}
+        model, given = self.sizes.model, {"kv_cache_bytes": self.sizes.own_bytes, **binding(self.num_threads), **options}
         engine = Engine(options_for(model, max_model_len=self.sizes.longest, **given), log_path=log_path, environment=environment)
         try:
             self.stack.enter_context(engine)
@@ -215,7 +216,7 @@ class _Start:
                 raise
             self.running.errors[name] = str(error)
         else:
-            self.running.systems[name] = System(engine, (engine.pid, *pids))
+            self.running.systems[name] = System(engine, (*family(engine.pid), *pids))
         return engine
 
     def kvhold(self, name: str, tier: str, **options: Any) -> None:

@@ -44,6 +44,7 @@ def demo_server(size: str, *, context_tokens: int, ram_bytes: int) -> Iterator[O
             max_model_len=context_tokens,
             kv_cache_bytes=context_tokens * model.kv_bytes_per_token + _spare_bytes(model.kv_bytes_per_token),
             kv_transfer_config=connector,
+            own_binding=True,
         )
         try:
             with OpenAIServer(options) as server:

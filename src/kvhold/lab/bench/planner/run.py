@@ -22,7 +22,7 @@ from kvhold.core.layout import Group, Layout
 from kvhold.lab.bench.engines import alike, flush_engines
 from kvhold.lab.bench.planner.sample import CHUNK, MOST_CHUNKS
 from kvhold.lab.bench.throttle import Throttle
-from kvhold.lab.engines.engine import Engine, options_for
+from kvhold.lab.engines.engine import Engine, binding, options_for
 from kvhold.lab.engines.models import ModelInfo
 from kvhold.node import NodeClient, end_node
 from kvhold.testing.servers.redis import RedisServer
@@ -144,7 +144,7 @@ def _options(num_threads: int) -> dict[str, Any]:
     where a request does not wait for its lookup, as one that is told to compute all. That would be measured instead of planning."""
     longest = _longest()
     one_pass = {"max_model_len": longest, "max_num_batched_tokens": longest}
-    return one_pass | {"prefix_caching": False, "block_size": _BLOCK, "num_threads": num_threads}
+    return one_pass | {"prefix_caching": False, "block_size": _BLOCK} | binding(num_threads)
 
 
 def _longest() -> int:
