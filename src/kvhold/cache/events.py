@@ -13,7 +13,7 @@ from secrets import randbits
 from kvhold.core.api import Event, EventBatch
 from kvhold.tiers.ram import Entry
 
-MOST = 1_000  # in one batch: making and sending it holds the loop for a millisecond
+MOST = 500  # in one batch: making and sending it holds the loop for a millisecond
 
 
 class EventLog:

@@ -19,6 +19,7 @@ from kvhold.node.central import Central
 from kvhold.node.host import belong_to_host, raise_priority
 from kvhold.node.logs import write_log
 from kvhold.node.paths import socket_path
+from kvhold.node.pauses import avoid_pauses
 from kvhold.node.server import Node
 
 
@@ -77,6 +78,7 @@ def command(
         config = replace(config, node=replace(config.node, socket=str(here)))
     log_file = log_file.absolute() if log_file is not None else None
     release = _detach(config, log_file) if detach else None
+    avoid_pauses()
     if config.listen.address:
         asyncio.run(Central(config).serve(on_ready=lambda central: _announce_central(central, release)))
     else:

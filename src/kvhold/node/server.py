@@ -40,6 +40,7 @@ from kvhold.node.host import raise_descriptor_limit
 from kvhold.node.listener import Listener
 from kvhold.node.names import Names
 from kvhold.node.paths import lock_path, open_beside, prepare_folder, socket_path
+from kvhold.node.pauses import collect_while_idle
 from kvhold.node.peers import Peer
 from kvhold.node.requirements import check, requirements_of, unpack
 from kvhold.node.session import Session
@@ -101,7 +102,7 @@ class Node:
         self._busy: deque[_Connection | None] = deque()  # those that have more to do, each for one turn at a time; None: the state
         self._is_turning = False
         self.longest_turn_s = 0.0
-        self._recent_turn_s = 0.0  # the longest since the last status
+        self._recent_turns_s = (0.0, 0.0)  # since the last status the longest, and the one that took most of its thread's time
         self._started_s = time.monotonic()
         self._empty_since_s = time.monotonic()
 
@@ -142,7 +143,7 @@ class Node:
     def status(self) -> dict[str, Any]:
         """What `kvhold status` shows."""
         now = time.monotonic()
-        recent_turn_s, self._recent_turn_s = self._recent_turn_s, 0.0
+        (recent_s, recent_cpu_s), self._recent_turns_s = self._recent_turns_s, (0.0, 0.0)
         return (
             self.state.status()
             | (self._mover.status() if self._mover is not None else {})
@@ -156,7 +157,11 @@ class Node:
                 "huge_pages": self.arena.huge,
                 "arena_touched_bytes": self._toucher.touched_bytes,
                 "scrub": self._scrubber.status(),
-                "loop": {"longest_turn_s": round(self.longest_turn_s, 6), "longest_turn_since_last_status_s": round(recent_turn_s, 6)},
+                "loop": {
+                    "longest_turn_s": round(self.longest_turn_s, 6),
+                    "recent_longest_turn_s": round(recent_s, 6),
+                    "recent_longest_turn_cpu_s": round(recent_cpu_s, 6),
+                },
                 "clients": [
                     {"name": c.session.name, "pid": c.session.pid, "silent_s": round(now - c.last_heard_s, 3)}
                     for c in self.connections
@@ -179,18 +184,20 @@ class Node:
             self._is_turning = True
             self._loop.call_soon(self._turn)
 
-    def took(self, began_s: float) -> None:
-        """Something was done in one turn of the loop, since `began_s` (`time.perf_counter`)."""
-        turn_s = time.perf_counter() - began_s
-        if turn_s > self._recent_turn_s:
-            self._recent_turn_s = turn_s
+    def took(self, began: tuple[float, float]) -> None:
+        """Something was done in one turn of the loop, since `began` (`_now`)."""
+        now_s, now_cpu_s = _now()
+        turn_s, cpu_s = now_s - began[0], now_cpu_s - began[1]
+        longest_s, longest_cpu_s = self._recent_turns_s
+        if turn_s > longest_s or cpu_s > longest_cpu_s:
+            self._recent_turns_s = max(turn_s, longest_s), max(cpu_s, longest_cpu_s)
             if turn_s > self.longest_turn_s:
                 self.longest_turn_s = turn_s
                 self.metrics.set("kvhold_loop_longest_turn_seconds", turn_s)
 
     def _turn(self) -> None:
         """One part of one thing that is under way; the others follow, one a turn, and sockets are looked at in between."""
-        began_s = time.perf_counter()
+        began = _now()
         connection = self._busy.popleft()
         if connection is not None:
             connection.go_on()
@@ -199,7 +206,7 @@ class Node:
         self._is_turning = bool(self._busy)
         if self._is_turning and self._loop is not None:
             self._loop.call_soon(self._turn)
-        self.took(began_s)
+        self.took(began)
 
     def joined(self, connection: "_Connection") -> None:
         """A connection is open."""
@@ -210,6 +217,7 @@ class Node:
         self.connections.discard(connection)
         if not self.connections:
             self._empty_since_s = time.monotonic()
+            collect_while_idle()
 
     def _post(self, event: Callable[[], None]) -> None:
         """From the mover's thread, which may live before the loop and after it."""
@@ -218,12 +226,12 @@ class Node:
                 self._loop.call_soon_threadsafe(self._happen, event)
 
     def _happen(self, event: Callable[[], None]) -> None:
-        began_s = time.perf_counter()
+        began = _now()
         event()
         self.move()
         for connection in self.connections:
             connection.ring()
-        self.took(began_s)
+        self.took(began)
 
     def _end_mover(self) -> None:
         if self._mover is not None:
@@ -323,7 +331,7 @@ class _Connection(asyncio.BufferedProtocol):
         self.last_heard_s = time.monotonic()
         if self._is_over():
             return
-        began_s, was_busy = time.perf_counter(), self._is_busy()
+        began, was_busy = _now(), self._is_busy()
         try:
             answered = False
             for body in self._splitter.feed(self._node.incoming[:nbytes]):
@@ -345,7 +353,7 @@ class _Connection(asyncio.BufferedProtocol):
             if self._is_busy() and not was_busy and self._transport is not None:
                 self._transport.pause_reading()  # until all that has come is answered
                 self._node.go_on(self)
-            self._node.took(began_s)
+            self._node.took(began)
 
     def go_on(self) -> None:
         """The next part of an answer, or the next request that waits. Called by the node, after `Node.go_on`."""
@@ -523,6 +531,11 @@ def _place_arena(arena: Arena, numa: str) -> None:
             raise ConfigError(f"node.numa = {numa!r}: the NUMA nodes with memory here are {format_list(nodes) or 'not known'}")
     if not interleave(arena.regions, wanted):
         log.warning("the host does not let the arena be spread over NUMA nodes %s", format_list(wanted))
+
+
+def _now() -> tuple[float, float]:
+    """On the wall, and of this thread, in seconds."""
+    return time.perf_counter(), time.thread_time()
 
 
 def _remove_stale(path: Path) -> None:

@@ -20,7 +20,7 @@ from kvhold.node.names import Names
 from kvhold.tiers.ram import Entry
 
 _CLEAR_STEPS = 200  # some 20,000 chunks, in a fraction of a second
-_MOST_PARTS = 64  # of a snapshot, in one page
+_MOST_PARTS = 32  # of a snapshot, in one page
 _MOST_CHECKSUMS = m.MAX_MESSAGE_BYTES * 3 // 4  # in an answer to a claim: of 80 layers and 128 tokens a chunk, 1.2 million tokens
 _MAX_NAME = 100  # it is shown in every status and log line
 
@@ -46,7 +46,7 @@ class _Snapshot:
                 self.more = False
                 break
             entries += part
-            if len(entries) >= MOST // 2:
+            if len(entries) >= MOST // 4:
                 break
         return entries
 
@@ -133,6 +133,7 @@ class Session:
     def gone(self) -> None:
         """The connection is closed."""
         self._state.gone(self)
+        self._verbs.clear()  # they refer to this session: a cycle, which a busy node does not look for
 
     def _in_turns(self, turns: Turns[Result], answer: Callable[[Result], m.Answer]) -> m.Answer | Running[m.Answer]:
         """The answer, if one turn is enough."""

@@ -188,6 +188,24 @@ def link(only: tuple[str, ...], model_size: str, tokens: int, prompts: int, gbit
             _write(json_file, measured)
 
 
+@command.command()
+@click.option("--clients", type=click.IntRange(1, 10_000), default=256, show_default=True, help="Connections to the node.")
+@click.option("--chunks", type=click.IntRange(1_000), default=1_000_000, show_default=True, help="In memory's index, and as many on disk.")
+@click.option("--tokens", type=click.IntRange(1_000), default=1_000_000, show_default=True, help="Of the long prompt: 6 groups, 8 shards.")
+@click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
+def overload(clients: int, chunks: int, tokens: int, json_file: Path | None) -> None:
+    """One node under more than its share: the longest turns of its loop, lookups while engines store, what indexes take."""
+    from kvhold.lab.bench.overload import Load, OverloadRow, rows
+
+    click.echo(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}\n")
+    measured: list[OverloadRow] = []
+    for row in rows(Load(clients=clients, chunks=chunks, long_tokens=tokens)):
+        measured.append(row)
+        click.echo(f"{row.name:60} {row.value:12.3f} {row.unit:16} goal {row.goal:g} {'' if row.ok else 'NOT MET'}")
+    if json_file is not None:
+        _write(json_file, measured)
+
+
 command.add_command(compare, "compare")
 command.add_command(compare_engines, "compare-engines")
 command.add_command(load, "load")

@@ -23,19 +23,19 @@ def running_node(under: Sequence[str] = (), *, log_level: str = "WARNING", ram_b
     """A client of a node that has no other. Raises NodeError where it does not start."""
     with tempfile.TemporaryDirectory(prefix="kvhold-bench-") as folder:
         path = Path(folder) / "node.sock"
-        with _serving(["--socket", str(path)], under, log_level, ram_bytes), NodeClient(path, name="kvhold bench") as client:
+        with serving(["--socket", str(path)], under, log_level, ram_bytes), NodeClient(path, name="kvhold bench") as client:
             yield client
 
 
 @contextmanager
 def running_central(under: Sequence[str] = ()) -> Iterator[str]:
     """The URL of a central cache, as a tier. Raises NodeError where it does not start."""
-    with _serving(["--listen", "127.0.0.1:0"], under) as ready:
+    with serving(["--listen", "127.0.0.1:0"], under) as ready:
         yield f"kvhold://{ready.split(' ready on ')[1].split(': ')[0]}"
 
 
 @contextmanager
-def _serving(arguments: Sequence[str], under: Sequence[str], log_level: str = "WARNING", ram_bytes: int = 64 << 20) -> Iterator[str]:
+def serving(arguments: Sequence[str], under: Sequence[str] = (), log_level: str = "WARNING", ram_bytes: int = 64 << 20) -> Iterator[str]:
     """The line with which `kvhold serve` says that it is ready. It is asked to end in the end, and waited for."""
     command = [sys.executable, *under, "-m", "kvhold", "serve", "--ram-bytes", str(ram_bytes), *arguments]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("KVHOLD_")} | {"KVHOLD_LOG_LEVEL": log_level}
