@@ -257,6 +257,17 @@ class TestFailingCache:
         assert reuse.last.num_loaded == 49
         assert torch.equal(loaded.past_key_values.layers[0].keys[:, :, :49], stored.past_key_values.layers[0].keys[:, :, :49])
 
+    def test_damaged_memory_costs_only_the_hit(self, llama: Any, cache: LocalCache) -> None:
+        reuse = Reuse(llama, cache, config=small_chunks())
+        reuse.forward(prompt_of(50))
+        for entry in cache._state.ram.entries():
+            cache._arena.view(entry.offset, 1)[0] ^= 4
+        assert torch.equal(reuse.generate(prompt_of(50), **GREEDY), llama.generate(prompt_of(50), **GREEDY))
+        assert reuse.last.num_loaded == 0 and "not those that were stored" in reuse.last.reason
+        reuse.forward(prompt_of(50))
+        assert torch.equal(reuse.generate(prompt_of(50), **GREEDY), llama.generate(prompt_of(50), **GREEDY))
+        assert reuse.last.num_loaded == 49
+
     def test_a_closed_cache_is_gone_on_without(self, llama: Any, cache: LocalCache) -> None:
         closed = LocalCache(load_config({"ram_bytes": "2MiB"}, environ={}))
         reuse = Reuse(llama, closed, config=small_chunks())

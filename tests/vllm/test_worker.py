@@ -24,6 +24,7 @@ from kvhold.integrations.vllm import worker
 from kvhold.integrations.vllm.geometry import Geometry, Part
 from kvhold.integrations.vllm.steps import Load, Steps, Store
 from kvhold.integrations.vllm.worker import WorkerSide
+from kvhold.testing.damage import OpenArena
 from tests.vllm.scheduling import LAYERS, Engine, NodeProcess, Options, RealHands, eventually, make_folder, make_prompt
 
 pytestmark = pytest.mark.vllm
@@ -118,6 +119,36 @@ def test_what_is_stored_comes_back_bit_for_bit(side: WorkerSide, namespace: Name
         for source, target in zip([9, 30, 4, 11, 12, 39], [20, 22, 23, 24, 25, 26], strict=True):
             expected[target] = before[name][source]
         assert torch.equal(tensor, expected), "only the named blocks were written"
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_load_of_damaged_chunks_is_reported_and_the_next_lookup_misses_them(
+    node: NodeProcess, namespace: Namespace, inside: bool
+) -> None:
+    config = Config(node=NodeConfig(socket=str(node.socket), autostart=False))
+    side = WorkerSide(config, namespace, geometry(namespace), num_blocks=BLOCKS, layerwise=inside)
+    side.register(tensors())
+    prompt = namespace.prompt(make_prompt(f"damaged {inside}", 7 * BLOCK))
+    side.begin(Steps(stores=[Store("a", prompt.chunks(), [list(range(7))])]))
+    side.store()
+    hit = eventually(lambda: hit if (hit := side._cache.lookup(prompt.query())).num_tokens else hit.close())
+    loan = side._cache.claim(hit.ticket)
+    assert loan is not None
+    with loan, OpenArena(side._cache.status()["pid"]) as arena:
+        second = int(loan.chunks().offsets[1])
+        arena.flip(second + namespace.layout.layer_range(0, len(LAYERS) - 1, 3 * BLOCK)[0] + 77, 3)
+    side.start_loads(Steps(loads=[Load("b", hit.ticket, 0, [list(range(20, 27))], inside=inside)]))
+    if inside:
+        for name in LAYERS:
+            side.wait_for_layer(name)
+        side.store()
+    else:
+        assert eventually(side.take_loaded) == {"b"}
+    assert side.take_failed_blocks() == set(range(20, 27))
+    hit.close()
+    with side._cache.lookup(prompt.query()) as hit:
+        assert hit.num_tokens == 4 * BLOCK, "what is not damaged stays"
+    side.close()
 
 
 def test_a_load_of_a_hit_that_is_gone_reports_all_its_blocks_and_only_once(side: WorkerSide) -> None:
