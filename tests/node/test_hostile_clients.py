@@ -141,6 +141,18 @@ def test_a_client_that_hangs_up_in_the_middle_of_a_message_leaves_nothing(shared
     eventually(lambda: held_by(client) == NOTHING)
 
 
+def test_memory_of_a_client_that_broke_the_rules_while_requests_waited_comes_back_when_it_leaves(
+    shared_node: RunningNode, client: NodeClient
+) -> None:
+    with RawClient(shared_node.path, greet=True) as raw:
+        raw.ask(m.Reserve(PLAIN.fingerprint, a_prompt(SPACE, 64, 1).chunks(), 0))
+        raw.socket.sendall(raw.encoded(m.Ping()) + raw.encoded(m.Ping()) + b"\xff\xff\xff\xff")
+        assert raw.hear() == m.Done()
+        assert isinstance(raw.hear(), m.Refused)
+        assert held_by(client)["rooms"] == 1, "it may still be writing"
+    eventually(lambda: held_by(client) == NOTHING)
+
+
 @pytest.mark.parametrize("packed", [b"", bytes(8 * 4 - 1), bytes(8 * 4), bytes(8 * 4 * 2 + 8)])
 def test_a_commit_needs_a_checksum_for_each_layer_of_each_chunk(shared_node: RunningNode, client: NodeClient, packed: bytes) -> None:
     prompt = a_prompt(SPACE, 64, 77)

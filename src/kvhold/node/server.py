@@ -357,25 +357,32 @@ class _Connection(asyncio.BufferedProtocol):
 
     def go_on(self) -> None:
         """The next part of an answer, or the next request that waits. Called by the node, after `Node.go_on`."""
+        if not self._is_over():
+            try:
+                self._go_on()
+            except ProtocolError as error:
+                self._refuse(str(error), "bad message")
+            except Exception:
+                log.exception("a request failed")
+                self._refuse("the node failed; its log says why", "internal error")
         if self._is_over():
             self._stop_answering()
+            if self._transport is not None and not self._transport.is_closing():
+                self._transport.resume_reading()  # or nobody would see that the client has closed its end
+
+    def _go_on(self) -> None:
+        if self._answering is None:
+            self._answer(self._waiting.popleft())
+        elif self._answering.step():
+            answer, self._answering = self._answering.result, None
+            self._send(answer, self._answering_number)
+            self._node.move()
+        if self._is_over():
             return
-        try:
-            if self._answering is None:
-                self._answer(self._waiting.popleft())
-            elif self._answering.step():
-                answer, self._answering = self._answering.result, None
-                self._send(answer, self._answering_number)
-                self._node.move()
-            if self._is_busy():
-                self._node.go_on(self)
-            elif self._transport is not None and not self._transport.is_closing():
-                self._transport.resume_reading()
-        except ProtocolError as error:
-            self._refuse(str(error), "bad message")
-        except Exception:
-            log.exception("a request failed")
-            self._refuse("the node failed; its log says why", "internal error")
+        if self._is_busy():
+            self._node.go_on(self)
+        elif self._transport is not None:
+            self._transport.resume_reading()
 
     def _is_busy(self) -> bool:
         return self._answering is not None or bool(self._waiting)
