@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from kvhold.cache import LocalCache
 from kvhold.core.errors import ConfigError, LayoutError
 from kvhold.core.keys import Namespace
-from kvhold.integrations.transformers import Reuse
+from kvhold.integrations.transformers import Reuse, identity
 from kvhold.integrations.transformers.geometry import geometry_of
 from kvhold.integrations.transformers.identity import Identity
 from kvhold.integrations.transformers.weights import Weights
@@ -275,3 +275,33 @@ class TestAdapters:
             output = reuse.forward(prompt_of(50))
             assert reuse.last.num_loaded == loaded and not reuse.last.reason
             torch.testing.assert_close(output.logits[:, -1], expected, rtol=1e-4, atol=1e-4)
+
+
+class TestWhatIsNamed:
+    def test_a_field_that_nobody_knows_and_a_nested_one_are_named(self, model: Any) -> None:
+        found = {namespace_of(model).digest}
+        model.config.from_the_future = {"a": 1}
+        found.add(namespace_of(model).digest)
+        model.config.from_the_future["a"] = 2
+        found.add(namespace_of(model).digest)
+        assert len(found) == 3
+
+    def test_what_is_no_plain_value_is_refused_by_its_name(self, model: Any) -> None:
+        """Its text may say less than it holds, or differ from process to process."""
+        model.config.hook = object()
+        with pytest.raises(LayoutError, match=r"config\.hook.*no plain value"):
+            namespace_of(model)
+
+    def test_versions_and_the_processor_count(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        found = {namespace_of(model).digest}
+        for name in ("version_facts", "processor_facts"):
+            monkeypatch.setattr(identity, name, lambda *_: {"cpu.maker": "'another'"})
+            found.add(namespace_of(model).digest)
+        assert len(found) == 3
+
+    def test_variables_that_choose_kernels_count(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        before = namespace_of(model).digest
+        monkeypatch.setenv("HOME", "/elsewhere")
+        assert namespace_of(model).digest == before
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+        assert namespace_of(model).digest != before

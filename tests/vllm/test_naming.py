@@ -175,7 +175,7 @@ class TestFlips:
         found.add(digest(config))
         monkeypatch.setattr(torch, "__version__", "2.13.1")
         found.add(digest(config))
-        monkeypatch.setattr(walk, "cpu_facts", lambda: {"cpu.maker": "'another'"})
+        monkeypatch.setattr(walk, "processor_facts", lambda: {"cpu.maker": "'another'"})
         found.add(digest(config))
         assert len(found) == 4
 
@@ -299,7 +299,7 @@ class TestShare:
     def test_versions(self, config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
         before = digest(config, share=["versions", "cpu"])
         monkeypatch.setattr(vllm, "__version__", "0.32.1")
-        monkeypatch.setattr(walk, "cpu_facts", lambda: {"cpu.maker": "'another'"})
+        monkeypatch.setattr(walk, "processor_facts", lambda: {"cpu.maker": "'another'"})
         assert digest(config, share=["versions", "cpu"]) == before
         assert digest(config, share=["versions"]) != before
 

@@ -1,12 +1,12 @@
 """What a model's KV depends on, as a Namespace: `Identity(model).namespace(layout)`.
 
-The weights by their content (or the name the user gives them), the configuration without what does not touch KV, the model's class and
-the version of transformers (which hold the code), the attention implementation, the device's kind and the precision of its products
-(which round differently), quantisation, and the adapters of PEFT: which are active, merged or switched off, and how they are scaled.
-Asked again for each call, because all of it may change while a model lives. Any one thread at a time.
+The weights by their content (or the name the user gives them), every field of the configuration and of those inside it but the harmless
+below, the model's class and the versions that hold its code, the attention implementation, the device's kind, the processor and the
+precision of products (which round differently), quantization, and the adapters of PEFT: which are active, merged or switched off, and how
+they are scaled. A value that is no plain value is refused by its name. Asked again for each call, because all of it may change while a
+model lives. Any one thread at a time.
 """
 
-import json
 import sys
 from hashlib import blake2b
 from importlib import import_module
@@ -18,28 +18,27 @@ import transformers
 from kvhold.core.errors import LayoutError
 from kvhold.core.keys import Namespace
 from kvhold.core.layout import Layout
+from kvhold.core.naming import Facts, Rules, Table, text_of, walk
+from kvhold.integrations.machine import library_facts, processor_facts, version_facts
 from kvhold.integrations.transformers.weights import Weights
 
-# Differ between copies of one model, or are changed at will, and leave its KV as it is. The dtype that counts is that of the weights.
-_VOLATILE = frozenset(
-    {
-        "architectures",
-        "bos_token_id",
-        "dtype",
-        "eos_token_id",
-        "id2label",
-        "label2id",
-        "output_attentions",
-        "output_hidden_states",
-        "pad_token_id",
-        "problem_type",
-        "quantization_config",  # a field of its own
-        "return_dict",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-    }
+HARMLESS = {
+    "where a file is, or who wrote it": "_name_or_path _commit_hash transformers_version",
+    "how the model is made; its class is a fact": "architectures auto_map model_type",
+    "how text becomes tokens, and where it ends": "bos_token_id eos_token_id pad_token_id",
+    "what is done with the last hidden state": "id2label label2id problem_type",
+    "what else a call returns": "output_attentions _output_attentions output_hidden_states return_dict use_cache",
+    "the type that counts is that of the weights": "dtype torch_dtype",
+}
+"""Fields of a configuration that leave KV as it is, by the reason."""
+
+_RULES = Rules(
+    tables={"PreTrainedConfig": Table.of("", HARMLESS), "PretrainedConfig": Table.of("", HARMLESS)},
+    opens=lambda kind: kind.__module__.partition(".")[0] in ("transformers", "transformers_modules"),
+    atoms={torch.dtype: str, torch.device: str, torch.Size: lambda size: str(list(size))},
+    not_keys=frozenset(name for names in HARMLESS.values() for name in names.split()),
 )
+_LIBRARIES = ("torch", "peft", "accelerate", "flash-attn", "bitsandbytes", "kernels", "compressed-tensors")
 _VOLATILE_IN_ADAPTERS = frozenset({"base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"})
 
 
@@ -61,21 +60,23 @@ class Identity:
         KV does not depend on the tokens alone."""
         model, config = self._model, self._model.config
         kind = type(_unwrapped(model))
+        facts: dict[str, str] = {}
+        walk(config, "config", _RULES, facts)
+        facts |= library_facts() | {**version_facts(*_LIBRARIES), **processor_facts()}
+        facts["class"] = repr(f"{kind.__module__}.{kind.__qualname__}")
+        facts["attention"] = repr(str(getattr(config, "_attn_implementation", None)))
+        facts["device"] = repr(str(model.device.type))
+        facts["products"] = repr(torch.get_float32_matmul_precision())
+        facts["versions.transformers"] = repr(transformers.__version__)
         return Namespace(
             model=f"named:{self._model_id}" if self._model_id else f"content:{self._weights.digest()}",
             layout=layout,
-            revision=_digest({name: value for name, value in config.to_dict().items() if name not in _VOLATILE and name[0] != "_"}),
             dtype=str(model.dtype),
             quantization=_quantization(config),
             lora=_adapters(model),
             cache_salt=self._cache_salt,
-            tags=(
-                ("attention", str(getattr(config, "_attn_implementation", None))),
-                ("class", f"{kind.__module__}.{kind.__qualname__}"),
-                ("device", str(model.device.type)),
-                ("products", torch.get_float32_matmul_precision()),
-                ("transformers", transformers.__version__),
-            ),
+            facts=Facts.of(facts),
+            title=str(getattr(config, "_name_or_path", "") or kind.__name__),
         )
 
 
@@ -93,7 +94,7 @@ def _quantization(config: Any) -> str:
     settings = getattr(config, "quantization_config", None)
     if settings is None:
         return ""
-    return _digest(settings if isinstance(settings, dict) else settings.to_dict())
+    return _digest(settings if isinstance(settings, dict) else settings.to_dict(), "quantization_config")
 
 
 def _adapters(model: Any) -> str:
@@ -108,7 +109,7 @@ def _adapters(model: Any) -> str:
         return ""
     configs = {name: config.to_dict() for name, config in getattr(model, "peft_config", {}).items()}
     kept = {name: {k: v for k, v in config.items() if k not in _VOLATILE_IN_ADAPTERS} for name, config in configs.items()}
-    return _digest([layers, kept])
+    return _digest([layers, kept], "peft_config")
 
 
 def _layer_state(layer: Any) -> list[Any]:
@@ -116,6 +117,5 @@ def _layer_state(layer: Any) -> list[Any]:
     return [active, bool(layer.disable_adapters), list(layer.merged_adapters), [scaling.get(name) for name in active]]
 
 
-def _digest(value: Any) -> str:
-    text = json.dumps(value, sort_keys=True, default=lambda other: sorted(other) if isinstance(other, set) else str(other))
-    return blake2b(text.encode(), digest_size=16).hexdigest()
+def _digest(value: Any, name: str) -> str:
+    return blake2b(text_of(value, name, _RULES).encode(), digest_size=16).hexdigest()

@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping
 
 from kvhold.core.naming import Table
+from kvhold.integrations.machine import library_facts
 from kvhold.integrations.vllm.naming.tables import (
     CACHING,
     INPUTS,
@@ -167,27 +168,15 @@ NAMED = Table.of(
     " VLLM_XPU_INC_WNA16_BACKEND VLLM_XPU_PP_MICROBATCH VLLM_ZENTORCH_WEIGHT_PREPACK"
 ).named
 
-_PREFIXES = ("ATEN_", "CUBLAS_", "CUDNN_", "DNNL_", "FLASHINFER_", "HIPBLASLT_", "MKL_", "NVTE_", "ONEDNN_", "ROCBLAS_", "TORCHINDUCTOR_")
-_OTHERS = Table.of("NCCL_ALGO NCCL_PROTO NVIDIA_TF32_OVERRIDE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE TORCH_BLAS_PREFER_CUBLASLT").named
-_HARMLESS_OTHERS = {
-    PLACES: "FLASHINFER_WORKSPACE_BASE FLASHINFER_CUBIN_DIR TORCHINDUCTOR_CACHE_DIR",
-    SCHEDULING: "MKL_NUM_THREADS MKL_DYNAMIC",  # threads divide rows and heads, not sums
-    LAUNCHING: "TORCHINDUCTOR_COMPILE_THREADS TORCHINDUCTOR_FX_GRAPH_CACHE TORCHINDUCTOR_AUTOGRAD_CACHE",
-    LOGS: "DNNL_VERBOSE ONEDNN_VERBOSE MKL_VERBOSE FLASHINFER_LOGGING_LEVEL",
-}
-"""Of the libraries that compute."""
-
-_IGNORED = frozenset(name for table in (HARMLESS, _HARMLESS_OTHERS) for names in table.values() for name in names.split())
+_IGNORED = frozenset(name for names in HARMLESS.values() for name in names.split())
 
 
 def is_named(name: str) -> bool:
-    """Whether a variable is part of the name where it is set."""
-    if name in _IGNORED:
-        return False
-    return name in NAMED or name in _OTHERS or name.startswith(("VLLM_", *_PREFIXES))
+    """Return whether a variable of vLLM's is part of the name where it is set."""
+    return name not in _IGNORED and (name in NAMED or name.startswith("VLLM_"))
 
 
 def environment_facts(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables that are set and named, as facts."""
+    """Return the variables that are set and named, those of libraries too, as facts."""
     environ = os.environ if environ is None else environ
-    return {f"environment.{name}": repr(environ[name]) for name in sorted(environ) if is_named(name)}
+    return {f"environment.{name}": repr(environ[name]) for name in sorted(environ) if is_named(name)} | library_facts(environ)

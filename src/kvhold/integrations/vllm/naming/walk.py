@@ -6,8 +6,6 @@ Every field of every config object, every KV cache group with its layers' names 
 processor, and the environment. What is no plain value makes the engine a LayoutError that names the field, unless the user shares it.
 """
 
-import platform
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +17,7 @@ from vllm.platforms import current_platform
 from kvhold.core.config import Config
 from kvhold.core.errors import ConfigError, LayoutError
 from kvhold.core.naming import Facts, Rules, Table, text_of, walk
+from kvhold.integrations.machine import processor_facts, version_facts
 from kvhold.integrations.vllm.naming.environment import environment_facts
 from kvhold.integrations.vllm.naming.tables import ELSEWHERE, TABLES
 from kvhold.integrations.weights import file_digest
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+_MODULES = {"vllm": vllm, "torch": torch, "transformers": transformers}
+_LIBRARIES = ("triton", "flashinfer-python", "flash-attn", "compressed-tensors")
 _OPEN_PACKAGES = ("vllm", "transformers", "transformers_modules", "compressed_tensors")
 _PLACES = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
 _PER_WORKER = "num_kv_heads num_head_slots max_tp_shards page_size_padded state_content_bytes"  # of a spec; the layout has them per shard
@@ -50,7 +51,7 @@ def engine_facts(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: Conf
     walk(config, "vllm", rules, found)
     _add_conditional(config, found)
     _add_groups(config, kv_cache, rules, found)
-    found |= version_facts() | cpu_facts() | environment_facts()
+    found |= build_facts() | environment_facts()
     found["vllm.quant_config"] = _class_of(config.quant_config)
     facts = Facts.of(found).without(lambda name: _is_shared(name, left_out))
     for name in settings.share:
@@ -70,38 +71,10 @@ def shared_names(settings: Config) -> tuple[str, ...]:
     return tuple(names)
 
 
-def version_facts() -> dict[str, str]:
-    """The versions of what computes, down to the patch level and the build."""
-    found = {"vllm": vllm.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
-    for name in ("triton", "flashinfer-python", "flash-attn", "compressed-tensors"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return {f"versions.{name}": repr(str(text)) for name, text in found.items()}
-
-
-def cpu_facts() -> dict[str, str]:
-    """The processor, as far as kernels are chosen by it: its maker and its vector instructions."""
-    wanted = ("avx", "amx", "fma", "f16c", "sse4", "bf16", "fp16", "asimd", "sve", "sme", "i8mm", "vnni")
-    maker, flags = "", ""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            name, _, text = (part.strip() for part in line.partition(":"))
-            if name in ("vendor_id", "CPU implementer"):
-                maker = text
-            if name in ("flags", "Features"):
-                flags = " ".join(sorted(flag for flag in text.split() if any(word in flag for word in wanted)))
-                break
-    except OSError:
-        pass
-    return {
-        "cpu.machine": repr(platform.machine()),
-        "cpu.maker": repr(maker),
-        "cpu.instructions": repr(flags),
-        "cpu.torch": repr(torch.backends.cpu.get_cpu_capability()),
-        "cpu.device": repr(str(current_platform.device_name)),
-    }
+def build_facts() -> dict[str, str]:
+    """The versions of what computes, and the processor."""
+    found = {f"versions.{name}": repr(str(module.__version__)) for name, module in _MODULES.items()}
+    return {**found, **version_facts(*_LIBRARIES), **processor_facts(), "cpu.device": repr(str(current_platform.device_name))}
 
 
 def _rules(left_out: tuple[str, ...], *, per_shard: bool) -> Rules:

@@ -1,0 +1,76 @@
+"""Facts of the machine and its libraries, on which the last bits of KV depend, for all engines.
+
+    processor_facts() | version_facts("torch", "transformers") | library_facts()
+
+Asked once a process, but for the environment. Any thread.
+"""
+
+import os
+import platform
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from kvhold.core.naming import Table
+
+_INSTRUCTIONS = ("avx", "amx", "fma", "f16c", "sse4", "bf16", "fp16", "asimd", "sve", "sme", "i8mm", "vnni")
+_PREFIXES = ("ATEN_", "CUBLAS_", "CUDNN_", "DNNL_", "FLASHINFER_", "HIPBLASLT_", "MKL_", "NVTE_", "ONEDNN_", "ROCBLAS_", "TORCHINDUCTOR_")
+_OTHERS = Table.of("NCCL_ALGO NCCL_PROTO NVIDIA_TF32_OVERRIDE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE TORCH_BLAS_PREFER_CUBLASLT").named
+
+HARMLESS = Table.of(
+    harmless={
+        "where a file is": "FLASHINFER_WORKSPACE_BASE FLASHINFER_CUBIN_DIR TORCHINDUCTOR_CACHE_DIR",
+        "threads divide rows and heads, not sums": "MKL_NUM_THREADS MKL_DYNAMIC",
+        "how code is compiled, not what it computes": "TORCHINDUCTOR_COMPILE_THREADS TORCHINDUCTOR_FX_GRAPH_CACHE"
+        " TORCHINDUCTOR_AUTOGRAD_CACHE",
+        "what is logged": "DNNL_VERBOSE ONEDNN_VERBOSE MKL_VERBOSE FLASHINFER_LOGGING_LEVEL",
+    }
+).harmless
+"""Variables of libraries that are left out, each with the reason."""
+
+
+@lru_cache(maxsize=1)
+def processor_facts() -> Mapping[str, str]:
+    """Return the processor as far as kernels are chosen by it: its maker and its vector instructions."""
+    maker, flags = "", ""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, text = (part.strip() for part in line.partition(":"))
+            if name in ("vendor_id", "CPU implementer"):
+                maker = text
+            if name in ("flags", "Features"):
+                flags = " ".join(sorted(flag for flag in text.split() if any(word in flag for word in _INSTRUCTIONS)))
+                break
+    except OSError:
+        pass
+    return {
+        "cpu.machine": repr(platform.machine()),
+        "cpu.maker": repr(maker),
+        "cpu.instructions": repr(flags),
+        "cpu.torch": repr(torch.backends.cpu.get_cpu_capability()),
+    }
+
+
+@lru_cache(maxsize=8)
+def version_facts(*names: str) -> Mapping[str, str]:
+    """Return the versions of the distributions that are installed, down to the patch level and the build."""
+    found = {}
+    for name in names:
+        try:
+            found[f"versions.{name}"] = repr(version(name))
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def library_facts(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables that are set and that shape what libraries compute."""
+    environ = os.environ if environ is None else environ
+    return {f"environment.{name}": repr(environ[name]) for name in sorted(environ) if _is_named(name)}
+
+
+def _is_named(name: str) -> bool:
+    return name not in HARMLESS and (name in _OTHERS or name.startswith(_PREFIXES))
