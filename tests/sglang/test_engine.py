@@ -17,10 +17,11 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.linker_config import UnifiedCacheLinkerConfig
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
-from kvhold.core.errors import LayoutError, NodeError
-from kvhold.integrations.sglang import KVHoldLinker, KVHoldStorage
+from kvhold.core.errors import ConfigError, LayoutError, NodeError
+from kvhold.integrations.sglang import KVHoldLinker, KVHoldStorage, names
 from kvhold.integrations.sglang.names import engine_of
 from kvhold.integrations.sglang.settings import storage_settings
+from kvhold.integrations.sglang.tables import SERVER_ARGS
 from tests.node.nodes import RunningNode, eventually
 from tests.sglang.engine import Controller, Tree
 from tests.sglang.pools import LAYERS, PAGE, config, fill, mha_device, mha_host, mla_device, mla_host, slots
@@ -371,6 +372,36 @@ class TestIdentity:
         self._weights(tmp_path / "adapter", "other weights, same name and path: same id in SGLang")
         assert before != self._engine(model_path=path, lora_paths=[ref])
         assert self._engine(model_path=path, kv_cache_dtype="fp8_e5m2").kv_dtype == "float8_e5m2"
+
+    def test_every_setting_of_sglangs_is_classified(self) -> None:
+        """One that fails here is new: decide whether it may shape KV, and put it into tables.py."""
+        assert set(ServerArgs.__struct_fields__) == SERVER_ARGS.named | SERVER_ARGS.harmless.keys()
+
+    def test_each_named_setting_changes_the_facts_and_no_harmless_one_does(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        args = ServerArgs(device="cpu", model_path=self._weights(tmp_path / "a", "one"))
+        settings = storage_settings({})
+        before = names._server_facts(args, settings)
+        for name in ServerArgs.__struct_fields__:
+            value = getattr(args, name)
+            other = not value if isinstance(value, bool) else value + 1 if isinstance(value, (int, float)) else [value, "another"]
+            monkeypatch.setattr(args, name, other)
+            assert (names._server_facts(args, settings) != before) == (name in SERVER_ARGS.named), name
+            monkeypatch.setattr(args, name, value)
+        monkeypatch.setenv("SGLANG_RUN_ID", "1")
+        assert names._server_facts(args, settings) == before
+        monkeypatch.setenv("SGLANG_ENABLE_DETERMINISTIC_INFERENCE", "1")
+        assert names._server_facts(args, settings) != before
+
+    def test_a_difference_can_be_shared(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        args = ServerArgs(device="cpu", model_path="x")
+        settings = storage_settings({"kvhold": {"share": ["tensor_parallel", "sglang.attention_backend"]}})
+        before = names._server_facts(args, settings)
+        monkeypatch.setattr(args, "tp_size", 4)
+        monkeypatch.setattr(args, "attention_backend", "another")
+        assert names._server_facts(args, settings) == before
+        with pytest.raises(ConfigError, match="share"):
+            names._server_facts(args, storage_settings({"kvhold": {"share": ["version"]}}))
 
     def test_weights_that_cannot_be_told_are_refused(self) -> None:
         with pytest.raises(LayoutError, match="model_id"):

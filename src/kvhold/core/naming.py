@@ -174,13 +174,13 @@ def _is_open(value: Any, rules: Rules) -> bool:
     if value is None or isinstance(value, (*_PLAIN, type, Enum, Mapping)):
         return False
     kind = type(value)
-    return dataclasses.is_dataclass(kind) or (rules.opens(kind) and not callable(value))
+    return dataclasses.is_dataclass(kind) or isinstance(value, msgspec.Struct) or (rules.opens(kind) and not callable(value))
 
 
 def _fields_of(value: Any, rules: Rules) -> list[tuple[str, Any]]:
     """What an object was given: its fields and its attributes, without the harmless and those that are computed from the others."""
     kind = type(value)
-    declared = {f.name for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
+    declared = {f.name for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set(getattr(kind, "__struct_fields__", ()))
     names = declared | vars(value).keys() if hasattr(value, "__dict__") else declared
     chosen = []
     for name in sorted(names):

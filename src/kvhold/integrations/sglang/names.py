@@ -1,8 +1,9 @@
 """Names: SGLang's page hashes as names of chunks, and what its KV depends on as a namespace.
 
 SGLang names a page by a chain of SHA-256 over all tokens up to its end, seeded with the request's extra key (which holds the adapter's
-id) and cache salt. That says nothing of the model, so everything else is in the namespace: the weights by their content, the settings
-that shape KV, the adapters given at start by their content, the pool, its geometry, and this rank's part of the model. Each rank looks
+id) and cache salt. That says nothing of the model, so everything else is in the namespace: the weights by their content, every setting of
+SGLang's but the harmless in `tables.py`, the adapters given at start by their content, versions, processor and environment, the pool, its
+geometry, and this rank's part of the model. Each rank looks
 for its own part only, because SGLang itself takes the shortest prefix over its ranks; where KV is the same on all tensor parallel ranks
 (MLA), the rank is left out and they share.
 
@@ -11,23 +12,38 @@ Pure functions, but for `engine_of`, which asks SGLang's runtime context and rea
 """
 
 import logging
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
+import torch
 from sglang.srt import runtime_context
 
-from kvhold.core.errors import LayoutError
+from kvhold.core.errors import ConfigError, LayoutError
 from kvhold.core.keys import HASH_BYTES, ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
+from kvhold.core.naming import NO_FACTS, Facts, Rules, walk
+from kvhold.integrations.machine import library_facts, processor_facts, version_facts
 from kvhold.integrations.sglang.settings import KV_DTYPES, Settings
-from kvhold.integrations.weights import model_identity
+from kvhold.integrations.sglang.tables import SERVER_ARGS, VARIABLES
+from kvhold.integrations.weights import adapter_identity, model_identity
 
 log = logging.getLogger(__name__)
 
 _PERSON = b"kvhold-sglang-1"
-_SHAPES_KV = ("dtype", "load_format", "model_impl", "quantization", "json_model_override_args", "context_length", "enable_tf32_matmul")
+_RULES = Rules(atoms={torch.dtype: str})
+_LIBRARIES = ("sglang", "torch", "transformers", "sgl-kernel", "sglang-kernel", "flashinfer-python", "triton", "flash-attn")
+SHARES = {
+    "versions": ("versions.",),
+    "cpu": ("cpu.",),
+    "tensor_parallel": ("sglang.tp_size",),
+    "data_parallel": ("sglang.dp_size", "sglang.attn_dp_size"),
+    "expert_parallel": ("sglang.ep_size",),
+    "environment": ("environment.",),
+}
+"""Words of the setting `share`: the facts that are left out, or all that begin with a text that ends in a dot."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +51,15 @@ class Engine:
     """What the KV of one SGLang server depends on, beside tokens, adapter and salt.
 
     model:    its weights
-    facts:    settings that shape KV, as pairs
+    facts:    everything that it was configured with, less the harmless
+    title:    how the user calls the model
     kv_dtype: what a pool of bare bytes holds; empty when SGLang does not say
     """
 
     model: str
-    facts: tuple[tuple[str, str], ...] = ()
+    facts: Facts = NO_FACTS
     kv_dtype: str = ""
+    title: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -63,14 +81,40 @@ def engine_of(settings: Settings) -> Engine:
         if not model_id:
             raise LayoutError("model_id must be set: SGLang's settings are not published here, so the weights cannot be told") from None
         return Engine(model_id, kv_dtype=settings.kv_dtype)
-    facts = [(name, str(getattr(args, name, None))) for name in _SHAPES_KV]
-    if args.load_format == "dummy":
-        facts.append(("random_seed", str(args.random_seed)))
-    facts += [("adapter", _adapter(ref)) for ref in args.lora_paths or ()]
+    facts = _server_facts(args, settings)
+    for number, ref in enumerate(args.lora_paths or ()):
+        facts[f"adapters[{number}]"] = repr(_adapter(ref))
     if args.quantization_param_path:
-        facts.append(("scales", _file_digest(args.quantization_param_path)))
+        facts["scales"] = repr(_file_digest(args.quantization_param_path))
+    if args.load_format == "dummy":
+        facts["sglang.random_seed"] = repr(args.random_seed)  # makes the weights
     model = model_id or model_identity(args.model_path, args.revision)
-    return Engine(model, tuple(facts), settings.kv_dtype or KV_DTYPES.get(str(args.kv_cache_dtype), ""))
+    kv_dtype = settings.kv_dtype or KV_DTYPES.get(str(args.kv_cache_dtype), "")
+    return Engine(model, Facts.of(facts), kv_dtype, title=str(args.model_path))
+
+
+def _server_facts(args: Any, settings: Settings) -> dict[str, str]:
+    """Every field of SGLang's settings, versions, processor and environment, less the harmless and the shared."""
+    shared = tuple(name for word in settings.config.share for name in SHARES.get(word, (word,)))
+    for word in settings.config.share:
+        if word not in SHARES and not word.startswith("sglang."):
+            raise ConfigError(f"share: {word!r} is neither one of {', '.join(SHARES)} nor a fact that begins with sglang.")
+    facts: dict[str, str] = {}
+    given = {name: getattr(args, name) for name in args.__struct_fields__}
+    # SGLang keeps what it makes of them (by the platform, the model, other settings) beside them, handler by handler.
+    resolved = {name: value for _, changes in getattr(args, "_resolved_overrides", ()) for name, value in changes.items()}
+    rules = replace(_RULES, shared=shared)
+    for prefix, values in (("sglang", given), ("sglang.resolved", resolved)):
+        for name, value in values.items():
+            if name not in SERVER_ARGS.harmless and f"sglang.{name}" not in shared:
+                walk(value, f"{prefix}.{name}", rules, facts)
+    facts |= {**version_facts(*_LIBRARIES), **processor_facts(), **library_facts(), **_environment()}
+    return {name: text for name, text in facts.items() if not name.startswith(tuple(s for s in shared if s.endswith(".")))}
+
+
+def _environment() -> dict[str, str]:
+    named = (name for name in sorted(os.environ) if name.startswith(("SGLANG_", "SGL_")) and name not in VARIABLES)
+    return {f"environment.{name}": repr(os.environ[name]) for name in named}
 
 
 def namespace_of(engine: Engine, layout: Layout, part: Part, *, pool: str, replicated: bool, salt: str = "") -> Namespace:
@@ -82,7 +126,7 @@ def namespace_of(engine: Engine, layout: Layout, part: Part, *, pool: str, repli
     ranks = {"pp": part.pp, "cp": part.cp, "dcp": part.dcp} | ({} if replicated else {"tp": part.tp})
     tags = [("engine", "sglang"), ("pool", pool), ("replicated", str(replicated)), ("format", salt)]
     tags += [(name, f"{rank} of {size}") for name, (rank, size) in sorted(ranks.items())]
-    return Namespace(model=engine.model, layout=layout, tags=(*tags, *engine.facts), hashing="sglang-sha256-1")
+    return Namespace(model=engine.model, layout=layout, tags=tuple(tags), hashing="sglang-sha256-1", facts=engine.facts, title=engine.title)
 
 
 def names_of(namespace: Namespace, keys: Sequence[str], prefix_keys: Sequence[str] | None) -> ChunkNames:
@@ -120,7 +164,7 @@ def _hashes(namespace: Namespace, keys: Sequence[str]) -> bytes:
 def _adapter(ref: Any) -> str:
     """An adapter given at start, whose id SGLang makes of name and path: its content has to be told too."""
     try:
-        return f"{ref.lora_id} {model_identity(ref.lora_path, None)}"
+        return f"{ref.lora_id} {adapter_identity(ref.lora_path)}"
     except LayoutError as error:
         raise LayoutError(f"lora_paths: {error}") from None
 
