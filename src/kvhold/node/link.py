@@ -100,6 +100,8 @@ class Link:
         self._error: OSError | ProtocolError | None = None  # of the stream, which is of no more use then
         self._send_lock = threading.Lock()
         self._outbox: deque[tuple[int, _Call]] = deque()
+        self._readable = select.poll()  # the reader's
+        self._readable.register(self._socket, select.POLLIN)
         self._splitter = Splitter()
         self._incoming = memoryview(bytearray(_READ_BYTES))
         self.retired = False
@@ -115,6 +117,8 @@ class Link:
     @property
     def silent_s(self) -> float:
         """How long the node has said nothing although it owes an answer that its caller has given up on; 0: it owes none such."""
+        if not self._calls:
+            return 0.0
         with self._change:
             oldest_s = min((call.asked_s for call in self._calls.values() if call.late), default=None)
         return 0.0 if oldest_s is None else time.monotonic() - max(oldest_s, self.last_heard_s)
@@ -177,9 +181,9 @@ class Link:
         self._enter()
         try:
             with suppress(TimeoutError):
-                self._send(until)
-                self._wait(lambda: not any(call.late for call in self._calls.values()), until)
-                self._send(until)  # what those answers granted
+                while self.has_loose_ends and time.monotonic() < until:
+                    self._send(until)  # what late answers granted, among others
+                    self._wait(lambda: bool(self._outbox) or not any(call.late for call in self._calls.values()), until)
         finally:
             self._leave()
 
@@ -285,7 +289,7 @@ class Link:
             try:
                 call.data = call.data[self._socket.send(call.data) :]
             except BlockingIOError:
-                self._poll(select.POLLOUT, until)
+                self._wait_until_writable(until)
             except OSError as error:
                 self._error = _again(error)
                 raise
@@ -318,7 +322,8 @@ class Link:
 
     def _read(self, until: float) -> None:
         """Read what comes next, and give each answer to its call. Raises TimeoutError, OSError, ProtocolError."""
-        self._poll(select.POLLIN, until)
+        if not self._readable.poll(max(0.0, until - time.monotonic()) * 1e3):
+            raise TimeoutError
         whole = False
         try:
             nbytes = self._socket.recv_into(self._incoming)
@@ -374,11 +379,11 @@ class Link:
         news, self._news = self._news, False
         return news
 
-    def _poll(self, event: int, until: float) -> None:
-        """Until the socket can be read or written. Raises TimeoutError."""
-        waiting = select.poll()
-        waiting.register(self._socket, event)
-        if not waiting.poll(max(0.0, until - time.monotonic()) * 1e3):
+    def _wait_until_writable(self, until: float) -> None:
+        """Raises TimeoutError."""
+        writable = select.poll()
+        writable.register(self._socket, select.POLLOUT)
+        if not writable.poll(max(0.0, until - time.monotonic()) * 1e3):
             raise TimeoutError
 
     def _check(self) -> None:

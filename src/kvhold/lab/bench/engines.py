@@ -91,12 +91,6 @@ def alike() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def family(pid: int) -> tuple[int, ...]:
-    """A process and its descendants: vLLM computes in worker processes. A node is nobody's descendant."""
-    children = [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
-    return (pid, *(one for child in children for one in family(child)))
-
-
 def kvhold_connector(socket: Path, ram_bytes: int, **others: Any) -> dict[str, Any]:
     """vLLM's `kv_transfer_config` for kvhold with a node of its own there. others: more of its settings."""
     node = {"socket": str(socket), "idle_exit_s": _NODE_OUTLIVES_ENGINES_S}

@@ -78,7 +78,7 @@ def run(model: ModelInfo, *, num_tokens: int, repeats: int, say: Callable[[str],
             max_model_len=num_tokens + _OUTPUT_TOKENS + 256,
             driver=driver,
             kv_transfer_config=_connector(socket, room),
-            own_binding=driver == "vllm",
+            own_binding=True,
         )
         try:
             timings = Timings()

@@ -35,6 +35,7 @@ from kvhold.lab.engines.messages import (
 )
 from kvhold.lab.engines.models import ModelInfo
 from kvhold.lab.engines.process import Child, LoggedProcess
+from kvhold.lab.engines.stepped import bound_environment
 
 _R = TypeVar("_R", Ready, Generated, GeneratedMany, Reset, Stopped)
 _decoder: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
@@ -56,9 +57,9 @@ def options_for(model: ModelInfo, *, max_model_len: int, **others: Any) -> Engin
 
 
 def binding(num_threads: int) -> dict[str, Any]:
-    """Options for an engine of so many threads: where it has all cores, vLLM binds its threads itself, as it does for a user.
+    """Options for an engine of so many threads: where it has all cores, each thread is bound to one, as vLLM does for a user.
 
-    Engines with fewer cores than there are share them: vLLM would bind each of them to the same ones.
+    Engines with fewer threads than there are cores share them: vLLM would bind each of these engines to the same ones.
     """
     return {"num_threads": num_threads, "own_binding": num_threads == len(os.sched_getaffinity(0))}
 
@@ -67,7 +68,8 @@ class Engine(Child):
     """One engine."""
 
     def __init__(self, options: EngineOptions, *, log_path: Path | None = None, environment: Mapping[str, str] | None = None) -> None:
-        super().__init__("the engine", log_path=log_path, environment=environment or {})
+        bound = bound_environment(options.num_threads) if options.own_binding and options.driver == "vllm" else {}
+        super().__init__("the engine", log_path=log_path, environment={**bound, **(environment or {})})
         self.options = options
         self.ready: Ready | None = None
 

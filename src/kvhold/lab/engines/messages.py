@@ -36,8 +36,8 @@ class EngineOptions(_Operation, frozen=True, kw_only=True, tag="start"):
     prefix_caching: bool = True  # the engine's own, in its own KV memory
     max_num_batched_tokens: int | None = None  # the most tokens of one step: longer prompts are prefilled in pieces of it
     block_size: int | None = None  # tokens a block
-    num_threads: int = msgspec.field(default_factory=lambda: len(os.sched_getaffinity(0)))  # where the engine does not bind them itself
-    own_binding: bool = False  # vLLM binds its threads and memory itself, as it does for a user, in a worker process
+    num_threads: int = msgspec.field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    own_binding: bool = False  # its threads are bound to a core each, as vLLM does for a user (vLLM only)
 
 
 class Generate(_Operation, frozen=True, kw_only=True, tag="generate"):

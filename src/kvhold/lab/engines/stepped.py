@@ -11,7 +11,10 @@ What a command asks of an engine, and what it makes of the outputs, is its own.
 """
 
 import itertools
+import os
 import time
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 _DRAIN_S = 120.0
@@ -35,12 +38,21 @@ def own_environment() -> dict[str, str]:
     return dict(_QUIET)
 
 
-def bound_environment() -> dict[str, str]:
-    """Variables for engines that are compared, and stepped by hand: each binds its threads itself, to all cores.
+def bound_environment(num_threads: int) -> dict[str, str]:
+    """Variables for the start of a process with an engine that is stepped by hand, whose threads are bound as a user's are.
 
-    By itself vLLM keeps cores back, and more of them for an engine with a connector than for one without.
+    They are those that vLLM sets for its worker processes. OpenMP reads them while it is loaded, so they must be there from the start.
     """
-    return {**_QUIET, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
+    cores = sorted(os.sched_getaffinity(0))[:num_threads]
+    return {**environment_for(num_threads), "GOMP_CPU_AFFINITY": " ".join(map(str, cores)), "LD_PRELOAD": _openmp_of_torch()}
+
+
+def _openmp_of_torch() -> str:
+    """The OpenMP library that torch brings, which vLLM preloads, too; empty where there is none."""
+    spec = find_spec("torch")
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()] if spec is not None else []
+    places = [place for folder in folders for place in (folder.parent / "torch.libs", folder / "lib")]
+    return str(next((library for place in places for library in sorted(place.glob("libgomp*.so*"))), ""))
 
 
 class SteppedEngine:

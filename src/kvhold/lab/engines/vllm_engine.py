@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from kvhold.lab.engines.messages import EngineOptions, Generate, Generated, GeneratedMany, GenerateMany, Ready
-from kvhold.lab.engines.stepped import SteppedEngine, bound_environment, environment_for
+from kvhold.lab.engines.stepped import SteppedEngine, environment_for
 
 BATCHED_TOKENS = 2_048  # cold prefill of 4,000 tokens: pieces of 512 to 2,048 are alike, a single one takes a quarter longer
 _WARM_UP_TOKENS = 16  # less than any block, so that neither vLLM nor a connector has a whole block to keep
@@ -23,10 +23,8 @@ class VllmDriver:
     """Meets `kvhold.lab.engines.engine_child.Driver`."""
 
     def __init__(self, options: EngineOptions) -> None:
-        os.environ.update(bound_environment() if options.own_binding else environment_for(options.num_threads))
+        os.environ.update(environment_for(options.num_threads))
         given: dict[str, Any] = {"block_size": options.block_size} if options.block_size is not None else {}
-        if options.own_binding:
-            given["distributed_executor_backend"] = "mp"  # vLLM binds the threads of worker processes
         self._engine = SteppedEngine(
             {
                 "model": options.model_path,

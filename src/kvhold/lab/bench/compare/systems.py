@@ -32,7 +32,6 @@ from kvhold.lab.bench.engines import (
     ROOM_TOKENS,
     System,
     alike,
-    family,
     kvhold_connector,
     node_pid,
     offloading_connector,
@@ -216,7 +215,7 @@ class _Start:
                 raise
             self.running.errors[name] = str(error)
         else:
-            self.running.systems[name] = System(engine, (*family(engine.pid), *pids))
+            self.running.systems[name] = System(engine, (engine.pid, *pids))
         return engine
 
     def kvhold(self, name: str, tier: str, **options: Any) -> None:

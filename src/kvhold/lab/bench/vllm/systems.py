@@ -27,7 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvhold.lab.bench.engines import ROOM_TOKENS, System, alike, family, kvhold_connector, node_pid, offloading_connector, python_path
+from kvhold.lab.bench.engines import ROOM_TOKENS, System, alike, kvhold_connector, node_pid, offloading_connector, python_path
 from kvhold.lab.engines.engine import Engine, binding, options_for
 from kvhold.lab.engines.models import ModelInfo
 from kvhold.node import end_node
@@ -98,7 +98,7 @@ def started(
                     options_for(model, max_model_len=longest, **binding(num_threads), **options), environment=environment.get(name)
                 )
                 stack.enter_context(engine)
-                systems[name] = System(engine, (*family(engine.pid), node_pid(socket)) if name == KVHOLD else family(engine.pid))
+                systems[name] = System(engine, (engine.pid, node_pid(socket)) if name == KVHOLD else (engine.pid,))
         of_kvhold = systems[KVHOLD]
         systems |= {name: replace(of_kvhold, rules={"store": False, "load": False}) for name in (LEFT_ALONE, LEFT_AGAIN)}
         yield systems
