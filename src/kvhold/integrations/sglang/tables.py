@@ -79,7 +79,7 @@ SERVER_ARGS = Table.of(
         " enable_int8_mamba_checkpoint int8_mamba_ckpt_size linear_attn_backend"
         " linear_attn_decode_backend linear_attn_prefill_backend linear_attn_verify_backend"
         " enable_linear_replayssm linear_replayssm_cache_len enable_linear_replayssm_spec"
-        " hicache_mem_layout enable_hisparse hisparse_config enable_broadcast_mm_inputs_process"
+        " enable_hisparse hisparse_config enable_broadcast_mm_inputs_process"
         " enable_prefix_mm_cache mm_enable_dp_encoder mm_process_config mm_processor_worker_num"
         " mm_io_worker_num allowed_media_domains media_url_max_file_size_mb"
         " trust_mm_content_hashes limit_mm_data_per_request enable_mm_global_cache"
@@ -197,7 +197,7 @@ SERVER_ARGS = Table.of(
             " enable_tp_lm_head_all_to_all"
         ),
         CACHING: (
-            "radix_eviction_policy radix_eviction_policy_config"
+            "hicache_mem_layout radix_eviction_policy radix_eviction_policy_config"
             " _radix_eviction_policy_explicitly_set disable_radix_cache enable_session_radix_cache"
             " enable_streaming_session radix_cache_backend enable_hierarchical_cache"
             " hicache_host_memory_mode hicache_host_memory_fraction hicache_ratio hicache_size"
