@@ -247,6 +247,7 @@ class Guard:
             "read_only": self.config.read_only,
             "clears_owed": len(self._hidden.owed),
             "used_bytes": getattr(self._tier, "used_bytes", None),
+            "index_bytes": getattr(self._tier, "index_bytes", None),
         }
 
     async def close(self) -> None:

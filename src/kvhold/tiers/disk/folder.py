@@ -1,7 +1,7 @@
 """One folder of values on a local disk: their names, and the lock that makes it ours. Blocking; every call is for a thread.
 
     folder = Folder.open("/var/cache/kvhold", direct="auto", sync=False)     # TierUnavailable names who owns it
-    found = folder.list_values()                                             # in order of use; torn and temporary files are removed
+    for found in folder.batches(): ...                                       # what is there; torn and temporary files are removed
     folder.write(name, pieces, stamp_ns=..., reuse=None); folder.read(...); folder.remove(name)
 
     kvhold.lock               held by flock(2) while somebody owns the folder; says who
@@ -78,20 +78,14 @@ class Folder:
         """Raise OSError if no file can be made here."""
         self._tree.try_to_write()
 
-    def list_values(self) -> list[FoundValue]:
-        """Every whole value, one a key, the one used last at the end. Temporary files, torn ones and older twins are removed."""
+    def batches(self) -> Iterator[list[FoundValue]]:
+        """Every whole value, by the folder that it is in. Temporary and torn files are removed; two files of one key are in one batch."""
         for name in self._tree.names(NEW):
             if writer_of(name) is not None:
                 self.remove(f"{NEW}/{name}")
-        newest: dict[bytes, FoundValue] = {}
-        for shard in self._tree.names("."):
-            for value in self._whole_values(shard) if _SHARD.fullmatch(shard) else ():
-                twin = newest.get(value.key)
-                if twin is None or twin.written_ns < value.written_ns:
-                    newest[value.key] = value
-                if twin is not None:
-                    self.remove(min(value, twin, key=lambda v: v.written_ns).name)
-        return sorted(newest.values(), key=lambda value: value.used_ns)
+        for shard in sorted(self._tree.names(".")):
+            if _SHARD.fullmatch(shard):
+                yield list(self._whole_values(shard))
 
     def write(self, name: str, pieces: Sequence[memoryview], *, stamp_ns: int, reuse: str | None) -> int:
         """Make the file `name` of all pieces, whole or not at all, and return what it occupies. Raises OSError.

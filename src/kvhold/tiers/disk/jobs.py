@@ -6,17 +6,20 @@
 """
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from threading import Event
 
 from kvhold.core.errors import TierError
-from kvhold.tiers.disk.folder import Folder
+from kvhold.tiers.disk.folder import Folder, FoundValue
 from kvhold.tiers.disk.index import Entry, Index
 from kvhold.tiers.files.faults import as_tier_error
-from kvhold.tiers.policies import make_policy
 
 _log = logging.getLogger(__name__)
+
+SERVES_FROM = 20_000  # values: a larger folder is served when so many are known, and the rest is listed meanwhile
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,8 @@ class Open:
         self.folder: Folder | None = None
         self.index: Index | None = None
         self.last_ns = 0
+        self.began_ns = time.time_ns()
+        self.rest: Iterator[list[FoundValue]] | None = None
         self.fault: TierError | None = None
 
     def run(self, stop: Event) -> None:
@@ -58,16 +63,51 @@ class Open:
             folder.close()
 
     def _build(self, folder: Folder) -> Index:
-        found = folder.list_values()
-        occupied = sum(value.occupied_bytes for value in found)
-        limit = self._settings.max_bytes or max(0, folder.free_bytes + occupied - self._settings.reserve_bytes)
-        if limit == 0:
+        free_bytes = folder.free_bytes
+        index, rest = Index(self._settings.policy, self._settings.max_bytes, folder.block_bytes), folder.batches()
+        for found in rest:
+            for older in index.add_found(found):
+                folder.remove(older)
+            self.last_ns = max([self.last_ns, *(value.used_ns for value in found)])
+            if len(index) >= SERVES_FROM:
+                self.rest = rest
+                break
+        index.sort()
+        index.limit_bytes = self._settings.max_bytes or max(0, free_bytes + index.used_bytes - self._settings.reserve_bytes)
+        if index.limit_bytes == 0:
             _log.warning("disk: %s: less is free there than reserve_bytes; nothing will be stored. Set max_bytes", self._path)
-        index = Index(make_policy(self._settings.policy), limit, folder.block_bytes)
-        for value in found:
-            index.add(Entry(value.key, value.name, value.nbytes, value.occupied_bytes))
-            self.last_ns = value.used_ns
         return index
+
+
+class OpenMore:
+    """List more of a folder that is served already. `found`, None at the end; or `fault`."""
+
+    def __init__(self, rest: Iterator[list[FoundValue]], path: str) -> None:
+        self.found: list[FoundValue] | None = None
+        self.fault: TierError | None = None
+        self._rest = rest
+        self._path = path
+
+    def run(self, stop: Event) -> None:
+        """Blocking."""
+        try:
+            self.found = next(self._rest, None)
+        except OSError as error:
+            self.fault = as_tier_error(error, tier="disk", operation="open", where=self._path)
+
+
+class RemoveNames:
+    """Remove files that a newer one has taken the place of."""
+
+    def __init__(self, folder: Folder, names: Sequence[str]) -> None:
+        self._folder = folder
+        self._names = names
+
+    def run(self, stop: Event) -> None:
+        """Blocking."""
+        for name in self._names:
+            with suppress(OSError):
+                self._folder.remove(name)
 
 
 class Check:

@@ -10,15 +10,15 @@ threads have finished, cancelled or not, so that the account is right whatever h
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 
 from kvhold.core.errors import TierError, TierFull, TierUnavailable
 from kvhold.core.sizes import format_size
 from kvhold.tiers.base import Parts, size_of
-from kvhold.tiers.disk.folder import Folder, value_name
+from kvhold.tiers.disk.folder import Folder, FoundValue
 from kvhold.tiers.disk.index import Entry, Index
-from kvhold.tiers.disk.jobs import Check, Open, Read, Remove, StoreSettings, Write
+from kvhold.tiers.disk.jobs import Check, Open, OpenMore, Read, Remove, RemoveNames, StoreSettings, Write
 from kvhold.tiers.files.opener import Opener
 from kvhold.tiers.files.threads import IoThreads
 from kvhold.tiers.files.transfer import as_pieces
@@ -54,6 +54,8 @@ class DiskStore:
         self._path = path
         self._path_digest = blake2b(path.encode(), digest_size=32).digest()
         self._settings = settings
+        self._closing = False
+        self._listing: asyncio.Task[None] | None = None
         closed = TierUnavailable("disk", "open", f"{path} was closed")
         self._opener = Opener(self._open, _Opened.close, closed=closed)
         self._readers = IoThreads("kvhold-disk-read", settings.io_threads)
@@ -68,6 +70,11 @@ class DiskStore:
     def limit_bytes(self) -> int:
         """What they may occupy; 0 while it is not open."""
         return self._opener.place.index.limit_bytes if self._opener.place else 0
+
+    @property
+    def index_bytes(self) -> int:
+        """What its index takes in memory."""
+        return self._opener.place.index.index_bytes if self._opener.place else 0
 
     def weight(self, key: bytes) -> bytes:
         """The disk for which this is greatest keeps the key."""
@@ -90,8 +97,9 @@ class DiskStore:
             return [entry.nbytes if (entry := opened.index.find(key)) else None for key in keys]
 
     async def keys(self, prefix: bytes) -> list[bytes]:
-        """All that begin with `prefix`."""
+        """All that begin with `prefix`, when the folder is listed."""
         async with self._opener.use() as opened:
+            await self._all_listed()
             return opened.index.keys(prefix)
 
     async def get(self, keys: Sequence[bytes], into: Sequence[Parts], starts: Sequence[int] | None) -> list[int | TierError | None]:
@@ -104,9 +112,9 @@ class DiskStore:
                 for i in todo:
                     entry, wanted, start = opened.index.find(keys[i]), size_of(into[i]), None if starts is None else starts[i]
                     if entry is not None and (entry.nbytes <= wanted if start is None else 0 <= start <= entry.nbytes - wanted):
-                        jobs[i] = Read(opened.folder, entry, as_pieces(into[i]), at=start, stamp_ns=opened.stamp_ns())
-                for job in jobs.values():
-                    opened.index.read(job.entry)
+                        stamp_ns = opened.stamp_ns()
+                        opened.index.read(entry, stamp_ns)
+                        jobs[i] = Read(opened.folder, entry, as_pieces(into[i]), at=start, stamp_ns=stamp_ns)
                 try:
                     await self._readers.run([job.run for job in jobs.values()])
                 finally:
@@ -153,6 +161,7 @@ class DiskStore:
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
         """Remove. What is being written in the place of one is waited for, or a crash could bring it back."""
         async with self._opener.use() as opened:
+            await self._all_listed()  # or a file that is listed later would come back
             await self._written(opened, [key for key in keys if opened.index.find(key)])
             jobs: dict[int, Remove] = {}
             for i, key in enumerate(keys):
@@ -165,6 +174,9 @@ class DiskStore:
 
     async def close(self) -> None:
         """Let go of the folder when the calls under way have ended."""
+        self._closing = True
+        if self._listing is not None:
+            await asyncio.wait((self._listing,))
         await self._opener.close()
         self._readers.close()
         self._writers.close()
@@ -176,10 +188,47 @@ class DiskStore:
             raise job.fault
         assert job.folder is not None and job.index is not None
         opened = _Opened(job.folder, job.index, min(job.last_ns, time.time_ns() + _DAY_NS))
+        if job.rest is not None:
+            self._listing = asyncio.create_task(self._list_rest(opened, job.rest, job.began_ns))
+            self._listing.add_done_callback(lambda task: task.cancelled() or task.exception())
+            return opened
         await self._trim(opened)
         used, limit = format_size(job.index.used_bytes), format_size(job.index.limit_bytes)
         _log.info("disk: %s: %d values, %s of %s", self._path, len(job.index), used, limit)
         return opened
+
+    async def _list_rest(self, opened: _Opened, rest: Iterator[list[FoundValue]], began_ns: int) -> None:
+        """While the folder is served: what is not listed yet is a miss, and may be written again."""
+        async with self._opener.use() as held:  # it stays open
+            if held is opened:
+                await self._list_more(opened, rest, began_ns)
+
+    async def _all_listed(self) -> None:
+        if self._listing is not None:
+            await asyncio.wait((self._listing,))
+
+    async def _list_more(self, opened: _Opened, rest: Iterator[list[FoundValue]], began_ns: int) -> None:
+        index = opened.index
+        while not self._closing and self._opener.place is opened:
+            more = OpenMore(rest, self._path)
+            await self._readers.run([more.run])
+            if more.fault is not None:
+                _log.warning("%s", more.fault)
+                self._lose(opened)
+                return
+            if more.found is None:
+                break
+            before_bytes = index.used_bytes
+            older = index.add_found(more.found, before_ns=began_ns, writing=opened.writing)
+            if not self._settings.max_bytes:
+                index.limit_bytes += index.used_bytes - before_bytes
+            if older:
+                await self._writers.run([RemoveNames(opened.folder, older).run])
+        else:
+            return
+        index.sort()
+        await self._trim(opened)
+        _log.info("disk: %s: all %d values are listed, %s", self._path, len(index), format_size(index.used_bytes))
 
     def _lose(self, opened: _Opened) -> None:
         """The next call opens the folder anew."""
@@ -199,7 +248,7 @@ class DiskStore:
                 waiting.append(i)
             elif opened.index.find(key) is None:
                 pieces, nbytes, stamp_ns = as_pieces(parts), size_of(parts), opened.stamp_ns()
-                planned = opened.index.reserve(key, value_name(key, nbytes, stamp_ns), nbytes)
+                planned = opened.index.reserve(key, stamp_ns, nbytes)
                 if planned is None:
                     limit = format_size(opened.index.limit_bytes)
                     faults[i] = TierFull("disk", "put", f"{self._path}: no room for {nbytes} bytes within {limit}; raise max_bytes")
@@ -220,8 +269,8 @@ class DiskStore:
             if old is None:
                 answers[key] = False
                 continue
-            old.readers += 1  # no victim, and the policy need not know
-            planned = opened.index.reserve(key, value_name(key, nbytes, stamp_ns), nbytes, beside=old)
+            opened.index.hold(old)
+            planned = opened.index.reserve(key, stamp_ns, nbytes, beside=old)
             if planned is None:
                 opened.index.unread(old)
                 limit = format_size(opened.index.limit_bytes)
@@ -246,7 +295,7 @@ class DiskStore:
             index.abandon(job.entry)
             answers[key] = job.fault or TierError("disk", "replace", "cancelled")
             return None
-        if index.find(key) is old:
+        if index.holds(old):
             index.swap(old, job.entry, job.occupied_bytes)
             answers[key] = True
             return Remove(opened.folder, old)
@@ -262,7 +311,7 @@ class DiskStore:
 
     def _settle_read(self, opened: _Opened, job: Read) -> None:
         index, entry = opened.index, job.entry
-        if job.is_broken and index.find(entry.key) is entry:
+        if job.is_broken and index.holds(entry):
             index.take(entry)
             index.finish(entry)
         index.unread(entry)

@@ -1,0 +1,189 @@
+"""What an index remembers of each file, in arrays: about 100 bytes a value, and no object.
+
+    rows = Rows(); row = rows.add(key, nbytes=..., occupied_bytes=..., written_ns=..., used_ns=...)
+    rows.find(key); rows.touch(row, used_ns); rows.remove(row)
+    for row in rows.oldest(): ...        # in order of use, the one used longest ago first
+
+Keys are found by open addressing with linear probing in a table of row numbers; a removed row leaves a mark there until the table is made
+again. The order of use is a list that is linked in two arrays. Pure; one user.
+"""
+
+from array import array
+from collections.abc import Iterator
+
+import numpy as np
+
+from kvhold.core.keys import KEY_BYTES, NAMESPACE_BYTES
+
+NONE, _REMOVED = -1, -2
+_BLOCK = 512  # bytes, as file systems count what a file occupies
+_SMALLEST = 1 << 10
+_MIX = 0x9E3779B97F4A7C15
+
+
+class Rows:
+    """Row numbers are used again after `remove`."""
+
+    def __init__(self) -> None:
+        self.num = 0
+        self._keys = bytearray()
+        self._nbytes = array("q")
+        self._blocks = array("I")
+        self._written_ns = array("q")
+        self._used_ns = array("q")
+        self._before = array("i")  # in the order of use
+        self._after = array("i")
+        self._oldest = self._newest = NONE
+        self._free = array("i")
+        self._table = array("i", [NONE]) * _SMALLEST
+        self._filled = 0  # places of the table that are not NONE
+
+    def find(self, key: bytes) -> int:
+        """The row of a key, or NONE."""
+        table, mask = self._table, len(self._table) - 1
+        place = _hash(key) & mask
+        while (row := table[place]) != NONE:
+            if row != _REMOVED and self.key(row) == key:
+                return row
+            place = (place + 1) & mask
+        return NONE
+
+    def add(self, key: bytes, *, nbytes: int, occupied_bytes: int, written_ns: int, used_ns: int) -> int:
+        """A new row, the one used last. The key is not there yet."""
+        if 3 * (self._filled + 1) > 2 * len(self._table):
+            self._make_table()
+        row = self._free.pop() if self._free else self._append()
+        self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES] = key
+        self._nbytes[row], self._blocks[row] = nbytes, -(-occupied_bytes // _BLOCK)
+        self._written_ns[row], self._used_ns[row] = written_ns, used_ns
+        table, mask = self._table, len(self._table) - 1
+        place = _hash(key) & mask
+        while table[place] >= 0:
+            place = (place + 1) & mask
+        self._filled += table[place] == NONE
+        table[place] = row
+        self.num += 1
+        self._link(row)
+        return row
+
+    def remove(self, row: int) -> None:
+        """Forget it."""
+        table, mask = self._table, len(self._table) - 1
+        place = _hash(self.key(row)) & mask
+        while table[place] != row:
+            place = (place + 1) & mask
+        table[place] = _REMOVED
+        self._unlink(row)
+        self._nbytes[row] = NONE
+        self._free.append(row)
+        self.num -= 1
+
+    def touch(self, row: int, used_ns: int) -> None:
+        """It was used now."""
+        self._used_ns[row] = used_ns
+        self._unlink(row)
+        self._link(row)
+
+    def oldest(self) -> Iterator[int]:
+        """All, the one used longest ago first. Nothing may change meanwhile."""
+        row = self._oldest
+        while row != NONE:
+            yield row
+            row = self._after[row]
+
+    def newest(self) -> Iterator[int]:
+        """All, the one used last first."""
+        row = self._newest
+        while row != NONE:
+            yield row
+            row = self._before[row]
+
+    def sort(self) -> None:
+        """Put all in the order of their times of use."""
+        live = np.flatnonzero(np.frombuffer(self._nbytes, np.int64) != NONE)
+        order = live[np.argsort(np.frombuffer(self._used_ns, np.int64)[live], kind="stable")].astype(np.int32)
+        before, after = np.frombuffer(self._before, np.int32), np.frombuffer(self._after, np.int32)
+        self._oldest = self._newest = NONE
+        if len(order):
+            before[order[1:]], after[order[:-1]] = order[:-1], order[1:]
+            before[order[0]] = after[order[-1]] = NONE
+            self._oldest, self._newest = int(order[0]), int(order[-1])
+
+    def keys(self, prefix: bytes) -> list[bytes]:
+        """Those that begin with `prefix`."""
+        keys = (self.key(row) for row in self.oldest())
+        return [key for key in keys if key.startswith(prefix)]
+
+    def key(self, row: int) -> bytes:
+        """Of a row."""
+        return bytes(self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES])
+
+    def nbytes(self, row: int) -> int:
+        """The size of its value."""
+        return self._nbytes[row]
+
+    def occupied_bytes(self, row: int) -> int:
+        """What its file occupies."""
+        return self._blocks[row] * _BLOCK
+
+    def written_ns(self, row: int) -> int:
+        """When its file was written."""
+        return self._written_ns[row]
+
+    @property
+    def index_bytes(self) -> int:
+        """What all this takes in memory."""
+        arrays = (self._nbytes, self._blocks, self._written_ns, self._used_ns, self._before, self._after, self._free, self._table)
+        return self._keys.__sizeof__() + sum(each.__sizeof__() for each in arrays)
+
+    def _append(self) -> int:
+        self._keys += bytes(KEY_BYTES)
+        for each in (self._nbytes, self._blocks, self._written_ns, self._used_ns, self._before, self._after):
+            each.append(0)
+        return len(self._nbytes) - 1
+
+    def _link(self, row: int) -> None:
+        self._before[row], self._after[row] = self._newest, NONE
+        if self._newest == NONE:
+            self._oldest = row
+        else:
+            self._after[self._newest] = row
+        self._newest = row
+
+    def _unlink(self, row: int) -> None:
+        before, after = self._before[row], self._after[row]
+        if before == NONE:
+            self._oldest = after
+        else:
+            self._after[before] = after
+        if after == NONE:
+            self._newest = before
+        else:
+            self._before[after] = before
+
+    def _make_table(self) -> None:
+        """Without marks of what was removed, and twice as large if it is full."""
+        size = len(self._table)
+        while 3 * self.num > size:
+            size *= 2
+        live = np.flatnonzero(np.frombuffer(self._nbytes, np.int64) != NONE).astype(np.int32)
+        keys = np.frombuffer(bytes(self._keys), np.uint8).reshape(-1, KEY_BYTES)[live] if len(live) else np.zeros((0, KEY_BYTES), np.uint8)
+        head = keys[:, NAMESPACE_BYTES : NAMESPACE_BYTES + 8].copy().view("<u8").reshape(-1)
+        ends = keys[:, -8:].copy().view("<u8").reshape(-1)
+        space = keys[:, :8].copy().view("<u8").reshape(-1)
+        places = ((head ^ (ends * np.uint64(_MIX)) ^ space) & np.uint64(size - 1)).astype(np.int64)
+        table = np.full(size, NONE, np.int32)
+        rows = live
+        while len(rows):
+            free = table[places] == NONE
+            table[places[free]] = rows[free]  # of several for one place, one gets it
+            left = table[places] != rows
+            rows, places = rows[left], (places[left] + 1) & (size - 1)
+        self._table = array("i", table.tobytes())
+        self._filled = len(live)
+
+
+def _hash(key: bytes) -> int:
+    head = int.from_bytes(key[NAMESPACE_BYTES : NAMESPACE_BYTES + 8], "little")
+    ends = int.from_bytes(key[-8:], "little")
+    return head ^ (ends * _MIX & 0xFFFFFFFFFFFFFFFF) ^ int.from_bytes(key[:8], "little")

@@ -1,0 +1,187 @@
+"""The disk's index: compact, exact, and of use while a large folder is still being listed."""
+
+import asyncio
+import os
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvhold.testing.tier import make_key
+from kvhold.tiers.disk import DiskConfig, DiskTier, jobs
+from kvhold.tiers.disk.folder import Folder, FoundValue, value_name
+from kvhold.tiers.disk.index import Index
+from kvhold.tiers.disk.rows import NONE, Rows
+
+SMALL, LARGE = 2000, 20_000
+
+
+def add(rows: Rows, number: int) -> int:
+    return rows.add(make_key(number), nbytes=number, occupied_bytes=512 * number, written_ns=number, used_ns=number)
+
+
+def count_files(folder: Path) -> int:
+    return len(list(folder.glob("[0-9a-f][0-9a-f]/*")))
+
+
+@given(st.lists(st.tuples(st.sampled_from(["add", "remove", "touch", "sort"]), st.integers(0, 40)), max_size=200))
+def test_rows_are_a_dictionary_in_order_of_use(steps: list[tuple[str, int]]) -> None:
+    rows, model, clock = Rows(), dict[int, int](), 1000
+    for what, number in steps:
+        row = rows.find(make_key(number))
+        assert (row != NONE) == (number in model)
+        clock += 1
+        if what == "add" and row == NONE:
+            add(rows, number)
+            rows.touch(rows.find(make_key(number)), clock)
+            model[number] = clock
+        elif what == "remove" and row != NONE:
+            rows.remove(row)
+            del model[number]
+        elif what == "touch" and row != NONE:
+            rows.touch(row, clock)
+            del model[number]
+            model[number] = clock
+        elif what == "sort":
+            rows.sort()
+        assert [rows.nbytes(row) for row in rows.oldest()] == list(model)
+        assert [rows.nbytes(row) for row in rows.newest()] == list(model)[::-1]
+        assert rows.num == len(model)
+
+
+def test_rows_grow_and_shrink_and_find_all_keys_of_one_chunk() -> None:
+    rows, numbers = Rows(), list(range(SMALL))
+    keys = [make_key(number)[:-4] + suffix.to_bytes(4, "big") for number in numbers[:100] for suffix in range(20)]
+    for _ in range(3):
+        for number, key in enumerate(keys):
+            rows.add(key, nbytes=number, occupied_bytes=0, written_ns=0, used_ns=number)
+        assert [rows.nbytes(rows.find(key)) for key in keys] == list(range(len(keys)))
+        random.Random(0).shuffle(numbers)
+        for key in keys:
+            rows.remove(rows.find(key))
+        assert [rows.find(key) for key in keys] == [NONE] * len(keys)
+
+
+def test_the_index_takes_at_most_150_bytes_a_value() -> None:
+    index = Index("lru", 1 << 40, 4096)
+    for number in range(0, LARGE, 100):
+        index.add_found([FoundValue(make_key(n), "", 1, 4096, n, n) for n in range(number, number + 100)])
+    assert len(index) == LARGE
+    assert index.index_bytes <= 150 * LARGE
+
+
+@pytest.mark.parametrize("policy", ["lru", "fifo", "mru", "lfu", "s3fifo"])
+def test_a_value_that_is_read_is_never_a_victim(policy: str) -> None:
+    index = Index(policy, 10 * 4096, 4096)
+    index.add_found([FoundValue(make_key(n), value_name(make_key(n), 1, n), 1, 4096, n, n) for n in range(10)])
+    index.sort()
+    held = [index.find(make_key(n)) for n in (0, 9)]
+    for entry in held:
+        assert entry is not None
+        index.read(entry, 100)
+    victims = index.evict(8 * 4096)
+    assert victims is not None
+    assert {victim.key for victim in victims} == {make_key(n) for n in range(1, 9)}
+    assert index.evict(4096) is None
+
+
+class TestLargeFolders:
+    @pytest.fixture
+    def folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """With files in each of 20 folders, of which the first ones are enough to be served."""
+        monkeypatch.setattr(jobs, "SERVES_FROM", 5)
+        folder = tmp_path / "kv"
+        folder.mkdir(mode=0o700)
+        for number in range(60):
+            self.write(folder, number, number + 1)
+        return folder
+
+    @staticmethod
+    def write(folder: Path, number: int, stamp_ns: int) -> Path:
+        path = folder / value_name(make_key(number), 3, stamp_ns)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        path.write_bytes(b"abc")
+        os.utime(path, ns=(stamp_ns, stamp_ns))
+        return path
+
+    @pytest.fixture
+    def held_up(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+        """The listing that goes on beside the calls waits for this."""
+        go_on, run = threading.Event(), jobs.OpenMore.run
+
+        def wait(job: jobs.OpenMore, stop: threading.Event) -> None:
+            go_on.wait(60)
+            run(job, stop)
+
+        monkeypatch.setattr(jobs.OpenMore, "run", wait)
+        yield go_on
+        go_on.set()
+
+    @staticmethod
+    def tier(folder: Path) -> DiskTier:
+        return DiskTier(DiskConfig(path=str(folder), max_bytes=1 << 30))
+
+    async def test_is_served_before_it_is_listed_and_has_all_of_it_in_the_end(self, folder: Path, held_up: threading.Event) -> None:
+        tier, keys = self.tier(folder), [make_key(number) for number in range(60)]
+        found = await tier.probe(keys)
+        assert 5 <= sum(size == 3 for size in found) < 60
+        held_up.set()
+        assert sorted([key async for key in tier.scan(b"")]) == sorted(keys)
+        assert await tier.probe(keys) == [3] * 60
+        assert tier.used_bytes >= 60 * 512
+        await tier.close()
+
+    async def test_what_is_written_before_its_old_file_is_listed_takes_its_place(self, folder: Path, held_up: threading.Event) -> None:
+        tier, keys = self.tier(folder), [make_key(number) for number in range(60)]
+        missing = [key for key, size in zip(keys, await tier.probe(keys), strict=True) if size is None]
+        assert await tier.put([(key, [memoryview(b"wxyz")]) for key in missing]) == [None] * len(missing)
+        held_up.set()
+        assert sorted([key async for key in tier.scan(b"")]) == sorted(keys)
+        assert await tier.probe(missing) == [4] * len(missing)
+        await tier.close()
+        assert count_files(folder) == 60
+
+    async def test_a_delete_holds_for_what_was_not_listed_yet(self, folder: Path, held_up: threading.Event) -> None:
+        tier, keys = self.tier(folder), [make_key(number) for number in range(60)]
+        await tier.probe(keys)
+        deleting = asyncio.create_task(tier.delete(keys))
+        await asyncio.sleep(0)
+        held_up.set()
+        assert await deleting == [True] * 60
+        assert [key async for key in tier.scan(b"")] == []
+        await tier.close()
+        again = self.tier(folder)
+        assert await again.probe(keys) == [None] * 60
+        await again.close()
+
+    async def test_values_go_in_the_order_of_their_use_though_folders_are_listed_in_another(self, folder: Path) -> None:
+        tier = DiskTier(DiskConfig(path=str(folder), max_bytes=60 * 4096))
+        assert len([key async for key in tier.scan(b"")]) == 60
+        assert await tier.put([(make_key(1000 + number), [memoryview(b"new")]) for number in range(20)]) == [None] * 20
+        found = await tier.probe([make_key(number) for number in range(60)])
+        assert found == [None] * 20 + [3] * 40
+        await tier.close()
+
+    async def test_a_tier_that_is_closed_while_it_lists_leaves_the_folder_to_the_next(self, folder: Path) -> None:
+        for _ in range(3):
+            tier = self.tier(folder)
+            await tier.probe([make_key(1)])
+            await tier.close()
+        tier = self.tier(folder)
+        assert len([key async for key in tier.scan(b"")]) == 60
+        await tier.close()
+
+    def test_two_files_of_one_key_are_one_value_the_newer_one(self, folder: Path) -> None:
+        older, newer = self.write(folder, 7, 3), self.write(folder, 7, 1000)
+        index = Index("lru", 1 << 30, 4096)
+        opened = Folder.open(str(folder), direct="never", sync=False)
+        names = [name for found in opened.batches() for name in index.add_found(found)]
+        opened.close()
+        entry = index.find(make_key(7))
+        assert entry is not None and folder / entry.name == newer
+        assert older.relative_to(folder).as_posix() in names
+        assert len(index) == 60
