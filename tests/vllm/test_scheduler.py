@@ -1563,14 +1563,19 @@ class TestRules:
         assert one.tokens_computed["a"] == 300 + 1
         assert (one.stores, one.loads) == ([], [])
 
-    def test_a_request_that_names_another_tenant_than_the_engines_is_computed_and_counted(self, engine: MakeEngine) -> None:
+    def test_a_request_that_names_another_tenant_than_the_engines_is_computed_and_counted(
+        self, engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         one = engine(settings={"rules": {"tenant": "acme"}})
         prompt = make_prompt("rules of a tenant", 300)
         store(one, prompt)
+        refused: list[str] = []
+        monkeypatch.setattr(one.connector.scheduler.tally, "add", lambda name, value, label="": refused.append(name))
         one.add("other", prompt, **asks(tags={"tenant": "victim"}))
         one.run()
         assert one.tokens_computed["other"] == 300 + 1
         assert (one.stores, one.loads) == ([], [])
+        assert refused == ["refused_requests"]
         one.add("same", prompt, **asks(tags={"tenant": "acme"}))
         one.run()
         assert one.tokens_computed["same"] == 300 - 288 + 1
