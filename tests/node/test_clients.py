@@ -1,5 +1,6 @@
 """Clients that die with children left, stall, are too many, or are ended by hand: what they held goes back, and nobody else is hurt."""
 
+import errno
 import json
 import os
 import resource
@@ -100,6 +101,15 @@ def test_a_process_is_not_taken_for_a_later_one_with_its_number() -> None:
     assert not Peer(here.pid, os.getuid(), -1).has_ended(), "it cannot be told"
     assert Peer(here.pid, os.getuid(), 1).has_ended(), "another process, started at another time"
     assert not Peer(0, os.getuid(), 5).has_ended(), "in another PID namespace"
+
+
+def test_a_process_that_cannot_be_looked_at_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_descriptor_left(*_: object, **__: object) -> str:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    here = psutil.Process()
+    monkeypatch.setattr(Path, "read_text", no_descriptor_left)
+    assert not Peer(here.pid, os.getuid(), 1).has_ended()
 
 
 def test_a_zombie_has_ended() -> None:

@@ -4,12 +4,12 @@
     answer = link.call(Ping(), deadline_s=1)
     buffer = link.hold() ... link.let_go()              # around every reading and writing of the arena
 
-Several threads may call at once: requests are numbered, and each answer finds its caller. There is no thread that reads: of the callers
-that wait, one reads for all. A call whose answer comes too late costs nothing but that answer. If it granted something (a ticket, a loan,
-a room), that is given back when it comes; somebody calls `tend` for this when nobody else is waiting.
+Several threads may call at once: requests are numbered, and each answer is matched to its caller. No thread is dedicated to reading: one
+of the waiting callers reads for all. A late answer is dropped. If it granted a ticket, a loan or a room, the link returns the grant when
+the answer arrives; the client's keeper calls `tend` to read late answers while no caller waits.
 
-Broken or closed, a link lasts until nobody reads or writes the arena through it: the node takes memory back when the socket closes.
-`client.py` makes a lasting client of it.
+A broken or closed link lasts until no thread reads or writes the arena through it: the node takes memory back when the socket closes.
+`client.py` builds a reconnecting client on it.
 """
 
 import logging
@@ -52,9 +52,10 @@ _greeting_decoder: Decoder[m.Welcome | m.Refused] = Decoder(m.Welcome | m.Refuse
 class _Call:
     """A request under way.
 
-    data:  the part of it that is not sent yet
-    keep:  it is sent even if its caller has given up
-    late:  its caller has given up
+    data:   the bytes that are not sent yet
+    keep:   send it even if its caller has given up
+    late:   its caller has given up
+    begun:  some of its bytes may be sent
     """
 
     data: memoryview
@@ -116,7 +117,7 @@ class Link:
 
     @property
     def silent_s(self) -> float:
-        """How long the node has said nothing although it owes an answer that its caller has given up on; 0: it owes none such."""
+        """Seconds since the node's last message, while it owes a late answer; 0 while it owes none."""
         if not self._calls:
             return 0.0
         with self._change:
@@ -160,10 +161,7 @@ class Link:
             self._leave()
 
     def pause(self, seconds: float) -> None:
-        """For so long, or until the node says that something has ended which a caller of this link may be waiting for.
-
-        Of several callers that pause at once one may hear of it alone.
-        """
+        """Wait for that long, or until the node sends News. Of several callers that pause at once, one may get the News alone."""
         try:
             self._enter()
         except ConnectionError:
@@ -176,7 +174,7 @@ class Link:
             self._leave()
 
     def tend(self, seconds: float) -> None:
-        """Wait for answers that nobody else waits for, and send what is left to be sent. Raises OSError, ProtocolError."""
+        """Read late answers, and send queued requests. Raises OSError, ProtocolError."""
         until = time.monotonic() + seconds
         self._enter()
         try:
@@ -189,7 +187,7 @@ class Link:
 
     @property
     def is_broken(self) -> bool:
-        """Whether the connection is of no more use."""
+        """Whether the connection has failed."""
         return self._error is not None
 
     def hold(self, *, writable: bool = False) -> npt.NDArray[np.uint8]:
@@ -263,10 +261,10 @@ class Link:
             os.close(self._arena_fd)
             self._arena_fd = -1
 
-    # Sending: whoever has the lock sends all that waits, in order.
+    # Sending: the thread that has the lock sends all queued requests, in order.
 
     def _send(self, until: float) -> None:
-        """Send what is in the outbox. Raises TimeoutError, OSError."""
+        """Send the queued requests. Raises TimeoutError, OSError."""
         if not self._send_lock.acquire(timeout=max(0.0, until - time.monotonic())):
             raise TimeoutError
         try:
@@ -294,10 +292,10 @@ class Link:
                 self._error = _again(error)
                 raise
 
-    # Receiving: of those that wait, one reads for all.
+    # Receiving: one of the waiting callers reads for all.
 
     def _wait(self, is_done: Callable[[], bool], until: float) -> bool:
-        """Until that is so. False: not in time. Raises what has broken the connection. `is_done` is called under the lock."""
+        """Wait until `is_done()`, which is called under the lock. Returns False at the deadline. Raises the connection's error."""
         while True:
             with self._change:
                 while True:
@@ -321,7 +319,7 @@ class Link:
                     self._change.notify_all()
 
     def _read(self, until: float) -> None:
-        """Read what comes next, and give each answer to its call. Raises TimeoutError, OSError, ProtocolError."""
+        """Read the next bytes, and match answers to calls. Raises TimeoutError, OSError, ProtocolError."""
         if not self._readable.poll(max(0.0, until - time.monotonic()) * 1e3):
             raise TimeoutError
         whole = False
@@ -359,7 +357,7 @@ class Link:
             self._give_back(answer)
 
     def _give_up(self, call: _Call) -> None:
-        """Its caller takes no answer any more, not even one that is here already."""
+        """Its caller takes no answer any more, even if one has arrived."""
         with self._change:
             already = call.late
             call.late = True
@@ -367,7 +365,7 @@ class Link:
             self._give_back(call.answer)
 
     def _give_back(self, answer: m.Answer) -> None:
-        """Return what an answer granted that nobody takes; `_send` sends it."""
+        """Queue the return of a late answer's grant."""
         if (unwanted := _to_give_back(answer)) is not None:
             number = next(self._numbers)
             call = _Call(memoryview(encode(unwanted, number)), keep=True, late=True)
@@ -394,7 +392,7 @@ class Link:
 
 
 def _to_give_back(answer: m.Answer) -> m.Message | None:
-    """What returns to the node what this answer granted, if anything."""
+    """The request that returns this answer's grant; None if it granted nothing."""
     match answer:
         case m.Found() if answer.ticket:
             return m.Release(answer.ticket)

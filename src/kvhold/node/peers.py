@@ -7,13 +7,15 @@ A socket that closes says that its process has ended, unless a child that was fo
 kernel now and then. It keeps no descriptor a process: 256 engines are more than the default limit has room for.
 """
 
+import logging
 import os
 import select
 import socket
 import struct
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 _CREDENTIALS = struct.Struct("3i")
 _STATE, _START_TIME = 0, 19  # of the fields in /proc/PID/stat that follow the command
@@ -42,19 +44,28 @@ class Peer:
         """Whether all its threads have ended, so that it writes no memory any more. False where that cannot be told."""
         if self.pid <= 0 or self.start < 0:
             return False
-        fields = _stat(self.pid)
-        if fields is None or int(fields[_START_TIME]) != self.start:
-            return True
-        return fields[_STATE] in ("Z", "X") and _is_gone(self.pid)
+        try:
+            fields = _stat(self.pid)
+            if fields is None:
+                return _is_gone(self.pid)
+            if int(fields[_START_TIME]) != self.start:
+                return True
+            return fields[_STATE] in ("Z", "X") and _is_gone(self.pid)
+        except OSError as error:  # no descriptor is left, for one
+            log.debug("process %d: %s", self.pid, error)
+            return False
 
 
 def _start_of(pid: int) -> int:
-    fields = _stat(pid) if pid > 0 else None
+    try:
+        fields = _stat(pid) if pid > 0 else None
+    except OSError:
+        return -1
     return int(fields[_START_TIME]) if fields is not None else -1
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat after the command, which may hold blanks; None: there is no such process."""
+    """The fields of /proc/PID/stat after the command, which may hold blanks; None: there is no such file. Raises OSError."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -62,13 +73,14 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def _is_gone(pid: int) -> bool:
-    """Whether a process whose first thread has ended has no other one left."""
-    with suppress(OSError):
+    """Whether a process without a first thread has no other one either. Raises OSError."""
+    try:
         fd = os.pidfd_open(pid)
-        try:
-            waiting = select.poll()
-            waiting.register(fd, select.POLLIN)
-            return bool(waiting.poll(0))
-        finally:
-            os.close(fd)
-    return True  # it was reaped meanwhile
+    except ProcessLookupError:
+        return True
+    try:
+        waiting = select.poll()
+        waiting.register(fd, select.POLLIN)
+        return bool(waiting.poll(0))
+    finally:
+        os.close(fd)
