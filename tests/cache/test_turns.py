@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from kvhold.cache import state as state_module
-from kvhold.cache.chores import Chores, Running
+from kvhold.cache.chores import Chores, Running, finish
+from kvhold.cache.orders import WriteOrder
 from kvhold.cache.state import CacheState, new_state
 from kvhold.core.config import Config
 from kvhold.core.errors import ProtocolError
@@ -67,6 +68,32 @@ def removed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
     monkeypatch.setattr(RamTier, "remove", counted)
     return keys
+
+
+class TestCommit:
+    def test_memory_of_chunks_that_go_between_two_steps_is_not_written_below(self) -> None:
+        state = new_state(Config(tiers=("null://",)), SimpleNamespace(nbytes=64 << 20))
+        state.register(LAYOUT)
+        names = prompt_of(40).chunks()
+        granted = state.reserve("writer", LAYOUT, names, 0)
+        turns = state.commit_turns("writer", granted.room, range(len(names)))
+        next(turns)
+        assert state.ram.num_pinned, "what is visible and not among the writes is held"
+        state.clear(None)
+        finish_chores(state)
+        finish(turns)
+        assert [order for order in state.take_orders() if isinstance(order, WriteOrder)] == []
+        assert state.ram.used_bytes == 0
+
+    def test_a_commit_that_is_given_up_between_two_steps_holds_nothing(self) -> None:
+        state = new_state(Config(tiers=("null://",)), SimpleNamespace(nbytes=64 << 20))
+        state.register(LAYOUT)
+        names = prompt_of(40).chunks()
+        turns = state.commit_turns("writer", state.reserve("writer", LAYOUT, names, 0).room, range(len(names)))
+        next(turns)
+        turns.close()
+        state.gone("writer")
+        assert state.ram.num_pinned == 0
 
 
 class TestClear:

@@ -131,17 +131,27 @@ class Rooms:
             yield from _keep_checksums(room, [chunk for chunk in dict.fromkeys(chunks) if chunk in room.chunks], checksums)
         numbers = sorted(set(chunks) & room.chunks.keys(), reverse=True)
         committed: list[list[Entry]] = []
-        for begin in range(0, len(numbers), _MOST_COMMITTED):
-            part = [room.chunks.pop(number) for number in numbers[begin : begin + _MOST_COMMITTED]]
-            committed += part
-            self._commit([entry for of_chunk in part for entry in of_chunk])
-            yield _COMMIT_UNITS * sum(map(len, part))
-        if self._writes is None:
-            return
-        for of_chunk in reversed(committed):  # below, the beginning first: without it the rest is of no use
-            for entry in of_chunk:
-                self._writes.add(entry, room.layout, room.terms)
-            yield len(of_chunk)
+        held: list[Entry] = []  # visible, and not yet among the writes: until then nothing else keeps their memory
+        try:
+            for begin in range(0, len(numbers), _MOST_COMMITTED):
+                part = [room.chunks.pop(number) for number in numbers[begin : begin + _MOST_COMMITTED]]
+                committed += part
+                entries = [entry for of_chunk in part for entry in of_chunk]
+                self._commit(entries)
+                if self._writes is not None:
+                    visible = [entry for entry in entries if entry.committed]
+                    self._ram.hold_all(visible)
+                    held += visible
+                yield _COMMIT_UNITS * sum(map(len, part))
+            if self._writes is None:
+                return
+            for of_chunk in reversed(committed):  # below, the beginning first: without it the rest is of no use
+                for entry in of_chunk:
+                    self._writes.add(entry, room.layout, room.terms)
+                self._ram.unpin_all([held.pop() for entry in of_chunk if entry.committed])
+                yield len(of_chunk)
+        finally:  # the client may leave between two steps
+            self._ram.unpin_all(held)
 
     def _commit(self, entries: list[Entry]) -> None:
         self._is_written(entries)
