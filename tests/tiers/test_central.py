@@ -10,11 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvhold.core.config import load_config
+from kvhold.core.config import Config, load_config
 from kvhold.core.errors import ConfigError, TierDenied, TierError, TierFull, TierUnavailable
 from kvhold.net import central as c
 from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length, encode
 from kvhold.node.central import Central
+from kvhold.node.shelf import Shelf
 from kvhold.testing import TierContract
 from kvhold.testing.servers.base import NotInstalled
 from kvhold.testing.servers.central import CentralServer
@@ -369,3 +370,30 @@ def _raw(record: Any) -> bytes:
 def resident_bytes(pid: int) -> int:
     pages = Path(f"/proc/{pid}/statm").read_text().split()
     return (int(pages[1]) - int(pages[2])) * 4096
+
+
+async def test_a_scan_of_many_pages_lists_what_is_there_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf = Shelf(Config(ram_bytes=16 << 20, huge_pages="never"))
+    listed, scan = [], shelf.scan
+
+    async def counted(prefix: bytes) -> list[bytes]:
+        listed.append(prefix)
+        return await scan(prefix)
+
+    monkeypatch.setattr(shelf, "scan", counted)
+    try:
+        keys = sorted(make_key(number) for number in range(100))
+        assert await shelf.ram.put([(key, [memoryview(b"x")]) for key in keys]) == [None] * 100
+        page, more = await shelf.scan_page(b"", b"", 7)
+        found = list(page)
+        while more:
+            page, more = await shelf.scan_page(b"", found[-1], 7)
+            found += page
+        assert found == keys
+        assert listed == [b""]
+        assert (await shelf.scan_page(b"", keys[49], 1000)) == (keys[50:], False)
+        for key in keys[:20]:  # scans that nobody goes on with are forgotten
+            await shelf.scan_page(b"", key, 1)
+        assert len(shelf._scans) <= 8
+    finally:
+        await shelf.close()

@@ -268,8 +268,8 @@ class Central:
     async def _scan(self, stream: Stream, request: c.Scan) -> None:
         if len(request.prefix) > KEY_BYTES or len(request.after) not in (0, KEY_BYTES):
             raise ProtocolError("a scan's prefix or place has an impossible size")
-        keys = [key for key in await self.shelf.scan(request.prefix) if key > request.after]
-        await stream.send([encode(c.Keys(b"".join(keys[:_PAGE_KEYS]), len(keys) > _PAGE_KEYS))])
+        page, more = await self.shelf.scan_page(request.prefix, request.after, _PAGE_KEYS)
+        await stream.send([encode(c.Keys(b"".join(page), more))])
 
 
 def _piece(value: memoryview, room: int, start: int | None) -> memoryview | None:

@@ -11,6 +11,7 @@ what it stores beyond that drives out its own chunks. Besides lending it meets t
 single-threaded: a cache's lock or a node's loop owns it.
 """
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -377,6 +378,7 @@ class RamTier:
             for entry in part:
                 if entry.key.startswith(prefix):
                     yield entry.key
+            await asyncio.sleep(0)  # others are served meanwhile
 
     async def close(self) -> None:
         """The arena belongs to whoever made it."""
