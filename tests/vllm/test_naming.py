@@ -18,16 +18,19 @@ import torch
 import vllm.config
 from vllm import envs
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.v1 import kv_cache_interface
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
-from kvhold.core.config import Config, load_config
+from kvhold.core.config import ClientConfig, Config, load_config
 from kvhold.core.errors import ConfigError, LayoutError
+from kvhold.integrations.vllm.connector import KVHoldConnector
 from kvhold.integrations.vllm.geometry import geometry_of
 from kvhold.integrations.vllm.naming import engine_facts, environment, tables, walk
 from kvhold.integrations.vllm.space import namespace_of
-from tests.vllm.scheduling import LAYERS, Options, make_config, make_folder, make_kv_config
+from kvhold.node import NodeClient
+from tests.vllm.scheduling import LAYERS, NodeProcess, Options, make_config, make_folder, make_kv_config
 
 pytestmark = pytest.mark.vllm
 
@@ -161,6 +164,10 @@ class TestFlips:
         harmless = {name: "x" for names in environment.HARMLESS.values() for name in names.split()}
         assert environment.environment_facts({"HOME": "/root", "PATH": "/bin", "OMP_NUM_THREADS": "4", **harmless}) == {}
 
+    def test_what_a_worker_on_a_cpu_sets_at_each_start_is_not_named(self) -> None:
+        """The address of this start (vllm/v1/worker/cpu_worker.py)."""
+        assert environment.environment_facts({"VLLM_DIST_IDENT": "54321"}) == {}
+
     def test_a_variable_of_vllms_that_nobody_knows_is_named(self) -> None:
         assert environment.environment_facts({"VLLM_FROM_THE_FUTURE": "1"}) == {"environment.VLLM_FROM_THE_FUTURE": "'1'"}
 
@@ -293,6 +300,29 @@ class TestTheSame:
         again = make_config(Options(make_folder(tmp_path / "elsewhere")), Path("another socket"))
         assert again.instance_id != config.instance_id
         assert digest(again) == digest(config)
+
+    def test_for_all_processes_of_an_engine(self, tmp_path: Path) -> None:
+        """Keys are the scheduler's alone: workers register the layout, whatever vLLM has changed in their configuration."""
+        folder, node = make_folder(tmp_path / "model"), NodeProcess(tmp_path / "node.sock")
+        connectors = []
+        try:
+            for rank, role in ((0, KVConnectorRole.SCHEDULER), (0, KVConnectorRole.WORKER), (1, KVConnectorRole.WORKER)):
+                options = Options(folder)
+                config = make_config(options, node.socket)
+                config.parallel_config.tensor_parallel_size, config.parallel_config.rank = 2, rank
+                if role == KVConnectorRole.WORKER:
+                    config.model_config.hf_config.made_while_loading = object()
+                connectors.append(KVHoldConnector(config, role, make_kv_config(options)))
+            scheduler, *workers = connectors
+            with NodeClient(node.socket, ClientConfig(), name="test") as client:
+                spaces, _, _ = client.names()
+            assert [space.digest for space in spaces] == [scheduler.scheduler._configured.digest]
+            layouts = {worker.worker._namespace.layout.fingerprint for worker in workers}
+            assert layouts == {scheduler.scheduler._configured.layout.fingerprint}
+        finally:
+            for connector in connectors:
+                connector.shutdown()
+            node.kill()
 
 
 class TestShare:

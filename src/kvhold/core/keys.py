@@ -137,7 +137,12 @@ class Namespace:
 
     @cached_property
     def description(self) -> bytes:
-        """What it is made of, packed for `kvhold names`: no salt, no tenant, and no value that may be secret."""
+        """What it is made of, packed for `kvhold names`: no salt, no tenant, and no value that may be secret.
+
+        Empty for a namespace without a model, which stands for its layout alone.
+        """
+        if not self.model:
+            return b""
         layout = self.layout
         shown = {name: repr(getattr(self, name)) for name in ("model", "revision", "dtype", "quantization", "shards", "lora", "hashing")}
         shown |= {f"tag.{name}": repr(value) for name, value in self.tags if name != TENANT}
