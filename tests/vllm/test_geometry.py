@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
 from kvhold.core.api import ABSENT, ChunkBytes
 from kvhold.core.config import Config
 from kvhold.core.errors import KVHoldError, LayoutError
-from kvhold.integrations.vllm.geometry import Geometry, Part, geometry_of
+from kvhold.integrations.vllm.geometry import Geometry, Part, _fitting, geometry_of
 from kvhold.integrations.vllm.hosts import check_places, place_of
 from kvhold.integrations.vllm.proof import lots, prove
 from kvhold.integrations.vllm.space import namespace_of
@@ -147,6 +147,12 @@ class TestParts:
         assert (geometry.layout.tokens_per_chunk, geometry.layout.tail_tokens) == (64, 0)
         assert geometry.parts[0].group.block_bytes == 3 * 5 * 4 + 7 * 2
         assert not geometry.whole_prompt_fits
+
+    def test_a_long_name_of_a_packing_is_not_cut_to_that_of_another(self) -> None:
+        names = [f"vllm-0.32-state-a_very_long_kind_of_state_{end}" for end in "ab"]
+        assert len({_fitting(name) for name in names}) == 2
+        assert all(len(_fitting(name)) == 32 for name in names)
+        assert _fitting("vllm-0.32-state-mamba2") == "vllm-0.32-state-mamba2"
 
     def test_mla_that_cannot_go_on_from_loaded_kv_is_refused(self, config: VllmConfig) -> None:
         config.scheduler_config.enable_chunked_prefill = False

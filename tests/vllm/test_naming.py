@@ -29,6 +29,7 @@ from kvhold.integrations.vllm.connector import KVHoldConnector
 from kvhold.integrations.vllm.geometry import geometry_of
 from kvhold.integrations.vllm.naming import engine_facts, environment, tables, walk
 from kvhold.integrations.vllm.space import namespace_of
+from kvhold.integrations.weights import code_identity, model_identity
 from kvhold.node import NodeClient
 from tests.vllm.scheduling import LAYERS, NodeProcess, Options, make_config, make_folder, make_kv_config
 
@@ -292,6 +293,42 @@ class TestWhatLeaked:
             kv = make_kv_config(Options(folder))
             found.add(namespace_of(config, kv, geometry_of(config, kv, Config()), Config()).digest)
         assert len(found) == 1
+
+
+class TestRemoteCode:
+    """Code that a model takes from the hub (`auto_map`) is told by its commit."""
+
+    @pytest.fixture
+    def hub(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        from huggingface_hub import constants
+
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        return tmp_path
+
+    def snapshot(self, hub: Path, name: str, commit: str, revision: str, *files: str) -> None:
+        repository = hub / f"models--{name.replace('/', '--')}"
+        for file in files:
+            (repository / "snapshots" / commit / file).parent.mkdir(parents=True, exist_ok=True)
+            (repository / "snapshots" / commit / file).write_text("x")
+        (repository / "refs").mkdir(parents=True, exist_ok=True)
+        (repository / "refs" / revision).write_text(commit)
+
+    def test_of_the_model_itself_at_a_revision_of_its_own(self, hub: Path) -> None:
+        self.snapshot(hub, "org/model", "a" * 40, "main", "config.json", "modeling_own.py")
+        self.snapshot(hub, "org/model", "b" * 40, "code", "modeling_own.py")
+        assert model_identity("org/model", "main") == f"hub:org/model@{'a' * 40}"
+        auto_map = {"AutoModelForCausalLM": "modeling_own.Model", "AutoTokenizer": ["modeling_own.Slow", None]}
+        assert code_identity("org/model", auto_map, None) == []
+        assert code_identity("org/model", auto_map, "code") == [f"hub:org/model@{'b' * 40}"]
+
+    def test_of_another_repository(self, hub: Path, tmp_path: Path) -> None:
+        self.snapshot(hub, "other/code", "c" * 40, "main", "modeling_other.py")
+        auto_map = {"AutoModelForCausalLM": "other/code--modeling_other.Model"}
+        assert code_identity(str(tmp_path), auto_map, None) == [f"hub:other/code@{'c' * 40}"]
+
+    def test_that_cannot_be_told_is_refused(self, hub: Path) -> None:
+        with pytest.raises(LayoutError, match="set model_id"):
+            code_identity("org/model", {"AutoModel": "nobody/knows--modeling.Model"}, None)
 
 
 class TestTheSame:

@@ -14,6 +14,7 @@ equal KV (MLA's latent, or fewer heads than workers) share a shard: one stores i
 """
 
 from dataclasses import dataclass
+from hashlib import blake2b
 from math import lcm, prod
 from typing import TYPE_CHECKING, Any
 
@@ -163,11 +164,16 @@ def _heads(spec: Any) -> int:
 def _packing(config: "VllmConfig", spec: Any) -> str:
     version = ".".join(vllm.__version__.split(".")[:2])
     if isinstance(spec, MambaSpec):
-        return f"vllm-{version}-state-{spec.mamba_type.name.lower()}"[:32]
+        return _fitting(f"vllm-{version}-state-{spec.mamba_type.name.lower()}")
     if isinstance(spec, MLAAttentionSpec):
         return f"vllm-{version}-mla-{'amx' if torch.cpu._is_amx_tile_supported() else 'cpu'}"
     isa = _get_attn_isa(config.model_config.dtype, spec.block_size, spec.head_size, config.cache_config.cache_dtype)
     return f"vllm-{version}-cpu_attn-{isa}"
+
+
+def _fitting(name: str) -> str:
+    """The name in the 32 characters that a packing may have; the end of a longer one is its digest."""
+    return name if len(name) <= 32 else f"{name[:23]}-{blake2b(name.encode(), digest_size=4).hexdigest()}"
 
 
 def _refuse_unproven(config: "VllmConfig", kv_cache: "KVCacheConfig") -> None:
