@@ -10,7 +10,7 @@ import pytest
 
 from kvhold.cache import state as state_module
 from kvhold.cache.chores import Chores, Running, finish
-from kvhold.cache.orders import WriteOrder
+from kvhold.cache.orders import ProbeOrder, WriteOrder
 from kvhold.cache.state import CacheState, new_state
 from kvhold.core.config import Config
 from kvhold.core.errors import ProtocolError
@@ -267,6 +267,29 @@ class TestLongLookups:
         state.gone("worker")
         finish_chores(state)
         assert state.ram.used_bytes == 0
+
+
+def test_a_long_lookup_below_memory_begins_in_steps_and_asks_for_what_is_missing() -> None:
+    state = new_state(Config(tiers=("disk:///x",)), SimpleNamespace(nbytes=64 << 20))
+    state.register(LAYOUT)
+    prompt = prompt_of(1000)
+    store(state, prompt.until(2 * 300))
+    state.take_orders()
+    running, steps = Running(state.lookup_turns("reader", prompt.query())), 1
+    while not running.step(400):
+        steps += 1
+    assert steps > 5
+    assert running.result.arriving
+    [order] = state.take_orders()
+    assert isinstance(order, ProbeOrder)
+    assert len(order.keys) == len(set(order.keys)) == 4 * 700
+    state.probed(order.search, {})
+    assert state.refresh(running.result.ticket).num_tokens == 600
+    given_up = Running(state.lookup_turns("reader", prompt_of(1000).query()))
+    assert not given_up.step(400)
+    given_up.close()
+    state.gone("reader")
+    assert state.holdings()["tickets"] == 0
 
 
 def test_a_store_of_many_chunks_is_done_in_steps_and_one_given_up_leaves_nothing() -> None:

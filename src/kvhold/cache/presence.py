@@ -9,7 +9,7 @@ Pure. A key is looked for once where that matters: the run of whole chunks from 
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Generic, NamedTuple, TypeVar
 
 from kvhold.cache.chores import Turns, finish
@@ -131,11 +131,22 @@ class Presence(Generic[Found]):
 
     def missing(self) -> list[bytes]:
         """The keys of all chunks, and tails, that are not present, in the prompt's order: what lower tiers are asked for."""
-        places = [(group, shard) for group in range(len(self._layout.groups)) for shard in range(self._query.shards)]
-        keys = [self._key(group, shard, chunk, None) for chunk in range(self._num_whole) for group, shard in places]
-        tails = range(len(self._query.tail_lengths))
-        keys += [self._key(group, shard, self._num_whole, tail) for tail in reversed(tails) for group, shard in places]
-        return [key for key in keys if self._find_key(key) is None]
+        return finish(self.missing_turns())
+
+    def missing_turns(self) -> Turns[list[bytes]]:
+        """As `missing`, in steps."""
+        find, query, absent = self._find_key, self._query, list[bytes]()
+        suffixes = [suffix for of_group in self._suffixes for suffix in of_group]
+        tails = list(split_hashes(query.tail_hashes))
+        looked = 0
+        for chain_hash in chain(split_hashes(query.hashes), reversed(tails)):
+            name = query.namespace + chain_hash
+            absent += [key for suffix in suffixes if find(key := name + suffix) is None]
+            looked += len(suffixes)
+            if looked >= _MOST_LOOKED:
+                yield looked
+                looked = 0
+        return absent
 
     def _reach_turns(self) -> Turns[int]:
         """How many whole chunks from the start all full-attention groups have in all shards."""

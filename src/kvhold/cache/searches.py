@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvhold.cache.chores import Turns, finish
 from kvhold.cache.orders import Arrival, FetchOrder, Order, ProbeOrder
 from kvhold.cache.planner import IN_RAM, Found, Marks, Planner
 from kvhold.cache.presence import Extent, Need, Presence
@@ -26,6 +27,8 @@ from kvhold.core.reasons import BEING_WRITTEN, CLEARED, DEADLINE, EXPIRED, NO_RO
 from kvhold.core.terms import Terms
 from kvhold.tiers.ram import Entry, RamTier, Wanted
 from kvhold.tiers.stack import Place
+
+_MOST_PINS = 400  # in one step
 
 
 @dataclass
@@ -143,11 +146,30 @@ class Searches:
         sample: bool = False,
     ) -> None:
         """Ask the tiers for what RAM does not have; pin what it has, so that what arrives does not drive it out."""
+        finish(self.begin_turns(number, owner, query, layout, work, have_tokens=have_tokens, sample=sample))
+
+    def begin_turns(
+        self,
+        number: int,
+        owner: Hashable,
+        query: Query,
+        layout: Layout,
+        work: Work | None = None,
+        *,
+        have_tokens: int = 0,
+        sample: bool = False,
+    ) -> Turns[None]:
+        """As `begin`, in steps."""
         search = Search(owner, query, layout, work=work, began_s=self._planner.clock(), sample=sample, have_tokens=have_tokens)
         self._searches[number] = search
         presence = Presence(query, layout, self._ram.find)
-        self._pin_present(search, list(presence.needed(presence.extent())))
-        keys = Presence(query, layout, self._find_or_coming).missing()
+        needs = list(presence.needed((yield from presence.extent_turns())))
+        for end in range(len(needs), 0, -_MOST_PINS):
+            self._pin_present(search, needs[max(0, end - _MOST_PINS) : end])
+            yield _MOST_PINS
+        keys = yield from Presence(query, layout, self._find_or_coming).missing_turns()
+        if number not in self._searches:
+            return  # it was let go meanwhile
         if keys:
             self._give_order(ProbeOrder(number, keys))
         else:

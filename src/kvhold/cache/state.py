@@ -224,8 +224,11 @@ class CacheState:
                     declined = work is not None and not self.planner.pays(work, query, layout, extent)
                     if not declined:
                         self._of(owner).tickets.add(number)
-                        self._searches.begin(number, owner, query, layout, work, have_tokens=have_tokens)
-                        return self.refresh(number)
+                        yield from self._searches.begin_turns(number, owner, query, layout, work, have_tokens=have_tokens)
+                        if clears == self.ram.num_clears:
+                            return self.refresh(number)
+                        self._forget_search(number, owner)  # what it has pinned may have been cleared since
+                        continue
                 rows = yield from presence.found_turns(extent)
                 needed = yield from in_order_turns(rows)
                 pinned = yield from self._pin_turns(needed, held)
@@ -242,6 +245,11 @@ class CacheState:
             finally:
                 self._unpin(held)
         return Found(0, 0, reason=CLEARED)
+
+    def _forget_search(self, number: int, owner: Owner) -> None:
+        self._of(owner).tickets.discard(number)
+        if number in self._searches:
+            self._searches.drop(number)
 
     def _answer_from_ram(self, looked: "_Looked", work: Work | None, *, declined: bool) -> Found:
         """The answer of a lookup that goes no further than RAM, counted."""
