@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 stage = @printf '\n=== %s ===\n' '$(1)'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers demo test lint docs unit tiers vllm sglang faults soak-damage soak-kills soak-redis soak-requests clean
+.PHONY: help setup servers demo test lint docs unit tiers vllm sglang faults soak-damage soak-kills soak-redis soak-requests simulation mutations clean
 .NOTPARALLEL:
 
 help: ## show this list
@@ -22,7 +22,7 @@ servers: setup ## the real servers that tests of tiers start (Redis, memcached):
 demo: setup ## see what a held KV cache saves, on this machine
 	@$(BIN)/kvhold demo
 
-test: lint docs unit tiers vllm sglang ## everything that must hold: lint, types, docs, unit tests, tests with real servers, a real vLLM, SGLang's interfaces
+test: lint docs unit simulation tiers vllm sglang ## everything that must hold: lint, types, docs, unit tests, tests with real servers, a real vLLM, SGLang's interfaces
 
 lint: setup ## style, types, and who may import whom
 	$(call stage,ruff check)
@@ -44,6 +44,10 @@ unit: setup ## the tests that need no server and no vLLM; under three minutes
 	@$(BIN)/python tools/compile_kernels.py
 	$(call stage,pytest: units)
 	@$(BIN)/python -m pytest -m 'not vllm and not sglang and not server and not slow' -n 2 --dist loadfile
+
+simulation: setup ## 2,000 histories of the whole in virtual time: does one break a rule?; a minute
+	$(call stage,simulation)
+	@$(BIN)/kvhold bench soak simulation --seeds 2000
 
 tiers: setup servers ## the tests with real servers, and the long ones; four at a time, because they wait more than they compute
 	$(call stage,pytest: real servers and long tests)
@@ -73,6 +77,9 @@ soak-redis: setup servers ## a real vLLM over a Redis that dies every minute; ha
 
 soak-requests: setup ## 10,000 random requests of two vLLM engines: is every token that of an engine without kvhold?; a quarter of an hour
 	@$(BIN)/kvhold bench soak requests
+
+mutations: setup ## does the simulation find each of the ways in which its patches break the code?; some minutes
+	@$(BIN)/kvhold bench soak simulation --mutations --seeds 20000
 
 clean: ## remove what building and testing left, but not the environment
 	rm -rf build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

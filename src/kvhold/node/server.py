@@ -28,7 +28,7 @@ from kvhold import __version__
 from kvhold.cache.chores import Running
 from kvhold.cache.mover import Mover, make_mover
 from kvhold.cache.scrub import Scrubber
-from kvhold.cache.state import new_state
+from kvhold.cache.state import CacheState, new_state
 from kvhold.core.config import Config
 from kvhold.core.errors import ConfigError, NodeError, ProtocolError
 from kvhold.memory.arena import Arena, Toucher, default_arena_bytes
@@ -66,38 +66,45 @@ _request_decoder: Decoder[m.Request] = Decoder(m.Request)
 class Node:
     """One node. `serve` runs until it is told to stop."""
 
+    _mover: Mover | None = None
+
     def __init__(self, config: Config, *, idle_exit_s: float | None = None) -> None:
         """idle_exit_s: end after so long without clients; None: never.
 
         Raises CapacityError when the arena does not fit, ConfigError for tiers that cannot be.
         """
-        self._config = config
         self.path = socket_path(config.node.socket)
-        self.offers = requirements_of(config)
         self._idle_exit_s = idle_exit_s
         self._lock = _SocketLock(self.path, any_owner=config.node.any_owner)
         try:
-            self.arena = Arena.create(config.ram_bytes or default_arena_bytes(), huge_pages=config.huge_pages)
+            arena = Arena.create(config.ram_bytes or default_arena_bytes(), huge_pages=config.huge_pages)
         except BaseException:
             self._lock.close()
             raise
-        self.state = new_state(config, self.arena)
-        self.metrics = self.state.metrics
-        self.names = Names()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._prepare(config, arena, new_state(config, arena))
         try:
             _place_arena(self.arena, config.node.numa)
-            self._mover: Mover | None = make_mover(config, self.state, self._post, Path(f"{self.path}.clears"))
+            self._mover = make_mover(config, self.state, self._post, Path(f"{self.path}.clears"))
         except BaseException:
             self.arena.close()
             self._lock.close()
             raise
+        self._toucher = Toucher(self.arena.regions)
+        self._scrubber = Scrubber(self.state, self._post, config.scrub_interval_s)
+
+    def _prepare(self, config: Config, arena: Arena, state: CacheState) -> None:
+        """Everything that serving clients takes, but for the host's part: socket, lock, threads. A simulation has its own of these."""
+        self._config = config
+        self.offers = requirements_of(config)
+        self.arena = arena
+        self.state = state
+        self.metrics = state.metrics
+        self.names = Names()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self.connections: set[_Connection] = set()
         self.numbers = count(1)  # of connections
         self._most_clients = _LEAST_CLIENTS
         self.incoming = memoryview(bytearray(_MOST_READ_BYTES))  # of whichever connection is being read
-        self._toucher = Toucher(self.arena.regions)
-        self._scrubber = Scrubber(self.state, self._post, config.scrub_interval_s)
         self._stopped = asyncio.Event()
         self._busy: deque[_Connection | None] = deque()  # those that have more to do, each for one turn at a time; None: the state
         self._is_turning = False

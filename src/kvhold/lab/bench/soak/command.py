@@ -84,6 +84,28 @@ def requests(requests: int, seed: int, json_file: Path | None) -> None:
     _report(lambda: soak.run(requests, seed), json_file)
 
 
+@command.command()
+@click.option("--seeds", default=2_000, show_default=True, help="How many; with --mutations, the most for each.")
+@click.option("--first", default=1, show_default=True, help="The first seed.")
+@click.option("--trace", is_flag=True, help="Print the history of the first seed, and run no other.")
+@click.option("--mutations", is_flag=True, help="Damage the code in each of the ways that are kept: is each found?")
+@click.option("--mutation", "names", multiple=True, help="With --mutations: this one alone; may be repeated.")
+@_json
+def simulation(seeds: int, first: int, trace: bool, mutations: bool, names: tuple[str, ...], json_file: Path | None) -> None:
+    """Node, clients, transfers and tiers in virtual time, with faults drawn from a seed: does any history break a rule?"""
+    from kvhold.lab.simulation import soak
+
+    def tell(text: str) -> None:
+        click.echo(text, err=True)
+
+    if trace:
+        raise SystemExit(soak.trace(first))
+    if mutations:
+        _report(lambda: soak.run_mutations(seeds, names=names, tell=tell), json_file)
+    else:
+        _report(lambda: soak.run(seeds, first, tell=tell), json_file)
+
+
 def _report(run: Callable[[], Any], json_file: Path | None) -> None:
     result = run()
     text = json.dumps(asdict(result), indent=2)

@@ -1,0 +1,224 @@
+"""Reads the history as it happens, and knows what must never be (`docs/simulation.md` lists the rules).
+
+checker.kv(key, nbytes)            # the bytes that a key stands for: every one of them says whose it is
+checker.granted(...)               # the node's answers, as they leave it
+checker.touches(place, who)        # every read and write of the arena by somebody else than the node
+checker.check_pins(); checker.check_baseline()
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import lru_cache
+from hashlib import shake_128
+from typing import Any
+
+import numpy as np
+
+from kvhold.cache.state import CacheState
+from kvhold.core.api import ABSENT
+from kvhold.core.keys import NAMESPACE_BYTES
+from kvhold.lab.simulation.world import World
+from kvhold.net import messages as m
+from kvhold.tiers.ram import Entry
+
+
+@lru_cache(maxsize=4096)
+def kv(key: bytes, nbytes: int) -> bytes:
+    """What the KV of a key is: a hash of all that may shape it."""
+    return shake_128(key + nbytes.to_bytes(4, "little")).digest(nbytes)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A stretch of an arena, as it was allocated when somebody was given it. allocation: its number; None: no arena's memory."""
+
+    node: "Memory | None"
+    offset: int = 0
+    allocation: int = 0
+
+
+@dataclass
+class Memory:
+    """One node's arena, and who has which part of it."""
+
+    number: int
+    data: bytearray
+    address: int
+    allocations: dict[int, int] = field(default_factory=dict)  # offset -> number of the allocation that has it now
+
+
+class Checker:
+    """Of one simulation, over all its nodes."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._memory: Memory | None = None
+        self._state: CacheState | None = None
+        self._places: dict[tuple[str, int], dict[int, Place]] = {}
+        self._lookups: dict[int, tuple[int, float]] = {}  # ticket -> when its lookup came: number and Unix time
+        self._stored: dict[bytes, int] = {}  # key -> when memory for it was granted last, of what was committed
+        self._granted: dict[int, int] = {}  # room -> when
+        self._clears: dict[bytes, tuple[int, int]] = {}  # namespace -> when a clear that is done came, and when it was answered
+        self.flipped: set[tuple[int, int]] = set()  # (node, offset) of bits that were flipped on purpose
+
+    def watch(self, number: int, state: CacheState, data: bytearray) -> Memory:
+        """A node begins. Its memory is followed from here on."""
+        memory = Memory(number, data, np.frombuffer(data, np.uint8).ctypes.data)
+        self._memory, self._state = memory, state
+        slabs: Any = state.ram._slabs
+        allocate, free = slabs.allocate, slabs.free
+
+        def allocated(nbytes: int) -> int | None:
+            offset: int | None = allocate(nbytes)
+            if offset is not None:
+                if offset in memory.allocations:
+                    self._world.find(f"memory at {offset} was allocated while somebody has it")
+                memory.allocations[offset] = self._world.number()
+            return offset
+
+        def freed(offset: int) -> None:
+            if memory.allocations.pop(offset, None) is None:
+                self._world.find(f"memory at {offset} was freed twice")
+            free(offset)
+
+        slabs.allocate, slabs.free = allocated, freed
+        return memory
+
+    def node_died(self, *, clears_done: bool) -> None:
+        """What it had promised went with it. clears_done: none was under way; what tiers owe is in their journal."""
+        self._places.clear()
+        self._lookups.clear()
+        self._granted.clear()
+        if not clears_done:
+            self._clears.clear()
+
+    # Memory has one owner.
+
+    def place_of(self, part: memoryview) -> Place:
+        """Where a caller's memory lies."""
+        memory = self._memory
+        if memory is None or part.obj is not memory.data:
+            return Place(None)
+        offset = int(np.frombuffer(part, np.uint8).ctypes.data) - memory.address
+        return Place(memory, offset, memory.allocations.get(offset, -1))
+
+    def touches(self, place: Place | None, who: str) -> None:
+        """Somebody reads or writes there now."""
+        if place is None or place.node is None:
+            return
+        now = place.node.allocations.get(place.offset)
+        if now != place.allocation:
+            self._world.find(f"{who}: memory at {place.offset} is not its own any more (was {place.allocation}, is {now})")
+
+    def place(self, kind: str, node: int, number: int, offset: int) -> Place | None:
+        """A chunk of a loan or a room."""
+        if self._memory is None or self._memory.number != node:
+            return None  # of a node that is dead: nobody else will have it
+        return self._places.get((kind, number), {}).get(offset)
+
+    # What the node says.
+
+    def asked(self, request: m.Request) -> tuple[int, float]:
+        """A request begins to be answered. Returns what `answered` needs."""
+        return self._world.number(), self._world.wall()
+
+    def answered(self, owner: Any, request: m.Request, answer: m.Message, asked: tuple[int, float]) -> None:
+        """An answer leaves the node."""
+        match request, answer:
+            case m.Lookup(), m.Found() if answer.ticket:
+                self._lookups[answer.ticket] = asked
+            case m.Reserve(), m.Granted() if answer.room:
+                self._granted[answer.room] = self._world.number()
+                self._note_places("room", answer.room, answer.offsets)
+            case m.Claim(), m.Lent():
+                self._note_places("loan", answer.loan, answer.offsets)
+                self._check_loan(owner, request.ticket, answer.loan)
+            case m.Clear(), m.Done():
+                self._clears[request.namespace or b""] = asked[0], self._world.number()
+                self._world.note("cleared %s", (request.namespace or b"").hex()[:8])
+
+    def committing(self, owner: Any, room: int, chunks: list[int]) -> None:
+        """A commit is about to be done."""
+        assert self._state is not None
+        held = self._state._holdings.get(owner)
+        reserved = held.rooms.get(room) if held is not None else None
+        for chunk in chunks if reserved is not None else ():
+            for entry in reserved.chunks.get(chunk, ()) if reserved is not None else ():
+                self._stored[entry.key] = max(self._stored.get(entry.key, 0), self._granted.get(room, 0))
+
+    def _note_places(self, kind: str, number: int, offsets: list[list[int]]) -> None:
+        memory = self._memory
+        assert memory is not None
+        self._places[kind, number] = {
+            offset: Place(memory, offset, memory.allocations.get(offset, -1)) for row in offsets for offset in row if offset != ABSENT
+        }
+
+    def _check_loan(self, owner: Any, ticket: int, loan: int) -> None:
+        assert self._state is not None
+        asked, asked_wall = self._lookups.get(ticket, (0, 0.0))
+        if not asked:
+            self._world.find(f"ticket {ticket} is good, and no lookup of this node was answered with it")
+            return
+        held = self._state._holdings.get(owner)
+        for entry in held.loans.get(loan, ()) if held is not None else ():
+            self._check_lent(entry, asked, min(asked_wall, self._world.wall()))
+
+    def _check_lent(self, entry: Entry, asked: int, wall: float) -> None:
+        name = entry.key.hex()[-16:]
+        if not entry.committed:
+            self._world.find(f"{name} was lent before it was committed")
+        if not entry.pins:
+            self._world.find(f"{name} was lent without a pin")
+        if entry.expires_at and entry.expires_at <= wall:
+            self._world.find(f"{name} was found after its time")
+        stored = self._stored.get(entry.key)
+        if stored is None:
+            self._world.find(f"{name} was found, and nobody has stored it")
+            return
+        for prefix in (b"", entry.key[:NAMESPACE_BYTES]):
+            began, done = self._clears.get(prefix, (0, 0))
+            if done and asked > done and stored < began:
+                self._world.find(f"{name} was found by a lookup after a clear, and not stored since")
+
+    # Pins have holders, and everything goes back.
+
+    def check_pins(self) -> None:
+        """Each entry's pins are those of tickets, loans, searches and writes."""
+        state: Any = self._state
+        counts: Counter[int] = Counter()
+        entries: dict[int, Entry] = {id(entry): entry for entry in state.ram._entries.values()}
+        holders: list[Any] = [ticket.pinned for ticket in state._tickets.values()]
+        holders += [loan for held in state._holdings.values() for loan in held.loans.values()]
+        holders += [search.pinned.values() for search in state._searches._searches.values()]
+        holders += [state._writes._held.values()]
+        for held in holders:
+            for entry in held:
+                entries[id(entry)] = entry
+                counts[id(entry)] += 1
+        for number, entry in entries.items():
+            if entry.pins != counts[number]:
+                self._world.find(f"{entry.key.hex()[-16:]} has {entry.pins} pins, and {counts[number]} holders")
+                return
+
+    def check_baseline(self) -> None:
+        """After the last client has gone, all is cleared, and nothing moves: memory is as it was at the beginning."""
+        state, memory = self._state, self._memory
+        assert state is not None and memory is not None
+        ram: Any = state.ram
+        left = {
+            "used bytes": ram.used_bytes,
+            "chunks": ram.num_chunks,
+            "pinned chunks": ram.num_pinned,
+            "allocations": len(memory.allocations),
+            "continued keys": len(ram._to_be_continued),
+            "namespaces with bytes": len(ram._used_by),
+            "arriving chunks": state._searches.num_arriving,
+            "waiting writes": len(state._writes),
+            "bytes that wait": state._writes.queued_bytes,
+            "owners": len(state._holdings),
+            "tickets": len(state._tickets),
+            "clears": state._clears,
+        }
+        for name, count in left.items():
+            if count:
+                self._world.find(f"at the end there are {count} {name}")

@@ -1,0 +1,206 @@
+"""A node of the simulation: the real connections, sessions, state, mover and guards, over simulated sockets, memory and stores.
+
+What `Node` does beyond that (its arena's pages, its socket, its lock, signals) is left out.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvhold.cache import mover as mover_module
+from kvhold.cache.mover import Mover
+from kvhold.cache.state import CacheState
+from kvhold.core.config import Config
+from kvhold.core.metrics import Metrics
+from kvhold.core.reasons import EVICTED
+from kvhold.lab.simulation.checker import Checker
+from kvhold.lab.simulation.store import SimTier, Store
+from kvhold.lab.simulation.wire import End, SimTransport
+from kvhold.lab.simulation.world import World
+from kvhold.net import messages as m
+from kvhold.net.wire import encode, split_number
+from kvhold.node import server
+from kvhold.node.peers import Peer
+from kvhold.tiers.faults import FaultConfig, FaultTier
+from kvhold.tiers.guard import Guard, GuardConfig
+from kvhold.tiers.journal import ClearsJournal
+from kvhold.tiers.policies import make_policy
+from kvhold.tiers.ram import RamTier
+from kvhold.tiers.stack import Stack
+
+
+@dataclass(frozen=True)
+class NodeDraw:
+    """What one simulation's nodes are like."""
+
+    arena_bytes: int
+    quota_bytes: int
+    policy: str
+    write_behind_bytes: int
+    event_buffer: int
+    guards: tuple[GuardConfig, ...]
+    turn_units: int
+    drain_s: float
+    stalled_after_s: float
+    config: Config = field(default_factory=Config)
+
+
+class _SimArena:
+    """The arena, as the state and connections use it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.data = bytearray(nbytes)
+        self.nbytes = nbytes
+        self.huge = False
+        self.buffer = memoryview(self.data)
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        assert 0 <= offset <= offset + nbytes <= self.nbytes, "outside the arena"
+        return self.buffer[offset : offset + nbytes]
+
+
+class _SimJournal(ClearsJournal):
+    """The journal of owed clears, on a disk that outlives the node."""
+
+    def __init__(self, disk: list[str]) -> None:
+        self._disk = disk
+        super().__init__(Path("journal"))
+
+    def _read(self) -> str:
+        return "".join(self._disk)
+
+    def _write(self) -> None:
+        self._disk[:] = [f"{tier}\t{prefix.hex()}\n" for tier, prefixes in self._owed.items() for prefix in prefixes]
+
+
+@dataclass(frozen=True)
+class _SimPeer(Peer):
+    """A client's process, as the kernel would tell."""
+
+    ended: Callable[[], bool]
+
+    def has_ended(self) -> bool:
+        return self.ended()
+
+
+class SimNode(server.Node):
+    """One node, from its start to its death."""
+
+    def __init__(self, world: World, checker: Checker, draw: NodeDraw, stores: list[Store], journal: list[str], number: int) -> None:
+        """journal: the text of the file in which owed clears are kept."""
+        self.world = world
+        self.checker = checker
+        self.number = number
+        self.loop = world.new_loop(f"node-{number}")
+        self.mover_loop = world.new_loop(f"mover-{number}")
+        arena, metrics = _SimArena(draw.arena_bytes), Metrics()
+        ram = RamTier(arena, make_policy(draw.policy), metrics, quota_bytes=draw.quota_bytes, clock=world.wall)  # type: ignore[arg-type]
+        state = CacheState(
+            ram,
+            metrics,
+            num_tiers=len(stores),
+            write_behind_bytes=draw.write_behind_bytes,
+            event_buffer=draw.event_buffer,
+            stalled_after_s=draw.stalled_after_s,
+            clock=lambda: world.now,
+        )
+        state.turn_units = draw.turn_units
+        self._prepare(draw.config, arena, state)  # type: ignore[arg-type]
+        self._loop = self.loop
+        self.memory = checker.watch(number, state, arena.data)
+        self.tiers = [FaultTier(SimTier(world, store, checker), FaultConfig(seed=world.random.getrandbits(30))) for store in stores]
+        self._mover = self._make_mover(draw, journal) if stores else None
+        self.loop.create_task(self._watch_clients())
+
+    def _make_mover(self, draw: NodeDraw, journal: list[str]) -> Mover:
+        metrics = Metrics()
+        guards = [Guard(tier, config, name=config.name, metrics=metrics) for tier, config in zip(self.tiers, draw.guards, strict=True)]
+        stack = Stack(guards)
+        self.stack = stack
+        self.state.tier_names = [guard.name for guard in guards]
+        self.state.recodings.tiers = mover_module._recodable(stack)
+        return Mover(self.state, stack, metrics, self._post, loop=self.mover_loop, journal=_SimJournal(journal))
+
+    @property
+    def data(self) -> bytearray:
+        """The arena's bytes, as clients have them mapped."""
+        return self.memory.data
+
+    def accept(self, end: End, has_ended: Callable[[], bool]) -> None:
+        """A client has connected. has_ended: whether its process has."""
+        SimTransport(end, self.loop, _SimConnection(self, has_ended))
+
+    def _post(self, event: Callable[[], None]) -> None:
+        self.loop.call_soon(self._happen, event)
+
+    def evict(self, share: float) -> None:
+        """As if others needed the memory: of the chunks that nobody holds, some go."""
+        ram: Any = self.state.ram
+        for entry in list(ram._entries.values()):
+            if entry.committed and not ram.is_doomed(entry) and not ram._is_kept(entry.key) and self.world.random.random() < share:
+                ram.remove(entry, why=EVICTED)
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is under way."""
+        state = self.state
+        return (
+            not self.connections
+            and not state.has_chores
+            and not state._clears
+            and not len(state._writes)
+            and not state._searches._searches
+            and not state._searches.num_arriving
+            and not self._busy
+        )
+
+    def kill(self) -> None:
+        """As `kill -9` does: threads stop, sockets close, the arena is the clients' alone."""
+        self.checker.node_died(clears_done=not self.state._clears)
+        for connection in self.connections:
+            if connection._transport is not None:
+                connection._transport._end.close()  # type: ignore[attr-defined]
+        self.world.kill(self.loop)
+        self.world.kill(self.mover_loop)
+
+
+class _SimConnection(server._Connection):
+    """One client's. Tells the checker what is asked and answered."""
+
+    def __init__(self, node: SimNode, has_ended: Callable[[], bool]) -> None:
+        super().__init__(node)
+        self._sim = node
+        self._has_ended = has_ended
+        self._asked: dict[int, tuple[m.Request, tuple[int, float]]] = {}
+
+    def __hash__(self) -> int:  # not by its address, which differs from run to run
+        return self.number
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._node.joined(self)
+        self._peer = _SimPeer(0, 0, 0, self._has_ended)
+        self._hello_timer = self._sim.loop.call_later(server._HELLO_WITHIN_S, self._refuse, "no Hello", "no hello")
+
+    def _welcome(self, welcome: m.Welcome) -> None:
+        assert self._transport is not None
+        self._transport.write(encode(welcome))
+
+    def _answer(self, body: memoryview | bytes) -> None:
+        number, record = split_number(body)
+        request = server._request_decoder.decode(record)
+        self._sim.world.note("node <- %s %d: %s", self.session.name if self.session is not None else "?", number, request)
+        self._asked[number] = request, self._sim.checker.asked(request)
+        if isinstance(request, m.Commit):
+            self._sim.checker.committing(self.session, request.room, request.chunks)
+        super()._answer(body)
+
+    def _send(self, answer: m.Message, number: int) -> None:
+        request, asked = self._asked.pop(number, (None, (0, 0.0)))
+        if request is not None:
+            self._sim.checker.answered(self.session, request, answer, asked)
+            self._sim.world.note("node -> %s %d: %s", self.session.name if self.session is not None else "?", number, answer)
+        super()._send(answer, number)

@@ -1,0 +1,62 @@
+"""Mutations of the code, kept as patches: one file each in `mutations/`, a unified diff against `src/`.
+
+    for path in mutations(): apply(path, copy)      # PatchError where it does not fit any more
+
+A hunk is found by its text, wherever it stands, and has to be there exactly once. So a patch outlives changes around it, and no tool is
+needed to apply it. `tools` to write one: `diff -u1 a/kvhold/FILE b/kvhold/FILE`.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+_FOLDER = Path(__file__).with_name("mutations")
+
+
+class PatchError(ValueError):
+    """A patch that does not fit the code."""
+
+
+@dataclass(frozen=True)
+class _Hunk:
+    file: str
+    before: str
+    after: str
+
+
+def mutations() -> list[Path]:
+    """All of them, by name."""
+    return sorted(_FOLDER.glob("*.patch"))
+
+
+def apply(patch: Path, folder: Path) -> None:
+    """Change the code under `folder`, which holds `kvhold`. Raises PatchError."""
+    hunks = _hunks(patch.read_text())
+    if not hunks:
+        raise PatchError(f"{patch.name}: no hunk in it")
+    for hunk in hunks:
+        file = folder / hunk.file
+        text = file.read_text() if file.is_file() else ""
+        count = text.count(hunk.before)
+        if not hunk.before or count != 1:
+            raise PatchError(f"{patch.name}: {hunk.file} has {count} places like this, where there must be one:\n{hunk.before}")
+        file.write_text(text.replace(hunk.before, hunk.after))
+
+
+def _hunks(text: str) -> list[_Hunk]:
+    hunks: list[_Hunk] = []
+    file, before, after = "", "", ""
+    for line in [*text.splitlines(keepends=True), "@@\n"]:
+        if line.startswith(("--- ", "@@")):
+            if before or after:
+                hunks.append(_Hunk(file, before, after))
+            before = after = ""
+        elif line.startswith("+++ "):
+            file = line[4:].split("\t")[0].strip().removeprefix("b/")
+        elif line.startswith("-"):
+            before += line[1:]
+        elif line.startswith("+"):
+            after += line[1:]
+        else:
+            before += line[1:]
+            after += line[1:]
+    return hunks

@@ -1,0 +1,369 @@
+"""One seed's simulation, from its start to the baseline.
+
+    result = simulate(7)
+    result.findings, result.operations
+
+Clients work, and trouble comes: processes are killed, stopped and forked, calls are cancelled, tiers fail, bits flip, clocks jump, the node
+dies. Then the trouble ends, and everything has to come to rest.
+"""
+
+import asyncio
+import gc
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from kvhold.cache import chores
+from kvhold.cache import state as state_module
+from kvhold.core.errors import KVHoldError
+from kvhold.lab.simulation.checker import Checker
+from kvhold.lab.simulation.client import Client, Miss, Share
+from kvhold.lab.simulation.draw import draw, draw_rules, draw_terms, draw_work
+from kvhold.lab.simulation.node import SimNode
+from kvhold.lab.simulation.store import Store
+from kvhold.lab.simulation.world import World
+
+_PINS_EVERY_S = 0.3
+_REST_S = 300.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of one seed. steps: turns of all loops; digest: equal for equal histories."""
+
+    seed: int
+    operations: int
+    steps: int
+    findings: list[str]
+    history: list[str]
+    digest: int
+
+
+def simulate(seed: int, *, trace: bool = False) -> Result:
+    """Run one seed. trace: keep the history."""
+    world = World(seed, keep_notes=trace)
+    with _real_code_simulated(world):
+        try:
+            simulation: Simulation | None = Simulation(world)
+            assert simulation is not None
+            simulation.run()
+        except Exception as error:  # a fault of ours, or one that the real code let through to us
+            world.find(f"{type(error).__name__}: {error}")
+            if trace:
+                logging.getLogger(__name__).exception("the simulation failed")
+        finally:
+            world.end()
+            simulation = None
+    history = [f"{at:10.4f} {text % values if values else text}" for at, text, values in world.notes]
+    return Result(seed, world.operations, world.steps, world.findings, history, hash((world.steps, world.now, world.random.random())))
+
+
+class _Findings(logging.Handler):
+    """What kvhold logs as an error is a finding."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(logging.ERROR)
+        self._world = world
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if "are not those that were stored" not in record.msg:  # of bits that were flipped on purpose; others the readers find
+            self._world.find(f"logged: {record.getMessage()[:300]} {type(error).__name__ if error else ''} {error or ''}")
+
+
+@contextmanager
+def _real_code_simulated(world: World) -> Iterator[None]:
+    """The few places where the real code has constants or chance of its own."""
+    log = logging.getLogger("kvhold")
+    handler, level, propagate = _Findings(world), log.level, log.propagate
+    constants: Any = state_module
+    kept = constants.randbits, constants._ONE_TURN_KEYS, chores.Running.step.__defaults__
+    constants.randbits = world.random.getrandbits
+    log.addHandler(handler)
+    log.setLevel(logging.ERROR)
+    log.propagate = False
+    was_collecting, hook = gc.isenabled(), sys.unraisablehook
+    gc.disable()  # what is collected, and when, must not be part of a history
+    sys.unraisablehook = lambda _: None  # of tasks that a kill has cut short
+    try:
+        yield
+    finally:
+        if was_collecting:
+            gc.enable()
+        sys.unraisablehook = hook
+        log.removeHandler(handler)
+        log.setLevel(level)
+        log.propagate = propagate
+        constants.randbits, constants._ONE_TURN_KEYS, chores.Running.step.__defaults__ = kept
+
+
+class Simulation:
+    """One."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.random = world.random
+        self.draw = draw(world.random)
+        state_module._ONE_TURN_KEYS = self.draw.one_turn_keys
+        chores.Running.step.__defaults__ = (self.draw.node.turn_units,)
+        self.checker = Checker(world)
+        self.stores = [Store(f"tier-{number}", size) for number, size in enumerate(self.draw.store_bytes)]
+        self.journal: list[str] = []
+        self.node: SimNode | None = None
+        self.num_nodes = self.num_clients = 0
+        self.clients: list[Client] = []
+        self.tasks: list[asyncio.Task[Any]] = []
+        self.mailbox: list[Share] = []
+        self.left = self.draw.operations
+        self.over = False
+
+    def run(self) -> None:
+        """All of it."""
+        world = self.world
+        world.note("%s", self.draw)
+        self._start_node()
+        for _ in range(self.draw.num_clients):
+            self._start_client()
+        if self.draw.trouble:
+            world.later(self.random.expovariate(self.draw.trouble), self._trouble)
+        if self.draw.pressure_s:
+            world.later(self.draw.pressure_s, self._evict)
+        world.later(_PINS_EVERY_S, self._look)
+        world.run(lambda: self.left <= 0 and self._idle(), most_s=120.0)
+        if not world.findings:
+            self._come_to_rest()
+
+    def _idle(self) -> bool:
+        return all(task.done() or task.get_loop().dead for task in self.tasks)  # type: ignore[attr-defined]
+
+    # Who there is.
+
+    def _start_node(self) -> None:
+        if self.over and self.node is not None:
+            return
+        self.num_nodes += 1
+        self.node = SimNode(self.world, self.checker, self.draw.node, self.stores, self.journal, self.num_nodes)
+        self.world.note("node %d starts", self.num_nodes)
+
+    def _start_client(self) -> None:
+        if self.over:
+            return
+        self.num_clients += 1
+        client = Client(self.world, self.num_clients, self.checker, lambda: self.node, self.mailbox)
+        self.clients.append(client)
+        for _ in range(self.draw.tasks_a_client):
+            self.tasks.append(client.loop.create_task(self._work(client)))
+
+    async def _work(self, client: Client) -> None:
+        """One thread of an engine."""
+        while self.left > 0:
+            self.left -= 1
+            self.world.operations += 1
+            operation = client.loop.create_task(self._operation(client))
+            self.tasks.append(operation)
+            await asyncio.wait((operation,))
+            error = None if operation.cancelled() else operation.exception()
+            if error is not None and not isinstance(error, (Miss, KVHoldError)):
+                self.world.find(f"{client.name}: {type(error).__name__}: {error}")
+            await asyncio.sleep(self.world.delay(0.02, slow=0.2, slow_s=1.0))
+
+    async def _operation(self, client: Client) -> None:
+        random, prompt = self.random, self.random.choice(self.draw.prompts)
+        dice = random.random()
+        if dice < 0.34:
+            first = random.randrange(prompt.num_whole + 1) if random.random() < 0.2 else 0
+            shard = random.randrange(prompt.namespace.shards)
+            for number in range(prompt.namespace.shards):
+                if number == shard or random.random() < 0.8:
+                    await client.store(prompt, first=first, shard=number, terms=draw_terms(random), leave=random.choice((0, 0, 0.2, 1)))
+        elif dice < 0.79:
+            have = random.choice((0, 0, 0, 4))
+            wait_s = random.choice((0.0, 0.5, 10.0))
+            await client.load(prompt, have_tokens=have, work=draw_work(random, prompt), wait_s=wait_s, share=random.random() < 0.3)
+        elif dice < 0.84:
+            await client.take_share()
+        elif dice < 0.88:
+            await client.clear(random.choice((None, prompt.namespace.digest)))
+        elif dice < 0.93:
+            await client.prefetch(prompt)
+        elif dice < 0.95:
+            await client.flush(None)
+        elif dice < 0.97 and self.draw.node.event_buffer:
+            await client.watch(random.randrange(20))
+        elif dice < 0.98 and self.stores:
+            await client.recode(f"tier-{random.randrange(len(self.stores))}", random.choice(("raw", "lossless")), random.random())
+        else:
+            await client.hang_up()
+
+    # Trouble.
+
+    def _look(self) -> None:
+        if self.node is not None and not self.node.loop.dead and not self.node._busy and not self.node.state.has_chores:
+            self.checker.check_pins()
+        if not self.over:
+            self.world.later(_PINS_EVERY_S, self._look)
+
+    def _trouble(self) -> None:
+        if self.over:
+            return
+        random, world = self.random, self.world
+        trouble = random.choice(
+            (
+                *(self._fail, self._fail, self._fail, self._fail, self._kill_client, self._kill_client),
+                *(self._stop_a_thread, self._cancel, self._cancel, self._jump, self._flip, self._break_the_rules, self._kill_node),
+            )
+        )
+        trouble()
+        world.later(random.expovariate(self.draw.trouble), self._trouble)
+
+    def _fail(self) -> None:
+        """A tier fails from now on, or it works again."""
+        random, node = self.random, self.node
+        if not self.stores:
+            return
+        tier = random.randrange(len(self.stores))
+        store = self.stores[tier]
+        if random.random() < 0.2:
+            store.down = True
+            self.world.note("tier %d is down", tier)
+        elif node is not None:
+            node.tiers[tier].rules = draw_rules(random)
+            self.world.note("tier %d fails: %s", tier, node.tiers[tier].rules)
+
+        def works_again() -> None:
+            store.down = False
+            if node is not None:
+                node.tiers[tier].release()
+                node.tiers[tier].rules = ()
+            self.world.note("tier %d works again", tier)
+
+        self.world.later(random.random() * 4.0, works_again)
+
+    def _evict(self) -> None:
+        """Memory is short: chunks that nobody holds go."""
+        if self.over:
+            return
+        if self.node is not None:
+            self.node.evict(self.random.choice((0.3, 1.0)))
+        self.world.later(self.random.expovariate(1 / self.draw.pressure_s), self._evict)
+
+    def _stop_a_thread(self) -> None:
+        self.world.stall_one(self.random.choice((0.05, 1.0, 8.0)))
+
+    def _jump(self) -> None:
+        self.world.wall_offset_s += self.random.choice((-100.0, -2.0, 2.0, 100.0))
+        self.world.note("the clock jumps")
+
+    def _kill_node(self) -> None:
+        if self.node is not None:
+            self.node.kill()
+            self.node = None
+            self.world.note("the node is killed")
+            self.world.later(self.random.random() * 2.0, self._start_node)
+
+    def _break_the_rules(self) -> None:
+        """A client sends what is no message; it still has its memory, until it has noticed."""
+        links = [link for client in self.clients if client.alive for link in client.connections if not link.broken]
+        if links:
+            self.random.choice(links).break_the_rules()
+
+    def _kill_client(self) -> None:
+        living = [client for client in self.clients if client.alive]
+        if living:
+            client = self.random.choice(living)
+            self.world.note("%s is killed", client.name)
+            client.kill(self.random.choice((0.0, 0.0, 0.5, 20.0)))
+            self.world.later(self.random.random(), self._start_client)
+
+    def _cancel(self) -> None:
+        running = [task for task in self.tasks if not task.done() and task.get_coro().__name__ == "_operation"]  # type: ignore[union-attr]
+        if running:
+            self.random.choice(running).cancel()
+
+    def _flip(self) -> None:
+        """One bit of a committed chunk, from outside."""
+        if self.node is None:
+            return
+        entries = [entry for entry in self.node.state.ram._entries.values() if entry.committed]
+        if entries:
+            entry = self.random.choice(entries)
+            self.checker.flipped.add((self.node.number, entry.offset))
+            self.node.data[entry.offset + self.random.randrange(entry.nbytes)] ^= 1 << self.random.randrange(8)
+            self.world.note("a bit of %s at %d is flipped", entry.key.hex()[-16:], entry.offset)
+
+    # The end.
+
+    def _come_to_rest(self) -> None:
+        """Trouble is over: all calls end, all memory comes back, all that was to be removed is removed."""
+        world, self.over = self.world, True
+        world.may_stall = False
+        for store in self.stores:
+            store.down = False
+            store.most_bytes = 1 << 30
+        if self.node is None:
+            self._start_node()
+        node = self.node
+        assert node is not None
+        for fault in node.tiers:
+            fault.rules = ()
+            fault.release()
+            fault._inner.hangs = 0.0  # type: ignore[attr-defined]
+        world.note("the trouble is over")
+        self.left = 0
+        if not world.run(self._idle, most_s=_REST_S):
+            world.find("a client's call does not end")
+            return
+        self._check_answers(node)
+        for client in self.clients:
+            for connection in client.connections if client.alive else ():
+                connection.broke("the end")
+        self._rest(node, "the clients have left")
+        if not world.findings:
+            self.checker.check_pins()
+            node.state.clear(None)
+            node.move()
+            self._rest(node, "all was cleared")
+        if not world.findings:
+            self.checker.check_baseline()
+            self._check_stores(node)
+            self._end_mover(node)
+
+    def _check_answers(self, node: SimNode) -> None:
+        connections = [connection for client in self.clients if client.alive for connection in client.connections]
+        waiting = [connection for connection in connections if not connection.broken and connection.node is node]
+        if not self.world.run(lambda: not any(connection._calls for connection in waiting if not connection.broken), most_s=_REST_S):
+            self.world.find("a call is never answered")
+
+    def _rest(self, node: SimNode, since: str) -> None:
+        def rests() -> bool:
+            guards = node.stack.guards if node._mover is not None else []
+            return node.settled and not any(guard._stuck or guard._hidden.owed for guard in guards)
+
+        if self.world.findings:
+            return
+        if not self.world.run(rests, most_s=_REST_S):
+            state = node.state
+            self.world.find(
+                f"no rest after {since}: connections {len(node.connections)}, chores {state.has_chores}, clears {state._clears}, "
+                f"writes {len(state._writes)}, searches {len(state._searches._searches)}, arriving {state._searches.num_arriving}"
+            )
+
+    def _check_stores(self, node: SimNode) -> None:
+        guards = node.stack.guards if node._mover is not None else []
+        for store, guard in zip(self.stores, guards, strict=False):
+            if store.values and not guard.config.read_only:
+                self.world.find(f"tier {store.name} still has {len(store.values)} values after a clear")
+
+    def _end_mover(self, node: SimNode) -> None:
+        if node._mover is None:
+            return
+        ending = node.mover_loop.create_task(node._mover.end(self.draw.node.drain_s))
+        if not self.world.run(ending.done, most_s=_REST_S):
+            self.world.find("the mover does not end")
+            return
+        left = [task for task in node.mover_loop.tasks if not task.done()]
+        if left:
+            self.world.find(f"tasks are left when the mover has ended: {left}"[:500])

@@ -1,0 +1,43 @@
+"""Runs seeds in a process of its own and prints a line of JSON for each that says something.
+
+    PYTHONHASHSEED=0 python -m kvhold.lab.simulation.worker FIRST COUNT [--trace]
+
+Lines: `{"finding": {...}}` for a seed that found something; after every some seeds, and at the end, `{"seeds": n, "operations": n}`.
+"""
+
+import gc
+import json
+import sys
+from typing import Any
+
+from kvhold.lab.simulation.run import simulate
+
+_COLLECT_EVERY = 25
+
+
+def main(first: int, count: int, *, trace: bool = False) -> None:
+    """Run `count` seeds from `first` on."""
+    sys.unraisablehook = lambda _: None  # of tasks that were cut short when their process was killed
+    gc.disable()  # what is collected, and when, must not be part of a history
+    gc.freeze()
+    seeds = operations = 0
+    for seed in range(first, first + count):
+        result = simulate(seed, trace=trace)
+        seeds, operations = seeds + 1, operations + result.operations
+        if trace:
+            print("\n".join(result.history))
+        if result.findings:
+            _say({"finding": {"seed": seed, "what": result.findings}})
+        if seeds % _COLLECT_EVERY == 0:
+            gc.collect()
+            _say({"seeds": seeds, "operations": operations, "digest": result.digest})
+            seeds = operations = 0
+    _say({"seeds": seeds, "operations": operations, "digest": result.digest})
+
+
+def _say(line: dict[str, Any]) -> None:
+    print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), trace="--trace" in sys.argv[3:])

@@ -1,0 +1,254 @@
+"""Virtual time and the order of events: one scheduler for all loops of all simulated threads.
+
+    world = World(seed)
+    loop = world.new_loop("node")
+    loop.create_task(work())
+    world.run(until=lambda: done, most_s=60)
+
+Each simulated thread has an asyncio loop of its own. A loop keeps asyncio's promise that what was scheduled first runs first; between loops
+there is no order but the seed's, and any loop may stand still for a while, as a thread does that gets no processor. Everything that is
+random comes from `world.random`, so that a seed is a whole history.
+"""
+
+import asyncio
+import contextvars
+from asyncio import events
+from collections import deque
+from collections.abc import Callable, Coroutine
+from heapq import heappop, heappush
+from random import Random
+from typing import Any
+
+_STALL = 0.0008  # the chance, before each step of a loop, that its thread stands still
+_MOST_NOTES = 200_000
+
+
+class World:
+    """One simulation's clock, its random numbers, its history, and what was found."""
+
+    def __init__(self, seed: int, *, keep_notes: bool = False) -> None:
+        self.seed = seed
+        self.random = Random(seed)
+        self.now = 0.0
+        self.wall_offset_s = 1_800_000_000.0
+        self.steps = 0
+        self.operations = 0
+        self.findings: list[str] = []
+        self.notes: list[tuple[float, str, tuple[Any, ...]]] = []
+        self._keep_notes = keep_notes
+        self._loops: list[SimLoop] = []
+        self._dead: list[SimLoop] = []  # kept: their tasks' `finally` clauses must not run in the middle of the history
+        self._heap: list[tuple[float, int, SimLoop | None, events.Handle]] = []
+        self._last = 0
+        self.may_stall = True
+        self._outside = SimLoop(self, "outside")  # type: ignore[abstract]
+
+    def wall(self) -> float:
+        """Unix time, which may jump."""
+        return self.wall_offset_s + self.now
+
+    def note(self, text: str, *values: Any) -> None:
+        """One line of the history."""
+        if self._keep_notes and len(self.notes) < _MOST_NOTES:
+            self.notes.append((self.now, text, values))
+
+    def find(self, text: str) -> None:
+        """Something that must never be."""
+        self.findings.append(f"{self.now:.6f} {text}")
+        self.note("FINDING %s", text)
+
+    def number(self) -> int:
+        """Numbers that grow with the history: what has a higher one came later."""
+        self._last += 1
+        return self._last
+
+    def new_loop(self, name: str) -> "SimLoop":
+        """The loop of one more thread."""
+        loop = SimLoop(self, name)  # type: ignore[abstract]  # of asyncio, what the real code uses
+        self._loops.append(loop)
+        return loop
+
+    def kill(self, loop: "SimLoop") -> None:
+        """Its thread runs no further, not even what cleans up."""
+        loop.dead = True
+        loop.ready.clear()
+        self._loops.remove(loop)
+        self._dead.append(loop)
+
+    def stall_one(self, seconds: float) -> None:
+        """A thread is stopped, and goes on later."""
+        if self._loops:
+            self.random.choice(self._loops).stall(seconds)
+
+    def later(self, delay_s: float, callback: Callable[..., Any], *args: Any) -> events.Handle:
+        """What happens outside all threads: the network, a disk, a thread of a pool."""
+        handle = events.Handle(callback, args, self._outside, contextvars.Context())
+        self.schedule(self.now + delay_s, None, handle)
+        return handle
+
+    def schedule(self, at: float, loop: "SimLoop | None", handle: events.Handle) -> None:
+        """Have a handle due at a time."""
+        heappush(self._heap, (at, self.number(), loop, handle))
+
+    def delay(self, usual_s: float = 0.001, *, slow: float = 0.02, slow_s: float = 1.0) -> float:
+        """A random time: mostly about `usual_s`, with a chance of `slow` up to `slow_s`."""
+        if self.random.random() < slow:
+            return self.random.random() * slow_s
+        return self.random.expovariate(1 / usual_s)
+
+    def run(self, until: Callable[[], bool], *, most_s: float, most_steps: int = 400_000) -> bool:
+        """Go on until that is so. False: it was not after `most_s`, or nothing happens any more."""
+        end = self.now + most_s
+        last_step = self.steps + most_steps
+        while not until():
+            if self.findings or self.now > end or self.steps > last_step or not self._step():
+                return until()
+        return True
+
+    def _step(self) -> bool:
+        """One handle of one loop, or on to the next moment. False: nothing will ever happen."""
+        heap, now = self._heap, self.now
+        while heap and heap[0][0] <= now:
+            _, _, loop, handle = heappop(heap)
+            if handle._cancelled:
+                continue
+            if loop is None:
+                self.steps += 1
+                handle._run()
+            elif not loop.dead:
+                loop.ready.append(handle)
+        runnable = [loop for loop in self._loops if loop.ready and loop.stalled_until <= now]
+        if runnable:
+            random = self.random
+            loop = runnable[0] if len(runnable) == 1 else runnable[int(random.random() * len(runnable))]
+            if self.may_stall and random.random() < _STALL:
+                loop.stall(random.random() ** 4 * 2.0)
+                return True
+            self.steps += 1
+            loop.run_one()
+            return True
+        stalled = [loop.stalled_until for loop in self._loops if loop.ready]
+        if heap and (not stalled or heap[0][0] <= min(stalled)):
+            self.now = heap[0][0]
+        elif stalled:
+            self.now = min(stalled)
+        else:
+            return False
+        return True
+
+    def end(self) -> None:
+        """Let go of everything: what is left of tasks is thrown away, and does nothing."""
+        for loop in list(self._loops):
+            self.kill(loop)
+        self._heap.clear()
+
+
+class SimLoop(asyncio.AbstractEventLoop):
+    """The loop of one simulated thread. It has no selector: sockets are `wire.py`."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world = world
+        self.name = name
+        self.ready: deque[events.Handle] = deque()
+        self.tasks: list[asyncio.Task[Any]] = []
+        self.stalled_until = 0.0
+        self.dead = False
+
+    def run_one(self) -> None:
+        """The first of what is ready."""
+        handle = self.ready.popleft()
+        if handle._cancelled:
+            return
+        events._set_running_loop(self)
+        try:
+            handle._run()
+        finally:
+            events._set_running_loop(None)
+
+    def stall(self, seconds: float) -> None:
+        """Its thread stands still."""
+        self.stalled_until = max(self.stalled_until, self.world.now + seconds)
+        self.world.note("%s stands still for %.3f s", self.name, seconds)
+
+    def time(self) -> float:
+        """Virtual and monotonic."""
+        return self.world.now
+
+    def call_soon(self, callback: Callable[..., Any], *args: Any, context: Any = None) -> events.Handle:  # type: ignore[override]
+        """As asyncio's. On a dead loop: nothing."""
+        handle = events.Handle(callback, args, self, context)
+        if not self.dead:
+            self.ready.append(handle)
+        return handle
+
+    call_soon_threadsafe = call_soon  # type: ignore[assignment]
+
+    def call_later(self, delay: float, callback: Callable[..., Any], *args: Any, context: Any = None) -> events.TimerHandle:  # type: ignore[override]
+        """As asyncio's."""
+        return self.call_at(self.world.now + max(0.0, delay), callback, *args, context=context)
+
+    def call_at(self, when: float, callback: Callable[..., Any], *args: Any, context: Any = None) -> events.TimerHandle:  # type: ignore[override]
+        """As asyncio's."""
+        handle = events.TimerHandle(when, callback, args, self, context)
+        if not self.dead:
+            self.world.schedule(when, self, handle)
+        return handle
+
+    def create_future(self) -> "asyncio.Future[Any]":
+        """As asyncio's."""
+        return asyncio.Future(loop=self)
+
+    def create_task(self, coro: Coroutine[Any, Any, Any], **kwargs: Any) -> "asyncio.Task[Any]":  # type: ignore[override]
+        """As asyncio's."""
+        task = asyncio.Task(coro, loop=self, **kwargs)
+        self.tasks.append(task)
+        return task
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> "asyncio.Future[Any]":  # type: ignore[override]
+        """The work is done in one piece, some time later, and its answer comes some time after that."""
+        future = self.create_future()
+
+        def work() -> None:
+            if self.dead or future.cancelled():
+                return
+            try:
+                result, error = func(*args), None
+            except Exception as raised:  # noqa: BLE001 - whoever awaits the future gets it
+                result, error = None, raised
+            self.world.later(self.world.delay(0.0005, slow=0.01), self.call_soon, deliver, result, error)
+
+        def deliver(result: Any, error: Exception | None) -> None:
+            if future.done():
+                return
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        self.world.later(self.world.delay(0.0005, slow=0.01), work)
+        return future
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """What nobody caught is a finding, but for what is left of killed threads."""
+        if not self.dead:
+            error = context.get("exception")
+            self.world.find(f"{self.name}: {context.get('message')}: {type(error).__name__}: {error}")
+
+    def default_exception_handler(self, context: dict[str, Any]) -> None:
+        """As `call_exception_handler`."""
+        self.call_exception_handler(context)
+
+    def _timer_handle_cancelled(self, handle: events.TimerHandle) -> None:
+        """It stays in the heap until its time, and then does nothing."""
+
+    def get_debug(self) -> bool:
+        """Never."""
+        return False
+
+    def is_running(self) -> bool:
+        """As long as its thread lives."""
+        return not self.dead
+
+    def is_closed(self) -> bool:
+        """When its thread is dead."""
+        return self.dead

@@ -1,0 +1,49 @@
+"""The simulation itself: it repeats, it finds what is wrong, and its mutations fit the code."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import kvhold
+from kvhold.lab.simulation import soak
+from kvhold.lab.simulation.patches import PatchError, apply, mutations
+
+
+def test_finds_nothing_in_the_first_seeds() -> None:
+    result = soak.run(40, 1)
+    assert result.found == []
+    assert result.seeds == 40
+    assert result.operations > 40
+
+
+def test_a_seed_is_one_history() -> None:
+    first, again = [list(soak._lines(soak._source(), 7, 3)) for _ in range(2)]
+    assert first == again
+    assert first != list(soak._lines(soak._source(), 8, 3))
+
+
+def test_there_are_twelve_mutations_or_more_and_each_fits_the_code(tmp_path: Path) -> None:
+    patches = mutations()
+    assert len(patches) >= 12
+    source = Path(kvhold.__file__).parent
+    for patch in patches:
+        folder = tmp_path / patch.stem
+        shutil.copytree(source, folder / "kvhold", ignore=shutil.ignore_patterns("__pycache__", "lab", "integrations"))
+        apply(patch, folder)
+
+
+def test_a_patch_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "kvhold").mkdir()
+    (tmp_path / "kvhold" / "code.py").write_text("a\nb\na\n")
+    patch = tmp_path / "one.patch"
+    for before in ("a", "c"):
+        patch.write_text(f"--- a/kvhold/code.py\n+++ b/kvhold/code.py\n@@ -1 +1 @@\n-{before}\n+d\n")
+        with pytest.raises(PatchError, match="where there must be one"):
+            apply(patch, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["claim-takes-no-pin", "memory-back-at-the-hang-up"])
+def test_finds_a_mutation(name: str) -> None:
+    (row,) = soak.run_mutations(200, names=(name,)).rows
+    assert row.found
