@@ -19,7 +19,7 @@ from kvhold.net import messages as m
 from kvhold.node.names import Names
 from kvhold.tiers.ram import Entry
 
-_CLEAR_STEPS = 200  # some 20,000 chunks, in a fraction of a second
+_CLEAR_STEPS = 400  # some 20,000 chunks, in a fraction of a second
 _MOST_PARTS = 32  # of a snapshot, in one page
 _MOST_CHECKSUMS = m.MAX_MESSAGE_BYTES * 3 // 4  # in an answer to a claim: of 80 layers and 128 tokens a chunk, 1.2 million tokens
 _MAX_NAME = 100  # it is shown in every status and log line

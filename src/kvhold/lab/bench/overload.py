@@ -238,7 +238,6 @@ def open_disk(folder: str) -> None:
     """In a process of its own: how soon a folder serves, and what its index takes."""
     import asyncio
 
-    from kvhold.memory.host import resident_bytes
     from kvhold.tiers.disk import DiskConfig, DiskTier
 
     shard = next(entry for entry in sorted(Path(folder).iterdir()) if entry.name != "new" and any(entry.iterdir()))
@@ -246,12 +245,12 @@ def open_disk(folder: str) -> None:
 
     async def measure() -> dict[str, Any]:
         tier = DiskTier(DiskConfig(path=folder, max_bytes=100 << 30))
-        before, began_s = resident_bytes(), time.perf_counter()
+        began_s = time.perf_counter()
         size = (await tier.probe([key]))[0]
         serves_s = time.perf_counter() - began_s
         async for _ in tier.scan(b""):
             pass
-        index_bytes = resident_bytes() - before
+        index_bytes = tier.index_bytes
         await tier.close()
         return {"found": size == 1, "serves_s": serves_s, "index_bytes": index_bytes}
 
