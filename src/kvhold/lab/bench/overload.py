@@ -69,7 +69,13 @@ def rows(load: Load) -> Iterator[OverloadRow]:
         chunk_bytes = size_class(128)
         ram_bytes = (load.chunks + 64 * _AT_ONCE) * chunk_bytes + 64 * SLAB_BYTES
         settings = Path(scratch) / "kvhold.toml"
-        settings.write_text(f'huge_pages = "never"\nevent_buffer = 100000\ntiers = ["disk://{folder}?max_bytes=100GiB&read_only=true"]\n')
+        lines = (
+            'huge_pages = "never"',
+            "event_buffer = 100000",
+            "scrub_interval_s = 0",  # nobody writes the chunks, so their checksums are not theirs
+            f'tiers = ["disk://{folder}?max_bytes=100GiB&read_only=true"]',
+        )
+        settings.write_text("\n".join(lines) + "\n")
         path = Path(scratch) / "node.sock"
         with serving(["--config", str(settings), "--socket", str(path)], ram_bytes=ram_bytes), ExitStack() as stack:
             clients = [stack.enter_context(_Client(path)) for _ in range(load.clients)]
