@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from kvhold.cache.chores import TURN
 from kvhold.core.keys import Namespace, Prompt
 from kvhold.core.layout import Group, Layout
 from kvhold.core.planning import Work
@@ -41,6 +42,7 @@ class Draw:
 def draw(random: Random) -> Draw:
     """A simulation from its random numbers."""
     num_tiers = random.choice((0, 1, 1, 1, 1, 2, 2, 2, 3))
+    turn_units = random.choice((1, 5, 50, TURN))  # in short turns every call is a long one
     spaces = tuple(_namespace(random, number) for number in range(random.choice((1, 1, 2))))
     return Draw(
         NodeDraw(
@@ -50,7 +52,7 @@ def draw(random: Random) -> Draw:
             write_behind_bytes=random.choice((300, 2_000, 1 << 20, 1 << 20)),
             event_buffer=random.choice((0, 8, 100)),
             guards=tuple(_guard(random, number) for number in range(num_tiers)),
-            turn_units=random.choice((1, 5, 50, 800)),
+            turn_units=turn_units,
             drain_s=random.choice((0.0, 1.0)),
             stalled_after_s=random.choice((0.5, 5.0, 60.0)),
         ),
@@ -62,7 +64,7 @@ def draw(random: Random) -> Draw:
         prompts=_prompts(random, spaces),
         trouble=random.choice((0.0, 0.2, 0.5, 2.0)),
         pressure_s=random.choice((0.0, 0.1, 0.3, 1.0)),
-        one_turn_keys=random.choice((1, 8, 1500)),
+        one_turn_keys=random.choice((0, 1500)) if turn_units == TURN else 0,
     )
 
 
