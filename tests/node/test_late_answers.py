@@ -7,13 +7,27 @@ from pathlib import Path
 
 import pytest
 
+from kvhold.core.api import Recoded
 from kvhold.core.errors import DeadlineExceeded, NodeError
 from kvhold.core.keys import HASH_BYTES, ChunkNames
 from kvhold.net import messages as m
 from kvhold.net.wire import LENGTH_BYTES, body_length, encode
 from kvhold.node import NodeClient
+from kvhold.node.link import Link
 from kvhold.testing.cache import PLAIN, a_prompt, check, flood, read, store
-from tests.node.nodes import NOTHING, PATIENT, SPACE, FakeNode, RunningNode, bytes_of, eventually, filled_room, held_by, set_deadlines
+from tests.node.nodes import (
+    NOTHING,
+    PATIENT,
+    PATIENT_S,
+    SPACE,
+    FakeNode,
+    RunningNode,
+    bytes_of,
+    eventually,
+    filled_room,
+    held_by,
+    set_deadlines,
+)
 
 WELCOME = bytes(encode(m.Welcome(m.PROTOCOL_VERSION, "0", 1, 2 << 20, False)))
 
@@ -131,3 +145,22 @@ def test_a_late_answer_that_comes_in_pieces_is_read_to_its_end(tmp_path: Path) -
             client.status(deadline_s=0.05)
         assert client.connected
         assert client.status() == {"late": False}
+
+
+def test_a_late_answer_to_a_question_gives_back_nothing_that_its_caller_has(tmp_path: Path) -> None:
+    """A recoding that is asked how far it is, and a hit that is asked how far it goes, stay the caller's."""
+    questions_are_late = threading.Event()
+
+    def answer_late(connection: socket.socket) -> None:
+        questions_are_late.wait()
+        connection.sendall(bytes(encode(m.Recoding(77, Recoded(seen=5)), 1)) + bytes(encode(m.Found(99, 100, arriving=True), 2)))
+
+    with FakeNode(tmp_path / "s", [WELCOME, answer_late]):
+        link = Link(tmp_path / "s", "test", PATIENT_S)
+        for question in (m.Progress(77), m.Refresh(99, settle=False)):
+            with pytest.raises(DeadlineExceeded):
+                link.call(question, 0.05)
+        questions_are_late.set()
+        link.tend(PATIENT_S)
+        assert not link.has_loose_ends, "nothing is to be returned"
+        link.retire()

@@ -42,6 +42,7 @@ _DESCRIPTORS = 1  # that come with a welcome
 _READ_BYTES = 64 << 10  # read at once: all of most answers
 _TOUCHED_BYTES = 4 << 30  # of each mapping, ahead of their use: 8 MiB of page tables at most, and an arena of the default size whole
 _UNASKED = 0  # the number of what is no answer
+_GRANTING = (m.Lookup, m.Claim, m.Reserve, m.Recode)  # others are questions: what their answers name, the caller has already
 _MOST_NAME = 100  # characters: a Hello is short
 
 _answer_decoder: Decoder[m.Answer] = Decoder(m.Answer)
@@ -53,12 +54,14 @@ class _Call:
     """A request under way.
 
     data:   the bytes that are not sent yet
+    grants: its answer gives the caller something that nobody returns if the caller never sees it
     keep:   send it even if its caller has given up
     late:   its caller has given up
     begun:  some of its bytes may be sent
     """
 
     data: memoryview
+    grants: bool = False
     keep: bool = False
     late: bool = False
     begun: bool = False
@@ -138,7 +141,7 @@ class Link:
         """
         operation, until = type(request).__name__.lower(), time.monotonic() + deadline_s
         number = next(self._numbers)
-        call = _Call(memoryview(encode(request, number)), keep)
+        call = _Call(memoryview(encode(request, number)), isinstance(request, _GRANTING), keep)
         self._enter()
         try:
             with self._change:
@@ -353,7 +356,7 @@ class Link:
                 raise ProtocolError("the node said more than it was asked")
             call.answer = answer
             late = call.late
-        if late:
+        if late and call.grants:
             self._give_back(answer)
 
     def _give_up(self, call: _Call) -> None:
@@ -361,7 +364,7 @@ class Link:
         with self._change:
             already = call.late
             call.late = True
-        if call.answer is not None and not already:
+        if call.answer is not None and not already and call.grants:
             self._give_back(call.answer)
 
     def _give_back(self, answer: m.Answer) -> None:
