@@ -4,6 +4,7 @@ import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -163,4 +164,60 @@ def test_a_late_answer_to_a_question_gives_back_nothing_that_its_caller_has(tmp_
         questions_are_late.set()
         link.tend(PATIENT_S)
         assert not link.has_loose_ends, "nothing is to be returned"
+        link.retire()
+
+
+def test_closing_ends_the_calls_that_wait_though_the_arena_is_still_held(tmp_path: Path) -> None:
+    """The node can write to the socket until the arena is let go of, or it would take the memory back too early."""
+    is_asked, is_closed = threading.Event(), threading.Event()
+    said = list[str]()
+
+    def speak_later(connection: socket.socket) -> None:
+        is_asked.set()
+        is_closed.wait()
+        connection.sendall(encode(m.News(), 0))
+        said.append("news")
+
+    with FakeNode(tmp_path / "s", [WELCOME, speak_later]), ThreadPoolExecutor(1) as threads:
+        link = Link(tmp_path / "s", "test", PATIENT_S)
+        link.hold()
+        call = threads.submit(link.call, m.Ping(), PATIENT_S)
+        is_asked.wait()
+        link.retire()
+        with pytest.raises(ConnectionError, match="closed"):
+            call.result()
+        is_closed.set()
+        eventually(lambda: said)
+        link.let_go()
+
+
+class InterruptedOnce(threading.Condition):
+    """A lock whose owner is interrupted as it lets go of it, the first time that it has just become the reader."""
+
+    link: Link | None = None
+
+    def __exit__(self, *why: Any) -> None:
+        super().__exit__(*why)
+        if self.link is not None and self.link._reader is not None:
+            self.link = None
+            raise KeyboardInterrupt
+
+
+def test_a_caller_that_is_interrupted_as_it_begins_to_read_leaves_the_reading_to_others(tmp_path: Path) -> None:
+    def answer(connection: socket.socket) -> None:
+        connection.sendall(bytes(encode(m.Done(), 1)) + bytes(encode(m.Done(), 2)))
+
+    is_asked = threading.Event()
+
+    def hear(connection: socket.socket) -> None:
+        is_asked.set()
+
+    with FakeNode(tmp_path / "s", [WELCOME, hear, answer]):
+        link = Link(tmp_path / "s", "test", PATIENT_S)
+        link._change = change = InterruptedOnce()
+        change.link = link
+        with pytest.raises(KeyboardInterrupt):
+            link.call(m.Ping(), PATIENT_S)
+        is_asked.wait()
+        assert link.call(m.Ping(), PATIENT_S) == m.Done()
         link.retire()

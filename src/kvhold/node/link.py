@@ -89,7 +89,12 @@ class Link:
 
     def __init__(self, path: Path, name: str, timeout_s: float, requires: bytes = b"") -> None:
         """requires: see `messages.Hello`. Raises NodeError; NodeRefused where the node does not serve this client."""
-        self._socket, welcome, self._arena_fd = _join(path, name, timeout_s, requires)
+        self._retiring = _event()  # readable once no call is to wait any more
+        try:
+            self._socket, welcome, self._arena_fd = _join(path, name, timeout_s, requires)
+        except BaseException:
+            os.close(self._retiring)
+            raise
         self._socket.setblocking(False)
         self._arena_size = (welcome.arena_bytes, welcome.huge_pages)
         self._mappings: dict[bool, _Mapping] = {}  # by whether it can be written to
@@ -99,13 +104,14 @@ class Link:
         self._change = threading.Condition()  # over the calls, and who reads
         self._calls: dict[int, _Call] = {}
         self._numbers = count(_UNASKED + 1)
-        self._is_read = False
+        self._reader: object | None = None  # of the waiting callers the one that reads
         self._news = False
         self._error: OSError | ProtocolError | None = None  # of the stream, which is of no more use then
         self._send_lock = threading.Lock()
         self._outbox: deque[tuple[int, _Call]] = deque()
         self._readable = select.poll()  # the reader's
         self._readable.register(self._socket, select.POLLIN)
+        self._readable.register(self._retiring, select.POLLIN)
         self._splitter = Splitter()
         self._incoming = memoryview(bytearray(_READ_BYTES))
         self.retired = False
@@ -207,9 +213,14 @@ class Link:
             self._close_if_unused()
 
     def retire(self) -> None:
-        """No more calls; close as soon as nobody holds anything."""
+        """No more calls, and an end to those that wait; close as soon as nobody holds anything.
+
+        The socket stays open, in both directions, while somebody holds the arena: a node that cannot write to it takes the memory back.
+        """
         with self._count_lock:
             self.retired = True
+            if self._retiring >= 0:
+                os.eventfd_write(self._retiring, 1)
             self._close_if_unused()
 
     def forget_in_child(self) -> None:
@@ -222,7 +233,7 @@ class Link:
         self._users = 0
         self.retired = True
         self._error = ConnectionError("this process was forked from the one that joined the node")
-        self._socket.close()
+        self._close_sockets()
 
     def _enter(self) -> None:
         with self._count_lock:
@@ -251,18 +262,20 @@ class Link:
         return mapping.buffer
 
     def _close_if_unused(self) -> None:
-        if not self.retired or self._held:
+        if not self.retired or self._held or self._users:  # the last of them closes
             return
-        if self._users:  # the last of them closes; those that wait for an answer need wait no longer
-            with suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)
-            return
-        self._socket.close()
+        self._close_sockets()
         while self._mappings:
             self._mappings.popitem()[1].close()
         if self._arena_fd >= 0:
             os.close(self._arena_fd)
             self._arena_fd = -1
+
+    def _close_sockets(self) -> None:
+        self._socket.close()
+        if self._retiring >= 0:
+            os.close(self._retiring)
+            self._retiring = -1
 
     # Sending: the thread that has the lock sends all queued requests, in order.
 
@@ -299,32 +312,37 @@ class Link:
 
     def _wait(self, is_done: Callable[[], bool], until: float) -> bool:
         """Wait until `is_done()`, which is called under the lock. Returns False at the deadline. Raises the connection's error."""
+        me = object()
         while True:
-            with self._change:
-                while True:
-                    self._check()
-                    if is_done():
-                        return True
-                    left = until - time.monotonic()
-                    if left <= 0:
-                        return False
-                    if not self._is_read:
-                        self._is_read = True
-                        break
-                    self._change.wait(left)
             try:
-                self._read(until)
-            except TimeoutError:
-                return False
-            finally:
                 with self._change:
-                    self._is_read = False
-                    self._change.notify_all()
+                    while self._reader is not me:
+                        self._check()
+                        if is_done():
+                            return True
+                        left = until - time.monotonic()
+                        if left <= 0:
+                            return False
+                        if self._reader is None:
+                            self._reader = me
+                        else:
+                            self._change.wait(left)
+                try:
+                    self._read(until)
+                except TimeoutError:
+                    return False
+            finally:  # wherever an interrupt comes: one step makes it the reader, and one ends that
+                if self._reader is me:
+                    self._reader = None
+                    with self._change:
+                        self._change.notify_all()
 
     def _read(self, until: float) -> None:
         """Read the next bytes, and match answers to calls. Raises TimeoutError, OSError, ProtocolError."""
         if not self._readable.poll(max(0.0, until - time.monotonic()) * 1e3):
             raise TimeoutError
+        if self.retired:
+            return  # nobody is to wait any more: see `_check`
         whole = False
         try:
             nbytes = self._socket.recv_into(self._incoming)
@@ -384,6 +402,7 @@ class Link:
         """Raises TimeoutError."""
         writable = select.poll()
         writable.register(self._socket, select.POLLOUT)
+        writable.register(self._retiring, select.POLLIN)
         if not writable.poll(max(0.0, until - time.monotonic()) * 1e3):
             raise TimeoutError
 
@@ -407,6 +426,14 @@ def _to_give_back(answer: m.Answer) -> m.Message | None:
             return m.Release(answer.number)
         case _:
             return None
+
+
+def _event() -> int:
+    """Raises NodeError."""
+    try:
+        return os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+    except OSError as error:
+        raise NodeError(f"cannot join a node: {error}") from None
 
 
 def _again(error: OSError | ProtocolError) -> OSError | ProtocolError:
