@@ -50,3 +50,9 @@ def assert_counters_reconcile(state: CacheState) -> None:
         assert came == went + now_here
         reserved = total(state, f"kvhold_reserved_{unit}")
         assert reserved == total(state, f"kvhold_stored_{unit}") + total(state, f"kvhold_abandoned_{unit}") + now_writing
+
+
+def finish_chores(state):
+    """Do all that goes on in the background: what was cleared is freed in steps."""
+    while state.step():
+        pass

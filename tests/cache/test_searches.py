@@ -25,7 +25,7 @@ from kvhold.core.layout import Group, Layout
 from kvhold.core.planning import Work
 from kvhold.core.reasons import CLEARED, DEADLINE, NEVER_STORED, NOT_NEEDED, REASONS, TIER_DOWN, WHOLE
 from kvhold.tiers.stack import Place
-from tests.cache.laws import Index, assert_counters_reconcile
+from tests.cache.laws import Index, assert_counters_reconcile, finish_chores
 from tests.cache.test_state import LAYOUT, SHARDS, SLOT, SPACES, TEXTS, prompt_of
 
 OWNERS = ("a", "b", "c")
@@ -212,6 +212,7 @@ class World(RuleBasedStateMachine):
             namespace = None if space is None else SPACES[space].digest
             self.state.clear(namespace)
             assert self.state.ram.entries(namespace or b"") == []
+            finish_chores(self.state)
             self.take_orders()
 
     # The world below
@@ -419,6 +420,7 @@ class World(RuleBasedStateMachine):
         assert self.state.status()["pinned_chunks"] == 0
         assert not self.state._searches._searches
         self.state.clear(None)
+        finish_chores(self.state)
         self.take_orders()
         self.answer_clear(0)
         assert self.state.ram.used_bytes == self.state.ram.num_chunks == self.state.ram.num_pinned == 0
@@ -523,6 +525,7 @@ class Bench:
         assert self.state.holdings() == NOTHING
         assert self.state.status()["pinned_chunks"] == self.state.status()["arriving_chunks"] == 0
         self.state.clear(None)
+        finish_chores(self.state)
         assert self.state.ram.used_bytes == 0
 
 

@@ -21,7 +21,7 @@ from kvhold.core.config import Config
 from kvhold.core.errors import LayoutError
 from kvhold.core.keys import HASH_BYTES, Namespace, make_key
 from kvhold.core.layout import Group, Layout
-from tests.cache.laws import Index, assert_counters_reconcile
+from tests.cache.laws import Index, assert_counters_reconcile, finish_chores
 
 SLOT = 4096
 SLOTS = 60
@@ -195,6 +195,7 @@ class Life(RuleBasedStateMachine):
         before = self.state.ram.entries(namespace or b"")
         assert self.state.clear(namespace) == len(before)
         assert self.state.ram.entries(namespace or b"") == []
+        finish_chores(self.state)
 
     def reserved(self, owner, prompt, shard, first=0, tail=True, unwanted=None):
         """unwanted: groups of chunks that are not asked for; None: `groups` is not given."""
@@ -329,6 +330,7 @@ class Life(RuleBasedStateMachine):
                 self.state.gone(owner)
             assert self.state.holdings() == {"tickets": 0, "loans": 0, "rooms": 0}
             self.state.clear(None)
+            finish_chores(self.state)
             assert self.state.ram.used_bytes == self.state.ram.num_chunks == self.state.ram.num_pinned == 0
 
     # The definition

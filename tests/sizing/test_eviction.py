@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cache
-from itertools import combinations
+from itertools import combinations, count
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -41,12 +41,13 @@ class Node:
     def __init__(self, policy: str, capacity: int, lower_capacity: int) -> None:
         arena = cast("Arena", SimpleNamespace(nbytes=capacity * SLOT))
         metrics = Metrics()
-        self.index = Index(make_policy(policy), lower_capacity * SLOT, SLOT)
+        self.index = Index(policy, lower_capacity * SLOT, SLOT)
         ram = RamTier(arena, make_policy(policy), metrics)
         self.state = CacheState(ram, metrics, num_tiers=int(lower_capacity > 0), write_behind_bytes=1 << 50, event_buffer=1_000_000)
         self.state.register(LAYOUT)
         self.begun_at, _ = self.state.snapshot()
         self.numbers: dict[bytes, int] = {}
+        self.time_ns = count(1)
 
     def serve(self, chunks: list[int]) -> tuple[int, int]:
         prompt, state = SPACE.prompt(np.array(chunks, np.int32)), self.state
@@ -72,7 +73,7 @@ class Node:
                     for arrival in order.arrivals:
                         here = self.index.find(arrival.entry.key)
                         assert here is not None
-                        self.index.read(here)
+                        self.index.read(here, next(self.time_ns))
                         self.index.unread(here)
                     for arrival in order.arrivals:
                         self.state.fetched(arrival.entry, True)
@@ -85,7 +86,7 @@ class Node:
             self.obey()
 
     def write(self, keys: list[bytes]) -> None:
-        plans = [self.index.reserve(key, key.hex(), SLOT) for key in keys if self.index.find(key) is None]
+        plans = [self.index.reserve(key, next(self.time_ns), SLOT) for key in keys if self.index.find(key) is None]
         for plan in filter(None, plans):
             for victim in plan.victims:
                 self.index.finish(victim)

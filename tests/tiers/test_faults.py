@@ -136,7 +136,7 @@ class TestCalls:
         tier.rules = parse_rules(f"{operation}:delay:1:20ms {operation}:delay:1:0.5s")
         monkeypatch.setattr("kvhold.tiers.faults.asyncio.sleep", sleep)
         assert await call(tier, operation) == ANSWERS[operation]
-        assert slept == [0.02, 0.5]
+        assert [seconds for seconds in slept if seconds] == [0.02, 0.5]  # 0: a turn for other tasks
 
 
 class TestValues:
