@@ -70,6 +70,18 @@ class TestDifferent:
         models = [make_model(seed=0), make_model(seed=1), model_of(LlamaConfig(**sizes(intermediate_size=64)))]
         assert len({namespace_of(model).digest for model in models}) == 3
 
+    @pytest.mark.parametrize("key", ["dtype", "torch_dtype", "model_type", "use_cache", "architectures"])
+    def test_for_another_quantization_whose_key_has_the_name_of_a_harmless_field(self, model: Any, key: str) -> None:
+        """Harmless are fields of the model's own configuration, not what has their names in a mapping inside it."""
+
+        def quantized(value: str) -> Namespace:
+            model.config.quantization_config = {"quant_method": "other", "global_quant_config": {"inputs": {key: value}}}
+            return namespace_of(model)
+
+        one, other = quantized("fp8_e4m3"), quantized("int8")
+        assert one.quantization != other.quantization
+        assert one.facts.digest != other.facts.digest
+
     def test_for_another_salt_and_another_name(self, model: Any) -> None:
         spaces = [namespace_of(model, cache_salt=salt, model_id=name) for salt in ("", "a") for name in ("", "m", "n")]
         assert len({space.digest for space in spaces}) == 6

@@ -22,21 +22,23 @@ from kvhold.core.naming import Facts, Rules, Table, text_of, walk
 from kvhold.integrations.machine import library_facts, processor_facts, version_facts
 from kvhold.integrations.transformers.weights import Weights
 
+_PLACES = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
+
 HARMLESS = {
-    "where a file is, or who wrote it": "_name_or_path _commit_hash transformers_version",
+    "where a file is, or who wrote it": " ".join(sorted(_PLACES)),
     "how the model is made; its class is a fact": "architectures auto_map model_type",
     "how text becomes tokens, and where it ends": "bos_token_id eos_token_id pad_token_id",
     "what is done with the last hidden state": "id2label label2id problem_type",
     "what else a call returns": "output_attentions _output_attentions output_hidden_states return_dict use_cache",
     "the type that counts is that of the weights": "dtype torch_dtype",
 }
-"""Fields of a configuration that leave KV as it is, by the reason."""
+"""Fields of a model's configuration itself (not of mappings inside it) that leave KV as it is, by the reason."""
 
 _RULES = Rules(
     tables={"PreTrainedConfig": Table.of("", HARMLESS), "PretrainedConfig": Table.of("", HARMLESS)},
     opens=lambda kind: kind.__module__.partition(".")[0] in ("transformers", "transformers_modules"),
     atoms={torch.dtype: str, torch.device: str, torch.Size: lambda size: str(list(size))},
-    not_keys=frozenset(name for names in HARMLESS.values() for name in names.split()),
+    not_keys=_PLACES,  # the other harmless names mean something else elsewhere: `dtype` in a quantization's settings shapes KV
 )
 _LIBRARIES = ("torch", "peft", "accelerate", "flash-attn", "bitsandbytes", "kernels", "compressed-tensors")
 _VOLATILE_IN_ADAPTERS = frozenset({"base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"})
