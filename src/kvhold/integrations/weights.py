@@ -6,12 +6,14 @@
 
 Every file counts, in subfolders too: weights of any format, indexes, settings, and code beside the weights. Left out is what cannot shape
 KV, by the list below. Files are hashed whole (xxh3, 128 bits; it guards against accidents, nobody gains by forging their own weights),
-once for each state of a file: the digests are kept in the user's cache folder under the file's path, size, time and inode. The engine
-reads the same files next, so the first hashing mostly warms the page cache for it.
+once for each state of a file: the digests are kept in the user's cache folder under the file's path, size, time and inode. A kept digest
+is used only if it is this user's own and whole. The engine reads the same files next, so the first hashing mostly warms the page cache.
 """
 
 import logging
 import os
+import re
+import stat
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -31,6 +33,8 @@ _SETTINGS = ("config.json", "adapter_config.json")
 _PIECE_BYTES = 8 << 20
 _WORTH_A_LINE = 1 << 30
 _MAX_FILES = 20_000
+_NOTE_BYTES = 65  # a digest, a blank, a check
+_DIGEST = re.compile("[0-9a-f]{32}")
 
 HARMLESS_FILES = {
     "documents and pictures": "*.md *.pdf *.png *.jpg *.jpeg *.gif *.svg *.html LICENSE* NOTICE* USE_POLICY*",
@@ -40,6 +44,9 @@ HARMLESS_FILES = {
     "logs, locks and files that are not complete": "*.log *.lock *.incomplete *.tmp events.out.tfevents.*",
 }
 """Names of files that are left out, by the reason. Files and folders that begin with a dot, and __pycache__, are left out, too."""
+
+ALWAYS_NAMED = "*.safetensors *.bin *.pt *.pth *.ckpt *.gguf *.npz *.tensors *.py"
+"""Names of files that hold weights or code, and count whatever else their names say (`tokenizer-codec.safetensors`)."""
 
 _HARMLESS = tuple(pattern for patterns in HARMLESS_FILES.values() for pattern in patterns.split())
 
@@ -98,6 +105,8 @@ def file_digest(path: Path) -> str:
 
 
 def _is_harmless(name: str) -> bool:
+    if any(fnmatchcase(name.lower(), pattern) for pattern in ALWAYS_NAMED.split()):
+        return False
     return any(fnmatchcase(name, pattern) for pattern in _HARMLESS)
 
 
@@ -115,15 +124,21 @@ def _digest_of(folder: Path, files: list[Path]) -> str:
 
 
 def _file_digest(path: Path) -> str:
-    status = path.stat()
-    state = canonical([str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino])
-    note = _notes_folder() / blake2b(state, digest_size=16).hexdigest()
-    try:
-        return note.read_text()
-    except OSError:
+    state = _state_of(path)
+    folder = _notes_folder()
+    name = blake2b(state, digest_size=16).hexdigest()
+    digest = _noted(folder / name, state) if _is_ours(folder) else None
+    if digest is None:
         digest = _hash(path)
-        _keep(note, digest)
-        return digest
+        if _state_of(path) == state:  # else this is the digest of no state at all
+            _keep(folder / name, state, digest)
+    return digest
+
+
+def _state_of(path: Path) -> bytes:
+    """What tells a change of a file without reading it."""
+    status = path.stat()
+    return canonical([str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino])
 
 
 def _hash(path: Path) -> str:
@@ -135,15 +150,50 @@ def _hash(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _keep(note: Path, digest: str) -> None:
+def _noted(note: Path, state: bytes) -> str | None:
+    """Return the digest that was kept for this state. None where there is no note, or it is another user's, or damaged."""
+    try:
+        with os.fdopen(os.open(note, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            if os.fstat(file.fileno()).st_uid != os.geteuid():
+                return None
+            text = file.read(_NOTE_BYTES + 1).decode("ascii", "replace")
+    except OSError:
+        return None
+    digest, _, check = text.partition(" ")
+    return digest if _DIGEST.fullmatch(digest) and check == _check(state, digest) else None
+
+
+def _keep(note: Path, state: bytes, digest: str) -> None:
     """Write whole or not at all. Not being able to costs the next start its time, nothing else."""
     try:
-        note.parent.mkdir(parents=True, exist_ok=True)
+        note.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _is_ours(note.parent):
+            return
         with tempfile.NamedTemporaryFile("w", dir=note.parent, delete=False) as draft:
-            draft.write(digest)
+            draft.write(f"{digest} {_check(state, digest)}")
+            draft.flush()
+            os.fsync(draft.fileno())  # else a power failure may leave an empty file under the note's name
         Path(draft.name).replace(note)
     except OSError as error:
         log.debug("kvhold: digests are not kept: %s", error)
+
+
+def _check(state: bytes, digest: str) -> str:
+    """What makes a note one of this state and this digest."""
+    return blake2b(state + digest.encode(), digest_size=16).hexdigest()
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether the folder is this user's, and closed to others from now on."""
+    try:
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+            return False
+        if stat.S_IMODE(status.st_mode) != 0o700:
+            folder.chmod(0o700)
+        return True
+    except OSError:
+        return False
 
 
 def _notes_folder() -> Path:
