@@ -3,19 +3,23 @@
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvhold.cache import LocalCache
 from kvhold.core.errors import ConfigError, TierUnavailable
 from kvhold.core.keys import NAMESPACE_BYTES
+from kvhold.core.metrics import Metrics
 from kvhold.testing import TierContract
 from kvhold.testing.cache import a_prompt, read, store
 from kvhold.testing.servers.redis import RedisServer
 from kvhold.testing.tier import make_key
 from kvhold.tiers.generations import GenerationTier, is_marker, marker_key
+from kvhold.tiers.guard import Guard, GuardConfig
 from kvhold.tiers.journal import ClearsJournal
 from kvhold.tiers.memory import MemoryConfig, MemoryTier
 from tests.cache.below import HYBRID_SPACE, PATIENT_S, SPACE, a_cache_over, cache_over, eventually, forget
+from tests.tiers import memory
 from tests.tiers.conftest import start_or_skip
 from tests.tiers.memory import PLUGIN, SHARED_PLUGIN, Place, SharedMemoryTier, a_place
 
@@ -94,11 +98,79 @@ class TestRestarts:
         assert ClearsJournal(path).owed("disk") == []
         assert path.stat().st_mode & 0o777 == 0o600
         path.write_text("nonsense\n")
-        assert ClearsJournal(path).owed("disk") == [b""]
+        journal = ClearsJournal(path)
+        journal.begin(["disk", "redis"])
+        assert (journal.owed("disk"), journal.owed("redis")) == ([b""], [b""])
+        await journal.remove("disk", b"")  # one has paid, and the other still owes, after a restart too
+        assert (ClearsJournal(path).owed("disk"), ClearsJournal(path).owed("redis")) == ([], [b""])
         path.unlink()
         path.symlink_to(tmp_path / "elsewhere")
         with pytest.raises(ConfigError, match="cannot be read"):
             ClearsJournal(path)
+
+    def test_a_clear_is_remembered_though_a_write_hangs(self, place: Place, tmp_path: Path) -> None:
+        file = tmp_path / "clears"
+        with cache_over(place.url(), drain_timeout_s=0, clears_file=str(file)) as cache:
+            store(cache, PROMPT)
+            settle(cache)
+            place.hold("put")
+            store(cache, a_prompt(SPACE, 128))
+            place.wait_for("put")
+            cache.clear(deadline_s=0)
+            eventually(lambda: file.exists() and file.read_text())
+        place.let_go("put")
+        with cache_over(place.url(), clears_file=str(file)) as cache:
+            assert read(cache, PROMPT) == 0
+            eventually(lambda: not place.values)
+
+    def test_a_second_clear_is_not_paid_by_the_first(self, place: Place, tmp_path: Path) -> None:
+        later = SPACE.prompt(np.arange(64, dtype=np.int32) + 5000)
+        with cache_over(place.url(breaker_pause_s=0.01), clears_file=str(tmp_path / "clears")) as cache:
+            store(cache, PROMPT)
+            settle(cache)
+            place.hold("delete")
+            cache.clear(NAMESPACE, deadline_s=0)
+            place.wait_for("delete")
+            store(cache, later)
+            eventually(lambda: chunks(place) == 8)
+            cache.clear(NAMESPACE, deadline_s=0)
+            place.faults = {"scan": AWAY}
+            place.let_go("delete")
+            settle(cache)
+            assert cache.status()["tiers"][0]["clears_owed"] == 1
+            assert read(cache, later) == 0
+            place.faults = {}
+            eventually(lambda: not place.values and not cache.status()["tiers"][0]["clears_owed"])
+
+    @pytest.mark.parametrize("shared", [False, True])
+    def test_a_read_only_tier_is_not_used_after_a_clear(self, place: Place, tmp_path: Path, shared: bool) -> None:
+        url = place.shared_url if shared else place.url
+        with cache_over(url(), plugins=PLUGINS) as cache:
+            store(cache, PROMPT)
+        for restarted in (False, True):  # a restart does not change it
+            with cache_over(url(read_only=True), plugins=PLUGINS, clears_file=str(tmp_path / "clears")) as cache:
+                assert read(cache, PROMPT) == (0 if restarted else 64)
+                cache.clear(NAMESPACE)
+                assert read(cache, PROMPT) == 0
+        assert chunks(place) == 4
+
+    @pytest.mark.parametrize("shared", [False, True])
+    async def test_very_many_debts_are_paid_and_none_of_a_shared_tier_becomes_a_clear_of_everything(
+        self, place: Place, tmp_path: Path, shared: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("kvhold.tiers.guard._MOST_OWED", 5)
+        spaces = [bytes([number]) * NAMESPACE_BYTES for number in range(9)]
+        tier = (SharedMemoryTier if shared else memory.MemoryTier)(place)
+        path = tmp_path / "clears"
+        guard = Guard(tier, GuardConfig(), name="tier", metrics=Metrics())
+        guard.share(lambda prefix: None)
+        guard.resume_clears(ClearsJournal(path))
+        debts = [await guard.owe(space) for space in spaces]
+        assert (b"" in ClearsJournal(path).owed("tier")) != shared
+        for debt in debts:
+            await guard.pay(debt)
+        assert guard.status()["clears_owed"] == 0
+        assert ClearsJournal(path).owed("tier") == []
 
 
 class TestOtherHosts:

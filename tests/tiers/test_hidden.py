@@ -12,8 +12,8 @@ def test_what_is_owed_is_hidden_until_it_is_paid() -> None:
     hidden.owe(b"")
     assert hidden.owed == [b"n" * 16, b""]
     assert hidden.hides(make_key(1, b"m" * 16))
-    hidden.paid(b"")
-    hidden.paid(b"n" * 16)
+    hidden.paid(b"", hidden.debt(b""))
+    hidden.paid(b"n" * 16, hidden.debt(b"n" * 16))
     assert not hidden.hides(make_key(1))
     assert hidden.owed == []
 

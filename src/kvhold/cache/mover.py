@@ -152,6 +152,8 @@ class Mover:
         self._loop.close()
 
     def _begin(self) -> None:
+        if self._journal is not None:
+            self._journal.begin([guard.name for guard in self._stack.guards])
         for guard, coding in zip(self._stack.guards, self._codings, strict=True):
             outbox = Outbox(guard, coding, self._metrics)
             self._outboxes.append(outbox)
@@ -390,7 +392,7 @@ class Mover:
 
     def _finish_late(self, guard: Guard, batch: list[Write], _: "asyncio.Task[Any]") -> None:
         cleared = [write.order.entry.key for write in batch if self._ram.is_doomed(write.order.entry)]
-        if cleared:  # no clear waits for a call that hangs; it may have written them after all
+        if cleared and not guard.traits.shared:  # no clear waits for a call that hangs; in a shared tier it has written old names
             self._start(self._remove(guard, cleared))
         self._finish(batch)
 
@@ -436,19 +438,23 @@ class Mover:
             await guard.refresh()
 
     async def _clear(self, order: ClearOrder) -> None:
-        """Nothing that was queued before comes after: it is dropped, and what is being written is waited for."""
+        """Nothing that was queued before comes after: it is dropped, and what is being written is waited for.
+
+        First the clear is hidden and in the journal: a node that ends while a write hangs has not forgotten it.
+        """
         try:
             for outbox in self._outboxes:
                 self._finish(outbox.drop(order.prefix) if not order.learned else ())
-            for outbox in self._outboxes:
-                writing = outbox.writing(order.prefix)
-                while outbox.is_writing(writing):
+            writing = [(outbox, outbox.writing(order.prefix)) for outbox in self._outboxes]
+            debts = await self._stack.owe(order.prefix, shared=not order.learned)
+            for outbox, writes in writing:
+                while outbox.is_writing(writes):
                     await self._some_written()
             if order.learned:
                 self._barred[order.prefix] -= 1
                 if not self._barred[order.prefix]:
                     del self._barred[order.prefix]
-            await self._stack.clear(order.prefix, shared=not order.learned)
+            await self._stack.pay(debts)
         finally:
             self._post(lambda: self._state.cleared(order.prefix))
 

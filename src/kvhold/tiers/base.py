@@ -78,7 +78,8 @@ class Tier(Protocol):
     async def put(self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None) -> list[TierError | None]:
         """Store each value whole or not at all: `None` where it is there afterwards, else why not (TierFull where there is no room).
 
-        A key that is there already keeps its value. ttl_s: where the tier can, remove the values after so long.
+        A key that is there already keeps its value. ttl_s: where the tier can, remove the values after so long; None: as its settings
+        say; infinity: never, whatever they say.
         """
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:

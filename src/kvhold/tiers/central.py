@@ -7,6 +7,7 @@ Bytes go straight between the caller's memory and the socket. A few connections,
 was cancelled is closed, and the next call opens another. One event loop. Time-outs are the caller's.
 """
 
+import math
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self, TypeVar
@@ -109,6 +110,7 @@ class CentralTier:
 
     async def put(self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None) -> list[TierError | None]:
         """Tier contract."""
+        ttl_s = None if ttl_s == math.inf else ttl_s
         batches = [_PutBatch(batch, ttl_s) for batch in _batched([_Putting(key, parts) for key, parts in items])]
         await run(self._pool, batches, fault=lambda error: self._fault("put", error))
         _raise_if_all(batches)

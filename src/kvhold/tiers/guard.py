@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
+from weakref import WeakValueDictionary
 
 from kvhold.core.config import setting, size
 from kvhold.core.errors import TierDenied, TierError, TierUnavailable
@@ -33,6 +34,7 @@ Result = TypeVar("Result")
 _SCAN_TIMEOUT_S = 60.0  # of a whole tier
 _DELETE_KEYS = 256  # in one call
 _LONGEST_PAUSE_S = 30.0
+_MOST_OWED = 1000  # clears, by a tier of one host; then it owes everything
 _PER_ITEM = ("probe", "get", "put", "replace", "delete")
 _LEAVE_S = 5.0  # how long whoever cancels a call waits for it to let go
 
@@ -103,6 +105,8 @@ class Guard:
         self._hidden = Hidden()
         self._mending: asyncio.Task[None] | None = None
         self._paying: asyncio.Task[None] | None = None
+        self._payers: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()  # prefix -> who pays it, one at a time
+        self._journal_turn = asyncio.Lock()
         self._journal: ClearsJournal | None = None
         self._stuck: set[asyncio.Task[Any]] = set()
         self._last_fault = ""
@@ -206,14 +210,41 @@ class Guard:
 
         Where the tier cannot do it now, none of them is found any more, and it is done when the tier can.
         """
-        self._hidden.owe(prefix)
-        if self._journal is not None:
-            await self._journal.add(self.name, prefix)
+        return await self.pay(await self.owe(prefix))
+
+    async def owe(self, prefix: bytes) -> bytes:
+        """Hide all with this prefix until it has gone; on the disk, if there is a journal. Returns the prefix to `pay`.
+
+        That is everything, if a tier of this host alone owes very many clears. What is in a read-only tier stays hidden.
+        """
+        if not self.traits.shared and not self._hidden.debt(prefix) and len(self._hidden.owed) >= _MOST_OWED:
+            log.warning("tier %s owes over %d clears: all that it holds is removed", self.name, _MOST_OWED)
+            prefix = b""
+            self._hidden.owe_everything_instead()
+        else:
+            self._hidden.owe(prefix)
+        await self._write_journal(prefix)
+        return prefix
+
+    async def pay(self, prefix: bytes) -> int:
+        """Remove what is owed of a prefix; where that cannot be done now, it is done when it can. Returns how many values went."""
+        if self.config.read_only:
+            log.warning("tier %s is read_only: what was cleared stays there, and this host does not use it", self.name)
+            return 0
         removed = await self._pay(prefix)
-        if prefix in self._hidden.owed and self._paying is None:
+        if self._hidden.debt(prefix) and self._paying is None:
             log.warning("tier %s could not be cleared now; what was to go is not used, and goes when it can", self.name)
             self._paying = asyncio.ensure_future(self._pay_by_and_by())
         return removed
+
+    async def _write_journal(self, prefix: bytes) -> None:
+        """Have the journal say whether a prefix is owed. One at a time: the last one is right."""
+        if self._journal is not None:
+            async with self._journal_turn:
+                if self._hidden.debt(prefix):
+                    await self._journal.add(self.name, prefix)
+                else:
+                    await self._journal.remove(self.name, prefix)
 
     def share(self, learned: Callable[[bytes], None]) -> None:
         """Where others share the tier: have clears hold for all of them, and be told of theirs (`generations.py`)."""
@@ -223,9 +254,9 @@ class Guard:
     def resume_clears(self, journal: ClearsJournal) -> None:
         """Keep what is owed in a journal, and go on with what was owed when the last run ended. In the tier's loop."""
         self._journal = journal
-        for prefix in journal.owed(self.name) if not self.config.read_only else ():
+        for prefix in journal.owed(self.name):
             self._hidden.owe(prefix)
-        if self._hidden.owed and self._paying is None:
+        if self._hidden.owed and self._paying is None and not self.config.read_only:
             self._paying = asyncio.ensure_future(self._pay_by_and_by(first_pause_s=0.0))
 
     async def refresh(self) -> None:
@@ -346,15 +377,22 @@ class Guard:
 
     async def _pay(self, prefix: bytes) -> int:
         """Remove what is owed of one prefix; it is paid if nothing is left of it. What is stored meanwhile is not owed."""
-        if isinstance(self._tier, GenerationTier):
-            removed = await self._pay_by_generation(self._tier, prefix)
-        else:
-            removed = await self._pay_by_scan(prefix)
-        if self._journal is not None and prefix not in self._hidden.owed:
-            await self._journal.remove(self.name, prefix)
+        turn = self._payers.get(prefix)
+        if turn is None:
+            turn = self._payers[prefix] = asyncio.Lock()
+        async with turn:
+            debt = self._hidden.debt(prefix)
+            if not debt:  # whoever had the turn before has paid it
+                return 0
+            if isinstance(self._tier, GenerationTier):
+                removed = await self._pay_by_generation(self._tier, prefix, debt)
+            else:
+                removed = await self._pay_by_scan(prefix, debt)
+            if not self._hidden.debt(prefix):
+                await self._write_journal(prefix)
         return removed
 
-    async def _pay_by_generation(self, tier: GenerationTier, prefix: bytes) -> int:
+    async def _pay_by_generation(self, tier: GenerationTier, prefix: bytes, debt: int) -> int:
         """Paid when the new generation has begun: what is left of the old one is not asked for by anybody."""
         call = _Call[list[bytes]]("scan", 0, _SCAN_TIMEOUT_S)
         await self._run(call, lambda: tier.advance(prefix))
@@ -369,10 +407,10 @@ class Guard:
                     return removed
             removed += sum(deleting.result)
             self._count("delete", removed=sum(deleting.result), absent=len(batch) - sum(deleting.result))
-        self._hidden.paid(prefix)
+        self._hidden.paid(prefix, debt)
         return removed
 
-    async def _pay_by_scan(self, prefix: bytes) -> int:
+    async def _pay_by_scan(self, prefix: bytes, debt: int) -> int:
         keys, fault = await self._scan(prefix)
         left: set[bytes] = set()
         for at in range(0, len(keys), _DELETE_KEYS):
@@ -384,7 +422,7 @@ class Guard:
             there, fault = await self._scan(prefix)
             left.intersection_update(there)
         if not left and fault is None:
-            self._hidden.paid(prefix)
+            self._hidden.paid(prefix, debt)
         return removed
 
     async def _pay_by_and_by(self, first_pause_s: float | None = None) -> None:

@@ -2,7 +2,8 @@
 
 Two kinds. What was cleared while the tier could not be reached is *owed*: it is not found there any more, and removed when the tier is
 back. A value that the tier has but cannot give (a bad sector) is *unreadable*: not found there either, so that a tier below can give its
-own. Both live as long as the process: a tier that was away when it ended still holds what was owed.
+own. Both live as long as the process; the journal of clears (`journal.py`) remembers what is owed.
+Each debt has a number: whoever pays an earlier debt of a prefix has not paid a later one.
 """
 
 from collections import OrderedDict
@@ -14,7 +15,9 @@ class Hidden:
     """Of one tier. Pure."""
 
     def __init__(self) -> None:
-        self._owed: dict[bytes, None] = {}
+        self._owed: dict[bytes, int] = {}  # prefix -> number of its latest debt
+        self._lengths: set[int] = set()  # of prefixes that were ever owed
+        self._num_debts = 0
         self._unreadable: OrderedDict[bytes, None] = OrderedDict()
 
     @property
@@ -24,11 +27,23 @@ class Hidden:
 
     def owe(self, prefix: bytes) -> None:
         """All with this prefix is to go."""
-        self._owed[prefix] = None
+        self._num_debts += 1
+        self._owed[prefix] = self._num_debts
+        self._lengths.add(len(prefix))
 
-    def paid(self, prefix: bytes) -> None:
-        """All with this prefix has gone."""
-        self._owed.pop(prefix, None)
+    def owe_everything_instead(self) -> None:
+        """One debt of all in the place of all debts of prefixes."""
+        self._owed.clear()
+        self.owe(b"")
+
+    def debt(self, prefix: bytes) -> int:
+        """The number of a prefix's latest debt; 0 if it owes none."""
+        return self._owed.get(prefix, 0)
+
+    def paid(self, prefix: bytes, debt: int) -> None:
+        """All with this prefix that was there when the debt was made has gone."""
+        if self._owed.get(prefix) == debt:
+            del self._owed[prefix]
 
     def unreadable(self, key: bytes) -> None:
         """The tier has it and cannot give it."""
@@ -46,4 +61,4 @@ class Hidden:
 
     def hides(self, key: bytes) -> bool:
         """Whether a value of this key is not to be seen."""
-        return key in self._unreadable or any(key.startswith(prefix) for prefix in self._owed)
+        return key in self._unreadable or (bool(self._owed) and any(key[:length] in self._owed for length in self._lengths))

@@ -2,17 +2,20 @@
 
     journal = ClearsJournal(Path("/run/user/1000/kvhold/node.sock.clears"))
     await journal.add("redis", prefix)        # on the disk before it returns
+    journal.begin(["disk", "redis"])          # at the start, once
     journal.owed("redis")                     # after a restart
     await journal.remove("redis", prefix)     # the tier has been cleared
 
 One line for each clear: the tier's name, a tab, the prefix of the keys in hexadecimal. The file is replaced in one step. It is bounded:
-a tier that owes very many clears owes everything. A file that cannot be understood means that every tier owes everything.
+a tier of one host that owes very many clears owes everything (`guard.py`); of a shared tier, what is beyond the bound is not written, and
+that is logged. A file that cannot be understood means that every tier owes everything: `begin` makes that a debt of each.
 """
 
 import asyncio
 import logging
 import os
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,7 +25,7 @@ from kvhold.tiers.files.safe import open_folder, open_own_file
 
 log = logging.getLogger(__name__)
 
-_MOST_OWED = 1000  # by one tier; beyond that it owes everything
+_MOST_OWED = 100_000  # by one tier
 _MOST_BYTES = 16 << 20
 
 
@@ -49,9 +52,17 @@ class ClearsJournal:
             log.warning("%s cannot be understood: every tier is cleared", path)
             self._all_owe = True
 
+    def begin(self, tiers: Sequence[str]) -> None:
+        """Where the file could not be understood: each of these tiers owes everything, and the file says so."""
+        if self._all_owe:
+            self._all_owe = False
+            with self._lock:
+                self._owed = {tier: {b"": None} for tier in tiers}
+                self._save()
+
     def owed(self, tier: str) -> list[bytes]:
         """The prefixes of the keys that are to be removed from a tier."""
-        return [b""] if self._all_owe else list(self._owed.get(tier, ()))
+        return list(self._owed.get(tier, ()))
 
     async def add(self, tier: str, prefix: bytes) -> None:
         """A tier owes a clear. It is on the disk when this returns; a fault is logged, since the clear itself must go on."""
@@ -64,17 +75,21 @@ class ClearsJournal:
     def _change(self, tier: str, prefix: bytes, *, owed: bool) -> None:
         with self._lock:
             prefixes = self._owed.setdefault(tier, {})
-            if owed and len(prefixes) >= _MOST_OWED:
-                prefixes.clear()
-                prefix = b""
-            if owed:
-                prefixes[prefix] = None
-            else:
+            if not owed:
                 prefixes.pop(prefix, None)
-            try:
-                self._write()
-            except OSError as error:
-                log.error("%s: a clear would not survive a restart of the node: %s", self._path, error)
+            elif not prefix:
+                self._owed[tier] = {b"": None}
+            elif prefix not in prefixes and len(prefixes) >= _MOST_OWED:
+                log.error("%s: tier %s owes %d clears; a restart of the node would forget one more", self._path, tier, len(prefixes))
+            else:
+                prefixes[prefix] = None
+            self._save()
+
+    def _save(self) -> None:
+        try:
+            self._write()
+        except OSError as error:
+            log.error("%s: a clear would not survive a restart of the node: %s", self._path, error)
 
     def _read(self) -> str:
         try:

@@ -341,7 +341,7 @@ def _nonsense(line: bytes) -> ProtocolError:
 
 def _expiry(ttl_s: float | None) -> int:
     """As the server takes it: whole seconds, at least one, and a date where they are many."""
-    if ttl_s is None:
+    if ttl_s is None or ttl_s == math.inf:
         return 0
     seconds = max(1, math.ceil(min(ttl_s, _LAST_DATE_S)))
     return seconds if seconds <= _LONGEST_RELATIVE_S else min(_LAST_DATE_S, int(time.time()) + seconds)

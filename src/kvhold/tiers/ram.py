@@ -15,7 +15,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 from typing import ClassVar
 
 from kvhold.core.errors import TierError, TierFull
@@ -353,7 +353,7 @@ class RamTier:
 
     async def put(self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None) -> list[TierError | None]:
         """Tier contract: a copy."""
-        expires_at = 0 if ttl_s is None else ceil(self._clock() + ttl_s)
+        expires_at = 0 if ttl_s is None or ttl_s == inf else ceil(self._clock() + ttl_s)
         return [self._copy_in(key, parts, expires_at) for key, parts in items]
 
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:

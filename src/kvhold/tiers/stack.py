@@ -58,8 +58,16 @@ class Stack:
 
         shared: false where another host has cleared the tiers that it shares
         """
-        guards = [guard for guard in self.guards if not guard.config.read_only and (shared or not guard.traits.shared)]
-        return sum(await asyncio.gather(*(guard.clear(prefix) for guard in guards)))
+        return await self.pay(await self.owe(prefix, shared=shared))
+
+    async def owe(self, prefix: bytes, *, shared: bool = True) -> list[tuple[Guard, bytes]]:
+        """Hide what is to be removed, and remember it in the journal. Returns what each tier has to remove: for `pay`."""
+        guards = [guard for guard in self.guards if shared or not guard.traits.shared]
+        return list(zip(guards, await asyncio.gather(*(guard.owe(prefix) for guard in guards)), strict=True))
+
+    async def pay(self, debts: Sequence[tuple[Guard, bytes]]) -> int:
+        """Remove what `owe` has hidden. Returns how many values went."""
+        return sum(await asyncio.gather(*(guard.pay(prefix) for guard, prefix in debts)))
 
     def status(self) -> list[dict[str, Any]]:
         """One entry a tier, from the top. Safe from any thread."""

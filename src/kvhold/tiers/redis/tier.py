@@ -16,6 +16,7 @@ the server evicts (maxmemory-policy), what is gone is a miss. Runs in one event 
 `guard.py` has.
 """
 
+import math
 from collections.abc import AsyncIterator, Sequence
 from typing import ClassVar, Self
 
@@ -258,7 +259,7 @@ class RedisTier:
 
     def _ttl_ms(self, ttl_s: float | None) -> int | None:
         ttl_s = ttl_s if ttl_s is not None else self._config.ttl_s or None
-        return None if ttl_s is None else max(1, min(_MAX_TTL_MS, round(min(ttl_s, _MAX_TTL_MS) * 1000)))
+        return None if ttl_s is None or ttl_s == math.inf else max(1, min(_MAX_TTL_MS, round(min(ttl_s, _MAX_TTL_MS) * 1000)))
 
 
 def _may_be_in_parts(read: ReadRange) -> bool:
