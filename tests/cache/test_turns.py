@@ -299,12 +299,14 @@ def test_a_store_of_many_chunks_is_done_in_steps_and_one_given_up_leaves_nothing
     assert not reserving.step(1000)
     reserving.close()
     state.gone("writer")
+    finish_chores(state)
     assert state.ram.used_bytes == 0
     granted = state.reserve("writer", LAYOUT, names, 0)
     committing = Running(state.commit_turns("writer", granted.room, range(1000)))
     assert not committing.step(1000)
     committing.close()
     state.gone("writer")
+    finish_chores(state)
     assert all(entry.committed for entry in state.ram.entries())
     state.clear(None)
     finish_chores(state)
@@ -363,4 +365,84 @@ def test_names_of_more_chunks_than_one_step_takes_are_reserved_once_each() -> No
     assert len({place for place in offsets if place >= 0}) == 400
     for owner in ("one", "two"):
         state.gone(owner)
+        finish_chores(state)
     assert state.ram.used_bytes == 0
+
+
+class TestLeaving:
+    def test_of_one_with_a_large_room_gives_back_few_entries_in_one_step_and_others_may_write_them_at_once(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        abandoned: list[bytes] = []
+        abandon = RamTier.abandon
+
+        def counted(tier: RamTier, entry: Any) -> None:
+            abandoned.append(entry.key)
+            abandon(tier, entry)
+
+        monkeypatch.setattr(RamTier, "abandon", counted)
+        state = new_cache()
+        names = prompt_of(500).chunks()
+        state.reserve("writer", LAYOUT, names, 0)
+        nbytes = state.held_by("writer").nbytes
+        assert nbytes == state.ram.used_bytes
+        state.gone("writer")
+        assert len(abandoned) < 300
+        again = state.reserve("other", LAYOUT, names, 0)
+        assert all(offset >= 0 for offsets in again.offsets for offset in offsets), "in memory of its own"
+        finish_chores(state)
+        assert len(abandoned) == 1000
+        assert state.ram.used_bytes == nbytes
+        state.abandon("other", again.room)
+        assert state.ram.used_bytes == 0
+
+    def test_while_a_large_room_is_abandoned_keeps_nothing(self) -> None:
+        state = new_cache()
+        room = state.reserve("writer", LAYOUT, prompt_of(500).chunks(), 0).room
+        turns = state.abandon_turns("writer", room)
+        next(turns)
+        assert state.held_by("writer").nbytes == state.ram.used_bytes > 0, "the rest is still its own"
+        turns.close()
+        state.gone("writer")
+        finish_chores(state)
+        assert state.ram.used_bytes == 0
+
+
+class TestPrefetch:
+    def test_of_a_long_prompt_looks_for_few_keys_in_one_step(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        state = new_state(Config(tiers=("null://",)), SimpleNamespace(nbytes=64 << 20))
+        state.register(LAYOUT)
+        prompt = prompt_of(2000)
+        looked: list[bytes] = []
+        monkeypatch.setattr(state.ram, "find", lambda key: looked.append(key))
+        running = Running(state.prefetch_turns("reader", prompt.query()))
+        most, done = 0, False
+        while not done:
+            before = len(looked)
+            done = running.step()
+            most = max(most, len(looked) - before)
+        assert len(looked) >= 8000
+        assert most < 1500
+        assert any(isinstance(order, ProbeOrder) for order in state.take_orders())
+
+    @pytest.mark.parametrize("num_closed", [10, 20, 40])
+    def test_that_is_given_up_between_two_steps_holds_nothing(self, num_closed: int) -> None:
+        state = new_state(Config(tiers=("null://",)), SimpleNamespace(nbytes=64 << 20))
+        state.register(LAYOUT)
+        long = prompt_of(2000)
+        part = long.chunks()
+        part = ChunkNames(part.namespace, part.hashes[: 1000 * HASH_BYTES])
+        for shard in range(2):
+            state.commit("writer", state.reserve("writer", LAYOUT, part, shard).room, range(1000))
+        for order in state.take_orders():
+            if isinstance(order, WriteOrder):
+                state.written(order.number)
+        turns, pinned = state.prefetch_turns("reader", long.query()), 0
+        for num_steps, _ in enumerate(turns, 1):
+            pinned = max(pinned, state.ram.num_pinned)
+            if num_steps == num_closed:
+                break
+        assert pinned
+        turns.close()
+        finish_chores(state)
+        assert state.ram.num_pinned == 0

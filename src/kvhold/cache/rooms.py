@@ -2,7 +2,7 @@
 
     offsets = finish(rooms.reserve_turns(room, names, shard))       # room.chunks: what was granted; offsets: where it is to be written
     finish(rooms.commit_turns(room, [0, 1], checksums))             # visible now, and to be written below
-    rooms.abandon(room)                                     # the rest is given back
+    finish(rooms.abandon_turns(room))                       # the rest is given back
 
 No I/O; the state says whose room it is, and drives this as its single writer. Only who has stopped writing may abandon.
 
@@ -33,7 +33,7 @@ from kvhold.tiers.ram import Entry, RamTier, Wanted
 MAX_SHARDS = 0xFFFF
 _MOST_COMMITTED = 16  # chunks in one step
 _MOST_CHECKSUMS = 500  # entries in one step
-_RESERVE_UNITS, _COMMIT_UNITS = 8, 5  # for each entry
+_RESERVE_UNITS, _COMMIT_UNITS, _ABANDON_UNITS = 8, 5, 3  # for each entry
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,33 @@ class Granted:
 
 @dataclass
 class Room:
-    """Reserved chunks: chunk number -> one entry for each group that was granted."""
+    """Reserved chunks: chunk number -> one entry for each group that was granted.
+
+    nbytes:      what they take of the arena
+    is_given_up: its writer is not waited for
+    """
 
     layout: Layout
     terms: Terms
     chunks: dict[int, list[Entry]]
+    nbytes: int = 0
+    is_given_up: bool = False
+
+    @property
+    def num_entries(self) -> int:
+        """At most."""
+        return len(self.chunks) * len(self.layout.groups)
+
+    def add(self, chunk: int, entries: list[Entry]) -> None:
+        """A chunk was reserved."""
+        self.chunks[chunk] = entries
+        self.nbytes += sum([entry.taken_bytes for entry in entries])
+
+    def take(self, chunk: int) -> list[Entry]:
+        """A chunk is no longer this room's."""
+        entries = self.chunks.pop(chunk)
+        self.nbytes -= sum([entry.taken_bytes for entry in entries])
+        return entries
 
 
 class Rooms:
@@ -76,7 +98,7 @@ class Rooms:
         self._writes = writes
         self._stalled_after_s = stalled_after_s
         self._clock = clock
-        self._writing: dict[bytes, tuple[Entry, float]] = {}  # what is being written, and since when
+        self._writing: dict[bytes, tuple[Entry, float, Room]] = {}  # what is being written, since when, and in which room
 
     def reserve_turns(self, room: Room, names: ChunkNames, shard: int, *, groups: bytes | None = None) -> Turns[list[list[int]]]:
         """Reserve chunks for `room`, in steps (`chores.py`). Where in memory they are, `[group][chunk]`.
@@ -112,8 +134,8 @@ class Rooms:
                     for one in wanted:
                         self._gone.add(one.key, NO_ROOM)
                     break
-                room.chunks[chunk] = entries
-                self._writing.update((entry.key, (entry, now_s)) for entry in entries)
+                room.add(chunk, entries)
+                self._writing.update((entry.key, (entry, now_s, room)) for entry in entries)
                 for g, entry in zip(missing, entries, strict=True):
                     offsets[g][chunk] = entry.offset
                 count_entries(self._metrics, "reserved", entries)
@@ -134,7 +156,7 @@ class Rooms:
         held: list[Entry] = []  # visible, and not yet among the writes: until then nothing else keeps their memory
         try:
             for begin in range(0, len(numbers), _MOST_COMMITTED):
-                part = [room.chunks.pop(number) for number in numbers[begin : begin + _MOST_COMMITTED]]
+                part = [room.take(number) for number in numbers[begin : begin + _MOST_COMMITTED]]
                 committed += part
                 entries = [entry for of_chunk in part for entry in of_chunk]
                 self._commit(entries)
@@ -162,13 +184,15 @@ class Rooms:
         for entry in entries:
             self._ram.commit(entry)
 
-    def abandon(self, room: Room) -> None:
-        """Give back what was not committed."""
-        for entries in room.chunks.values():
+    def abandon_turns(self, room: Room) -> Turns[None]:
+        """Give back what was not committed, in steps: what is not yet given back stays in the room."""
+        while room.chunks:
+            entries = room.take(next(reversed(room.chunks)))
             self._is_written(entries)
             for entry in entries:
                 self._ram.abandon(entry)
             count_entries(self._metrics, "abandoned", entries)
+            yield _ABANDON_UNITS * len(entries)
 
     def _split(self, keys: Sequence[bytes], groups: Iterable[int]) -> tuple[list[int], list[Entry]]:
         """Of a chunk's groups those that are not here and that nobody is writing, and the entries of those that are here."""
@@ -184,17 +208,12 @@ class Rooms:
                 missing.append(group)
         return missing, there
 
-    def give_up(self, room: Room) -> None:
-        """Its writer is not waited for: others may reserve the same chunks from now on. Its memory stays its own."""
-        for entries in room.chunks.values():
-            for entry in entries:
-                if self._writing.get(entry.key, (None, 0))[0] is entry:
-                    self._writing[entry.key] = (entry, -inf)
-
     def _take_over(self, key: bytes) -> bool:
         """Whether the writer of a key has stalled. Then its entry is forgotten: see the beginning of this file."""
-        entry, since_s = self._writing.get(key, (None, inf))
-        if entry is None or self._clock() - since_s < self._stalled_after_s or not self._ram.is_being_written(entry):
+        entry, since_s, room = self._writing.get(key, (None, inf, None))
+        if entry is None or room is None or not self._ram.is_being_written(entry):
+            return False
+        if not room.is_given_up and self._clock() - since_s < self._stalled_after_s:
             return False
         self._ram.remove(entry)
         del self._writing[key]
@@ -204,7 +223,7 @@ class Rooms:
     def _is_written(self, entries: Iterable[Entry]) -> None:
         """Or will never be."""
         for entry in entries:
-            if self._writing.get(entry.key, (None, 0))[0] is entry:
+            if self._writing.get(entry.key, (None,))[0] is entry:
                 del self._writing[entry.key]
 
 

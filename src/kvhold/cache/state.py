@@ -65,6 +65,7 @@ Owner = Hashable
 _MOST_KEYS = 1 << 20  # of one query: 100 MB of keys
 _ONE_TURN_KEYS = 1500  # so many are looked up in one turn, and what is found needs no holding until the end
 _MOST_PINS = 500  # in one step
+_MOST_ABANDONED = 300  # entries of a room, in one step
 _LOOKUP_ATTEMPTS = 3  # of one that takes several turns, each ended by a clear
 
 
@@ -125,10 +126,14 @@ class _Looked:
 
 @dataclass
 class _Holdings:
-    """What one owner holds, by number. Among the tickets are those that are still arriving."""
+    """What one owner holds, by number. Among the tickets are those that are still arriving.
+
+    loan_bytes: of the arena, by loan
+    """
 
     tickets: set[int] = field(default_factory=set)
     loans: dict[int, list[Entry]] = field(default_factory=dict)
+    loan_bytes: dict[int, int] = field(default_factory=dict)
     rooms: dict[int, Room] = field(default_factory=dict)
 
 
@@ -239,7 +244,7 @@ class CacheState:
                     else:
                         self._unpin(pinned)
                     if declined and self.planner.is_to_try():
-                        self._search_for_nobody(query, layout, sample=True)
+                        yield from self._search_for_nobody_turns(query, layout, sample=True)
                     return answer
                 self._unpin(pinned)
             finally:
@@ -319,16 +324,23 @@ class CacheState:
 
     def prefetch(self, owner: Owner, query: Query) -> None:
         """Bring what lower tiers have of a prompt into RAM, for nobody in particular yet."""
+        finish(self.prefetch_turns(owner, query))
+
+    def prefetch_turns(self, owner: Owner, query: Query) -> Turns[None]:
+        """As `prefetch`, in steps. What the first steps find is held until the last one."""
         layout = self.layout(query.layout)
-        _check_query(layout, query)
-        presence = Presence(query, layout, self.ram.find)
-        extent = presence.extent()
-        if self._is_worth_a_search(query, presence, extent):
-            self._search_for_nobody(query, layout)
-        else:
-            found = in_order(presence.found(extent))
-            self.ram.pin_all(found[::-1])  # so that it is not the next to go
-            self.ram.unpin_all(found)
+        is_long = _check_query(layout, query) > _ONE_TURN_KEYS
+        held: list[Entry] = []
+        try:
+            presence = Presence(query, layout, self._find_and_hold(held) if is_long else self.ram.find)
+            extent = yield from presence.extent_turns()
+            if self._is_worth_a_search(query, presence, extent):
+                yield from self._search_for_nobody_turns(query, layout)
+            else:
+                needed = yield from in_order_turns((yield from presence.found_turns(extent)))
+                self._unpin((yield from self._pin_turns(needed, held)))  # so that it is not the next to go
+        finally:
+            self._unpin(held)
 
     def num_come(self, ticket: int) -> int:
         """How much has come for one that is arriving, as a number that grows. Cheap, unlike `refresh`."""
@@ -369,6 +381,7 @@ class CacheState:
         self.ram.hold_all(lent)
         loan = next(self._numbers)
         self._of(owner).loans[loan] = lent
+        self._of(owner).loan_bytes[loan] = _bytes_of(lent)
         count_entries(self.metrics, "loaned", lent)
         offsets = [[ABSENT if entry is None else entry.offset for entry in row] for row in rows]
         checksums = [b"".join([entry.checksums for entry in row if entry is not None]) for row in rows]
@@ -376,7 +389,9 @@ class CacheState:
 
     def _lend_turns(self, owner: Owner, ticket: _Ticket, rows: list[list[Entry | None]], num_tokens: list[int]) -> Turns[Lent]:
         loan = next(self._numbers)
-        lent = self._of(owner).loans[loan] = []
+        holdings = self._of(owner)
+        lent = holdings.loans[loan] = []
+        holdings.loan_bytes[loan] = 0
         offsets: list[list[int]] = [[] for _ in rows]
         checksums: list[list[bytes]] = [[] for _ in rows]
         ticket.claiming += 1
@@ -387,6 +402,7 @@ class CacheState:
                     entries = [entry for entry in part if entry is not None]
                     self.ram.hold_all(entries)
                     lent += entries
+                    holdings.loan_bytes[loan] += _bytes_of(entries)
                     count_entries(self.metrics, "loaned", entries)
                     places += [ABSENT if entry is None else entry.offset for entry in part]
                     sums += [entry.checksums for entry in entries]
@@ -435,6 +451,7 @@ class CacheState:
         elif held is not None and held.owner == owner:
             self._drop_ticket(number)
         else:
+            self._of(owner).loan_bytes.pop(number, None)
             self._unpin(self._of(owner).loans.pop(number, []))
 
     def reserve(
@@ -478,9 +495,14 @@ class CacheState:
 
     def abandon(self, owner: Owner, room: int) -> None:
         """Give back what a room holds uncommitted."""
-        held = self._of(owner).rooms.pop(room, None)
-        if held is not None:
-            self._rooms.abandon(held)
+        finish(self.abandon_turns(owner, room))
+
+    def abandon_turns(self, owner: Owner, room: int) -> Turns[None]:
+        """As `abandon`, in steps. What is not yet given back is the owner's."""
+        rooms = self._of(owner).rooms
+        if room in rooms:
+            yield from self._rooms.abandon_turns(rooms[room])
+            del rooms[room]
 
     def touches_memory(self, owner: Owner) -> bool:
         """Whether `owner` has a loan or a room: it may be reading or writing the arena now."""
@@ -490,15 +512,14 @@ class CacheState:
     def held_by(self, owner: Owner) -> Held:
         """How much an owner holds."""
         held = self._holdings.get(owner, _Holdings())
-        loans = [entry for entries in held.loans.values() for entry in entries]
-        rooms = [entry for room in held.rooms.values() for entries in room.chunks.values() for entry in entries]
-        return Held(len(held.tickets), len(held.loans), len(held.rooms), sum(entry.taken_bytes for entry in loans + rooms))
+        nbytes = sum(held.loan_bytes.values()) + sum(room.nbytes for room in held.rooms.values())
+        return Held(len(held.tickets), len(held.loans), len(held.rooms), nbytes)
 
     def give_up(self, owner: Owner) -> None:
         """The owner is not waited for: others may write what it has reserved, in other memory. What it holds stays its own."""
         held = self._holdings.get(owner, _Holdings())
         for room in held.rooms.values():
-            self._rooms.give_up(room)
+            room.is_given_up = True
 
     def gone(self, owner: Owner) -> None:
         """The owner is no more and touches no memory any longer: give back all it held."""
@@ -510,8 +531,13 @@ class CacheState:
             self.release(owner, ticket)
         for entries in held.loans.values():
             self._unpin(entries)
-        for room in list(held.rooms):
-            self.abandon(owner, room)
+        for room in held.rooms.values():
+            room.is_given_up = True  # others may write the same chunks before all its memory is back
+            abandoning = self._rooms.abandon_turns(room)
+            if room.num_entries <= _MOST_ABANDONED:
+                finish(abandoning)
+            else:
+                self._chores.add(abandoning)
         del self._holdings[owner]
 
     def clear(self, namespace: bytes | None) -> int:
@@ -685,11 +711,17 @@ class CacheState:
             answer = replace(answer, reason=SLOWER)
         return answer
 
-    def _search_for_nobody(self, query: Query, layout: Layout, *, sample: bool = False) -> None:
+    def _search_for_nobody_turns(self, query: Query, layout: Layout, *, sample: bool = False) -> Turns[None]:
         """What is found comes to memory, or, of a sample, one chunk of it."""
-        number = next(self._numbers)
-        self._searches.begin(number, None, query, layout, sample=sample)
-        self._settle_orphans([number] if self.is_over(number) else [])
+        number, clears, has_begun = next(self._numbers), self.ram.num_clears, False
+        try:
+            yield from self._searches.begin_turns(number, None, query, layout, sample=sample)
+            has_begun = clears == self.ram.num_clears  # else what it has pinned may have been cleared since
+        finally:  # whoever asked may leave between two steps
+            if number in self._searches and not has_begun:
+                self._searches.drop(number)
+        if number in self._searches:
+            self._settle_orphans([number] if self.is_over(number) else [])
 
     def _is_worth_a_search(self, query: Query, presence: Presence[Entry], extent: Extent) -> bool:
         return self._has_lower and extent.num_tokens < presence.asked_tokens and self._searches.may_begin(query)
@@ -769,6 +801,10 @@ class CacheState:
         held.dropped = True
         if not held.claiming:
             self._unpin(held.pinned)
+
+
+def _bytes_of(entries: Iterable[Entry]) -> int:
+    return sum([entry.taken_bytes for entry in entries])
 
 
 def _check_query(layout: Layout, query: Query) -> int:

@@ -177,9 +177,8 @@ class Session:
         others = self._state.ram.num_namespaces - len(described)
         return m.Named(spaces, more, others, max(0, self._state.ram.used_bytes - sum(described)))
 
-    def _prefetch(self, request: m.Prefetch) -> m.Answer:
-        self._state.prefetch(self, request.query)
-        return m.Done()
+    def _prefetch(self, request: m.Prefetch) -> m.Answer | Running[m.Answer]:
+        return self._in_turns(self._state.prefetch_turns(self, request.query), lambda _: m.Done())
 
     def _claim(self, request: m.Claim) -> m.Answer | Running[m.Answer]:
         turns = self._state.claim_turns(self, request.ticket, request.shard, request.first_chunk, arriving=request.arriving)
@@ -210,9 +209,8 @@ class Session:
         turns = self._state.commit_turns(self, request.room, request.chunks, request.checksums)
         return self._in_turns(turns, lambda mark: m.Done(len(request.chunks), mark))
 
-    def _abandon(self, request: m.Abandon) -> m.Answer:
-        self._state.abandon(self, request.room)
-        return m.Done()
+    def _abandon(self, request: m.Abandon) -> m.Answer | Running[m.Answer]:
+        return self._in_turns(self._state.abandon_turns(self, request.room), lambda _: m.Done())
 
     def _clear(self, request: m.Clear) -> m.Answer | Running[m.Answer]:
         return self._in_turns(self._clear_turns(request.namespace), m.Done)
