@@ -25,6 +25,7 @@ from kvhold.core.config import ClientConfig, load_config
 from kvhold.core.keys import make_key, place_suffix
 from kvhold.integrations.vllm import events as events_module
 from kvhold.integrations.vllm.events import Announced, Announcer, Described, Table, with_events
+from kvhold.integrations.vllm.naming import adapters
 from kvhold.node import NodeClient
 from tests.vllm.router import Block, Router
 from tests.vllm.scheduling import Engine, NodeProcess, Options, eventually, make_config, make_prompt
@@ -140,9 +141,10 @@ def test_a_router_knows_what_is_in_a_memory_that_is_too_small(
 
 
 def test_ours_say_of_a_block_what_vllm_says(
-    follow: Callable[..., Followed], start_node: Callable[..., NodeProcess], tmp_path: Path
+    follow: Callable[..., Followed], start_node: Callable[..., NodeProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With adapters and salts, and for what is generated. The router fails for a block that is told in two ways."""
+    monkeypatch.setattr(adapters, "MARGIN_NS", -(10**18))  # the adapter counts as older than the engine
     (tmp_path / "adapter_config.json").write_text("{}")
     (tmp_path / "adapter_model.safetensors").write_bytes(b"adapter")
     followed = follow(start_node(), settings={"save_decode": True})

@@ -69,6 +69,17 @@ def adapter_identity(folder: str) -> str:
     return model_identity(folder, None)
 
 
+def adapter_places(folder: str) -> list[Path]:
+    """Return the files whose change may change which adapter this names. Raises LayoutError as `adapter_identity` does."""
+    path = Path(folder).expanduser()
+    if path.is_dir():
+        return files_of(path, subfolders=False)
+    if path.is_file():
+        return [path]
+    found = _in_hub_cache(folder, None, _SETTINGS)
+    return [found.parents[2] / "refs" / "main", found]
+
+
 def code_identity(model: str, auto_map: object, code_revision: str | None) -> list[str]:
     """Return the names of the code that a model's `auto_map` takes from the hub, other than from `model` at its own revision.
 
@@ -201,13 +212,17 @@ def _notes_folder() -> Path:
 
 
 def _hub_commit(model: str, revision: str | None, names: Sequence[str] = _SETTINGS) -> str:
+    return _snapshot_of(_in_hub_cache(model, revision, names))
+
+
+def _in_hub_cache(model: str, revision: str | None, names: Sequence[str]) -> Path:
     from huggingface_hub import try_to_load_from_cache
 
     with suppress(ValueError):  # not the form of a hub's name
         for name in names:
             found = try_to_load_from_cache(model, name, revision=revision)
             if isinstance(found, str):
-                return _snapshot_of(Path(found))
+                return Path(found)
     raise LayoutError(f"cannot tell which weights {model!r} names, because it is no folder and not in the local hub cache; set model_id")
 
 

@@ -81,7 +81,7 @@ def prompt_of(namespace: Namespace, request: "Request", rules: Rules, adapters: 
     if request.lora_request is not None:
         name = adapters.name_of(request.lora_request)
         if name is None:
-            return None, f"adapter {request.lora_request.lora_name} cannot be told, or has changed"
+            return None, f"adapter {request.lora_request.lora_name} cannot be told, has changed, or is newer than the engine"
         lora = name
     tokens = np.array(request.prompt_token_ids, dtype=np.int32)
     space = namespace.narrowed(lora=lora, cache_salt=request.cache_salt or "", tags=rules.tags)

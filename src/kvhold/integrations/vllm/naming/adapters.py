@@ -5,32 +5,45 @@
 vLLM loads an adapter when a request first needs it, evicts it when others need its place, and loads it from its files again. So once the
 files at a path have changed, a worker may have either state, and which one it has is not told to a connector. From then on requests of
 that adapter are not cached, until the engine starts again or the adapter is loaded under another number. A step's KV is stored only if
-the files are unchanged when it is planned. One thread, but for `is_unchanged`.
+the files are unchanged when it is planned.
+
+vLLM may also load an adapter ahead of its first request (`/v1/load_lora_adapter`, `--lora-modules`), which a connector is not told either.
+So an adapter is named only if its files are older than the engine: then every load of this engine found them as they are now.
+One thread, but for `is_unchanged`.
 """
 
 import logging
+import os
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvhold.core.errors import LayoutError
-from kvhold.integrations.weights import adapter_identity, files_of
+from kvhold.integrations.weights import adapter_identity, adapter_places
 
 log = logging.getLogger(__name__)
+
+Stamp = tuple[tuple[str, int, int, int, int], ...]
+
+MARGIN_NS = 2_000_000_000
+"""Files must be older than the engine by this: file systems round times, to 2 seconds at worst."""
 
 
 @dataclass
 class _Known:
     """An adapter's files as they were when they were named. name: None once they have changed."""
 
-    stamp: tuple[tuple[str, int, int, int, int], ...]
+    stamp: Stamp
     name: str | None
 
 
 class Adapters:
-    """The adapters of one engine."""
+    """The adapters of one engine. Make it before the engine loads any."""
 
     def __init__(self) -> None:
+        self._oldest_load_ns = time.time_ns()
         self._known: dict[tuple[int, str, str], _Known] = {}
 
     def name_of(self, adapter: Any) -> str | None:
@@ -38,10 +51,11 @@ class Adapters:
         known_as = (adapter.lora_int_id, adapter.lora_name, adapter.lora_path)
         known = self._known.get(known_as)
         try:
-            stamp = _stamp(Path(adapter.lora_path).expanduser())
+            stamp = _stamp(adapter.lora_path)
             if known is None:
+                self._check_age(adapter)
                 name = f"{adapter.lora_name}={adapter_identity(adapter.lora_path)}"
-                if _stamp(Path(adapter.lora_path).expanduser()) != stamp:
+                if _stamp(adapter.lora_path) != stamp:
                     raise LayoutError(f"the files in {adapter.lora_path} change while they are read")
                 known = self._known[known_as] = _Known(stamp, name)
             elif known.name is not None and known.stamp != stamp:
@@ -56,11 +70,19 @@ class Adapters:
         """Return whether a named adapter's files are still as they were. Any thread; some 20 microseconds."""
         known = self._known.get((adapter.lora_int_id, adapter.lora_name, adapter.lora_path))
         try:
-            return known is not None and known.name is not None and _stamp(Path(adapter.lora_path).expanduser()) == known.stamp
+            return known is not None and known.name is not None and _stamp(adapter.lora_path) == known.stamp
         except (LayoutError, OSError):
             return False
 
-    def _look_again(self, known: _Known, adapter: Any, stamp: tuple[tuple[str, int, int, int, int], ...]) -> None:
+    def _check_age(self, adapter: Any) -> None:
+        """Raise LayoutError for files that may have been others when this engine loaded them."""
+        if _last_change(adapter.lora_path) > self._oldest_load_ns - MARGIN_NS:
+            raise LayoutError(
+                f"the files in {adapter.lora_path} are newer than this engine, which may have loaded the adapter before they changed;"
+                " start the engine again to have its requests cached"
+            )
+
+    def _look_again(self, known: _Known, adapter: Any, stamp: Stamp) -> None:
         """Something about the files has changed: their content, or their times alone."""
         name = f"{adapter.lora_name}={adapter_identity(adapter.lora_path)}"
         if name == known.name:
@@ -69,7 +91,7 @@ class Adapters:
         known.name = None
         log.warning(
             "kvhold: requests of adapter %s are not cached any more: the files in %s have changed since they were named, and vLLM may have "
-            "either state loaded. Load the new one under another name, or start the engine again",
+            "either state loaded. Start the engine again to have them cached",
             adapter.lora_name,
             adapter.lora_path,
         )
@@ -79,12 +101,34 @@ class Adapters:
         return {known_as: known.name for known_as, known in self._known.items() if known.name is not None}
 
 
-def _stamp(folder: Path) -> tuple[tuple[str, int, int, int, int], ...]:
-    """What tells a change of an adapter's files without reading them; nothing for an adapter that is not a folder here."""
-    if not folder.is_dir():
-        return ()
+def _stamp(path: str) -> Stamp:
+    """What tells a change of an adapter's files without reading them."""
     marks = []
-    for file in files_of(folder, subfolders=False):
+    for file in adapter_places(path):
         status = file.stat()
         marks.append((file.name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino))
     return tuple(marks)
+
+
+def _last_change(path: str) -> int:
+    """When an adapter's files, its folder, or a link on the way to them last changed, in nanoseconds since 1970.
+
+    What another file is moved to or linked to has an old time of its own, so the folder and the links count, too.
+    """
+    places = adapter_places(path)
+    times = [_changed(place.stat()) for place in {*places, *(file.parent for file in places)}]
+    return max([*times, *(made for file in places for made in _times_of_links(file.absolute()))])
+
+
+def _changed(status: os.stat_result) -> int:
+    return max(status.st_mtime_ns, status.st_ctime_ns)
+
+
+def _times_of_links(path: Path, depth: int = 0) -> Iterator[int]:
+    """When each symbolic link on the way to a file was made, in nanoseconds since 1970."""
+    if depth > 40:  # more than the system follows
+        raise LayoutError(f"{path} is a link to a link, and so on")
+    for place in (path, *path.parents):
+        if place.is_symlink():
+            yield place.lstat().st_ctime_ns
+            yield from _times_of_links(place.parent / place.readlink(), depth + 1)
