@@ -1,6 +1,7 @@
 """A clear lasts: through a tier's absence and a restart, and for every host that shares a tier."""
 
 from collections.abc import AsyncIterator, Iterator
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,11 @@ from kvhold.testing.tier import make_key
 from kvhold.tiers.generations import GenerationTier, is_marker, marker_key
 from kvhold.tiers.guard import Guard, GuardConfig
 from kvhold.tiers.journal import ClearsJournal
+from kvhold.tiers.memcached import _expiry
 from kvhold.tiers.memory import MemoryConfig, MemoryTier
-from tests.cache.below import HYBRID_SPACE, PATIENT_S, SPACE, a_cache_over, cache_over, eventually, forget
+from kvhold.tiers.redis import RedisTier
+from kvhold.tiers.url import parse_url
+from tests.cache.below import HYBRID_SPACE, PATIENT_S, SPACE, a_cache_over, cache_over, eventually, forget, on_disk
 from tests.tiers import memory
 from tests.tiers.conftest import start_or_skip
 from tests.tiers.memory import PLUGIN, SHARED_PLUGIN, Place, SharedMemoryTier, a_place
@@ -232,6 +236,56 @@ class TestOtherHosts:
             assert read(one, PROMPT) == read(other, PROMPT) == 64
 
 
+class TestDisksBesideASharedTier:
+    """Host B has a disk of its own; host A clears the tier that both share."""
+
+    @pytest.mark.parametrize("namespace", [NAMESPACE, None])
+    @pytest.mark.parametrize("when", ["up", "down", "up, before anything is used"])
+    @pytest.mark.parametrize("remembers", [False, True])
+    def test_what_a_disk_holds_from_before_the_clear_is_not_used(
+        self, place: Place, tmp_path: Path, namespace: bytes | None, when: str, remembers: bool
+    ) -> None:
+        url, disk = place.shared_url(clears_check_s=0.01), on_disk(tmp_path)
+        options = {"plugins": PLUGINS} | ({"clears_file": str(tmp_path / "clears")} if remembers else {})
+
+        def clear() -> None:
+            with cache_over(url, plugins=PLUGINS) as one:
+                one.clear(namespace)
+
+        with cache_over(disk, url, **options) as other:
+            store(other, PROMPT)
+        if when == "down":
+            clear()
+        with cache_over(disk, url, **options) as other:
+            if when == "up":
+                assert read(other, PROMPT) == 64
+            if when != "down":
+                clear()
+            eventually(lambda: read(other, PROMPT) == 0)
+            settle(other)
+            assert read(other, PROMPT) == 0
+            store(other, PROMPT)  # what comes later stays, through a restart too
+            settle(other)
+            forget(other)
+            assert read(other, PROMPT) == 64
+            if remembers:
+                eventually(lambda: "\t1\n" in (tmp_path / "clears").read_text())
+        with cache_over(disk, url, **options) as other:
+            assert read(other, PROMPT) == 64 or not remembers  # whoever does not remember drops it once more
+
+    def test_a_clear_during_which_the_shared_tier_was_away_is_learned_when_it_is_back(self, place: Place, tmp_path: Path) -> None:
+        url = place.shared_url(clears_check_s=0.01, breaker_pause_s=0.01)
+        with cache_over(on_disk(tmp_path), url, plugins=PLUGINS) as other:
+            store(other, PROMPT)
+        with cache_over(url, plugins=PLUGINS) as one:
+            one.clear()
+        place.faults = dict(DOWN)
+        with cache_over(on_disk(tmp_path), url, plugins=PLUGINS) as other:
+            assert read(other, PROMPT) == 64  # nobody can know
+            place.faults = {}
+            eventually(lambda: read(other, PROMPT) == 0)
+
+
 class TestGenerations:
     @staticmethod
     def tiers(place: Place, count: int = 2) -> list[GenerationTier]:
@@ -272,6 +326,54 @@ class TestGenerations:
         del place.values[marker_key(key[:NAMESPACE_BYTES], 1)]
         await one.refresh()
         assert await other.probe([key]) == [None]
+
+    async def test_a_host_that_starts_later_finds_the_generation_though_old_markers_expired(self, place: Place) -> None:
+        one, other = self.tiers(place)
+        space = make_key(1)[:NAMESPACE_BYTES]
+        for number in range(1, 40):
+            await one.advance(space)
+            for old in range(number):
+                place.values.pop(marker_key(space, old), None)
+            await one.refresh()
+            if number % 8 == 7:
+                [later] = self.tiers(place, 1)
+                await later.meet([space])
+                assert later.numbers == {space: number}
+        await other.probe([make_key(1)])
+        assert other.numbers == one.numbers == {space: 39}
+
+    async def test_a_marker_never_expires_by_itself(self, place: Place) -> None:
+        [one] = self.tiers(place, 1)
+        await one.advance(b"")
+        assert list(place.ttls.values()) == [inf]
+        redis = RedisTier.from_url(parse_url("redis://127.0.0.1:1/0?ttl_s=86400"))
+        assert (redis._ttl_ms(None), redis._ttl_ms(inf)) == (86_400_000, None)
+        assert (_expiry(60), _expiry(inf)) == (60, 0)
+
+    async def test_a_clear_of_everything_is_learned_by_a_host_of_very_many_namespaces(self, place: Place) -> None:
+        told: list[bytes] = []
+        one, other = self.tiers(place, 1)[0], GenerationTier(SharedMemoryTier(place), told.append)
+        for number in range(4200):
+            other.use(number.to_bytes(NAMESPACE_BYTES, "big"))
+        await other.refresh()
+        await one.advance(b"")
+        await other.refresh()
+        assert told == [b""]
+        await one.advance((7).to_bytes(NAMESPACE_BYTES, "big"))
+        for _ in range(2):  # each has its turn
+            await other.refresh()
+        assert told == [b"", (7).to_bytes(NAMESPACE_BYTES, "big")]
+
+    async def test_what_was_read_before_a_clear_replaces_nothing_that_came_after_it(self, place: Place) -> None:
+        guard = Guard(SharedMemoryTier(place), GuardConfig(), name="tier", metrics=Metrics())
+        guard.share(lambda prefix: None)
+        key = make_key(1)
+        await guard.put([(key, [memoryview(b"old")])])
+        names = guard.names([key])
+        await guard.clear(key[:NAMESPACE_BYTES])
+        await guard.put([(key, [memoryview(b"new")])])
+        assert (await guard.replace([(key, [memoryview(b"old, recoded")])], names=names)).items == [False]
+        assert b"old, recoded" not in place.values.values()
 
     async def test_the_owner_of_memory_is_told_before_a_key_has_a_new_name(self, place: Place) -> None:
         told: list[bytes] = []

@@ -32,6 +32,7 @@ from kvhold.codecs.sealing import Keyring
 from kvhold.core.api import Recoded
 from kvhold.core.config import Config
 from kvhold.core.errors import ConfigError, DamagedChunks, FrameError
+from kvhold.core.keys import NAMESPACE_BYTES
 from kvhold.core.metrics import Metrics
 from kvhold.core.reasons import BAD_FRAME, EVICTED, EXPIRED, TIER_DOWN
 from kvhold.tiers.gate import Urgency
@@ -89,6 +90,7 @@ class Mover:
         self._checking = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvhold-check")  # a request waits for it, and never for encoding
         self._encoding = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvhold-encode")
         self._outboxes: list[Outbox] = []
+        self._shared = [guard for guard in stack.guards if guard.traits.shared]
         self._codings = [Coding(guard.config.codec, keyring if guard.config.encrypt else None) for guard in stack.guards]
         self._tasks: set[asyncio.Task[Any]] = set()
         # The first use of a codec on a machine compiles it, which takes a while; nobody is to wait for that.
@@ -157,7 +159,7 @@ class Mover:
         for guard, coding in zip(self._stack.guards, self._codings, strict=True):
             outbox = Outbox(guard, coding, self._metrics)
             self._outboxes.append(outbox)
-            guard.share(self._learn)
+            guard.share(self._learn, self._journal, holds_older=any(not one.traits.shared for one in self._stack.guards))
             if self._journal is not None:
                 guard.resume_clears(self._journal)
             if guard.traits.shared:
@@ -203,11 +205,23 @@ class Mover:
     async def _probe(self, order: ProbeOrder) -> None:
         try:
             silent: set[str] = set()
+            await self._meet(order.keys)
             places = await self._stack.probe(order.keys, silent)
         except BaseException:
             self._post(lambda: self._state.probed(order.search, {}, silent=True))
             raise
         self._post(lambda: self._state.probed(order.search, places, silent=bool(silent)))
+
+    async def _meet(self, keys: Sequence[bytes]) -> None:
+        """Hear of the clears of these keys' namespaces before a disk of this host answers; it may be older than they are.
+
+        Where a shared tier cannot be reached, the disk answers: that is told as soon as the tier is back.
+        """
+        spaces = list(dict.fromkeys(key[:NAMESPACE_BYTES] for key in keys))
+        for guard in self._shared:
+            for space in spaces:
+                guard.use(space)
+            await guard.meet(spaces)
 
     async def _fetch(self, order: FetchOrder) -> None:
         """All of it, batch by batch, each tier by itself."""
@@ -314,6 +328,8 @@ class Mover:
 
     def _queue(self, order: WriteOrder) -> None:
         write = Write(order)
+        for guard in self._shared:
+            guard.use(order.entry.key[:NAMESPACE_BYTES])
         if self._is_barred(order.entry.key):
             self._post(lambda: self._state.written(order.number))
             return
@@ -426,6 +442,9 @@ class Mover:
             self._finish(outbox.drop(prefix))
             for write in outbox.writing(prefix):
                 write.stale = True
+        for guard in self._stack.guards:
+            if not guard.traits.shared:
+                guard.hide(prefix)
         self._post(lambda: self._state.cleared_elsewhere(prefix))
 
     def _is_barred(self, key: bytes) -> bool:
@@ -436,6 +455,15 @@ class Mover:
         while True:
             await asyncio.sleep(guard.config.clears_check_s)
             await guard.refresh()
+            await self._remember()
+
+    async def _remember(self) -> None:
+        """Have the journal say which clears of others this host has heard of. First what its tiers owe because of them."""
+        if self._journal is not None:
+            numbers = {guard.name: guard.generations for guard in self._shared}
+            for guard in self._stack.guards:
+                await guard.remember()
+            await self._journal.reach(numbers)
 
     async def _clear(self, order: ClearOrder) -> None:
         """Nothing that was queued before comes after: it is dropped, and what is being written is waited for.
@@ -455,6 +483,7 @@ class Mover:
                 if not self._barred[order.prefix]:
                     del self._barred[order.prefix]
             await self._stack.pay(debts)
+            await self._remember()
         finally:
             self._post(lambda: self._state.cleared(order.prefix))
 

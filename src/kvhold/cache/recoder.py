@@ -14,7 +14,7 @@ decoded from one; frames do not say so.
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -174,6 +174,7 @@ class Recoder:
         guard = run.guard
         buffers = [page_aligned(size) for _, size in batch]
         async with guard.gate.turn(Urgency.REWRITE):
+            names = dict(zip((key for key, _ in batch), guard.names([key for key, _ in batch]), strict=True))
             outcome = await guard.get([key for key, _ in batch], [[buffer] for buffer in buffers])
         frames = [None if size is None else buffer[:size] for buffer, size in zip(buffers, outcome.items, strict=True)]
         ready: list[_Ready] = []
@@ -191,19 +192,20 @@ class Recoder:
             if looked.fault is not None or looked.expired:
                 unusable.append(key)
             if sum(one.written.nbytes for one in ready) >= guard.batch_bytes:
-                await self._replace(run, ready)
+                await self._replace(run, ready, names)
                 ready = []
-        await self._replace(run, ready)
+        await self._replace(run, ready, names)
         if unusable:
             async with guard.gate.turn(Urgency.DELETE):
                 await guard.delete(unusable)
 
-    async def _replace(self, run: _Run, ready: Sequence[_Ready]) -> None:
+    async def _replace(self, run: _Run, ready: Sequence[_Ready], names: Mapping[bytes, bytes]) -> None:
         if not ready:
             return
         guard, tally = run.guard, run.tally
         async with guard.gate.turn(Urgency.REWRITE):
-            outcome = await guard.replace([(one.key, one.written.parts) for one in ready])
+            replaced = [(one.key, one.written.parts) for one in ready]
+            outcome = await guard.replace(replaced, names=[names[one.key] for one in ready])
         for one, done in zip(ready, outcome.items, strict=True):
             self._count(run, "failed" if done is None else "replaced" if done else "missing")
             if done:

@@ -9,11 +9,19 @@ later generations the namespace in a key is replaced by a hash of it and the gen
 cleared removes them. A clear puts a marker, which is never replaced or removed: the one with number n says that generation n has begun. A
 probe asks for the next marker in the same round trip, so no clock and no lock is needed, and two clears at once are one.
 
+Whoever knows nothing of a namespace finds its generation from 0 on, bit by bit: if n is the latest, then the markers of n's leading bits
+(of 13: 8, 12, 13) lead to it. So these are what every host that knows n keeps there: it puts them again if the store has evicted
+them. A namespace is searched so when a host first uses it, again after the tier was away, and once in a while.
+
+What this host holds of a namespace (memory, disks of its own) belongs to a generation, too. `numbers` says to which; a journal remembers
+it through restarts. A later generation means that somebody has cleared since: `learned` is told.
+
 A write of an old chunk that is on its way when another host clears gets an old name, or is stopped: `learned` is called before any key
-gets a name of the new generation. If the store evicts a marker, the hosts that know it put it again (`refresh`).
+gets a name of the new generation.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import TypeVar
 
@@ -27,21 +35,40 @@ ALL = bytes(NAMESPACE_BYTES)  # stands for every namespace
 _PLACE = b"\xff\xff\xff\xff"  # group and shard that no chunk has
 _SAYS = b"kvhold-clear"  # where other keys have a hash of tokens
 _MARK = b"kvhold: this namespace was cleared".ljust(64)
-_MARKS_AT_ONCE = 16
-_MOST_SPACES = 4096  # that are looked after without being asked for
+_BITS_AT_ONCE = 16  # of a number that is searched
+_MOST_BITS = 48
+_SPACES_AT_ONCE = 4096  # that are looked after in one `refresh`; those beyond have their turn in the next ones
+_ROUNDS = 12  # after so many refreshes each namespace is searched again
 
 
 class GenerationTier:
     """Tier contract, over a tier that others share."""
 
-    def __init__(self, tier: Tier, learned: Callable[[bytes], None], *, read_only: bool = False) -> None:
-        """learned: told at once of each namespace that somebody else has cleared; b"" for all of them. read_only: put no markers."""
+    def __init__(
+        self,
+        tier: Tier,
+        learned: Callable[[bytes], None],
+        *,
+        read_only: bool = False,
+        numbers: Mapping[bytes, int] | None = None,
+        holds_older: bool = True,
+    ) -> None:
+        """Nothing is asked yet.
+
+        learned:     told at once of each namespace that somebody else has cleared; b"" for all of them
+        read_only:   put no markers
+        numbers:     namespace -> to which generation belongs what this host holds, from a journal; those that are absent: 0
+        holds_older: whether this host may hold what is older than its first contact with the tier; if not, it is not told then
+        """
         self._read_only = read_only
         self._tier = tier
         self._learned = learned
-        self._numbers: dict[bytes, int] = {ALL: 0}
+        self._numbers: dict[bytes, int] = {ALL: 0} | dict(numbers or {})
+        self._holds_older = holds_older
+        self._met: set[bytes] = set()  # namespaces whose latest generation was searched since the tier was last away
+        self._used: dict[bytes, None] = {ALL: None}  # namespaces that this host uses
+        self._next_round = 0
         self._spaces: dict[bytes, bytes] = {}  # name in the tier -> namespace
-        self._has_contact = False
         self._was_away = False  # then what memory holds may be older than a clear that we have not heard of
 
     @property
@@ -61,14 +88,12 @@ class GenerationTier:
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
         """Tier contract. Learns, in the same round trip, whether the keys' namespaces were cleared."""
         spaces = [ALL, *dict.fromkeys(key[:NAMESPACE_BYTES] for key in keys)]
+        await self.meet(spaces)
         while True:
             next_marks = [marker_key(space, self._number(space) + 1) for space in spaces]
             sizes = await self._noticed(self._tier.probe([*map(self.name_of, keys), *next_marks]))
             newer = [space for space, size in zip(spaces, sizes[len(keys) :], strict=False) if size is not None]
             await self._catch_up(newer)
-            for space in spaces:
-                self._numbers.setdefault(space, 0)
-            self._has_contact = True
             if not newer:
                 return sizes[: len(keys)] if len(sizes) == len(keys) + len(spaces) else sizes
 
@@ -91,9 +116,13 @@ class GenerationTier:
 
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
         """Tier contract."""
+        return await self.replace_named([(self.name_of(key), parts) for key, parts in items])
+
+    async def replace_named(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
+        """The same of values by their names in the tier: those they had when they were read."""
         if not isinstance(self._tier, Replaces):
             raise TierError(self.traits.name, "replace", "this kind of tier cannot put a value in the place of another in one step")
-        return await self._noticed(self._tier.replace([(self.name_of(key), parts) for key, parts in items]))
+        return await self._noticed(self._tier.replace(items))
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
         """Tier contract."""
@@ -108,6 +137,7 @@ class GenerationTier:
             spaces = dict.fromkeys(name[:NAMESPACE_BYTES] for name in names if is_marker(name))
             await self._catch_up(list(spaces))
             for space in spaces:
+                self.use(space)
                 self.name_of(space)
         for name in names:
             key = self._key_of(name)
@@ -124,7 +154,8 @@ class GenerationTier:
         When it returns, nobody who asks the tier finds what was stored before it was called.
         """
         space = prefix or ALL
-        await self._catch_up([space], tell=False)
+        self.use(space)
+        await self._catch_up([space])
         old = b"" if not prefix else self.name_of(prefix)
         number = self._number(space) + 1
         await self._mark(space, number)
@@ -135,15 +166,44 @@ class GenerationTier:
         """Remove garbage, by its names in the tier."""
         return await self._tier.delete(names)
 
+    def use(self, space: bytes) -> None:
+        """Have a namespace looked after from now on: `refresh` asks for its clears, whether or not anybody probes it here."""
+        self._used[space] = None
+
+    def has_met(self, spaces: Sequence[bytes]) -> bool:
+        """Whether `meet` has nothing to ask."""
+        return ALL in self._met and self._met.issuperset(spaces)
+
+    async def meet(self, spaces: Sequence[bytes]) -> None:
+        """Find out the generation of those of these that have not been searched since the tier was last away; of all, too."""
+        new = [space for space in dict.fromkeys([ALL, *spaces]) if space not in self._met]
+        if new:
+            for space in new:
+                self.use(space)
+            await self._catch_up(new)
+
+    @property
+    def numbers(self) -> dict[bytes, int]:
+        """Namespace -> its generation, of those that were cleared: whoever was told of a clear has heard of all these."""
+        return {space: number for space, number in self._numbers.items() if number}
+
     async def refresh(self) -> None:
         """Learn what others have cleared of the namespaces in use; put markers that were evicted again."""
-        spaces = list(self._numbers)[-_MOST_SPACES:]
-        marks = [marker_key(space, self._number(space)) for space in spaces if self._number(space)]
-        sizes = await self._noticed(self._tier.probe([*(marker_key(space, self._number(space) + 1) for space in spaces), *marks]))
-        lost = [space for space, size in zip([s for s in spaces if self._number(s)], sizes[len(spaces) :], strict=False) if size is None]
-        for space in lost if not self._read_only else ():
-            await self._mark(space, self._number(space))
-        await self._catch_up([space for space, size in zip(spaces, sizes, strict=False) if size is not None])
+        self._next_round += 1
+        others = [space for space in self._used if space != ALL]
+        parts = -(-len(others) // _SPACES_AT_ONCE) or 1
+        at = self._next_round % parts * _SPACES_AT_ONCE
+        spaces = [ALL, *others[at : at + _SPACES_AT_ONCE]]
+        if self._next_round // parts % _ROUNDS == 0:
+            self._met.difference_update(spaces)
+        await self.meet(spaces)
+        marks = [(space, number) for space in spaces for number in (*_leading(self._number(space)), self._number(space) + 1)]
+        sizes = await self._noticed(self._tier.probe([marker_key(space, number) for space, number in marks]))
+        for (space, number), size in zip(marks, sizes, strict=True):
+            if size is None and number <= self._number(space) and not self._read_only:
+                await self._mark(space, number)
+        newer = [space for (space, number), size in zip(marks, sizes, strict=True) if size is not None and number > self._number(space)]
+        await self._catch_up(newer)
 
     def name_of(self, key: bytes) -> bytes:
         """What a key is called in the tier now."""
@@ -170,28 +230,45 @@ class GenerationTier:
         return self._numbers.get(space, 0)
 
     def _set(self, space: bytes, number: int) -> None:
-        if space != ALL:
-            self._numbers.pop(space, None)  # so that the one that changed last is last
-        self._numbers[space] = number
+        self._numbers[space] = max(number, self._number(space))  # two calls may have searched at once
 
-    async def _catch_up(self, spaces: Sequence[bytes], *, tell: bool = True) -> None:
+    async def _catch_up(self, spaces: Sequence[bytes]) -> None:
         """Find the latest generation of each; whoever holds something older is told before it is used."""
-        for space in spaces:
-            known = space in self._numbers and (space != ALL or self._has_contact)
-            number = first = self._number(space)
-            while True:
-                marks = [marker_key(space, number + step) for step in range(1, _MARKS_AT_ONCE + 1)]
-                there = [size is not None for size in await self._noticed(self._tier.probe(marks))]
-                number += max((step for step, is_there in enumerate(there, 1) if is_there), default=0)
-                if not there or not there[-1]:
-                    break
-            if number > first:
-                if tell and (known or self._was_away):
+        for space, number in (await self._searched(spaces)).items():
+            if number > self._number(space):
+                known = self._holds_older or self._was_away or space in self._met or self._number(space) > 0
+                if known:
                     self._learned(b"" if space == ALL else space)
                 self._set(space, number)
+            self._met.add(space)
+
+    async def _searched(self, spaces: Sequence[bytes]) -> dict[bytes, int]:
+        """The latest generation of each by its markers; of all namespaces in the same round trips."""
+        latest = await self._climbed(dict.fromkeys(spaces, 0))
+        known = {space: self._number(space) for space in spaces if self._number(space) > latest[space]}
+        if known:  # the markers that lead there are lost; there may be later ones beyond
+            latest |= await self._climbed(known)
+        return latest
+
+    async def _climbed(self, latest: dict[bytes, int]) -> dict[bytes, int]:
+        """From each number upwards, as far as the markers lead."""
+        latest, going, top = dict(latest), list(latest), dict.fromkeys(latest, _BITS_AT_ONCE)
+        while going:
+            steps = [(space, 1 << bit) for space in going for bit in range(top[space])]
+            sizes = await self._noticed(self._tier.probe([marker_key(space, latest[space] + step) for space, step in steps]))
+            found: dict[bytes, int] = {}
+            for (space, step), size in zip(steps, sizes, strict=True):
+                if size is not None:
+                    found[space] = max(step, found.get(space, 0))
+            for space, step in found.items():
+                latest[space] += step
+                top[space] = min(_MOST_BITS, _BITS_AT_ONCE + step.bit_length())
+            going = list(found)
+        return latest
 
     async def _mark(self, space: bytes, number: int) -> None:
-        [fault] = await self._noticed(self._tier.put([(marker_key(space, number), [memoryview(_MARK)])]))
+        put = self._tier.put([(marker_key(space, number), [memoryview(_MARK)])], ttl_s=math.inf)
+        [fault] = await self._noticed(put)
         if fault is not None:
             raise fault
 
@@ -201,6 +278,7 @@ class GenerationTier:
             return await call
         except BaseException:
             self._was_away = True
+            self._met.clear()
             raise
 
 
@@ -212,3 +290,9 @@ def marker_key(space: bytes, number: int) -> bytes:
 def is_marker(name: bytes) -> bool:
     """Whether a name in a tier is a marker's."""
     return name.endswith(_PLACE) and name[NAMESPACE_BYTES:].startswith(_SAYS)
+
+
+def _leading(number: int) -> list[int]:
+    """The numbers of a number's leading bits, and the steps that lead there where it is very large: 13 -> 8, 12, 13."""
+    leading = {number >> bit << bit for bit in range(number.bit_length())}
+    return sorted(leading | {1 << bit for bit in range(_BITS_AT_ONCE - 1, number.bit_length(), _BITS_AT_ONCE)})

@@ -169,10 +169,22 @@ class Guard:
         self._metrics.add("kvhold_tier_bytes", written, tier=self.name, operation="put")
         return Outcome(stored, call.pending)
 
-    async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> Outcome[bool | None]:
-        """Put values in the place of those that are there, as `base.replace`; `None` where the old one stays, or nobody knows."""
+    def names(self, keys: Sequence[bytes]) -> list[bytes]:
+        """What the keys' values are called in the tier now; after a clear of a shared tier, they are called otherwise."""
+        return [self._tier.name_of(key) for key in keys] if isinstance(self._tier, GenerationTier) else list(keys)
+
+    async def replace(self, items: Sequence[tuple[bytes, Parts]], *, names: Sequence[bytes] | None = None) -> Outcome[bool | None]:
+        """Put values in the place of those that are there, as `base.replace`; `None` where the old one stays, or nobody knows.
+
+        names: what they were called when they were read (`names`), so that nothing from before a clear replaces what came after it
+        """
         call = _Call[list[bool | TierError]]("replace", len(items), self.config.put_timeout_s)
-        await self._run(call, lambda: replace(self._tier, items))
+        tier = self._tier
+        if names is not None and isinstance(tier, GenerationTier):
+            shared, named = tier, [(name, parts) for name, (_, parts) in zip(names, items, strict=True)]
+            await self._run(call, lambda: shared.replace_named(named))
+        else:
+            await self._run(call, lambda: replace(tier, items))
         answers: Sequence[bool | TierError | None] = call.result if call.result is not None else [None] * len(items)
         for answer in answers:
             if isinstance(answer, TierError):
@@ -246,10 +258,43 @@ class Guard:
                 else:
                     await self._journal.remove(self.name, prefix)
 
-    def share(self, learned: Callable[[bytes], None]) -> None:
-        """Where others share the tier: have clears hold for all of them, and be told of theirs (`generations.py`)."""
+    def share(self, learned: Callable[[bytes], None], journal: ClearsJournal | None = None, *, holds_older: bool = True) -> None:
+        """Where others share the tier: have clears hold for all of them, and be told of theirs (`generations.py`).
+
+        journal:     knows which clears this host has heard of
+        holds_older: whether this host may hold what is older than its first contact with the tier
+        """
         if self.traits.shared:
-            self._tier = GenerationTier(self._tier, learned, read_only=self.config.read_only)
+            numbers = journal.reached(self.name) if journal is not None else None
+            holds_older = holds_older or self.config.read_only  # nobody writes to it, so a store is no contact
+            read_only = self.config.read_only
+            self._tier = GenerationTier(self._tier, learned, read_only=read_only, numbers=numbers, holds_older=holds_older)
+
+    def use(self, space: bytes) -> None:
+        """This host uses a namespace: hear of its clears, where the tier is shared."""
+        if isinstance(self._tier, GenerationTier):
+            self._tier.use(space)
+
+    async def meet(self, spaces: Sequence[bytes]) -> None:
+        """Before anything of these namespaces is used: hear of their clears, where the tier is shared and can be reached."""
+        if isinstance(self._tier, GenerationTier) and not self._tier.has_met(spaces):
+            tier = self._tier
+            await self._run(_Call[None]("check", 0, self.config.probe_timeout_s), lambda: tier.meet(spaces))
+
+    @property
+    def generations(self) -> dict[bytes, int]:
+        """Of a shared tier: namespace -> its generation, of those that were cleared. Whoever is to be told of them has been told."""
+        return self._tier.numbers if isinstance(self._tier, GenerationTier) else {}
+
+    def hide(self, prefix: bytes) -> None:
+        """Owe a clear from now on; `remember` has it on the disk."""
+        self._hidden.owe(prefix)
+
+    async def remember(self) -> None:
+        """Have all that is owed in the journal."""
+        if self._journal is not None:
+            for prefix in set(self._hidden.owed) - set(self._journal.owed(self.name)):
+                await self._write_journal(prefix)
 
     def resume_clears(self, journal: ClearsJournal) -> None:
         """Keep what is owed in a journal, and go on with what was owed when the last run ended. In the tier's loop."""

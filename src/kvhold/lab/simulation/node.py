@@ -72,7 +72,7 @@ class _SimJournal(ClearsJournal):
         return "".join(self._disk)
 
     def _write(self) -> None:
-        self._disk[:] = [f"{tier}\t{prefix.hex()}\n" for tier, prefixes in self._owed.items() for prefix in prefixes]
+        self._disk[:] = self._lines()
 
 
 @dataclass(frozen=True)

@@ -340,7 +340,8 @@ class Simulation:
     def _rest(self, node: SimNode, since: str) -> None:
         def rests() -> bool:
             guards = node.stack.guards if node._mover is not None else []
-            return node.settled and not any(guard._stuck or guard._hidden.owed for guard in guards)
+            owing = [guard for guard in guards if guard._hidden.owed and not guard.config.read_only]
+            return node.settled and not owing and not any(guard._stuck for guard in guards)
 
         if self.world.findings:
             return
