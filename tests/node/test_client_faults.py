@@ -273,6 +273,13 @@ def test_a_fork_of_a_client_is_told_so_and_disturbs_nobody(shared_node: RunningN
         client.clear()
 
 
+def test_a_fork_made_while_a_thread_has_the_clients_lock_can_close_the_client(shared_node: RunningNode) -> None:
+    with shared_node.client() as client:
+        with client._lock:
+            pid = _fork(lambda: client._lock.acquire(blocking=False))
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
 def _fork(work: Callable[[], bool]) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # forking a process with threads: what the test is about

@@ -5,6 +5,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -123,6 +124,14 @@ def test_a_zombie_has_ended() -> None:
     assert peer.has_ended()
 
 
+def test_a_process_is_not_looked_for_in_another_namespaces_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        assert Peer.of(ours).start > 0
+        monkeypatch.setattr(Path, "readlink", lambda path: Path("4711"))
+        assert Peer.of(ours).start == -1
+
+
 # Stalled
 
 
@@ -207,6 +216,14 @@ def test_who_is_not_there_cannot_be_kicked(shared_node: RunningNode, client: str
     done = run_kvhold("kick", client, "--socket", str(shared_node.path))
     assert done.returncode == status
     assert said in done.stderr
+
+
+def test_clients_that_all_claim_one_process_id_are_known_by_the_kernels(shared_node: RunningNode) -> None:
+    with shared_node.client() as client, RawClient(shared_node.path) as raw:
+        raw.say(m.Hello(m.MAGIC, m.PROTOCOL_VERSION, "in a container", 1))
+        assert isinstance(raw.hear(), m.Welcome)
+        assert {one.pid for one in client.clients()} == {os.getpid()}
+        assert client.kick(pid=1) == []
 
 
 # Many

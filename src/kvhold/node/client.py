@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -77,6 +78,7 @@ class NodeClient:
         self._link: Link | None = Link(path, name, self._config.connect_timeout_s, requires)
         self._keeper = threading.Thread(target=self._keep, name="kvhold-keeper", daemon=True)
         self._keeper.start()
+        _clients.add(self)
 
     @property
     def connected(self) -> bool:
@@ -297,6 +299,13 @@ class NodeClient:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
+    def renew_locks_in_child(self) -> None:
+        """In a forked child: the parent's locks may be taken by threads that the child does not have."""
+        was_closed = self._closed.is_set()
+        self._lock, self._closed, self._wake = threading.Lock(), threading.Event(), threading.Event()
+        if was_closed:
+            self._closed.set()
+
     def _current(self, operation: str) -> Link:
         self._check_process()
         link = self._link
@@ -440,6 +449,17 @@ class NodeClient:
             for request in missing:
                 link.call(request, self._config.connect_timeout_s)
                 told.add(request.namespace)
+
+
+_clients: "WeakSet[NodeClient]" = WeakSet()  # of this process
+
+
+def _renew_locks() -> None:
+    for client in list(_clients):
+        client.renew_locks_in_child()
+
+
+os.register_at_fork(after_in_child=_renew_locks)
 
 
 def _found(found: m.Found) -> Found:

@@ -38,7 +38,7 @@ class Peer:
     def of(cls, connection: socket.socket) -> "Peer":
         """The process that connected, from the kernel."""
         pid, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-        return cls(pid, uid, _start_of(pid))
+        return cls(pid, uid, _start_of(pid) if _proc_is_ours() else -1)
 
     def has_ended(self) -> bool:
         """Whether all its threads have ended, so that it writes no memory any more. False where that cannot be told."""
@@ -54,6 +54,14 @@ class Peer:
         except OSError as error:  # no descriptor is left, for one
             log.debug("process %d: %s", self.pid, error)
             return False
+
+
+def _proc_is_ours() -> bool:
+    """Whether /proc numbers processes as this process does. One of another PID namespace would show other processes."""
+    try:
+        return Path("/proc/self").readlink() == Path(str(os.getpid()))
+    except OSError:
+        return False
 
 
 def _start_of(pid: int) -> int:

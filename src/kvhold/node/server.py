@@ -272,7 +272,10 @@ class Node:
         while True:
             await asyncio.sleep(_WATCH_S)
             for number, connection in enumerate(list(self.connections), 1):
-                connection.drop_if_dead()
+                try:
+                    connection.drop_if_dead()
+                except Exception:  # a fault of ours with one client must not end the watch over all others
+                    log.exception("a client could not be looked after")
                 if number % _WATCHED_AT_ONCE == 0:
                     await asyncio.sleep(0)
 
@@ -488,9 +491,9 @@ class _Connection(asyncio.BufferedProtocol):
         self._splitter.most_bytes = m.MAX_MESSAGE_BYTES
         arena = self._node.arena
         self._welcome(m.Welcome(m.PROTOCOL_VERSION, __version__, os.getpid(), arena.nbytes, arena.huge, different[:_MOST_SAID]))
-        self.session = Session(self._node.state, hello, self._node)
+        self.session = Session(self._node.state, hello, self._node, self._peer.pid if self._peer is not None else 0)
         self._node.metrics.add("kvhold_connections", result="accepted")
-        log.info("client %s (pid %d) joined", self.session.name, hello.pid)
+        log.info("client %s (pid %d) joined", self.session.name, self.session.pid)
 
     def _welcome(self, welcome: m.Welcome) -> None:
         assert self._transport is not None
@@ -518,8 +521,8 @@ class _Connection(asyncio.BufferedProtocol):
         if self.session is not None and self.session.touches_memory:
             self._deaf = True
             self._transport.resume_reading()  # to hear of its end
-        elif self._transport.get_write_buffer_size() > _MAX_UNREAD_BYTES:
-            self._transport.abort()  # closing would wait for it to read
+        elif self.session is not None and self._transport.get_write_buffer_size():
+            self._transport.abort()  # closing would wait for it to read, and its hits would stay pinned
         else:
             self._transport.close()
 

@@ -68,9 +68,10 @@ class Host(Protocol):
 class Session:
     """After the handshake; `answer` takes one request at a time, in order."""
 
-    def __init__(self, state: CacheState, hello: m.Hello, node: Host) -> None:
+    def __init__(self, state: CacheState, hello: m.Hello, node: Host, pid: int = 0) -> None:
+        """pid: as the kernel says; 0: it does not, and the client's own word is shown."""
         self.name = hello.name[:_MAX_NAME]
-        self.pid = hello.pid
+        self.pid = pid if pid > 0 else hello.pid
         self._state = state
         self._node = node
         self._arriving: dict[int, float] = {}  # tickets that it was told are arriving, and how much news of each it waits for
