@@ -43,7 +43,7 @@ unit: setup ## the tests that need no server and no vLLM; under three minutes
 	$(call stage,kernels)
 	@$(BIN)/python tools/compile_kernels.py
 	$(call stage,pytest: units)
-	@$(BIN)/python -m pytest -m 'not vllm and not sglang and not server and not slow' -n 2 --dist loadfile
+	@$(BIN)/python tools/run_tests.py units -m 'not vllm and not sglang and not server and not slow' -n 2 --dist loadfile
 
 simulation: setup ## 2,000 histories of the whole in virtual time: does one break a rule?; a minute
 	$(call stage,simulation)
@@ -51,17 +51,17 @@ simulation: setup ## 2,000 histories of the whole in virtual time: does one brea
 
 tiers: setup servers ## the tests with real servers, and the long ones; four at a time, because they wait more than they compute
 	$(call stage,pytest: real servers and long tests)
-	@$(BIN)/python -m pytest -m '(server or slow) and not vllm and not sglang' -n 4 --dist loadfile
+	@$(BIN)/python tools/run_tests.py servers -m '(server or slow) and not vllm and not sglang' -n 4 --dist loadfile
 
 vllm: setup servers ## the tests with a real vLLM: two at a time, since an engine starts on one core; then those that want both
 	$(call stage,pytest: with vLLM)
-	@$(BIN)/python -m pytest -m 'vllm and not alone' -n 2 --dist loadfile
+	@$(BIN)/python tools/run_tests.py vllm -m 'vllm and not alone' -n 2 --dist loadfile
 	$(call stage,pytest: with vLLM, one after the other)
-	@$(BIN)/python -m pytest -m 'vllm and alone'
+	@$(BIN)/python tools/run_tests.py 'vllm, alone' -m 'vllm and alone'
 
 sglang: setup ## the tests with a real SGLang's classes, on the CPU; its server needs a GPU
 	$(call stage,pytest: with SGLang)
-	@$(BIN)/python -m pytest -m sglang tests/sglang
+	@$(BIN)/python tools/run_tests.py sglang -m sglang tests/sglang
 
 faults: setup servers ## each tier, each way in which it can fail, as one table; some minutes
 	@$(BIN)/kvhold bench faults

@@ -1,0 +1,46 @@
+"""Run pytest. Tests that failed run once more, alone; those that pass then are printed as flaky.
+
+    python tools/run_tests.py units -m 'not vllm' -n 2 --dist loadfile
+
+The first argument names the stage. A flaky test is a defect: the run goes on, and the last lines say
+which tests have to be mended. More than a few failures are no flakiness and end the run at once.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+_MOST_FLAKY = 3
+_TESTS_FAILED = 1  # pytest's exit status
+
+
+def main(stage: str, arguments: list[str]) -> int:
+    """The exit status of the stage."""
+    with tempfile.TemporaryDirectory(prefix="kvhold-tests-") as folder:
+        status = _pytest(folder, arguments)
+        failed = _last_failed(Path(folder)) if status == _TESTS_FAILED else []
+        if not 0 < len(failed) <= _MOST_FLAKY:
+            return status
+        print(f"\n=== {stage}: {len(failed)} failed, once more and alone ===", flush=True)
+        status = _pytest(folder, failed)
+    if status == 0:
+        print("\n".join(f"FLAKY {stage}: {name}" for name in failed), flush=True)
+    return status
+
+
+def _pytest(folder: str, arguments: list[str]) -> int:
+    return subprocess.run([sys.executable, "-m", "pytest", "-o", f"cache_dir={folder}", *arguments], check=False).returncode
+
+
+def _last_failed(folder: Path) -> list[str]:
+    """The tests that failed, as pytest remembers them. Files that could not be collected are among them."""
+    try:
+        return sorted(json.loads((folder / "v/cache/lastfailed").read_text()))
+    except (OSError, ValueError):
+        return []
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))
