@@ -1,8 +1,10 @@
 """A clear lasts: through a tier's absence and a restart, and for every host that shares a tier."""
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -341,6 +343,40 @@ class TestGenerations:
                 assert later.numbers == {space: number}
         await other.probe([make_key(1)])
         assert other.numbers == one.numbers == {space: 39}
+
+    async def test_a_host_does_not_take_its_own_clear_for_another_ones(self, place: Place) -> None:
+        told: list[bytes] = []
+        key, stored, go_on = make_key(1), asyncio.Event(), asyncio.Event()
+
+        class LateAnswer(SharedMemoryTier):
+            async def put(self, *args: Any, **options: Any) -> Any:
+                answer = await super().put(*args, **options)
+                stored.set()
+                await go_on.wait()
+                return answer
+
+        one = GenerationTier(LateAnswer(place), told.append)
+        await one.probe([key])
+        clear = asyncio.ensure_future(one.advance(key[:NAMESPACE_BYTES]))
+        await stored.wait()
+        await one.probe([key])
+        go_on.set()
+        await clear
+        assert (told, one.numbers) == ([], {key[:NAMESPACE_BYTES]: 1})
+
+    async def test_a_clear_of_two_hosts_at_once_is_learned_by_the_later_one(self, place: Place) -> None:
+        told: list[bytes] = []
+        space = make_key(1)[:NAMESPACE_BYTES]
+        [other] = self.tiers(place, 1)
+
+        class OtherIsFaster(SharedMemoryTier):
+            async def put(self, *args: Any, **options: Any) -> Any:
+                await other.advance(space)
+                return await super().put(*args, **options)
+
+        one = GenerationTier(OtherIsFaster(place), told.append)
+        await one.advance(space)
+        assert (told, one.numbers) == ([space], {space: 1})
 
     async def test_a_marker_never_expires_by_itself(self, place: Place) -> None:
         [one] = self.tiers(place, 1)

@@ -21,6 +21,7 @@ gets a name of the new generation.
 """
 
 import math
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import TypeVar
@@ -35,6 +36,7 @@ ALL = bytes(NAMESPACE_BYTES)  # stands for every namespace
 _PLACE = b"\xff\xff\xff\xff"  # group and shard that no chunk has
 _SAYS = b"kvhold-clear"  # where other keys have a hash of tokens
 _MARK = b"kvhold: this namespace was cleared".ljust(64)
+_TOKEN_BYTES = 16  # at the end of a marker: says who put it
 _BITS_AT_ONCE = 16  # of a number that is searched
 _MOST_BITS = 48
 _SPACES_AT_ONCE = 4096  # that are looked after in one `refresh`; those beyond have their turn in the next ones
@@ -67,6 +69,7 @@ class GenerationTier:
         self._holds_older = holds_older
         self._met: set[bytes] = set()  # namespaces whose latest generation was searched since the tier was last away
         self._used: dict[bytes, None] = {ALL: None}  # namespaces that this host uses
+        self._own: dict[bytes, int] = {}  # namespace -> the generation that a clear of this host is beginning
         self._next_round = 0
         self._spaces: dict[bytes, bytes] = {}  # name in the tier -> namespace
         self._was_away = False  # then what memory holds may be older than a clear that we have not heard of
@@ -158,8 +161,18 @@ class GenerationTier:
         await self._catch_up([space])
         old = b"" if not prefix else self.name_of(prefix)
         number = self._number(space) + 1
-        await self._mark(space, number)
-        self._set(space, number)
+        self._own[space] = number
+        try:
+            if not await self._mark_as_first(space, number):  # another host's clear, and it may be later than ours was asked for
+                self._learned(prefix)
+            self._set(space, number)
+        except BaseException:
+            if self._number(space) >= number:  # a probe has met it meanwhile, and nobody knows whose it is
+                self._learned(prefix)
+            raise
+        finally:
+            if self._own.get(space) == number:
+                del self._own[space]
         return [name async for name in self._tier.scan(old) if not is_marker(name)]
 
     async def remove_names(self, names: Sequence[bytes]) -> list[bool]:
@@ -237,7 +250,7 @@ class GenerationTier:
         for space, number in (await self._searched(spaces)).items():
             if number > self._number(space):
                 known = self._holds_older or self._was_away or space in self._met or self._number(space) > 0
-                if known:
+                if known and self._own.get(space) != number:
                     self._learned(b"" if space == ALL else space)
                 self._set(space, number)
             self._met.add(space)
@@ -271,6 +284,17 @@ class GenerationTier:
         [fault] = await self._noticed(put)
         if fault is not None:
             raise fault
+
+    async def _mark_as_first(self, space: bytes, number: int) -> bool:
+        """Put a marker; whether it was not there. Whoever cannot be sure was not the first."""
+        mine = bytearray(_MARK)
+        mine[-_TOKEN_BYTES:] = os.urandom(_TOKEN_BYTES)
+        key, there = marker_key(space, number), bytearray(len(mine))
+        [fault] = await self._noticed(self._tier.put([(key, [memoryview(mine)])], ttl_s=math.inf))
+        if fault is not None:
+            raise fault
+        [size] = await self._noticed(self._tier.get([key], [[memoryview(there)]]))
+        return size == len(mine) and there == mine
 
     async def _noticed(self, call: Awaitable[Result]) -> Result:
         """The answer; that there was none is remembered."""
