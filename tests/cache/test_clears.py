@@ -160,6 +160,18 @@ class TestRestarts:
                 assert read(cache, PROMPT) == 0
         assert chunks(place) == 4
 
+    async def test_a_clear_that_is_done_is_not_done_again_after_a_restart(self, place: Place, tmp_path: Path) -> None:
+        class Watched(ClearsJournal):
+            async def remove(self, tier: str, prefix: bytes) -> None:
+                seen.append(guard.status()["clears_owed"])
+                await super().remove(tier, prefix)
+
+        seen: list[int] = []
+        guard = Guard(memory.MemoryTier(place), GuardConfig(), name="tier", metrics=Metrics())
+        guard.resume_clears(Watched(tmp_path / "clears"))
+        await guard.clear(NAMESPACE)
+        assert (seen, guard.status()["clears_owed"]) == ([1], 0)  # whoever sees that nothing is owed finds that in the journal
+
     @pytest.mark.parametrize("shared", [False, True])
     async def test_very_many_debts_are_paid_and_none_of_a_shared_tier_becomes_a_clear_of_everything(
         self, place: Place, tmp_path: Path, shared: bool, monkeypatch: pytest.MonkeyPatch

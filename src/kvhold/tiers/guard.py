@@ -433,9 +433,14 @@ class Guard:
                 removed = await self._pay_by_generation(self._tier, prefix, debt)
             else:
                 removed = await self._pay_by_scan(prefix, debt)
-            if not self._hidden.debt(prefix):
-                await self._write_journal(prefix)
         return removed
+
+    async def _paid(self, prefix: bytes, debt: int) -> None:
+        """It has gone: in the journal first, so that a node that ends now does not clear once more when it starts."""
+        async with self._journal_turn:
+            if self._journal is not None and self._hidden.debt(prefix) == debt:
+                await self._journal.remove(self.name, prefix)
+            self._hidden.paid(prefix, debt)
 
     async def _pay_by_generation(self, tier: GenerationTier, prefix: bytes, debt: int) -> int:
         """Paid when the new generation has begun: what is left of the old one is not asked for by anybody."""
@@ -452,7 +457,7 @@ class Guard:
                     return removed
             removed += sum(deleting.result)
             self._count("delete", removed=sum(deleting.result), absent=len(batch) - sum(deleting.result))
-        self._hidden.paid(prefix, debt)
+        await self._paid(prefix, debt)
         return removed
 
     async def _pay_by_scan(self, prefix: bytes, debt: int) -> int:
@@ -467,7 +472,7 @@ class Guard:
             there, fault = await self._scan(prefix)
             left.intersection_update(there)
         if not left and fault is None:
-            self._hidden.paid(prefix, debt)
+            await self._paid(prefix, debt)
         return removed
 
     async def _pay_by_and_by(self, first_pause_s: float | None = None) -> None:
