@@ -513,7 +513,9 @@ def make_mover(
     state.tier_names = [guard.name for guard in stack.guards]
     state.recodings.tiers = _recodable(stack)
     file = Path(config.clears_file).expanduser().absolute() if config.clears_file else clears_file
-    return Mover(state, stack, metrics, post, keyring, journal=ClearsJournal(file) if file is not None else None)
+    return Mover(
+        state, stack, metrics, post, keyring, journal=ClearsJournal(file, any_owner=config.node.any_owner) if file is not None else None
+    )
 
 
 def _check_coding(guard: Guard, config: Config) -> None:

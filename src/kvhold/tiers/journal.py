@@ -35,9 +35,10 @@ _MOST_BYTES = 16 << 20
 class ClearsJournal:
     """Of one cache. `owed` is read once at the start; `add` and `remove` may be awaited from one loop."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises ConfigError for a file that cannot be read or belongs to somebody else."""
+    def __init__(self, path: Path, *, any_owner: bool = False) -> None:
+        """any_owner: the folder may belong to others. Raises ConfigError for a file that cannot be read or is not ours."""
         self._path = path
+        self._any_owner = any_owner
         self._lock = threading.Lock()
         self._all_owe = False
         self._owed: dict[str, dict[bytes, None]] = {}
@@ -120,7 +121,7 @@ class ClearsJournal:
 
     def _read(self) -> str:
         try:
-            folder = open_folder(self._path.parent)
+            folder = open_folder(self._path.parent, any_owner=self._any_owner)
             try:
                 file = open_own_file(self._path.name, os.O_RDONLY, dir_fd=folder, shown=str(self._path))
             finally:
@@ -131,7 +132,7 @@ class ClearsJournal:
             return opened.read(_MOST_BYTES).decode(errors="replace")
 
     def _write(self) -> None:
-        folder = open_folder(self._path.parent)
+        folder = open_folder(self._path.parent, any_owner=self._any_owner)
         try:
             temporary = f"{self._path.name}.new"
             with suppress(FileNotFoundError):
