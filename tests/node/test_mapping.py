@@ -11,23 +11,26 @@ from tests.node.nodes import SPACE, RunningNode
 MIB = 1 << 20
 
 
-def mapped() -> list[tuple[str, int]]:
-    """Of each mapping of an arena in this process its rights, and the bytes of it that have a page table's entry."""
-    found: list[tuple[str, int]] = []
-    of_arena = False
+def mappings() -> dict[str, tuple[str, int]]:
+    """Of each mapping of an arena in this process, by its addresses: its rights, and the bytes of it that have a page table's entry."""
+    found: dict[str, tuple[str, int]] = {}
+    place, rights = "", ""
     for line in Path("/proc/self/smaps").read_text().splitlines():
-        if line.split()[0].endswith(":"):
-            if of_arena and line.startswith("Rss:"):
-                found[-1] = (found[-1][0], 1024 * int(line.split()[1]))
-        else:
-            of_arena = "memfd:kvhold-arena" in line
-            if of_arena:
-                found.append((line.split()[1], 0))
+        first, second, *_ = line.split()
+        if not first.endswith(":"):
+            place, rights = (first, second) if "memfd:kvhold-arena" in line else ("", "")
+        elif place and first == "Rss:":
+            found[place] = (rights, 1024 * int(second))
     return found
 
 
 def test_only_the_first_pages_are_faulted_in_ahead(node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_module, "_TOUCHED_BYTES", MIB)
+    others = mappings().keys()  # of earlier tests in this process
+
+    def mapped() -> list[tuple[str, int]]:
+        return [mapping for place, mapping in mappings().items() if place not in others]
+
     client = node.client()
     client.register(SPACE)
     assert mapped() == [], "who only asks maps nothing"
