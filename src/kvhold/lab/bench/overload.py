@@ -34,6 +34,7 @@ _GROUP = Group(layers=1, planes=1, heads=1, head_dim=1, dtype="uint8")
 WIDE = Namespace(model="bench, long", layout=Layout(groups=(_GROUP,) * 6), shards=8)
 PLAIN = Namespace(model="bench", layout=Layout(groups=(_GROUP,)))
 _AT_ONCE = 1000  # chunks in one reserve
+_PATIENCE_S = 600.0  # a node with a million chunks, on a busy machine
 _PACE_S = 0.05  # an engine stores 1,024 tokens so often
 _answers: Decoder[m.Answer | m.Welcome | m.News] = Decoder(m.Answer | m.Welcome | m.News)
 
@@ -146,7 +147,7 @@ def _stores_and_lookups(client: "_Client", path: Path, short: Query, load: Load)
             found = client.ask(m.Lookup(short))
             taken.append(time.perf_counter() - began_s)
             client.ask(m.Release(found.ticket))
-            time.sleep(0.002)
+            time.sleep(0.002)  # an engine's pause between two prompts
 
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as storing:
         assert storing.stdin is not None and storing.stdout is not None
@@ -173,7 +174,7 @@ def store_steadily(path: str, count: int) -> None:
             for client in clients:
                 refused += not _store(client, PLAIN, _fresh(PLAIN, 8), 0)
                 due_s += _PACE_S / count
-                time.sleep(max(0.0, due_s - time.perf_counter()))
+                time.sleep(max(0.0, due_s - time.perf_counter()))  # the pace of an engine that computes
         sys.stdout.write(json.dumps({"refused": refused}))
 
 
@@ -273,7 +274,11 @@ def _turn_rows(name: str, longest_s: tuple[float, float]) -> Iterator[OverloadRo
 
 
 def _until(condition: Callable[[], object]) -> None:
+    """Wait for the node, which tells nobody. Raises TimeoutError."""
+    until_s = time.monotonic() + _PATIENCE_S
     while not condition():
+        if time.monotonic() > until_s:
+            raise TimeoutError(f"the node did not get there within {_PATIENCE_S:.0f} s")
         time.sleep(0.05)
 
 
