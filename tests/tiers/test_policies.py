@@ -1,6 +1,7 @@
 """The policies we ship: each keeps the contract, and each has its own order."""
 
 from collections.abc import Iterable, Iterator
+from heapq import heapify
 
 import pytest
 
@@ -10,7 +11,7 @@ from kvhold.core.metrics import Metrics
 from kvhold.memory.arena import Arena
 from kvhold.testing import PolicyContract
 from kvhold.testing.policy import Known
-from kvhold.tiers.policies import POLICIES, FifoPolicy, LfuPolicy, LruPolicy, MruPolicy, Policy, S3FifoPolicy, make_policy
+from kvhold.tiers.policies import POLICIES, FifoPolicy, LfuPolicy, LruPolicy, MruPolicy, Policy, S3FifoPolicy, chains, make_policy
 from kvhold.tiers.ram import Entry, RamTier, Wanted
 
 
@@ -253,7 +254,20 @@ class TestMemory:
         insert(policy, range(100))
         for _ in range(100):
             hit(policy, *range(100))
-        assert all(len(queue._heap) <= 200 for queue in policy._all)
+        assert all(queue.num_places <= 200 for queue in policy._all)
+
+    @pytest.mark.parametrize("name", POLICIES)
+    def test_no_call_sorts_many_places_however_many_leaves_there_are(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        sorted_at_once: list[int] = []
+        monkeypatch.setattr(chains, "heapify", lambda places: sorted_at_once.append(len(places)) or heapify(places))
+        policy = make_policy(name)
+        insert(policy, range(20_000))
+        hit(policy, *range(0, 20_000, 3))
+        for number in range(0, 20_000, 2):
+            policy.remove(key(number))
+        assert sorted_at_once
+        assert max(sorted_at_once) <= 1000
+        assert sum(queue.num_places for queue in policy._all) <= 20_000
 
     @pytest.mark.parametrize("name", POLICIES)
     def test_of_keys_that_have_gone_nothing_is_left(self, name: str) -> None:
@@ -262,7 +276,8 @@ class TestMemory:
             space = bytes([number]) * 16
             policy.insert(space + bytes(24), 1, space + b"parent".ljust(24))
             policy.remove(space + bytes(24))
-        assert (policy._chunks, policy._continued, policy._spaces) == ({}, {}, {})
+        assert (len(policy._chunks), len(policy._continued), len(policy._spaces)) == (0, 0, 0)
+        assert len(policy._dropped) <= 1
 
 
 class TestRamKeepsPrefixes:

@@ -4,10 +4,11 @@
         def _inserted(self, chunk: Chunk) -> None:
             self._rank(chunk, self._now())            # the lower the rank, the earlier it goes
 
-A policy ranks chunks; here the *leaves*, those that nothing here continues, are kept in heaps by rank, one for each namespace and one
+A policy ranks chunks; here the *leaves*, those that nothing here continues, are kept in queues by rank, one for each namespace and one
 for all. A chunk that becomes a leaf takes the place of the rank that it has had all along. Insert, touch and remove cost O(log leaves)
 at most (touching a chunk that is no leaf, O(1)); victims costs O((victims + pinned leaves before them) log leaves), however many chunks
-they protect. Loop and thread: see base.py.
+they protect. No single call takes long, however many leaves there are: tables and queues are made of small parts, and each call tidies a
+little. Loop and thread: see base.py.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,8 +18,11 @@ from types import TracebackType
 from typing import ClassVar, Self, TypeAlias
 
 from kvhold.core.keys import NAMESPACE_BYTES
+from kvhold.tiers.table import KeyTable
 
-_SMALLEST_SWEEP = 64
+_BUCKET_BITS = 8  # ranks of one bucket: 256
+_SWEPT_AT_ONCE = 128  # places
+_SWEPT_A_CALL = 3  # places for each call: a queue holds at most some two places a leaf
 
 
 class Chunk:
@@ -48,31 +52,77 @@ Place: TypeAlias = tuple[int, int, Chunk]  # a rank, and whose; compared by the 
 
 
 class Queue:
-    """Chunks of one namespace, or all, that one policy ranks together: how many, their bytes, and the leaves among them."""
+    """Chunks of one namespace, or all, that one policy ranks together: how many, their bytes, and the leaves among them.
 
-    __slots__ = ("_heap", "_sweep_at", "nbytes", "num_chunks")
+    Places are in buckets of neighbouring ranks, each a heap. A chunk that gets another place leaves its old one behind; such places are
+    dropped when they are met, and bucket by bucket as other calls come.
+    """
+
+    __slots__ = ("_buckets", "_credit", "_order", "_to_sweep", "nbytes", "num_chunks")
 
     def __init__(self) -> None:
         self.num_chunks = 0
         self.nbytes = 0
-        self._heap: list[Place] = []
-        self._sweep_at = _SMALLEST_SWEEP
+        self._buckets: dict[tuple[int, int], list[Place]] = {}
+        self._order: list[tuple[int, int]] = []  # a heap of the buckets' names, some of which are gone
+        self._to_sweep: list[tuple[int, int]] = []
+        self._credit = 0
+
+    @property
+    def num_places(self) -> int:
+        """Those that were left behind included."""
+        return sum(map(len, self._buckets.values()))
 
     def push(self, place: Place) -> None:
-        """A leaf's new place. What it had before is dropped when it is met, or here, once half of the heap may be such."""
-        if len(self._heap) >= self._sweep_at:
-            self._heap = [place for place in self._heap if place[2].place is place]
-            heapify(self._heap)
-            self._sweep_at = max(_SMALLEST_SWEEP, 2 * len(self._heap))
-        heappush(self._heap, place)
+        """Add a leaf's new place."""
+        name = place[0], place[1] >> _BUCKET_BITS
+        bucket = self._buckets.get(name)
+        if bucket is None:
+            bucket = self._buckets[name] = []
+            heappush(self._order, name)
+        heappush(bucket, place)
+        self.tidy()
 
     def pop(self) -> Place | None:
         """Take out the leaf of the lowest rank."""
-        while self._heap:
-            place = heappop(self._heap)
-            if place[2].place is place:
-                return place
+        while self._order:
+            bucket = self._buckets.get(self._order[0], [])
+            while bucket:
+                place = heappop(bucket)
+                if place[2].place is place:
+                    return place
+            self._buckets.pop(heappop(self._order), None)
         return None
+
+    def tidy(self) -> None:
+        """Drop a few of the places that were left behind."""
+        self._credit += _SWEPT_A_CALL
+        if self._credit < _SWEPT_AT_ONCE:
+            return
+        while self._credit > 0:
+            if not self._to_sweep:
+                self._credit = 0  # enough for now: the next round begins with the next call
+                self._to_sweep = list(self._buckets)
+                if len(self._order) > 2 * len(self._buckets):
+                    self._order = sorted(self._to_sweep)
+                return
+            self._credit -= 1 + self._sweep(self._to_sweep.pop())
+
+    def take_buckets(self) -> list[list[Place]]:
+        """Empty the queue. Returns what it consisted of."""
+        buckets, self._buckets, self._order, self._to_sweep = list(self._buckets.values()), {}, [], []
+        return buckets
+
+    def _sweep(self, name: tuple[int, int]) -> int:
+        bucket = self._buckets.get(name)
+        if bucket is None:
+            return 0
+        if kept := [place for place in bucket if place[2].place is place]:
+            heapify(kept)
+            self._buckets[name] = kept
+        else:
+            del self._buckets[name]
+        return len(bucket)
 
 
 class ChainPolicy:
@@ -81,16 +131,18 @@ class ChainPolicy:
     num_queues: ClassVar[int] = 1
 
     def __init__(self) -> None:
-        self._chunks: dict[bytes, Chunk] = {}
-        self._continued: dict[bytes, int] = {}  # by how many known chunks each key is continued, whether it is known itself or not
+        self._chunks: KeyTable[Chunk] = KeyTable()
+        self._continued: KeyTable[int] = KeyTable()  # by how many known chunks each key is continued, whether it is known itself or not
         self._all = [Queue() for _ in range(self.num_queues)]
         self._spaces: dict[bytes, list[Queue]] = {}
+        self._dropped: list[list[Place]] = []  # of namespaces that have no chunks any more, to be freed a little at a time
         self._now: Callable[[], int] = count(1).__next__  # a number higher than all before
 
     def insert(self, key: bytes, nbytes: int, parent: bytes | None = None) -> None:
         """Policy contract."""
         namespace = key[:NAMESPACE_BYTES]
         assert parent is None or parent.startswith(namespace), "a prompt's chunks are in one namespace"
+        self._tidy()
         chunk = self._chunks.get(key)
         if chunk is None:
             space = self._spaces.get(namespace) or self._begin_space(namespace)
@@ -113,14 +165,19 @@ class ChainPolicy:
 
     def remove(self, key: bytes, *, evicted: bool = False) -> None:
         """Policy contract."""
-        chunk = self._chunks.pop(key, None)
+        self._tidy()
+        chunk = self._chunks.get(key)
         if chunk is None:
             return
+        del self._chunks[key]
         chunk.place = None
         self._count(chunk, -1)
         self._unlink(chunk)
+        for queue in (self._all[chunk.queue], chunk.space[chunk.queue]):
+            queue.tidy()
         if not chunk.space[chunk.queue].num_chunks and not any(queue.num_chunks for queue in chunk.space):
-            del self._spaces[key[:NAMESPACE_BYTES]]
+            for queue in self._spaces.pop(key[:NAMESPACE_BYTES]):
+                self._dropped += queue.take_buckets()
         self._removed(chunk, evicted=evicted)
 
     def victims(self, nbytes: int, pinned: Callable[[bytes], bool], namespace: bytes | None = None) -> list[bytes]:
@@ -176,6 +233,10 @@ class ChainPolicy:
             yield above
             chunk = above
 
+    def _tidy(self) -> None:
+        if self._dropped:
+            self._dropped.pop()
+
     def _queues(self, namespace: bytes | None) -> list[Queue]:
         return self._all if namespace is None else self._spaces.get(namespace, [])
 
@@ -202,7 +263,7 @@ class ChainPolicy:
                 return
             above.place = None
         chunk.parent = parent
-        self._continued[parent] = self._continued.get(parent, 0) + 1
+        self._continued[parent] = (self._continued.get(parent) or 0) + 1
 
     def _unlink(self, chunk: Chunk) -> None:
         parent = chunk.parent
