@@ -10,14 +10,15 @@ import pytest
 
 from kvhold.cache import state as state_module
 from kvhold.cache.chores import Chores, Running, finish
-from kvhold.cache.orders import ProbeOrder, WriteOrder
+from kvhold.cache.orders import FetchOrder, ProbeOrder, WriteOrder
 from kvhold.cache.state import CacheState, new_state
 from kvhold.core.config import Config
 from kvhold.core.errors import ProtocolError
 from kvhold.core.keys import HASH_BYTES, ChunkNames, Namespace, Prompt, Query
 from kvhold.core.layout import Group, Layout
-from kvhold.core.reasons import CLEARED
+from kvhold.core.reasons import CLEARED, EVICTED
 from kvhold.tiers.ram import RamTier
+from kvhold.tiers.stack import Place
 
 FULL = Group(layers=1, planes=1, heads=1, head_dim=8, dtype="int8")
 WINDOW = Group(layers=1, planes=1, heads=1, head_dim=8, dtype="int8", attention="sliding", window=5)
@@ -290,6 +291,165 @@ def test_a_long_lookup_below_memory_begins_in_steps_and_asks_for_what_is_missing
     given_up.close()
     state.gone("reader")
     assert state.holdings()["tickets"] == 0
+
+
+@pytest.mark.parametrize("num_chunks", [62, 63, 140, 375])  # of 4 keys: as many as one turn takes, one more, and more turns
+@pytest.mark.parametrize("units", [1, 400])
+def test_chunks_that_a_lookup_has_found_are_not_evicted_between_its_steps(num_chunks: int, units: int) -> None:
+    state = new_cache()
+    prompt = prompt_of(num_chunks)
+    store(state, prompt)
+    running, steps = Running(state.lookup_turns("reader", prompt.query())), 1
+    while not running.step(units):
+        steps += 1
+        for entry in state.ram.entries():
+            if not entry.pins:
+                state.ram.remove(entry, why=EVICTED)
+    assert (steps == 1) == (num_chunks == 62)
+    lent = state.claim("reader", running.result.ticket, 0, 0) if running.result.ticket else None
+    for place in [place for row in lent.offsets for place in row if place >= 0] if lent is not None else []:
+        assert place in {entry.offset for entry in state.ram.entries() if entry.committed}
+    state.gone("reader")
+    finish_chores(state)
+    assert state.ram.num_pinned == 0
+
+
+class TestLongSearches:
+    """Of a prompt of which memory has the beginning, and a tier the rest."""
+
+    NUM_CHUNKS, IN_RAM = 200, 80
+
+    def begin(self) -> tuple[CacheState, int]:
+        """The tier has answered, and nothing is decided yet."""
+        state = new_state(Config(tiers=("disk:///x",)), SimpleNamespace(nbytes=64 << 20))
+        state.register(LAYOUT)
+        state.turn_units = 0
+        prompt = prompt_of(self.NUM_CHUNKS)
+        store(state, prompt.until(2 * self.IN_RAM))
+        for order in state.take_orders():
+            assert isinstance(order, WriteOrder)
+            state.written(order.number)
+        found = state.lookup("reader", prompt.query())
+        assert found.arriving and found.num_tokens == 2 * self.IN_RAM
+        finish_chores(state)
+        [order] = state.take_orders()
+        assert isinstance(order, ProbeOrder)
+        state.probed(order.search, dict.fromkeys(order.keys, Place(0, 1 << 40)))
+        return state, found.ticket
+
+    def fetch_all(self, state: CacheState) -> int:
+        num_fetched = 0
+        for order in state.take_orders():
+            if isinstance(order, FetchOrder):
+                for arrival in order.arrivals:
+                    state.fetched(arrival.entry, True)
+                    num_fetched += 1
+        return num_fetched
+
+    def assert_baseline(self, state: CacheState) -> None:
+        finish_chores(state)
+        state.clear(None)
+        for order in state.take_orders():
+            if isinstance(order, FetchOrder):
+                for arrival in order.arrivals:
+                    state.fetched(arrival.entry, False)
+        finish_chores(state)
+        assert (state.ram.num_pinned, state.ram.used_bytes) == (0, 0)
+
+    def test_order_what_is_to_come_in_steps_and_are_not_over_meanwhile(self) -> None:
+        state, ticket = self.begin()
+        steps = 0
+        while state.step(100):
+            steps += 1
+            assert state.refresh(ticket).arriving
+            assert not state.is_over(ticket)
+        assert steps > 10
+        window = 3  # chunks of the group that needs no more
+        num_fetched = self.fetch_all(state)
+        assert num_fetched == 2 * (self.NUM_CHUNKS - self.IN_RAM) + 2 * window
+        assert state.take_news(), "clients that wait are to be told"
+        found = state.refresh(ticket)
+        assert found.num_tokens == 2 * self.NUM_CHUNKS
+        assert found.sources == {"ram": 2 * self.IN_RAM, "tier-1": 2 * (self.NUM_CHUNKS - self.IN_RAM)}
+        lent = state.claim("worker", ticket, 1, 0)
+        assert lent is not None and len(lent.num_tokens) == self.NUM_CHUNKS
+        state.gone("worker")
+        state.gone("reader")
+        self.assert_baseline(state)
+
+    @pytest.mark.parametrize("steps", range(0, 60, 5))
+    def test_that_are_let_go_in_the_middle_leave_nothing_and_what_was_ordered_arrives(self, steps: int) -> None:
+        state, ticket = self.begin()
+        for _ in range(steps):
+            state.step(20)
+        state.release("reader", ticket)
+        finish_chores(state)
+        num_fetched = self.fetch_all(state)
+        finish_chores(state)
+        assert state.ram.num_pinned == 0
+        in_ram = len([entry for entry in state.ram.entries() if entry.committed])
+        assert in_ram == 4 * self.IN_RAM + num_fetched
+        self.assert_baseline(state)
+
+    @pytest.mark.parametrize("steps", range(0, 60, 5))
+    def test_that_are_cleared_in_the_middle_find_nothing_new(self, steps: int) -> None:
+        state, ticket = self.begin()
+        for _ in range(steps):
+            state.step(20)
+        state.clear(None)
+        self.fetch_all(state)
+        finish_chores(state)
+        assert state.refresh(ticket, settle=True).num_tokens <= 2 * self.NUM_CHUNKS
+        state.release("reader", ticket)
+        self.assert_baseline(state)
+
+    def test_are_made_a_hit_once_though_two_wait_for_it(self) -> None:
+        state, ticket = self.begin()
+        finish_chores(state)
+        self.fetch_all(state)
+        finish_chores(state)
+        refreshing = Running(state.refresh_turns(ticket))
+        claiming = Running(state.claim_turns("worker", ticket, 0, 0))
+        done = [False, False]
+        for _ in range(1000):
+            done = [one.step(10) if not was else True for one, was in zip((refreshing, claiming), done, strict=True)]
+            if all(done):
+                break
+        assert refreshing.result.num_tokens == 2 * self.NUM_CHUNKS
+        assert claiming.result is not None and len(claiming.result.num_tokens) == self.NUM_CHUNKS
+        state.gone("reader")
+        state.gone("worker")
+        self.assert_baseline(state)
+
+    def test_whose_settling_is_given_up_are_settled_by_the_next_one(self) -> None:
+        state, ticket = self.begin()
+        finish_chores(state)
+        self.fetch_all(state)
+        finish_chores(state)
+        for steps in range(1, 12):
+            claiming = Running(state.claim_turns("worker", ticket, 0, 0))
+            for _ in range(steps):
+                if claiming.step(10):
+                    break
+            claiming.close()
+            state.gone("worker")
+        assert state.refresh(ticket).num_tokens == 2 * self.NUM_CHUNKS
+        state.gone("reader")
+        self.assert_baseline(state)
+
+    def test_that_arrive_are_lent_as_far_as_they_have_come(self) -> None:
+        state, ticket = self.begin()
+        finish_chores(state)
+        lending = Running(state.claim_turns("worker", ticket, 0, 0, arriving=True))
+        assert not lending.step(1)
+        state.release("reader", ticket)
+        finish_chores(state)
+        while not lending.step(1):
+            pass
+        if lending.result is not None:
+            assert len(lending.result.num_tokens) == len(lending.result.offsets[0]) <= self.IN_RAM
+        state.gone("worker")
+        self.assert_baseline(state)
 
 
 def test_a_store_of_many_chunks_is_done_in_steps_and_one_given_up_leaves_nothing() -> None:

@@ -80,6 +80,7 @@ class LocalCache:
             if found.arriving and wait_s != 0:
                 wait_s = self._config.client.arrival_timeout_s if wait_s is None else wait_s
                 found = self._await(found.ticket, wait_s)
+        self._finish_chores()
         ticket = found.ticket
         return Hit(found, lambda: self._release(ticket), ask=self._ask, pause=self._pause)
 
@@ -101,6 +102,7 @@ class LocalCache:
             self._check_open()
             self._state.prefetch(self._owner, query)
             self._move()
+        self._finish_chores()
 
     def claim(
         self, ticket: int, shard: int = 0, *, first_chunk: int = 0, arriving: bool = False, deadline_s: float | None = None
@@ -109,6 +111,7 @@ class LocalCache:
         with self._lock:
             self._check_open()
             lent = self._state.claim(self._owner, ticket, shard, first_chunk, arriving=arriving)
+        self._finish_chores()
         if lent is None:
             return None
         return Loan(
@@ -240,13 +243,18 @@ class LocalCache:
             event()
             self._move()
             self._lock.notify_all()
+        self._finish_chores()
 
     def _finish_chores(self) -> None:
-        """What goes on in the background, in steps: others take the lock between two of them."""
-        while True:
+        """Not under the lock: do the background work, in steps. Other threads take the lock between two of them."""
+        while self._state.has_chores:
             with self._lock:
-                if self._closed or not self._state.step():
+                if self._closed:
                     return
+                self._state.step()
+                self._move()
+                if self._state.take_news():
+                    self._lock.notify_all()
 
     def _pause(self, seconds: float) -> None:
         """For so long, or until something has come of anything."""
@@ -257,7 +265,9 @@ class LocalCache:
     def _ask(self, ticket: int, settle: bool, growth: bool) -> Found:
         with self._lock:
             self._check_open()
-            return self._state.refresh(ticket, settle=settle)
+            found = self._state.refresh(ticket, settle=settle)
+        self._finish_chores()
+        return found
 
     def _ask_recoding(self, number: int) -> Recoded:
         with self._lock:
@@ -268,6 +278,7 @@ class LocalCache:
         with self._lock:
             self._state.release(self._owner, number)
             self._move()
+        self._finish_chores()
 
     def _damaged(self, loan: int, offsets: list[int]) -> None:
         with self._lock:

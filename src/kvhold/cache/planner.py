@@ -18,7 +18,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from kvhold.cache.hits import needed_chunks
-from kvhold.cache.presence import Extent, Need
+from kvhold.cache.presence import Extent
 from kvhold.cache.speeds import TierSpeed
 from kvhold.core.estimates import Estimate
 from kvhold.core.keys import HASH_BYTES, Query
@@ -36,17 +36,18 @@ IN_RAM = -1
 
 @dataclass(frozen=True)
 class Found:
-    """What is where, of a prompt: as far as it was found, and how far memory alone goes.
+    """Where the chunks of a prompt are, as far as they were found, and how far memory alone goes.
 
-    needs: of the whole extent, chunk by chunk; tiers: of each, the number of its tier, or IN_RAM; coming: whether it is on its way already
+    nbytes:  `[chunk]` of the whole extent, all groups and shards
+    below:   `{tier: [chunk]}` bytes to be read there; 1 where all is on its way already, so that it is waited for
+    sources: tokens by where they are
     """
 
     query: Query
     here: Extent
     extent: Extent
-    needs: Sequence[Need[Any]]
-    tiers: Sequence[int]
-    coming: Sequence[bool]
+    nbytes: Sequence[int]
+    below: Mapping[int, Sequence[int]]
     sources: Mapping[str, int]
 
 
@@ -134,7 +135,7 @@ class Planner:
     def plan(self, number: int, work: Work, layout: Layout, found: Found) -> Plan:
         """How far to go, and what to order of it now. Of a tier that is not known no more than a few times what has come at once before."""
         options = self._options_here(work, found.query, layout, found.here.num_tokens)
-        first, waits = len(options.tokens), _by_tier(found, layout)
+        first, waits = len(options.tokens), {tier: np.array(nbytes, np.int64) for tier, nbytes in found.below.items()}
         options = _joined(options, self._options_below(work, layout, found, waits))
         chosen = choose(work, options)
         self._decide(number, work, options, chosen, found.sources, memory=first - 1)
@@ -261,8 +262,8 @@ class Planner:
         ends = np.arange(1, count + 1) * size
         if count:
             ends[-1] = found.extent.num_tokens
-        is_copied = np.array([need.chunk >= work.computed_tokens // size for need in found.needs], bool)
-        copied = np.cumsum(np.bincount(_chunks(found), np.where(is_copied, _bytes(found, layout), 0), count)).astype(np.int64)
+        is_copied = np.arange(count) >= work.computed_tokens // size
+        copied = np.cumsum(np.where(is_copied, np.array(found.nbytes, np.int64), 0)).astype(np.int64)
         wait_s = np.zeros(count)
         for tier, nbytes in waits.items():
             wait_s = np.maximum(wait_s, self.speeds[tier].wait_s(np.cumsum(nbytes)))
@@ -270,23 +271,6 @@ class Planner:
         if any(group.attention != "full" for group in layout.groups):
             beyond &= ends == found.extent.num_tokens
         return Options(ends[beyond], copied[beyond], wait_s[beyond])
-
-
-def _by_tier(found: Found, layout: Layout) -> dict[int, "np.ndarray[Any, Any]"]:
-    """`{tier: [chunks] bytes}` to be ordered of it; of what is on its way already one byte, so that it is waited for."""
-    tiers, nbytes = np.array(found.tiers, np.int64), np.where(np.array(found.coming, bool), 1, _bytes(found, layout))
-    return {
-        int(tier): np.bincount(_chunks(found), np.where(tiers == tier, nbytes, 0), found.extent.chunks).astype(np.int64)
-        for tier in set(found.tiers) - {IN_RAM}
-    }
-
-
-def _chunks(found: Found) -> "np.ndarray[Any, Any]":
-    return np.array([need.chunk for need in found.needs], np.int64)
-
-
-def _bytes(found: Found, layout: Layout) -> "np.ndarray[Any, Any]":
-    return np.array([layout.chunk_bytes(need.group, need.num_tokens) for need in found.needs], np.int64)
 
 
 def _load_bytes(layout: Layout, shards: int, work: Work, num_tokens: int) -> int:

@@ -1,18 +1,19 @@
-"""What of a query is present, by a function that finds keys: in RAM, in what has arrived for a lookup, or anywhere in the tiers.
+"""Which chunks of a query are present, by a function that finds keys: in RAM, among the chunks that have arrived, or anywhere in the tiers.
 
     presence = Presence(query, layout, ram.find)
-    extent = presence.extent()                        # how far a hit goes
-    for need in presence.needed(extent): need.found   # and what it needs, the prompt's beginning first
+    prefix = finish(presence.take_turns())            # the longest hit, and its entries
+    needs = presence.needs(prefix, range(4))          # with their keys, for the first 4 chunks
 
-Pure. A key is looked for once where that matters: the run of whole chunks from the start.
+Pure. A presence remembers what it has found: another `extent` only looks for what was missing. So `find` must go on finding what it has
+found once, as it does for pinned chunks.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Generic, NamedTuple, TypeVar
 
-from kvhold.cache.chores import Turns, finish
+from kvhold.cache.chores import Turns, emptied, finish
 from kvhold.cache.hits import longest_hit_turns, needed_chunks
 from kvhold.core.keys import HASH_BYTES, Query, place_suffix, split_hashes
 from kvhold.core.layout import Layout
@@ -51,6 +52,33 @@ class Need(NamedTuple, Generic[Found]):
 
 
 @dataclass(frozen=True)
+class Prefix(Generic[Found]):
+    """The longest hit, and what it consists of.
+
+    rows: `{(group, shard): [chunk]}`, None for the chunks of a group that the hit does not need
+    """
+
+    extent: Extent
+    rows: dict[tuple[int, int], list[Found | None]]
+
+    def in_order_turns(self) -> Turns[list[Found]]:
+        """List the entries in steps, chunk by chunk from the prompt's start."""
+        columns, ordered = self.columns(), list[Found]()
+        while part := list(islice(columns, 1 + _MOST_ORDERED // max(1, len(self.rows)))):
+            ordered += [found for column in part for found in column if found is not None]
+            yield _MOST_ORDERED // 8
+        return ordered
+
+    def columns(self) -> Iterator[tuple[Found | None, ...]]:
+        """For each chunk its entries, in the order of `rows`."""
+        return zip(*self.rows.values(), strict=True)
+
+    def empty_turns(self) -> Iterator[int]:
+        """Empty the rows in steps."""
+        return emptied(*self.rows.values())
+
+
+@dataclass(frozen=True)
 class Gap:
     """Why a hit is not longer: the first missing key. siblings: those of the other groups and shards of its chunk."""
 
@@ -59,7 +87,7 @@ class Gap:
 
 
 class Presence(Generic[Found]):
-    """One look at one query."""
+    """One query, as far as its chunks are present."""
 
     def __init__(self, query: Query, layout: Layout, find: Callable[[bytes], Found | None]) -> None:
         self._find_key = find
@@ -85,31 +113,50 @@ class Presence(Generic[Found]):
         tail_tokens = 0 if tail is None else query.tail_lengths[tail]
         return Extent(whole, tail, tail_tokens, whole * layout.tokens_per_chunk + tail_tokens)
 
-    def found(self, extent: Extent) -> dict[tuple[int, int], list[Found | None]]:
-        """`{(group, shard): [chunk]}`: all that a hit of `extent` needs, None for the chunks that it does not need of a group."""
-        return finish(self.found_turns(extent))
-
-    def found_turns(self, extent: Extent) -> Turns[dict[tuple[int, int], list[Found | None]]]:
-        """As `found`, in steps."""
+    def take_turns(self) -> Turns[Prefix[Found]]:
+        """Return the longest hit with its entries, in steps. The presence forgets them, so that each is in one list alone."""
+        extent = yield from self.extent_turns()
         rows: dict[tuple[int, int], list[Found | None]] = {}
         for group in range(len(self._layout.groups)):
             first = needed_chunks(self._layout, group, extent.num_tokens).start
             for shard in range(self._query.shards):
-                rows[group, shard] = self._row(group, shard, first, extent)
+                rows[group, shard] = self._take_row(group, shard, first, extent)
                 yield 1 + len(rows[group, shard]) // 32
+        return Prefix(extent, rows)
+
+    def remember(self, prefix: Prefix[Found]) -> None:
+        """Start from what another presence of the same query has found and taken. The rows become this one's."""
+        whole = prefix.extent.whole
+        for (group, shard), row in prefix.rows.items():
+            if self._layout.groups[group].attention == "full":
+                del row[whole:]
+                self._runs[group, shard] = row  # type: ignore[assignment]  # a full group needs every chunk: no None
+
+    def shard_rows(self, shard: int, extent: Extent) -> list[list[Found | None]]:
+        """Return the whole chunks of one shard that a hit of `extent` needs, `[group][chunk]`."""
+        rows: list[list[Found | None]] = []
+        for group in range(len(self._layout.groups)):
+            first = needed_chunks(self._layout, group, extent.num_tokens).start
+            row: list[Found | None] = [None] * first
+            if len(run := self._runs.get((group, shard), [])) >= extent.whole:
+                row += run[first : extent.whole]
+            else:
+                row += [self._chunk(group, shard, chunk) for chunk in range(first, extent.whole)]
+            rows.append(row)
         return rows
 
-    def needed(self, extent: Extent) -> Iterator[Need[Found]]:
-        """The same with their names, chunk by chunk from the prompt's start."""
-        rows = self.found(extent)
-        for chunk in range(extent.chunks):
+    def needs(self, prefix: Prefix[Found], chunks: range) -> list[Need[Found]]:
+        """Return what the hit needs of some chunks, with their keys, in the prompt's order."""
+        needs, extent, size = list[Need[Found]](), prefix.extent, self._layout.tokens_per_chunk
+        for chunk in chunks:
             is_tail = chunk == extent.whole
-            num_tokens = extent.tail_tokens if is_tail else self._layout.tokens_per_chunk
-            for (group, shard), row in rows.items():
+            num_tokens, tail = (extent.tail_tokens, extent.tail) if is_tail else (size, None)
+            for (group, shard), row in prefix.rows.items():
                 if (found := row[chunk]) is not None:
-                    key = self._key(group, shard, chunk, extent.tail if is_tail else None)
+                    key = self._key(group, shard, chunk, tail)
                     parent = self._key(group, shard, chunk - 1, None) if chunk else None
-                    yield Need(shard, group, chunk, num_tokens, key, parent, found)
+                    needs.append(Need(shard, group, chunk, num_tokens, key, parent, found))
+        return needs
 
     def gap(self, extent: Extent) -> Gap | None:
         """What keeps the longest hit from ending at the next place where one may end; None if it could not be longer."""
@@ -154,11 +201,11 @@ class Presence(Generic[Found]):
         for group, geometry in enumerate(self._layout.groups):
             if geometry.attention == "full":
                 for shard in range(self._query.shards):
-                    run = self._runs[group, shard] = []
+                    run = self._runs.setdefault((group, shard), [])
                     while len(run) < reach and self._extend(run, group, shard, min(reach, len(run) + _MOST_LOOKED)):
                         yield _MOST_LOOKED
-                    yield len(run) % _MOST_LOOKED
-                    reach = len(run)
+                    yield 1 + len(run) % _MOST_LOOKED
+                    reach = min(reach, len(run))
         return reach
 
     def _extend(self, run: list[Found], group: int, shard: int, most: int) -> bool:
@@ -171,12 +218,14 @@ class Presence(Generic[Found]):
             run.append(found)
         return True
 
-    def _row(self, group: int, shard: int, first: int, extent: Extent) -> list[Found | None]:
-        """Of one group and shard what a hit needs from chunk `first` on, after a None for each chunk before."""
-        row: list[Found | None] = [None] * first
-        if (run := self._runs.get((group, shard))) is not None:
-            row += run[first : extent.whole]
+    def _take_row(self, group: int, shard: int, first: int, extent: Extent) -> list[Found | None]:
+        """Return what a hit needs of one group and shard from chunk `first` on, after a None for each chunk before."""
+        row: list[Found | None]
+        if (run := self._runs.pop((group, shard), None)) is not None:
+            del run[extent.whole :]
+            row = run  # type: ignore[assignment]  # it is nobody else's now
         else:
+            row = [None] * first
             row += [self._chunk(group, shard, chunk) for chunk in range(first, extent.whole)]
         if extent.tail is not None:
             row.append(self._tail(group, shard, extent.tail))
@@ -185,8 +234,8 @@ class Presence(Generic[Found]):
         return row
 
     def _chunk(self, group: int, shard: int, chunk: int) -> Found | None:
-        run = self._runs.get((group, shard))
-        return self._look(self._key(group, shard, chunk, None)) if run is None else run[chunk]
+        run = self._runs.get((group, shard), ())
+        return run[chunk] if chunk < len(run) else self._look(self._key(group, shard, chunk, None))
 
     def _tail(self, group: int, shard: int, tail: int) -> Found | None:
         return self._look(self._key(group, shard, self._num_whole, tail))
@@ -206,17 +255,3 @@ class Presence(Generic[Found]):
     def _key(self, group: int, shard: int, chunk: int, tail: int | None) -> bytes:
         hashes, at = (self._query.hashes, chunk) if tail is None else (self._query.tail_hashes, tail)
         return self._query.namespace + hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES] + self._suffixes[group][shard]
-
-
-def in_order(rows: Mapping[tuple[int, int], list[Found | None]]) -> list[Found]:
-    """What `Presence.found` found, chunk by chunk from the prompt's start."""
-    return finish(in_order_turns(rows))
-
-
-def in_order_turns(rows: Mapping[tuple[int, int], list[Found | None]]) -> Turns[list[Found]]:
-    """As `in_order`, in steps."""
-    columns, ordered = zip(*rows.values(), strict=True), []
-    while part := list(islice(columns, 1 + _MOST_ORDERED // max(1, len(rows)))):
-        ordered += [found for column in part for found in column if found is not None]
-        yield _MOST_ORDERED // 8
-    return ordered

@@ -1,23 +1,25 @@
-"""Lookups that go below RAM: what lower tiers have of a prompt is brought into the arena, and pinned for the lookup as it arrives.
+"""Lookups that go below RAM: chunks that lower tiers have of a prompt are brought into the arena, and pinned for the lookup as they arrive.
 
-    number = searches.begin(owner, query, layout)     # pins what RAM has; orders a probe
+    yield from searches.begin_turns(number, ...)      # pins what RAM has; orders a probe
     searches.probed(number, places)                   # reserves memory for what tiers have; orders the reads
     searches.fetched(entry, ok) ...                   # the search is over when all of it has come or failed
-    searches[number].presence()                       # at any time: what is pinned by now
-    searches.finish(number, needed)                   # the end: but for these, all pins fall
+    searches[number].here                             # at any time: the chunks that are pinned by now
+    search = searches.take(number)                    # the end: its pins are the caller's now
 
 Events in, orders out, no I/O. Several searches share what one of them fetches. A search that nobody waits for any more still brings
-what it ordered: it is in RAM for the next one.
+the chunks that it ordered: they are in RAM for the next one.
+
+A long search orders in steps (`chores.py`). Between two steps anything may happen: it may be taken, more may arrive, its namespace may be
+cleared.
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from kvhold.cache.chores import Turns, finish
+from kvhold.cache.chores import Turns
 from kvhold.cache.orders import Arrival, FetchOrder, Order, ProbeOrder
 from kvhold.cache.planner import IN_RAM, Found, Marks, Planner
-from kvhold.cache.presence import Extent, Need, Presence
+from kvhold.cache.presence import Need, Prefix, Presence
 from kvhold.cache.writes import Writes
 from kvhold.core.keys import Query
 from kvhold.core.layout import Layout
@@ -27,32 +29,50 @@ from kvhold.core.reasons import BEING_WRITTEN, CLEARED, DEADLINE, EXPIRED, NO_RO
 from kvhold.core.terms import Terms
 from kvhold.tiers.ram import Entry, RamTier, Wanted
 from kvhold.tiers.stack import Place
+from kvhold.tiers.table import KeyTable
 
 _MOST_PINS = 400  # in one step
+_MOST_RESERVED = 16  # in one step
+_MOST_IN_ORDER = 250  # chunks of one order
 
 
-@dataclass
+@dataclass(eq=False)
 class Search:
     """One lookup that waits.
 
-    pinned: what is here for it; awaited: keys that are on their way; probing: tiers have not answered yet
-    places: where tiers have what RAM has not; silent: some tier did not answer
-    sources: of what came up for it, the number of its tier; faults: of what did not, why
-    work: what computing costs whoever asked, who wants no more than is faster; began_s: when
-    marks: when what was ordered will have come, and what is to follow it
-    sample: one chunk is enough, to see how fast it comes; hurried: it makes do with what is here, because that is faster
-    have_tokens: whoever asks has so many already, and needs no hit that is no longer; idle: no tier has more, so nothing comes up
+    num_keys:    of its query
+    pinned:      the entries that are here for it
+    awaited:     keys that are on their way
+    here:        `pinned` as a hit sees it
+    probing:     the tiers have not answered yet
+    ordering:    it is being decided what is to be read
+    settling:    its hit is being made
+    places:      where tiers have the chunks that RAM has not
+    silent:      some tier did not answer
+    sources:     of chunks that came up for it, the number of their tier
+    faults:      why others did not come
+    work:        the caller's compute cost; the hit is capped where loading stops being faster
+    began_s:     when it began
+    marks:       when the chunks that were ordered will have come, and what is to follow them
+    sample:      one chunk is enough, to see how fast it comes
+    hurried:     it makes do with the chunks that are here, because that is faster
+    have_tokens: the caller has so many already, and needs no hit that is no longer
+    idle:        no tier has more than that, so nothing comes up
     """
 
     owner: Hashable
     query: Query
     layout: Layout
-    pinned: dict[bytes, Entry] = field(default_factory=dict)
+    num_keys: int
+    pinned: KeyTable[Entry] = field(default_factory=KeyTable)
     awaited: set[bytes] = field(default_factory=set)
+    here: Presence[Entry] = field(init=False)
     probing: bool = True
+    ordering: bool = False
+    settling: bool = False
     places: dict[bytes, Place] = field(default_factory=dict)
     silent: bool = False
-    sources: dict[bytes, int] = field(default_factory=dict)
+    sources: KeyTable[int] = field(default_factory=KeyTable)
     faults: dict[bytes, str] = field(default_factory=dict)
     work: Work | None = None
     began_s: float = 0.0
@@ -61,6 +81,13 @@ class Search:
     hurried: bool = False
     have_tokens: int = 0
     idle: bool = False
+
+    def __post_init__(self) -> None:
+        self.forget_what_is_here()
+
+    def forget_what_is_here(self) -> None:
+        """Have `here` look at all pins again."""
+        self.here = Presence(self.query, self.layout, self.pinned.get)
 
     @property
     def more(self) -> bool:
@@ -75,7 +102,7 @@ class Search:
     @property
     def over(self) -> bool:
         """Whether nothing more will come."""
-        return not self.probing and not self.awaited and not self.more
+        return not (self.probing or self.ordering or self.awaited or self.more)
 
     def declines(self, key: bytes) -> bool:
         """Whether it does without what a tier has, by choice."""
@@ -83,12 +110,8 @@ class Search:
             return False
         return self.hurried if self.probing or key in self.awaited else key in self.places
 
-    def presence(self) -> Presence[Entry]:
-        """What is pinned, as a hit sees it."""
-        return Presence(self.query, self.layout, self.pinned.get)
-
     def would_have(self, find: Callable[[bytes], Entry | None]) -> "Presence[Entry | Place]":
-        """What is pinned, and what RAM (`find`) or tiers have and nobody has needed yet."""
+        """The chunks that are pinned, and those that RAM (`find`) or tiers have and nobody has needed yet."""
 
         def anywhere(key: bytes) -> Entry | Place | None:
             lost = key in self.faults or key in self.awaited
@@ -105,15 +128,64 @@ class _Coming:
     searches: set[int] = field(default_factory=set)
 
 
+@dataclass
+class _Survey:
+    """How much a prefix takes, chunk by chunk.
+
+    nbytes:   of a chunk, all groups and shards
+    below:    `{tier: [chunk] bytes}` that are to be read there; 1 for what is on its way already
+    slowest:  the slowest source of a chunk: a tier, or IN_RAM
+    coming:   `{tier: chunk}`, the first chunk of which something is on its way from there
+    """
+
+    nbytes: list[int]
+    slowest: list[int]
+    below: dict[int, list[int]] = field(default_factory=dict)
+    coming: dict[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, num_chunks: int) -> "_Survey":
+        return cls([0] * num_chunks, [IN_RAM] * num_chunks)
+
+    def add(self, chunk: int, nbytes: int, tier: int, *, is_coming: bool) -> None:
+        self.nbytes[chunk] += nbytes
+        if tier == IN_RAM:
+            return
+        self.slowest[chunk] = max(self.slowest[chunk], tier)
+        if tier not in self.below:
+            self.below[tier] = [0] * len(self.nbytes)
+        self.below[tier][chunk] += 1 if is_coming else nbytes
+        if is_coming:
+            self.coming.setdefault(tier, chunk)
+
+
 class Searches:
     """All lookups below RAM of one cache."""
 
-    def __init__(self, ram: RamTier, writes: Writes, metrics: Metrics, give_order: Callable[[Order], None], planner: Planner) -> None:
+    def __init__(
+        self,
+        ram: RamTier,
+        writes: Writes,
+        metrics: Metrics,
+        give_order: Callable[[Order], None],
+        planner: Planner,
+        *,
+        run: Callable[[Turns[None], int], None],
+        unpin: Callable[[list[Entry]], None],
+        is_over: Callable[[int], None],
+    ) -> None:
+        """run:     does a call for a search of so many keys, at once or in steps
+        unpin:   unpins entries that were looked at, at once or in steps
+        is_over: is told of searches that are over
+        """
         self._planner = planner
         self._ram = ram
         self._writes = writes
         self._metrics = metrics
         self._give_order = give_order
+        self._run = run
+        self._unpin = unpin
+        self._is_over = is_over
         self._searches: dict[int, Search] = {}
         self._coming: dict[bytes, _Coming] = {}
         self._given_up: set[Entry] = set()
@@ -125,6 +197,10 @@ class Searches:
     def __getitem__(self, number: int) -> Search:
         return self._searches[number]
 
+    def get(self, number: int) -> Search | None:
+        """Return a search; None if it was taken."""
+        return self._searches.get(number)
+
     @property
     def num_arriving(self) -> int:
         """Chunks that are being read, or whose read was given up and has not let go of their memory."""
@@ -134,47 +210,40 @@ class Searches:
         """Not while the query's namespace is being cleared below RAM."""
         return not any(query.namespace.startswith(prefix) for prefix in self._clearing)
 
-    def begin(
-        self,
-        number: int,
-        owner: Hashable,
-        query: Query,
-        layout: Layout,
-        work: Work | None = None,
-        *,
-        have_tokens: int = 0,
-        sample: bool = False,
-    ) -> None:
-        """Ask the tiers for what RAM does not have; pin what it has, so that what arrives does not drive it out."""
-        finish(self.begin_turns(number, owner, query, layout, work, have_tokens=have_tokens, sample=sample))
-
     def begin_turns(
         self,
         number: int,
         owner: Hashable,
         query: Query,
         layout: Layout,
+        prefix: Prefix[Entry],
         work: Work | None = None,
         *,
+        num_keys: int,
         have_tokens: int = 0,
         sample: bool = False,
     ) -> Turns[None]:
-        """As `begin`, in steps."""
-        search = Search(owner, query, layout, work=work, began_s=self._planner.clock(), sample=sample, have_tokens=have_tokens)
+        """Ask the tiers for what RAM does not have; pin what it has, so that what arrives does not drive it out.
+
+        prefix: what RAM has, held by the caller until the last step; it is the search's own afterwards
+        """
+        search = Search(owner, query, layout, num_keys, work=work, began_s=self._planner.clock(), sample=sample, have_tokens=have_tokens)
         self._searches[number] = search
-        presence = Presence(query, layout, self._ram.find)
-        needs = list(presence.needed((yield from presence.extent_turns())))
-        for end in range(len(needs), 0, -_MOST_PINS):
-            self._pin_present(search, needs[max(0, end - _MOST_PINS) : end])
+        present = yield from prefix.in_order_turns()
+        while present:
+            part = present[-_MOST_PINS:]
+            del present[-_MOST_PINS:]
+            self._pin(search, part)
             yield _MOST_PINS
+        search.here.remember(prefix)
         keys = yield from Presence(query, layout, self._find_or_coming).missing_turns()
-        if number not in self._searches:
+        if self._searches.get(number) is not search:
             return  # it was let go meanwhile
         if keys:
             self._give_order(ProbeOrder(number, keys))
         else:
-            search.probing = False
-            self._order(number, search)
+            search.probing, search.ordering = False, True
+            yield from self._order_turns(number, search)
 
     def probed(self, number: int, places: dict[bytes, Place], *, silent: bool = False) -> None:
         """The tiers have answered. Reserves memory from the prompt's start on, as far as there is room, and as it is worth waiting for."""
@@ -189,7 +258,7 @@ class Searches:
     def is_too_slow(self, number: int, here: int) -> bool:
         """Whether what a search waits for takes longer than computing it. here: tokens that have come."""
         search = self._searches[number]
-        if search.work is None or search.over:
+        if search.work is None or search.ordering or search.over:
             return False
         waited_s = self._planner.clock() - search.began_s
         search.hurried = self._planner.is_too_slow(
@@ -198,55 +267,104 @@ class Searches:
         return search.hurried
 
     def _order(self, number: int, search: Search) -> None:
-        """Reserve memory for what is to come next, and have it read."""
-        search.marks.plan = None
-        if not self.may_begin(search.query):
-            search.places = {}  # cleared meanwhile
-            return
-        presence: Presence[Entry | Place] = Presence(search.query, search.layout, lambda key: self._find_anywhere(search, key))
-        wanted = self._worth_ordering(number, search, presence, presence.extent())
-        self._pin_present(search, wanted)
+        """Have what is to come next reserved and read."""
+        search.ordering = True
+        self._run(self._order_turns(number, search), search.num_keys)
+
+    def _order_turns(self, number: int, search: Search) -> Turns[None]:
+        """Reserve memory for what is to come next, and have it read. `search.ordering` is set before."""
+        held: list[Entry] = []  # so that nothing that was found in RAM goes before it is pinned
         arrivals: list[Arrival] = []
-        for need in wanted:
+        search.marks.plan = None
+        try:
+            presence: Presence[Entry | Place] = Presence(search.query, search.layout, self._finder_anywhere(search, held))
+            prefix = yield from presence.take_turns()
+            chunks = yield from self._worth_ordering_turns(number, search, presence, prefix)
+            parts = _parts(chunks, max(1, _MOST_RESERVED // len(prefix.rows)))
+            for part in reversed(parts):
+                if not self._may_order(number, search):
+                    return
+                found = [need.found for need in presence.needs(prefix, part)]
+                self._pin(search, [entry for entry in found if isinstance(entry, Entry) and self._ram.find(entry.key) is entry])
+                yield 3 * len(found)
+            for part in parts:
+                if not self._may_order(number, search):
+                    return
+                needs = presence.needs(prefix, part)
+                has_room = self._reserve_all(number, search, needs, arrivals)
+                if len(arrivals) >= _MOST_IN_ORDER:
+                    self._give_order(FetchOrder(arrivals))
+                    arrivals = []
+                if not has_room:
+                    search.forgo_more()
+                    break  # what follows would be of no use without it
+                yield 16 * len(needs)
+            if not search.awaited:
+                search.forgo_more()
+            yield from prefix.empty_turns()
+        finally:
+            if arrivals:
+                self._give_order(FetchOrder(arrivals))
+            self._unpin(held)
+            search.ordering = False
+            if search.over and self._searches.get(number) is search:
+                self._is_over(number)
+
+    def _may_order(self, number: int, search: Search) -> bool:
+        """Whether it still waits, and is not being cleared."""
+        if not self.may_begin(search.query):
+            search.places = {}
+            return False
+        return self._searches.get(number) is search and not search.settling
+
+    def _reserve_all(self, number: int, search: Search, needs: Sequence[Need[Entry | Place]], arrivals: list[Arrival]) -> bool:
+        """Reserve memory for what nobody is reading yet. False: something found no room."""
+        for need in needs:
             if need.key in search.pinned:
                 continue
             if need.key not in self._coming:
                 arrival = self._reserve(search, need, search.places.get(need.key))
                 if arrival is None:
-                    search.forgo_more()
-                    break  # what follows would be of no use without it
+                    return False
                 arrivals.append(arrival)
                 self._coming[need.key] = _Coming(arrival)
                 search.marks.by_tier[arrival.place.tier] = self._planner.ordered(arrival.place.tier, arrival.entry.nbytes)
             self._coming[need.key].searches.add(number)
             search.awaited.add(need.key)
-        if not search.awaited:
-            search.forgo_more()
-        if arrivals:
-            self._give_order(FetchOrder(arrivals))
+        return True
 
-    def _worth_ordering(self, number: int, search: Search, presence: Presence[Entry | Place], extent: Extent) -> list[Need[Entry | Place]]:
-        """Of what was found, what is to be here next: all, but where the planner or a sample wants less. Sets the plan and `idle`."""
+    def _worth_ordering_turns(
+        self, number: int, search: Search, presence: Presence[Entry | Place], prefix: Prefix[Entry | Place]
+    ) -> Turns[range]:
+        """Return the chunks that are to be here next: all, but where the planner or a sample wants less. Sets the plan and `idle`."""
+        extent, nothing = prefix.extent, range(0)
         search.idle = 0 < extent.num_tokens <= search.have_tokens
-        if search.idle:
-            return []
-        needs = list(presence.needed(extent))
+        if search.idle or not self._may_order(number, search):
+            return nothing
         if search.work is None and not search.sample:
-            return needs
-        tiers = [self._tier_of(search, need.key) for need in needs]
+            return range(extent.chunks)
+        survey = _Survey.of(extent.chunks)
+        for part in _parts(range(extent.chunks), max(1, _MOST_PINS // 2 // len(prefix.rows))):
+            needs = presence.needs(prefix, part)
+            for need in needs:
+                tier = self._tier_of(search, need.key)
+                nbytes = search.layout.chunk_bytes(need.group, need.num_tokens)
+                survey.add(need.chunk, nbytes, tier, is_coming=need.key in self._coming)
+                if (tier_before := search.sources.get(need.key)) is not None:
+                    survey.slowest[need.chunk] = max(survey.slowest[need.chunk], tier_before)
+            if search.work is None and (below := [chunk for chunk in part if any(row[chunk] for row in survey.below.values())]):
+                return range(below[0], below[0] + 1)
+            yield 3 * len(needs)
         if search.work is None:
-            first = next((need.chunk for need, tier in zip(needs, tiers, strict=True) if tier != IN_RAM), -1)
-            return [need for need in needs if need.chunk == first]
-        coming = [need.key in self._coming for need in needs]
-        here = search.presence().extent()
-        came_from = {need.key: tier for need, tier in zip(needs, tiers, strict=True) if tier != IN_RAM}
-        sources = sources_of(needs, extent.num_tokens, came_from | search.sources, self._planner.names)
-        plan = self._planner.plan(number, search.work, search.layout, Found(search.query, here, extent, needs, tiers, coming, sources))
-        search.marks.plan = plan
-        for need, tier, comes in zip(needs, tiers, coming, strict=True):
-            if comes and need.chunk < plan.chunks:
+            return nothing
+        here = yield from search.here.extent_turns()
+        sources = _sources(survey.slowest, extent.num_tokens, search.layout.tokens_per_chunk, self._planner.names)
+        found = Found(search.query, here, extent, survey.nbytes, survey.below, sources)
+        plan = search.marks.plan = self._planner.plan(number, search.work, search.layout, found)
+        for tier, first in survey.coming.items():
+            if first < plan.chunks:
                 search.marks.by_tier[tier] = self._planner.speeds[tier].ordered_bytes
-        return [need for need in needs if need.chunk < plan.chunks]
+        return range(plan.chunks)
 
     def _tier_of(self, search: Search, key: bytes) -> int:
         coming = self._coming.get(key)
@@ -257,11 +375,22 @@ class Searches:
         place = search.places.get(key)
         return place.tier if place is not None else IN_RAM  # it has just expired there
 
-    def _find_anywhere(self, search: Search, key: bytes) -> Entry | Place | None:
-        return self._find_or_coming(key) or (None if key in search.faults else search.places.get(key))
+    def _finder_anywhere(self, search: Search, held: list[Entry]) -> Callable[[bytes], Entry | Place | None]:
+        """Return a function that finds entries and places, and holds the entries."""
 
-    def fetched(self, entry: Entry, ok: bool, *, expires_at: int = 0, why: str = TIER_DOWN) -> list[int]:
-        """A read has ended, and its memory is the arena's again. Returns the searches that are over now.
+        def find(key: bytes) -> Entry | Place | None:
+            entry = self._find_or_coming(key)
+            if entry is None:
+                return None if key in search.faults else search.places.get(key)
+            if entry.committed:
+                self._ram.hold(entry)
+                held.append(entry)
+            return entry
+
+        return find
+
+    def fetched(self, entry: Entry, ok: bool, *, expires_at: int = 0, why: str = TIER_DOWN) -> None:
+        """A read has ended, and its memory is the arena's again.
 
         why: what was wrong, if it was not ok
         """
@@ -282,37 +411,24 @@ class Searches:
         else:
             self._metrics.add("kvhold_withdrawn_chunks", reason=why)
             self._ram.abandon(entry)
-        return self._tell(coming, entry, why if not ok else CLEARED if self._ram.is_doomed(entry) else EXPIRED)
+        self._tell(coming, entry, why if not ok else CLEARED if self._ram.is_doomed(entry) else EXPIRED)
 
-    def given_up(self, entry: Entry) -> list[int]:
+    def given_up(self, entry: Entry) -> None:
         """A read failed, but something may still write to its memory: nobody waits for it, and it stays reserved until `let_go`."""
         coming = self._coming.pop(entry.key)
         self._planner.ended(coming.arrival.place.tier, entry.nbytes, ok=False)
         self._given_up.add(entry)
         self._metrics.add("kvhold_withdrawn_chunks", reason=DEADLINE)
-        return self._tell(coming, entry, DEADLINE)
+        self._tell(coming, entry, DEADLINE)
 
     def let_go(self, entry: Entry) -> None:
         """Nothing writes to the memory of a read that was given up any more."""
         self._given_up.discard(entry)
         self._ram.abandon(entry)
 
-    def finish(self, number: int, needed: Collection[Entry]) -> None:
-        """End a search; but for those that are `needed`, all its pins fall. What is still on its way arrives all the same."""
-        kept = {entry.key for entry in needed}
-        for key, entry in self._end(number).pinned.items():
-            if key not in kept:
-                self._ram.unpin(entry)
-
-    def drop(self, number: int) -> None:
-        """Nobody waits for it any more."""
-        search = self._end(number)
-        for entry in search.pinned.values():
-            self._ram.unpin(entry)
-
-    def orphan(self, number: int) -> None:
-        """Nobody waits for it, but what it finds is to come."""
-        self._searches[number].owner = None
+    def take(self, number: int) -> Search:
+        """End a search. Its pins are the caller's. What is still on its way arrives all the same."""
+        return self._searches.pop(number)
 
     def clear(self, prefix: bytes) -> None:
         """Until `cleared`, nothing with this prefix comes up."""
@@ -322,15 +438,9 @@ class Searches:
         """The tiers hold nothing with this prefix any more."""
         self._clearing.remove(prefix)
 
-    def _end(self, number: int) -> Search:
-        search = self._searches.pop(number)
-        for key in search.awaited:
-            self._coming[key].searches.discard(number)
-        return search
-
-    def _tell(self, coming: _Coming, entry: Entry, why_not: str) -> list[int]:
-        """Whoever waits has it now, or never will."""
-        waiting = {number: self._searches[number] for number in coming.searches}
+    def _tell(self, coming: _Coming, entry: Entry, why_not: str) -> None:
+        """The searches that wait for it have it now, or never will."""
+        waiting = {number: search for number in coming.searches if (search := self._searches.get(number)) is not None}
         arrived = self._ram.find(entry.key) is entry
         for search in waiting.values():
             search.awaited.discard(entry.key)
@@ -341,9 +451,10 @@ class Searches:
             else:
                 search.faults[entry.key] = why_not
         for number, search in waiting.items():
-            if search.more and not search.awaited:
+            if search.more and not search.awaited and not search.ordering:
                 self._order(number, search)
-        return [number for number, search in waiting.items() if search.over]
+            elif search.over:
+                self._is_over(number)
 
     def _reserve(self, search: Search, need: Need[Entry | Place], place: Place | None) -> Arrival | None:
         if place is None or self._ram.holds(need.key):  # somebody else is writing it, or a read that was given up still has its memory
@@ -362,30 +473,38 @@ class Searches:
         self._metrics.add("kvhold_withdrawn_chunks", reason=why)
         search.faults[key] = why
 
-    def _pin_present(self, search: Search, needs: Sequence[Need[Any]]) -> None:
-        """Pin what is visible in RAM. Last one first, so that by age a prefix never goes before its continuation."""
-        for need in reversed(needs):
-            if need.key not in search.pinned and (entry := self._ram.find(need.key)) is not None:
-                self._ram.pin(entry)
-                search.pinned[need.key] = entry
+    def _pin(self, search: Search, entries: Sequence[Entry]) -> None:
+        """Pin them for a search, once each. Last one first, so that by age a prefix never goes before its continuation."""
+        fresh = {entry.key: entry for entry in reversed(entries) if entry.key not in search.pinned}
+        self._ram.pin_all(list(fresh.values()))
+        for key, entry in fresh.items():
+            search.pinned[key] = entry
 
     def _find_or_coming(self, key: bytes) -> Entry | None:
         coming = self._coming.get(key)
         return coming.arrival.entry if coming is not None else self._ram.find(key)
 
 
-def sources_of(needs: Iterable[Need[Any]], num_tokens: int, came_from: dict[bytes, int], names: Sequence[str]) -> dict[str, int]:
-    """Tokens of a hit by source: `ram`, or the slowest tier that anything came from which the hit needs of the chunk.
+def sources_turns(prefix: Prefix[Entry], search: Search, names: Sequence[str]) -> Turns[dict[str, int]]:
+    """Return the tokens of a hit by source, in steps: `ram`, or the slowest tier that anything of a chunk came from."""
+    slowest, find = list[int](), search.sources.get
+    for column in prefix.columns():
+        below = [tier for entry in column if entry is not None and (tier := find(entry.key)) is not None]
+        slowest.append(max(below, default=IN_RAM))
+        yield len(column) // 4
+    return _sources(slowest, prefix.extent.num_tokens, search.layout.tokens_per_chunk, names)
 
-    came_from: key -> number of its tier in `names`, for what was not in RAM
-    """
-    slowest: dict[int, tuple[int, int]] = {}
-    for need in needs:
-        tier = came_from.get(need.key, -1)
-        slowest[need.chunk] = max(tier, slowest.get(need.chunk, (-1, 0))[0]), need.num_tokens
+
+def _sources(slowest: Sequence[int], num_tokens: int, tokens_per_chunk: int, names: Sequence[str]) -> dict[str, int]:
+    """slowest: the source of each chunk, a tier or IN_RAM."""
     tokens: dict[str, int] = {}
-    for tier, count in slowest.values():
-        if tier >= 0:
+    for chunk, tier in enumerate(slowest):
+        if tier != IN_RAM:
+            count = min(tokens_per_chunk, num_tokens - chunk * tokens_per_chunk)
             tokens[names[tier]] = tokens.get(names[tier], 0) + count
     in_ram = num_tokens - sum(tokens.values())
     return ({"ram": in_ram} if in_ram else {}) | tokens
+
+
+def _parts(chunks: range, size: int) -> list[range]:
+    return [chunks[begin : begin + size] for begin in range(0, len(chunks), size)]

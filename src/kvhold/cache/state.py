@@ -22,16 +22,16 @@ from math import inf
 from secrets import randbits
 from typing import Any
 
-from kvhold.cache.chores import TURN, Chores, Turns, finish
+from kvhold.cache.chores import TURN, Chores, Turns, emptied, emptied_dicts, finish
 from kvhold.cache.counts import count_entries, count_lookup
 from kvhold.cache.events import EventLog
 from kvhold.cache.gone import Gone
 from kvhold.cache.orders import ClearOrder, Order
 from kvhold.cache.planner import Planner
-from kvhold.cache.presence import Extent, Presence, in_order, in_order_turns
+from kvhold.cache.presence import Extent, Prefix, Presence
 from kvhold.cache.recode import Recodings, Wish
 from kvhold.cache.rooms import MAX_SHARDS, Granted, Room, Rooms
-from kvhold.cache.searches import Search, Searches, sources_of
+from kvhold.cache.searches import Search, Searches, sources_turns
 from kvhold.cache.writes import Writes
 from kvhold.core.api import ABSENT, EventBatch, Found, Recoded
 from kvhold.core.config import Config
@@ -63,8 +63,9 @@ log = logging.getLogger(__name__)
 
 Owner = Hashable
 _MOST_KEYS = 1 << 20  # of one query: 100 MB of keys
-_ONE_TURN_KEYS = 1500  # so many are looked up in one turn, and what is found needs no holding until the end
+_ONE_TURN_KEYS = 250  # a call for so many is done in one turn, whatever it counts, and holds nothing between two steps
 _MOST_PINS = 500  # in one step
+_MOST_AT_ONCE = 2000  # entries that are unpinned in one step
 _MOST_ABANDONED = 300  # entries of a room, in one step
 _LOOKUP_ATTEMPTS = 3  # of one that takes several turns, each ended by a clear
 
@@ -182,11 +183,14 @@ class CacheState:
         self._orders: list[Order] = []
         self._writes = Writes(ram, metrics, self._give_order, limit_bytes=write_behind_bytes)
         self.planner = Planner(metrics, lambda: self.tier_names, num_tiers, clock)
-        self._searches = Searches(ram, self._writes, metrics, self._give_order, self.planner)
+        self._searches = Searches(
+            ram, self._writes, metrics, self._give_order, self.planner, run=self._run, unpin=self._unpin, is_over=self._is_over
+        )
         self.recodings = Recodings(self._give_order)
         self._clears = 0
         self._gone = Gone()
         self._chores = Chores()
+        self._has_news = False
         self.turn_units = TURN  # of one step
         self._rooms = Rooms(ram, metrics, self._gone, self._writes if num_tiers else None, stalled_after_s=stalled_after_s, clock=clock)
         self._log = EventLog(event_buffer) if event_buffer else None
@@ -215,36 +219,41 @@ class CacheState:
         return finish(self.lookup_turns(owner, query, work, have_tokens=have_tokens))
 
     def lookup_turns(self, owner: Owner, query: Query, work: Work | None = None, *, have_tokens: int = 0) -> Turns[Found]:
-        """As `lookup`, in steps. What the first steps find is held until the last one has pinned the hit."""
+        """As `lookup`, in steps. Entries that the first steps find are held until the last one has pinned the hit."""
         layout = self.layout(query.layout)
-        is_long = _check_query(layout, query) > _ONE_TURN_KEYS
+        num_keys = _check_query(layout, query)
+        turns = self._look_up(owner, query, layout, work, have_tokens, num_keys)
+        return finish(turns) if num_keys <= _ONE_TURN_KEYS else (yield from turns)
+
+    def _look_up(self, owner: Owner, query: Query, layout: Layout, work: Work | None, have_tokens: int, num_keys: int) -> Turns[Found]:
         for _ in range(_LOOKUP_ATTEMPTS):
             clears = self.ram.num_clears
             held: list[Entry] = []
             try:
-                presence = Presence(query, layout, self._find_and_hold(held) if is_long else self.ram.find)
-                extent = yield from presence.extent_turns()
-                number, declined = next(self._numbers), False
+                presence = Presence(query, layout, self._finder(num_keys, held))
+                prefix = yield from presence.take_turns()
+                extent, number, declined = prefix.extent, next(self._numbers), False
                 if self._is_worth_a_search(query, presence, extent):
                     declined = work is not None and not self.planner.pays(work, query, layout, extent)
                     if not declined:
                         self._of(owner).tickets.add(number)
-                        yield from self._searches.begin_turns(number, owner, query, layout, work, have_tokens=have_tokens)
+                        yield from self._searches.begin_turns(
+                            number, owner, query, layout, prefix, work, num_keys=num_keys, have_tokens=have_tokens
+                        )
                         if clears == self.ram.num_clears:
-                            return self.refresh(number)
+                            return (yield from self._refresh(number))
                         self._forget_search(number, owner)  # what it has pinned may have been cleared since
                         continue
-                rows = yield from presence.found_turns(extent)
-                needed = yield from in_order_turns(rows)
-                pinned = yield from self._pin_turns(needed, held)
+                pinned = yield from prefix.in_order_turns()
+                yield from self._pin_turns(pinned)
                 if clears == self.ram.num_clears:  # else what was found may have been cleared since
                     answer = self._answer_from_ram(_Looked(number, owner, query, layout, presence, extent), work, declined=declined)
                     if answer.ticket:
-                        self._issue(answer, owner, query, layout, extent, rows, pinned)
+                        self._issue(answer, owner, query, layout, prefix, pinned)
                     else:
                         self._unpin(pinned)
                     if declined and self.planner.is_to_try():
-                        yield from self._search_for_nobody_turns(query, layout, sample=True)
+                        yield from self._search_for_nobody(query, layout, num_keys, sample=True)
                     return answer
                 self._unpin(pinned)
             finally:
@@ -254,18 +263,21 @@ class CacheState:
     def _forget_search(self, number: int, owner: Owner) -> None:
         self._of(owner).tickets.discard(number)
         if number in self._searches:
-            self._searches.drop(number)
+            self._let_go(self._searches.take(number))
 
     def _answer_from_ram(self, looked: "_Looked", work: Work | None, *, declined: bool) -> Found:
         """The answer of a lookup that goes no further than RAM, counted."""
-        answer = self._answer(looked.number, looked.presence, looked.extent, None)
+        answer = self._answer(looked.number, looked.presence, looked.extent)
         if work is not None:
             answer = self._if_worth_loading(looked.number, answer, looked.query, looked.layout, work, declined)
         count_lookup(self.metrics, answer, looked.presence.asked_tokens)
         return answer
 
+    def _finder(self, num_keys: int, held: list[Entry]) -> Callable[[bytes], Entry | None]:
+        """Return a function that finds entries in RAM, and holds each where the call takes several turns."""
+        return self.ram.find if num_keys <= _ONE_TURN_KEYS else self._find_and_hold(held)
+
     def _find_and_hold(self, held: list[Entry]) -> Callable[[bytes], Entry | None]:
-        """What finds entries in RAM, and holds each that it has found."""
 
         def find(key: bytes) -> Entry | None:
             entry = self.ram.find(key)
@@ -276,45 +288,67 @@ class CacheState:
 
         return find
 
-    def _pin_turns(self, needed: list[Entry], held: list[Entry]) -> Turns[list[Entry]]:
-        """Pin the entries of a hit, the last one first: see `Rooms.commit`. Until all of them are pinned, the pins are `held`."""
-        if len(needed) <= _MOST_PINS:
-            self.ram.pin_all(needed[::-1])  # before RAM is looked at again, which ends what has expired
-            return needed
-        num_held = len(held)
-        for end in range(len(needed), 0, -_MOST_PINS):
-            part = needed[max(0, end - _MOST_PINS) : end]
-            self.ram.pin_all(part[::-1])
-            held += part
-            yield len(part)
-        del held[num_held:]
-        return needed
+    def _pin_turns(self, entries: list[Entry]) -> Turns[None]:
+        """Pin the entries of a hit, the last one first: see `Rooms.commit`. They are held, or this is one step."""
+        left = len(entries)
+        try:
+            while left:
+                part = entries[max(0, left - _MOST_PINS) : left]
+                self.ram.pin_all(part[::-1])
+                left -= len(part)
+                if left:
+                    yield len(part)
+        finally:
+            if left:  # the caller has left
+                self._unpin(entries[left:])
 
     def _unpin(self, entries: list[Entry]) -> None:
-        """Unpin these: a few at once, many in the background."""
-        if len(entries) <= 4 * _MOST_PINS:
+        """Unpin these and empty the list: a few at once, many in the background."""
+        if len(entries) <= _MOST_AT_ONCE:
             self.ram.unpin_all(entries)
         else:
             self._chores.add(self._unpin_turns(entries))
 
     def _unpin_turns(self, entries: list[Entry]) -> Iterator[int]:
-        for begin in range(0, len(entries), _MOST_PINS):
-            part = entries[begin : begin + _MOST_PINS]
+        while entries:
+            part = entries[-_MOST_PINS:]
+            del entries[-_MOST_PINS:]
             self.ram.unpin_all(part)
             yield len(part) // 3
 
-    def refresh(self, ticket: int, *, settle: bool = False) -> Found:
-        """How far a ticket goes now. One that is final stays as it is; one that came to nothing is no more.
+    def _run(self, turns: Turns[None], num_keys: int) -> None:
+        """Do a call for so many keys: at once, or in the background."""
+        if num_keys <= _ONE_TURN_KEYS:
+            finish(turns)
+        else:
+            self._chores.add(turns)
 
-        settle: it is final with what is here by now
+    def refresh(self, ticket: int, *, settle: bool = False) -> Found:
+        """Return the current length of a ticket's hit. One that is final stays as it is; one that came to nothing does not exist.
+
+        settle: it is final with the chunks that are here
         """
-        if self._is_arriving(ticket):
+        return finish(self.refresh_turns(ticket, settle=settle))
+
+    def refresh_turns(self, ticket: int, *, settle: bool = False) -> Turns[Found]:
+        """As `refresh`, in steps."""
+        is_short = ticket not in self._searches or self._searches[ticket].num_keys <= _ONE_TURN_KEYS
+        turns = self._refresh(ticket, settle=settle)
+        return finish(turns) if is_short else (yield from turns)
+
+    def _refresh(self, ticket: int, *, settle: bool = False) -> Turns[Found]:
+        while self._is_arriving(ticket):
             search = self._searches[ticket]
-            if not settle and not search.over:
-                here = search.presence().extent().num_tokens
-                if not self._searches.is_too_slow(ticket, here):
-                    return Found(ticket, here, arriving=True)
-            return self._settle(ticket)
+            if search.settling:
+                yield TURN  # another caller makes the hit
+                continue
+            if settle or search.over:
+                return (yield from self._settle(ticket))
+            extent = yield from search.here.extent_turns()
+            if self._is_arriving(ticket) and not search.settling:
+                if not self._searches.is_too_slow(ticket, extent.num_tokens):
+                    return Found(ticket, extent.num_tokens, arriving=True)
+                settle = True
         held = self._tickets.get(ticket)
         return held.found if held is not None else Found(0, 0)
 
@@ -323,22 +357,27 @@ class CacheState:
         return ticket not in self._searches or self._searches[ticket].over
 
     def prefetch(self, owner: Owner, query: Query) -> None:
-        """Bring what lower tiers have of a prompt into RAM, for nobody in particular yet."""
+        """Bring what lower tiers have of a prompt into RAM, without a waiting request."""
         finish(self.prefetch_turns(owner, query))
 
     def prefetch_turns(self, owner: Owner, query: Query) -> Turns[None]:
-        """As `prefetch`, in steps. What the first steps find is held until the last one."""
+        """As `prefetch`, in steps. Entries that the first steps find are held until the last one."""
         layout = self.layout(query.layout)
-        is_long = _check_query(layout, query) > _ONE_TURN_KEYS
+        num_keys = _check_query(layout, query)
+        turns = self._prefetch(query, layout, num_keys)
+        return finish(turns) if num_keys <= _ONE_TURN_KEYS else (yield from turns)
+
+    def _prefetch(self, query: Query, layout: Layout, num_keys: int) -> Turns[None]:
         held: list[Entry] = []
         try:
-            presence = Presence(query, layout, self._find_and_hold(held) if is_long else self.ram.find)
-            extent = yield from presence.extent_turns()
-            if self._is_worth_a_search(query, presence, extent):
-                yield from self._search_for_nobody_turns(query, layout)
+            presence = Presence(query, layout, self._finder(num_keys, held))
+            prefix = yield from presence.take_turns()
+            if self._is_worth_a_search(query, presence, prefix.extent):
+                yield from self._search_for_nobody(query, layout, num_keys, prefix=prefix)
             else:
-                needed = yield from in_order_turns((yield from presence.found_turns(extent)))
-                self._unpin((yield from self._pin_turns(needed, held)))  # so that it is not the next to go
+                present = yield from prefix.in_order_turns()
+                yield from self._pin_turns(present)
+                self._unpin(present)  # so that it is not the next to go
         finally:
             self._unpin(held)
 
@@ -357,60 +396,63 @@ class CacheState:
         """As `claim`, in steps. The ticket's own pins stay until the last one, released or not."""
         if first_chunk < 0:
             raise ProtocolError(f"a claim from chunk {first_chunk} on; the first one is 0")
-        if self._is_arriving(ticket) and not arriving:
-            self._settle(ticket)
-        held: _Ticket | None = None
-        if self._is_arriving(ticket):
-            shards, num_tokens = self._come_so_far(self._searches[ticket], shard)
-        elif ticket in self._tickets:
-            held = self._tickets[ticket]
-            shards, num_tokens = held.shards, held.num_tokens
-        else:
-            self.metrics.add("kvhold_claims_failed", reason="unknown ticket")
+        while self._is_arriving(ticket):
+            search = self._searches[ticket]
+            if search.settling:
+                yield TURN  # another caller makes the hit
+            elif not arriving:
+                yield from self.refresh_turns(ticket, settle=True)
+            elif not 0 <= shard < search.query.shards:
+                break
+            else:
+                extent = yield from search.here.extent_turns()
+                if self._searches.get(ticket) is search and not search.settling:
+                    return (yield from self._lend_arriving(owner, ticket, search, shard, first_chunk, extent))
+        held = self._tickets.get(ticket)
+        if held is None or shard not in held.shards:
+            self.metrics.add("kvhold_claims_failed", reason="no such shard" if held or self._is_arriving(ticket) else "unknown ticket")
             return None
-        if shard not in shards:
-            self.metrics.add("kvhold_claims_failed", reason="no such shard")
-            return None
-        rows = [chunks[first_chunk:] for chunks in shards[shard]]
-        if held is None or len(rows) * len(num_tokens) <= _ONE_TURN_KEYS:
-            return self._lend(owner, rows, num_tokens[first_chunk:])
-        return (yield from self._lend_turns(owner, held, rows, num_tokens[first_chunk:]))
+        held.claiming += 1
+        try:
+            return (yield from self._lend(owner, [row[first_chunk:] for row in held.shards[shard]], held.num_tokens[first_chunk:]))
+        finally:
+            held.claiming -= 1
+            if held.dropped and not held.claiming:
+                self._unpin_ticket(held)
 
-    def _lend(self, owner: Owner, rows: list[list[Entry | None]], num_tokens: list[int]) -> Lent:
-        lent = [entry for row in rows for entry in row if entry is not None]
-        self.ram.hold_all(lent)
-        loan = next(self._numbers)
-        self._of(owner).loans[loan] = lent
-        self._of(owner).loan_bytes[loan] = _bytes_of(lent)
-        count_entries(self.metrics, "loaned", lent)
-        offsets = [[ABSENT if entry is None else entry.offset for entry in row] for row in rows]
-        checksums = [b"".join([entry.checksums for entry in row if entry is not None]) for row in rows]
-        return Lent(loan, offsets, num_tokens, checksums)
+    def _lend_arriving(self, owner: Owner, ticket: int, search: Search, shard: int, first_chunk: int, extent: Extent) -> Turns[Lent | None]:
+        """Lend the whole chunks that have come; fewer, if the search ends meanwhile."""
+        rows = [row[first_chunk:] for row in search.here.shard_rows(shard, extent)]
+        num_tokens = [search.layout.tokens_per_chunk] * len(rows[0])
+        return (yield from self._lend(owner, rows, num_tokens, may_go_on=lambda: self._searches.get(ticket) is search))
 
-    def _lend_turns(self, owner: Owner, ticket: _Ticket, rows: list[list[Entry | None]], num_tokens: list[int]) -> Turns[Lent]:
-        loan = next(self._numbers)
-        holdings = self._of(owner)
+    def _lend(
+        self, owner: Owner, rows: list[list[Entry | None]], num_tokens: list[int], may_go_on: Callable[[], bool] = lambda: True
+    ) -> Turns[Lent]:
+        """Pin entries for an owner, in steps. may_go_on: whether those that are not yet lent are still pinned."""
+        loan, holdings = next(self._numbers), self._of(owner)
         lent = holdings.loans[loan] = []
         holdings.loan_bytes[loan] = 0
         offsets: list[list[int]] = [[] for _ in rows]
         checksums: list[list[bytes]] = [[] for _ in rows]
-        ticket.claiming += 1
-        try:
+        size = max(1, _MOST_PINS // max(1, len(rows)))
+        for begin in range(0, len(num_tokens), size):
+            if begin:
+                yield size * len(rows) // 2
+                if not may_go_on():
+                    num_tokens = num_tokens[:begin]
+                    break
+            entries: list[Entry] = []
             for row, places, sums in zip(rows, offsets, checksums, strict=True):
-                for begin in range(0, len(row), _MOST_PINS):
-                    part = row[begin : begin + _MOST_PINS]
-                    entries = [entry for entry in part if entry is not None]
-                    self.ram.hold_all(entries)
-                    lent += entries
-                    holdings.loan_bytes[loan] += _bytes_of(entries)
-                    count_entries(self.metrics, "loaned", entries)
-                    places += [ABSENT if entry is None else entry.offset for entry in part]
-                    sums += [entry.checksums for entry in entries]
-                    yield len(part) // 2
-        finally:
-            ticket.claiming -= 1
-            if ticket.dropped and not ticket.claiming:
-                self._unpin(ticket.pinned)
+                part = row[begin : begin + size]
+                there = [entry for entry in part if entry is not None]
+                places += [ABSENT if entry is None else entry.offset for entry in part]
+                sums += [entry.checksums for entry in there]
+                entries += there
+            self.ram.hold_all(entries)
+            lent += entries
+            holdings.loan_bytes[loan] += _bytes_of(entries)
+            count_entries(self.metrics, "loaned", entries)
         return Lent(loan, offsets, num_tokens, [b"".join(sums) for sums in checksums])
 
     def damaged(self, owner: Owner, loan: int, offsets: Sequence[int]) -> None:
@@ -442,12 +484,10 @@ class CacheState:
         if self.recodings.find(owner, number) is not None:
             self.recodings.drop(number)
         elif number in self._searches and self._searches[number].owner == owner:
-            search = self._searches[number]
-            presence = search.presence()
-            count_lookup(self.metrics, self._answer(number, presence, presence.extent(), search), presence.asked_tokens)
-            self.planner.settled(number, 0, waited_s=self.planner.clock() - search.began_s)
+            search = self._searches.take(number)
             self._of(owner).tickets.discard(number)
-            self._searches.drop(number)
+            self.planner.settled(number, 0, waited_s=self.planner.clock() - search.began_s)
+            self._run(self._count_and_let_go(number, search), search.num_keys)
         elif held is not None and held.owner == owner:
             self._drop_ticket(number)
         else:
@@ -632,18 +672,16 @@ class CacheState:
     def probed(self, search: int, places: dict[bytes, Place], *, silent: bool = False) -> None:
         """Of a ProbeOrder. silent: some tier did not answer."""
         self._searches.probed(search, places, silent=silent)
-        if search in self._searches and self._searches[search].over:
-            self._settle_orphans([search])
 
     def fetched(self, entry: Entry, ok: bool, expires_at: int = 0, *, why: str = TIER_DOWN) -> None:
         """Of one arrival of a FetchOrder: its bytes are here and right, or not (why); nobody writes to its memory any more."""
         if not ok and why != TIER_DOWN:
             self._gone.add(entry.key, why)
-        self._settle_orphans(self._searches.fetched(entry, ok, expires_at=expires_at, why=why))
+        self._searches.fetched(entry, ok, expires_at=expires_at, why=why)
 
     def given_up(self, entry: Entry) -> None:
         """Of one arrival: it failed, but its memory may still be written to until `let_go`."""
-        self._settle_orphans(self._searches.given_up(entry))
+        self._searches.given_up(entry)
 
     def let_go(self, entry: Entry) -> None:
         """Of one arrival that was given up."""
@@ -672,34 +710,82 @@ class CacheState:
         """Whether somebody waits for it: one that was prefetched is nobody's ticket."""
         return ticket in self._searches and self._searches[ticket].owner is not None
 
-    def _come_so_far(self, search: Search, shard: int) -> tuple[dict[int, list[list[Entry | None]]], list[int]]:
-        """Of a hit that is arriving, as of a ticket: a shard's entries, if there is such a shard, and tokens; but for a tail."""
-        presence = search.presence()
-        extent = presence.extent()
-        rows = presence.found(extent)
-        groups = range(len(search.layout.groups))
-        shards = {shard: [rows[group, shard][: extent.whole] for group in groups]} if 0 <= shard < search.query.shards else {}
-        return shards, [search.layout.tokens_per_chunk] * extent.whole
-
-    def _settle(self, number: int) -> Found:
-        """An arriving ticket becomes final, with what is here of it by now."""
-        search = self._searches[number]
-        presence = search.presence()
-        extent = presence.extent()
-        answer = self._answer(number, presence, extent, search)
-        if search.work is not None:
-            if not self.planner.is_worth_loading(search.work, search.query, search.layout, extent.num_tokens):
+    def _settle(self, number: int) -> Turns[Found]:
+        """An arriving ticket becomes final, with the chunks that are here of it by now."""
+        search, is_settled = self._searches[number], False
+        search.settling = True
+        try:
+            prefix = yield from search.here.take_turns()
+            answer = yield from self._answer_turns(number, search, prefix)
+            if search.work is not None and not self.planner.is_worth_loading(
+                search.work, search.query, search.layout, prefix.extent.num_tokens
+            ):
                 answer = Found(0, 0, reason=SLOWER)
-            self.planner.settled(number, answer.num_tokens, waited_s=self.planner.clock() - search.began_s)
-        rows = presence.found(extent) if answer.ticket else {}
-        pinned = list(dict.fromkeys(in_order(rows)))  # once each, as the search has them, though a query may name a chunk twice
-        count_lookup(self.metrics, answer, presence.asked_tokens)
-        self._searches.finish(number, pinned)
-        if answer.ticket:
-            self._issue(answer, search.owner, search.query, search.layout, extent, rows, pinned)
-        else:
+            pinned = (yield from self._hold_turns(prefix)) if answer.ticket else []
+            is_settled = True
+            if self._searches.get(number) is not search:  # it was let go meanwhile
+                self._unpin(pinned)
+                return Found(0, 0)
+            if search.work is not None:
+                self.planner.settled(number, answer.num_tokens, waited_s=self.planner.clock() - search.began_s)
+            count_lookup(self.metrics, answer, search.here.asked_tokens)
+            self._searches.take(number)
             self._of(search.owner).tickets.discard(number)
-        return answer
+            if answer.ticket:
+                self._issue(answer, search.owner, search.query, search.layout, prefix, pinned)
+            self._let_go(search)
+            return answer
+        finally:
+            search.settling = False
+            if not is_settled:  # the caller has left
+                search.forget_what_is_here()
+
+    def _hold_turns(self, prefix: Prefix[Entry]) -> Turns[list[Entry]]:
+        """Hold all of a hit for its ticket, while the search still has its pins."""
+        entries = yield from prefix.in_order_turns()
+        num_held = 0
+        try:
+            while num_held < len(entries):
+                part = entries[num_held : num_held + _MOST_PINS]
+                self.ram.hold_all(part)
+                num_held += len(part)
+                yield len(part) // 4
+        except GeneratorExit:  # the caller has left
+            self._unpin(entries[:num_held])
+            raise
+        return entries
+
+    def _count_and_let_go(self, number: int, search: Search) -> Turns[None]:
+        """Of a search that was released before it was final."""
+        try:
+            prefix = yield from Presence(search.query, search.layout, search.pinned.get).take_turns()
+            count_lookup(self.metrics, (yield from self._answer_turns(number, search, prefix)), search.here.asked_tokens)
+            yield from prefix.empty_turns()
+        finally:
+            self._let_go(search)
+
+    def _let_go(self, search: Search) -> None:
+        """Unpin what a search has; it was taken."""
+        self._run(self._let_go_turns(search), search.num_keys)
+
+    def _let_go_turns(self, search: Search) -> Turns[None]:
+        for part in search.pinned.emptied():
+            self.ram.unpin_all(part)
+            yield len(part) // 3
+        for sources in search.sources.emptied():
+            yield len(sources) // 4
+        yield from emptied_dicts(search.places, search.faults)
+
+    def _is_over(self, number: int) -> None:
+        """A search is over: its owner may ask; without one it is let go."""
+        if self._searches[number].owner is None:
+            self._let_go(self._searches.take(number))
+        self._has_news = True
+
+    def take_news(self) -> bool:
+        """Whether a search has ended since this was called last, in a step of what goes on in the background or otherwise."""
+        news, self._has_news = self._has_news, False
+        return news
 
     def _if_worth_loading(self, number: int, answer: Found, query: Query, layout: Layout, work: Work, declined: bool) -> Found:
         """The answer from memory alone; nothing, if computing is faster. declined: tiers were not asked, because it would not pay."""
@@ -711,29 +797,38 @@ class CacheState:
             answer = replace(answer, reason=SLOWER)
         return answer
 
-    def _search_for_nobody_turns(self, query: Query, layout: Layout, *, sample: bool = False) -> Turns[None]:
-        """What is found comes to memory, or, of a sample, one chunk of it."""
+    def _search_for_nobody(
+        self, query: Query, layout: Layout, num_keys: int, *, prefix: Prefix[Entry] | None = None, sample: bool = False
+    ) -> Turns[None]:
+        """Bring what tiers have to memory, or, of a sample, one chunk of it. prefix: what memory has, held; None: not known."""
         number, clears, has_begun = next(self._numbers), self.ram.num_clears, False
+        held: list[Entry] = []
         try:
-            yield from self._searches.begin_turns(number, None, query, layout, sample=sample)
+            if prefix is None:
+                prefix = yield from Presence(query, layout, self._finder(num_keys, held)).take_turns()
+            yield from self._searches.begin_turns(number, None, query, layout, prefix, num_keys=num_keys, sample=sample)
             has_begun = clears == self.ram.num_clears  # else what it has pinned may have been cleared since
-        finally:  # whoever asked may leave between two steps
+        finally:  # the caller may leave between two steps
             if number in self._searches and not has_begun:
-                self._searches.drop(number)
-        if number in self._searches:
-            self._settle_orphans([number] if self.is_over(number) else [])
+                self._let_go(self._searches.take(number))
+            self._unpin(held)
 
     def _is_worth_a_search(self, query: Query, presence: Presence[Entry], extent: Extent) -> bool:
         return self._has_lower and extent.num_tokens < presence.asked_tokens and self._searches.may_begin(query)
 
-    def _answer(self, number: int, presence: Presence[Entry], extent: Extent, search: Search | None) -> Found:
-        """A final answer: how far, from where, and why no further."""
+    def _answer(
+        self, number: int, presence: Presence[Entry], extent: Extent, search: Search | None = None, sources: dict[str, int] | None = None
+    ) -> Found:
+        """A final answer: how far, from where, and why no further. sources: None: all of it from memory."""
+        reason = self._reason(presence, extent, search)
         if not extent.num_tokens:
-            return Found(0, 0, reason=self._reason(presence, extent, search))
-        sources = {"ram": extent.num_tokens}
-        if search is not None and search.sources:
-            sources = sources_of(presence.needed(extent), extent.num_tokens, search.sources, self.tier_names)
-        return Found(number, extent.num_tokens, sources=sources, reason=self._reason(presence, extent, search))
+            return Found(0, 0, reason=reason)
+        return Found(number, extent.num_tokens, sources=sources or {"ram": extent.num_tokens}, reason=reason)
+
+    def _answer_turns(self, number: int, search: Search, prefix: Prefix[Entry]) -> Turns[Found]:
+        """As `_answer` of a search, in steps."""
+        sources = (yield from sources_turns(prefix, search, self.tier_names)) if len(search.sources) else None
+        return self._answer(number, search.here, prefix.extent, search, sources)
 
     def _reason(self, presence: Presence[Entry], extent: Extent, search: Search | None) -> str:
         gap = presence.gap(extent)
@@ -759,23 +854,10 @@ class CacheState:
         partly = any(key in places or self.ram.find(key) is not None for key in gap.siblings)
         return self._gone.why(gap.key) or (INCOMPLETE if partly else NEVER_STORED)
 
-    def _settle_orphans(self, over: Iterable[int]) -> None:
-        for number in over:
-            if self._searches[number].owner is None:
-                self._searches.drop(number)
-
-    def _issue(
-        self,
-        answer: Found,
-        owner: Owner,
-        query: Query,
-        layout: Layout,
-        extent: Extent,
-        rows: dict[tuple[int, int], list[Entry | None]],
-        pinned: list[Entry],
-    ) -> None:
-        """A final ticket over entries that are pinned: `rows[group, shard][chunk]`."""
-        shards = {shard: [rows[group, shard] for group in range(len(layout.groups))] for shard in range(query.shards)}
+    def _issue(self, answer: Found, owner: Owner, query: Query, layout: Layout, prefix: Prefix[Entry], pinned: list[Entry]) -> None:
+        """A final ticket over entries that are pinned."""
+        shards = {shard: [prefix.rows[group, shard] for group in range(len(layout.groups))] for shard in range(query.shards)}
+        extent = prefix.extent
         counts = [layout.tokens_per_chunk] * extent.whole + ([extent.tail_tokens] if extent.tail is not None else [])
         self._tickets[answer.ticket] = _Ticket(owner, counts, shards, pinned, answer)
         self._of(owner).tickets.add(answer.ticket)
@@ -800,7 +882,13 @@ class CacheState:
         self._of(held.owner).tickets.discard(ticket)
         held.dropped = True
         if not held.claiming:
-            self._unpin(held.pinned)
+            self._unpin_ticket(held)
+
+    def _unpin_ticket(self, ticket: _Ticket) -> None:
+        """Nothing of a ticket is needed any more."""
+        if len(ticket.pinned) > _MOST_AT_ONCE:
+            self._chores.add(emptied(*[row for rows in ticket.shards.values() for row in rows]))
+        self._unpin(ticket.pinned)
 
 
 def _bytes_of(entries: Iterable[Entry]) -> int:

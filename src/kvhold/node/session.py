@@ -160,8 +160,9 @@ class Session:
         turns = self._state.lookup_turns(self, request.query, request.work, have_tokens=request.have_tokens)
         return self._in_turns(turns, self._found)
 
-    def _refresh(self, request: m.Refresh) -> m.Answer:
-        return self._found(self._state.refresh(request.ticket, settle=request.settle), growth=request.growth)
+    def _refresh(self, request: m.Refresh) -> m.Answer | Running[m.Answer]:
+        turns = self._state.refresh_turns(request.ticket, settle=request.settle)
+        return self._in_turns(turns, lambda found: self._found(found, growth=request.growth))
 
     def _outcome(self, request: m.Outcome) -> m.Answer:
         self._state.planner.came_of(request.request, load_s=request.load_s, compute_s=request.compute_s)

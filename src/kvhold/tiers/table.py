@@ -62,3 +62,11 @@ class KeyTable(Generic[Value]):
             values = iter(list(shard.values()))
             while part := list(islice(values, _MOST)):
                 yield part
+
+    def emptied(self) -> Iterator[list[Value]]:
+        """Take all values out, some hundred at a time."""
+        for shard in self.shards:
+            while shard:
+                part = [shard.popitem()[1] for _ in range(min(_MOST, len(shard)))]
+                self.num -= len(part)
+                yield part

@@ -36,13 +36,13 @@ class Draw:
     prompts: tuple[Prompt, ...]
     trouble: float  # how often something goes wrong, a second
     pressure_s: float  # how often memory is short; 0: only where the arena is full
-    one_turn_keys: int  # beyond so many keys, a call takes several turns
+    one_turn_keys: int  # a call for more keys takes several turns
 
 
 def draw(random: Random) -> Draw:
     """A simulation from its random numbers."""
     num_tiers = random.choice((0, 1, 1, 1, 1, 2, 2, 2, 3))
-    turn_units = random.choice((1, 5, 50, TURN))  # in short turns every call is a long one
+    turn_units = random.choice((1, 5, 50, TURN))
     spaces = tuple(_namespace(random, number) for number in range(random.choice((1, 1, 2))))
     return Draw(
         NodeDraw(
@@ -64,7 +64,7 @@ def draw(random: Random) -> Draw:
         prompts=_prompts(random, spaces),
         trouble=random.choice((0.0, 0.2, 0.5, 2.0)),
         pressure_s=random.choice((0.0, 0.1, 0.3, 1.0)),
-        one_turn_keys=random.choice((0, 1500)) if turn_units == TURN else 0,
+        one_turn_keys=random.choice((0, 0, 250)),
     )
 
 
