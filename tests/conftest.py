@@ -4,6 +4,8 @@ that are left alone where all of their tests are deselected."""
 import importlib.util
 import os
 import re
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,15 @@ settings.register_profile("dev", deadline=None)
 # Shared cores make health checks and deadlines lie; the same examples in every run make a red build reproducible.
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_configure() -> None:
+    """Give nodes a state folder of the tests' own."""
+    os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="kvhold-tests-state-")
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

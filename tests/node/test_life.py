@@ -19,10 +19,11 @@ import pytest
 from kvhold.core.config import ClientConfig, Config, NodeConfig
 from kvhold.core.errors import CapacityError, NodeError
 from kvhold.node import NodeClient, connect
-from kvhold.node.paths import default_socket, lock_path, prepare_folder, socket_path
+from kvhold.node.paths import clears_path, default_socket, lock_path, prepare_folder, socket_path
 from kvhold.node.server import Node, _SocketLock
 from kvhold.node.start import end_node, ensure_node
 from kvhold.testing.cache import a_prompt, read, store
+from kvhold.tiers.journal import ClearsJournal
 from tests.node.nodes import PATIENT, PATIENT_S, SPACE, RunningNode, clean_environ, eventually, run_kvhold, works
 
 StartNode = Callable[..., RunningNode]
@@ -84,6 +85,28 @@ def test_the_default_place_is_this_users_own(tmp_path: Path, monkeypatch: pytest
     assert socket_path("") == tmp_path / f"kvhold-{os.getuid()}" / "node.sock"
     prepare_folder(socket_path(""))
     assert socket_path("").parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_clears_are_remembered_where_they_outlive_a_reboot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "not" / "made yet"))
+    one, other = clears_path(Path("/run/one.sock")), clears_path(Path("/run/other.sock"))
+    assert one != other
+    assert one == clears_path(Path("/run/one.sock"))
+    asyncio.run(ClearsJournal(one).add("disk", b""))
+    assert ClearsJournal(one).owed("disk") == [b""]
+    assert ClearsJournal(other).owed("disk") == []
+    monkeypatch.setenv("XDG_STATE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert clears_path(Path("/run/one.sock")).parent == tmp_path / ".local" / "state" / "kvhold"
+
+
+def test_clears_are_remembered_beside_the_socket_where_the_state_folder_cannot_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    (tmp_path / "kvhold").touch()
+    assert clears_path(tmp_path / "node.sock") == tmp_path / "node.sock.clears"
+    assert "clears_file" in caplog.text
 
 
 @pytest.mark.parametrize("taken_by", ["a file", "a link", "a folder that all may write to", "another user's folder"])

@@ -18,6 +18,7 @@ from kvhold.core.keys import Namespace
 from kvhold.net import messages as m
 from kvhold.node import NodeClient
 from kvhold.node import client as client_module
+from kvhold.node.paths import clears_path
 from kvhold.testing.cache import HYBRID, CacheContract, MakeCache, a_prompt, check, read, store
 from tests.node.nodes import NOTHING, PATIENT_S, SPACE, RawClient, RunningNode, clean_environ, eventually, held_by, run_kvhold
 
@@ -307,7 +308,9 @@ def test_a_node_whose_tiers_cannot_be_does_not_start_and_says_why(tmp_path: Path
     assert "Traceback" not in ended.stderr
 
 
-def test_a_node_remembers_beside_its_socket_which_clears_a_tier_owes(start_node: Callable[..., RunningNode], tmp_path: Path) -> None:
+def test_a_node_remembers_in_the_users_state_folder_which_clears_a_tier_owes(
+    start_node: Callable[..., RunningNode], tmp_path: Path
+) -> None:
     blocked, settings = tmp_path / "kv", tmp_path / "kvhold.toml"
     settings.write_text(f'tiers = ["disk://{blocked}?max_bytes=64MiB&breaker_pause_s=0.01"]\n')
     blocked.write_text("a file where the folder is to be: the tier is down")
@@ -316,7 +319,8 @@ def test_a_node_remembers_beside_its_socket_which_clears_a_tier_owes(start_node:
         client.register(SPACE)
         client.clear(SPACE.digest)
         eventually(lambda: client.status()["tiers"][0]["clears_owed"] == 1)
-    journal = Path(f"{node.path}.clears")
+    journal = clears_path(node.path)
+    assert journal.is_relative_to(os.environ["XDG_STATE_HOME"])
     assert journal.stat().st_mode & 0o777 == 0o600
     node.kill()
     with start_node("--config", str(settings), "--ram-bytes", "16MiB").client() as client:

@@ -181,7 +181,10 @@ class Config:
         0, "chunks that may wait to be written to lower tiers, beyond which they are dropped; 0: a quarter of RAM"
     )
     event_buffer: int = setting(0, "changes of memory that are remembered for routers and other indexes; 0: none, and no events", minimum=0)
-    clears_file: str = setting("", "file that remembers clears which a tier still owes; empty: beside the node's socket, else nowhere")
+    clears_file: str = setting(
+        "",
+        "file that remembers clears which a tier still owes; a node's default is in $XDG_STATE_HOME/kvhold",
+    )
     scrub_interval_s: float = setting(
         3600.0, "idle chunks of memory are compared with their checksums, all of them once in about so long; 0: never", minimum=0
     )

@@ -1,5 +1,6 @@
 """Where this user's node listens: `default_socket()`, and the checks that make the place safe."""
 
+import hashlib
 import logging
 import os
 import socket
@@ -44,6 +45,26 @@ def socket_path(configured: str) -> Path:
 def lock_path(path: Path) -> Path:
     """The file beside a socket that its node has locked, from before it listens until after it has let go of its memory."""
     return Path(f"{path}.lock")
+
+
+def clears_path(path: Path) -> Path:
+    """Return the file in which the node of a socket remembers the clears that tiers owe.
+
+    It lies in `$XDG_STATE_HOME/kvhold` (`~/.local/state/kvhold`), because the socket's folder seldom outlives a reboot. Hosts may share a
+    home, so the name has the host's, and a digest of the socket's path. Beside the socket, with a warning, where there is no such folder.
+    """
+    beside = Path(f"{path}.clears")
+    state = Path(os.environ.get("XDG_STATE_HOME", ""))
+    try:
+        folder = (state if state.is_absolute() else Path.home() / ".local" / "state") / "kvhold"
+    except RuntimeError:  # this user has no home
+        folder = beside.parent
+    if not _is_free_or_ours(folder):
+        if folder != beside.parent:
+            log.warning("%s cannot be used: clears that tiers owe are in %s, which a reboot may remove; see clears_file", folder, beside)
+        return beside
+    digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
+    return folder / f"{socket.gethostname()}-{digest}.clears"
 
 
 def prepare_folder(path: Path, *, any_owner: bool = False) -> None:

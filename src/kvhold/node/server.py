@@ -39,8 +39,8 @@ from kvhold.net.wire import Decoder, Splitter, encode, split_number
 from kvhold.node.host import raise_descriptor_limit
 from kvhold.node.listener import Listener
 from kvhold.node.names import Names
-from kvhold.node.paths import lock_path, open_beside, prepare_folder, socket_path
-from kvhold.node.pauses import collect_while_idle
+from kvhold.node.paths import clears_path, lock_path, open_beside, prepare_folder, socket_path
+from kvhold.node.pauses import collect_all, collect_young
 from kvhold.node.peers import Peer
 from kvhold.node.requirements import check, requirements_of, unpack
 from kvhold.node.session import Session
@@ -84,7 +84,7 @@ class Node:
         self._prepare(config, arena, new_state(config, arena))
         try:
             _place_arena(self.arena, config.node.numa)
-            self._mover = make_mover(config, self.state, self._post, Path(f"{self.path}.clears"))
+            self._mover = make_mover(config, self.state, self._post, clears_path(self.path) if config.tiers else None)
         except BaseException:
             self.arena.close()
             self._lock.close()
@@ -108,6 +108,7 @@ class Node:
         self._stopped = asyncio.Event()
         self._busy: deque[_Connection | None] = deque()  # those that have more to do, each for one turn at a time; None: the state
         self._is_turning = False
+        self._was_busy = False  # something took more than one turn, since the watch looked last
         self.longest_turn_s = 0.0
         self._recent_turns_s = (0.0, 0.0)  # since the last status the longest, and the one that took most of its thread's time
         self._started_s = time.monotonic()
@@ -187,6 +188,7 @@ class Node:
     def go_on(self, connection: "_Connection | None") -> None:
         """Have a connection, or the state (None), do the next part of what it has under way, when it is its turn."""
         self._busy.append(connection)
+        self._was_busy = True
         if not self._is_turning and self._loop is not None:
             self._is_turning = True
             self._loop.call_soon(self._turn)
@@ -208,8 +210,11 @@ class Node:
         connection = self._busy.popleft()
         if connection is not None:
             connection.go_on()
-        elif self.state.step():
-            self._busy.append(None)
+        else:
+            self.state.step()
+            self.move()
+            if self.state.take_news():
+                self._ring()
         self._is_turning = bool(self._busy)
         if self._is_turning and self._loop is not None:
             self._loop.call_soon(self._turn)
@@ -224,7 +229,7 @@ class Node:
         self.connections.discard(connection)
         if not self.connections:
             self._empty_since_s = time.monotonic()
-            collect_while_idle()
+            collect_all()
 
     def _post(self, event: Callable[[], None]) -> None:
         """From the mover's thread, which may live before the loop and after it."""
@@ -236,9 +241,13 @@ class Node:
         began = _now()
         event()
         self.move()
+        self._ring()
+        self.took(began)
+
+    def _ring(self) -> None:
+        """Something has ended: clients that wait for it ask again."""
         for connection in self.connections:
             connection.ring()
-        self.took(began)
 
     def _end_mover(self) -> None:
         if self._mover is not None:
@@ -271,6 +280,8 @@ class Node:
         """Give back what dead processes held whose sockets are open still: children that they forked off have copies."""
         while True:
             await asyncio.sleep(_WATCH_S)
+            collect_young(may_look=not self._was_busy and not self._busy)
+            self._was_busy = False
             for number, connection in enumerate(list(self.connections), 1):
                 try:
                     connection.drop_if_dead()

@@ -1,6 +1,6 @@
 """Which clears the tiers still owe, in a small file, so that a restart does not forget them.
 
-    journal = ClearsJournal(Path("/run/user/1000/kvhold/node.sock.clears"))
+    journal = ClearsJournal(Path("/home/user/.local/state/kvhold/host-0123456789abcdef.clears"))
     await journal.add("redis", prefix)        # on the disk before it returns
     journal.begin(["disk", "redis"])          # at the start, once
     journal.owed("redis")                     # after a restart

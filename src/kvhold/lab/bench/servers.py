@@ -39,7 +39,10 @@ def serving(arguments: Sequence[str], under: Sequence[str] = (), log_level: str 
     """The line with which `kvhold serve` says that it is ready. It is asked to end in the end, and waited for."""
     command = [sys.executable, *under, "-m", "kvhold", "serve", "--ram-bytes", str(ram_bytes), *arguments]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("KVHOLD_")} | {"KVHOLD_LOG_LEVEL": log_level}
-    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as server:
+    with (
+        tempfile.TemporaryDirectory(prefix="kvhold-bench-state-") as state,
+        subprocess.Popen(command, env=environ | {"XDG_STATE_HOME": state}, stdout=subprocess.PIPE, text=True) as server,
+    ):
         try:
             assert server.stdout is not None
             ready = server.stdout.readline()
