@@ -162,7 +162,7 @@ class World(RuleBasedStateMachine):
     @rule(number=numbers, settle=st.booleans())
     def refresh(self, number, settle):
         search = self.state._searches._searches.get(number)
-        present = set(search.pinned) if search is not None else None
+        present = {entry.key for entry in search.pinned.values()} if search is not None else None
         over = search is not None and search.over
         found = self.state.refresh(number, settle=settle)
         if search is not None and search.work is not None:

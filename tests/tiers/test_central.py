@@ -372,28 +372,55 @@ def resident_bytes(pid: int) -> int:
     return (int(pages[1]) - int(pages[2])) * 4096
 
 
-async def test_a_scan_of_many_pages_lists_what_is_there_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    shelf = Shelf(Config(ram_bytes=16 << 20, huge_pages="never"))
-    listed, scan = [], shelf.scan
+async def all_pages(shelf: Shelf, most: int) -> list[bytes]:
+    page, more = await shelf.scans.page(b"", b"", most)
+    found = list(page)
+    while more:
+        page, more = await shelf.scans.page(b"", found[-1], most)
+        assert 0 < len(page) <= most
+        found += page
+    return found
 
-    async def counted(prefix: bytes) -> list[bytes]:
-        listed.append(prefix)
-        return await scan(prefix)
 
-    monkeypatch.setattr(shelf, "scan", counted)
+async def test_a_scan_of_many_pages_lists_what_is_there_once(tmp_path: Path) -> None:
+    tiers = (f"disk://{tmp_path / 'kv'}?max_bytes=1MiB",)
+    shelf = Shelf(Config(ram_bytes=16 << 20, huge_pages="never", tiers=tiers))
     try:
         keys = sorted(make_key(number) for number in range(100))
-        assert await shelf.ram.put([(key, [memoryview(b"x")]) for key in keys]) == [None] * 100
-        page, more = await shelf.scan_page(b"", b"", 7)
-        found = list(page)
-        while more:
-            page, more = await shelf.scan_page(b"", found[-1], 7)
-            found += page
-        assert found == keys
-        assert listed == [b""]
-        assert (await shelf.scan_page(b"", keys[49], 1000)) == (keys[50:], False)
-        for key in keys[:20]:  # scans that nobody goes on with are forgotten
-            await shelf.scan_page(b"", key, 1)
-        assert len(shelf._scans) <= 8
+        assert await shelf.ram.put([(key, [memoryview(b"x")]) for key in keys[:70]]) == [None] * 70
+        put = await shelf._stack.guards[0].put([(key, [memoryview(b"x")]) for key in keys[40:]])
+        assert put.items == [True] * 60
+        for most in (1, 7, 99, 100, 1000):
+            found = await all_pages(shelf, most)
+            assert sorted(found) == keys, "those that are in both places once"
+        assert len(shelf.scans) == 0
+        for key in keys:  # scans that nobody goes on with are forgotten
+            await shelf.scans.page(b"", key, 1)
+            page, more = await shelf.scans.page(key, b"", 1)
+            assert (page, more) == ([key], False)
+        assert len(shelf.scans) <= 64
+    finally:
+        await shelf.close()
+
+
+async def test_a_scan_of_many_keys_looks_at_few_of_them_in_one_step() -> None:
+    shelf = Shelf(Config(ram_bytes=64 << 20, huge_pages="never"))
+    try:
+        num_keys = 10_000
+        for begin in range(0, num_keys, 500):
+            await shelf.ram.put([(make_key(number), [memoryview(b"x")]) for number in range(begin, begin + 500)])
+        steps = 0
+
+        async def count_steps() -> None:
+            nonlocal steps
+            while True:
+                steps += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(count_steps())
+        found = await all_pages(shelf, 5000)
+        counting.cancel()
+        assert len(set(found)) == len(found) == num_keys
+        assert steps >= num_keys // 500
     finally:
         await shelf.close()

@@ -299,14 +299,14 @@ class Searches:
                     search.forgo_more()
                     break  # what follows would be of no use without it
                 yield 16 * len(needs)
-            if not search.awaited:
-                search.forgo_more()
             yield from prefix.empty_turns()
         finally:
             if arrivals:
                 self._give_order(FetchOrder(arrivals))
             self._unpin(held)
             search.ordering = False
+            if not search.awaited:
+                search.forgo_more()
             if search.over and self._searches.get(number) is search:
                 self._is_over(number)
 

@@ -268,7 +268,7 @@ class Central:
     async def _scan(self, stream: Stream, request: c.Scan) -> None:
         if len(request.prefix) > KEY_BYTES or len(request.after) not in (0, KEY_BYTES):
             raise ProtocolError("a scan's prefix or place has an impossible size")
-        page, more = await self.shelf.scan_page(request.prefix, request.after, _PAGE_KEYS)
+        page, more = await self.shelf.scans.page(request.prefix, request.after, _PAGE_KEYS)
         await stream.send([encode(c.Keys(b"".join(page), more))])
 
 

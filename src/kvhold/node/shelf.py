@@ -14,8 +14,6 @@ still write to (a read that was given up) stays reserved until that read has end
 
 import asyncio
 import logging
-from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import ceil
@@ -24,6 +22,7 @@ from typing import Any
 from kvhold.core.config import Config
 from kvhold.core.metrics import Metrics
 from kvhold.memory.arena import Arena, Toucher, default_arena_bytes
+from kvhold.node.scans import Scans
 from kvhold.tiers.gate import Urgency
 from kvhold.tiers.guard import Guard
 from kvhold.tiers.policies import make_policy
@@ -31,8 +30,6 @@ from kvhold.tiers.ram import Entry, RamTier, Wanted
 from kvhold.tiers.stack import Place, Stack, make_stack
 
 log = logging.getLogger(__name__)
-
-_MOST_SCANS = 8  # that are remembered between two pages; one more, and the oldest is listed again
 
 
 class Shelf:
@@ -48,7 +45,7 @@ class Shelf:
         self._limit_bytes = config.write_behind_bytes or self.arena.nbytes // 4
         self._drain_timeout_s = config.drain_timeout_s
         self._writing_bytes = 0
-        self._scans: OrderedDict[tuple[bytes, bytes], tuple[list[bytes], int]] = OrderedDict()  # where the next page of each goes on
+        self.scans = Scans(self.ram, self._stack.guards)
         self._bringing: dict[bytes, asyncio.Future[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -111,29 +108,6 @@ class Shelf:
         removed = await self.ram.delete(keys)
         below = await asyncio.gather(*(guard.delete(keys) for guard in self._stack.guards if not guard.config.read_only))
         return [any(answers) for answers in zip(removed, *below, strict=True)]
-
-    async def scan(self, prefix: bytes) -> list[bytes]:
-        """Every key with this prefix in memory, and what is only below, in order."""
-        keys = {key async for key in self.ram.scan(prefix)}
-        for guard in self._stack.guards:
-            keys.update(await guard.scan(prefix))
-        return sorted(keys)
-
-    async def scan_page(self, prefix: bytes, after: bytes, most: int) -> tuple[list[bytes], bool]:
-        """The next keys of `scan` behind `after`, `most` at most, and whether there are more.
-
-        The first page lists and sorts the keys; the pages that follow go on in that list.
-        """
-        keys, begin = self._scans.pop((prefix, after), (None, 0))
-        if keys is None:
-            keys = await self.scan(prefix)
-            begin = bisect_right(keys, after)
-        page, end = keys[begin : begin + most], begin + most
-        if end < len(keys):
-            self._scans[prefix, page[-1]] = keys, end
-            if len(self._scans) > _MOST_SCANS:
-                self._scans.popitem(last=False)
-        return page, end < len(keys)
 
     def status(self) -> dict[str, Any]:
         """For people and monitors."""

@@ -125,7 +125,7 @@ class CentralTier:
         return removed
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        """Tier contract. Page by page, in order."""
+        """Tier contract. Page by page. A scan that the store has forgotten starts again there, and yields keys twice."""
         after, more = b"", True
         while more:
             page = await self._ask("scan", c.Scan(prefix, after), c.Keys)

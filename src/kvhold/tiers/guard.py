@@ -26,12 +26,14 @@ from kvhold.tiers.gate import Gate, Urgency
 from kvhold.tiers.generations import GenerationTier
 from kvhold.tiers.hidden import Hidden
 from kvhold.tiers.journal import ClearsJournal
+from kvhold.tiers.table import KeySet
 
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
 _SCAN_TIMEOUT_S = 60.0  # of a whole tier
+_SCAN_KEYS = 500  # in one step
 _DELETE_KEYS = 256  # in one call
 _LONGEST_PAUSE_S = 30.0
 _MOST_OWED = 1000  # clears, by a tier of one host; then it owes everything
@@ -215,7 +217,11 @@ class Guard:
         keys, fault = await self._scan(prefix)
         if fault is not None and silent is not None:
             silent.add(self.name)
-        return [key for key in keys if not self._hidden.hides(key)]
+        visible: list[bytes] = []
+        for begin in range(0, len(keys), _SCAN_KEYS):
+            visible += [key for key in keys[begin : begin + _SCAN_KEYS] if not self._hidden.hides(key)]
+            await asyncio.sleep(0)
+        return visible
 
     async def clear(self, prefix: bytes) -> int:
         """Remove every value whose key begins with `prefix`. Returns how many went.
@@ -412,13 +418,16 @@ class Guard:
         return item
 
     async def _scan(self, prefix: bytes) -> tuple[list[bytes], TierError | None]:
-        keys: list[bytes] = []
+        keys, seen = list[bytes](), KeySet()
 
         async def collect() -> None:
-            keys.extend([key async for key in self._tier.scan(prefix)])
+            async for key in self._tier.scan(prefix):
+                keys.extend(seen.add((key,)))
+                if len(keys) % _SCAN_KEYS == 0:
+                    await asyncio.sleep(0)  # others use this loop
 
         fault = await self._run(_Call[None]("scan", 0, _SCAN_TIMEOUT_S), collect)
-        return list(dict.fromkeys(keys)), fault
+        return keys, fault
 
     async def _pay(self, prefix: bytes) -> int:
         """Remove what is owed of one prefix; it is paid if nothing is left of it. What is stored meanwhile is not owed."""

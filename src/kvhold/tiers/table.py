@@ -7,7 +7,7 @@ A dictionary of a million keys takes 20 ms to grow once, and must not change whi
 scan copies one at a time. An entry that is there during the whole scan is in exactly one part.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Generic, TypeVar
 
@@ -70,3 +70,31 @@ class KeyTable(Generic[Value]):
                 part = [shard.popitem()[1] for _ in range(min(_MOST, len(shard)))]
                 self.num -= len(part)
                 yield part
+
+
+class KeySet:
+    """A set of keys, in many small sets, for the same reasons."""
+
+    __slots__ = ("shards",)
+
+    def __init__(self) -> None:
+        self.shards: list[set[bytes]] = [set() for _ in range(256)]
+
+    def add(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Add keys. Returns those that were not there yet, in their order."""
+        new = []
+        for key in keys:
+            shard = self.shards[key[SPREAD]]
+            if key not in shard:
+                shard.add(key)
+                new.append(key)
+        return new
+
+    def emptied(self) -> Iterator[int]:
+        """Remove all, some hundred at a time: how many have gone."""
+        for shard in self.shards:
+            while shard:
+                num_keys = min(_MOST, len(shard))
+                for _ in range(num_keys):
+                    shard.pop()
+                yield num_keys

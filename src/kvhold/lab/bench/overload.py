@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from kvhold.core.checksums import BYTES
+from kvhold.core.config import Config
 from kvhold.core.keys import HASH_BYTES, ChunkNames, Namespace, Query, make_key
 from kvhold.core.layout import Group, Layout
 from kvhold.lab.bench.servers import serving
@@ -34,6 +35,7 @@ _GROUP = Group(layers=1, planes=1, heads=1, head_dim=1, dtype="uint8")
 WIDE = Namespace(model="bench, long", layout=Layout(groups=(_GROUP,) * 6), shards=8)
 PLAIN = Namespace(model="bench", layout=Layout(groups=(_GROUP,)))
 _AT_ONCE = 1000  # chunks in one reserve
+_PAGE_KEYS = 10_000  # of a scan
 _PATIENCE_S = 600.0  # a node with a million chunks, on a busy machine
 _PACE_S = 0.05  # an engine stores 1,024 tokens so often
 _answers: Decoder[m.Answer | m.Welcome | m.News] = Decoder(m.Answer | m.Welcome | m.News)
@@ -229,16 +231,62 @@ def _fill_disk(folder: Path, num_chunks: int) -> None:
 
 
 def _disk_rows(folder: Path, load: Load) -> Iterator[OverloadRow]:
-    """Open the folder in a process of its own, and find a value."""
-    found = subprocess.run(
-        [sys.executable, "-c", f"from kvhold.lab.bench.overload import open_disk; open_disk({str(folder)!r})"],
-        stdout=subprocess.PIPE,
-        check=True,
-    )
-    measured = json.loads(found.stdout)
-    assert measured["found"], "a value that is there was found"
-    yield _row(f"a disk of {load.chunks:,} chunks serves", measured["serves_s"], "s", 2)
-    yield _row("the disk's index", measured["index_bytes"] / load.chunks, "bytes a chunk", 150)
+    """Open the folder in a process of its own, find a value, and scan it as a central store."""
+    opened = _measured_apart("open_disk", folder)
+    assert opened["found"], "a value that is there was found"
+    yield _row(f"a disk of {load.chunks:,} chunks serves", opened["serves_s"], "s", 2)
+    yield _row("the disk's index", opened["index_bytes"] / load.chunks, "bytes a chunk", 150)
+    scanned = _measured_apart("scan_store", folder)
+    assert scanned["keys"] == load.chunks, "all that is there, each once"
+    yield from _turn_rows("longest turn, a central store's scan", (scanned["turn_s"], scanned["turn_cpu_s"]))
+
+
+def _measured_apart(function: str, folder: Path) -> dict[str, Any]:
+    """Call a function of this module in a process of its own. Returns what it has printed."""
+    code = f"from kvhold.lab.bench.overload import {function}; {function}({str(folder)!r})"
+    measured: dict[str, Any] = json.loads(subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True).stdout)
+    return measured
+
+
+def scan_store(folder: str) -> None:
+    """In a process of its own: the longest turn of a central store's loop while it scans a folder, page by page."""
+    import asyncio
+
+    from kvhold.node.pauses import avoid_pauses
+    from kvhold.node.shelf import Shelf
+
+    longest = [0.0, 0.0]
+
+    async def watch() -> None:
+        now_s, now_cpu_s = time.perf_counter(), time.thread_time()
+        while True:
+            await asyncio.sleep(0)
+            before_s, before_cpu_s = now_s, now_cpu_s
+            now_s, now_cpu_s = time.perf_counter(), time.thread_time()
+            longest[:] = max(longest[0], now_s - before_s), max(longest[1], now_cpu_s - before_cpu_s)
+
+    async def measure() -> int:
+        tiers = (f"disk://{folder}?max_bytes=100GiB&read_only=true",)
+        shelf = Shelf(Config(ram_bytes=64 << 20, huge_pages="never", tiers=tiers))
+        await shelf.start()
+        await scan(shelf)  # the folder is listed
+        watching = asyncio.create_task(watch())
+        num_keys = await scan(shelf)
+        watching.cancel()
+        await shelf.close()
+        return num_keys
+
+    async def scan(shelf: Shelf) -> int:
+        page, more = await shelf.scans.page(b"", b"", _PAGE_KEYS)
+        num_keys = len(page)
+        while more:
+            page, more = await shelf.scans.page(b"", page[-1], _PAGE_KEYS)
+            num_keys += len(page)
+        return num_keys
+
+    avoid_pauses()
+    num_keys = asyncio.run(measure())
+    sys.stdout.write(json.dumps({"keys": num_keys, "turn_s": longest[0], "turn_cpu_s": longest[1]}))
 
 
 def open_disk(folder: str) -> None:

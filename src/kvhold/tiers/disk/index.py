@@ -92,8 +92,8 @@ class Index:
         found = self.find(entry.key)
         return found is not None and (found.written_ns, found.nbytes) == (entry.written_ns, entry.nbytes)
 
-    def keys(self, prefix: bytes) -> list[bytes]:
-        """Visible keys that begin with `prefix`."""
+    def keys(self, prefix: bytes) -> Iterator[list[bytes]]:
+        """Visible keys that begin with `prefix`, a few at a time, while others come and go."""
         return self._rows.keys(prefix)
 
     def entries(self) -> Iterator[Entry]:

@@ -18,6 +18,7 @@ from kvhold.core.keys import KEY_BYTES, NAMESPACE_BYTES
 NONE, _REMOVED = -1, -2
 _BLOCK = 512  # bytes, as file systems count what a file occupies
 _SMALLEST = 1 << 10
+_MOST_KEYS = 500  # in one step
 _MIX = 0x9E3779B97F4A7C15
 
 
@@ -109,10 +110,12 @@ class Rows:
             before[order[0]] = after[order[-1]] = NONE
             self._oldest, self._newest = int(order[0]), int(order[-1])
 
-    def keys(self, prefix: bytes) -> list[bytes]:
-        """Those that begin with `prefix`."""
-        keys = (self.key(row) for row in self.oldest())
-        return [key for key in keys if key.startswith(prefix)]
+    def keys(self, prefix: bytes) -> Iterator[list[bytes]]:
+        """All keys that begin with `prefix`, some hundred rows at a time. Rows may come and go between two parts."""
+        for begin in range(0, len(self._nbytes), _MOST_KEYS):
+            rows = range(begin, min(begin + _MOST_KEYS, len(self._nbytes)))
+            keys = [self.key(row) for row in rows if self._nbytes[row] != NONE]
+            yield [key for key in keys if key.startswith(prefix)]
 
     def key(self, row: int) -> bytes:
         """Of a row."""

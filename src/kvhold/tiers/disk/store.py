@@ -10,7 +10,7 @@ threads have finished, cancelled or not, so that the account is right whatever h
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from hashlib import blake2b
 
 from kvhold.core.errors import TierError, TierFull, TierUnavailable
@@ -96,11 +96,14 @@ class DiskStore:
         async with self._opener.use() as opened:
             return [entry.nbytes if (entry := opened.index.find(key)) else None for key in keys]
 
-    async def keys(self, prefix: bytes) -> list[bytes]:
-        """All that begin with `prefix`, when the folder is listed."""
+    async def keys(self, prefix: bytes) -> AsyncIterator[list[bytes]]:
+        """All keys that begin with `prefix`, when the folder is listed, a few at a time."""
         async with self._opener.use() as opened:
             await self._all_listed()
-            return opened.index.keys(prefix)
+            index = opened.index
+        for keys in index.keys(prefix):
+            yield keys
+            await asyncio.sleep(0)  # others use this loop
 
     async def get(self, keys: Sequence[bytes], into: Sequence[Parts], starts: Sequence[int] | None) -> list[int | TierError | None]:
         """Read. A file that is not what the index says is a miss, and forgotten."""

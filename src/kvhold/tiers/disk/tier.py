@@ -142,8 +142,9 @@ class DiskTier:
             raise faults[0]
         for store, fault in zip(self._stores, faults, strict=True):
             if fault is None:
-                for key in await store.keys(prefix):
-                    yield key
+                async for keys in store.keys(prefix):
+                    for key in keys:
+                        yield key
 
     async def close(self) -> None:
         """Tier contract. Waits for calls that are under way."""
