@@ -4,12 +4,13 @@
     rows.find(key); rows.touch(row, used_ns); rows.remove(row)
     for row in rows.oldest(): ...        # in order of use, the one used longest ago first
 
-Keys are found by open addressing with linear probing in a table of row numbers; a removed row leaves a mark there until the table is made
-again. The order of use is a list that is linked in two arrays. Pure; one user.
+Keys are found by open addressing with linear probing in tables of row numbers; a removed row leaves a mark there until its table is made
+again. There are 256 tables, so that none takes long to make. The order of use is a list that is linked in two arrays. Pure; one user.
 """
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,8 @@ from kvhold.core.keys import KEY_BYTES, NAMESPACE_BYTES
 
 NONE, _REMOVED = -1, -2
 _BLOCK = 512  # bytes, as file systems count what a file occupies
-_SMALLEST = 1 << 10
+_TABLES = 256
+_SMALLEST = 16  # places of a table
 _MOST_KEYS = 500  # in one step
 _MIX = 0x9E3779B97F4A7C15
 
@@ -36,13 +38,14 @@ class Rows:
         self._after = array("i")
         self._oldest = self._newest = NONE
         self._free = array("i")
-        self._table = array("i", [NONE]) * _SMALLEST
-        self._filled = 0  # places of the table that are not NONE
+        self._tables = [_Table() for _ in range(_TABLES)]
 
     def find(self, key: bytes) -> int:
         """The row of a key, or NONE."""
-        table, mask = self._table, len(self._table) - 1
-        place = _hash(key) & mask
+        number = _hash(key)
+        table = self._tables[number % _TABLES].rows
+        mask = len(table) - 1
+        place = number // _TABLES & mask
         while (row := table[place]) != NONE:
             if row != _REMOVED and self.key(row) == key:
                 return row
@@ -51,29 +54,23 @@ class Rows:
 
     def add(self, key: bytes, *, nbytes: int, occupied_bytes: int, written_ns: int, used_ns: int) -> int:
         """A new row, the one used last. The key is not there yet."""
-        if 3 * (self._filled + 1) > 2 * len(self._table):
-            self._make_table()
+        number = _hash(key)
+        table = self._tables[number % _TABLES]
+        if 3 * (table.num_filled + 1) > 2 * len(table.rows):
+            table.make_again(self._hashes_of)
         row = self._free.pop() if self._free else self._append()
         self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES] = key
         self._nbytes[row], self._blocks[row] = nbytes, -(-occupied_bytes // _BLOCK)
         self._written_ns[row], self._used_ns[row] = written_ns, used_ns
-        table, mask = self._table, len(self._table) - 1
-        place = _hash(key) & mask
-        while table[place] >= 0:
-            place = (place + 1) & mask
-        self._filled += table[place] == NONE
-        table[place] = row
+        table.add(row, number // _TABLES)
         self.num += 1
         self._link(row)
         return row
 
     def remove(self, row: int) -> None:
         """Forget it."""
-        table, mask = self._table, len(self._table) - 1
-        place = _hash(self.key(row)) & mask
-        while table[place] != row:
-            place = (place + 1) & mask
-        table[place] = _REMOVED
+        number = _hash(self.key(row))
+        self._tables[number % _TABLES].remove(row, number // _TABLES)
         self._unlink(row)
         self._nbytes[row] = NONE
         self._free.append(row)
@@ -136,7 +133,8 @@ class Rows:
     @property
     def index_bytes(self) -> int:
         """What all this takes in memory."""
-        arrays = (self._nbytes, self._blocks, self._written_ns, self._used_ns, self._before, self._after, self._free, self._table)
+        arrays = [self._nbytes, self._blocks, self._written_ns, self._used_ns, self._before, self._after, self._free]
+        arrays += [table.rows for table in self._tables]
         return self._keys.__sizeof__() + sum(each.__sizeof__() for each in arrays)
 
     def _append(self) -> int:
@@ -164,26 +162,56 @@ class Rows:
         else:
             self._before[after] = before
 
-    def _make_table(self) -> None:
-        """Without marks of what was removed, and twice as large if it is full."""
-        size = len(self._table)
-        while 3 * self.num > size:
+    def _hashes_of(self, rows: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+        """As `_hash` of each row's key: [rows] of uint64."""
+        keys = np.frombuffer(self._keys, np.uint8).reshape(-1, KEY_BYTES)[rows]
+        head, ends, space = (
+            np.ascontiguousarray(keys[:, begin : begin + 8]).view("<u8").reshape(-1) for begin in (NAMESPACE_BYTES, KEY_BYTES - 8, 0)
+        )
+        return np.asarray(head ^ (ends * np.uint64(_MIX)) ^ space)
+
+
+class _Table:
+    """Row numbers by the places that their keys' hashes say."""
+
+    __slots__ = ("num_filled", "rows")
+
+    def __init__(self) -> None:
+        self.rows = array("i", [NONE]) * _SMALLEST
+        self.num_filled = 0  # places that are not NONE
+
+    def add(self, row: int, number: int) -> None:
+        """Add a row whose key has a hash."""
+        mask = len(self.rows) - 1
+        place = number & mask
+        while self.rows[place] >= 0:
+            place = (place + 1) & mask
+        self.num_filled += self.rows[place] == NONE
+        self.rows[place] = row
+
+    def remove(self, row: int, number: int) -> None:
+        """Leave a mark where a row is."""
+        mask = len(self.rows) - 1
+        place = number & mask
+        while self.rows[place] != row:
+            place = (place + 1) & mask
+        self.rows[place] = _REMOVED
+
+    def make_again(self, hashes_of: "Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]") -> None:
+        """Without marks of removed rows, and twice as large if it is full."""
+        rows = np.array(self.rows, np.int32)
+        rows = rows[rows >= 0]
+        size, self.num_filled = len(self.rows), len(rows)
+        while 3 * len(rows) > size:
             size *= 2
-        live = np.flatnonzero(np.frombuffer(self._nbytes, np.int64) != NONE).astype(np.int32)
-        keys = np.frombuffer(bytes(self._keys), np.uint8).reshape(-1, KEY_BYTES)[live] if len(live) else np.zeros((0, KEY_BYTES), np.uint8)
-        head = keys[:, NAMESPACE_BYTES : NAMESPACE_BYTES + 8].copy().view("<u8").reshape(-1)
-        ends = keys[:, -8:].copy().view("<u8").reshape(-1)
-        space = keys[:, :8].copy().view("<u8").reshape(-1)
-        places = ((head ^ (ends * np.uint64(_MIX)) ^ space) & np.uint64(size - 1)).astype(np.int64)
         table = np.full(size, NONE, np.int32)
-        rows = live
+        places = (hashes_of(rows) // np.uint64(_TABLES) & np.uint64(size - 1)).astype(np.int64)
         while len(rows):
             free = table[places] == NONE
             table[places[free]] = rows[free]  # of several for one place, one gets it
             left = table[places] != rows
             rows, places = rows[left], (places[left] + 1) & (size - 1)
-        self._table = array("i", table.tobytes())
-        self._filled = len(live)
+        self.rows = array("i", table.tobytes())
 
 
 def _hash(key: bytes) -> int:
