@@ -10,12 +10,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
 
 import psutil
 import pytest
 
-from kvhold.core.errors import NodeError
+from kvhold.core.errors import NodeError, NodeRefused
 from kvhold.net import messages as m
 from kvhold.node import NodeClient
 from kvhold.node.peers import Peer
@@ -224,6 +225,22 @@ def test_clients_that_all_claim_one_process_id_are_known_by_the_kernels(shared_n
         assert isinstance(raw.hear(), m.Welcome)
         assert {one.pid for one in client.clients()} == {os.getpid()}
         assert client.kick(pid=1) == []
+
+
+def test_a_client_for_which_one_descriptor_is_too_few_is_told_so(node: RunningNode) -> None:
+    """Its connection gets the last one, and there is none to send the arena's with."""
+    client, process = node.client(), psutil.Process(node.pid)
+    taken = {int(entry.name) for entry in Path(f"/proc/{node.pid}/fd").iterdir()}
+    lowest_free = next(number for number in count() if number not in taken)
+    soft, hard = process.rlimit(psutil.RLIMIT_NOFILE)
+    process.rlimit(psutil.RLIMIT_NOFILE, (lowest_free + 1, hard))
+    try:
+        with pytest.raises(NodeRefused, match="no descriptor left"):
+            node.client()
+    finally:
+        process.rlimit(psutil.RLIMIT_NOFILE, (soft, hard))
+    node.client().ping()
+    client.ping()
 
 
 # Many

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 _BACKLOG = 1024  # clients that join at once
 _AT_ONCE = 16  # clients taken in one turn of the loop
 _PAUSE_S = 0.5  # where the host as a whole has no descriptor left
-_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Listener:
@@ -61,9 +61,9 @@ class Listener:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                if error.errno not in _EXHAUSTED:
+                if error.errno not in EXHAUSTED:
                     raise
-                self._refuse_with_spare(f"the node has no descriptor left ({error.strerror}); raise `ulimit -n` and restart it")
+                self._refuse_with_spare(no_descriptor(error))
                 return
             if why := self._refusal():
                 _refuse(connection, why)
@@ -97,6 +97,11 @@ class Listener:
     def _go_on(self) -> None:
         if self._loop is not None:
             self._loop.add_reader(self._socket, self._accept)
+
+
+def no_descriptor(error: OSError) -> str:
+    """What a client is told that there is no descriptor for."""
+    return f"the node has no descriptor left ({error.strerror}); raise `ulimit -n` and restart it"
 
 
 def _refuse(connection: socket.socket, why: str) -> None:

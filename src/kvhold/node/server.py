@@ -37,7 +37,7 @@ from kvhold.memory.placement import format_list, interleave, memory_nodes, parse
 from kvhold.net import messages as m
 from kvhold.net.wire import Decoder, Splitter, encode, split_number
 from kvhold.node.host import raise_descriptor_limit
-from kvhold.node.listener import Listener
+from kvhold.node.listener import EXHAUSTED, Listener, no_descriptor
 from kvhold.node.names import Names
 from kvhold.node.paths import clears_path, lock_path, open_beside, prepare_folder, socket_path
 from kvhold.node.pauses import collect_all, collect_young
@@ -501,12 +501,19 @@ class _Connection(asyncio.BufferedProtocol):
             self._hello_timer.cancel()
         self._splitter.most_bytes = m.MAX_MESSAGE_BYTES
         arena = self._node.arena
-        self._welcome(m.Welcome(m.PROTOCOL_VERSION, __version__, os.getpid(), arena.nbytes, arena.huge, different[:_MOST_SAID]))
+        try:
+            self._welcome(m.Welcome(m.PROTOCOL_VERSION, __version__, os.getpid(), arena.nbytes, arena.huge, different[:_MOST_SAID]))
+        except OSError as error:
+            if error.errno not in EXHAUSTED:
+                raise
+            self._refuse(no_descriptor(error), "too many")
+            return
         self.session = Session(self._node.state, hello, self._node, self._peer.pid if self._peer is not None else 0)
         self._node.metrics.add("kvhold_connections", result="accepted")
         log.info("client %s (pid %d) joined", self.session.name, self.session.pid)
 
     def _welcome(self, welcome: m.Welcome) -> None:
+        """Raises OSError where there is no descriptor for it."""
         assert self._transport is not None
         # Nothing was sent before on this socket, so it takes the few bytes at once; asyncio itself cannot send descriptors.
         with socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno())) as raw, suppress(BrokenPipeError):
