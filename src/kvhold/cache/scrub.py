@@ -4,7 +4,8 @@
     scrubber.stop()                                               # before the arena goes
 
 A thread of its own hashes; xxhash releases the GIL. What it hashes it has pinned, for a few milliseconds, and it takes and gives back
-where the state lives, as the mover does. Chunks that somebody reads are left out: readers compare for themselves.
+where the state lives, as the mover does. Chunks that somebody reads are left out: readers compare for themselves. The parts of a step,
+`take`, `compare` and `give_back`, wait for nothing, so the simulation runs them without the thread.
 """
 
 import threading
@@ -59,34 +60,32 @@ class Scrubber:
 
     def step(self) -> int | None:
         """Take some chunks, compare them, give them back. Returns how many bytes they had; None at the end of a pass, or to end."""
-        self._post(self._take)
+        self._post(lambda: self._taken.put(self.take()))
         entries = self._taken.get()
         if entries is None:
             return None
-        damaged = [entry for entry in entries if not self._is_whole(entry)]
-        self._post(lambda: self._give_back(entries, damaged))
+        damaged = [entry for entry in entries if not all(self.compare(entry))]
+        self._post(lambda: self.give_back(entries, damaged))
         return sum(entry.nbytes for entry in entries)
 
-    def _run(self) -> None:
-        pause_s = min(_LONGEST_PAUSE_S, max(_SHORTEST_PAUSE_S, self._interval_s / 100))
-        wait_s = pause_s
-        while not self._stopped.wait(wait_s):
-            nbytes = self.step()
-            if nbytes is None:
-                wait_s = pause_s
-            else:
-                wait_s = max(nbytes / _MOST_BYTES_S, self._interval_s * nbytes / max(1, self._state.ram.used_bytes))
+    def pause_s(self, nbytes: int | None) -> float:
+        """How long to wait after a step, by what it returned, or before the first one (None)."""
+        if nbytes is None:
+            return min(_LONGEST_PAUSE_S, max(_SHORTEST_PAUSE_S, self._interval_s / 100))
+        return max(nbytes / _MOST_BYTES_S, self._interval_s * nbytes / max(1, self._state.ram.used_bytes))
 
-    def _take(self) -> None:
-        """Where the state lives. What is left of one part at most, so that no turn takes long."""
+    def take(self) -> list[Entry] | None:
+        """Pin the next chunks, where the state lives. None at the end of a pass.
+
+        They are of one part of memory's index at most, so that no turn takes long.
+        """
         if not self._waiting:
             part = next(self._parts, None)
             if part is None:
                 self._passes += self._pass_bytes > 0
                 self._pass_bytes = 0
                 self._parts = self._state.ram.parts()
-                self._taken.put(None)
-                return
+                return None
             self._waiting = part
         entries: list[Entry] = []
         nbytes = 0
@@ -97,17 +96,23 @@ class Scrubber:
                 nbytes += entry.nbytes
         self._pass_bytes += nbytes
         self._state.ram.hold_all(entries)
-        self._taken.put(entries)
+        return entries
 
-    def _is_whole(self, entry: Entry) -> bool:
-        """In the scrubber's thread."""
+    def compare(self, entry: Entry) -> Iterator[bool]:
+        """Whether each of its layers has its checksum. In the scrubber's thread."""
         view, checksums = self._state.ram.view(entry), unpack(entry.checksums)
         size = len(view) // len(checksums)
-        return all(xxh3_64_intdigest(view[layer * size : (layer + 1) * size]) == stated for layer, stated in enumerate(checksums))
+        for layer, stated in enumerate(checksums):
+            yield xxh3_64_intdigest(view[layer * size : (layer + 1) * size]) == stated
 
-    def _give_back(self, entries: Sequence[Entry], damaged: Sequence[Entry]) -> None:
-        """Where the state lives."""
+    def give_back(self, entries: Sequence[Entry], damaged: Sequence[Entry]) -> None:
+        """Unpin what `take` has pinned, and remove what is damaged. Where the state lives."""
         self._state.metrics.add("kvhold_scrubbed_chunks", len(entries))
         self._state.metrics.add("kvhold_scrubbed_bytes", sum(entry.nbytes for entry in entries))
         self._state.remove_damaged(damaged, "scrubber")
         self._state.ram.unpin_all(entries)
+
+    def _run(self) -> None:
+        wait_s = self.pause_s(None)
+        while not self._stopped.wait(wait_s):
+            wait_s = self.pause_s(self.step())

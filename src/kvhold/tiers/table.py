@@ -59,6 +59,8 @@ class KeyTable(Generic[Value]):
     def parts(self) -> Iterator[list[Value]]:
         """All, some hundred at a time. The table may change between two parts; a value may have gone when its part comes."""
         for shard in self.shards:
+            if not shard:
+                continue
             values = iter(list(shard.values()))
             while part := list(islice(values, _MOST)):
                 yield part
