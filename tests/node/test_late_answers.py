@@ -191,13 +191,19 @@ def test_closing_ends_the_calls_that_wait_though_the_arena_is_still_held(tmp_pat
         link.let_go()
 
 
-class InterruptedOnce(threading.Condition):
+class InterruptedOnce:
     """A lock whose owner is interrupted as it lets go of it, the first time that it has just become the reader."""
 
-    link: Link | None = None
+    def __init__(self, link: Link) -> None:
+        self.link: Link | None = link
+        self._lock = threading.Lock()
+        self.acquire, self.release = self._lock.acquire, self._lock.release
+
+    def __enter__(self) -> bool:
+        return self.acquire()
 
     def __exit__(self, *why: Any) -> None:
-        super().__exit__(*why)
+        self.release()
         if self.link is not None and self.link._reader is not None:
             self.link = None
             raise KeyboardInterrupt
@@ -214,10 +220,36 @@ def test_a_caller_that_is_interrupted_as_it_begins_to_read_leaves_the_reading_to
 
     with FakeNode(tmp_path / "s", [WELCOME, hear, answer]):
         link = Link(tmp_path / "s", "test", PATIENT_S)
-        link._change = change = InterruptedOnce()
-        change.link = link
+        link._lock = InterruptedOnce(link)  # type: ignore[assignment]
+        link._change = threading.Condition(link._lock)
         with pytest.raises(KeyboardInterrupt):
             link.call(m.Ping(), PATIENT_S)
         is_asked.wait()
         assert link.call(m.Ping(), PATIENT_S) == m.Done()
+        link.retire()
+
+
+class Interrupting:
+    """A socket whose user is interrupted just when a part of what it sends is sent."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+
+    def send(self, data: memoryview) -> int:
+        self._socket.send(data[:5])
+        raise KeyboardInterrupt
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._socket, name)
+
+
+def test_a_caller_that_is_interrupted_as_it_sends_costs_the_connection_and_no_request_is_sent_twice(tmp_path: Path) -> None:
+    with FakeNode(tmp_path / "s", [WELCOME]):
+        link = Link(tmp_path / "s", "test", PATIENT_S)
+        link._socket = Interrupting(link._socket)  # type: ignore[assignment]
+        with pytest.raises(KeyboardInterrupt):
+            link.call(m.Ping(), PATIENT_S)
+        assert link.is_broken
+        with pytest.raises(ConnectionError, match="cut short while it sent"):
+            link.call(m.Ping(), PATIENT_S)
         link.retire()

@@ -34,13 +34,13 @@ from kvhold.core.rules import terms_of
 from kvhold.core.terms import FREE, Terms
 from kvhold.net import messages as m
 from kvhold.node.link import Link
+from kvhold.node.membership import Duty, Membership
 
 log = logging.getLogger(__name__)
 
 Kind = TypeVar("Kind", bound=m.Message)
 
 _TEND_S = 0.5  # in one go, for late answers
-_NO_TIME_S = 0.001  # for a node that has been silent: the request is sent, and its answer is not waited for
 _FLUSH_PAUSE_S = 0.05  # between two questions, if the node does not say before that all is written
 
 
@@ -68,14 +68,12 @@ class NodeClient:
         self._config = config or ClientConfig()
         self._name = name
         self._requires = requires
-        self._refused = ""  # why the node did not let us join again
         self._revive = revive
-        self._registered: dict[bytes, m.Register] = {}  # by namespace
-        self._lock = threading.Lock()  # over which link is in use, and what a new one must be told
+        self._lock = threading.Lock()  # over the membership
         self._pid = os.getpid()
         self._closed = threading.Event()
         self._wake = threading.Event()  # the keeper: the node is lost, an answer is late, or this client is closed
-        self._link: Link | None = Link(path, name, self._config.connect_timeout_s, requires)
+        self._membership = Membership(path, Link(path, name, self._config.connect_timeout_s, requires))
         self._keeper = threading.Thread(target=self._keep, name="kvhold-keeper", daemon=True)
         self._keeper.start()
         _clients.add(self)
@@ -84,7 +82,7 @@ class NodeClient:
     def connected(self) -> bool:
         """Whether calls reach a node now."""
         link = self._link
-        return link is not None and not self._is_silent(link)
+        return link is not None and not self._membership.is_silent(link, self._config.call_timeout_s)
 
     @property
     def arena_buffer(self) -> npt.NDArray[np.uint8]:
@@ -95,7 +93,7 @@ class NodeClient:
         """Make the layout known, now and whenever a node comes back."""
         request = m.Register(namespace.layout, namespace.digest, terms_of(namespace.tags), namespace.description)
         with self._lock:
-            self._registered[namespace.digest] = request
+            self._membership.register(request)
         # Not on an engine's path, and often the first call to a node that has just started: it gets a joining's time.
         self._call(request, m.Done, self._config.connect_timeout_s)
 
@@ -287,7 +285,7 @@ class NodeClient:
         with self._lock:
             self._closed.set()
             self._wake.set()
-            link, self._link = self._link, None
+            link = self._membership.close()
         if link is not None:
             link.retire()
         if self._keeper is not threading.current_thread():
@@ -306,14 +304,14 @@ class NodeClient:
         if was_closed:
             self._closed.set()
 
+    @property
+    def _link(self) -> Link | None:
+        """The link in use."""
+        return self._membership.link
+
     def _current(self, operation: str) -> Link:
         self._check_process()
-        link = self._link
-        if self._closed.is_set():
-            raise NodeError(f"{operation}: this client is closed")
-        if link is None:
-            raise NodeError(f"{operation}: no node on {self.path} now; looking for it in the background")
-        return link
+        return self._membership.current(operation)
 
     def _check_process(self) -> None:
         if self._pid != os.getpid():  # two processes on one connection would read each other's answers
@@ -330,8 +328,8 @@ class NodeClient:
         """keep: have it sent in any case, if the node lives; for what gives something back."""
         self._check_process()
         operation = type(request).__name__.lower()
-        if self._is_silent(link) and not keep:
-            raise NodeError(f"{operation}: the node on {self.path} has not answered for {link.silent_s:.1f} s; not waiting for it again")
+        if not keep:
+            self._membership.check_silence(link, operation, self._config.call_timeout_s)
         try:
             answer = link.call(request, deadline_s or self._config.call_timeout_s, keep=keep)
         except DeadlineExceeded:
@@ -350,9 +348,6 @@ class NodeClient:
                 self._break(link, answer.reason)
             raise NodeError(f"{operation}: the node refused: {answer.reason}")
         return answer
-
-    def _is_silent(self, link: Link) -> bool:
-        return link.silent_s > self._config.call_timeout_s
 
     def _misunderstood(self, answer: m.Answer, link: Link) -> ProtocolError:
         self._break(link, "an answer of the wrong kind")
@@ -375,17 +370,17 @@ class NodeClient:
         """Never raises: on a broken link the node takes everything back by itself when the link closes."""
         if held:
             link.let_go()
-        if request is not None and not link.retired:
+        within_s = self._membership.return_within_s(link, self._config.call_timeout_s)
+        if request is not None and within_s is not None:
             try:
-                self._ask(request, _NO_TIME_S if self._is_silent(link) else None, link, keep=True)
+                self._ask(request, within_s, link, keep=True)
             except KVHoldError as error:
                 log.debug("giving back: %s", error)
 
     def _break(self, link: Link, why: str) -> None:
         with self._lock:
-            lost = self._link is link
+            lost = self._membership.lose(link)
             if lost:
-                self._link = None
                 self._wake.set()
         if lost:
             log.warning("lost the node on %s (%s); computing without it until it is back", self.path, why)
@@ -404,10 +399,11 @@ class NodeClient:
             self._beat(link)
 
     def _beat(self, link: Link) -> None:
+        duty = self._membership.duty(link, time.monotonic(), self._config.heartbeat_interval_s)
         try:
-            if link.has_loose_ends:
+            if duty is Duty.TEND:
                 link.tend(min(self._config.heartbeat_interval_s, _TEND_S))
-            elif self._link is link and time.monotonic() - link.last_heard_s >= self._config.heartbeat_interval_s:
+            elif duty is Duty.PING:
                 self._call(m.Ping(), m.Done, None, link)
         except KVHoldError as error:
             log.debug("heartbeat: %s", error)
@@ -422,12 +418,10 @@ class NodeClient:
             if self._revive is not None:
                 self._revive(self._closed)
             link = Link(self.path, self._name, self._config.connect_timeout_s, self._requires)
-            self._refused = ""
             self._introduce(link)
         except (OSError, KVHoldError) as error:
             log.debug("no node yet: %s", error)
-            if isinstance(error, NodeRefused) and self._refused != str(error):
-                self._refused = str(error)
+            if isinstance(error, NodeRefused) and self._membership.is_news(str(error)):
                 log.warning("computing without the node: %s", error)
             if link is not None:
                 link.retire()
@@ -438,14 +432,14 @@ class NodeClient:
         told: set[bytes] = set()
         while True:
             with self._lock:
-                missing = [request for digest, request in self._registered.items() if digest not in told]
-                if not missing:
-                    if self._closed.is_set():
-                        link.retire()
-                    else:
-                        self._link = link
-                        log.info("joined the node on %s again", self.path)
-                    return
+                missing = self._membership.introduce(link, told)
+                is_used = self._membership.link is link
+            if is_used:
+                log.info("joined the node on %s again", self.path)
+                return
+            if not missing:  # this client was closed meanwhile
+                link.retire()
+                return
             for request in missing:
                 link.call(request, self._config.connect_timeout_s)
                 told.add(request.namespace)

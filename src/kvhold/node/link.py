@@ -4,9 +4,9 @@
     answer = link.call(Ping(), deadline_s=1)
     buffer = link.hold() ... link.let_go()              # around every reading and writing of the arena
 
-Several threads may call at once: requests are numbered, and each answer is matched to its caller. No thread is dedicated to reading: one
-of the waiting callers reads for all. A late answer is dropped. If it granted a ticket, a loan or a room, the link returns the grant when
-the answer arrives; the client's keeper calls `tend` to read late answers while no caller waits.
+Several threads may call at once. What is said and what it means is the business of a `Conversation`; the link has its socket, locks and
+mappings. No thread is dedicated to reading: one of the waiting callers reads for all. A late answer is dropped, and its grant returned;
+the client's keeper calls `tend` to read late answers while no caller waits.
 
 A broken or closed link lasts until no thread reads or writes the arena through it: the node takes memory back when the socket closes.
 `client.py` builds a reconnecting client on it.
@@ -19,11 +19,8 @@ import socket
 import threading
 import time
 from array import array
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from weakref import WeakSet
 
@@ -33,7 +30,9 @@ import numpy.typing as npt
 from kvhold.core.errors import DeadlineExceeded, NodeError, NodeRefused, ProtocolError
 from kvhold.memory.arena import Arena, Toucher
 from kvhold.net import messages as m
-from kvhold.net.wire import LENGTH_BYTES, Decoder, Splitter, body_length, encode, split_number
+from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length, encode
+from kvhold.node.conversation import Call, Conversation, again
+from kvhold.node.membership import Lifetime
 from kvhold.node.paths import peer_user
 
 log = logging.getLogger(__name__)
@@ -41,32 +40,9 @@ log = logging.getLogger(__name__)
 _DESCRIPTORS = 1  # that come with a welcome
 _READ_BYTES = 64 << 10  # read at once: all of most answers
 _TOUCHED_BYTES = 4 << 30  # of each mapping, ahead of their use: 8 MiB of page tables at most, and an arena of the default size whole
-_UNASKED = 0  # the number of what is no answer
-_GRANTING = (m.Lookup, m.Claim, m.Reserve, m.Recode)  # others are questions: what their answers name, the caller has already
 _MOST_NAME = 100  # characters: a Hello is short
 
-_answer_decoder: Decoder[m.Answer] = Decoder(m.Answer)
 _greeting_decoder: Decoder[m.Welcome | m.Refused] = Decoder(m.Welcome | m.Refused)
-
-
-@dataclass(eq=False)
-class _Call:
-    """A request under way.
-
-    data:   the bytes that are not sent yet
-    grants: its answer gives the caller something that nobody returns if the caller never sees it
-    keep:   send it even if its caller has given up
-    late:   its caller has given up
-    begun:  some of its bytes may be sent
-    """
-
-    data: memoryview
-    grants: bool = False
-    keep: bool = False
-    late: bool = False
-    begun: bool = False
-    answer: m.Answer | None = None
-    asked_s: float = field(default_factory=time.monotonic)
 
 
 class _Mapping:
@@ -98,24 +74,18 @@ class Link:
         self._socket.setblocking(False)
         self._arena_size = (welcome.arena_bytes, welcome.huge_pages)
         self._mappings: dict[bool, _Mapping] = {}  # by whether it can be written to
-        self._count_lock = threading.Lock()  # over what closes it: who holds the arena, and who calls
-        self._held = 0  # readers and writers of the arena
-        self._users = 0  # threads in a method
-        self._change = threading.Condition()  # over the calls, and who reads
-        self._calls: dict[int, _Call] = {}
-        self._numbers = count(_UNASKED + 1)
+        self._count_lock = threading.Lock()  # over the lifetime and the mappings
+        self._lifetime = Lifetime()
+        self._lock = threading.Lock()  # over the conversation, and who reads
+        self._conversation = Conversation(time.monotonic())
+        self._change = threading.Condition(self._lock)  # something was read, or the reader has ended
+        self._num_waiting = 0  # at least as many threads as wait for a change
         self._reader: object | None = None  # of the waiting callers the one that reads
-        self._news = False
-        self._error: OSError | ProtocolError | None = None  # of the stream, which is of no more use then
         self._send_lock = threading.Lock()
-        self._outbox: deque[tuple[int, _Call]] = deque()
         self._readable = select.poll()  # the reader's
         self._readable.register(self._socket, select.POLLIN)
         self._readable.register(self._retiring, select.POLLIN)
-        self._splitter = Splitter()
         self._incoming = memoryview(bytearray(_READ_BYTES))
-        self.retired = False
-        self.last_heard_s = time.monotonic()
         _links.add(self)
 
     @property
@@ -127,17 +97,30 @@ class Link:
     @property
     def silent_s(self) -> float:
         """Seconds since the node's last message, while it owes a late answer; 0 while it owes none."""
-        if not self._calls:
+        if not self._conversation.is_owed:
             return 0.0
-        with self._change:
-            oldest_s = min((call.asked_s for call in self._calls.values() if call.late), default=None)
-        return 0.0 if oldest_s is None else time.monotonic() - max(oldest_s, self.last_heard_s)
+        with self._lock:
+            return self._conversation.silent_s(time.monotonic())
+
+    @property
+    def last_heard_s(self) -> float:
+        """When the node said something last, by the monotonic clock."""
+        return self._conversation.last_heard_s
 
     @property
     def has_loose_ends(self) -> bool:
         """Whether there is something for `tend` to do."""
-        with self._change:
-            return bool(self._outbox) or any(call.late for call in self._calls.values())
+        return self._conversation.has_loose_ends
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the connection has failed."""
+        return self._conversation.error is not None
+
+    @property
+    def retired(self) -> bool:
+        """Whether there are no more calls."""
+        return self._lifetime.retired
 
     def call(self, request: m.Message, deadline_s: float, *, keep: bool = False) -> m.Answer:
         """One request and its answer. Raises DeadlineExceeded, after which the link is as good as before; ProtocolError for a request
@@ -145,26 +128,24 @@ class Link:
 
         keep: send the request even if that takes longer than its caller waits
         """
-        operation, until = type(request).__name__.lower(), time.monotonic() + deadline_s
-        number = next(self._numbers)
-        call = _Call(memoryview(encode(request, number)), isinstance(request, _GRANTING), keep)
+        asked_s = time.monotonic()
+        until = asked_s + deadline_s
+        call = self._conversation.prepare(request, keep=keep)
         self._enter()
         try:
-            with self._change:
-                self._calls[number] = call
-            self._outbox.append((number, call))
+            with self._lock:
+                self._conversation.begin(call, asked_s)
             try:
                 self._send(until)
                 self._wait(lambda: call.answer is not None, until)
             except TimeoutError:
                 pass  # it could not be sent in time
-            with self._change:
-                call.late = call.answer is None
-            if call.answer is None:
-                raise DeadlineExceeded(operation, deadline_s)
-            return call.answer
+            if (answer := self._answer_of(call)) is None:
+                raise DeadlineExceeded(type(request).__name__.lower(), deadline_s)
+            return answer
         except BaseException:
-            self._give_up(call)
+            with self._lock:
+                self._conversation.give_up(call)
             raise
         finally:
             self._leave()
@@ -176,7 +157,7 @@ class Link:
         except ConnectionError:
             return
         try:
-            self._wait(self._take_news, time.monotonic() + seconds)
+            self._wait(self._conversation.take_news, time.monotonic() + seconds)
         except (OSError, ProtocolError):
             return  # the next call says so
         finally:
@@ -184,32 +165,27 @@ class Link:
 
     def tend(self, seconds: float) -> None:
         """Read late answers, and send queued requests. Raises OSError, ProtocolError."""
-        until = time.monotonic() + seconds
+        until, talk = time.monotonic() + seconds, self._conversation
         self._enter()
         try:
             with suppress(TimeoutError):
-                while self.has_loose_ends and time.monotonic() < until:
+                while talk.has_loose_ends and time.monotonic() < until:
                     self._send(until)  # what late answers granted, among others
-                    self._wait(lambda: bool(self._outbox) or not any(call.late for call in self._calls.values()), until)
+                    self._wait(lambda: talk.is_unsent or not talk.is_owed, until)
         finally:
             self._leave()
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether the connection has failed."""
-        return self._error is not None
 
     def hold(self, *, writable: bool = False) -> npt.NDArray[np.uint8]:
         """One more reader, or writer, of the arena. Raises NodeError when it cannot be had."""
         with self._count_lock:
             buffer = self._mapped(writable)
-            self._held += 1
+            self._lifetime.hold()
             return buffer
 
     def let_go(self) -> None:
         """One less."""
         with self._count_lock:
-            self._held -= 1
+            self._lifetime.let_go()
             self._close_if_unused()
 
     def retire(self) -> None:
@@ -218,7 +194,7 @@ class Link:
         The socket stays open, in both directions, while somebody holds the arena: a node that cannot write to it takes the memory back.
         """
         with self._count_lock:
-            self.retired = True
+            self._lifetime.retired = True
             if self._retiring >= 0:
                 os.eventfd_write(self._retiring, 1)
             self._close_if_unused()
@@ -228,22 +204,19 @@ class Link:
 
         The parent's locks may be taken here by threads that the child does not have, so the child gets new ones.
         """
-        self._count_lock, self._send_lock = threading.Lock(), threading.Lock()
-        self._change = threading.Condition()
-        self._users = 0
-        self.retired = True
-        self._error = ConnectionError("this process was forked from the one that joined the node")
+        self._count_lock, self._send_lock, self._lock = threading.Lock(), threading.Lock(), threading.Lock()
+        self._change = threading.Condition(self._lock)
+        self._lifetime.forget_callers()
+        self._conversation.fail(ConnectionError("this process was forked from the one that joined the node"))
         self._close_sockets()
 
     def _enter(self) -> None:
         with self._count_lock:
-            if self.retired:
-                raise ConnectionError("the connection is closed")
-            self._users += 1
+            self._lifetime.enter()
 
     def _leave(self) -> None:
         with self._count_lock:
-            self._users -= 1
+            self._lifetime.leave()
             self._close_if_unused()
 
     def _mapped(self, writable: bool) -> npt.NDArray[np.uint8]:
@@ -262,7 +235,7 @@ class Link:
         return mapping.buffer
 
     def _close_if_unused(self) -> None:
-        if not self.retired or self._held or self._users:  # the last of them closes
+        if not self._lifetime.is_over:  # the last of them closes
             return
         self._close_sockets()
         while self._mappings:
@@ -277,36 +250,46 @@ class Link:
             os.close(self._retiring)
             self._retiring = -1
 
+    def _answer_of(self, call: Call) -> m.Answer | None:
+        """Its answer; None: it has none, and is given up."""
+        with self._lock:
+            if call.answer is None:
+                self._conversation.give_up(call)
+            return call.answer
+
     # Sending: the thread that has the lock sends all queued requests, in order.
 
     def _send(self, until: float) -> None:
-        """Send the queued requests. Raises TimeoutError, OSError."""
-        if not self._send_lock.acquire(timeout=max(0.0, until - time.monotonic())):
+        """Send the queued requests, or as much of them as the node takes in time: another call sends the rest.
+
+        Raises TimeoutError, OSError.
+        """
+        if not self._send_lock.acquire(blocking=False) and not self._send_lock.acquire(timeout=max(0.0, until - time.monotonic())):
             raise TimeoutError
         try:
-            while self._outbox:
-                number, call = self._outbox[0]
-                if call.late and not call.begun and not call.keep:
-                    with self._change:
-                        self._calls.pop(number, None)  # the node never hears of it
-                else:
-                    self._send_one(call, until)
-                self._outbox.popleft()
+            while True:
+                with self._lock:
+                    data = self._conversation.to_send()
+                if data is None:
+                    return
+                self._check()
+                if not self._send_some(data):
+                    self._wait_until_writable(until)
         finally:
             self._send_lock.release()
 
-    def _send_one(self, call: _Call, until: float) -> None:
-        """All of a request, or as much as the node takes in time: another call sends the rest."""
-        while call.data:
-            self._check()
-            call.begun = True
-            try:
-                call.data = call.data[self._socket.send(call.data) :]
-            except BlockingIOError:
-                self._wait_until_writable(until)
-            except OSError as error:
-                self._error = _again(error)
-                raise
+    def _send_some(self, data: memoryview) -> bool:
+        """False: the node takes nothing now. Raises OSError."""
+        try:
+            nbytes = self._socket.send(data)
+            with self._lock:
+                self._conversation.sent(nbytes)
+        except BlockingIOError:
+            return False
+        except BaseException as error:  # an interrupt, too: nobody knows how much of the request is sent
+            self._fail(error, "a call was cut short while it sent a request")
+            raise
+        return True
 
     # Receiving: one of the waiting callers reads for all.
 
@@ -315,7 +298,7 @@ class Link:
         me = object()
         while True:
             try:
-                with self._change:
+                with self._lock:
                     while self._reader is not me:
                         self._check()
                         if is_done():
@@ -326,7 +309,9 @@ class Link:
                         if self._reader is None:
                             self._reader = me
                         else:
+                            self._num_waiting += 1
                             self._change.wait(left)
+                            self._num_waiting -= 1
                 try:
                     self._read(until)
                 except TimeoutError:
@@ -334,8 +319,9 @@ class Link:
             finally:  # wherever an interrupt comes: one step makes it the reader, and one ends that
                 if self._reader is me:
                     self._reader = None
-                    with self._change:
-                        self._change.notify_all()
+                    with self._lock:
+                        if self._num_waiting:
+                            self._change.notify_all()
 
     def _read(self, until: float) -> None:
         """Read the next bytes, and match answers to calls. Raises TimeoutError, OSError, ProtocolError."""
@@ -343,60 +329,18 @@ class Link:
             raise TimeoutError
         if self.retired:
             return  # nobody is to wait any more: see `_check`
-        whole = False
         try:
             nbytes = self._socket.recv_into(self._incoming)
             if not nbytes:
                 raise ConnectionError("the node closed the connection")
-            self.last_heard_s = time.monotonic()
-            for body in self._splitter.feed(self._incoming[:nbytes]):
-                number, record = split_number(body)
-                self._deliver(number, _answer_decoder.decode(record))
-            whole = True
+            for number, answer in self._conversation.read(self._incoming[:nbytes], time.monotonic()):
+                with self._lock:
+                    self._conversation.deliver(number, answer)
         except BlockingIOError:
-            whole = True  # there is nothing after all
-        except (OSError, ProtocolError) as error:
-            self._error = _again(error)
+            return  # there is nothing after all
+        except BaseException as error:  # an interrupt, too: what was read is lost
+            self._fail(error, "a call was cut short while it read an answer")
             raise
-        finally:
-            if not whole and self._error is None:
-                self._error = ConnectionError("a call was cut short while it read an answer")
-
-    def _deliver(self, number: int, answer: m.Answer) -> None:
-        if number == _UNASKED and isinstance(answer, m.Refused):
-            raise ConnectionError(f"the node refused: {answer.reason}")
-        if number == _UNASKED and isinstance(answer, m.News):
-            self._news = True
-            return
-        with self._change:
-            call = self._calls.pop(number, None)
-            if call is None:
-                raise ProtocolError("the node said more than it was asked")
-            call.answer = answer
-            late = call.late
-        if late and call.grants:
-            self._give_back(answer)
-
-    def _give_up(self, call: _Call) -> None:
-        """Its caller takes no answer any more, even if one has arrived."""
-        with self._change:
-            already = call.late
-            call.late = True
-        if call.answer is not None and not already and call.grants:
-            self._give_back(call.answer)
-
-    def _give_back(self, answer: m.Answer) -> None:
-        """Queue the return of a late answer's grant."""
-        if (unwanted := _to_give_back(answer)) is not None:
-            number = next(self._numbers)
-            call = _Call(memoryview(encode(unwanted, number)), keep=True, late=True)
-            with self._change:
-                self._calls[number] = call
-            self._outbox.append((number, call))
-
-    def _take_news(self) -> bool:
-        news, self._news = self._news, False
-        return news
 
     def _wait_until_writable(self, until: float) -> None:
         """Raises TimeoutError."""
@@ -406,26 +350,14 @@ class Link:
         if not writable.poll(max(0.0, until - time.monotonic()) * 1e3):
             raise TimeoutError
 
+    def _fail(self, error: BaseException, cut_short: str) -> None:
+        self._conversation.fail(error if isinstance(error, OSError | ProtocolError) else ConnectionError(cut_short))
+
     def _check(self) -> None:
-        if self._error is not None:
-            raise _again(self._error)
+        if (error := self._conversation.error) is not None:
+            raise again(error)
         if self.retired:
             raise ConnectionError("the connection is closed")
-
-
-def _to_give_back(answer: m.Answer) -> m.Message | None:
-    """The request that returns this answer's grant; None if it granted nothing."""
-    match answer:
-        case m.Found() if answer.ticket:
-            return m.Release(answer.ticket)
-        case m.Lent():
-            return m.Release(answer.loan)
-        case m.Granted() if answer.room:
-            return m.Abandon(answer.room)
-        case m.Recoding():
-            return m.Release(answer.number)
-        case _:
-            return None
 
 
 def _event() -> int:
@@ -434,11 +366,6 @@ def _event() -> int:
         return os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
     except OSError as error:
         raise NodeError(f"cannot join a node: {error}") from None
-
-
-def _again(error: OSError | ProtocolError) -> OSError | ProtocolError:
-    """The same error without its traceback, whose frames would keep the arena mapped."""
-    return type(error)(*error.args)
 
 
 _links: "WeakSet[Link]" = WeakSet()  # of this process

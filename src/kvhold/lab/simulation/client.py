@@ -21,7 +21,7 @@ from kvhold.lab.simulation.wire import End, connect
 from kvhold.lab.simulation.world import World
 from kvhold.net import messages as m
 from kvhold.net.wire import Decoder, Splitter, encode, split_number
-from kvhold.node.link import _to_give_back
+from kvhold.node.conversation import _return_of
 
 _greeting: Decoder[Any] = Decoder(m.Welcome | m.Refused)
 _answers: Decoder[m.Answer] = Decoder(m.Answer)
@@ -152,7 +152,7 @@ class Connection:
         elif (call := self._calls.pop(number, None)) is None:
             self.world.find(f"{self.client.name}: an answer to nothing: {answer}")
         elif call.late:
-            if (unwanted := _to_give_back(answer)) is not None:
+            if (unwanted := _return_of(answer)) is not None:
                 self.tell(unwanted)
         else:
             call.done.set_result(answer)
