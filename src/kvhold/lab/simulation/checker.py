@@ -7,6 +7,7 @@ checker.check_pins(); checker.check_baseline()
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import shake_128
@@ -15,7 +16,9 @@ from typing import Any
 import numpy as np
 
 from kvhold.cache.state import CacheState
+from kvhold.codecs.frame import checksum
 from kvhold.core.api import ABSENT
+from kvhold.core.checksums import unpack
 from kvhold.core.keys import NAMESPACE_BYTES
 from kvhold.lab.simulation.world import World
 from kvhold.net import messages as m
@@ -60,6 +63,8 @@ class Checker:
         self._granted: dict[int, int] = {}  # room -> when
         self._clears: dict[bytes, tuple[int, int]] = {}  # namespace -> when a clear that is done came, and when it was answered
         self.flipped: set[tuple[int, int]] = set()  # (node, offset) of bits that were flipped on purpose
+        self.kicked: set[str] = set()  # clients that somebody has asked the node to end
+        self.scrubbing: Callable[[], list[Entry]] = list  # what the scrubber has pinned
 
     def watch(self, number: int, state: CacheState, data: bytearray) -> Memory:
         """A node begins. Its memory is followed from here on."""
@@ -99,8 +104,12 @@ class Checker:
         memory = self._memory
         if memory is None or part.obj is not memory.data:
             return Place(None)
-        offset = int(np.frombuffer(part, np.uint8).ctypes.data) - memory.address
-        return Place(memory, offset, memory.allocations.get(offset, -1))
+        return self.place_at(int(np.frombuffer(part, np.uint8).ctypes.data) - memory.address)
+
+    def place_at(self, offset: int) -> Place:
+        """The allocation that begins there now."""
+        assert self._memory is not None
+        return Place(self._memory, offset, self._memory.allocations.get(offset, -1))
 
     def touches(self, place: Place | None, who: str) -> None:
         """Somebody reads or writes there now."""
@@ -190,7 +199,7 @@ class Checker:
         holders: list[Any] = [ticket.pinned for ticket in state._tickets.values()]
         holders += [loan for held in state._holdings.values() for loan in held.loans.values()]
         holders += [search.pinned.values() for search in state._searches._searches.values()]
-        holders += [state._writes._held.values()]
+        holders += [state._writes._held.values(), self.scrubbing()]
         for held in holders:
             for entry in held:
                 entries[id(entry)] = entry
@@ -198,6 +207,24 @@ class Checker:
         for number, entry in entries.items():
             if entry.pins != counts[number]:
                 self._world.find(f"{entry.key.hex()[-16:]} has {entry.pins} pins, and {counts[number]} holders")
+                return
+
+    def num_held(self) -> dict[str, int]:
+        """What clients hold at the node: each that holds something."""
+        state: Any = self._state
+        held = {owner.name: len(all_of.tickets) + len(all_of.loans) + len(all_of.rooms) for owner, all_of in state._holdings.items()}
+        return {name: number for name, number in held.items() if number}
+
+    def check_idle_chunks(self) -> None:
+        """After the scrubber has seen all of memory: every chunk that nobody reads is as it was stored."""
+        assert self._state is not None
+        ram = self._state.ram
+        for entry in [entry for part in ram.parts() for entry in part if entry.checksums]:
+            stated = unpack(entry.checksums)
+            view, size = ram.view(entry), entry.nbytes // len(stated)
+            found = [checksum(view[layer * size : (layer + 1) * size]) for layer in range(len(stated))]
+            if ram.find(entry.key) is entry and found != list(stated):
+                self._world.find(f"{entry.key.hex()[-16:]} at {entry.offset} is damaged, and the scrubber has not found it")
                 return
 
     def check_baseline(self) -> None:

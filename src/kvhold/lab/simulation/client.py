@@ -1,7 +1,10 @@
-"""A client of the simulation: speaks the node's protocol, and keeps what `NodeClient` promises.
+"""A client of the simulation: `NodeClient` with tasks for threads, and an engine's use of it.
 
-A late answer is a miss, and what it granted is given back. What is read or written in the arena is so slowly that anything may happen in
-between. A connection that broke is closed when nobody touches its memory any longer. Several tasks use one connection, as threads do.
+    client = Client(world, 1, checker, find_node, mailbox)     # joins a node, and joins again
+    await client.load(prompt, ...)
+
+Its decisions are the real ones: its membership, and the conversations and lifetimes of its links. It reads and writes the arena slowly,
+so that anything may happen in between. Several tasks use one client, as threads do, and each may be interrupted at any await.
 """
 
 import asyncio
@@ -13,149 +16,23 @@ from typing import Any, TypeVar
 from kvhold.codecs.frame import checksum
 from kvhold.core.api import ABSENT
 from kvhold.core.checksums import pack, unpack
+from kvhold.core.errors import DeadlineExceeded, KVHoldError, NodeError, ProtocolError
 from kvhold.core.keys import Namespace, Prompt, make_key, split_hashes
 from kvhold.core.terms import FREE, Terms
 from kvhold.lab.simulation.checker import kv
+from kvhold.lab.simulation.descriptors import Descriptors
+from kvhold.lab.simulation.link import SimLink, join
 from kvhold.lab.simulation.node import SimNode
-from kvhold.lab.simulation.wire import End, connect
 from kvhold.lab.simulation.world import World
 from kvhold.net import messages as m
-from kvhold.net.wire import Decoder, Splitter, encode, split_number
-from kvhold.node.conversation import _return_of
+from kvhold.node.membership import Duty, Membership
 
-_greeting: Decoder[Any] = Decoder(m.Welcome | m.Refused)
-_answers: Decoder[m.Answer] = Decoder(m.Answer)
 Kind = TypeVar("Kind", bound=m.Message)
 
-
-class Miss(Exception):
-    """A call that came to nothing: late, refused, or the connection is lost."""
-
-
-@dataclass
-class _Call:
-    done: "asyncio.Future[m.Answer]"
-    late: bool = False
-
-
-class Connection:
-    """One joining of one node."""
-
-    def __init__(self, client: "Client", node: SimNode) -> None:
-        self.client = client
-        self.node = node
-        self.world = client.world
-        self.end, far = connect(self.world)
-        self.broken = False
-        self.held = 0
-        self.ready: asyncio.Future[None] = client.loop.create_future()
-        self.news = asyncio.Event()
-        self.registered: set[bytes] = set()
-        self._splitter = Splitter()
-        self._calls: dict[int, _Call] = {}
-        self._last = 0
-        self._greeted = False
-        self._broke_the_rules = False
-        self.end.on_data = lambda data: self._soon(self._received, data)
-        self.end.on_eof = lambda: self._soon(self.broke, "the node closed the connection")
-        self.end.send(encode(m.Hello(m.MAGIC, m.PROTOCOL_VERSION, client.name, client.number)))
-        self.world.later(self.world.delay(), node.accept, far, lambda: not client.alive)
-
-    def _soon(self, callback: Callable[..., Any], *args: Any) -> None:
-        self.client.loop.call_soon(callback, *args)
-
-    async def call(self, request: m.Message, expected: type[Kind], *, deadline_s: float = 1.0) -> Kind:
-        """The answer. Raises Miss where it does not come in time, or is another."""
-        if self.broken:
-            raise Miss("broken")
-        call = _Call(self.client.loop.create_future())
-        self._send(request, call)
-        await asyncio.wait((call.done,), timeout=deadline_s)
-        if not call.done.done():
-            call.late = True
-            self.world.note("%s: late: %s", self.client.name, type(request).__name__)
-            raise Miss("late")
-        answer = call.done.result()
-        if not isinstance(answer, expected):
-            if not isinstance(answer, (m.Refused, m.Gone)):
-                self.world.find(f"{self.client.name}: {type(request).__name__} was answered with {answer}")
-            raise Miss(type(answer).__name__)
-        return answer
-
-    def tell(self, request: m.Message) -> None:
-        """Have it done, and wait for no answer."""
-        if not self.broken:
-            self._send(request, _Call(self.client.loop.create_future(), late=True))
-
-    def hold(self) -> None:
-        """One more reader or writer of the arena."""
-        self.held += 1
-
-    def break_the_rules(self) -> None:
-        """Send what is no message."""
-        self._broke_the_rules = True
-        self.world.note("%s breaks the rules", self.client.name)
-        self.end.send(b"\xff" * 16)
-
-    def let_go(self) -> None:
-        """One less."""
-        self.held -= 1
-        self._close_if_unused()
-
-    def broke(self, why: str) -> None:
-        """Nothing more comes."""
-        if self.broken:
-            return
-        self.world.note("%s: connection broke: %s", self.client.name, why)
-        self.broken = True
-        if not self.ready.done():
-            self.ready.set_exception(Miss(why))
-            self.ready.exception()
-        for call in self._calls.values():
-            if not call.done.done():
-                call.done.set_result(m.Refused(why, fatal=True))
-        self._calls.clear()
-        self.news.set()
-        self._close_if_unused()
-
-    def _close_if_unused(self) -> None:
-        if self.broken and not self.held:
-            self.end.close()
-
-    def _send(self, request: m.Message, call: _Call) -> None:
-        self._last += 1
-        self._calls[self._last] = call
-        self.end.send(encode(request, self._last))
-
-    def _received(self, data: bytes) -> None:
-        for body in self._splitter.feed(data):
-            if self.broken:
-                return
-            if not self._greeted:
-                self._greeted = True
-                greeting = _greeting.decode(body)
-                if isinstance(greeting, m.Refused):
-                    self.broke(greeting.reason)
-                elif not self.ready.done():
-                    self.ready.set_result(None)
-                continue
-            number, record = split_number(body)
-            self._deliver(number, _answers.decode(record))
-
-    def _deliver(self, number: int, answer: m.Answer) -> None:
-        if isinstance(answer, m.News):
-            self.news.set()
-        elif number == 0 and isinstance(answer, m.Refused):
-            if not self._broke_the_rules:
-                self.world.find(f"{self.client.name} was hung up on: {answer.reason}")
-            self.broke(answer.reason)
-        elif (call := self._calls.pop(number, None)) is None:
-            self.world.find(f"{self.client.name}: an answer to nothing: {answer}")
-        elif call.late:
-            if (unwanted := _return_of(answer)) is not None:
-                self.tell(unwanted)
-        else:
-            call.done.set_result(answer)
+_CONNECT_TIMEOUT_S = 5.0
+_TEND_S = 0.5
+_PATIENCE_S = 5.0  # of an engine whose client has no node
+_LAYOUT_IS_UNKNOWN = "was not registered"  # in the refusal of a request for a namespace that the node has not been told
 
 
 @dataclass(frozen=True)
@@ -171,62 +48,188 @@ class Share:
 class Client:
     """One engine's process."""
 
-    def __init__(self, world: World, number: int, checker: Any, find_node: Callable[[], SimNode | None], mailbox: list[Share]) -> None:
+    def __init__(
+        self,
+        world: World,
+        number: int,
+        checker: Any,
+        find_node: Callable[[], SimNode | None],
+        mailbox: list[Share],
+        descriptors: Descriptors,
+    ) -> None:
         self.world = world
         self.number = number
         self.name = f"client-{number}"
         self.loop = world.new_loop(self.name)
         self.checker = checker
+        self.descriptors = descriptors
         self.alive = True
+        self.links: list[SimLink] = []
+        self.slow = world.random.choice((0.0002, 0.002, 0.02, 0.2))
+        self.call_timeout_s = world.random.choice((0.2, 1.0, 1.0))
+        self.heartbeat_s = world.random.choice((0.5, 2.0))
+        self.reconnect_s = world.random.choice((0.05, 0.5))
         self._find_node = find_node
         self._mailbox = mailbox
-        self._connection: Connection | None = None
-        self.connections: list[Connection] = []
-        self.slow = world.random.choice((0.0002, 0.002, 0.02, 0.2))
+        self._begin()
+
+    def _begin(self) -> None:
+        self.membership: Membership[SimLink] = Membership("the node's socket")
+        self._wake = asyncio.Event()  # as the keeper's of `NodeClient`
+        self._joined = asyncio.Event()
+        self._told: set[bytes] = set()  # namespaces that a node knows from this client
+        self.loop.create_task(self._keep(self.membership))
+
+    def was_kicked(self) -> bool:
+        """Whether some client has asked the node to end this one."""
+        return self.name in self.checker.kicked
 
     def kill(self, forked_s: float) -> None:
         """The process ends at once. forked_s: a child that it forked keeps its sockets for so long."""
         self.alive = False
         self.world.kill(self.loop)
-        ends = [connection.end for connection in self.connections]
-        for end in ends:
+        for end in [link.end for link in self.links if not link.end.closed]:
             if forked_s:
                 end.fork()
                 self.world.later(forked_s, end.close)
             end.close()
 
-    async def connection(self) -> Connection:
-        """The connection in use, or a new one. Raises Miss."""
-        if self._connection is None or self._connection.broken:
-            node = self._find_node()
-            if node is None:
-                raise Miss("no node")
-            self._connection = Connection(self, node)
-            self.connections.append(self._connection)
-        link = self._connection
-        await asyncio.wait((link.ready,), timeout=5.0)
-        if not link.ready.done() or link.broken:
-            link.broke("no greeting")
-            raise Miss("no greeting")
-        return link
+    def leave(self) -> None:
+        """As `NodeClient.close`."""
+        link = self.membership.close()
+        self._wake.set()
+        if link is not None:
+            link.retire()
 
-    async def register(self, link: Connection, space: Namespace) -> None:
-        """Make its layout known to a node."""
-        if space.digest not in link.registered:
-            await link.call(m.Register(space.layout, space.digest, FREE), m.Done, deadline_s=5.0)
-            link.registered.add(space.digest)
+    # As `NodeClient` calls its node.
+
+    async def link(self) -> SimLink:
+        """The link in use. An engine waits a while for one, where it could compute: or nothing would be done. Raises NodeError."""
+        if self.membership.link is None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._joined.wait(), _PATIENCE_S)
+        return self.membership.current("call")
+
+    async def call(self, link: SimLink, request: m.Message, expected: type[Kind], within_s: float | None = None) -> Kind:
+        """The answer. Raises KVHoldError where it does not come in time, or is another."""
+        answer = await self._ask(link, request, within_s)
+        if not isinstance(answer, expected):
+            if isinstance(answer, m.Gone):
+                raise NodeError("gone")
+            self._break(link, "an answer of the wrong kind")
+            self.world.find(f"{self.name}: {type(request).__name__} was answered with {answer}")
+            raise ProtocolError("an answer of the wrong kind")
+        return answer
+
+    async def _ask(self, link: SimLink, request: m.Message, within_s: float | None, *, keep: bool = False) -> m.Answer:
+        operation = type(request).__name__.lower()
+        if not keep:
+            self.membership.check_silence(link, operation, self.call_timeout_s)
+        try:
+            answer = await link.call(request, within_s or self.call_timeout_s, keep=keep)
+        except DeadlineExceeded:
+            self._wake.set()
+            raise
+        except OSError as error:
+            self._break(link, str(error))
+            raise NodeError(f"{operation}: lost the node: {error}") from None
+        except BaseException as error:
+            if link.is_broken:
+                self._break(link, str(error) or type(error).__name__)
+            self._wake.set()
+            raise
+        if isinstance(answer, m.Refused):
+            self._check_refusal(request, answer)
+            raise NodeError(f"{operation}: the node refused: {answer.reason}")
+        return answer
+
+    def _check_refusal(self, request: m.Message, answer: m.Refused) -> None:
+        """Each node that this client joins is told every namespace that an earlier one was told."""
+        told = isinstance(request, m.Lookup | m.Prefetch) and request.query.namespace in self._told
+        told = told or (isinstance(request, m.Reserve) and request.names.namespace in self._told)
+        if told and _LAYOUT_IS_UNKNOWN in answer.reason:
+            self.world.find(f"{self.name}: a namespace is not known any more: {answer.reason}")
+
+    async def give_back(self, link: SimLink, request: m.Message | None, *, held: bool = False) -> None:
+        """Never raises, unless it is interrupted."""
+        if held:
+            link.let_go()
+        within_s = self.membership.return_within_s(link, self.call_timeout_s)
+        if request is not None and within_s is not None:
+            with suppress(KVHoldError):
+                await self._ask(link, request, within_s, keep=True)
+
+    async def register(self, space: Namespace) -> None:
+        """Make its layout known to this node and all later ones."""
+        if space.digest not in self._told:
+            request = m.Register(space.layout, space.digest, FREE)
+            self.membership.register(request)
+            told = self._told
+            await self.call(await self.link(), request, m.Done, _CONNECT_TIMEOUT_S)
+            told.add(space.digest)
+
+    def _break(self, link: SimLink, why: str) -> None:
+        if self.membership.lose(link):
+            self.world.note("%s: lost the node: %s", self.name, why)
+            self._joined.clear()
+            self._wake.set()
+        link.retire()
+
+    async def _keep(self, membership: Membership[SimLink]) -> None:
+        """The keeper's thread."""
+        while not membership.closed:
+            link = membership.link
+            if link is None:
+                await self._rejoin(membership)
+                continue
+            if not link.has_loose_ends:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), self.heartbeat_s)
+            self._wake.clear()
+            duty = membership.duty(link, self.world.now, self.heartbeat_s)
+            try:
+                if duty is Duty.TEND:
+                    await link.tend(min(self.heartbeat_s, _TEND_S))
+                elif duty is Duty.PING:
+                    await self.call(link, m.Ping(), m.Done)
+            except KVHoldError as error:
+                if link.is_broken:
+                    self._break(link, str(error))
+            except OSError as error:
+                self._break(link, str(error))
+
+    async def _rejoin(self, membership: Membership[SimLink]) -> None:
+        link, told = None, set[bytes]()
+        try:
+            link = await join(self, self._find_node(), within_s=_CONNECT_TIMEOUT_S)
+            self.links.append(link)
+            while missing := membership.introduce(link, told):
+                for request in missing:
+                    await link.call(request, _CONNECT_TIMEOUT_S)
+                    told.add(request.namespace)
+        except (OSError, KVHoldError) as error:
+            self.world.note("%s: no node yet: %s", self.name, error)
+            if link is not None:
+                link.retire()
+            await asyncio.sleep(self.reconnect_s)
+            return
+        if membership.link is link:
+            self.world.note("%s joined node %d", self.name, link.node.number)
+            self._joined.set()
+        else:
+            link.retire()
 
     # What it does.
 
     async def store(self, prompt: Prompt, *, first: int, shard: int, terms: Terms, leave: float) -> None:
         """Reserve, write, commit. leave: the chance that a chunk is not committed."""
-        link = await self.connection()
-        await self.register(link, prompt.namespace)
+        await self.register(prompt.namespace)
+        link = await self.link()
         names = prompt.chunks(first)
-        link.hold()
-        room = 0
+        link.hold(writable=True)
+        granted: m.Granted | None = None
         try:
-            granted = await link.call(m.Reserve(prompt.namespace.layout.fingerprint, names, shard, terms), m.Granted)
+            granted = await self.call(link, m.Reserve(prompt.namespace.layout.fingerprint, names, shard, terms), m.Granted)
             room = granted.room
             ready: dict[int, bytes] = {}
             for chunk, chain_hash in enumerate(split_hashes(names.hashes)):
@@ -242,17 +245,15 @@ class Client:
                     await self._commit(link, room, ready)
             await self._commit(link, room, ready)
         finally:
-            if room:
-                link.tell(m.Abandon(room))
-            link.let_go()
+            await self.give_back(link, m.Abandon(granted.room) if granted is not None and granted.room else None, held=True)
 
-    async def _commit(self, link: Connection, room: int, ready: dict[int, bytes]) -> None:
+    async def _commit(self, link: SimLink, room: int, ready: dict[int, bytes]) -> None:
         if ready:
             request = m.Commit(room, list(ready), b"".join(ready.values()))
             ready.clear()
-            await link.call(request, m.Done)
+            await self.call(link, request, m.Done)
 
-    async def _write(self, link: Connection, room: int, offset: int, key: bytes, space: Namespace, group: int, tokens: int) -> bytes:
+    async def _write(self, link: SimLink, room: int, offset: int, key: bytes, space: Namespace, group: int, tokens: int) -> bytes:
         """One chunk, layer by layer. Returns its checksums."""
         value = kv(key, space.layout.chunk_bytes(group, tokens))
         layers = space.layout.groups[group].layers
@@ -266,20 +267,18 @@ class Client:
 
     async def load(self, prompt: Prompt, *, have_tokens: int, work: Any, wait_s: float, share: bool) -> None:
         """Look up, wait, claim, read, let go."""
-        link = await self.connection()
-        await self.register(link, prompt.namespace)
-        found = await link.call(m.Lookup(prompt.query(), work, have_tokens), m.Found)
+        await self.register(prompt.namespace)
+        link = await self.link()
+        found = await self.call(link, m.Lookup(prompt.query(), work, have_tokens), m.Found)
         ticket = found.ticket
         try:
             until = self.world.now + wait_s
             while found.arriving:
-                link.news.clear()
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(link.news.wait(), 0.2)
+                await link.pause(0.2)
                 over = self.world.now >= until
                 if self.world.random.random() < 0.2:
                     await self._read_hit(link, prompt, ticket, 0, arriving=True)
-                found = await link.call(m.Refresh(ticket, over, self.world.random.random() < 0.5), m.Found)
+                found = await self.call(link, m.Refresh(ticket, over, self.world.random.random() < 0.5), m.Found)
             if not found.ticket:
                 return
             for shard in range(prompt.namespace.shards):
@@ -290,8 +289,7 @@ class Client:
             if share:
                 await asyncio.sleep(self.world.delay(0.05, slow=0.3, slow_s=4.0))
         finally:
-            if ticket:
-                link.tell(m.Release(ticket))
+            await self.give_back(link, m.Release(ticket) if ticket else None)
 
     async def take_share(self) -> None:
         """Read a hit that another process looked up."""
@@ -301,18 +299,18 @@ class Client:
         if self.world.random.random() < 0.5:
             self._mailbox.remove(shared)
         await asyncio.sleep(self.world.delay(0.01, slow=0.2, slow_s=3.0))
-        link = await self.connection()
+        link = await self.link()
         await self._read_hit(link, shared.prompt, shared.ticket, shared.shard, num_tokens=shared.num_tokens)
 
     async def _read_hit(
-        self, link: Connection, prompt: Prompt, ticket: int, shard: int, *, num_tokens: int = 0, arriving: bool = False
+        self, link: SimLink, prompt: Prompt, ticket: int, shard: int, *, num_tokens: int = 0, arriving: bool = False
     ) -> None:
         layout = prompt.namespace.layout
         first = 0 if self.world.random.random() < 0.7 else self.world.random.randrange(3)
         link.hold()
         lent: m.Lent | None = None
         try:
-            lent = await link.call(m.Claim(ticket, shard, first, arriving), m.Lent)
+            lent = await self.call(link, m.Claim(ticket, shard, first, arriving), m.Lent)
             if num_tokens and sum(lent.num_tokens) < num_tokens - first * layout.tokens_per_chunk:
                 self.world.find(f"{self.name}: a hit of {num_tokens} tokens came to {lent.num_tokens} from chunk {first} on")
             hashes = list(split_hashes(prompt.chain))
@@ -330,14 +328,13 @@ class Client:
                     key = make_key(prompt.namespace.digest, chain_hash, group, shard)
                     value = kv(key, layout.chunk_bytes(group, tokens))
                     if not await self._read(link, lent.loan, row[chunk], key, value, sums[at * layers : (at + 1) * layers]):
-                        link.tell(m.Damaged(lent.loan, [row[chunk]]))
+                        with suppress(KVHoldError):
+                            await self.call(link, m.Damaged(lent.loan, [row[chunk]]), m.Done)
                         return
         finally:
-            if lent is not None:
-                link.tell(m.Release(lent.loan))
-            link.let_go()
+            await self.give_back(link, m.Release(lent.loan) if lent is not None else None, held=True)
 
-    async def _read(self, link: Connection, loan: int, offset: int, key: bytes, value: bytes, sums: Sequence[int]) -> bool:
+    async def _read(self, link: SimLink, loan: int, offset: int, key: bytes, value: bytes, sums: Sequence[int]) -> bool:
         """One chunk, layer by layer, each compared. False where a checksum says that it is damaged."""
         place = self.checker.place("loan", link.node.number, loan, offset)
         size = len(value) // len(sums)
@@ -360,47 +357,51 @@ class Client:
 
     async def clear(self, namespace: bytes | None) -> None:
         """Forget a namespace or all, and wait until tiers have, too."""
-        link = await self.connection()
-        await link.call(m.Clear(namespace), m.Done)
+        await self.call(await self.link(), m.Clear(namespace), m.Done)
         await self.flush(0)
 
     async def flush(self, mark: int | None) -> None:
         """Wait, some seconds, until what was stored is below."""
-        link = await self.connection()
+        link = await self.link()
         if mark is None:
-            mark = (await link.call(m.Flushed(0), m.Done)).mark
+            mark = (await self.call(link, m.Flushed(0), m.Done)).mark
         for _ in range(20):
-            if (await link.call(m.Flushed(mark), m.Done)).count:
+            if (await self.call(link, m.Flushed(mark), m.Done)).count:
                 return
-            await asyncio.sleep(0.3)
+            await link.pause(0.3)
 
     async def prefetch(self, prompt: Prompt) -> None:
         """Have tiers' chunks brought to memory."""
-        link = await self.connection()
-        await self.register(link, prompt.namespace)
-        await link.call(m.Prefetch(prompt.query()), m.Done)
+        await self.register(prompt.namespace)
+        await self.call(await self.link(), m.Prefetch(prompt.query()), m.Done)
 
     async def watch(self, after: int) -> None:
         """A snapshot, page by page, and events."""
-        link = await self.connection()
+        link = await self.link()
         page = 0
-        while (await link.call(m.Snapshot(page), m.Happened)).more:
+        while (await self.call(link, m.Snapshot(page), m.Happened)).more:
             page += 1
-        await link.call(m.Events(after), m.Happened)
+        await self.call(link, m.Events(after), m.Happened)
 
     async def recode(self, tier: str, codec: str, stop_s: float) -> None:
         """Have a tier re-encoded, for a while."""
-        link = await self.connection()
-        begun = await link.call(m.Recode(tier, codec), m.Recoding)
-        await asyncio.sleep(stop_s)
-        link.tell(m.Release(begun.number))
+        link = await self.link()
+        begun = await self.call(link, m.Recode(tier, codec), m.Recoding)
+        try:
+            await asyncio.sleep(stop_s)
+        finally:
+            await self.give_back(link, m.Release(begun.number))
+
+    async def kick(self) -> None:
+        """Have the node end one of its clients, this one or another."""
+        link = await self.link()
+        victim = self.world.random.choice((await self.call(link, m.Clients(), m.ClientList)).clients)
+        self.checker.kicked.add(victim.name)
+        self.world.note("%s kicks %s", self.name, victim.name)
+        by_pid = self.world.random.random() < 0.3
+        await self.call(link, m.Kick(pid=victim.pid) if by_pid else m.Kick(victim.number), m.ClientList)
 
     async def hang_up(self) -> None:
-        """Close the connection on purpose, when nobody touches its memory."""
-        if self._connection is not None:
-            self._connection.broke("closed on purpose")
-
-
-def ends_of(clients: Sequence[Client]) -> list[End]:
-    """All sockets of these."""
-    return [connection.end for client in clients for connection in client.connections]
+        """Close the client on purpose, whatever its other tasks do; then make another one."""
+        self.leave()
+        self._begin()

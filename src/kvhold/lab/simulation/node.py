@@ -16,18 +16,21 @@ from kvhold.core.config import Config
 from kvhold.core.metrics import Metrics
 from kvhold.core.reasons import EVICTED
 from kvhold.lab.simulation.checker import Checker
+from kvhold.lab.simulation.descriptors import Descriptors, ListeningSocket
+from kvhold.lab.simulation.scrub import SimScrubber
 from kvhold.lab.simulation.store import SimTier, Store
-from kvhold.lab.simulation.wire import End, SimTransport
+from kvhold.lab.simulation.wire import SimTransport
 from kvhold.lab.simulation.world import World
 from kvhold.net import messages as m
 from kvhold.net.wire import encode, split_number
 from kvhold.node import server
+from kvhold.node.listener import Listener
 from kvhold.node.peers import Peer
 from kvhold.tiers.faults import FaultConfig, FaultTier
 from kvhold.tiers.guard import Guard, GuardConfig
 from kvhold.tiers.journal import ClearsJournal
 from kvhold.tiers.policies import make_policy
-from kvhold.tiers.ram import RamTier
+from kvhold.tiers.ram import Entry, RamTier
 from kvhold.tiers.stack import Stack
 
 
@@ -44,6 +47,7 @@ class NodeDraw:
     turn_units: int
     drain_s: float
     stalled_after_s: float
+    scrub_interval_s: float
     config: Config = field(default_factory=Config)
 
 
@@ -88,7 +92,16 @@ class _SimPeer(Peer):
 class SimNode(server.Node):
     """One node, from its start to its death."""
 
-    def __init__(self, world: World, checker: Checker, draw: NodeDraw, stores: list[Store], journal: list[str], number: int) -> None:
+    def __init__(
+        self,
+        world: World,
+        checker: Checker,
+        draw: NodeDraw,
+        stores: list[Store],
+        journal: list[str],
+        number: int,
+        descriptors: Descriptors,
+    ) -> None:
         """journal: the text of the file in which owed clears are kept."""
         self.world = world
         self.checker = checker
@@ -113,6 +126,15 @@ class SimNode(server.Node):
         self.tiers = [FaultTier(SimTier(world, store, checker), FaultConfig(seed=world.random.getrandbits(30))) for store in stores]
         self._mover = self._make_mover(draw, journal) if stores else None
         self.loop.create_task(self._watch_clients())
+        self.descriptors = descriptors
+        self._most_clients = 16
+        self.listening = ListeningSocket(world, descriptors)
+        self._listener = Listener(self.listening, lambda: _SimConnection(self), self._refusal)  # type: ignore[arg-type]
+        self._listener.start(self.loop)
+        self.scrubber: SimScrubber | None = None
+        if draw.scrub_interval_s:
+            self.scrubber = SimScrubber(world, checker, state, self._post, number, draw.scrub_interval_s)
+        checker.scrubbing = lambda: self._scrubbing
 
     def _make_mover(self, draw: NodeDraw, journal: list[str]) -> Mover:
         metrics = Metrics()
@@ -128,9 +150,9 @@ class SimNode(server.Node):
         """The arena's bytes, as clients have them mapped."""
         return self.memory.data
 
-    def accept(self, end: End, has_ended: Callable[[], bool]) -> None:
-        """A client has connected. has_ended: whether its process has."""
-        SimTransport(end, self.loop, _SimConnection(self, has_ended))
+    @property
+    def _scrubbing(self) -> list[Entry]:
+        return [entry for entry, _ in self.scrubber.held] if self.scrubber is not None else []
 
     def _post(self, event: Callable[[], None]) -> None:
         self.loop.call_soon(self._happen, event)
@@ -154,6 +176,7 @@ class SimNode(server.Node):
             and not state._searches._searches
             and not state._searches.num_arriving
             and not self._busy
+            and not self._scrubbing
         )
 
     def kill(self) -> None:
@@ -162,32 +185,37 @@ class SimNode(server.Node):
         for connection in self.connections:
             if connection._transport is not None:
                 connection._transport._end.close()  # type: ignore[attr-defined]
+        self._listener.close()
         self.world.kill(self.loop)
         self.world.kill(self.mover_loop)
+        if self.scrubber is not None:
+            self.world.kill(self.scrubber.loop)
 
 
 class _SimConnection(server._Connection):
     """One client's. Tells the checker what is asked and answered."""
 
-    def __init__(self, node: SimNode, has_ended: Callable[[], bool]) -> None:
+    def __init__(self, node: SimNode) -> None:
         super().__init__(node)
         self._sim = node
-        self._has_ended = has_ended
         self._asked: dict[int, tuple[m.Request, tuple[int, float]]] = {}
 
     def __hash__(self) -> int:  # not by its address, which differs from run to run
         return self.number
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+        assert isinstance(transport, SimTransport)
         self._transport = transport
         self._node.joined(self)
-        self._peer = _SimPeer(0, 0, 0, self._has_ended)
+        has_ended, descriptors = transport._end.has_peer_ended, self._sim.descriptors
+        self._peer = _SimPeer(0, 0, 0, lambda: not descriptors.are_short and has_ended())
         self._hello_timer = self._sim.loop.call_later(server._HELLO_WITHIN_S, self._refuse, "no Hello", "no hello")
 
     def _welcome(self, welcome: m.Welcome) -> None:
         assert self._transport is not None
+        self._sim.descriptors.take()  # as `os.dup` does
         self._transport.write(encode(welcome))
+        self._sim.descriptors.put_back()
 
     def _answer(self, body: memoryview | bytes) -> None:
         number, record = split_number(body)

@@ -16,15 +16,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from kvhold.cache import chores
+from kvhold.cache import chores, scrub
 from kvhold.cache import state as state_module
 from kvhold.core.errors import KVHoldError
 from kvhold.lab.simulation.checker import Checker
-from kvhold.lab.simulation.client import Client, Miss, Share
+from kvhold.lab.simulation.client import Client, Share
+from kvhold.lab.simulation.descriptors import Descriptors, SimOs
 from kvhold.lab.simulation.draw import draw, draw_rules, draw_terms, draw_work
+from kvhold.lab.simulation.interruption import Interruption
 from kvhold.lab.simulation.node import SimNode
 from kvhold.lab.simulation.store import Store
 from kvhold.lab.simulation.world import World
+from kvhold.node import listener
 
 _PINS_EVERY_S = 0.3
 _REST_S = 300.0
@@ -80,7 +83,9 @@ def _real_code_simulated(world: World) -> Iterator[None]:
     log = logging.getLogger("kvhold")
     handler, level, propagate = _Findings(world), log.level, log.propagate
     constants: Any = state_module
+    outside: Any = listener
     kept = constants.randbits, constants._ONE_TURN_KEYS, chores.Running.step.__defaults__
+    kept_scrub, kept_os = scrub._BATCH_BYTES, outside.os
     constants.randbits = world.random.getrandbits
     log.addHandler(handler)
     log.setLevel(logging.ERROR)
@@ -98,6 +103,7 @@ def _real_code_simulated(world: World) -> Iterator[None]:
         log.setLevel(level)
         log.propagate = propagate
         constants.randbits, constants._ONE_TURN_KEYS, chores.Running.step.__defaults__ = kept
+        scrub._BATCH_BYTES, outside.os = kept_scrub, kept_os
 
 
 class Simulation:
@@ -109,6 +115,10 @@ class Simulation:
         self.draw = draw(world.random)
         state_module._ONE_TURN_KEYS = self.draw.one_turn_keys
         chores.Running.step.__defaults__ = (self.draw.node.turn_units,)
+        scrub._BATCH_BYTES = self.random.choice((1, 1000))
+        self.descriptors = Descriptors()
+        outside: Any = listener
+        outside.os = SimOs(self.descriptors)
         self.checker = Checker(world)
         self.stores = [Store(f"tier-{number}", size) for number, size in enumerate(self.draw.store_bytes)]
         self.journal: list[str] = []
@@ -144,15 +154,18 @@ class Simulation:
     def _start_node(self) -> None:
         if self.over and self.node is not None:
             return
+        if self.descriptors.are_short:  # it would end at once
+            self.world.later(0.5, self._start_node)
+            return
         self.num_nodes += 1
-        self.node = SimNode(self.world, self.checker, self.draw.node, self.stores, self.journal, self.num_nodes)
+        self.node = SimNode(self.world, self.checker, self.draw.node, self.stores, self.journal, self.num_nodes, self.descriptors)
         self.world.note("node %d starts", self.num_nodes)
 
     def _start_client(self) -> None:
         if self.over:
             return
         self.num_clients += 1
-        client = Client(self.world, self.num_clients, self.checker, lambda: self.node, self.mailbox)
+        client = Client(self.world, self.num_clients, self.checker, lambda: self.node, self.mailbox, self.descriptors)
         self.clients.append(client)
         for _ in range(self.draw.tasks_a_client):
             self.tasks.append(client.loop.create_task(self._work(client)))
@@ -162,13 +175,21 @@ class Simulation:
         while self.left > 0:
             self.left -= 1
             self.world.operations += 1
-            operation = client.loop.create_task(self._operation(client))
+            operation = client.loop.create_task(self._interrupted(client))
             self.tasks.append(operation)
             await asyncio.wait((operation,))
             error = None if operation.cancelled() else operation.exception()
-            if error is not None and not isinstance(error, (Miss, KVHoldError)):
+            if error is not None and not isinstance(error, KVHoldError):
                 self.world.find(f"{client.name}: {type(error).__name__}: {error}")
             await asyncio.sleep(self.world.delay(0.02, slow=0.2, slow_s=1.0))
+
+    async def _interrupted(self, client: Client) -> None:
+        """An operation that may be cut short at any of its awaits."""
+        random = self.random
+        if self.draw.trouble and random.random() < 0.15:
+            await Interruption(self._operation(client), at=1 + int(random.expovariate(0.1)), early=random.random() < 0.5)
+        else:
+            await self._operation(client)
 
     async def _operation(self, client: Client) -> None:
         random, prompt = self.random, self.random.choice(self.draw.prompts)
@@ -195,6 +216,8 @@ class Simulation:
             await client.watch(random.randrange(20))
         elif dice < 0.98 and self.stores:
             await client.recode(f"tier-{random.randrange(len(self.stores))}", random.choice(("raw", "lossless")), random.random())
+        elif dice < 0.985 and self.draw.trouble:
+            await client.kick()
         else:
             await client.hang_up()
 
@@ -214,6 +237,7 @@ class Simulation:
             (
                 *(self._fail, self._fail, self._fail, self._fail, self._kill_client, self._kill_client),
                 *(self._stop_a_thread, self._cancel, self._cancel, self._jump, self._flip, self._break_the_rules, self._kill_node),
+                self._run_out_of_descriptors,
             )
         )
         trouble()
@@ -264,11 +288,17 @@ class Simulation:
             self.world.note("the node is killed")
             self.world.later(self.random.random() * 2.0, self._start_node)
 
+    def _run_out_of_descriptors(self) -> None:
+        """Nobody can join or map the arena for a while, or only some can."""
+        self.descriptors.run_out(self.random.choice((0, 0, 1, 3)))
+        self.world.note("there are no descriptors")
+        self.world.later(self.random.random() * 4.0, self.descriptors.abound)
+
     def _break_the_rules(self) -> None:
         """A client sends what is no message; it still has its memory, until it has noticed."""
-        links = [link for client in self.clients if client.alive for link in client.connections if not link.broken]
+        links = [link for client in self.clients if client.alive for link in client.links if not link.retired]
         if links:
-            self.random.choice(links).break_the_rules()
+            self.random.choice(links).send_garbage()
 
     def _kill_client(self) -> None:
         living = [client for client in self.clients if client.alive]
@@ -279,7 +309,7 @@ class Simulation:
             self.world.later(self.random.random(), self._start_client)
 
     def _cancel(self) -> None:
-        running = [task for task in self.tasks if not task.done() and task.get_coro().__name__ == "_operation"]  # type: ignore[union-attr]
+        running = [task for task in self.tasks if not task.done() and task.get_coro().__name__ == "_interrupted"]  # type: ignore[union-attr]
         if running:
             self.random.choice(running).cancel()
 
@@ -300,6 +330,7 @@ class Simulation:
         """Trouble is over: all calls end, all memory comes back, all that was to be removed is removed."""
         world, self.over = self.world, True
         world.may_stall = False
+        self.descriptors.abound()
         for store in self.stores:
             store.down = False
             store.most_bytes = 1 << 30
@@ -318,9 +349,10 @@ class Simulation:
             return
         self._check_answers(node)
         for client in self.clients:
-            for connection in client.connections if client.alive else ():
-                connection.broke("the end")
+            if client.alive:
+                client.leave()
         self._rest(node, "the clients have left")
+        self._check_scrubber(node)
         if not world.findings:
             self.checker.check_pins()
             node.state.clear(None)
@@ -332,10 +364,20 @@ class Simulation:
             self._end_mover(node)
 
     def _check_answers(self, node: SimNode) -> None:
-        connections = [connection for client in self.clients if client.alive for connection in client.connections]
-        waiting = [connection for connection in connections if not connection.broken and connection.node is node]
-        if not self.world.run(lambda: not any(connection._calls for connection in waiting if not connection.broken), most_s=_REST_S):
+        links = [link for client in self.clients if client.alive for link in client.links if link.node is node]
+        if not self.world.run(lambda: not any(link.conversation._calls for link in links if not link.retired), most_s=_REST_S):
             self.world.find("a call is never answered")
+        elif not self.world.run(lambda: not self.checker.num_held(), most_s=_REST_S):
+            self.world.find(f"clients hold nothing, and the node has for them {self.checker.num_held()}")
+
+    def _check_scrubber(self, node: SimNode) -> None:
+        scrubber = node.scrubber
+        if scrubber is None or self.world.findings:
+            return
+        enough = scrubber.passes + 2
+        if not self.world.run(lambda: scrubber.passes >= enough, most_s=_REST_S):
+            self.world.find("the scrubber does not get through")
+        self.checker.check_idle_chunks()
 
     def _rest(self, node: SimNode, since: str) -> None:
         def rests() -> bool:

@@ -1,7 +1,7 @@
 """A socket between two simulated processes: bytes arrive in order, late, and cut anywhere.
 
     near, far = connect(world)
-    near.send(data)                    # the client's end
+    near.push(data); near.pull()       # the client's end, as a socket that does not block has it
     SimTransport(far, loop, protocol)  # the node's end, as asyncio has it
 
 An end that closes has its bytes delivered first. An end is closed when every process that has it has closed it or died: a forked child has
@@ -23,6 +23,10 @@ class End:
         self.peer: End
         self.copies = 1
         self.closed = False
+        self.most_bytes = 1 << 20  # that the other end has not read, and `push` takes
+        self.has_peer_ended: Callable[[], bool] = lambda: False  # whether the process at the other end is dead
+        self.on_closed: Callable[[], None] | None = None
+        self.on_change: Callable[[], None] | None = None  # of an end without `on_data`: there is something to pull, or room to push
         self.on_data: Callable[[bytes], None] | None = None
         self.on_eof: Callable[[], None] | None = None
         self._out = bytearray()
@@ -30,6 +34,34 @@ class End:
         self._moving = False
         self._eof_sent = False
         self._eof_seen = False
+        self._handed = 0  # bytes that were handed over, and are not read
+        self._wants_room = False
+
+    def push(self, data: memoryview) -> int:
+        """Send as much as there is room for. Raises BlockingIOError when there is none, BrokenPipeError when nobody reads any more."""
+        if self.peer.closed or self.closed:
+            raise BrokenPipeError("nobody reads it")
+        some = bytes(data[: max(0, self.most_bytes - len(self._out) - len(self.peer._in) - self.peer._handed)])
+        if not some:
+            self._wants_room = True
+            raise BlockingIOError
+        self.send(some)
+        return len(some)
+
+    def pull(self) -> bytes:
+        """What has come; empty at the end. Raises BlockingIOError when there is nothing."""
+        if not self._in and not self._eof_seen:
+            raise BlockingIOError
+        data = bytes(self._in)
+        self._in.clear()
+        return data
+
+    def was_read(self, nbytes: int) -> None:
+        """So much of what was handed over has been read: there is room for more."""
+        self._handed -= nbytes
+        if self.peer._wants_room and self.peer.on_change is not None:
+            self.peer._wants_room = False
+            self.peer.on_change()
 
     def send(self, data: bytes | bytearray) -> None:
         """Bytes for the other end. After either end has closed they are lost."""
@@ -53,6 +85,10 @@ class End:
             self.closed = True
             self._in.clear()
             self._move()
+            if self.on_closed is not None:
+                self.on_closed()
+            if self.peer.on_change is not None and not self.peer.closed:
+                self.peer.on_change()
 
     def _move(self) -> None:
         if not self._moving:
@@ -78,11 +114,14 @@ class End:
 
     def hand_over(self) -> None:
         """Give what has come to whoever reads, if somebody does."""
+        if not self.closed and self.on_change is not None:
+            self.on_change()
         if self.closed or self.on_data is None:
             return
         if self._in:
             data = bytes(self._in)
             self._in.clear()
+            self._handed += len(data)
             self.on_data(data)
         if self._eof_seen and not self._in and self.on_eof is not None:
             on_eof, self.on_eof = self.on_eof, None
@@ -130,6 +169,7 @@ class SimTransport(asyncio.Transport):
             size = min(len(self._unread), len(buffer))
             buffer[:size] = self._unread[:size]
             del self._unread[:size]
+            self._end.was_read(size)
             self._protocol.buffer_updated(size)
         if self._eof and not self._unread and not self._paused:
             self.close()

@@ -204,6 +204,18 @@ class SimLoop(asyncio.AbstractEventLoop):
         self.tasks.append(task)
         return task
 
+    def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:  # type: ignore[override]
+        """As asyncio's. fd: a `ListeningSocket`."""
+        fd.watch(self, callback)
+
+    def remove_reader(self, fd: Any) -> None:  # type: ignore[override]
+        """As asyncio's."""
+        fd.watch(None, None)
+
+    async def connect_accepted_socket(self, protocol_factory: Callable[[], Any], sock: Any, **_: Any) -> None:  # type: ignore[override]
+        """As asyncio's. sock: an `AcceptedSocket`."""
+        sock.serve(self, protocol_factory())
+
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> "asyncio.Future[Any]":  # type: ignore[override]
         """The work is done in one piece, some time later, and its answer comes some time after that."""
         future = self.create_future()
