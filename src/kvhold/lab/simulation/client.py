@@ -20,7 +20,6 @@ from kvhold.core.errors import DeadlineExceeded, KVHoldError, NodeError, Protoco
 from kvhold.core.keys import Namespace, Prompt, make_key, split_hashes
 from kvhold.core.terms import FREE, Terms
 from kvhold.lab.simulation.checker import kv
-from kvhold.lab.simulation.descriptors import Descriptors
 from kvhold.lab.simulation.link import SimLink, join
 from kvhold.lab.simulation.node import SimNode
 from kvhold.lab.simulation.world import World
@@ -48,21 +47,12 @@ class Share:
 class Client:
     """One engine's process."""
 
-    def __init__(
-        self,
-        world: World,
-        number: int,
-        checker: Any,
-        find_node: Callable[[], SimNode | None],
-        mailbox: list[Share],
-        descriptors: Descriptors,
-    ) -> None:
+    def __init__(self, world: World, number: int, checker: Any, find_node: Callable[[], SimNode | None], mailbox: list[Share]) -> None:
         self.world = world
         self.number = number
         self.name = f"client-{number}"
         self.loop = world.new_loop(self.name)
         self.checker = checker
-        self.descriptors = descriptors
         self.alive = True
         self.links: list[SimLink] = []
         self.slow = world.random.choice((0.0002, 0.002, 0.02, 0.2))

@@ -13,7 +13,6 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from kvhold.core.errors import DeadlineExceeded, NodeError, NodeRefused, ProtocolError
-from kvhold.lab.simulation.descriptors import Descriptors
 from kvhold.lab.simulation.node import SimNode
 from kvhold.lab.simulation.wire import connect
 from kvhold.lab.simulation.world import SimLoop, World
@@ -31,7 +30,6 @@ class Process(Protocol):
 
     world: World
     loop: SimLoop
-    descriptors: Descriptors
     name: str
     number: int
     alive: bool
@@ -44,7 +42,7 @@ async def join(process: Process, node: SimNode | None, *, within_s: float) -> "S
     if node is None:
         raise NodeError("there is no node")
     try:
-        process.descriptors.take()
+        process.world.descriptors.take()
     except OSError as error:
         raise NodeError(f"cannot join a node: {error}") from None
     link = SimLink(process, node)
@@ -71,7 +69,7 @@ class SimLink:
         self.end, far = connect(self.world)
         self.end.most_bytes = self.world.random.choice(_BUFFERS)
         self.end.on_change = self._changed
-        self.end.on_closed = process.descriptors.put_back
+        self.end.on_closed = self.world.descriptors.put_back
         far.has_peer_ended = lambda: not process.alive
         self.world.later(self.world.delay(), node.listening.arrive, far)
 
@@ -168,7 +166,7 @@ class SimLink:
 
     def hold(self, *, writable: bool = False) -> None:
         """One more reader or writer of the arena. Raises NodeError, also where the arena cannot be mapped."""
-        if writable not in self._mapped and self.process.descriptors.are_short:
+        if writable not in self._mapped and self.world.descriptors.are_short:
             raise NodeError("the node's arena could not be mapped")
         self._lifetime.hold()
         self._mapped.add(writable)

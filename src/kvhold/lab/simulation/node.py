@@ -16,7 +16,7 @@ from kvhold.core.config import Config
 from kvhold.core.metrics import Metrics
 from kvhold.core.reasons import EVICTED
 from kvhold.lab.simulation.checker import Checker
-from kvhold.lab.simulation.descriptors import Descriptors, ListeningSocket
+from kvhold.lab.simulation.listening import ListeningLoop, ListeningSocket
 from kvhold.lab.simulation.scrub import SimScrubber
 from kvhold.lab.simulation.store import SimTier, Store
 from kvhold.lab.simulation.wire import SimTransport
@@ -92,16 +92,7 @@ class _SimPeer(Peer):
 class SimNode(server.Node):
     """One node, from its start to its death."""
 
-    def __init__(
-        self,
-        world: World,
-        checker: Checker,
-        draw: NodeDraw,
-        stores: list[Store],
-        journal: list[str],
-        number: int,
-        descriptors: Descriptors,
-    ) -> None:
+    def __init__(self, world: World, checker: Checker, draw: NodeDraw, stores: list[Store], journal: list[str], number: int) -> None:
         """journal: the text of the file in which owed clears are kept."""
         self.world = world
         self.checker = checker
@@ -126,11 +117,10 @@ class SimNode(server.Node):
         self.tiers = [FaultTier(SimTier(world, store, checker), FaultConfig(seed=world.random.getrandbits(30))) for store in stores]
         self._mover = self._make_mover(draw, journal) if stores else None
         self.loop.create_task(self._watch_clients())
-        self.descriptors = descriptors
         self._most_clients = 16
-        self.listening = ListeningSocket(world, descriptors)
+        self.listening = ListeningSocket(world)
         self._listener = Listener(self.listening, lambda: _SimConnection(self), self._refusal)  # type: ignore[arg-type]
-        self._listener.start(self.loop)
+        self._listener.start(ListeningLoop(self.loop))  # type: ignore[arg-type]
         self.scrubber: SimScrubber | None = None
         if draw.scrub_interval_s:
             self.scrubber = SimScrubber(world, checker, state, self._post, number, draw.scrub_interval_s)
@@ -207,15 +197,15 @@ class _SimConnection(server._Connection):
         assert isinstance(transport, SimTransport)
         self._transport = transport
         self._node.joined(self)
-        has_ended, descriptors = transport._end.has_peer_ended, self._sim.descriptors
+        has_ended, descriptors = transport._end.has_peer_ended, self._sim.world.descriptors
         self._peer = _SimPeer(0, 0, 0, lambda: not descriptors.are_short and has_ended())
         self._hello_timer = self._sim.loop.call_later(server._HELLO_WITHIN_S, self._refuse, "no Hello", "no hello")
 
     def _welcome(self, welcome: m.Welcome) -> None:
         assert self._transport is not None
-        self._sim.descriptors.take()  # as `os.dup` does
+        self._sim.world.descriptors.take()  # as `os.dup` does
         self._transport.write(encode(welcome))
-        self._sim.descriptors.put_back()
+        self._sim.world.descriptors.put_back()
 
     def _answer(self, body: memoryview | bytes) -> None:
         number, record = split_number(body)

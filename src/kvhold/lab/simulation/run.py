@@ -21,9 +21,9 @@ from kvhold.cache import state as state_module
 from kvhold.core.errors import KVHoldError
 from kvhold.lab.simulation.checker import Checker
 from kvhold.lab.simulation.client import Client, Share
-from kvhold.lab.simulation.descriptors import Descriptors, SimOs
 from kvhold.lab.simulation.draw import draw, draw_rules, draw_terms, draw_work
 from kvhold.lab.simulation.interruption import Interruption
+from kvhold.lab.simulation.listening import SimOs
 from kvhold.lab.simulation.node import SimNode
 from kvhold.lab.simulation.store import Store
 from kvhold.lab.simulation.world import World
@@ -87,6 +87,7 @@ def _real_code_simulated(world: World) -> Iterator[None]:
     kept = constants.randbits, constants._ONE_TURN_KEYS, chores.Running.step.__defaults__
     kept_scrub, kept_os = scrub._BATCH_BYTES, outside.os
     constants.randbits = world.random.getrandbits
+    scrub._BATCH_BYTES, outside.os = world.random.choice((1, 1000)), SimOs(world.descriptors)
     log.addHandler(handler)
     log.setLevel(logging.ERROR)
     log.propagate = False
@@ -115,10 +116,6 @@ class Simulation:
         self.draw = draw(world.random)
         state_module._ONE_TURN_KEYS = self.draw.one_turn_keys
         chores.Running.step.__defaults__ = (self.draw.node.turn_units,)
-        scrub._BATCH_BYTES = self.random.choice((1, 1000))
-        self.descriptors = Descriptors()
-        outside: Any = listener
-        outside.os = SimOs(self.descriptors)
         self.checker = Checker(world)
         self.stores = [Store(f"tier-{number}", size) for number, size in enumerate(self.draw.store_bytes)]
         self.journal: list[str] = []
@@ -154,18 +151,18 @@ class Simulation:
     def _start_node(self) -> None:
         if self.over and self.node is not None:
             return
-        if self.descriptors.are_short:  # it would end at once
+        if self.world.descriptors.are_short:  # it would end at once
             self.world.later(0.5, self._start_node)
             return
         self.num_nodes += 1
-        self.node = SimNode(self.world, self.checker, self.draw.node, self.stores, self.journal, self.num_nodes, self.descriptors)
+        self.node = SimNode(self.world, self.checker, self.draw.node, self.stores, self.journal, self.num_nodes)
         self.world.note("node %d starts", self.num_nodes)
 
     def _start_client(self) -> None:
         if self.over:
             return
         self.num_clients += 1
-        client = Client(self.world, self.num_clients, self.checker, lambda: self.node, self.mailbox, self.descriptors)
+        client = Client(self.world, self.num_clients, self.checker, lambda: self.node, self.mailbox)
         self.clients.append(client)
         for _ in range(self.draw.tasks_a_client):
             self.tasks.append(client.loop.create_task(self._work(client)))
@@ -290,9 +287,9 @@ class Simulation:
 
     def _run_out_of_descriptors(self) -> None:
         """Nobody can join or map the arena for a while, or only some can."""
-        self.descriptors.run_out(self.random.choice((0, 0, 1, 3)))
+        self.world.descriptors.run_out(self.random.choice((0, 0, 1, 3)))
         self.world.note("there are no descriptors")
-        self.world.later(self.random.random() * 4.0, self.descriptors.abound)
+        self.world.later(self.random.random() * 4.0, self.world.descriptors.abound)
 
     def _break_the_rules(self) -> None:
         """A client sends what is no message; it still has its memory, until it has noticed."""
@@ -330,7 +327,7 @@ class Simulation:
         """Trouble is over: all calls end, all memory comes back, all that was to be removed is removed."""
         world, self.over = self.world, True
         world.may_stall = False
-        self.descriptors.abound()
+        self.world.descriptors.abound()
         for store in self.stores:
             store.down = False
             store.most_bytes = 1 << 30

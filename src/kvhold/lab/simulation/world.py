@@ -19,6 +19,8 @@ from heapq import heappop, heappush
 from random import Random
 from typing import Any
 
+from kvhold.lab.simulation.descriptors import Descriptors
+
 _STALL = 0.0008  # the chance, before each step of a loop, that its thread stands still
 _MOST_NOTES = 200_000
 
@@ -40,6 +42,7 @@ class World:
         self._dead: list[SimLoop] = []  # kept: their tasks' `finally` clauses must not run in the middle of the history
         self._heap: list[tuple[float, int, SimLoop | None, events.Handle]] = []
         self._last = 0
+        self.descriptors = Descriptors()
         self.may_stall = True
         self._outside = SimLoop(self, "outside")  # type: ignore[abstract]
 
@@ -203,18 +206,6 @@ class SimLoop(asyncio.AbstractEventLoop):
         task = asyncio.Task(coro, loop=self, **kwargs)
         self.tasks.append(task)
         return task
-
-    def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:  # type: ignore[override]
-        """As asyncio's. fd: a `ListeningSocket`."""
-        fd.watch(self, callback)
-
-    def remove_reader(self, fd: Any) -> None:  # type: ignore[override]
-        """As asyncio's."""
-        fd.watch(None, None)
-
-    async def connect_accepted_socket(self, protocol_factory: Callable[[], Any], sock: Any, **_: Any) -> None:  # type: ignore[override]
-        """As asyncio's. sock: an `AcceptedSocket`."""
-        sock.serve(self, protocol_factory())
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> "asyncio.Future[Any]":  # type: ignore[override]
         """The work is done in one piece, some time later, and its answer comes some time after that."""
