@@ -101,5 +101,5 @@ class Splitter:
         finally:  # also when the caller stops in the middle: no body comes twice
             if whole is self._pending:
                 del self._pending[:start]
-            else:
+            elif start < len(whole):
                 self._pending += whole[start:]

@@ -318,7 +318,7 @@ class NodeClient:
             raise NodeError("this client was made before the process forked; make one in each process")
 
     def _call(self, request: m.Message, expected: type[Kind], deadline_s: float | None, link: Link | None = None) -> Kind:
-        link = link or self._current(type(request).__name__.lower())
+        link = link or self._membership.link or self._current(_operation(request))
         answer = self._ask(request, deadline_s, link)
         if not isinstance(answer, expected):
             raise self._misunderstood(answer, link)
@@ -327,9 +327,8 @@ class NodeClient:
     def _ask(self, request: m.Message, deadline_s: float | None, link: Link, *, keep: bool = False) -> m.Answer:
         """keep: have it sent in any case, if the node lives; for what gives something back."""
         self._check_process()
-        operation = type(request).__name__.lower()
-        if not keep:
-            self._membership.check_silence(link, operation, self._config.call_timeout_s)
+        if not keep and self._membership.is_silent(link, self._config.call_timeout_s):
+            raise self._membership.silence(link, _operation(request))
         try:
             answer = link.call(request, deadline_s or self._config.call_timeout_s, keep=keep)
         except DeadlineExceeded:
@@ -337,7 +336,7 @@ class NodeClient:
             raise
         except OSError as error:
             self._break(link, str(error))
-            raise NodeError(f"{operation}: lost the node on {self.path}: {error}") from None
+            raise NodeError(f"{_operation(request)}: lost the node on {self.path}: {error}") from None
         except BaseException as error:
             if link.is_broken:
                 self._break(link, str(error) or type(error).__name__)
@@ -346,7 +345,7 @@ class NodeClient:
         if isinstance(answer, m.Refused):
             if answer.fatal:
                 self._break(link, answer.reason)
-            raise NodeError(f"{operation}: the node refused: {answer.reason}")
+            raise NodeError(f"{_operation(request)}: the node refused: {answer.reason}")
         return answer
 
     def _misunderstood(self, answer: m.Answer, link: Link) -> ProtocolError:
@@ -454,6 +453,11 @@ def _renew_locks() -> None:
 
 
 os.register_at_fork(after_in_child=_renew_locks)
+
+
+def _operation(request: m.Message) -> str:
+    """How errors name it."""
+    return type(request).__name__.lower()
 
 
 def _found(found: m.Found) -> Found:

@@ -3,8 +3,9 @@
     conversation = Conversation(now_s)
     call = conversation.prepare(Ping())                   # number and encode the request
     conversation.begin(call, now_s)                       # queue it
-    while (data := conversation.to_send()) is not None:
-        conversation.sent(send(data))                     # or fail(error)
+    data = conversation.to_send()
+    while data is not None:
+        data = conversation.sent(send(data))              # or fail(error)
     for number, answer in conversation.read(receive(), now_s):
         conversation.deliver(number, answer)
     call.answer                                           # past its deadline: conversation.give_up(call)
@@ -107,14 +108,15 @@ class Conversation:
                 self._num_late -= 1
         return None
 
-    def sent(self, nbytes: int) -> None:
-        """So many of the bytes of `to_send` are on their way."""
+    def sent(self, nbytes: int) -> memoryview | None:
+        """So many of the bytes of `to_send` are on their way. Returns the next ones, as `to_send` does."""
         call = self._outbox[0]
         if nbytes:
             call.begun = True
             call.data = call.data[nbytes:]
             if not call.data:
                 self._outbox.popleft()
+        return self.to_send()
 
     # Receiving.
 

@@ -252,10 +252,11 @@ class Link:
 
     def _answer_of(self, call: Call) -> m.Answer | None:
         """Its answer; None: it has none, and is given up."""
-        with self._lock:
-            if call.answer is None:
-                self._conversation.give_up(call)
-            return call.answer
+        if call.answer is None:
+            with self._lock:
+                if call.answer is None:
+                    self._conversation.give_up(call)
+        return call.answer if not call.late else None
 
     # Sending: the thread that has the lock sends all queued requests, in order.
 
@@ -267,29 +268,27 @@ class Link:
         if not self._send_lock.acquire(blocking=False) and not self._send_lock.acquire(timeout=max(0.0, until - time.monotonic())):
             raise TimeoutError
         try:
-            while True:
-                with self._lock:
-                    data = self._conversation.to_send()
-                if data is None:
-                    return
+            with self._lock:
+                data = self._conversation.to_send()
+            while data is not None:
                 self._check()
-                if not self._send_some(data):
-                    self._wait_until_writable(until)
+                data = self._send_some(data, until)
         finally:
             self._send_lock.release()
 
-    def _send_some(self, data: memoryview) -> bool:
-        """False: the node takes nothing now. Raises OSError."""
+    def _send_some(self, data: memoryview, until: float) -> memoryview | None:
+        """Send what the node takes now, or wait until it takes something. Returns the next bytes. Raises TimeoutError, OSError."""
         try:
             nbytes = self._socket.send(data)
             with self._lock:
-                self._conversation.sent(nbytes)
+                return self._conversation.sent(nbytes)
         except BlockingIOError:
-            return False
+            self._wait_until_writable(until)
+            with self._lock:
+                return self._conversation.to_send()  # another request, if this one was given up meanwhile
         except BaseException as error:  # an interrupt, too: nobody knows how much of the request is sent
             self._fail(error, "a call was cut short while it sent a request")
             raise
-        return True
 
     # Receiving: one of the waiting callers reads for all.
 

@@ -2,13 +2,13 @@
 
     membership = Membership(path, link)
     link = membership.current("lookup")                  # NodeError: no node now
-    membership.check_silence(link, "lookup", after_s=1)  # NodeError: it has not answered for so long
+    membership.is_silent(link, after_s=1)                # it owes an answer, and has said nothing for so long
     membership.lose(link)                                # later calls raise NodeError, until
     while told := membership.introduce(new_link, known): # ... a new link has been told every namespace
         ...
 
 `NodeClient` runs it for threads, the simulation runs it for tasks. Where threads share one, they hold a lock around
-each call, but for `current`, `is_silent` and `check_silence`.
+each call, but for `current`, `is_silent` and `return_within_s`.
 """
 
 import enum
@@ -111,10 +111,9 @@ class Membership(Generic[AnyLink]):
         """Whether the node owes an answer, and has said nothing for `after_s`."""
         return link.silent_s > after_s
 
-    def check_silence(self, link: AnyLink, operation: str, after_s: float) -> None:
-        """A silent node is not asked: callers do not wait for it one after another. Raises NodeError."""
-        if self.is_silent(link, after_s):
-            raise NodeError(f"{operation}: the node on {self.where} has not answered for {link.silent_s:.1f} s; not waiting for it again")
+    def silence(self, link: AnyLink, operation: str) -> NodeError:
+        """The error of a caller. A silent node is not asked: callers do not wait for it one after another."""
+        return NodeError(f"{operation}: the node on {self.where} has not answered for {link.silent_s:.1f} s; not waiting for it again")
 
     def return_within_s(self, link: AnyLink, call_timeout_s: float) -> float | None:
         """How long the return of something may take. None: it is not to be asked for, because a retired link returns all by closing."""

@@ -113,8 +113,8 @@ class Client:
 
     async def _ask(self, link: SimLink, request: m.Message, within_s: float | None, *, keep: bool = False) -> m.Answer:
         operation = type(request).__name__.lower()
-        if not keep:
-            self.membership.check_silence(link, operation, self.call_timeout_s)
+        if not keep and self.membership.is_silent(link, self.call_timeout_s):
+            raise self.membership.silence(link, operation)
         try:
             answer = await link.call(request, within_s or self.call_timeout_s, keep=keep)
         except DeadlineExceeded:
