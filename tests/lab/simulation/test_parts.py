@@ -1,0 +1,145 @@
+"""The parts of the simulation that stand for a host: interrupts, descriptors, sockets that are full."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from kvhold.lab.simulation.descriptors import Descriptors
+from kvhold.lab.simulation.interruption import Interruption
+from kvhold.lab.simulation.listening import ListeningLoop, ListeningSocket, SimOs
+from kvhold.lab.simulation.wire import End, connect
+from kvhold.lab.simulation.world import World
+from kvhold.node import listener
+from kvhold.node.listener import Listener
+
+
+class Work:
+    """Three awaits, and two of its cleaning up. Notes what it has done."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    async def run(self) -> None:
+        try:
+            for number in range(1, 4):
+                await asyncio.sleep(1.0)
+                self.done.append(f"step {number}")
+        finally:
+            await asyncio.sleep(1.0)
+            self.done.append("cleaned up")
+
+
+def run(work: Work, at: int, *, early: bool) -> tuple[bool, float]:
+    """Whether it was interrupted, and how long it took."""
+    world = World(1)
+    world.may_stall = False
+    loop = world.new_loop("test")
+
+    async def interrupted() -> None:
+        await Interruption(work.run(), at=at, early=early)
+
+    task = loop.create_task(interrupted())
+    world.run(task.done, most_s=100.0)
+    return task.cancelled(), round(world.now, 6)
+
+
+@pytest.mark.parametrize(("early", "waits_s"), [(True, 0.0), (False, 1.0)])
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_work_is_interrupted_at_the_chosen_await_and_cleans_up(at: int, early: bool, waits_s: float) -> None:
+    work = Work()
+    assert run(work, at, early=early) == (True, at - 1 + waits_s + 1.0)
+    assert work.done == [*(f"step {number}" for number in range(1, at)), "cleaned up"]
+
+
+def test_an_interrupt_may_come_while_work_cleans_up() -> None:
+    work = Work()
+    assert run(work, 4, early=True) == (True, 3.0)
+    assert work.done == ["step 1", "step 2", "step 3"]
+
+
+def test_work_with_fewer_awaits_is_not_interrupted() -> None:
+    work = Work()
+    assert run(work, 5, early=False) == (False, 4.0)
+    assert work.done[-1] == "cleaned up"
+
+
+def test_a_full_socket_takes_no_more_until_the_other_end_has_read() -> None:
+    world = World(1)
+    near, far = connect(world)
+    near.most_bytes = 10
+    changes: list[str] = []
+    near.on_change = lambda: changes.append("room")
+    assert near.push(memoryview(bytes(16))) == 10
+    with pytest.raises(BlockingIOError):
+        near.push(memoryview(bytes(6)))
+    got = bytearray()
+    far.on_data = got.extend
+    world.run(lambda: len(got) == 10, most_s=10.0)
+    with pytest.raises(BlockingIOError):
+        near.push(memoryview(bytes(6)))
+    assert not changes
+    far.was_read(4)
+    assert changes
+    assert near.push(memoryview(bytes(6))) == 4
+
+
+class Accepted(asyncio.Protocol):
+    """Notes that a client was accepted."""
+
+    number = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        Accepted.number += 1
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    world = World(1)
+    monkeypatch.setattr(listener, "os", SimOs(world.descriptors))
+    monkeypatch.setattr(Accepted, "number", 0)
+    return world
+
+
+def listening(world: World) -> ListeningSocket:
+    sock: Any = ListeningSocket(world)
+    loop: Any = ListeningLoop(world.new_loop("node"))
+    Listener(sock, Accepted, lambda: "").start(loop)
+    return sock
+
+
+def arrive(sock: ListeningSocket, world: World) -> End:
+    near, far = connect(world)
+    sock.arrive(far)
+    return near
+
+
+def test_the_listener_refuses_with_its_spare_descriptor_where_no_other_is_left(world: World) -> None:
+    sock = listening(world)
+    world.descriptors.run_out(0)
+    near = arrive(sock, world)
+    world.run(lambda: near._eof_seen, most_s=10.0)
+    assert b"no descriptor left" in near.pull()
+    assert not Accepted.number
+    world.descriptors.abound()
+    arrive(sock, world)
+    assert world.run(lambda: Accepted.number == 1, most_s=10.0)
+
+
+def test_clients_wait_while_there_is_not_even_a_spare_descriptor(world: World) -> None:
+    sock = listening(world)
+    world.descriptors.run_out(-1)  # another process takes the spare one
+    near = arrive(sock, world)
+    assert not world.run(lambda: near._eof_seen or bool(near._in), most_s=3.0)
+    world.descriptors.abound()
+    assert world.run(lambda: Accepted.number == 1, most_s=10.0)
+
+
+def test_descriptors_are_counted() -> None:
+    descriptors = Descriptors()
+    descriptors.run_out(1)
+    descriptors.take()
+    with pytest.raises(OSError, match="Too many open files"):
+        descriptors.take()
+    descriptors.put_back()
+    assert not descriptors.are_short
