@@ -234,7 +234,7 @@ class Simulation:
             (
                 *(self._fail, self._fail, self._fail, self._fail, self._kill_client, self._kill_client),
                 *(self._stop_a_thread, self._cancel, self._cancel, self._jump, self._flip, self._break_the_rules, self._kill_node),
-                self._run_out_of_descriptors,
+                *(self._flip_below, self._run_out_of_descriptors),
             )
         )
         trouble()
@@ -320,6 +320,19 @@ class Simulation:
             self.checker.flipped.add((self.node.number, entry.offset))
             self.node.data[entry.offset + self.random.randrange(entry.nbytes)] ^= 1 << self.random.randrange(8)
             self.world.note("a bit of %s at %d is flipped", entry.key.hex()[-16:], entry.offset)
+
+    def _flip_below(self) -> None:
+        """One bit of a value in a tier."""
+        stores = [store for store in self.stores if getattr(store, "values", None)]
+        if stores:
+            store = self.random.choice(stores)
+            key = self.random.choice(list(store.values))
+            value, expires_at = store.values[key]
+            damaged = bytearray(value)
+            last = len(damaged) if self.random.random() < 0.5 else 32  # most of a small frame is its header
+            damaged[-1 - self.random.randrange(min(last, len(damaged)))] ^= 1 << self.random.randrange(8)
+            store.values[key] = bytes(damaged), expires_at
+            self.world.note("a bit of %s in %s is flipped", key.hex()[-16:], store.name)
 
     # The end.
 
