@@ -55,14 +55,14 @@ class Witness(WorkerSide):
         self._stop_here("store")
         return copied
 
-    def _scatter(self, load: Load, shard: int, loan: Loan) -> None:
+    def _scatter(self, load: Load, shard: int, loan: Loan) -> list[int]:
         self._stop_here("load")
-        super()._scatter(load, shard, loan)
+        damaged = super()._scatter(load, shard, loan)
         compared = 0
         for part, ids in enumerate(load.block_ids):
             per_chunk = self._blocks_of_chunk(part, self._namespace.layout.tokens_per_chunk)
             for at, block in enumerate(ids):
-                if block < 0:
+                if block < 0 or block in damaged:
                     continue
                 chunk_hash = _chunk_hashes[load.request_id][load.first_chunk + at // per_chunk]
                 place = at % per_chunk * 16
@@ -72,6 +72,7 @@ class Witness(WorkerSide):
                 compared += 1
         with (self._ledger / "compared").open("a") as file:
             file.write(f"{compared}\n")
+        return damaged
 
     def _blocks_of_chunk(self, part: int, num_tokens: int) -> int:
         return -(-num_tokens // self._geometry.parts[part].group.block_tokens)

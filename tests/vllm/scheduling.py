@@ -47,6 +47,7 @@ from kvhold.core.layout import Layout
 from kvhold.integrations.vllm.connector import KVHoldConnector
 from kvhold.integrations.vllm.steps import Load, Steps, Store
 from kvhold.node import NodeClient
+from kvhold.testing.damage import OpenArena
 
 LAYERS = ["model.layers.0.attn", "model.layers.1.attn"]
 MAX_LENGTH = 4096
@@ -476,6 +477,17 @@ class RealHands:
 
     def close(self) -> None:
         self.connector.shutdown()
+
+
+def damage(engine: Engine, prompt: Sequence[int], *, chunk: int) -> None:
+    """Invert one bit of a chunk of this prompt in the node's memory."""
+    side = engine.connector.scheduler
+    query = side._namespace.prompt(np.array(prompt, dtype=np.int32)).query()
+    with engine.hands.client.lookup(query) as hit:
+        loan = engine.hands.client.claim(hit.ticket)
+        assert loan is not None
+        with loan, OpenArena(engine.hands.client.status()["pid"]) as arena:
+            arena.flip(int(loan.chunks().offsets[chunk]) + 5)
 
 
 def make_prompt(seed: object, num_tokens: int) -> list[int]:

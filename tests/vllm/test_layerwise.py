@@ -21,10 +21,21 @@ from kvhold.core.keys import Namespace
 from kvhold.core.layout import Group, Layout
 from kvhold.integrations.vllm.connector import KVHoldConnector
 from kvhold.integrations.vllm.geometry import Geometry, Part
-from kvhold.integrations.vllm.layerwise import CopyLayer, Layerwise, refusal
+from kvhold.integrations.vllm.layerwise import Layerwise, LoadLayer, refusal
 from kvhold.integrations.vllm.steps import Load, Steps, Store
 from kvhold.integrations.vllm.worker import WorkerSide
-from tests.vllm.scheduling import LAYERS, Engine, NodeProcess, Options, RealHands, answer_to, eventually, make_folder, make_prompt
+from tests.vllm.scheduling import (
+    LAYERS,
+    Engine,
+    NodeProcess,
+    Options,
+    RealHands,
+    answer_to,
+    damage,
+    eventually,
+    make_folder,
+    make_prompt,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("notes")]
 
@@ -48,10 +59,11 @@ class TestOnePass:
         go = [threading.Semaphore(0) for _ in NAMES]
         copied: list[tuple[str, int]] = []
 
-        def prepare(one: Load, stack: ExitStack) -> list[CopyLayer]:
-            def copy(layer: int) -> None:
+        def prepare(one: Load, stack: ExitStack) -> list[LoadLayer]:
+            def copy(layer: int) -> list[int]:
                 assert go[layer].acquire(timeout=20)
                 copied.append((one.request_id, layer))
+                return []
 
             return [copy]
 
@@ -65,14 +77,15 @@ class TestOnePass:
     def test_what_fails_is_named_with_its_blocks_and_holds_up_nobody(self, passing: Layerwise) -> None:
         closed: list[str] = []
 
-        def prepare(one: Load, stack: ExitStack) -> list[CopyLayer]:
+        def prepare(one: Load, stack: ExitStack) -> list[LoadLayer]:
             if one.request_id == "gone":
                 raise KVHoldError("the hit is gone")
             stack.callback(closed.append, one.request_id)
 
-            def copy(layer: int) -> None:
+            def copy(layer: int) -> list[int]:
                 if one.request_id == "broken" and layer == 2:
                     raise RuntimeError("unforeseen")
+                return []
 
             return [copy]
 
@@ -83,8 +96,24 @@ class TestOnePass:
         assert sorted(closed) == ["broken", "well"], "what was claimed is given back"
         assert passing.end() == {}, "a pass without loads has none"
 
+    def test_a_damaged_chunk_fails_its_own_blocks_and_all_its_layers_go_on(self, passing: Layerwise) -> None:
+        copied: list[int] = []
+
+        def prepare(one: Load, stack: ExitStack) -> list[LoadLayer]:
+            def copy(layer: int) -> list[int]:
+                copied.append(layer)
+                return {1: [4], 2: [6, 4]}.get(layer, [])
+
+            return [copy]
+
+        passing.begin([load("a", 3, 4, 5, 6)], prepare)
+        for name in NAMES:
+            passing.wait(name)
+        assert passing.end() == {"a": [4, 6]}
+        assert copied == [0, 1, 2, 3], "what is not damaged needs its other layers"
+
     def test_a_pass_that_does_not_wait_for_a_layer_has_read_what_was_not_there(self, passing: Layerwise) -> None:
-        passing.begin([load("a", 1, 2)], lambda one, stack: [lambda layer: None])
+        passing.begin([load("a", 1, 2)], lambda one, stack: [lambda layer: []])
         for name in NAMES[:-1]:
             passing.wait(name)
         assert passing.end() == {"a": [1, 2]}
@@ -207,6 +236,17 @@ class TestEngine:
         ask(engine, "third", longer)
         assert len(engine.loads) == 2
         assert engine.tokens_computed["third"] == 940 - 928 + 2, "what the second has computed at last is what is loaded"
+
+    def test_after_a_load_of_a_damaged_chunk_what_is_before_it_is_not_computed(self, engine: Engine) -> None:
+        prompt = make_prompt("damaged", 640)
+        ask(engine, "first", prompt)
+        damage(engine, prompt, chunk=6)
+        engine.excused = {"second"}  # one pass has read the damaged chunk; nobody hears what it answered
+        ask(engine, "second", prompt)
+        assert engine.tokens_computed["second"] == 16 + (640 - 6 * 64) + 2
+        engine.excused = set()
+        ask(engine, "third", prompt)
+        assert engine.tokens_computed["third"] == 16 + 2, "what was computed for the damaged chunk was stored"
 
     @pytest.mark.parametrize("seed", range(3))
     def test_whatever_happens_no_token_is_read_that_is_not_the_request_s_own(self, node: NodeProcess, tmp_path: Path, seed: int) -> None:

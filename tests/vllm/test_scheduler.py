@@ -40,6 +40,7 @@ from tests.vllm.scheduling import (
     NodeProcess,
     Options,
     answer_to,
+    damage,
     eventually,
     make_config,
     make_folder,
@@ -601,6 +602,22 @@ class TestBrokenPromises:
         warm.add("b", prompt)
         warm.run()
         assert warm.tokens_computed["b"] == 300 - 288 + 1
+
+    @pytest.mark.parametrize("asynchronous", [False, True])
+    @pytest.mark.parametrize("caching", [False, True])
+    def test_what_is_before_a_damaged_chunk_is_loaded_and_not_computed(self, engine: MakeEngine, caching: bool, asynchronous: bool) -> None:
+        warm = engine(real_worker=True, caching=caching, asynchronous=asynchronous)
+        prompt = make_prompt(f"damaged {caching} {asynchronous}", 640)
+        store(warm, prompt)
+        eventually(lambda: not warm.hands.client.status()["held"]["rooms"])
+        damage(warm, prompt, chunk=6)
+        for name, computed in {"damaged": 640 - 6 * CHUNK, "whole": 1}.items():  # what was computed was stored
+            warm.add(name, prompt)
+            warm.run()
+            assert warm.outputs[name] == answer_to(prompt, 2)
+            assert warm.tokens_computed[name] == computed + 1
+            forget_locally(warm)
+            eventually(lambda: not warm.hands.client.status()["held"]["rooms"])
 
     def test_vllm_is_told_to_compute_what_did_not_arrive_whatever_its_own_policy(self, engine: MakeEngine) -> None:
         warm = engine()

@@ -121,30 +121,35 @@ def test_what_is_stored_comes_back_bit_for_bit(side: WorkerSide, namespace: Name
         assert torch.equal(tensor, expected), "only the named blocks were written"
 
 
-@pytest.mark.parametrize("inside", [False, True])
-def test_a_load_of_damaged_chunks_is_reported_and_the_next_lookup_misses_them(
-    node: NodeProcess, namespace: Namespace, inside: bool
+@pytest.mark.parametrize("layer", range(len(LAYERS)))
+@pytest.mark.parametrize("inside", [False, True], ids=["beside the passes", "inside a pass"])
+def test_of_a_load_the_blocks_of_damaged_chunks_alone_fail_and_the_next_lookup_misses_them(
+    node: NodeProcess, namespace: Namespace, inside: bool, layer: int
 ) -> None:
     config = Config(node=NodeConfig(socket=str(node.socket), autostart=False))
     side = WorkerSide(config, namespace, geometry(namespace), num_blocks=BLOCKS, layerwise=inside)
-    side.register(tensors())
-    prompt = namespace.prompt(make_prompt(f"damaged {inside}", 7 * BLOCK))
-    side.begin(Steps(stores=[Store("a", prompt.chunks(), [list(range(7))])]))
+    caches = tensors()
+    side.register(caches)
+    prompt = namespace.prompt(make_prompt(f"damaged {inside} {layer}", 11 * BLOCK))
+    side.begin(Steps(stores=[Store("a", prompt.chunks(), [list(range(11))])]))
     side.store()
     hit = eventually(lambda: hit if (hit := side._cache.lookup(prompt.query())).num_tokens else hit.close())
     loan = side._cache.claim(hit.ticket)
     assert loan is not None
     with loan, OpenArena(side._cache.status()["pid"]) as arena:
         second = int(loan.chunks().offsets[1])
-        arena.flip(second + namespace.layout.layer_range(0, len(LAYERS) - 1, 3 * BLOCK)[0] + 77, 3)
-    side.start_loads(Steps(loads=[Load("b", hit.ticket, 0, [list(range(20, 27))], inside=inside)]))
+        arena.flip(second + namespace.layout.layer_range(0, layer, 4 * BLOCK)[0] + 77, 3)
+    side.start_loads(Steps(loads=[Load("b", hit.ticket, 0, [[20, 21, 22, 23, -1, -1, 26, 27, 28, 29, 30]], inside=inside)]))
     if inside:
         for name in LAYERS:
             side.wait_for_layer(name)
         side.store()
     else:
         assert eventually(side.take_loaded) == {"b"}
-    assert side.take_failed_blocks() == set(range(20, 27))
+    assert side.take_failed_blocks() == {26, 27}, "those of the second chunk that were to be loaded"
+    for tensor in caches.values():
+        for target, source in zip([20, 21, 22, 23, 28, 29, 30], [0, 1, 2, 3, 8, 9, 10], strict=True):
+            assert torch.equal(tensor[target], tensor[source]), "the other chunks are there, with all layers"
     hit.close()
     with side._cache.lookup(prompt.query()) as hit:
         assert hit.num_tokens == 4 * BLOCK, "what is not damaged stays"

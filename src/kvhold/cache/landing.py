@@ -120,7 +120,7 @@ class Writer:
         if written is not None and checksums is not None and written.codec != RAW:
             size = len(view) // len(checksums)
             if any(checksum(view[layer * size : (layer + 1) * size]) != stated for layer, stated in enumerate(checksums)):
-                raise DamagedChunks(1)
+                raise DamagedChunks([0])
         return written
 
     def encoded(

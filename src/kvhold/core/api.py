@@ -307,7 +307,7 @@ class Loan(Holding):
         return ChunkBytes(self._offsets[group], self.num_tokens, None if self._sums is None else self._sums[group])
 
     def verify(self, layout: Layout) -> None:
-        """Compare all that no copy has compared yet. Raises DamagedChunks; what was read is then of no use."""
+        """Compare all that no copy has compared yet. Raises DamagedChunks, for the first group with any."""
         for group, sums in enumerate(self._sums or ()):
             places = self.chunks(group)
             if np.count_nonzero(places.offsets != ABSENT) and sums.layers != layout.groups[group].layers:

@@ -78,7 +78,7 @@ class Checksums:
         damaged = chunks[~right.all(axis=1)]
         if damaged.size:
             self.report(damaged)
-            raise DamagedChunks(int(damaged.size))
+            raise DamagedChunks([int(chunk) for chunk in damaged])
 
     def packed(self, chunk: int) -> bytes:
         """One chunk's, as a commit carries them."""

@@ -18,6 +18,7 @@ KVHoldError
 A miss is not an error: it is `None`, or a shorter hit.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -85,11 +86,14 @@ class FrameError(KVHoldError):
 
 
 class DamagedChunks(KVHoldError):
-    """Chunks in memory are not the bytes that were committed. They were reported, and are a miss from now on."""
+    """Chunks in memory are not the bytes that were committed. They were reported, and are a miss from now on.
 
-    def __init__(self, num_chunks: int) -> None:
-        super().__init__(f"the bytes of {num_chunks} chunks in memory are not those that were stored; they are removed")
-        self.num_chunks = num_chunks
+    chunks: the number of each, among those that were read
+    """
+
+    def __init__(self, chunks: Sequence[int]) -> None:
+        super().__init__(f"the bytes of {len(chunks)} chunks in memory are not those that were stored; they are removed")
+        self.chunks = tuple(chunks)
 
 
 class ProtocolError(KVHoldError):

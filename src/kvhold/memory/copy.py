@@ -10,9 +10,10 @@ ids, a negative id is skipped. One call moves all layers, but where it says othe
 bounds, LayoutError where slots are given for an opaque packing. Any thread; `kvhold.kernels` does the work.
 
 Checksums go along. A gather notes those of what it writes in `places.sums`, and `Room.commit` sends them. A scatter compares what it has
-read with `places.sums`, layer by layer, and raises DamagedChunks; what it wrote is then of no use. It compares whole chunks, also where
-some of their ids are negative, but not chunks without any id. On a device a gather notes nothing, since its bytes are not there yet when it
-returns (the commit takes them), and a scatter compares before it copies.
+read with `places.sums`, layer by layer. It raises DamagedChunks when all is copied: what it wrote of the chunks that the error names is
+of no use, and the others are whole. It compares whole chunks, also where some of their ids are negative, but not chunks without any id.
+On a device a gather notes nothing, since its bytes are not there yet when it returns (the commit takes them), and a scatter hashes before
+it copies.
 """
 
 from collections.abc import Callable
@@ -95,11 +96,10 @@ class _Planned:
         found = self._empty()
         if self._on_host:
             scatter(self.plan, layers=layers, threads=threads, sums=found)
-            self._compare(layers, found)
         else:
             sum_layers(self.plan, layers, found)
-            self._compare(layers, found)
             scatter(self.plan, layers=layers, threads=threads)
+        self._compare(layers, found)
 
     @property
     def _on_host(self) -> bool:

@@ -13,7 +13,7 @@ prefix cache in vLLM, asynchronous scheduling, several KV cache groups and sever
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CopyLayer = Callable[[int], None]  # of a layer's number in its part
-Prepare = Callable[[Load, ExitStack], list[CopyLayer]]  # claims a hit until the stack is closed; raises what goes wrong
+LoadLayer = Callable[[int], Sequence[int]]  # the same; returns the blocks whose bytes are damaged
+Prepare = Callable[[Load, ExitStack], list[LoadLayer]]  # claims a hit until the stack is closed; raises what goes wrong
 
 
 def refusal(config: "VllmConfig", geometry: Geometry) -> str:
@@ -47,13 +48,24 @@ def refusal(config: "VllmConfig", geometry: Geometry) -> str:
 
 @dataclass
 class _Pass:
-    """One pass's loads. reached: so many layers are there; asked: the layers that the pass has waited for."""
+    """One pass's loads.
+
+    reached: so many layers are there
+    asked:   the layers that the pass has waited for
+    failed:  blocks of loads that have failed as a whole, by request
+    damaged: blocks of damaged chunks, by request; the other blocks of that load have their KV
+    """
 
     loads: list[Load]
     job: "Future[None] | None" = None
     reached: int = 0
     asked: set[int] = field(default_factory=set)
     failed: dict[str, list[int]] = field(default_factory=dict)
+    damaged: dict[str, set[int]] = field(default_factory=dict)
+
+    def failed_blocks(self, load: Load) -> list[int]:
+        """The blocks that did not get their KV."""
+        return self.failed.get(load.request_id) or sorted(self.damaged.get(load.request_id, ()))
 
 
 class Layerwise:
@@ -105,13 +117,16 @@ class Layerwise:
         missed = len(self._numbers) - len(one.asked)
         if missed:  # the pass has read layers before they were there
             log.error("kvhold: vLLM did not wait for %d of %d layers; what was loaded is computed", missed, len(self._numbers))
-        return {load.request_id: blocks_of(load) if missed else one.failed.get(load.request_id, []) for load in one.loads}
+        for load in one.loads:
+            if load.request_id in one.damaged:
+                log_damage(load, one.damaged[load.request_id])
+        return {load.request_id: blocks_of(load) if missed else one.failed_blocks(load) for load in one.loads}
 
     def _run(self, one: _Pass, prepare: Prepare) -> None:
         """On the loader's thread: all the pass's loads, layer by layer. Never raises, and lets nobody wait for ever."""
         with ExitStack() as stack:
             stack.callback(self._reach, one, len(self._numbers))
-            copies: dict[str, list[CopyLayer]] = {}
+            copies: dict[str, list[LoadLayer]] = {}
             for load in one.loads:
                 with _noting(one.failed, load):
                     copies[load.request_id] = prepare(load, stack)
@@ -120,7 +135,8 @@ class Layerwise:
                     if load.request_id not in one.failed:
                         with _noting(one.failed, load):
                             for copy in copies[load.request_id]:
-                                copy(number)
+                                if damaged := copy(number):
+                                    one.damaged.setdefault(load.request_id, set()).update(damaged)
                 self._reach(one, number + 1)
 
     def _reach(self, one: _Pass, layers: int) -> None:
@@ -140,6 +156,16 @@ def _noting(failed: dict[str, list[int]], load: Load) -> Iterator[None]:
     except Exception:
         log.exception("kvhold: the KV of request %s could not be copied and is computed", load.request_id)
         failed[load.request_id] = blocks_of(load)
+
+
+def log_damage(load: Load, blocks: Collection[int]) -> None:
+    """Say that some blocks of a load are computed."""
+    log.warning(
+        "kvhold: of the %d blocks of request %s, %d are of damaged chunks; from the first of these on its KV is computed",
+        len(blocks_of(load)),
+        load.request_id,
+        len(blocks),
+    )
 
 
 def blocks_of(load: Load) -> list[int]:

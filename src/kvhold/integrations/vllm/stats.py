@@ -23,7 +23,7 @@ METRICS: dict[str, tuple[str, str]] = {
     ),
     "refused_requests": ("", "Requests that are not cached: their kv_transfer_params ask for what is not known or not allowed."),
     "loads": ("", "Hits that were loaded into blocks."),
-    "failed_loads": ("", "Hits that were not loaded after all, and computed."),
+    "failed_loads": ("", "Hits that were not loaded after all, or not whole: chunks were damaged. What is missing was computed."),
     "loaded_bytes": ("", "Bytes copied into blocks."),
     "stored_bytes": ("", "Bytes copied out of blocks."),
     "stored_chunks": ("", "Chunks copied out of blocks, of one shard each."),

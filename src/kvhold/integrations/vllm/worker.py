@@ -2,12 +2,14 @@
 
 Loads run on a thread of their own, beside the forward passes: their requests wait outside them. Stores run on a second one: memory is
 reserved during the pass, and the blocks are read right after it, while the engine samples and plans. The next pass waits for that, because
-in it the blocks may be another request's. A failed load's blocks are reported and computed; a failed store is a later miss.
+in it the blocks may be another request's. A failed load's blocks are reported and computed; a failed store is a later miss. Damaged chunks
+fail their own blocks alone: vLLM computes from the first of them on, and keeps what is before.
 """
 
 import logging
 import queue
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -19,10 +21,10 @@ import numpy.typing as npt
 
 from kvhold.core.api import ABSENT, ChunkBytes, Loan, Room
 from kvhold.core.config import Config
-from kvhold.core.errors import KVHoldError, LayoutError
+from kvhold.core.errors import DamagedChunks, KVHoldError, LayoutError
 from kvhold.core.keys import Namespace
 from kvhold.integrations.vllm.geometry import Geometry, Part
-from kvhold.integrations.vllm.layerwise import CopyLayer, Layerwise, blocks_of
+from kvhold.integrations.vllm.layerwise import CopyLayer, Layerwise, LoadLayer, blocks_of, log_damage
 from kvhold.integrations.vllm.proof import lots, prove
 from kvhold.integrations.vllm.space import join
 from kvhold.integrations.vllm.stats import Tally
@@ -310,9 +312,10 @@ class WorkerSide:
         (view,), (ids,), places = self._views[shard], store.block_ids, room.chunks(0)
         return [plan_gather(view, np.array(ids, dtype=np.int64), room.buffer, places)] if (places.offsets != ABSENT).any() else []
 
-    def _prepare(self, load: Load, stack: ExitStack) -> list[CopyLayer]:
+    def _prepare(self, load: Load, stack: ExitStack) -> list[LoadLayer]:
         """On the load thread: claim a hit that is loaded inside a pass. Raises KVHoldError when it is gone."""
-        copies: list[CopyLayer] = []
+        copies: list[LoadLayer] = []
+        part = self._geometry.parts[0]
         for shard in self._held:
             loan = self._cache.claim(load.ticket, shard, first_chunk=load.first_chunk, deadline_s=load.patience_s or None)
             if loan is None:
@@ -320,8 +323,9 @@ class WorkerSide:
             stack.enter_context(loan)
             (view,), (ids,), places = self._views[shard], load.block_ids, loan.chunks(0)
             blocks = np.array(ids, dtype=np.int64)
-            _check_covered(self._geometry.parts[0], blocks, places)
-            copies.append(plan_scatter(view, blocks, loan.buffer, places, threads=self._threads))
+            _check_covered(part, blocks, places)
+            copy = plan_scatter(view, blocks, loan.buffer, places, threads=self._threads)
+            copies.append(_checked(copy, part, blocks, places))
             self._count_loaded(view, blocks)
         return copies
 
@@ -331,7 +335,7 @@ class WorkerSide:
     def _load(self, load: Load) -> None:
         """On the load thread: claim, copy, report; whatever happens, the request is reported."""
         began_s = time.monotonic()
-        failed = blocks_of(load)
+        failed, damaged = blocks_of(load), list[int]()
         loans: list[Loan] = []
         try:
             for shard in self._held:
@@ -339,9 +343,11 @@ class WorkerSide:
                 if loan is None:
                     break
                 loans.append(loan)
-                self._scatter(load, shard, loan)
+                damaged += self._scatter(load, shard, loan)
             else:
-                failed = []
+                failed = sorted(set(damaged))
+                if failed:
+                    log_damage(load, failed)
         except KVHoldError as error:
             log.warning("kvhold: the KV of request %s did not arrive and is computed: %s", load.request_id, error)
         except Exception:
@@ -353,12 +359,18 @@ class WorkerSide:
             for loan in loans:  # the engine need not wait for the node to hear of that
                 loan.close()
 
-    def _scatter(self, load: Load, shard: int, loan: Loan) -> None:
+    def _scatter(self, load: Load, shard: int, loan: Loan) -> list[int]:
+        """Copy one shard's chunks into their blocks. Returns the blocks of damaged chunks; all others have their KV."""
+        damaged: list[int] = []
         for number, (view, ids) in enumerate(zip(self._views[shard], load.block_ids, strict=True)):
-            places, blocks = loan.chunks(number), np.array(ids, dtype=np.int64)
-            _check_covered(self._geometry.parts[number], blocks, places)
-            scatter_blocks(view, blocks, loan.buffer, places, threads=self._threads)
+            part, places, blocks = self._geometry.parts[number], loan.chunks(number), np.array(ids, dtype=np.int64)
+            _check_covered(part, blocks, places)
+            try:
+                scatter_blocks(view, blocks, loan.buffer, places, threads=self._threads)
+            except DamagedChunks as error:
+                damaged += _blocks_of_chunks(error.chunks, part, blocks, places)
             self._count_loaded(view, blocks)
+        return damaged
 
 
 def _whole(part: Part, ids: list[int], num_tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
@@ -375,6 +387,26 @@ def _check_covered(part: Part, blocks: npt.NDArray[np.int64], places: ChunkBytes
     absent = np.repeat(places.offsets == ABSENT, per_chunk)
     if (absent & (blocks >= 0)).any():
         raise KVHoldError(f"the hit has no KV for {int((absent & (blocks >= 0)).sum())} blocks of KV cache group {part.table}")
+
+
+def _blocks_of_chunks(chunks: Sequence[int], part: Part, blocks: npt.NDArray[np.int64], places: ChunkBytes) -> list[int]:
+    """The blocks that get the bytes of these chunks. blocks: of all chunks; -1 for one that is not written."""
+    per_chunk = -(-places.num_tokens // part.group.block_tokens)
+    chosen = np.repeat(np.isin(np.arange(per_chunk.size), chunks), per_chunk)
+    return [int(block) for block in blocks[chosen & (blocks >= 0)]]
+
+
+def _checked(copy: CopyLayer, part: Part, blocks: npt.NDArray[np.int64], places: ChunkBytes) -> LoadLayer:
+    """The same copy; it returns the blocks of damaged chunks."""
+
+    def load_layer(layer: int) -> list[int]:
+        try:
+            copy(layer)
+        except DamagedChunks as error:
+            return _blocks_of_chunks(error.chunks, part, blocks, places)
+        return []
+
+    return load_layer
 
 
 def _nbytes(view: View, places: ChunkBytes) -> int:
