@@ -143,7 +143,12 @@ class NodeProcess:
 
     def __init__(self, socket: Path, *, ram: str = "64MiB") -> None:
         self.socket = socket
-        command = [sys.executable, "-m", "kvhold", "serve", "--socket", str(socket), "--ram-bytes", ram]
+        self._ram = ram
+        self.start_again()
+
+    def start_again(self) -> None:
+        """After it was killed."""
+        command = [sys.executable, "-m", "kvhold", "serve", "--socket", str(self.socket), "--ram-bytes", self._ram]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         assert self._process.stdout is not None
         assert "ready" in self._process.stdout.readline()

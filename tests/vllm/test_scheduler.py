@@ -2,7 +2,8 @@
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import entry_points
 from multiprocessing import Pipe
@@ -26,7 +27,7 @@ from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheConfig,
 from vllm.v1.request import Request, RequestStatus
 
 from kvhold.core.config import ClientConfig, Config, load_config
-from kvhold.core.errors import ConfigError, LayoutError
+from kvhold.core.errors import ConfigError, LayoutError, NodeError
 from kvhold.core.keys import Namespace
 from kvhold.core.layout import Group, Layout
 from kvhold.integrations.vllm import register, scheduler, space
@@ -36,6 +37,7 @@ from kvhold.integrations.vllm.naming import adapters
 from kvhold.integrations.vllm.steps import Load, Steps, Store
 from kvhold.node import NodeClient
 from tests.vllm.scheduling import (
+    WITHIN_S,
     Engine,
     NodeProcess,
     Options,
@@ -767,6 +769,44 @@ class TestAdapters:
         assert unknown.stores == []
 
 
+class Restart:
+    """A start of the next node that ends when the test says so."""
+
+    def __init__(self, node: NodeProcess) -> None:
+        self._node = node
+        self._goes_on = Event()
+        self._fails = False
+        self.missed: Counter[str] = Counter()  # tokens, by reason, since it began
+
+    def begin(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Have the engine start the next node from now on, and kill this one."""
+        cache = engine.connector.scheduler._cache
+        cache._revive = self._revive
+        monkeypatch.setattr(engine.connector.scheduler.tally, "looked_up", self._count)
+        self._node.kill()
+        eventually(lambda: cache.is_rejoining)
+
+    def end(self, *, fail: bool = False) -> None:
+        """The node listens, or could not start."""
+        if not fail:
+            self._node.start_again()
+        self._fails = fail
+        self._goes_on.set()
+
+    def _count(self, num_tokens: int, *, sources: Mapping[str, int], reason: str) -> None:
+        self.missed[reason] += num_tokens - sum(sources.values())
+
+    def _revive(self, closed: Event) -> None:
+        self._goes_on.wait(WITHIN_S)
+        if self._fails:
+            raise NodeError("the test says so")
+
+
+def followed(engine: Engine, request_id: str) -> Any:
+    """What the connector keeps about a request."""
+    return engine.connector.scheduler._followed[request_id]
+
+
 class TestLostNode:
     @pytest.fixture
     def warm(self, folder: Path, frail: NodeProcess) -> Iterator[Engine]:
@@ -801,6 +841,48 @@ class TestLostNode:
         warm.run()
         assert warm.tokens_computed["back"] == 300 - 288 + 1
         eventually(lambda: frail.held() == NOTHING)
+
+    @pytest.fixture
+    def restart(self, warm: Engine, frail: NodeProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[Restart]:
+        """The node is killed, and another is being started."""
+        restart = Restart(frail)
+        restart.begin(warm, monkeypatch)
+        yield restart
+        restart.end(fail=True)
+
+    def test_a_lookup_waits_for_the_next_one_if_computing_takes_longer(
+        self, warm: Engine, restart: Restart, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(warm.connector.scheduler._costs, "compute_s", lambda *_: WITHIN_S)
+        prompt = make_prompt("lost", 300)
+        warm.add("a", prompt)
+        lookup = eventually(lambda: not warm.step().total_num_scheduled_tokens and followed(warm, "a").lookup)
+        lookup.result()
+        assert followed(warm, "a").is_lost
+        for _ in range(20):
+            assert warm.step().total_num_scheduled_tokens == 0, "it is asked again, and no pass waits"
+        restart.end()
+        warm.run()
+        assert warm.outputs["a"] == answer_to(prompt, 2)
+        assert restart.missed == {"never_stored": 300}, "the next one has answered"
+
+    def test_a_lookup_that_would_wait_longer_than_computing_does_not_and_then_none_waits(
+        self, warm: Engine, restart: Restart, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(warm.connector.scheduler._costs, "compute_s", lambda *_: 0.0)
+        self.check(warm, make_prompt("lost", 300), count=1)
+        assert restart.missed == {"not_awaited": 301}
+        monkeypatch.setattr(warm.connector.scheduler._costs, "compute_s", lambda *_: 1e9)
+        warm.outputs.clear()
+        self.check(warm, make_prompt("next", 300), count=2)
+        assert restart.missed == {"not_awaited": 301, "no_answer": 602}, "one has waited in vain"
+
+    def test_where_the_start_has_failed_nobody_waits(self, warm: Engine, restart: Restart, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(warm.connector.scheduler._costs, "compute_s", lambda *_: 1e9)
+        restart.end(fail=True)
+        eventually(lambda: not warm.connector.scheduler._cache.is_rejoining)
+        self.check(warm, make_prompt("lost", 300), count=2)
+        assert restart.missed == {"no_answer": 602}
 
     def test_what_the_engine_has_itself_does_not_wait_for_it(self, warm: Engine, frail: NodeProcess) -> None:
         prompt = make_prompt("lost", 300)

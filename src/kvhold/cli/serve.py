@@ -1,8 +1,10 @@
 """`kvhold serve`: this host's node, in the foreground or detached."""
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from kvhold.cli.tier_urls import check_no_secrets
 from kvhold.core.config import Config, load_config
 from kvhold.core.errors import NodeError
 from kvhold.core.sizes import format_size
+from kvhold.memory.arena import default_arena_bytes
 from kvhold.net.central import CENTRAL_VERSION
 from kvhold.net.messages import PROTOCOL_VERSION
 from kvhold.node.central import Central
@@ -21,6 +24,9 @@ from kvhold.node.logs import write_log
 from kvhold.node.paths import socket_path
 from kvhold.node.pauses import avoid_pauses
 from kvhold.node.server import Node
+from kvhold.node.watcher import restart_when_killed, wait_for_room
+
+log = logging.getLogger(__name__)
 
 
 @click.command()
@@ -42,6 +48,7 @@ from kvhold.node.server import Node
 @click.option(
     "--log-file", type=click.Path(path_type=Path), help="With --detach: log to this file, which is rotated, not to standard error."
 )
+@click.option("--restart", is_flag=True, help="With --detach: start it again when it was killed.")
 @click.option("--config", "config_file", type=click.Path(path_type=Path), help="Settings file, TOML or YAML.")
 def command(
     socket: str | None,
@@ -56,6 +63,7 @@ def command(
     idle_exit_s: float | None,
     detach: bool,
     log_file: Path | None,
+    restart: bool,
     config_file: Path | None,
 ) -> None:
     """Run this host's node, or with --listen a central cache for other hosts, until SIGTERM or SIGINT."""
@@ -77,7 +85,9 @@ def command(
         here = socket_path(config.node.socket)  # before a detached node leaves this folder
         config = replace(config, node=replace(config.node, socket=str(here)))
     log_file = log_file.absolute() if log_file is not None else None
-    release = _detach(config, log_file) if detach else None
+    release = None
+    if detach:
+        config, release = _detach(config, log_file, restart=restart and not config.listen.address)
     avoid_pauses()
     if config.listen.address:
         asyncio.run(Central(config).serve(on_ready=lambda central: _announce_central(central, release)))
@@ -85,11 +95,15 @@ def command(
         asyncio.run(Node(config, idle_exit_s=idle_exit_s).serve(on_ready=lambda node: _announce(node, release)))
 
 
-def _detach(config: Config, log_file: Path | None) -> Callable[[], None]:
+def _detach(config: Config, log_file: Path | None, *, restart: bool) -> tuple[Config, Callable[[], None]]:
     """Go on in a child with a session of its own, which belongs to the host: see `node/host.py`.
+
+    Returns its settings, and what is to be called when it listens.
 
     The caller's process ends when the child calls the function that this returns, or has ended. So the node is nobody's child: engines
     that clean up after themselves kill all their descendants.
+
+    restart: go on in a child of that one, see `node/watcher.py`
     """
     ready, say = os.pipe()
     child = os.fork()
@@ -102,17 +116,29 @@ def _detach(config: Config, log_file: Path | None) -> Callable[[], None]:
     os.setsid()
     belong_to_host(keep=(say,))
     raise_priority(config.node.nice)
+    killed = False
+    if restart:
+        config = replace(config, ram_bytes=config.ram_bytes or default_arena_bytes())  # the next node is no smaller
+        try:
+            killed = restart_when_killed(Path(config.node.socket))
+        except OSError as error:
+            raise NodeError(f"node.socket: {error}") from None
     if log_file is not None:
         try:
             write_log(log_file, max_bytes=config.node.log_bytes, files=config.node.log_files)
         except OSError as error:
             raise NodeError(f"--log-file {log_file}: {error}") from None
 
+    if killed:
+        log.warning("the node on %s was killed: starting it again", config.node.socket)
+        wait_for_room(config, config.ram_bytes)
+
     def release() -> None:
-        os.write(say, b"1")
+        with suppress(BrokenPipeError):  # who started the first one has ended long since
+            os.write(say, b"1")
         os.close(say)
 
-    return release
+    return config, release
 
 
 def _announce_central(central: Central, release: Callable[[], None] | None) -> None:

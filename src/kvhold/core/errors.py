@@ -12,6 +12,7 @@ KVHoldError
  ├─ DamagedChunks        chunks in memory are not as they were committed; the reader computes them
  ├─ ProtocolError        a peer speaks wrongly; its connection is closed
  ├─ NodeError            this host's node cannot be reached, started or agreed with; says which socket
+ │   ├─ NodeLost         it was there and is gone; it may be back in a moment
  │   └─ NodeRefused      it is there and does not serve this client, which says why
  └─ DeadlineExceeded     .deadline_s; the caller goes on without us
 
@@ -102,6 +103,10 @@ class ProtocolError(KVHoldError):
 
 class NodeError(KVHoldError):
     """The node of this host is missing, busy, foreign or of another version."""
+
+
+class NodeLost(NodeError):
+    """The node was there and is gone; it may be back in a moment."""
 
 
 class NodeRefused(NodeError):

@@ -24,7 +24,7 @@ import numpy as np
 
 from kvhold.core.errors import CapacityError
 from kvhold.core.sizes import format_size
-from kvhold.memory.host import HUGE_PAGE_BYTES, available_bytes, free_huge_pages
+from kvhold.memory.host import HUGE_PAGE_BYTES, all_huge_pages, available_bytes, free_huge_pages
 
 log = logging.getLogger(__name__)
 
@@ -194,6 +194,13 @@ class Toucher:
 def default_arena_bytes() -> int:
     """What `ram_bytes = 0` means: a quarter of what is free, at most 4 GiB."""
     return max(HUGE_PAGE_BYTES, min(4 << 30, available_bytes() // 4))
+
+
+def has_room(nbytes: int, huge_pages: str) -> bool:
+    """Whether an arena of this size fits now, in huge pages where the host keeps enough of them for it."""
+    if huge_pages != "never" and all_huge_pages() * HUGE_PAGE_BYTES >= nbytes:
+        return free_huge_pages() * HUGE_PAGE_BYTES >= nbytes
+    return nbytes + _KEEP_FREE <= available_bytes()
 
 
 def _check_fits(nbytes: int) -> None:

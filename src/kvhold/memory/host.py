@@ -17,6 +17,14 @@ def available_bytes() -> int:
     return free if group is None else min(free, group)
 
 
+def all_huge_pages() -> int:
+    """How many 2 MiB pages the host keeps, used ones included."""
+    try:
+        return int((_HUGE / "nr_hugepages").read_text())
+    except (OSError, ValueError):
+        return 0
+
+
 def free_huge_pages() -> int:
     """How many 2 MiB pages the host keeps ready and nobody uses or has been promised (a mapping is, before it touches them)."""
     try:

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from kvhold.core.api import EventBatch, Found, Hit, Loan, Recoded, Recoding, Room, mask_bytes
 from kvhold.core.config import ClientConfig
-from kvhold.core.errors import DeadlineExceeded, KVHoldError, NodeError, NodeRefused, ProtocolError
+from kvhold.core.errors import DeadlineExceeded, KVHoldError, NodeError, NodeLost, NodeRefused, ProtocolError
 from kvhold.core.keys import ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
 from kvhold.core.planning import Decision, Work
@@ -35,6 +35,7 @@ from kvhold.core.terms import FREE, Terms
 from kvhold.net import messages as m
 from kvhold.node.link import Link
 from kvhold.node.membership import Duty, Membership
+from kvhold.node.notifier import Notifier
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ class NodeClient:
         self._lock = threading.Lock()  # over the membership
         self._pid = os.getpid()
         self._closed = threading.Event()
-        self._wake = threading.Event()  # the keeper: the node is lost, an answer is late, or this client is closed
+        self._wake = Notifier()  # the keeper: the node is lost, an answer is late, or this client is closed
         self._membership = Membership(path, Link(path, name, self._config.connect_timeout_s, requires))
         self._keeper = threading.Thread(target=self._keep, name="kvhold-keeper", daemon=True)
         self._keeper.start()
@@ -83,6 +84,11 @@ class NodeClient:
         """Whether calls reach a node now."""
         link = self._link
         return link is not None and not self._membership.is_silent(link, self._config.call_timeout_s)
+
+    @property
+    def is_rejoining(self) -> bool:
+        """Whether a lost node may be back in a moment: no attempt to start one has failed yet."""
+        return self._revive is not None and self._membership.is_rejoining
 
     @property
     def arena_buffer(self) -> npt.NDArray[np.uint8]:
@@ -300,7 +306,8 @@ class NodeClient:
     def renew_locks_in_child(self) -> None:
         """In a forked child: the parent's locks may be taken by threads that the child does not have."""
         was_closed = self._closed.is_set()
-        self._lock, self._closed, self._wake = threading.Lock(), threading.Event(), threading.Event()
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._wake.close_in_child()
         if was_closed:
             self._closed.set()
 
@@ -336,7 +343,7 @@ class NodeClient:
             raise
         except OSError as error:
             self._break(link, str(error))
-            raise NodeError(f"{_operation(request)}: lost the node on {self.path}: {error}") from None
+            raise NodeLost(f"{_operation(request)}: lost the node on {self.path}: {error}") from None
         except BaseException as error:
             if link.is_broken:
                 self._break(link, str(error) or type(error).__name__)
@@ -383,19 +390,27 @@ class NodeClient:
                 self._wake.set()
         if lost:
             log.warning("lost the node on %s (%s); computing without it until it is back", self.path, why)
-        link.retire()
+        link.retire(at_once=False)
 
     def _keep(self) -> None:
-        """The keeper's thread: tries an idle connection now and then, takes late answers, and joins a lost node again."""
+        """The keeper's thread: it notices at once when the node ends, and joins the next one.
+
+        It also tries an idle connection now and then, and takes late answers.
+        """
         while not self._closed.is_set():
             link = self._link
             if link is None:
                 self._rejoin()
                 continue
-            if not link.has_loose_ends:
-                self._wake.wait(self._config.heartbeat_interval_s)
+            try:
+                if not link.has_loose_ends:
+                    link.watch(self._wake, self._config.heartbeat_interval_s)
+            except (OSError, ProtocolError) as error:
+                self._break(link, str(error))
+                continue
             self._wake.clear()
             self._beat(link)
+        self._wake.close()
 
     def _beat(self, link: Link) -> None:
         duty = self._membership.duty(link, time.monotonic(), self._config.heartbeat_interval_s)
@@ -412,10 +427,11 @@ class NodeClient:
             self._break(link, str(error))
 
     def _rejoin(self) -> None:
-        link = None
+        link, revived = None, False
         try:
             if self._revive is not None:
                 self._revive(self._closed)
+            revived = True
             link = Link(self.path, self._name, self._config.connect_timeout_s, self._requires)
             self._introduce(link)
         except (OSError, KVHoldError) as error:
@@ -424,7 +440,9 @@ class NodeClient:
                 log.warning("computing without the node: %s", error)
             if link is not None:
                 link.retire()
-            self._closed.wait(self._config.reconnect_interval_s)
+            with self._lock:
+                self._membership.failed(may_be_back=revived and not isinstance(error, NodeRefused))
+            self._closed.wait(self._membership.pause_s(self._config.reconnect_interval_s))
 
     def _introduce(self, link: Link) -> None:
         """Tell a new node every namespace, those registered meanwhile included; then let the callers have it."""

@@ -33,6 +33,7 @@ from kvhold.net import messages as m
 from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length, encode
 from kvhold.node.conversation import Call, Conversation, again
 from kvhold.node.membership import Lifetime
+from kvhold.node.notifier import Notifier
 from kvhold.node.paths import peer_user
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ log = logging.getLogger(__name__)
 _DESCRIPTORS = 1  # that come with a welcome
 _READ_BYTES = 64 << 10  # read at once: all of most answers
 _TOUCHED_BYTES = 4 << 30  # of each mapping, ahead of their use: 8 MiB of page tables at most, and an arena of the default size whole
+_LAST_WORDS_S = 1.0  # to read what a node has said before it closed the connection
 _MOST_NAME = 100  # characters: a Hello is short
 
 _greeting_decoder: Decoder[m.Welcome | m.Refused] = Decoder(m.Welcome | m.Refused)
@@ -163,6 +165,24 @@ class Link:
         finally:
             self._leave()
 
+    def watch(self, notifier: Notifier, seconds: float) -> None:
+        """Wait until the node has closed its end, the notifier is set, or the time is over.
+
+        Other threads read meanwhile.
+
+        Raises OSError and ProtocolError where the connection is of no more use.
+        """
+        self._enter()
+        try:
+            end = select.poll()
+            end.register(self._socket, select.POLLRDHUP)
+            end.register(self._retiring, select.POLLIN)
+            end.register(notifier, select.POLLIN)
+            if any(fd == self._socket.fileno() for fd, _ in end.poll(seconds * 1e3)):
+                self._wait(lambda: False, time.monotonic() + _LAST_WORDS_S)  # what it has said before is read first
+        finally:
+            self._leave()
+
     def tend(self, seconds: float) -> None:
         """Read late answers, and send queued requests. Raises OSError, ProtocolError."""
         until, talk = time.monotonic() + seconds, self._conversation
@@ -188,8 +208,11 @@ class Link:
             self._lifetime.let_go()
             self._close_if_unused()
 
-    def retire(self) -> None:
+    def retire(self, *, at_once: bool = True) -> None:
         """No more calls, and an end to those that wait; close as soon as nobody holds anything.
+
+        at_once: False: a thread closes. The last to close a dead node's arena frees its pages,
+                 which takes 0.2 s for 512 MiB.
 
         The socket stays open, in both directions, while somebody holds the arena: a node that cannot write to it takes the memory back.
         """
@@ -197,7 +220,13 @@ class Link:
             self._lifetime.retired = True
             if self._retiring >= 0:
                 os.eventfd_write(self._retiring, 1)
-            self._close_if_unused()
+            if at_once:
+                self._close_if_unused()
+        if not at_once:
+            try:
+                threading.Thread(target=self.retire, name="kvhold-unmap", daemon=True).start()
+            except RuntimeError:  # there can be no more threads
+                self.retire()
 
     def forget_in_child(self) -> None:
         """In a forked child: close its copy of the socket, or what the parent holds would be held for as long as the child lives.
@@ -299,9 +328,9 @@ class Link:
             try:
                 with self._lock:
                     while self._reader is not me:
-                        self._check()
-                        if is_done():
+                        if is_done():  # even if the connection has ended after that
                             return True
+                        self._check()
                         left = until - time.monotonic()
                         if left <= 0:
                             return False

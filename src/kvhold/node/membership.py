@@ -14,10 +14,12 @@ each call, but for `current`, `is_silent` and `return_within_s`.
 import enum
 from typing import Generic, Protocol, TypeVar
 
-from kvhold.core.errors import NodeError
+from kvhold.core.errors import NodeError, NodeLost
 from kvhold.net import messages as m
 
 _NO_TIME_S = 0.001  # for a silent node: the request is sent, and its answer is not waited for
+_HOPELESS = 10  # failed attempts to join, after which no lookup waits
+_FIRST_PAUSE_S = 0.01  # after the first of them; twice as long after each
 
 
 class Lifetime:
@@ -97,14 +99,15 @@ class Membership(Generic[AnyLink]):
         self.closed = False
         self._registered: dict[bytes, m.Register] = {}  # by namespace
         self._refusal = ""
+        self._failures = 0  # of attempts to join again, since the node was lost
 
     def current(self, operation: str) -> AnyLink:
-        """The link in use. Raises NodeError when there is none."""
+        """The link in use. Raises NodeLost when there is none, NodeError when the client is closed."""
         link = self.link
         if self.closed:
             raise NodeError(f"{operation}: this client is closed")
         if link is None:
-            raise NodeError(f"{operation}: no node on {self.where} now; looking for it in the background")
+            raise NodeLost(f"{operation}: no node on {self.where} now; looking for it in the background")
         return link
 
     def is_silent(self, link: AnyLink, after_s: float) -> bool:
@@ -138,7 +141,21 @@ class Membership(Generic[AnyLink]):
         if not missing and not self.closed:
             self.link = link
             self._refusal = ""
+            self._failures = 0
         return missing
+
+    def failed(self, *, may_be_back: bool) -> None:
+        """An attempt to join again has failed. may_be_back: False: the node could not be started, or refuses this client."""
+        self._failures = self._failures + 1 if may_be_back else _HOPELESS
+
+    def pause_s(self, most_s: float) -> float:
+        """How long to wait before the next attempt to join."""
+        return min(most_s, _FIRST_PAUSE_S * (1 << min(self._failures, _HOPELESS)))
+
+    @property
+    def is_rejoining(self) -> bool:
+        """Whether a lost node may be back in a moment."""
+        return self.link is None and not self.closed and self._failures < _HOPELESS
 
     def is_news(self, refusal: str) -> bool:
         """Whether the node had another reason, or none, when it last refused the client. It is logged once."""

@@ -67,6 +67,11 @@ def clears_path(path: Path) -> Path:
     return folder / f"{socket.gethostname()}-{digest}.clears"
 
 
+def watch_path(path: Path) -> Path:
+    """The file beside a socket that the watcher of its node has locked (`node/watcher.py`)."""
+    return Path(f"{path}.watch")
+
+
 def prepare_folder(path: Path, *, any_owner: bool = False) -> None:
     """Make the socket's folder, for this user alone. Raises NodeError when others could change what is in it; any_owner: they may."""
     folder = path.parent

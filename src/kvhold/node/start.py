@@ -22,7 +22,7 @@ from kvhold.core.errors import KVHoldError, NodeError
 from kvhold.memory.placement import engine_memory_nodes, format_list
 from kvhold.node.client import NodeClient
 from kvhold.node.host import node_environment, spawn_attributes
-from kvhold.node.paths import lock_path, open_beside, prepare_folder, socket_path
+from kvhold.node.paths import lock_path, open_beside, prepare_folder, socket_path, watch_path
 from kvhold.node.requirements import pack, requirements_of
 
 log = logging.getLogger(__name__)
@@ -98,15 +98,19 @@ def _wait_for(lock: int, patience: _Patience) -> None:
 
 def _has_node(patience: _Patience) -> bool:
     """Whether a node listens. One that has the place and does not listen is waited for: it may have been started by somebody who gave up,
-    and go on starting, or be ending."""
+    and go on starting, or be ending; or its watcher starts it again."""
     while not (listens := _listens(patience.path)) and _is_taken(patience.path):
         patience.pause(lambda: "another one has the place, and does not listen")
     return listens
 
 
 def _is_taken(path: Path) -> bool:
+    return _is_locked(lock_path(path)) or _is_locked(watch_path(path))
+
+
+def _is_locked(file: Path) -> bool:
     try:
-        lock = open_beside(lock_path(path), os.O_RDONLY)
+        lock = open_beside(file, os.O_RDONLY)
     except FileNotFoundError:
         return False
     try:
@@ -121,7 +125,7 @@ def _is_taken(path: Path) -> bool:
 def _spawn(config: Config, patience: _Patience) -> None:
     path = patience.path
     log_path = path.with_suffix(".log")
-    command = [sys.executable, "-P", "-m", "kvhold", "serve", "--detach", "--socket", str(path), "--log-file", str(log_path)]
+    command = [sys.executable, "-P", "-m", "kvhold", "serve", "--detach", "--restart", "--socket", str(path), "--log-file", str(log_path)]
     command += ["--idle-exit-s", f"{config.node.idle_exit_s:g}"]
     environ = node_environment(os.environ, config) | _as_environ(_at_home(config))
     output = open_beside(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

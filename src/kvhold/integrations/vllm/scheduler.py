@@ -3,7 +3,8 @@
 A request's prompt (where it comes back from a preemption, with what it has generated, if that is stored, too) is hashed on a thread of
 its own as soon as it arrives, and looked up there when the scheduler first asks, so that what waits in a long queue pins nothing and finds
 what was stored meanwhile. One scheduling pass waits for a few milliseconds at most, however many lookups are under way, and is told "ask
-again" after that; a lookup that comes too late or fails is a miss. While chunks come from lower tiers the request waits in the queue, for
+again" after that; a lookup that comes too late or fails is a miss. One that finds the node lost is asked again when the next node is there,
+if that takes no longer than computing the prompt. While chunks come from lower tiers the request waits in the queue, for
 `client.arrival_timeout_s` at most; then it makes do with what has come. The hit stays pinned from the lookup
 until the request is loaded, runs without it, or is gone. Where a load would bring nothing, because the engine has the tokens itself or may
 not load, no pass waits: the request runs, and what the answer says about storing is caught up with when it is there. All methods run on the
@@ -12,10 +13,11 @@ scheduler's thread, and none but `reset` waits for the node there.
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING
@@ -25,7 +27,7 @@ from vllm.v1.request import RequestStatus
 
 from kvhold.core.api import Hit
 from kvhold.core.config import Config
-from kvhold.core.errors import ConfigError, KVHoldError
+from kvhold.core.errors import ConfigError, KVHoldError, NodeLost
 from kvhold.core.keys import ChunkNames, Namespace, Prompt
 from kvhold.core.planning import MOST_NAME
 from kvhold.core.reasons import SLOWER, WHOLE
@@ -36,7 +38,7 @@ from kvhold.integrations.vllm.geometry import Geometry, Part
 from kvhold.integrations.vllm.media import Media
 from kvhold.integrations.vllm.naming.adapters import Adapters
 from kvhold.integrations.vllm.space import join, prompt_of, rules_of
-from kvhold.integrations.vllm.stats import BELOW_MINIMUM, NO_ANSWER, NOT_NAMED, Tally
+from kvhold.integrations.vllm.stats import BELOW_MINIMUM, NO_ANSWER, NOT_AWAITED, NOT_NAMED, Tally
 from kvhold.integrations.vllm.steps import Load, Steps, Store
 from kvhold.integrations.vllm.tracker import RequestTracker
 from kvhold.memory.placement import place_own_threads, place_this_thread
@@ -66,6 +68,10 @@ class _Followed:
     tried: how often it had been preempted when it was last looked up; a load is tried once for each time it starts anew, so that one
     that keeps failing ends in computing, not in a circle
     untold: what was scheduled of it that its tracker does not know, because the lookup has no answer yet
+    ask: asks the cache; what `lookup` does first
+    is_lost: the node was lost when the cache was asked last
+    compute_s: how long computing the prompt would take, known once the node was lost
+    no_hit: why there is no hit, if the cache has not said
     """
 
     request: "Request"
@@ -82,6 +88,10 @@ class _Followed:
     loading: bool = False
     tried: int = -1
     untold: "list[_Scheduled]" = field(default_factory=list)
+    ask: "Callable[[], Hit | None] | None" = None
+    is_lost: bool = False
+    compute_s: float = 0.0
+    no_hit: str = NO_ANSWER
 
 
 @dataclass(frozen=True)
@@ -142,6 +152,7 @@ class SchedulerSide:
         self._inside: list[str] = []  # requests that the last pass has loaded
         self._last_stores: list[Store] = []
         self._patience_s = _PATIENCE_S  # what is left of it in this pass
+        self._waits_for_node = True  # no lookup has waited for a lost node in vain
         log.info(
             "kvhold: %d tokens a chunk (%s), %d shards, node on %s",
             namespace.layout.tokens_per_chunk,
@@ -362,7 +373,9 @@ class SchedulerSide:
         if plans and not would_load:  # it may run before there is an answer
             self._costs.follow(request.request_id, request.num_tokens)
         followed.patience_s = self._config.client.arrival_timeout_s  # until the lookup thread knows better
-        followed.lookup = self._lookups.submit(self._ask, followed, followed.naming, asking, have_tokens, computed_tokens)
+        followed.no_hit = NO_ANSWER
+        followed.ask = partial(self._ask, followed, followed.naming, asking, have_tokens, computed_tokens)
+        followed.lookup = self._lookups.submit(followed.ask)
 
     def _name(self, request: "Request", rules: Rules) -> Prompt | None:
         """On the lookup thread: hash the prompt. Never raises, because the scheduler would with it; what cannot be named is not cached."""
@@ -419,11 +432,16 @@ class SchedulerSide:
         computed_tokens: that the engine has computed, with which it would go on
         """
         prompt = None if naming.cancelled() else naming.result()
+        followed.is_lost = False
         try:
             patience_s = followed.patience_s = self._patience(followed.request.num_tokens, computed_tokens)
             work = self._costs.work(*asking) if asking is not None else None
             if prompt is not None:
                 return self._cache.lookup(self._asked(prompt).query(), work=work, have_tokens=have_tokens, wait_s=0, deadline_s=patience_s)
+        except NodeLost as error:
+            log.debug("kvhold: lookup: %s", error)
+            followed.compute_s = min(self._costs.compute_s(followed.request.num_tokens, computed_tokens), patience_s)
+            followed.is_lost = True
         except KVHoldError as error:
             log.debug("kvhold: lookup: %s", error)
         except Exception:
@@ -448,9 +466,9 @@ class SchedulerSide:
         Too late is a miss; the hit is let go."""
         assert followed.lookup is not None
         assert followed.naming is not None
-        began_s, hit = time.monotonic(), None
+        began_s, hit, lookup = time.monotonic(), None, followed.lookup
         try:
-            hit = followed.lookup.result(timeout=0 if followed.arriving else patience_s)  # what takes long anyway holds up no pass
+            hit = lookup.result(timeout=0 if followed.arriving else patience_s)  # what takes long anyway holds up no pass
             followed.lookup = None
         except FutureTimeout:
             if not last and began_s - followed.asked_s < followed.patience_s:
@@ -458,6 +476,10 @@ class SchedulerSide:
             self._let_go(followed)
         finally:
             self._patience_s = max(0.0, self._patience_s - (time.monotonic() - began_s))
+        if hit is None and followed.is_lost and not last and self._waits(followed, began_s):
+            followed.lookup = followed.lookup or lookup
+            return False
+        self._waits_for_node = self._waits_for_node or hit is not None
         if hit is not None and hit.arriving and not last:
             settle = bool(followed.untold) or began_s - followed.since_s >= self._config.client.arrival_timeout_s
             followed.lookup, followed.arriving = self._lookups.submit(_look_again, hit, settle), hit
@@ -465,7 +487,7 @@ class SchedulerSide:
             return False
         followed.hit, followed.arriving = hit, None
         prompt = followed.naming.result() if followed.naming.done() else None
-        self._count(followed.request, prompt, hit)
+        self._count(followed, prompt, hit)
         if hit is not None and not followed.untold and followed.rules.plan and (hit.num_tokens or hit.reason == SLOWER):
             self._costs.follow(followed.request.request_id, followed.request.num_tokens)
         if prompt is not None:
@@ -480,10 +502,30 @@ class SchedulerSide:
                 self._announcer.found(followed.request, prompt, hit.num_tokens)
         return True
 
-    def _count(self, request: "Request", prompt: Prompt | None, hit: Hit | None) -> None:
+    def _waits(self, followed: _Followed, now_s: float) -> bool:
+        """Whether a lookup that found the node lost waits for the next one. Ask again when it is there.
+
+        It waits as long as computing the prompt would take. Once one has waited in vain, no other
+        waits until there is a node.
+        """
+        waited_s = now_s - followed.asked_s
+        if self._cache.connected:
+            if followed.ask is not None and waited_s < followed.patience_s:
+                followed.lookup = self._lookups.submit(followed.ask)
+            return followed.lookup is not None
+        if not self._waits_for_node or not self._cache.is_rejoining:
+            return False
+        if waited_s < followed.compute_s:
+            return True
+        self._waits_for_node = False
+        followed.no_hit = NOT_AWAITED
+        return False
+
+    def _count(self, followed: _Followed, prompt: Prompt | None, hit: Hit | None) -> None:
+        request = followed.request
         num_tokens = max(request.num_prompt_tokens, prompt.num_tokens if prompt is not None else 0)
         if hit is None:
-            reason = NO_ANSWER if prompt is not None else NOT_NAMED
+            reason = followed.no_hit if prompt is not None else NOT_NAMED
             self.tally.looked_up(num_tokens, sources={}, reason=reason)
         else:
             reason = hit.reason if hit.reason and hit.reason != WHOLE else BELOW_MINIMUM

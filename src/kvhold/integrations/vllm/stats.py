@@ -12,14 +12,14 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-BELOW_MINIMUM, NOT_NAMED, NO_ANSWER = "below_minimum", "not_named", "no_answer"
+BELOW_MINIMUM, NOT_NAMED, NO_ANSWER, NOT_AWAITED = "below_minimum", "not_named", "no_answer", "not_awaited"
 
 METRICS: dict[str, tuple[str, str]] = {
     "lookup_tokens": ("", "Prompt tokens that were looked up."),
     "hit_tokens": ("source", "Prompt tokens whose KV was found, by the tier it was in."),
     "missed_tokens": (
         "reason",
-        "Prompt tokens whose KV was not found, by why: a word of kvhold.core.reasons, below_minimum, not_named, or no_answer.",
+        "Prompt tokens whose KV was not found, by why: a word of kvhold.core.reasons, below_minimum, not_named, no_answer or not_awaited.",
     ),
     "refused_requests": ("", "Requests that are not cached: their kv_transfer_params ask for what is not known or not allowed."),
     "loads": ("", "Hits that were loaded into blocks."),
@@ -36,7 +36,7 @@ class Tally:
     """Counts until they are taken. Any thread.
 
     What the cache cannot see is named here: `below_minimum`, less than a block; `not_named`, the KV depends on what kvhold cannot tell;
-    `no_answer`, no node, or too late.
+    `no_answer`, no node, or too late; `not_awaited`, the node was being started again, and that took longer than computing.
     """
 
     def __init__(self) -> None:
