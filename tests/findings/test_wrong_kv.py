@@ -1,0 +1,55 @@
+"""Findings A2, A5 and A6: bytes that are another text's, or no text's. Those that need vLLM are in `test_vllm.py`."""
+
+from pathlib import Path
+
+import pytest
+
+from kvhold.integrations.weights import model_identity
+from kvhold.testing.cache import PLAIN, a_prompt, fill, store
+from tests.cache.below import cache_over, forget
+from tests.findings.both import PROMPT, SPACE, WITHIN_S, a_client, a_node, offsets_of, wrong_chunks
+from tests.tiers.memory import a_place
+
+
+class TestA2:
+    @pytest.mark.parametrize("file", ["modeling_own.py", "model.tensors", "part/model-1.safetensors"])
+    def test_weights_and_code_are_named_whatever_their_files_are_called(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+    ) -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "notes"))
+        found = set()
+        for number, content in enumerate(("one", "two")):
+            folder = tmp_path / str(number)
+            (folder / file).parent.mkdir(parents=True)
+            (folder / "config.json").write_text("{}")
+            (folder / "model.safetensors").write_bytes(b"weights")
+            (folder / file).write_text(content)
+            found.add(model_identity(str(folder), None))
+        assert len(found) == 2, "other code and other weights, and one name"
+
+
+class TestA5:
+    @pytest.mark.server
+    def test_a_stray_write_of_one_client_reaches_no_other(self, tmp_path: Path) -> None:
+        socket = tmp_path / "node.sock"
+        with a_node(socket), a_client(socket) as writer, a_client(socket) as stray, a_client(socket) as reader:
+            store(writer, PROMPT)
+            third = offsets_of(reader, PROMPT)[2]
+            with stray.reserve(PLAIN, a_prompt(SPACE, 16, 2).chunks()) as room:
+                room.buffer[third + 100] ^= 1
+                assert wrong_chunks(reader, PROMPT) == []
+
+    def test_damage_in_memory_is_not_sealed_as_right_on_its_way_below(self) -> None:
+        with a_place() as place, cache_over(place.url()) as cache:
+            place.hold("probe")  # the chunks wait to be written
+            names = PROMPT.chunks()
+            with cache.reserve(PLAIN, names) as room:
+                fill(room, PLAIN, names)
+                buffer, first = room.buffer, int(room.chunks().offsets[0])
+                room.commit()
+                place.wait_for("probe")
+                buffer[first + 5] ^= 1
+            place.let_go("probe")
+            assert cache.flush(deadline_s=WITHIN_S)
+            forget(cache)
+            assert wrong_chunks(cache, PROMPT) == [], "the damaged bytes came back from below with a valid checksum"
