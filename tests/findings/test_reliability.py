@@ -14,18 +14,19 @@ import numpy as np
 import psutil
 import pytest
 
+from kvhold.cache import open_cache
 from kvhold.core.api import Hit
 from kvhold.core.config import Config, NodeConfig, load_config
-from kvhold.core.errors import DeadlineExceeded, KVHoldError, NodeError
-from kvhold.core.keys import Namespace
+from kvhold.core.errors import DeadlineExceeded, KVHoldError, NodeError, ProtocolError
+from kvhold.core.keys import HASH_BYTES, Namespace, Query
 from kvhold.core.layout import Group, Layout
 from kvhold.node import NodeClient
 from kvhold.node.server import Node
-from kvhold.testing.cache import read, store
+from kvhold.testing.cache import PLAIN, read, store
 from kvhold.testing.tier import make_key
 from kvhold.tiers.disk import DiskTier
 from kvhold.tiers.url import parse_url
-from tests.findings.both import PATIENT, PROMPT, WITHIN_S, a_client, a_node, clean_environ, eventually
+from tests.findings.both import PATIENT, PROMPT, SPACE, WITHIN_S, a_client, a_node, clean_environ, eventually
 
 
 @pytest.mark.server
@@ -108,7 +109,7 @@ class TestC3:
         monkeypatch.setattr(os, "umask", changed)
         asyncio.run(start())
         folder.mkdir(exist_ok=True)
-        assert folder.stat().st_mode & 0o700 == 0o700
+        assert f"{folder.stat().st_mode & 0o700:o}" == "700"
 
 
 WRITER = """
@@ -159,7 +160,7 @@ class TestC5:
             before = node.num_fds()
             for _ in range(20):
                 engines.enter_context(NodeClient(socket, PATIENT))
-            assert node.num_fds() <= before + 20
+            assert min(node.num_fds() for _ in range(5)) <= before + 20  # it opens other files for a moment
             soft, hard = node.rlimit(psutil.RLIMIT_NOFILE)
             assert soft == hard
 
@@ -180,14 +181,20 @@ class TestC7:
     async def test_the_index_of_a_disk_takes_few_bytes_a_value(self, url: str) -> None:
         tracemalloc.start()
         try:
-            before, _ = tracemalloc.get_traced_memory()
             tier = DiskTier.from_url(parse_url(url))
             assert len([key async for key in tier.scan(b"")]) == self.NUM_VALUES
-            after, _ = tracemalloc.get_traced_memory()
+            nbytes, _ = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
         await tier.close()
-        assert (after - before) / self.NUM_VALUES <= 150
+        assert nbytes // self.NUM_VALUES <= 150
+
+    def test_a_query_of_more_keys_than_fit_is_refused(self) -> None:
+        with open_cache(ram_bytes="4MiB", huge_pages="never") as cache:
+            cache.register(SPACE)
+            query = Query(SPACE.digest, PLAIN.fingerprint, 65_535, bytes(20 * HASH_BYTES))
+            with pytest.raises(ProtocolError):
+                cache.lookup(query)
 
 
 @pytest.mark.server
@@ -226,10 +233,13 @@ class TestC9:
         path = tmp_path / "node.sock"
         command = [sys.executable, "-c", PINNED_ENGINE, str(path)]
         done = subprocess.run(command, env=clean_environ(), capture_output=True, text=True, timeout=4 * WITHIN_S, check=True)
-        node = psutil.Process(int(done.stdout))
+        node, threads = psutil.Process(int(done.stdout)), []
         try:
-            threads = [os.sched_getaffinity(thread.id) for thread in node.threads()]
+            for thread in node.threads():
+                with suppress(ProcessLookupError):
+                    threads.append(os.sched_getaffinity(thread.id))
         finally:
             with NodeClient(path, PATIENT, name="test") as client:
                 client.stop_node()
+        assert threads
         assert [cores for cores in threads if not cores >= os.sched_getaffinity(0)] == []

@@ -1,14 +1,21 @@
 """Findings A2, A5 and A6: bytes that are another text's, or no text's. Those that need vLLM are in `test_vllm.py`."""
 
+import asyncio
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from kvhold.core.config import load_config
 from kvhold.integrations.weights import model_identity
+from kvhold.node.shelf import Shelf
 from kvhold.testing.cache import PLAIN, a_prompt, fill, store
+from kvhold.testing.tier import make_key
+from kvhold.tiers import guard
+from kvhold.tiers.ram import Entry
 from tests.cache.below import cache_over, forget
-from tests.findings.both import PROMPT, SPACE, WITHIN_S, a_client, a_node, offsets_of, wrong_chunks
-from tests.tiers.memory import a_place
+from tests.findings.both import PROMPT, SPACE, WITHIN_S, a_client, a_node, eventually, offsets_of, wrong_chunks
+from tests.tiers.memory import PLUGIN, a_place
 
 
 class TestA2:
@@ -53,3 +60,30 @@ class TestA5:
             assert cache.flush(deadline_s=WITHIN_S)
             forget(cache)
             assert wrong_chunks(cache, PROMPT) == [], "the damaged bytes came back from below with a valid checksum"
+
+
+class TestA6:
+    async def test_the_central_store_gives_the_memory_of_a_late_read_to_no_other_host(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A read of a tier that hangs, though its caller has left, and writes in the end."""
+        monkeypatch.setattr(guard, "_LEAVE_S", 0.01)
+        nbytes, late = 512 << 10, make_key(0)
+        with a_place() as place:
+            settings = {"ram_bytes": "4MiB", "huge_pages": "never", "tiers": [place.url()], "plugins": [PLUGIN]}
+            shelf = Shelf(load_config(settings, environ={}))
+            place.values[late] = b"L" * nbytes
+            place.deaf = True
+            place.hold("get")
+            caller = asyncio.ensure_future(shelf.bring([late]))
+            await asyncio.to_thread(place.wait_for, "get")
+            caller.cancel()
+            with suppress(asyncio.CancelledError):
+                await caller
+            entries = [shelf.reserve(make_key(number), nbytes, None) for number in range(1, 9)]
+            puts = [shelf.ram.view(entry) for entry in entries if isinstance(entry, Entry)]
+            for view in puts:
+                view[:] = b"P" * nbytes
+            assert len(puts) >= 7
+            place.let_go("get")
+            await asyncio.to_thread(eventually, lambda: not place.inside["get"])
+            assert [number for number, view in enumerate(puts) if bytes(view) != b"P" * nbytes] == [], "written over by the late read"
+            await shelf.close()
