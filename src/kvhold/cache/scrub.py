@@ -4,8 +4,10 @@
     scrubber.stop()                                               # before the arena goes
 
 A thread of its own hashes; xxhash releases the GIL. What it hashes it has pinned, for a few milliseconds, and it takes and gives back
-where the state lives, as the mover does. Chunks that somebody reads are left out: readers compare for themselves. The parts of a step,
-`take`, `compare` and `give_back`, wait for nothing, so the simulation runs them without the thread.
+where the state lives, as the mover does. Chunks that somebody reads are left out: readers compare for themselves.
+
+The parts of a step are `take`, `compare` and `give_back`. None of them waits, so the simulation runs
+them without the thread.
 """
 
 import threading

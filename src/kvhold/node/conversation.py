@@ -1,4 +1,4 @@
-"""A client's side of one connection to a node, as a state machine: no socket, no thread, no lock, no clock.
+"""A client's side of one connection, as a state machine: no socket, no thread, no lock, no clock.
 
     conversation = Conversation(now_s)
     call = conversation.prepare(Ping())                   # number and encode the request
@@ -10,14 +10,14 @@
         conversation.deliver(number, answer)
     call.answer                                           # past its deadline: conversation.give_up(call)
 
-Answers are matched to calls by number, in any order. A caller may give its call up. If no byte of the request is
-sent yet, the request is dropped. Otherwise the answer is late: no caller gets it, and the conversation queues the
-return of the ticket, loan, room or recoding that the answer granted.
+Answers are matched to calls by number, in any order. A caller may give its call up. If no byte of
+the request is sent yet, the request is dropped. Otherwise the answer is late: no caller gets it, and
+the conversation queues the return of the ticket, loan, room or recoding that the answer granted.
 
 An error of the stream ends the conversation: `error` is set, and nothing else is of use.
 
-`Link` runs a conversation for threads, the simulation runs it for tasks. Calls into it are serialised by a lock of
-the caller's, except `prepare`, which is safe at any time, and `read`, which one reader at a time may call beside them.
+`Link` runs a conversation for threads, the simulation runs it for tasks. Threads hold one lock around
+each call, with two exceptions. `prepare` is safe at any time. `read` is safe for one reader at a time.
 """
 
 from collections import deque

@@ -1,4 +1,4 @@
-"""The decisions of a node's client, without I/O: which link is in use, whether it is silent, when it is closed.
+"""The decisions of a node's client, without I/O: which link is used, silent, lost, or to be closed.
 
     membership = Membership(path, link)
     link = membership.current("lookup")                  # NodeError: no node now
@@ -136,7 +136,10 @@ class Membership(Generic[AnyLink]):
         self._registered[request.namespace] = request
 
     def introduce(self, link: AnyLink, told: set[bytes]) -> list[m.Register]:
-        """The namespaces that a new link is still to be told. After the last one it is in use, unless the client was closed."""
+        """The namespaces that a new link is still to be told.
+
+        When there are none, the link is in use from now on, unless the client was closed.
+        """
         missing = [request for namespace, request in self._registered.items() if namespace not in told]
         if not missing and not self.closed:
             self.link = link
@@ -158,7 +161,7 @@ class Membership(Generic[AnyLink]):
         return self.link is None and not self.closed and self._failures < _HOPELESS
 
     def is_news(self, refusal: str) -> bool:
-        """Whether the node had another reason, or none, when it last refused the client. It is logged once."""
+        """Whether the node's last refusal had another reason. Each reason is logged once."""
         before, self._refusal = self._refusal, refusal
         return refusal != before
 

@@ -216,7 +216,7 @@ class Checker:
         return {name: number for name, number in held.items() if number}
 
     def check_idle_chunks(self) -> None:
-        """After the scrubber has seen all of memory: every chunk that nobody reads is as it was stored."""
+        """After the scrubber has seen all of memory, every visible chunk is as it was stored."""
         assert self._state is not None
         ram = self._state.ram
         for entry in [entry for part in ram.parts() for entry in part if entry.checksums]:

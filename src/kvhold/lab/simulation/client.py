@@ -3,8 +3,9 @@
     client = Client(world, 1, checker, find_node, mailbox)     # joins a node, and joins again
     await client.load(prompt, ...)
 
-Its decisions are the real ones: its membership, and the conversations and lifetimes of its links. It reads and writes the arena slowly,
-so that anything may happen in between. Several tasks use one client, as threads do, and each may be interrupted at any await.
+Its decisions are the real ones: its membership, and the conversations and lifetimes of its links. It
+reads and writes the arena slowly, so that anything may happen in between. Several tasks use one
+client, as threads do, and each may be interrupted at any await.
 """
 
 import asyncio
@@ -94,7 +95,10 @@ class Client:
     # As `NodeClient` calls its node.
 
     async def link(self) -> SimLink:
-        """The link in use. An engine waits a while for one, where it could compute: or nothing would be done. Raises NodeError."""
+        """The link in use. Raises NodeError.
+
+        It waits a while for one. An engine would compute meanwhile, and the simulation would do nothing.
+        """
         if self.membership.link is None:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._joined.wait(), _PATIENCE_S)

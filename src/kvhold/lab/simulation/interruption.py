@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Interruption:
-    """Work of a task that is cut short once, at one of its awaits: as it begins to wait, or just as that for which it waited has come."""
+    """Work that is cut short once: as it begins to wait, or just as the end of its waiting has come."""
 
     def __init__(self, work: Coroutine[Any, Any, None], at: int, *, early: bool) -> None:
         self._work = work

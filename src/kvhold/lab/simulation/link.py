@@ -1,10 +1,10 @@
-"""A link of the simulation: the real conversation and lifetime of `Link`, with tasks for threads and a simulated socket.
+"""A link of the simulation: `Link`'s conversation and lifetime, with tasks and a simulated socket.
 
     link = await join(process, node, within_s=5.0)
     answer = await link.call(Ping(), 1.0)
     link.hold(writable=True) ... link.let_go()
 
-Each method does what the method of `Link` with its name does. As there, nobody reads the socket while no caller waits.
+Each method does what `Link`'s method of the same name does. No bytes are read while no caller waits.
 """
 
 import asyncio
@@ -165,7 +165,7 @@ class SimLink:
             self._leave()
 
     def hold(self, *, writable: bool = False) -> None:
-        """One more reader or writer of the arena. Raises NodeError, also where the arena cannot be mapped."""
+        """One more reader or writer of the arena. Raises NodeError if it cannot be mapped."""
         if writable not in self._mapped and self.world.descriptors.are_short:
             raise NodeError("the node's arena could not be mapped")
         self._lifetime.hold()
@@ -237,7 +237,7 @@ class SimLink:
         return True
 
     def _judge(self) -> None:
-        """A node may die, or end a client on purpose. Any other end of a conversation is a finding."""
+        """A node may die, or end a client on purpose. Any other end is a finding."""
         error = self.conversation.error
         if error is None or self.breaks_the_rules:
             return

@@ -38,7 +38,10 @@ class End:
         self._wants_room = False
 
     def push(self, data: memoryview) -> int:
-        """Send as much as there is room for. Raises BlockingIOError when there is none, BrokenPipeError when nobody reads any more."""
+        """Send as much as there is room for. Returns how much.
+
+        Raises BlockingIOError when there is no room, BrokenPipeError when the other end is closed.
+        """
         if self.peer.closed or self.closed:
             raise BrokenPipeError("nobody reads it")
         some = bytes(data[: max(0, self.most_bytes - len(self._out) - len(self.peer._in) - self.peer._handed)])
