@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 
 import psutil
@@ -33,6 +33,7 @@ from tests.node.nodes import (
     eventually,
     filled_room,
     held_by,
+    open_descriptors,
     run_kvhold,
     works,
 )
@@ -241,6 +242,38 @@ def test_a_client_for_which_one_descriptor_is_too_few_is_told_so(node: RunningNo
         process.rlimit(psutil.RLIMIT_NOFILE, (soft, hard))
     node.client().ping()
     client.ping()
+
+
+@contextmanager
+def descriptors_left(number: int) -> Iterator[None]:
+    """This process can open so many more files."""
+    taken = open_descriptors()
+    free = (candidate for candidate in count() if candidate not in taken)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next(islice(free, number, None)), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_an_engine_without_enough_descriptors_to_join_is_told_so(shared_node: RunningNode, number: int) -> None:
+    """One is for ending waiting calls, one is the socket, and one is the arena."""
+    with descriptors_left(number), pytest.raises(NodeError, match=r"cannot join a node.*Too many open files"):
+        NodeClient(shared_node.path, PATIENT)
+    with descriptors_left(3), NodeClient(shared_node.path, PATIENT) as client:
+        client.ping()
+
+
+def test_an_engine_without_a_descriptor_to_map_the_arena_is_told_so_and_may_try_again(shared_node: RunningNode) -> None:
+    with shared_node.client() as client:
+        client.register(SPACE)
+        assert client._link is not None
+        with descriptors_left(0), pytest.raises(NodeError, match="could not be mapped"):
+            client._link.hold(writable=True)
+        store(client, a_prompt(SPACE, 64))
+        client.clear()
 
 
 # Many

@@ -12,6 +12,7 @@ A broken or closed link lasts until no thread reads or writes the arena through 
 `client.py` builds a reconnecting client on it.
 """
 
+import errno
 import logging
 import os
 import select
@@ -409,7 +410,10 @@ os.register_at_fork(after_in_child=_forget_links)
 
 def _join(path: Path, name: str, timeout_s: float, requires: bytes) -> tuple[socket.socket, m.Welcome, int]:
     """Connect and greet. Returns the socket, the node's welcome, and the arena's descriptor. Raises NodeError."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as error:
+        raise NodeError(f"cannot join a node on {path}: {error}") from None
     fds: list[int] = []
     try:
         sock.settimeout(timeout_s)
@@ -454,10 +458,15 @@ def _join(path: Path, name: str, timeout_s: float, requires: bytes) -> tuple[soc
 
 
 def _receive_with_descriptors(sock: socket.socket) -> tuple[bytes, list[int]]:
-    """Bytes, and the descriptors that came with them. `socket.recv_fds` would pass them on to every child, which keeps the arena alive."""
+    """Bytes, and the descriptors that came with them. Raises OSError, also where this process may have no more descriptors.
+
+    `socket.recv_fds` would pass them on to every child, which keeps the arena alive.
+    """
     fds = array("i")
-    data, ancillary, _, _ = sock.recvmsg(65536, socket.CMSG_LEN(_DESCRIPTORS * fds.itemsize), socket.MSG_CMSG_CLOEXEC)
+    data, ancillary, flags, _ = sock.recvmsg(65536, socket.CMSG_LEN(_DESCRIPTORS * fds.itemsize), socket.MSG_CMSG_CLOEXEC)
     for level, kind, content in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+    if flags & socket.MSG_CTRUNC and not fds:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     return data, list(fds)
