@@ -17,7 +17,7 @@ from kvhold.testing import TierContract
 from kvhold.testing.cache import a_prompt, read, store
 from kvhold.testing.servers.redis import RedisServer
 from kvhold.testing.tier import make_key
-from kvhold.tiers.generations import GenerationTier, is_marker, marker_key
+from kvhold.tiers.generations import ALL, GenerationTier, is_marker, marker_key
 from kvhold.tiers.guard import Guard, GuardConfig
 from kvhold.tiers.journal import ClearsJournal
 from kvhold.tiers.memcached import _expiry
@@ -207,6 +207,27 @@ class TestOtherHosts:
             store(one, PROMPT)  # what is stored from here on is shared again
             settle(one)
             assert read(other, PROMPT) == 64
+
+    @pytest.mark.parametrize("space", [NAMESPACE, ALL])
+    def test_a_clear_between_a_hosts_first_store_and_its_first_contact_is_learned(self, place: Place, space: bytes) -> None:
+        with cache_over(place.shared_url(clears_check_s=1000), plugins=PLUGINS) as other:
+            place.hold("probe")
+            store(other, PROMPT)
+            place.wait_for("probe")
+            place.values[marker_key(space, 1)] = b"another host's"
+            place.let_go("probe")
+            eventually(lambda: read(other, PROMPT) == 0)
+            settle(other)
+            assert chunks(place) == 0
+
+    def test_a_host_hears_of_clears_though_nothing_that_it_stores_is_written(self, place: Place) -> None:
+        url = place.shared_url(clears_check_s=0.01)
+        with cache_over(url, plugins=PLUGINS) as one, cache_over(url, plugins=PLUGINS, write_behind_bytes=1) as other:
+            store(other, PROMPT)
+            assert read(other, PROMPT) == 64
+            one.clear(NAMESPACE)
+            eventually(lambda: read(other, PROMPT) == 0)
+            assert chunks(place) == 0
 
     def test_memory_of_another_host_is_not_written_back(self, place: Place) -> None:
         url = place.shared_url(clears_check_s=1000)

@@ -36,6 +36,7 @@ from kvhold.core.keys import NAMESPACE_BYTES
 from kvhold.core.metrics import Metrics
 from kvhold.core.reasons import BAD_FRAME, EVICTED, EXPIRED, TIER_DOWN
 from kvhold.tiers.gate import Urgency
+from kvhold.tiers.generations import ALL
 from kvhold.tiers.guard import Guard
 from kvhold.tiers.journal import ClearsJournal
 from kvhold.tiers.ram import Entry, RamTier
@@ -159,7 +160,7 @@ class Mover:
         for guard, coding in zip(self._stack.guards, self._codings, strict=True):
             outbox = Outbox(guard, coding, self._metrics)
             self._outboxes.append(outbox)
-            guard.share(self._learn, self._journal, holds_older=any(not one.traits.shared for one in self._stack.guards))
+            guard.share(self._learn, self._journal, may_hold=self._may_hold)
             if self._journal is not None:
                 guard.resume_clears(self._journal)
             if guard.traits.shared:
@@ -447,6 +448,11 @@ class Mover:
                 guard.hide(prefix)
         self._post(lambda: self._state.cleared_elsewhere(prefix))
 
+    def _may_hold(self, space: bytes) -> bool:
+        """Whether memory or a disk of this host may hold chunks of a namespace (or, of all, anything) from before a clear."""
+        in_use = self._state.in_use
+        return space in in_use or (space == ALL and bool(in_use)) or len(self._shared) < len(self._stack.guards)
+
     def _is_barred(self, key: bytes) -> bool:
         return any(key.startswith(prefix) for prefix in self._barred)
 
@@ -454,6 +460,8 @@ class Mover:
         """Learn now and then what other hosts have cleared, though nobody asks the tier."""
         while True:
             await asyncio.sleep(guard.config.clears_check_s)
+            for space in list(self._state.in_use):  # nobody may ever have asked a tier for what was stored
+                guard.use(space)
             await guard.refresh()
             await self._remember()
 

@@ -181,6 +181,8 @@ class CacheState:
         self._holdings: dict[Owner, _Holdings] = {}
         self._numbers = count(randbits(48) << 8 | 1)  # so that a ticket of an earlier run is never good in this one
         self._orders: list[Order] = []
+        self.in_use: dict[bytes, None] = {}
+        """Namespaces that memory was ever reserved for; they are here before it is granted. To be read from any thread."""
         self._writes = Writes(ram, metrics, self._give_order, limit_bytes=write_behind_bytes)
         self.planner = Planner(metrics, lambda: self.tier_names, num_tiers, clock)
         self._searches = Searches(
@@ -507,6 +509,7 @@ class CacheState:
         self, owner: Owner, layout: Layout, names: ChunkNames, shard: int, *, groups: bytes | None = None, terms: Terms = FREE
     ) -> Turns[Granted]:
         """As `reserve`, in steps. Chunks that are reserved are the owner's from the first one on."""
+        self.in_use[names.namespace] = None
         number, room = next(self._numbers), Room(layout, terms, {})
         self._of(owner).rooms[number] = room
         try:

@@ -53,20 +53,20 @@ class GenerationTier:
         *,
         read_only: bool = False,
         numbers: Mapping[bytes, int] | None = None,
-        holds_older: bool = True,
+        may_hold: Callable[[bytes], bool] = lambda space: True,
     ) -> None:
         """Nothing is asked yet.
 
-        learned:     told at once of each namespace that somebody else has cleared; b"" for all of them
-        read_only:   put no markers
-        numbers:     namespace -> to which generation belongs what this host holds, from a journal; those that are absent: 0
-        holds_older: whether this host may hold what is older than its first contact with the tier; if not, it is not told then
+        learned:   told at once of each namespace that somebody else has cleared; b"" for all of them
+        read_only: put no markers
+        numbers:   namespace -> to which generation belongs what this host holds, from a journal; those that are absent: 0
+        may_hold:  whether this host may hold chunks of a namespace, at its first contact with the tier; if not, it is not told then
         """
         self._read_only = read_only
         self._tier = tier
         self._learned = learned
         self._numbers: dict[bytes, int] = {ALL: 0} | dict(numbers or {})
-        self._holds_older = holds_older
+        self._may_hold = may_hold
         self._met: set[bytes] = set()  # namespaces whose latest generation was searched since the tier was last away
         self._used: dict[bytes, None] = {ALL: None}  # namespaces that this host uses
         self._own: dict[bytes, int] = {}  # namespace -> the generation that a clear of this host is beginning
@@ -249,7 +249,7 @@ class GenerationTier:
         """Find the latest generation of each; whoever holds something older is told before it is used."""
         for space, number in (await self._searched(spaces)).items():
             if number > self._number(space):
-                known = self._holds_older or self._was_away or space in self._met or self._number(space) > 0
+                known = self._may_hold(space) or self._was_away or space in self._met or self._number(space) > 0
                 if known and self._own.get(space) != number:
                     self._learned(b"" if space == ALL else space)
                 self._set(space, number)

@@ -264,17 +264,21 @@ class Guard:
                 else:
                     await self._journal.remove(self.name, prefix)
 
-    def share(self, learned: Callable[[bytes], None], journal: ClearsJournal | None = None, *, holds_older: bool = True) -> None:
+    def share(
+        self,
+        learned: Callable[[bytes], None],
+        journal: ClearsJournal | None = None,
+        *,
+        may_hold: Callable[[bytes], bool] = lambda space: True,
+    ) -> None:
         """Where others share the tier: have clears hold for all of them, and be told of theirs (`generations.py`).
 
-        journal:     knows which clears this host has heard of
-        holds_older: whether this host may hold what is older than its first contact with the tier
+        journal:  knows which clears this host has heard of
+        may_hold: see `GenerationTier`
         """
         if self.traits.shared:
             numbers = journal.reached(self.name) if journal is not None else None
-            holds_older = holds_older or self.config.read_only  # nobody writes to it, so a store is no contact
-            read_only = self.config.read_only
-            self._tier = GenerationTier(self._tier, learned, read_only=read_only, numbers=numbers, holds_older=holds_older)
+            self._tier = GenerationTier(self._tier, learned, read_only=self.config.read_only, numbers=numbers, may_hold=may_hold)
 
     def use(self, space: bytes) -> None:
         """This host uses a namespace: hear of its clears, where the tier is shared."""
