@@ -156,8 +156,9 @@ class Toucher:
         self._thread = threading.Thread(target=self._run, name="kvhold-touch", daemon=True)
 
     def start(self) -> Self:
-        """Begin."""
-        self._thread.start()
+        """Begin, if there is anything to do."""
+        if self._regions:
+            self._thread.start()
         return self
 
     @property
@@ -173,7 +174,8 @@ class Toucher:
 
     def wait(self) -> None:
         """Until every page is there, or the toucher has been stopped."""
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
 
     def _run(self) -> None:
         for region in self._regions:

@@ -9,12 +9,12 @@ does). TLS takes the same way, a record of 16 KiB at a time. What is left out: t
 """
 
 import asyncio
-import select
 import socket
 import ssl
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 from kvhold.core.errors import ProtocolError
@@ -60,8 +60,6 @@ class Stream:
         self.ahead_bytes = AHEAD_BYTES
         """The most that is received ahead of what is asked for; less for somebody who may not be trusted yet."""
         self._since_turn = 0
-        self._poll = select.poll()
-        self._poll.register(sock.fileno(), select.POLLIN)
         self._waiting: asyncio.Future[Any] | None = None
         self._step: Callable[[asyncio.Future[Any]], None] | None = None  # what is done when there is something to read
         self._watched = False  # by the loop, for something to read
@@ -133,7 +131,14 @@ class Stream:
         """Nothing to read: what an idle connection must be. An end, or bytes that nobody asked for, are not quiet."""
         if self.closed or self._start != self._end or (isinstance(self._sock, ssl.SSLSocket) and self._sock.pending()):
             return False
-        return not self._poll.poll(0)
+        peek = partial(socket.socket.recv, self._sock) if isinstance(self._sock, ssl.SSLSocket) else self._sock.recv
+        try:
+            peek(1, socket.MSG_PEEK)
+        except (BlockingIOError, InterruptedError):
+            return True
+        except OSError:
+            return False
+        return False
 
     def close(self) -> None:
         """Let go of the socket; whoever waits for it gets an OSError. Idempotent."""

@@ -57,8 +57,11 @@ class _Stranger(Exception):
 class Central:
     """One central cache. `serve` runs until it is told to stop."""
 
-    def __init__(self, config: Config) -> None:
-        """Raises ConfigError for an address that is not to be listened on in this way, CapacityError when the memory does not fit."""
+    def __init__(self, config: Config, shelf: Shelf | None = None) -> None:
+        """shelf: what it serves, if not what the settings say; it closes it.
+
+        Raises ConfigError for an address that is not to be listened on in this way, CapacityError when the memory does not fit.
+        """
         self._config = config.listen
         self.host, self.port = _address(config.listen.address)
         self._token = _token(config.listen)
@@ -66,7 +69,7 @@ class Central:
         self._tls = _tls(config.listen)
         if not is_loopback(self.host):
             self._check_exposed(config.listen)
-        self.shelf = Shelf(config)
+        self.shelf = Shelf(config) if shelf is None else shelf
         self._stopped = asyncio.Event()
         self._conversations: set[asyncio.Task[None]] = set()
         self._logins: Logins[asyncio.Task[None]] = Logins()

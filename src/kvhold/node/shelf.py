@@ -14,7 +14,8 @@ still write to (a read that was given up) stays reserved until that read has end
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import ceil
 from typing import Any
@@ -37,10 +38,16 @@ class Shelf:
 
     def __init__(self, config: Config) -> None:
         """Raises CapacityError when the memory is not to be had, ConfigError for tiers that cannot be."""
-        self.metrics = Metrics()
-        self._stack: Stack = make_stack(config.tiers, plugins=config.plugins, metrics=self.metrics)
-        self.arena = Arena.create(config.ram_bytes or default_arena_bytes(), huge_pages=config.huge_pages)
-        self.ram = RamTier(self.arena, make_policy(config.policy), self.metrics, quota_bytes=config.namespace_quota_bytes)
+        metrics = Metrics()
+        stack = make_stack(config.tiers, plugins=config.plugins, metrics=metrics)
+        self._prepare(config, Arena.create(config.ram_bytes or default_arena_bytes(), huge_pages=config.huge_pages), stack, metrics)
+
+    def _prepare(self, config: Config, arena: Arena, stack: Stack, metrics: Metrics, clock: Callable[[], float] = time.time) -> None:
+        """Everything but the host's part. A simulation has its own memory, tiers and clock."""
+        self.metrics = metrics
+        self.arena = arena
+        self._stack = stack
+        self.ram = RamTier(arena, make_policy(config.policy), metrics, quota_bytes=config.namespace_quota_bytes, clock=clock)
         self._toucher = Toucher(self.arena.regions)
         self._limit_bytes = config.write_behind_bytes or self.arena.nbytes // 4
         self._drain_timeout_s = config.drain_timeout_s

@@ -8,9 +8,10 @@ was cancelled is closed, and the next call opens another. One event loop. Time-o
 """
 
 import math
-from collections.abc import AsyncIterator, Sequence
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self, TypeVar
+from typing import ClassVar, Self, TypeAlias, TypeVar
 
 from kvhold.core.config import setting
 from kvhold.core.errors import ConfigError, ProtocolError, TierDenied, TierError, TierFull, TierUnavailable
@@ -31,6 +32,7 @@ _greeting: Decoder[c.Greeting] = Decoder(c.Greeting)
 _answer: Decoder[c.Answer] = Decoder(c.Answer)
 
 Answer = TypeVar("Answer", bound=c.CentralMessage)
+Connect: TypeAlias = Callable[[Address, ssl.SSLContext | None], Awaitable[Stream]]
 
 
 @dataclass(frozen=True)
@@ -54,13 +56,14 @@ class CentralTier:
 
     traits: ClassVar[TierTraits] = TierTraits(name="kvhold", shared=True, expires=True)
 
-    def __init__(self, config: CentralConfig) -> None:
-        """Raises ConfigError for settings that cannot be."""
+    def __init__(self, config: CentralConfig, *, connect: Connect = open_stream) -> None:
+        """connect: how the server is reached; a simulation has a way of its own. Raises ConfigError for settings that cannot be."""
         if not config.host:
             raise ConfigError("kvhold: no server is named; write kvhold://host:7710")
         if not config.tls and (config.ca_file or config.cert_file or config.key_file):
             raise ConfigError("kvhold: ca_file, cert_file and key_file are for TLS; write kvholds://... or tls=true")
         self._config = config
+        self._connect = connect
         self._address = Address(config.host, config.port)
         self._token = read_secret(config.token_file, where="kvhold: token_file") if config.token_file else config.token
         if len(self._token.encode()) > c.MAX_TOKEN_BYTES:
@@ -143,7 +146,7 @@ class CentralTier:
         self._questions.close()
 
     async def _open(self) -> Stream:
-        stream = await open_stream(self._address, self._tls)
+        stream = await self._connect(self._address, self._tls)
         try:
             await stream.send([encode(c.Hello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION, self._token))])
             greeting = _greeting.decode(await _body(stream, c.MAX_HELLO_BYTES))
