@@ -411,6 +411,30 @@ class TestGenerations:
         await one.advance(space)
         assert (told, one.numbers) == ([space], {space: 1})
 
+    async def test_no_name_of_a_generation_is_used_until_it_is_known_whose_clear_began_it(self, place: Place) -> None:
+        told: list[bytes] = []
+        key, stored, go_on = make_key(1), asyncio.Event(), asyncio.Event()
+        [other] = self.tiers(place, 1)
+
+        class OtherIsFasterAndTheAnswerIsLate(SharedMemoryTier):
+            async def put(self, *args: Any, **options: Any) -> Any:
+                await other.advance(key[:NAMESPACE_BYTES])
+                answer = await super().put(*args, **options)
+                stored.set()
+                await go_on.wait()
+                return answer
+
+        one = GenerationTier(OtherIsFasterAndTheAnswerIsLate(place), told.append)
+        clear = asyncio.ensure_future(one.advance(key[:NAMESPACE_BYTES]))
+        await stored.wait()
+        await one.probe([key])
+        await one.refresh()
+        assert (told, one.name_of(key)) == ([], key)  # what memory holds may be older than the other clear
+        go_on.set()
+        await clear
+        assert told == [key[:NAMESPACE_BYTES]]
+        assert one.name_of(key) == other.name_of(key) != key
+
     async def test_a_marker_never_expires_by_itself(self, place: Place) -> None:
         [one] = self.tiers(place, 1)
         await one.advance(b"")

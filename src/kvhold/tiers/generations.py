@@ -95,7 +95,8 @@ class GenerationTier:
         while True:
             next_marks = [marker_key(space, self._number(space) + 1) for space in spaces]
             sizes = await self._noticed(self._tier.probe([*map(self.name_of, keys), *next_marks]))
-            newer = [space for space, size in zip(spaces, sizes[len(keys) :], strict=False) if size is not None]
+            marked = [space for space, size in zip(spaces, sizes[len(keys) :], strict=False) if size is not None]
+            newer = [space for space in marked if self._own.get(space) != self._number(space) + 1]
             await self._catch_up(newer)
             if not newer:
                 return sizes[: len(keys)] if len(sizes) == len(keys) + len(spaces) else sizes
@@ -166,10 +167,6 @@ class GenerationTier:
             if not await self._mark_as_first(space, number):  # another host's clear, and it may be later than ours was asked for
                 self._learned(prefix)
             self._set(space, number)
-        except BaseException:
-            if self._number(space) >= number:  # a probe has met it meanwhile, and nobody knows whose it is
-                self._learned(prefix)
-            raise
         finally:
             if self._own.get(space) == number:
                 del self._own[space]
@@ -246,11 +243,14 @@ class GenerationTier:
         self._numbers[space] = max(number, self._number(space))  # two calls may have searched at once
 
     async def _catch_up(self, spaces: Sequence[bytes]) -> None:
-        """Find the latest generation of each; whoever holds something older is told before it is used."""
+        """Find the latest generation of each; whoever holds something older is told before it is used.
+
+        One that a clear of this host is beginning is left to that clear, which finds out whether the marker is its own.
+        """
         for space, number in (await self._searched(spaces)).items():
-            if number > self._number(space):
+            if number > self._number(space) and self._own.get(space) != number:
                 known = self._may_hold(space) or self._was_away or space in self._met or self._number(space) > 0
-                if known and self._own.get(space) != number:
+                if known:
                     self._learned(b"" if space == ALL else space)
                 self._set(space, number)
             self._met.add(space)
