@@ -40,6 +40,7 @@ _TOKEN_BYTES = 16  # at the end of a marker: says who put it
 _BITS_AT_ONCE = 16  # of a number that is searched
 _MOST_BITS = 48
 _SPACES_AT_ONCE = 4096  # that are looked after in one `refresh`; those beyond have their turn in the next ones
+_MOST_AT_ONCE = 8  # clears of other hosts that may each be a little earlier than one of ours
 _ROUNDS = 12  # after so many refreshes each namespace is searched again
 
 
@@ -161,16 +162,26 @@ class GenerationTier:
         self.use(space)
         await self._catch_up([space])
         old = b"" if not prefix else self.name_of(prefix)
+        for _ in range(_MOST_AT_ONCE):
+            if await self._begin_next(space, prefix):
+                break
+        else:
+            raise TierError(self.traits.name, "put", "too many hosts clear at once, or it keeps no marker")
+        return [name async for name in self._tier.scan(old) if not is_marker(name)]
+
+    async def _begin_next(self, space: bytes, prefix: bytes) -> bool:
+        """Put the next marker. False where another host's clear was first: what that one left may be older than ours."""
         number = self._number(space) + 1
         self._own[space] = number
         try:
-            if not await self._mark_as_first(space, number):  # another host's clear, and it may be later than ours was asked for
+            is_ours = await self._mark_as_first(space, number)
+            if not is_ours:
                 self._learned(prefix)
             self._set(space, number)
         finally:
             if self._own.get(space) == number:
                 del self._own[space]
-        return [name async for name in self._tier.scan(old) if not is_marker(name)]
+        return is_ours
 
     async def remove_names(self, names: Sequence[bytes]) -> list[bool]:
         """Remove garbage, by its names in the tier."""
