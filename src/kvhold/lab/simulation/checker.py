@@ -19,7 +19,7 @@ from kvhold.cache.state import CacheState
 from kvhold.codecs.frame import checksum
 from kvhold.core.api import ABSENT
 from kvhold.core.checksums import unpack
-from kvhold.core.keys import NAMESPACE_BYTES
+from kvhold.lab.simulation.clears import OneHost, Origin, Promise
 from kvhold.lab.simulation.world import World
 from kvhold.net import messages as m
 from kvhold.tiers.ram import Entry
@@ -42,26 +42,30 @@ class Place:
 
 @dataclass
 class Memory:
-    """One node's arena, and who has which part of it."""
+    """One node's arena, and who has which part of it. ending: nobody gets any more of it, and clients have not noticed yet."""
 
     number: int
     data: bytearray
     address: int
     allocations: dict[int, int] = field(default_factory=dict)  # offset -> number of the allocation that has it now
+    ending: bool = False
 
 
 class Checker:
     """Of one simulation, over all its nodes."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, promise: Promise | None = None) -> None:
+        """promise: which clears hold; None: those of one host alone."""
         self._world = world
+        self.promise = promise if promise is not None else OneHost()
+        self.origins: dict[int, Origin] = {}  # number of an allocation -> where what is there came from, where that is known
         self._memory: Memory | None = None
         self._state: CacheState | None = None
         self._places: dict[tuple[str, int], dict[int, Place]] = {}
         self._lookups: dict[int, tuple[int, float]] = {}  # ticket -> when its lookup came: number and Unix time
-        self._stored: dict[bytes, int] = {}  # key -> when memory for it was granted last, of what was committed
+        self._stored = self.promise.stored
+        self._asked_s: dict[int, float] = {}  # number of a lookup's request -> when it came
         self._granted: dict[int, int] = {}  # room -> when
-        self._clears: dict[bytes, tuple[int, int]] = {}  # namespace -> when a clear that is done came, and when it was answered
         self.flipped: set[tuple[int, int]] = set()  # (node, offset) of bits that were flipped on purpose
         self.kicked: set[str] = set()  # clients that somebody has asked the node to end
         self.scrubbing: Callable[[], list[Entry]] = list  # what the scrubber has pinned
@@ -94,8 +98,7 @@ class Checker:
         self._places.clear()
         self._lookups.clear()
         self._granted.clear()
-        if not clears_done:
-            self._clears.clear()
+        self.promise.node_died(clears_done=clears_done)
 
     # Memory has one owner.
 
@@ -116,7 +119,7 @@ class Checker:
         if place is None or place.node is None:
             return
         now = place.node.allocations.get(place.offset)
-        if now != place.allocation:
+        if now != place.allocation and not (now is None and place.node.ending):
             self._world.find(f"{who}: memory at {place.offset} is not its own any more (was {place.allocation}, is {now})")
 
     def place(self, kind: str, node: int, number: int, offset: int) -> Place | None:
@@ -129,7 +132,12 @@ class Checker:
 
     def asked(self, request: m.Request) -> tuple[int, float]:
         """A request begins to be answered. Returns what `answered` needs."""
-        return self._world.number(), self._world.wall()
+        number = self._world.number()
+        if isinstance(request, m.Lookup):
+            self._asked_s[number] = self._world.now
+        elif isinstance(request, m.Clear):
+            self.promise.asked_to_clear(request.namespace or b"", number)
+        return number, self._world.wall()
 
     def answered(self, owner: Any, request: m.Request, answer: m.Message, asked: tuple[int, float]) -> None:
         """An answer leaves the node."""
@@ -143,7 +151,7 @@ class Checker:
                 self._note_places("loan", answer.loan, answer.offsets)
                 self._check_loan(owner, request.ticket, answer.loan)
             case m.Clear(), m.Done():
-                self._clears[request.namespace or b""] = asked[0], self._world.number()
+                self.promise.cleared(request.namespace or b"", asked[0], self._world.number())
                 self._world.note("cleared %s", (request.namespace or b"").hex()[:8])
 
     def committing(self, owner: Any, room: int, chunks: list[int]) -> None:
@@ -184,10 +192,13 @@ class Checker:
         if stored is None:
             self._world.find(f"{name} was found, and nobody has stored it")
             return
-        for prefix in (b"", entry.key[:NAMESPACE_BYTES]):
-            began, done = self._clears.get(prefix, (0, 0))
-            if done and asked > done and stored < began:
-                self._world.find(f"{name} was found by a lookup after a clear, and not stored since")
+        assert self._memory is not None
+        allocation = self._memory.allocations.get(entry.offset, -1)
+        origin = self.origins.get(allocation)
+        born = self.promise.born(entry.key, origin, allocation)
+        for began, why in self.promise.binding(entry.key, origin, asked, self._asked_s.get(asked, 0.0)):
+            if born < began:
+                self._world.find(f"{name} was found by a lookup after {why}, and not stored since")
 
     # Pins have holders, and everything goes back.
 

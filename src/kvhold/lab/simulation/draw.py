@@ -51,7 +51,7 @@ def draw(random: Random) -> Draw:
             policy=random.choice(("lru", "lfu", "fifo", "mru", "s3fifo")),
             write_behind_bytes=random.choice((300, 2_000, 1 << 20, 1 << 20)),
             event_buffer=random.choice((0, 8, 100)),
-            guards=tuple(_guard(random, number) for number in range(num_tiers)),
+            guards=tuple(draw_guard(random, number) for number in range(num_tiers)),
             turn_units=turn_units,
             drain_s=random.choice((0.0, 1.0)),
             stalled_after_s=random.choice((0.5, 5.0, 60.0)),
@@ -100,7 +100,8 @@ def draw_work(random: Random, prompt: Prompt) -> Any:
     return Work("request", prompt.num_tokens, step_s=0.001, token_s=random.choice((0.0, 1e-5, 1e-2, 1.0)), load_s=0.0001)
 
 
-def _guard(random: Random, number: int) -> GuardConfig:
+def draw_guard(random: Random, number: int) -> GuardConfig:
+    """How one tier is used."""
     return GuardConfig(
         name=f"tier-{number}",
         read_only=random.random() < 0.05,

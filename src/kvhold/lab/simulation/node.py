@@ -51,7 +51,7 @@ class NodeDraw:
     config: Config = field(default_factory=Config)
 
 
-class _SimArena:
+class SimArena:
     """The arena, as the state and connections use it."""
 
     def __init__(self, nbytes: int) -> None:
@@ -99,7 +99,7 @@ class SimNode(server.Node):
         self.number = number
         self.loop = world.new_loop(f"node-{number}")
         self.mover_loop = world.new_loop(f"mover-{number}")
-        arena, metrics = _SimArena(draw.arena_bytes), Metrics()
+        arena, metrics = SimArena(draw.arena_bytes), Metrics()
         ram = RamTier(arena, make_policy(draw.policy), metrics, quota_bytes=draw.quota_bytes, clock=world.wall)  # type: ignore[arg-type]
         state = CacheState(
             ram,
@@ -114,7 +114,7 @@ class SimNode(server.Node):
         self._prepare(draw.config, arena, state)  # type: ignore[arg-type]
         self._loop = self.loop
         self.memory = checker.watch(number, state, arena.data)
-        self.tiers = [FaultTier(SimTier(world, store, checker), FaultConfig(seed=world.random.getrandbits(30))) for store in stores]
+        self.tiers = [FaultTier(self._make_tier(store), FaultConfig(seed=world.random.getrandbits(30))) for store in stores]
         self._mover = self._make_mover(draw, journal) if stores else None
         self.loop.create_task(self._watch_clients())
         self._most_clients = 16
@@ -125,6 +125,9 @@ class SimNode(server.Node):
         if draw.scrub_interval_s:
             self.scrubber = SimScrubber(world, checker, state, self._post, number, draw.scrub_interval_s)
         checker.scrubbing = lambda: self._scrubbing
+
+    def _make_tier(self, store: Store) -> Any:
+        return SimTier(self.world, store, self.checker)
 
     def _make_mover(self, draw: NodeDraw, journal: list[str]) -> Mover:
         metrics = Metrics()
@@ -168,6 +171,22 @@ class SimNode(server.Node):
             and not self._busy
             and not self._scrubbing
         )
+
+    def end_gently(self, drain_s: float, ended: Callable[[], None]) -> None:
+        """As SIGTERM does: connections close, the mover writes what waits, and its tasks are cancelled wherever they are."""
+        self.memory.ending = True
+        for connection in sorted(self.connections, key=lambda one: one.number):
+            self.loop.call_soon(connection.close, "the node stops")
+
+        def end(_: Any = None) -> None:
+            self.kill()
+            ended()
+
+        if self._mover is None:
+            self.world.later(0.001, end)
+        else:
+            ending = self.mover_loop.create_task(self._mover.end(drain_s))
+            ending.add_done_callback(lambda done: self.world.later(0.0, end, done))
 
     def kill(self) -> None:
         """As `kill -9` does: threads stop, sockets close, the arena is the clients' alone."""

@@ -13,21 +13,25 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from kvhold.cache import chores, scrub
 from kvhold.cache import state as state_module
 from kvhold.core.errors import KVHoldError
+from kvhold.lab.simulation.central import usual_steps
 from kvhold.lab.simulation.checker import Checker
 from kvhold.lab.simulation.client import Client, Share
-from kvhold.lab.simulation.draw import draw, draw_rules, draw_terms, draw_work
+from kvhold.lab.simulation.draw import Draw, draw, draw_rules, draw_terms, draw_work
 from kvhold.lab.simulation.interruption import Interruption
 from kvhold.lab.simulation.listening import SimOs
 from kvhold.lab.simulation.node import SimNode
 from kvhold.lab.simulation.store import Store
 from kvhold.lab.simulation.world import World
 from kvhold.node import listener
+
+if TYPE_CHECKING:
+    from kvhold.lab.simulation.hosts import Hosts
 
 _PINS_EVERY_S = 0.3
 _REST_S = 300.0
@@ -50,8 +54,7 @@ def simulate(seed: int, *, trace: bool = False) -> Result:
     world = World(seed, keep_notes=trace)
     with _real_code_simulated(world):
         try:
-            simulation: Simulation | None = Simulation(world)
-            assert simulation is not None
+            simulation = _simulation(world)
             simulation.run()
         except Exception as error:  # a fault of ours, or one that the real code let through to us
             world.find(f"{type(error).__name__}: {error}")
@@ -59,9 +62,16 @@ def simulate(seed: int, *, trace: bool = False) -> Result:
                 logging.getLogger(__name__).exception("the simulation failed")
         finally:
             world.end()
-            simulation = None
+            simulation = None  # type: ignore[assignment]
     history = [f"{at:10.4f} {text % values if values else text}" for at, text, values in world.notes]
     return Result(seed, world.operations, world.steps, world.findings, history, hash((world.steps, world.now, world.random.random())))
+
+
+def _simulation(world: World) -> "Simulation | Hosts":
+    """What a seed is: one host, or several."""
+    from kvhold.lab.simulation.hosts import EVERY, Hosts  # here, since it is made of this module's simulations
+
+    return Hosts(world) if world.seed % EVERY == 0 else Simulation(world)
 
 
 class _Findings(logging.Handler):
@@ -97,6 +107,7 @@ def _real_code_simulated(world: World) -> Iterator[None]:
     try:
         yield
     finally:
+        usual_steps()
         if was_collecting:
             gc.enable()
         sys.unraisablehook = hook
@@ -110,17 +121,18 @@ def _real_code_simulated(world: World) -> Iterator[None]:
 class Simulation:
     """One."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, drawn: Draw | None = None, checker: Checker | None = None) -> None:
         self.world = world
         self.random = world.random
-        self.draw = draw(world.random)
+        self.draw = drawn if drawn is not None else draw(world.random)
         state_module._ONE_TURN_KEYS = self.draw.one_turn_keys
         chores.Running.step.__defaults__ = (self.draw.node.turn_units,)
-        self.checker = Checker(world)
-        self.stores = [Store(f"tier-{number}", size) for number, size in enumerate(self.draw.store_bytes)]
+        self.checker = checker if checker is not None else Checker(world)
+        self.stores: list[Any] = [Store(f"tier-{number}", size) for number, size in enumerate(self.draw.store_bytes)]
         self.journal: list[str] = []
         self.node: SimNode | None = None
         self.num_nodes = self.num_clients = 0
+        self.stopping = False
         self.clients: list[Client] = []
         self.tasks: list[asyncio.Task[Any]] = []
         self.mailbox: list[Share] = []
@@ -129,6 +141,17 @@ class Simulation:
 
     def run(self) -> None:
         """All of it."""
+        self.begin()
+        self.world.run(self.has_ended, most_s=120.0)
+        if not self.world.findings:
+            self._come_to_rest()
+
+    def has_ended(self) -> bool:
+        """Whether clients have done all they were to do."""
+        return self.left <= 0 and self._idle()
+
+    def begin(self) -> None:
+        """Node, clients and trouble."""
         world = self.world
         world.note("%s", self.draw)
         self._start_node()
@@ -139,9 +162,6 @@ class Simulation:
         if self.draw.pressure_s:
             world.later(self.draw.pressure_s, self._evict)
         world.later(_PINS_EVERY_S, self._look)
-        world.run(lambda: self.left <= 0 and self._idle(), most_s=120.0)
-        if not world.findings:
-            self._come_to_rest()
 
     def _idle(self) -> bool:
         return all(task.done() or task.get_loop().dead for task in self.tasks)  # type: ignore[attr-defined]
@@ -155,8 +175,11 @@ class Simulation:
             self.world.later(0.5, self._start_node)
             return
         self.num_nodes += 1
-        self.node = SimNode(self.world, self.checker, self.draw.node, self.stores, self.journal, self.num_nodes)
-        self.world.note("node %d starts", self.num_nodes)
+        self.node = self._make_node()
+        self.world.note("node %d starts", self.node.number)
+
+    def _make_node(self) -> SimNode:
+        return SimNode(self.world, self.checker, self.draw.node, self.stores, self.journal, self.num_nodes)
 
     def _start_client(self) -> None:
         if self.over:
@@ -235,6 +258,7 @@ class Simulation:
                 *(self._fail, self._fail, self._fail, self._fail, self._kill_client, self._kill_client),
                 *(self._stop_a_thread, self._cancel, self._cancel, self._jump, self._flip, self._break_the_rules, self._kill_node),
                 *(self._flip_below, self._run_out_of_descriptors),
+                *(self._stop_node, self._hurry, self._hurry),
             )
         )
         trouble()
@@ -291,6 +315,30 @@ class Simulation:
         self.world.note("there are no descriptors")
         self.world.later(self.random.random() * 4.0, self.world.descriptors.abound)
 
+    def _stop_node(self) -> None:
+        """It is told to stop, and started again."""
+        node = self.node
+        if node is not None:
+            self.node, self.stopping = None, True
+            self.world.note("the node is told to stop")
+
+            def ended() -> None:
+                self.stopping = False
+                self.world.note("the node has stopped")
+                self.world.later(self.random.random() * 2.0, self._start_node)
+
+            node.end_gently(self.draw.node.drain_s, ended)
+
+    def _hurry(self) -> None:
+        """For a while a tier's calls have tiny deadlines: they are cancelled wherever they are."""
+        if self.node is not None and self.stores:
+            guard = self.random.choice(self.node.stack.guards)
+            usual = self.draw.node.guards[self.node.stack.guards.index(guard)]
+            probe_s, get_s, put_s = (10 ** self.random.uniform(-4, -1) for _ in range(3))
+            guard.config = replace(usual, probe_timeout_s=probe_s, get_timeout_s=get_s, put_timeout_s=put_s)
+            self.world.note("%s has tiny deadlines", guard.name)
+            self.world.later(self.random.random() * 2.0, setattr, guard, "config", usual)
+
     def _break_the_rules(self) -> None:
         """A client sends what is no message; it still has its memory, until it has noticed."""
         links = [link for client in self.clients if client.alive for link in client.links if not link.retired]
@@ -323,7 +371,7 @@ class Simulation:
 
     def _flip_below(self) -> None:
         """One bit of a value in a tier."""
-        stores = [store for store in self.stores if getattr(store, "values", None)]
+        stores = [store for store in self.stores if isinstance(store, Store) and store.values]
         if stores:
             store = self.random.choice(stores)
             key = self.random.choice(list(store.values))
@@ -332,18 +380,36 @@ class Simulation:
             last = len(damaged) if self.random.random() < 0.5 else 32  # most of a small frame is its header
             damaged[-1 - self.random.randrange(min(last, len(damaged)))] ^= 1 << self.random.randrange(8)
             store.values[key] = bytes(damaged), expires_at
+            store.is_damaged = True
             self.world.note("a bit of %s in %s is flipped", key.hex()[-16:], store.name)
 
     # The end.
 
     def _come_to_rest(self) -> None:
         """Trouble is over: all calls end, all memory comes back, all that was to be removed is removed."""
+        node = self._end_trouble()
+        self._end_calls(node)
+        self._rest(node, "the clients have left")
+        self._check_scrubber(node)
+        if not self.world.findings:
+            self.checker.check_pins()
+            node.state.clear(None)
+            node.move()
+            self._rest(node, "all was cleared")
+        if not self.world.findings:
+            self.checker.check_baseline()
+            self._check_stores(node)
+            self._end_mover(node)
+
+    def _end_trouble(self) -> SimNode:
         world, self.over = self.world, True
         world.may_stall = False
         self.world.descriptors.abound()
         for store in self.stores:
             store.down = False
             store.most_bytes = 1 << 30
+        if not world.run(lambda: not self.stopping, most_s=_REST_S):
+            world.find("the node does not stop")
         if self.node is None:
             self._start_node()
         node = self.node
@@ -354,24 +420,17 @@ class Simulation:
             fault._inner.hangs = 0.0  # type: ignore[attr-defined]
         world.note("the trouble is over")
         self.left = 0
-        if not world.run(self._idle, most_s=_REST_S):
-            world.find("a client's call does not end")
+        return node
+
+    def _end_calls(self, node: SimNode) -> None:
+        """All calls end, and the clients leave."""
+        if not self.world.run(self._idle, most_s=_REST_S):
+            self.world.find("a client's call does not end")
             return
         self._check_answers(node)
         for client in self.clients:
             if client.alive:
                 client.leave()
-        self._rest(node, "the clients have left")
-        self._check_scrubber(node)
-        if not world.findings:
-            self.checker.check_pins()
-            node.state.clear(None)
-            node.move()
-            self._rest(node, "all was cleared")
-        if not world.findings:
-            self.checker.check_baseline()
-            self._check_stores(node)
-            self._end_mover(node)
 
     def _check_answers(self, node: SimNode) -> None:
         links = [link for client in self.clients if client.alive for link in client.links if link.node is node]

@@ -9,6 +9,7 @@ seed, and until then it goes on reading and writing there. `FaultTier` goes arou
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from kvhold.core.errors import TierError, TierFull, TierUnavailable
 from kvhold.lab.simulation.checker import Checker
@@ -18,12 +19,14 @@ from kvhold.tiers.base import Parts, TierTraits, check_lengths, size_of
 
 @dataclass
 class Store:
-    """What a tier holds; it outlives nodes. most_bytes: then it is full."""
+    """What a tier holds; it outlives nodes. most_bytes: then it is full; is_damaged: bits of values were flipped on purpose."""
 
     name: str
     most_bytes: int
     values: dict[bytes, tuple[bytes, float]] = field(default_factory=dict)
     down: bool = False
+    shared: bool = False
+    is_damaged: bool = False
 
     @property
     def used_bytes(self) -> int:
@@ -41,8 +44,14 @@ class SimTier:
         self.lingers = world.random.choice((0.0, 0.3, 0.8))  # the chance that a cancelled transfer goes on
         self.hangs = world.random.choice((0.0, 0.0, 0.03))  # the chance that a transfer takes long
         self.usual_s = world.random.choice((0.0002, 0.002, 0.01))
+        self.removal_s = world.random.choice((0.0, 0.1, 3.0)) if store.shared else 0.0  # until a scan has listed what is to go
         self.traits = TierTraits(
-            name="sim", durable=True, expires=True, replaces=True, batch_bytes=world.random.choice((1, 20_000, 1 << 20))
+            name="sim",
+            durable=True,
+            expires=True,
+            replaces=True,
+            shared=store.shared,
+            batch_bytes=world.random.choice((1, 20_000, 1 << 20)),
         )
 
     async def check(self) -> None:
@@ -82,7 +91,8 @@ class SimTier:
                 faults.append(TierFull(self._store.name, "put", "no room"))
                 continue
             value = await self._transfer(key, parts, None)
-            self._store.values[key] = value, 0.0 if ttl_s is None else self._world.wall() + ttl_s
+            if self._find(key) is None:  # the first of two writers is the one whose value stays
+                self._store.values[key] = value, 0.0 if ttl_s is None or ttl_s == inf else self._world.wall() + ttl_s
             faults.append(None)
         return faults
 
@@ -107,6 +117,8 @@ class SimTier:
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
         """Tier contract."""
         await self._round_trip("scan")
+        if self.removal_s:
+            await asyncio.sleep(self._world.random.random() * self.removal_s)
         for key in [key for key in self._store.values if key.startswith(prefix)]:
             yield key
 

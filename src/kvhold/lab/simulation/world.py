@@ -20,6 +20,7 @@ from random import Random
 from typing import Any
 
 from kvhold.lab.simulation.descriptors import Descriptors
+from kvhold.lab.simulation.sockets import SimSocket, SocketLoop
 
 _STALL = 0.0008  # the chance, before each step of a loop, that its thread stands still
 _MOST_NOTES = 200_000
@@ -43,6 +44,7 @@ class World:
         self._heap: list[tuple[float, int, SimLoop | None, events.Handle]] = []
         self._last = 0
         self.descriptors = Descriptors()
+        self.sockets: dict[int, SimSocket] = {}
         self.may_stall = True
         self._outside = SimLoop(self, "outside")  # type: ignore[abstract]
 
@@ -146,10 +148,11 @@ class World:
         self._heap.clear()
 
 
-class SimLoop(asyncio.AbstractEventLoop):
-    """The loop of one simulated thread. It has no selector: sockets are `wire.py`."""
+class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
+    """The loop of one simulated thread. It has no selector: sockets are `wire.py` and `sockets.py`."""
 
     def __init__(self, world: World, name: str) -> None:
+        super().__init__()
         self.world = world
         self.name = name
         self.ready: deque[events.Handle] = deque()

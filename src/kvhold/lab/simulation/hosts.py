@@ -1,0 +1,508 @@
+"""Several hosts over one shared tier: each has a node, clients and at times a disk of its own; what one clears goes on all of them.
+
+    Hosts(world).run()
+
+Each host is a whole simulation of its own (`run.py`), over one store that all of them share: a dictionary, or a real central cache
+(`central.py`). Generations are on. The promise that the checker holds them to is that of decision 0026 (`clears.py`). Beyond the trouble
+of one host there are hosts that are away for long, markers that the store loses, and a central cache that dies.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+from kvhold.cache.orders import ProbeOrder
+from kvhold.core.keys import Namespace, Prompt
+from kvhold.core.layout import Group, Layout
+from kvhold.core.terms import FREE
+from kvhold.lab.simulation.central import CentralStore
+from kvhold.lab.simulation.checker import Checker
+from kvhold.lab.simulation.clears import HostClears, Markers, Origin, Shared, number_of
+from kvhold.lab.simulation.client import Client
+from kvhold.lab.simulation.draw import Draw, draw, draw_guard, draw_rules
+from kvhold.lab.simulation.node import NodeDraw, SimNode
+from kvhold.lab.simulation.run import _REST_S, Simulation
+from kvhold.lab.simulation.store import Store
+from kvhold.lab.simulation.world import World
+from kvhold.net import messages as m
+from kvhold.tiers.generations import is_marker
+from kvhold.tiers.guard import GuardConfig
+
+EVERY = 5
+"""Each so many-th seed is one of several hosts."""
+_LIES = (("probe", "stale"), ("probe", "truncate"))  # a store that does not say what it has loses markers: that is drawn by itself
+_DAMAGES = ("corrupt", "truncate", "swap", "stale")  # over a central cache nothing is damaged on purpose, so all that is damaged is found
+
+
+class _Values(dict[bytes, tuple[bytes, float]]):
+    """What a store holds; its markers are followed."""
+
+    def __init__(self, markers: Markers) -> None:
+        super().__init__()
+        self._markers = markers
+
+    def __setitem__(self, key: bytes, value: tuple[bytes, float]) -> None:
+        super().__setitem__(key, value)
+        self._markers.came(key)
+
+    def pop(self, key: bytes, *default: Any) -> Any:
+        self._markers.went(key)
+        return super().pop(key, *default)
+
+
+class HostNode(SimNode):
+    """One host's node, whose shared tier is watched."""
+
+    def __init__(self, host: "Host", number: int) -> None:
+        self.host = host
+        super().__init__(host.world, host.checker, host.draw.node, host.stores, host.journal, number)
+
+    def _make_tier(self, store: Any) -> Any:
+        if isinstance(store, CentralStore):
+            return store.tier(self.checker, self.mover_loop, self.host.name)
+        return super()._make_tier(store)
+
+    def _make_mover(self, draw: NodeDraw, journal: list[str]) -> Any:
+        mover: Any = super()._make_mover(draw, journal)
+        [shared] = [guard for guard in self.stack.guards if guard.traits.shared]
+        reached = mover._journal.reached(shared.name)
+        self.host.promise.node_began(shared, reached, [self.loop, self.mover_loop])
+        self._watch_probes(mover)
+        self._watch_births(mover)
+        return mover
+
+    def _watch_births(self, mover: Any) -> None:
+        """Know of each value in a tier when what it holds was stored, and of each chunk that comes up from there."""
+        frame, frames = mover._frame, {}
+        born = self.host.promise.shared.born
+
+        async def framing(guard: Any, coding: Any, write: Any) -> Any:
+            allocation = self.memory.allocations.get(write.order.entry.offset, -1)
+            written = await frame(guard, coding, write)
+            if written is not None:
+                key = write.order.entry.key
+                frames[id(written.parts)] = self.host.promise.born(key, self.checker.origins.get(allocation), allocation)
+            return written
+
+        def watch(guard: Any, store: str) -> None:
+            put, get = guard.put, guard.get
+
+            async def putting(items: Any, **options: Any) -> Any:
+                for name, (_, parts) in zip(guard.names([key for key, _ in items]), items, strict=True):
+                    born[store, name] = max(frames.get(id(parts), 0), born.get((store, name), 0))
+                return await put(items, **options)
+
+            async def getting(keys: Any, into: Any, **options: Any) -> Any:
+                names = guard.names(keys)
+                outcome = await get(keys, into, **options)
+                for key, names_of_key in zip(keys, zip(names, guard.names(keys), strict=True), strict=True):
+                    self._came_up(key, max(born.get((store, name), 0) for name in names_of_key))
+                return outcome
+
+            guard.put, guard.get = putting, getting
+
+        mover._frame = framing
+        for guard, store in zip(self.stack.guards, self.host.stores, strict=True):
+            watch(guard, store.name)
+
+    def _came_up(self, key: bytes, born: int) -> None:
+        coming = self.state._searches._coming.get(key)
+        if coming is not None:
+            allocation = self.memory.allocations.get(coming.arrival.entry.offset, -1)
+            if (origin := self.checker.origins.get(allocation)) is not None:
+                self.checker.origins[allocation] = replace(origin, born=born)
+
+    def _watch_probes(self, mover: Any) -> None:
+        """Note of each chunk that is brought up when the probe began that found it."""
+        probe, searches = mover._probe, self.state._searches
+        reserve = searches._reserve
+        began: dict[int, int] = {}
+
+        async def probing(order: ProbeOrder) -> None:
+            began[order.search] = self.world.number()
+            await probe(order)
+
+        def reserving(search: Any, need: Any, place: Any) -> Any:
+            arrival = reserve(search, need, place)
+            if arrival is not None:
+                number = next(number for number, one in searches._searches.items() if one is search)
+                is_shared = self.stack.guards[arrival.place.tier].traits.shared
+                allocation = self.memory.allocations[arrival.entry.offset]
+                self.checker.origins[allocation] = Origin(began.get(number, 0), is_shared)
+            return arrival
+
+        mover._probe, searches._reserve = probing, reserving  # type: ignore[method-assign]
+
+    def kill(self) -> None:
+        """As `kill -9` does."""
+        super().kill()
+        for store in self.host.stores:
+            if isinstance(store, CentralStore):
+                store.host_died(self.mover_loop)
+
+
+class Host(Simulation):
+    """One of them."""
+
+    def __init__(self, hosts: "Hosts", number: int, drawn: Draw, shared: Shared, stores: list[Any]) -> None:
+        self.hosts = hosts
+        self.number = number
+        self.name = f"10.0.0.{number}"
+        self.promise = HostClears(shared, number)
+        super().__init__(hosts.world, drawn, Checker(hosts.world, self.promise))
+        self.stores = stores
+        self.num_clients = 100 * number
+
+    def _make_node(self) -> SimNode:
+        return HostNode(self, 100 * self.number + self.num_nodes)
+
+    async def _operation(self, client: Client) -> None:
+        random, prompt = self.random, self.random.choice(self.draw.prompts)
+        while self.node is None and not self.over:  # noqa: ASYNC110 - virtual time, and another thread
+            await asyncio.sleep(0.1)
+        if (dice := random.random()) < 0.08:
+            await self._clear(client)
+        elif dice < 0.3:
+            await self._store(client, prompt)
+        elif dice < 0.8:
+            await self._load(client, prompt)
+        else:
+            await super()._operation(client)
+
+    async def _store(self, client: Client, prompt: Prompt) -> None:
+        await client.store(prompt, first=0, shard=0, terms=FREE, leave=0)
+
+    async def _load(self, client: Client, prompt: Prompt) -> None:
+        await client.load(prompt, have_tokens=0, work=None, wait_s=self.random.choice((0.5, 5.0)), share=False)
+
+    async def _forget_and_load(self, client: Client, prompt: Prompt) -> None:
+        """Not from memory."""
+        if self.node is not None:
+            self.node.evict(1.0)
+        await self._load(client, prompt)
+
+    async def _clear(self, client: Client) -> None:
+        """Not waiting for the tiers; what makes a clear hard goes on around it, here and on another host."""
+        random, prompt = self.random, self.random.choice(self.draw.prompts)
+        prefix = random.choice((None, prompt.namespace.digest, prompt.namespace.digest))
+        other = random.choice([host for host in self.hosts.hosts if host is not self])
+        around = random.choice(("nothing", "read", "read", "store", "clear", "again"))
+        if around == "store":
+            other.soon(0.005, other._store, prompt)
+            await asyncio.sleep(random.random() * 0.01)
+        elif around == "clear":
+            other.soon(0.01, other._clear_alone, prefix)
+        await self._clear_alone(client, prefix)
+        if around in ("clear", "again"):
+            await self._store(client, prompt)
+        if around == "again":
+            await self._clear_alone(client, prefix)
+            await self._load(client, prompt)
+        for _ in range(0 if around == "nothing" else 2):
+            other.soon(random.choice((0.02, 0.5)), other._forget_and_load, prompt)
+
+    async def _clear_alone(self, client: Client, prefix: bytes | None) -> None:
+        await client.call(await client.link(), m.Clear(prefix), m.Done)
+
+    def soon(self, within_s: float, work: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
+        """Have one of its clients do that, some time."""
+
+        def start() -> None:
+            living = [client for client in self.clients if client.alive and not self.hosts.over]
+            if living:
+                client = self.random.choice(living)
+                doing = client.loop.create_task(work(client, *args))
+                self.tasks.append(doing)
+                doing.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+        self.world.later(self.random.random() * within_s, start)
+
+    def _start_node(self) -> None:
+        """One that was away is asked at once."""
+        super()._start_node()
+        if self.num_nodes > 1 and self.random.random() < 0.7:
+            for _ in range(2):
+                self.soon(0.1, self._load, self.random.choice(self.draw.prompts))
+
+    def _kill_node(self) -> None:
+        """It may be away for long, and meanwhile another host may clear."""
+        if self.node is not None:
+            self.node.kill()
+            self.node = None
+            self.world.note("host %d is down", self.number)
+            away_s = self.random.choice((0.5, 2.0, 20.0)) * self.random.random()
+            self.world.later(away_s, self._start_node)
+            if self.random.random() < 0.8:
+                other = self.random.choice([host for host in self.hosts.hosts if host is not self])
+                other.soon(away_s, other._clear_alone, self.random.choice((None, self.random.choice(self.draw.spaces).digest)))
+
+    def _fail(self) -> None:
+        """A tier fails from now on, or it works again; the shared one is away for one host, or for all."""
+        node, random = self.node, self.random
+        tier = random.randrange(len(self.stores))
+        if random.random() < 0.2:
+            self.hosts.fail_store(self.stores[tier])
+        elif node is not None:
+            fault, rules = node.tiers[tier], draw_rules(random)
+            if self.stores[tier].shared:
+                rules = [rule for rule in rules if (rule.operation, rule.kind) not in _LIES]
+            if self.hosts.central is not None:
+                rules = [rule for rule in rules if rule.kind not in _DAMAGES]
+            fault.rules = rules
+            self.world.note("host %d: tier %d fails: %s", self.number, tier, rules)
+
+            def works_again() -> None:
+                fault.release()
+                fault.rules = ()
+
+            self.world.later(random.random() * 4.0, works_again)
+
+    def has_no_clears(self) -> bool:
+        """Whether its tiers owe nothing."""
+        return all(not guard._hidden.owed or guard.config.read_only for guard in self._guards())
+
+    def _guards(self) -> list[Any]:
+        return self.node.stack.guards if self.node is not None else []
+
+    # The end, in parts: the hosts come to rest together.
+
+    def end_trouble(self) -> None:
+        """No more of it."""
+        self._end_trouble()
+
+    def end_calls(self) -> None:
+        """The clients leave."""
+        if self.node is not None and not self.world.findings:
+            self._end_calls(self.node)
+
+    def rest(self, since: str) -> None:
+        """Wait until nothing moves."""
+        assert self.node is not None
+        self._rest(self.node, f"host {self.number}: {since}")
+
+    def clear_all(self) -> None:
+        """Forget everything, everywhere."""
+        assert self.node is not None
+        self.node.state.clear(None)
+        self.node.move()
+
+    def check_end(self) -> None:
+        """Memory and pins are as at the beginning."""
+        assert self.node is not None
+        self.checker.check_pins()
+        self.checker.check_baseline()
+        for store, guard in zip(self.stores, self.node.stack.guards, strict=True):
+            if not store.shared and store.values and not guard.config.read_only:
+                self.world.find(f"host {self.number}: {store.name} still has {len(store.values)} values after a clear")
+        if self.hosts.central is not None:
+            self._check_frames()
+
+    def end_mover(self) -> None:
+        """Its tasks end."""
+        assert self.node is not None
+        self._end_mover(self.node)
+
+    def _check_frames(self) -> None:
+        assert self.node is not None
+        counts = self.node._mover._metrics.as_dict() if self.node._mover is not None else {}
+        damaged = [f"tier=tier-{number}," for number, store in enumerate(self.stores) if getattr(store, "is_damaged", False)]
+        bad = {
+            name: count
+            for name, count in counts.items()
+            if name.startswith("kvhold_tier_bad_frames") and not any(tier in name for tier in damaged)
+        }
+        if bad:
+            self.world.find(f"host {self.number}: frames came damaged, and nobody damaged them on purpose: {bad}")
+
+
+def _draw_small(random: Random) -> Draw:
+    """As one host's, but with prompts of few chunks: what matters here is where they come from."""
+    group = Group(layers=random.choice((1, 2)), planes=1, heads=1, head_dim=4, dtype="bfloat16")
+    layout = Layout((group,), tokens_per_chunk=4, tail_tokens=random.choice((0, 1)))
+    spaces = tuple(Namespace(f"model-{number}", layout) for number in range(random.choice((1, 1, 2))))
+    texts = [[number] * random.randrange(3, 12) for number in range(random.choice((1, 2, 3)))]
+    base = draw(random)
+    behind_bytes = random.choice((2_000, 1 << 20, 1 << 20))
+    return replace(
+        base,
+        node=replace(base.node, write_behind_bytes=behind_bytes, quota_bytes=0),
+        spaces=spaces,
+        trouble=random.choice((0.0, 0.3, 1.0, 2.0)),
+        prompts=tuple(space.prompt(text) for space in spaces for text in texts),
+        pressure_s=random.choice((0.0, 0.1, 0.1, 0.3)),
+    )
+
+
+class Hosts:
+    """All of them, and what they share."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.random = random = world.random
+        self.shared = Shared(world, Markers(world))
+        self.central: CentralStore | None = None
+        self.over = False
+        base = _draw_small(random)
+        self.trouble = base.trouble
+        if random.random() < 0.5:
+            self.central = CentralStore(world, self.shared.markers)
+            self.store: Any = self.central
+        else:
+            self.store = Store("shared", random.choice((1 << 20, 1 << 20, 20_000)), _Values(self.shared.markers), shared=True)
+        self.hosts = [self._draw_host(number, base) for number in range(1, 1 + random.choice((2, 2, 2, 3)))]
+
+    def _draw_host(self, number: int, base: Draw) -> Host:
+        random = self.random
+        stores: list[Any] = [self.store]
+        guards = [self._draw_guard(read_only=random.random() < 0.04)]
+        if random.random() < 0.6:
+            at = random.choice((0, 0, 1))
+            stores.insert(at, Store(f"disk-{number}", 1 << 20))
+            guards.insert(at, self._draw_guard(read_only=False))
+        drawn = replace(
+            base,
+            node=replace(base.node, guards=tuple(replace(guard, name=f"tier-{at}") for at, guard in enumerate(guards))),
+            num_clients=random.choice((1, 1, 2)),
+            tasks_a_client=random.choice((1, 2)),
+            operations=random.choice((10, 20, 40)),
+            store_bytes=(),
+        )
+        return Host(self, number, drawn, self.shared, stores)
+
+    def _draw_guard(self, *, read_only: bool) -> GuardConfig:
+        return replace(draw_guard(self.random, 0), read_only=read_only, clears_check_s=self.random.choice((0.05, 0.5, 0.5, 5.0)))
+
+    def run(self) -> None:
+        """All of it."""
+        world = self.world
+        if self.central is not None:
+            self.central.start()
+        for host in self.hosts:
+            host.begin()
+        if self.trouble:
+            world.later(self.random.expovariate(self.trouble), self._trouble)
+        world.run(lambda: all(host.has_ended() for host in self.hosts), most_s=120.0)
+        if not world.findings:
+            self._come_to_rest()
+
+    def _trouble(self) -> None:
+        if self.over:
+            return
+        dice = self.random.random()
+        if dice < 0.25:
+            self.random.choice(self.hosts)._kill_node()
+        elif self.central is not None and dice < 0.75:
+            self.central.trouble()
+        else:
+            self._lose_a_marker()
+        self.world.later(self.random.expovariate(self.trouble), self._trouble)
+
+    def _lose_a_marker(self) -> None:
+        """The store loses one, while a host runs that knows it and may put it again."""
+        names = [name for name in self.shared.markers.names() if self._is_known(name)]
+        if names:
+            name = self.random.choice(names)
+            if self.central is not None:
+                self.central.lose(name)
+            else:
+                self.store.values.pop(name)
+
+    def _is_known(self, name: bytes) -> bool:
+        for host in self.hosts:
+            if self._may_put(host):
+                known = host.promise.known
+                if any(number >= number_of(name)[0] for space, number in known.items() if name.startswith(space)):
+                    return True
+        return False
+
+    def fail_store(self, store: Any) -> None:
+        """It answers nobody, for a while."""
+        if isinstance(store, CentralStore):
+            store.trouble()
+            return
+        store.down = True
+
+        def works_again() -> None:
+            store.down = False
+
+        self.world.later(self.random.random() * 4.0, works_again)
+
+    def _come_to_rest(self) -> None:
+        world, self.over = self.world, True
+        if self.central is not None:
+            self.central.end_trouble()
+        for step in self._steps():
+            if world.findings:
+                return
+            step()
+
+    def _steps(self) -> Iterator[Any]:
+        hosts = self.hosts
+        for host in hosts:
+            yield host.end_trouble
+        for host in hosts:
+            yield host.end_calls
+        for host in hosts:
+            yield lambda host=host: host.rest("the clients have left")
+        yield self._all_learn
+        clearing = next((host for host in hosts if self._may_put(host)), None)
+        if self.central is not None:
+            yield self.central.rest
+        for number in range(2 if clearing is not None else 0):  # what came late under a name of the first one is garbage for the second
+            assert clearing is not None
+            yield clearing.clear_all
+            for host in hosts:
+                yield lambda host=host, number=number: host.rest(f"host {clearing.number} has cleared all, {number + 1}")
+            yield self._all_learn
+            for host in hosts:
+                yield lambda host=host: host.rest("it has heard of that")
+            if self.central is not None:
+                yield self.central.rest
+        if clearing is None:
+            for host in hosts:
+                yield host.clear_all
+        for host in hosts:
+            yield lambda host=host: host.rest("all was cleared")
+        if clearing is not None:
+            yield self._check_store
+        for host in hosts:
+            yield host.check_end
+        for host in hosts:
+            yield host.end_mover
+        if self.central is not None:
+            yield self.central.check_end
+
+    def _all_learn(self) -> None:
+        """Each host hears of each clear that the store tells of, or that a host may put there again, in the namespaces that it uses."""
+
+        def has_learned(host: Host) -> bool:
+            known = host.promise.known
+            return all(known.get(space, number) >= number for space, number in self._told().items())
+
+        if not self.world.run(lambda: all(has_learned(host) for host in self.hosts), most_s=_REST_S):
+            late = [host.number for host in self.hosts if not has_learned(host)]
+            self.world.find(f"hosts {late} do not hear of clears: {[host.promise.known for host in self.hosts]}, {self._told()}"[:600])
+
+    def _told(self) -> dict[bytes, int]:
+        """Namespace -> its latest generation that all markers lead to."""
+        told: dict[bytes, int] = {}
+        spaces = {name[:16] for name in self.shared.markers.names()}
+        for space in spaces:
+            number = 0
+            while self.shared.markers.up_to(space, number + 1) is not None:
+                number += 1
+            told[space] = number
+        for host in self.hosts:
+            if self._may_put(host):
+                told |= {space: max(number, told.get(space, 0)) for space, number in host.promise.known.items()}
+        return told
+
+    def _may_put(self, host: Host) -> bool:
+        return host.node is not None and not host._guards()[host.stores.index(self.store)].config.read_only
+
+    def _check_store(self) -> None:
+        left = [name for name in self.store.values if not is_marker(name)]
+        if left:
+            self.world.find(f"the shared tier still has {len(left)} values after a clear of everything, such as {left[0].hex()}")
