@@ -11,7 +11,8 @@ from kvhold.integrations.weights import model_identity
 
 @pytest.fixture
 def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder that digests are kept in."""
+    """The folder that digests are kept in, of files that have just been written, too."""
+    monkeypatch.setattr(weights, "_SETTLED_NS", -(10**18))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "kvhold" / "weights"
 
@@ -91,6 +92,12 @@ class TestNotes:
         notes.chmod(0o777)
         identities(models)
         assert notes.stat().st_mode & 0o777 == 0o700
+
+    def test_a_file_that_has_just_changed_is_not_noted(self, models: list[str], notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its times may stay as they are when it changes again."""
+        monkeypatch.setattr(weights, "_SETTLED_NS", 10**18)
+        identities(models)
+        assert not notes.exists() or not list(notes.iterdir())
 
     def test_a_file_that_changes_while_it_is_read_is_not_noted(
         self, models: list[str], notes: Path, monkeypatch: pytest.MonkeyPatch

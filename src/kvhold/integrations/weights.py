@@ -7,7 +7,8 @@
 Every file counts, in subfolders too: weights of any format, indexes, settings, and code beside the weights. Left out is what cannot shape
 KV, by the list below. Files are hashed whole (xxh3, 128 bits; it guards against accidents, nobody gains by forging their own weights),
 once for each state of a file: the digests are kept in the user's cache folder under the file's path, size, time and inode. A kept digest
-is used only if it is this user's own and whole. The engine reads the same files next, so the first hashing mostly warms the page cache.
+is used only if it is this user's own and whole; that of a file which has just changed is not kept. The engine reads the same files next,
+so the first hashing mostly warms the page cache.
 """
 
 import logging
@@ -15,6 +16,7 @@ import os
 import re
 import stat
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
@@ -33,6 +35,7 @@ _SETTINGS = ("config.json", "adapter_config.json")
 _PIECE_BYTES = 8 << 20
 _WORTH_A_LINE = 1 << 30
 _MAX_FILES = 20_000
+_SETTLED_NS = 2_000_000_000  # since the last change; file systems round times, to 2 seconds at worst
 _NOTE_BYTES = 65  # a digest, a blank, a check
 _DIGEST = re.compile("[0-9a-f]{32}")
 
@@ -141,9 +144,15 @@ def _file_digest(path: Path) -> str:
     digest = _noted(folder / name, state) if _is_ours(folder) else None
     if digest is None:
         digest = _hash(path)
-        if _state_of(path) == state:  # else this is the digest of no state at all
+        # Else this is the digest of no state at all, or of one that a change in the same moment would not tell from the next.
+        if _state_of(path) == state and _last_change(path) < time.time_ns() - _SETTLED_NS:
             _keep(folder / name, state, digest)
     return digest
+
+
+def _last_change(path: Path) -> int:
+    status = path.stat()
+    return max(status.st_mtime_ns, status.st_ctime_ns)
 
 
 def _state_of(path: Path) -> bytes:

@@ -25,6 +25,7 @@ from kvhold.integrations.vllm.geometry import geometry_of, mixes_adapters
 from kvhold.integrations.vllm.hosts import NodePlace, check_places, place_of
 from kvhold.integrations.vllm.layerwise import refusal
 from kvhold.integrations.vllm.media import Media
+from kvhold.integrations.vllm.naming.loads import observed_loads
 from kvhold.integrations.vllm.scheduler import SchedulerSide
 from kvhold.integrations.vllm.space import layout_only, namespace_of
 from kvhold.integrations.vllm.stats import PromMetrics, Stats
@@ -79,7 +80,13 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             rank, num_blocks = vllm_config.parallel_config.rank, kv_cache_config.num_blocks
             self._worker = WorkerSide(
-                settings, layout_only(geometry), geometry, rank=rank, num_blocks=num_blocks, layerwise=settings.layerwise
+                settings,
+                layout_only(geometry),
+                geometry,
+                rank=rank,
+                num_blocks=num_blocks,
+                layerwise=settings.layerwise,
+                adapters=observed_loads() if vllm_config.lora_config is not None else None,
             )
 
     @property

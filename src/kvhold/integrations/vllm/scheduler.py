@@ -36,7 +36,8 @@ from kvhold.integrations.vllm.costs import Costs, Took
 from kvhold.integrations.vllm.events import Announcer, Describer
 from kvhold.integrations.vllm.geometry import Geometry, Part
 from kvhold.integrations.vllm.media import Media
-from kvhold.integrations.vllm.naming.adapters import Adapters
+from kvhold.integrations.vllm.naming.adapters import Adapters, AdapterUse
+from kvhold.integrations.vllm.naming.loads import can_observe
 from kvhold.integrations.vllm.space import join, prompt_of, rules_of
 from kvhold.integrations.vllm.stats import BELOW_MINIMUM, NO_ANSWER, NOT_AWAITED, NOT_NAMED, Tally
 from kvhold.integrations.vllm.steps import Load, Steps, Store
@@ -142,7 +143,7 @@ class SchedulerSide:
         )
         place_own_threads(config.client.cores)  # the one that keeps the connection was started by the engine's thread
         self._announcer = Announcer(self._cache, self._lookups, describer) if describer is not None else None
-        self._adapters = Adapters()  # the lookup thread's
+        self._adapters = Adapters(can_observe)  # the lookup thread's
         self._not_named: set[str] = set()  # causes that were logged
         self._followed: dict[str, _Followed] = {}
         self.tally = Tally()
@@ -217,7 +218,15 @@ class SchedulerSide:
             for part in self._geometry.parts
         ]
         self._loads.append(
-            Load(request.request_id, followed.hit.ticket, first_chunk, ids, inside=self._layerwise, patience_s=followed.patience_s)
+            Load(
+                request.request_id,
+                followed.hit.ticket,
+                first_chunk,
+                ids,
+                inside=self._layerwise,
+                patience_s=followed.patience_s,
+                adapter=self._adapter_of(followed),
+            )
         )
         if not self._layerwise:
             self._costs.load_begins(request.request_id, self._load_bytes(ids))
@@ -350,7 +359,7 @@ class SchedulerSide:
             self._announcer.stored(followed.request, names)
         end = names.first_token + int(names.num_tokens(self._namespace.layout).sum())
         ids = [_blocks(part, tables[part.table], names.first_token, end) for part in self._geometry.parts]
-        return Store(followed.request.request_id, names, ids, followed.rules.terms, last)
+        return Store(followed.request.request_id, names, ids, followed.rules.terms, last, self._adapter_of(followed))
 
     def _load_bytes(self, block_ids: list[list[int]]) -> int:
         """What all workers copy together."""
@@ -534,6 +543,10 @@ class SchedulerSide:
     def _stores_for(self, followed: _Followed) -> bool:
         trusted = self._stores_plain or followed.request.lora_request is not None
         return self._may_store and followed.rules.store and trusted
+
+    def _adapter_of(self, followed: _Followed) -> AdapterUse | None:
+        adapter = followed.request.lora_request
+        return self._adapters.use_of(adapter) if adapter is not None else None
 
     def _adapter_stays(self, followed: _Followed) -> bool:
         """Whether the files of the request's adapter are those that it was named by."""

@@ -6,6 +6,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from kvhold.core.keys import ChunkNames
 from kvhold.core.terms import FREE, Terms
+from kvhold.integrations.vllm.naming.adapters import AdapterUse
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,7 @@ class Load:
     first_chunk: number of the first chunk needed
     block_ids:   of each part of the geometry: the engine's blocks, from that chunk's first on; -1 for a block that is not to be written
     inside:      the step's pass computes the rest of the request, and waits for each layer
+    adapter:     whose KV it is; None: the model's own
     patience_s:  how long the claim may take before computing is better; 0: as long as any call
     """
 
@@ -25,6 +27,7 @@ class Load:
     block_ids: list[list[int]]
     inside: bool = False
     patience_s: float = 0.0
+    adapter: AdapterUse | None = None
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class Store:
     block_ids: of each part of the geometry: the blocks of `names`, in order; -1 for one that the engine has let go of already
     terms:     on which they are kept
     last:      the request has ended, and its blocks are kept until the workers say that they have them
+    adapter:   whose KV it is; None: the model's own
     """
 
     request_id: str
@@ -41,6 +45,7 @@ class Store:
     block_ids: list[list[int]]
     terms: Terms = FREE
     last: bool = False
+    adapter: AdapterUse | None = None
 
 
 @dataclass

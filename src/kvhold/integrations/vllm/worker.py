@@ -25,6 +25,8 @@ from kvhold.core.errors import DamagedChunks, KVHoldError, LayoutError
 from kvhold.core.keys import Namespace
 from kvhold.integrations.vllm.geometry import Geometry, Part
 from kvhold.integrations.vllm.layerwise import CopyLayer, Layerwise, LoadLayer, blocks_of, log_damage
+from kvhold.integrations.vllm.naming.adapters import AdapterUse
+from kvhold.integrations.vllm.naming.loads import AdapterLoads
 from kvhold.integrations.vllm.proof import lots, prove
 from kvhold.integrations.vllm.space import join
 from kvhold.integrations.vllm.stats import Tally
@@ -66,17 +68,27 @@ class WorkerSide:
     """One worker's copies."""
 
     def __init__(
-        self, config: Config, namespace: Namespace, geometry: Geometry, *, rank: int = 0, num_blocks: int, layerwise: bool = False
+        self,
+        config: Config,
+        namespace: Namespace,
+        geometry: Geometry,
+        *,
+        rank: int = 0,
+        num_blocks: int,
+        layerwise: bool = False,
+        adapters: AdapterLoads | None = None,
     ) -> None:
         """rank: this worker's number in its engine; num_blocks: the engine's blocks, the same for all its KV cache groups.
 
         layerwise: load and store a layer at a time, inside the passes (`layerwise.refusal` has nothing to say)
+        adapters: what vLLM has loaded in this process; None: there are no adapters
         """
         self._config = config
         self._namespace = namespace
         self._geometry = geometry
         self._held, self._stored = geometry.held_by(rank), geometry.stored_by(rank)
         self._num_blocks = num_blocks
+        self._adapters = adapters or AdapterLoads()
         self._threads = config.copy_threads or 2
         self._views: dict[int, list[View]] = {}  # of each shard, a view a part
         self.tally = Tally()
@@ -222,7 +234,7 @@ class WorkerSide:
     def _read(self, one: _Reserving) -> bool:
         """On the store thread, after memory was reserved there: whether there is something to commit."""
         room = one.room.result()
-        if room is None:
+        if room is None or not self._is_of(one.store.adapter):
             return False
         try:
             copied = bool(one.copies) or self._gather(one.store, one.shard, room)
@@ -314,6 +326,7 @@ class WorkerSide:
 
     def _prepare(self, load: Load, stack: ExitStack) -> list[LoadLayer]:
         """On the load thread: claim a hit that is loaded inside a pass. Raises KVHoldError when it is gone."""
+        self._check_adapter(load)
         copies: list[LoadLayer] = []
         part = self._geometry.parts[0]
         for shard in self._held:
@@ -338,6 +351,7 @@ class WorkerSide:
         failed, damaged = blocks_of(load), list[int]()
         loans: list[Loan] = []
         try:
+            self._check_adapter(load)
             for shard in self._held:
                 loan = self._cache.claim(load.ticket, shard, first_chunk=load.first_chunk, deadline_s=load.patience_s or None)
                 if loan is None:
@@ -358,6 +372,15 @@ class WorkerSide:
             self._finished.put(_Loaded(load.request_id, failed))
             for loan in loans:  # the engine need not wait for the node to hear of that
                 loan.close()
+
+    def _is_of(self, adapter: AdapterUse | None) -> bool:
+        """Whether vLLM computes with the adapter as it was named."""
+        return adapter is None or self._adapters.match(adapter)
+
+    def _check_adapter(self, load: Load) -> None:
+        """Raise KVHoldError where KV of this adapter must not be mixed with what vLLM computes."""
+        if not self._is_of(load.adapter):
+            raise KVHoldError("vLLM has loaded its adapter from other files than the KV is named by, or has not loaded it yet")
 
     def _scatter(self, load: Load, shard: int, loan: Loan) -> list[int]:
         """Copy one shard's chunks into their blocks. Returns the blocks of damaged chunks; all others have their KV."""
