@@ -17,6 +17,7 @@ from kvhold.lab.engines.engine import Engine, options_for
 from kvhold.lab.engines.models import ModelInfo, make_model
 from kvhold.lab.engines.process import EngineFailed
 from kvhold.node import NodeClient
+from kvhold.testing.damage import OpenArena
 
 pytestmark = pytest.mark.vllm
 
@@ -142,6 +143,25 @@ def test_an_arena_too_small_for_the_prompts_changes_no_token(
             answers = [tokens for batch in batches(prompts) for tokens in small.generate_many(batch, max_tokens=OUTPUT_TOKENS).token_ids]
             assert answers == expected
         assert status(socket)["counters"]["kvhold_evicted_chunks{tier=ram}"] > 0
+    assert not (ledger / "mismatches").exists()
+
+
+def test_a_damaged_chunk_is_computed_what_is_before_it_is_loaded_and_no_token_changes(model: ModelInfo, socket: Path, ledger: Path) -> None:
+    prompt = list(range(1, 900))
+    with engine(model, None, prefix_caching=False) as plain:
+        expected = plain.generate(prompt, max_tokens=OUTPUT_TOKENS).token_ids
+    with engine(model, socket, ledger, prefix_caching=False) as warm:
+        warm.generate(prompt, max_tokens=OUTPUT_TOKENS)
+        until(lambda: not any(status(socket)["held"].values()), "everything to be stored")
+        stored = status(socket)
+        with OpenArena(stored["pid"]) as arena:
+            arena.flip(stored["used_bytes"] // 2)
+        for _ in range(2):  # the second finds what the first has computed
+            assert warm.generate(prompt, max_tokens=OUTPUT_TOKENS).token_ids == expected
+            until(lambda: not any(status(socket)["held"].values()), "everything to be given back")
+        assert status(socket)["counters"]["kvhold_damaged_chunks{found_by=reader}"] == 1
+    blocks = len(prompt) // BLOCK
+    assert (ledger / "compared").read_text().split() == [str(blocks - CHUNK // BLOCK), str(blocks)]
     assert not (ledger / "mismatches").exists()
 
 
