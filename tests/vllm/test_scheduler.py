@@ -1451,6 +1451,28 @@ class TestTiersBelow:
         start.end()  # type: ignore[attr-defined]
         return prompt
 
+    def test_a_request_whose_chunks_are_on_their_way_is_answered_by_the_next_node(
+        self,
+        start: Callable[..., tuple[NodeProcess, Engine]],
+        prompt: list[int],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        node, waits = start("get:delay:1:600s", settings=PATIENT)
+        monkeypatch.setattr(waits.connector.scheduler._costs, "compute_s", lambda *_: WITHIN_S)
+        waits.add("a", prompt)
+        eventually(lambda: not waits.step().total_num_scheduled_tokens and followed(waits, "a").arriving)
+        restart = Restart(node)
+        restart.begin(waits, monkeypatch)
+        eventually(lambda: not waits.step().total_num_scheduled_tokens and followed(waits, "a").is_lost)
+        monkeypatch.setenv("KVHOLD_TIERS", f"disk://{tmp_path}/kv?max_bytes=1GiB")
+        restart.end()
+        eventually(lambda: waits.hands.client.connected)
+        waits.run()
+        assert waits.outputs["a"] == answer_to(prompt, 2)
+        assert waits.tokens_computed["a"] == 300 - 288 + 1
+        assert restart.missed == {"below_minimum": 12}
+
     @pytest.mark.parametrize("rest", [0, 20], ids=["the same prompt", "and more that no tier has"])
     def test_what_vllm_has_itself_is_not_brought_up_nor_waited_for(
         self, start: Callable[..., tuple[NodeProcess, Engine]], prompt: list[int], rest: int

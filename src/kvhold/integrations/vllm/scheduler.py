@@ -71,6 +71,7 @@ class _Followed:
     untold: what was scheduled of it that its tracker does not know, because the lookup has no answer yet
     ask: asks the cache; what `lookup` does first
     is_lost: the node was lost when the cache was asked last
+    computed_tokens: that the engine had when the cache was asked first
     compute_s: how long computing the prompt would take, known once the node was lost
     no_hit: why there is no hit, if the cache has not said
     """
@@ -91,6 +92,7 @@ class _Followed:
     untold: "list[_Scheduled]" = field(default_factory=list)
     ask: "Callable[[], Hit | None] | None" = None
     is_lost: bool = False
+    computed_tokens: int = 0
     compute_s: float = 0.0
     no_hit: str = NO_ANSWER
 
@@ -382,7 +384,7 @@ class SchedulerSide:
         if plans and not would_load:  # it may run before there is an answer
             self._costs.follow(request.request_id, request.num_tokens)
         followed.patience_s = self._config.client.arrival_timeout_s  # until the lookup thread knows better
-        followed.no_hit = NO_ANSWER
+        followed.no_hit, followed.computed_tokens = NO_ANSWER, computed_tokens
         followed.ask = partial(self._ask, followed, followed.naming, asking, have_tokens, computed_tokens)
         followed.lookup = self._lookups.submit(followed.ask)
 
@@ -449,13 +451,36 @@ class SchedulerSide:
                 return self._cache.lookup(self._asked(prompt).query(), work=work, have_tokens=have_tokens, wait_s=0, deadline_s=patience_s)
         except NodeLost as error:
             log.debug("kvhold: lookup: %s", error)
-            followed.compute_s = min(self._costs.compute_s(followed.request.num_tokens, computed_tokens), patience_s)
-            followed.is_lost = True
+            self._note_loss(followed)
         except KVHoldError as error:
             log.debug("kvhold: lookup: %s", error)
         except Exception:
             log.exception("kvhold: lookup")
         return None
+
+    def _look_again(self, followed: _Followed, hit: Hit, settle: bool) -> Hit | None:
+        """On the lookup thread: how far has it come? Never raises."""
+        try:
+            if settle:
+                hit.settle()
+            else:
+                hit.refresh()
+            return hit
+        except NodeLost as error:
+            log.debug("kvhold: lookup: %s", error)
+            self._note_loss(followed)
+        except KVHoldError as error:
+            log.debug("kvhold: lookup: %s", error)
+        except Exception:
+            log.exception("kvhold: lookup")
+        hit.close()
+        return None
+
+    def _note_loss(self, followed: _Followed) -> None:
+        """On the lookup thread: the node was lost."""
+        compute_s = self._costs.compute_s(followed.request.num_tokens, followed.computed_tokens)
+        followed.compute_s = min(compute_s, followed.patience_s)
+        followed.is_lost = True
 
     def _asked(self, prompt: Prompt) -> Prompt:
         """What is looked up of it: all, or all but its last token, which is computed again, where that must not be in the hit."""
@@ -491,7 +516,7 @@ class SchedulerSide:
         self._waits_for_node = self._waits_for_node or hit is not None
         if hit is not None and hit.arriving and not last:
             settle = bool(followed.untold) or began_s - followed.since_s >= self._config.client.arrival_timeout_s
-            followed.lookup, followed.arriving = self._lookups.submit(_look_again, hit, settle), hit
+            followed.lookup, followed.arriving = self._lookups.submit(self._look_again, followed, hit, settle), hit
             followed.asked_s = began_s
             return False
         followed.hit, followed.arriving = hit, None
@@ -518,6 +543,7 @@ class SchedulerSide:
         waits until there is a node.
         """
         waited_s = now_s - followed.asked_s
+        followed.arriving = None  # a hit of the lost node is closed
         if self._cache.connected:
             if followed.ask is not None and waited_s < followed.patience_s:
                 followed.lookup = self._lookups.submit(followed.ask)
@@ -580,24 +606,6 @@ def _blocks(part: Part, table: list[int], first: int, last: int, *, skipped: int
     if part.group.attention == "state":
         ids += [-1] * (end - begin - len(ids))  # the state of what follows is not there yet
     return [-1] * (begin - first // size) + ids + [-1] * (-(-unused // size) - end)
-
-
-def _look_again(hit: Hit, settle: bool) -> Hit | None:
-    """On the lookup thread: how far has it come? Never raises."""
-    try:
-        if settle:
-            hit.settle()
-        else:
-            hit.refresh()
-    except KVHoldError as error:
-        log.debug("kvhold: lookup: %s", error)
-        hit.close()
-        return None
-    except Exception:
-        log.exception("kvhold: lookup")
-        hit.close()
-        return None
-    return hit
 
 
 def _close_late_hit(lookup: "Future[Hit | None]") -> None:
