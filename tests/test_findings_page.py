@@ -14,6 +14,7 @@ from tools.check_findings import (
     CANNOT_RUN,
     FAILED,
     FINDINGS,
+    MISSING,
     PASSED,
     SKIPPED,
     Finding,
@@ -86,13 +87,15 @@ def test_failures_for_a_missing_interface_are_told_from_others(act: Callable[[],
     ("old", "now", "wrong"),
     [
         (FAILED, PASSED, []),
-        (PASSED, PASSED, ["does not fail on", "no test of its fails"]),
-        (CANNOT_RUN, PASSED, ["does not fail on", "no test of its fails"]),
-        (FAILED, FAILED, ["now: failed", "no test of its fails"]),
+        (PASSED, PASSED, ["passed there, passed now", "no test of its fails"]),
+        (CANNOT_RUN, PASSED, ["cannot run there, passed now", "no test of its fails"]),
+        (FAILED, FAILED, ["failed there, failed now", "no test of its fails"]),
+        (FAILED, SKIPPED, ["failed there, skipped now", "no test of its fails"]),
+        (MISSING, MISSING, ["does not exist", "no test of its fails"]),
     ],
 )
 def test_a_finding_needs_a_test_that_fails_there_and_passes_here(old: str, now: str, wrong: list[str]) -> None:
-    found = complaints([Row("A1", "test", True, Result(old), Result(now))], ["A1"])
+    found = complaints([Row("A1", "test", True, Result(old, "it does not exist"), Result(now, "it does not exist"))], ["A1"])
     assert len(found) == len(wrong)
     assert all(part in line for part, line in zip(wrong, found, strict=True))
 
