@@ -1,5 +1,7 @@
 """The page of findings names each finding, and tests that exist. The tool that runs them tells failures that prove nothing from others."""
 
+import ast
+import subprocess
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +41,34 @@ def test_every_test_that_is_named_exists_and_one_of_them_proves_the_finding(find
     assert finding.proves
     assert [test for test in finding.proves + finding.keeps if not exists(test)] == []
     assert len(set(finding.proves + finding.keeps)) == len(finding.proves + finding.keeps)
+
+
+SHARED = [*sorted((check_findings.ROOT / "tests/findings").glob("*.py"))]
+SHARED += [check_findings.ROOT / "tests" / name for name in ("vllm/scheduling.py", "tiers/memory.py", "cache/below.py")]
+
+
+def on_old_commit(module: str) -> str | None:
+    """The source of a module of kvhold's there; None where it does not exist."""
+    path = f"src/{module.replace('.', '/')}"
+    for name in (f"{path}.py", f"{path}/__init__.py"):
+        command = ["git", "-C", str(check_findings.ROOT), "show", f"{check_findings.COMMIT}:{name}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            return done.stdout
+    return None
+
+
+@pytest.mark.parametrize("file", SHARED, ids=lambda file: file.name)
+def test_what_tests_of_findings_import_is_on_the_old_commit_too(file: Path) -> None:
+    if on_old_commit("kvhold") is None:
+        pytest.skip("this checkout has no history")
+    imports = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ImportFrom)]
+    for node in imports:
+        if (module := node.module or "").split(".")[0] == "kvhold":
+            there = on_old_commit(module)
+            assert there is not None, module
+            missing = [name.name for name in node.names if name.name not in there and on_old_commit(f"{module}.{name.name}") is None]
+            assert missing == [], module
 
 
 def test_what_closes_a_finding_is_said_for_each() -> None:

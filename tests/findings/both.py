@@ -2,6 +2,9 @@
 
 `tools/check_findings.py` runs the tests of this folder on both commits. So they use only settings, commands and calls that both have.
 Where the name or the arguments of one differ, a function here hides that, and its docstring says so.
+
+They share three helpers with other tests: `tests/vllm/scheduling.py`, `tests/tiers/memory.py` and `tests/cache/below.py`. At import
+these three use only names that 5f474b0 has, too.
 """
 
 import os
