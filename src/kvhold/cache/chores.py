@@ -83,6 +83,7 @@ class Running(Generic[Result]):
 
     def __init__(self, turns: Turns[Result]) -> None:
         self._turns = turns
+        self.is_done = False
 
     def step(self, units: int = TURN) -> bool:
         """Do some `units` of it. Returns whether it is done; raises what it raises."""
@@ -91,6 +92,7 @@ class Running(Generic[Result]):
                 units -= next(self._turns)
             except StopIteration as end:
                 self.result = end.value
+                self.is_done = True
                 return True
         return False
 

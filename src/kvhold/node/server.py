@@ -394,9 +394,12 @@ class _Connection(asyncio.BufferedProtocol):
     def _go_on(self) -> None:
         if self._answering is None:
             self._answer(self._waiting.popleft())
-        elif self._answering.step():
+        elif self._answering.is_done:  # encoding a large answer takes a turn of its own
             answer, self._answering = self._answering.result, None
             self._send(answer, self._answering_number)
+            self._node.move()
+        else:
+            self._answering.step()
             self._node.move()
         if self._is_over():
             return

@@ -218,8 +218,9 @@ class Guard:
         if fault is not None and silent is not None:
             silent.add(self.name)
         visible: list[bytes] = []
-        for begin in range(0, len(keys), _SCAN_KEYS):
-            visible += [key for key in keys[begin : begin + _SCAN_KEYS] if not self._hidden.hides(key)]
+        while keys:
+            visible += [key for key in keys[-_SCAN_KEYS:] if not self._hidden.hides(key)]
+            del keys[-_SCAN_KEYS:]
             await asyncio.sleep(0)
         return visible
 
@@ -431,6 +432,12 @@ class Guard:
                     await asyncio.sleep(0)  # others use this loop
 
         fault = await self._run(_Call[None]("scan", 0, _SCAN_TIMEOUT_S), collect)
+        num_freed = 0
+        for num_gone in seen.emptied():
+            num_freed += num_gone
+            if num_freed >= _SCAN_KEYS:
+                num_freed = 0
+                await asyncio.sleep(0)
         return keys, fault
 
     async def _pay(self, prefix: bytes) -> int:
