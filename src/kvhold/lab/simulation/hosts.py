@@ -30,7 +30,7 @@ from kvhold.net import messages as m
 from kvhold.tiers.generations import is_marker
 from kvhold.tiers.guard import GuardConfig
 
-EVERY = 5
+EVERY = 6
 """Each so many-th seed is one of several hosts."""
 _LIES = (("probe", "stale"), ("probe", "truncate"))  # a store that does not say what it has loses markers: that is drawn by itself
 _DAMAGES = ("corrupt", "truncate", "swap", "stale")  # over a central cache nothing is damaged on purpose, so all that is damaged is found
@@ -220,11 +220,17 @@ class Host(Simulation):
         self.world.later(self.random.random() * within_s, start)
 
     def _start_node(self) -> None:
-        """One that was away is asked at once."""
+        """One that was away is asked at once; before it has heard of anything, it may be stored to, and another host may clear."""
         super()._start_node()
-        if self.num_nodes > 1 and self.random.random() < 0.7:
+        random, prompt = self.random, self.random.choice(self.draw.prompts)
+        if self.num_nodes > 1 and random.random() < 0.7:
             for _ in range(2):
-                self.soon(0.1, self._load, self.random.choice(self.draw.prompts))
+                self.soon(0.1, self._load, random.choice(self.draw.prompts))
+        elif random.random() < 0.4:
+            self.soon(0.01, self._store, prompt)
+            other = random.choice([host for host in self.hosts.hosts if host is not self])
+            other.soon(0.03, other._clear_alone, prompt.namespace.digest)
+            self.soon(0.5, self._load, prompt)
 
     def _kill_node(self) -> None:
         """It may be away for long, and meanwhile another host may clear."""
@@ -259,9 +265,10 @@ class Host(Simulation):
 
             self.world.later(random.random() * 4.0, works_again)
 
-    def has_no_clears(self) -> bool:
-        """Whether its tiers owe nothing."""
-        return all(not guard._hidden.owed or guard.config.read_only for guard in self._guards())
+    def _flip(self) -> None:
+        """A bit that flips before a chunk is written reaches other hosts as a damaged frame."""
+        if self.hosts.central is None:
+            super()._flip()
 
     def _guards(self) -> list[Any]:
         return self.node.stack.guards if self.node is not None else []
@@ -331,7 +338,7 @@ def _draw_small(random: Random) -> Draw:
         spaces=spaces,
         trouble=random.choice((0.0, 0.3, 1.0, 2.0)),
         prompts=tuple(space.prompt(text) for space in spaces for text in texts),
-        pressure_s=random.choice((0.0, 0.1, 0.1, 0.3)),
+        pressure_s=random.choice((0.0, 0.2, 0.2, 0.5)),
     )
 
 

@@ -24,6 +24,7 @@ from kvhold.lab.simulation.sockets import SimSocket, SocketLoop
 
 _STALL = 0.0008  # the chance, before each step of a loop, that its thread stands still
 _MOST_NOTES = 200_000
+_STEPS_A_LOOK = 20  # whether it is over may take longer to say than a step
 
 
 class World:
@@ -106,8 +107,9 @@ class World:
         end = self.now + most_s
         last_step = self.steps + most_steps
         while not until():
-            if self.findings or self.now > end or self.steps > last_step or not self._step():
-                return until()
+            for _ in range(_STEPS_A_LOOK):
+                if self.findings or self.now > end or self.steps > last_step or not self._step():
+                    return until()
         return True
 
     def _step(self) -> bool:
