@@ -1,13 +1,17 @@
 """The simulation itself: it repeats, it finds what is wrong, and its mutations fit the code."""
 
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 import kvhold
 from kvhold.lab.simulation import soak
+from kvhold.lab.simulation.clears import Clear, HostClears, Origin
+from kvhold.lab.simulation.hosts import EVERY
 from kvhold.lab.simulation.patches import PatchError, apply, mutations
+from kvhold.lab.simulation.run import simulate
 
 
 def test_finds_nothing_in_the_first_seeds() -> None:
@@ -21,6 +25,29 @@ def test_a_seed_is_one_history() -> None:
     first, again = [list(soak._lines(soak._source(), 7, 3)) for _ in range(2)]
     assert first == again
     assert first != list(soak._lines(soak._source(), 8, 3))
+
+
+def test_a_seed_of_several_hosts_is_one_history() -> None:
+    seeds = [2 * EVERY, 3 * EVERY, 4 * EVERY]
+    first, again = [[list(soak._lines(soak._source(), seed, 1)) for seed in seeds] for _ in range(2)]
+    assert first == again
+    assert first[0] != first[1] != first[2]
+
+
+def test_several_hosts_clear_and_lend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The promise for several hosts is asked, of chunks from all places, with clears of other hosts."""
+    asked: Counter[str] = Counter()
+    why = HostClears._why
+
+    def counted(self: HostClears, clear: Clear, origin: Origin | None, asked_at: int, asked_s: float) -> str:
+        of = "own" if clear.host == self._host else "other"
+        asked[f"{of} clear, {'stored' if origin is None else 'shared' if origin.shared else 'disk'}"] += 1
+        return why(self, clear, origin, asked_at, asked_s)
+
+    monkeypatch.setattr(HostClears, "_why", counted)
+    for seed in range(EVERY, 21 * EVERY, EVERY):
+        assert simulate(seed).findings == []
+    assert len(asked) == 6, asked
 
 
 def test_there_are_twelve_mutations_or_more_and_each_fits_the_code(tmp_path: Path) -> None:
@@ -43,7 +70,7 @@ def test_a_patch_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
             apply(patch, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["claim-takes-no-pin", "memory-back-at-the-hang-up"])
+@pytest.mark.parametrize("name", ["claim-takes-no-pin", "memory-back-at-the-hang-up", "clear-from-elsewhere-leaves-memory"])
 def test_finds_a_mutation(name: str) -> None:
     (row,) = soak.run_mutations(200, names=(name,)).rows
     assert row.found
