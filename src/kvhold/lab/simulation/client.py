@@ -23,7 +23,7 @@ from kvhold.core.terms import FREE, Terms
 from kvhold.lab.simulation.checker import kv
 from kvhold.lab.simulation.link import SimLink, join
 from kvhold.lab.simulation.node import SimNode
-from kvhold.lab.simulation.world import World
+from kvhold.lab.simulation.world import SimLoop, World
 from kvhold.net import messages as m
 from kvhold.node.membership import Duty, Membership
 
@@ -45,6 +45,39 @@ class Share:
     shard: int
 
 
+class Signal:
+    """As `threading.Event`, for one waiting task."""
+
+    def __init__(self, loop: SimLoop) -> None:
+        self._loop = loop
+        self._is_set = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def set(self) -> None:
+        """The waiting task goes on."""
+        self._is_set = True
+        self._end()
+
+    def clear(self) -> None:
+        """The next one waits."""
+        self._is_set = False
+
+    async def wait(self, seconds: float) -> None:
+        """Until it is set, or so long."""
+        if self._is_set:
+            return
+        self._waiter = self._loop.create_future()
+        timer = self._loop.call_later(seconds, self._end)
+        try:
+            await self._waiter
+        finally:
+            timer.cancel()
+
+    def _end(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
 class Client:
     """One engine's process."""
 
@@ -58,7 +91,7 @@ class Client:
         self.links: list[SimLink] = []
         self.slow = world.random.choice((0.0002, 0.002, 0.02, 0.2))
         self.call_timeout_s = world.random.choice((0.2, 1.0, 1.0))
-        self.heartbeat_s = world.random.choice((0.5, 2.0))
+        self.heartbeat_s = world.random.choice((1.0, 5.0))
         self.reconnect_s = world.random.choice((0.05, 0.5))
         self._find_node = find_node
         self._mailbox = mailbox
@@ -66,7 +99,7 @@ class Client:
 
     def _begin(self) -> None:
         self.membership: Membership[SimLink] = Membership("the node's socket")
-        self._wake = asyncio.Event()  # as the keeper's of `NodeClient`
+        self._wake = Signal(self.loop)  # as the keeper's of `NodeClient`
         self._joined = asyncio.Event()
         self._told: set[bytes] = set()  # namespaces that a node knows from this client
         self.loop.create_task(self._keep(self.membership))
@@ -177,8 +210,7 @@ class Client:
                 await self._rejoin(membership)
                 continue
             if not link.has_loose_ends:
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), self.heartbeat_s)
+                await self._wake.wait(self.heartbeat_s)
             self._wake.clear()
             duty = membership.duty(link, self.world.now, self.heartbeat_s)
             try:
