@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -141,12 +142,13 @@ class TestB6:
             node.terminate()
         assert "hush" not in shown
 
-    def test_engines_start_though_somebody_has_taken_the_default_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-        monkeypatch.setenv("TMPDIR", str(tmp_path))
-        monkeypatch.setenv("HOME", str(tmp_path / "home"))
-        (tmp_path / "home").mkdir(mode=0o700)
-        (tmp_path / f"kvhold-{os.getuid()}").touch()
-        place = socket_path("")
-        prepare_folder(place)
-        assert place.parent.stat().st_mode & 0o777 == 0o700
+    def test_engines_start_though_somebody_has_taken_the_default_folder(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with tempfile.TemporaryDirectory(prefix="kvhold-") as folder:  # short: a socket's path has at most 107 bytes
+            monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+            monkeypatch.setenv("TMPDIR", folder)
+            monkeypatch.setenv("HOME", f"{folder}/home")
+            Path(folder, "home").mkdir(mode=0o700)
+            Path(folder, f"kvhold-{os.getuid()}").touch()
+            place = socket_path("")
+            prepare_folder(place)
+            assert place.parent.stat().st_mode & 0o777 == 0o700

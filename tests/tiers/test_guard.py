@@ -173,6 +173,25 @@ class TestClears:
         assert bench.guard.status()["clears_owed"] == 0
         assert await bench.guard.probe([*KEYS[:2], b"another"]) == [5, None, 5]
 
+    async def test_an_earlier_clear_does_not_pay_for_one_that_waits_for_a_write(self, bench: Bench, place: Place) -> None:
+        await bench.call("put")
+        first = await bench.guard.owe(b"")
+        second = await bench.guard.owe(b"")  # a write is under way that it has to wait for
+        assert await bench.guard.pay(first) == 3
+        place.values[KEYS[0]] = b"of the write that ended now"
+        assert await bench.guard.probe(KEYS) == [None] * 3
+        assert bench.guard.status()["clears_owed"] == 1
+        assert await bench.guard.pay(second) == 1
+        assert bench.guard.status()["clears_owed"] == 0
+        assert place.values == {}
+
+    async def test_a_later_clear_pays_for_an_earlier_one(self, bench: Bench) -> None:
+        await bench.call("put")
+        first, second = await bench.guard.owe(b""), await bench.guard.owe(b"")
+        assert await bench.guard.pay(second) == 3
+        assert await bench.guard.pay(first) == 0
+        assert bench.guard.status()["clears_owed"] == 0
+
     async def test_what_others_have_removed_meanwhile_is_not_owed(
         self, bench: Bench, place: Place, monkeypatch: pytest.MonkeyPatch
     ) -> None:

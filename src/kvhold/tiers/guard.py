@@ -24,7 +24,7 @@ from kvhold.tiers.base import Parts, Tier, replace, size_of
 from kvhold.tiers.breaker import Breaker
 from kvhold.tiers.gate import Gate, Urgency
 from kvhold.tiers.generations import GenerationTier
-from kvhold.tiers.hidden import Hidden
+from kvhold.tiers.hidden import Debt, Hidden
 from kvhold.tiers.journal import ClearsJournal
 from kvhold.tiers.table import KeySet
 
@@ -231,27 +231,30 @@ class Guard:
         """
         return await self.pay(await self.owe(prefix))
 
-    async def owe(self, prefix: bytes) -> bytes:
-        """Hide all with this prefix until it has gone; on the disk, if there is a journal. Returns the prefix to `pay`.
+    async def owe(self, prefix: bytes) -> Debt:
+        """Hide all with this prefix until it has gone; on the disk, if there is a journal. Returns what is to `pay`.
 
         That is everything, if a tier of this host alone owes very many clears. What is in a read-only tier stays hidden.
         """
         if not self.traits.shared and not self._hidden.debt(prefix) and len(self._hidden.owed) >= _MOST_OWED:
             log.warning("tier %s owes over %d clears: all that it holds is removed", self.name, _MOST_OWED)
-            prefix = b""
-            self._hidden.owe_everything_instead()
+            debt = Debt(b"", self._hidden.owe_everything_instead())
         else:
-            self._hidden.owe(prefix)
-        await self._write_journal(prefix)
-        return prefix
+            debt = Debt(prefix, self._hidden.owe(prefix))
+        await self._write_journal(debt.prefix)
+        return debt
 
-    async def pay(self, prefix: bytes) -> int:
-        """Remove what is owed of a prefix; where that cannot be done now, it is done when it can. Returns how many values went."""
+    async def pay(self, debt: Debt) -> int:
+        """Remove what is owed; where that cannot be done now, it is done when it can. Returns how many values went.
+
+        Call it when the writes that were under way at `owe` have ended.
+        """
         if self.config.read_only:
             log.warning("tier %s is read_only: what was cleared stays there, and this host does not use it", self.name)
             return 0
-        removed = await self._pay(prefix)
-        if self._hidden.debt(prefix) and self._paying is None:
+        self._hidden.fall_due(debt.prefix, debt.number)
+        removed = await self._pay(debt.prefix)
+        if self._hidden.due(debt.prefix) and self._paying is None:
             log.warning("tier %s could not be cleared now; what was to go is not used, and goes when it can", self.name)
             self._paying = asyncio.ensure_future(self._pay_by_and_by())
         return removed
@@ -311,7 +314,7 @@ class Guard:
         """Keep what is owed in a journal, and go on with what was owed when the last run ended. In the tier's loop."""
         self._journal = journal
         for prefix in journal.owed(self.name):
-            self._hidden.owe(prefix)
+            self._hidden.fall_due(prefix, self._hidden.owe(prefix))
         if self._hidden.owed and self._paying is None and not self.config.read_only:
             self._paying = asyncio.ensure_future(self._pay_by_and_by(first_pause_s=0.0))
 
@@ -446,7 +449,7 @@ class Guard:
         if turn is None:
             turn = self._payers[prefix] = asyncio.Lock()
         async with turn:
-            debt = self._hidden.debt(prefix)
+            debt = self._hidden.due(prefix)
             if not debt:  # whoever had the turn before has paid it
                 return 0
             if isinstance(self._tier, GenerationTier):
@@ -498,10 +501,10 @@ class Guard:
     async def _pay_by_and_by(self, first_pause_s: float | None = None) -> None:
         """While something is owed: try now and then."""
         pause_s = self.config.breaker_pause_s if first_pause_s is None else first_pause_s
-        while self._hidden.owed:
+        while self._hidden.all_due:
             await asyncio.sleep(pause_s)
             pause_s = min(_LONGEST_PAUSE_S, max(self.config.breaker_pause_s, 2 * pause_s))
-            for prefix in self._hidden.owed if self.available else ():
+            for prefix in self._hidden.all_due if self.available else ():
                 await self._pay(prefix)
         self._paying = None
 

@@ -14,6 +14,7 @@ from typing import Any
 from kvhold.core.errors import ConfigError
 from kvhold.core.metrics import Metrics
 from kvhold.tiers.guard import Guard
+from kvhold.tiers.hidden import Debt
 from kvhold.tiers.registry import make_tier
 
 
@@ -60,14 +61,14 @@ class Stack:
         """
         return await self.pay(await self.owe(prefix, shared=shared))
 
-    async def owe(self, prefix: bytes, *, shared: bool = True) -> list[tuple[Guard, bytes]]:
+    async def owe(self, prefix: bytes, *, shared: bool = True) -> list[tuple[Guard, Debt]]:
         """Hide what is to be removed, and remember it in the journal. Returns what each tier has to remove: for `pay`."""
         guards = [guard for guard in self.guards if shared or not guard.traits.shared]
         return list(zip(guards, await asyncio.gather(*(guard.owe(prefix) for guard in guards)), strict=True))
 
-    async def pay(self, debts: Sequence[tuple[Guard, bytes]]) -> int:
+    async def pay(self, debts: Sequence[tuple[Guard, Debt]]) -> int:
         """Remove what `owe` has hidden. Returns how many values went."""
-        return sum(await asyncio.gather(*(guard.pay(prefix) for guard, prefix in debts)))
+        return sum(await asyncio.gather(*(guard.pay(debt) for guard, debt in debts)))
 
     def status(self) -> list[dict[str, Any]]:
         """One entry a tier, from the top. Safe from any thread."""

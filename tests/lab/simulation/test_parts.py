@@ -39,9 +39,10 @@ def run(work: Work, at: int, *, early: bool) -> tuple[bool, float]:
     async def interrupted() -> None:
         await Interruption(work.run(), at=at, early=early)
 
-    task = loop.create_task(interrupted())
-    world.run(task.done, most_s=100.0)
-    return task.cancelled(), round(world.now, 6)
+    task, ended_s = loop.create_task(interrupted()), list[float]()
+    task.add_done_callback(lambda _: ended_s.append(world.now))
+    world.run(lambda: bool(ended_s), most_s=100.0)
+    return task.cancelled(), round(ended_s[0], 6)
 
 
 @pytest.mark.parametrize(("early", "waits_s"), [(True, 0.0), (False, 1.0)])
