@@ -185,3 +185,41 @@ class TestLargeFolders:
         assert entry is not None and folder / entry.name == newer
         assert older.relative_to(folder).as_posix() in names
         assert len(index) == 60
+
+
+async def test_a_delete_and_a_scan_wait_for_files_that_are_being_evicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a crash brings back a value whose deletion was acknowledged."""
+    may_go_on, write = threading.Event(), jobs.Write.run
+
+    def held(job: jobs.Write, stop: threading.Event) -> None:
+        may_go_on.wait(10)
+        write(job, stop)
+
+    def value() -> list[memoryview]:
+        return [memoryview(bytearray(40_000))]
+
+    async def scanned() -> set[bytes]:
+        return {key async for key in tier.scan(b"")}
+
+    tier = DiskTier(DiskConfig(path=str(tmp_path), max_bytes=64 << 10))
+    try:
+        assert await tier.put([(make_key(0), value())]) == [None]
+        monkeypatch.setattr(jobs.Write, "run", held)
+        putting = asyncio.create_task(tier.put([(make_key(1), value())]))
+        for _ in range(1000):
+            if await tier.probe([make_key(0)]) == [None]:  # it is evicted, and its file is there
+                break
+        assert count_files(tmp_path) == 1
+        deleting, scanning = asyncio.create_task(tier.delete([make_key(0)])), asyncio.create_task(scanned())
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not deleting.done()
+        assert not scanning.done()
+        may_go_on.set()
+        assert await deleting == [False]
+        assert make_key(0) not in await scanning
+        assert await putting == [None]
+        assert count_files(tmp_path) == 1
+    finally:
+        may_go_on.set()
+        await tier.close()

@@ -10,7 +10,7 @@ threads have finished, cancelled or not, so that the account is right whatever h
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 
 from kvhold.core.errors import TierError, TierFull, TierUnavailable
@@ -27,14 +27,23 @@ _log = logging.getLogger(__name__)
 
 _DAY_NS = 86_400 * 10**9
 
+_SCANS = 3  # at most, where values that were passed over are found again
+
 
 class _Opened:
-    """A folder, its index, and who is writing what: new values, and those that are to take the place of one."""
+    """A folder, its index, and what is under way.
+
+    writing:      of keys, new values and those that are to take the place of one
+    leaving:      the removal of files, by the `id` of its job: of values that are not found any more, and not gone yet
+    num_restored: of removals that failed, after which the value is found again
+    """
 
     def __init__(self, folder: Folder, index: Index, last_ns: int) -> None:
         self.folder = folder
         self.index = index
         self.writing: dict[bytes, asyncio.Future[None]] = {}
+        self.leaving: dict[int, tuple[bytes, asyncio.Future[None]]] = {}
+        self.num_restored = 0
         self._last_ns = last_ns
 
     def stamp_ns(self) -> int:
@@ -97,13 +106,19 @@ class DiskStore:
             return [entry.nbytes if (entry := opened.index.find(key)) else None for key in keys]
 
     async def keys(self, prefix: bytes) -> AsyncIterator[list[bytes]]:
-        """All keys that begin with `prefix`, when the folder is listed, a few at a time."""
+        """All keys that begin with `prefix`, when the folder is listed, a few at a time. One may come twice."""
         async with self._opener.use() as opened:
             await self._all_listed()
-            index = opened.index
-        for keys in index.keys(prefix):
-            yield keys
-            await asyncio.sleep(0)  # others use this loop
+        num_restored = -1
+        for _ in range(_SCANS):
+            if num_restored == opened.num_restored:
+                break
+            await self._left(opened)
+            num_restored = opened.num_restored
+            for keys in opened.index.keys(prefix):
+                yield keys
+                await asyncio.sleep(0)  # others use this loop
+            await self._left(opened)  # once a scan has ended, a crash brings back nothing that it has not found
 
     async def get(self, keys: Sequence[bytes], into: Sequence[Parts], starts: Sequence[int] | None) -> list[int | TierError | None]:
         """Read. A file that is not what the index says is a miss, and forgotten."""
@@ -157,21 +172,22 @@ class DiskStore:
                 await self._writers.run([job.run for _, job in jobs])
             finally:
                 settled = [self._settle_over(opened, old, job, answers) for old, job in jobs]
-                await self._remove(opened, [job for job in settled if job is not None])
+                await self._remove(opened, self._leave(opened, [old for old in settled if old is not None]))
             await self._trim(opened)
         return [answers[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Remove. What is being written in the place of one is waited for, or a crash could bring it back."""
+        """Remove. What is being written in the place of one, or is being evicted, is waited for, or a crash could bring it back."""
         async with self._opener.use() as opened:
             await self._all_listed()  # or a file that is listed later would come back
+            await self._left(opened, set(keys))
             await self._written(opened, [key for key in keys if opened.index.find(key)])
             jobs: dict[int, Remove] = {}
             for i, key in enumerate(keys):
                 entry = opened.index.find(key)
                 if entry is not None:
                     opened.index.take(entry)
-                    jobs[i] = Remove(opened.folder, entry)
+                    [jobs[i]] = self._leave(opened, (entry,))
             await self._remove(opened, list(jobs.values()))
             return [i in jobs and jobs[i].gone for i in range(len(keys))]
 
@@ -257,7 +273,7 @@ class DiskStore:
                     faults[i] = TierFull("disk", "put", f"{self._path}: no room for {nbytes} bytes within {limit}; raise max_bytes")
                     continue
                 opened.writing[key] = asyncio.get_running_loop().create_future()
-                victims = [Remove(opened.folder, victim) for victim in planned.victims]
+                victims = self._leave(opened, planned.victims)
                 may_reuse = not self._settings.sync  # a power cut could leave new bytes under the old name
                 jobs[i] = Write(opened.folder, planned.entry, pieces, stamp_ns=stamp_ns, victims=victims, may_reuse=may_reuse)
         return jobs, waiting
@@ -280,14 +296,14 @@ class DiskStore:
                 answers[key] = TierFull("disk", "replace", f"{self._path}: no room for {nbytes} bytes beside the old value within {limit}")
                 continue
             opened.writing[key] = asyncio.get_running_loop().create_future()
-            victims = [Remove(opened.folder, victim) for victim in planned.victims]
+            victims = self._leave(opened, planned.victims)
             may_reuse = not self._settings.sync
             job = Write(opened.folder, planned.entry, as_pieces(parts), stamp_ns=stamp_ns, victims=victims, may_reuse=may_reuse)
             jobs.append((old, job))
         return jobs
 
-    def _settle_over(self, opened: _Opened, old: Entry, job: Write, answers: dict[bytes, bool | TierError]) -> Remove | None:
-        """The new one takes the place of the old one. Returns how the file that is of no more use is to be removed."""
+    def _settle_over(self, opened: _Opened, old: Entry, job: Write, answers: dict[bytes, bool | TierError]) -> Entry | None:
+        """The new one takes the place of the old one. Returns the one whose file is of no more use."""
         index, key = opened.index, old.key
         self._settle_removed(opened, job.victims)
         index.unread(old)
@@ -301,11 +317,11 @@ class DiskStore:
         if index.holds(old):
             index.swap(old, job.entry, job.occupied_bytes)
             answers[key] = True
-            return Remove(opened.folder, old)
+            return old
         answers[key] = False  # its file was found to be broken meanwhile
         index.commit(job.entry, job.occupied_bytes)
         index.take(job.entry)
-        return Remove(opened.folder, job.entry)
+        return job.entry
 
     async def _written(self, opened: _Opened, keys: Sequence[bytes]) -> None:
         """Until nobody is writing any of these."""
@@ -332,17 +348,31 @@ class DiskStore:
             self._lose(opened)
         return job.fault
 
+    async def _left(self, opened: _Opened, keys: Collection[bytes] | None = None) -> None:
+        """Wait until the files that are being removed now are gone, or found again. keys: of these; None: of all."""
+        if others := [gone for key, gone in opened.leaving.values() if keys is None or key in keys]:
+            await asyncio.wait(others)
+
+    def _leave(self, opened: _Opened, entries: Iterable[Entry]) -> list[Remove]:
+        """How the files of entries that were taken are to be removed; then `_settle_removed`."""
+        jobs = [Remove(opened.folder, entry) for entry in entries]
+        for job in jobs:
+            opened.leaving[id(job)] = job.entry.key, asyncio.get_running_loop().create_future()
+        return jobs
+
     def _settle_removed(self, opened: _Opened, jobs: Sequence[Remove]) -> None:
         for job in jobs:
             if job.gone:
                 opened.index.finish(job.entry)
             else:
                 opened.index.restore(job.entry)
+                opened.num_restored += 1
+            opened.leaving.pop(id(job))[1].set_result(None)
 
     async def _trim(self, opened: _Opened) -> None:
         """Evict what is too much: a file may occupy more than its size says, and a folder may come with more than its limit."""
         victims = opened.index.evict(opened.index.excess_bytes)
-        await self._remove(opened, [Remove(opened.folder, victim) for victim in victims or ()])
+        await self._remove(opened, self._leave(opened, victims or ()))
 
     async def _remove(self, opened: _Opened, jobs: list[Remove]) -> None:
         try:
