@@ -257,12 +257,12 @@ def descriptors_left(number: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("number", [0, 1, 2, 3])
 def test_an_engine_without_enough_descriptors_to_join_is_told_so(shared_node: RunningNode, number: int) -> None:
-    """One is for ending waiting calls, one is the socket, and one is the arena."""
+    """One wakes the keeper, one is for ending waiting calls, one is the socket, and one is the arena."""
     with descriptors_left(number), pytest.raises(NodeError, match=r"cannot join a node.*Too many open files"):
         NodeClient(shared_node.path, PATIENT)
-    with descriptors_left(3), NodeClient(shared_node.path, PATIENT) as client:
+    with descriptors_left(4), NodeClient(shared_node.path, PATIENT) as client:
         client.ping()
 
 

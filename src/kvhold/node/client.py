@@ -74,7 +74,11 @@ class NodeClient:
         self._pid = os.getpid()
         self._closed = threading.Event()
         self._wake = Notifier()  # the keeper: the node is lost, an answer is late, or this client is closed
-        self._membership = Membership(path, Link(path, name, self._config.connect_timeout_s, requires))
+        try:
+            self._membership = Membership(path, Link(path, name, self._config.connect_timeout_s, requires))
+        except BaseException:
+            self._wake.close()
+            raise
         self._keeper = threading.Thread(target=self._keep, name="kvhold-keeper", daemon=True)
         self._keeper.start()
         _clients.add(self)
