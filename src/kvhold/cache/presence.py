@@ -99,12 +99,8 @@ class Presence(Generic[Found]):
         self._runs: dict[tuple[int, int], list[Found]] = {}
         self._seen: dict[bytes, Found] = {}  # of what is in no run: what was there once is there, though it may expire between two looks
 
-    def extent(self) -> Extent:
-        """The longest prefix of which every shard and every group has what it needs."""
-        return finish(self.extent_turns())
-
     def extent_turns(self) -> Turns[Extent]:
-        """As `extent`, in steps (`chores.py`)."""
+        """Return the longest prefix of which every shard and every group has what it needs, in steps (`chores.py`)."""
         layout, query = self._layout, self._query
         reach = yield from self._reach_turns()
         whole, tail = yield from longest_hit_turns(
