@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvhold.testing.tier import make_key
-from kvhold.tiers.disk import DiskConfig, DiskTier, jobs
+from kvhold.tiers.disk import DiskConfig, DiskTier, jobs, store
+from kvhold.tiers.disk import rows as rows_module
 from kvhold.tiers.disk.folder import Folder, FoundValue, value_name
 from kvhold.tiers.disk.index import Index
-from kvhold.tiers.disk.rows import NONE, Rows
+from kvhold.tiers.disk.rows import NONE, Rows, Sorting
 
 SMALL, LARGE = 2000, 20_000
 
@@ -51,6 +52,46 @@ def test_rows_are_a_dictionary_in_order_of_use(steps: list[tuple[str, int]]) -> 
         assert [rows.nbytes(row) for row in rows.oldest()] == list(model)
         assert [rows.nbytes(row) for row in rows.newest()] == list(model)[::-1]
         assert rows.num == len(model)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["add", "remove", "touch", "order"]), st.integers(0, 20)), max_size=200))
+def test_rows_that_come_go_and_are_used_while_others_are_put_in_order(steps: list[tuple[str, int]]) -> None:
+    rows, model, clock = Rows(), dict[int, int](), 1000
+    for number in range(10):  # as a folder lists them: in no order
+        add(rows, number)
+        rows.touch(rows.find(make_key(number)), 900 - number * 7 % 10)
+        model[number] = 900 - number * 7 % 10
+    sorting = Sorting(rows)
+    for _ in sorting.look():
+        pass
+    before = dict(model)
+    sorting.sort()
+    linking, most = sorting.link(), rows_module._MOST_ORDERED
+    rows_module._MOST_ORDERED = 2
+    try:
+        for what, number in [*steps, *[("order", 0)] * 11]:
+            row = rows.find(make_key(number))
+            clock += 1
+            if what == "add" and row == NONE:
+                add(rows, number)
+                rows.touch(rows.find(make_key(number)), clock)
+                model[number] = clock
+            elif what == "remove" and row != NONE:
+                rows.remove(row)
+                del model[number]
+            elif what == "touch" and row != NONE:
+                rows.touch(row, clock)
+                model[number] = clock
+            elif what == "order":
+                next(linking, None)
+            in_order = [rows.nbytes(row) for row in rows.oldest()]
+            assert in_order == [rows.nbytes(row) for row in rows.newest()][::-1]
+            assert sorted(in_order) == sorted(model)
+            used = [number for number in in_order if before.get(number) != model[number]]
+            assert used == sorted(used, key=model.__getitem__)
+    finally:
+        rows_module._MOST_ORDERED = most
+    assert [rows.nbytes(row) for row in rows.oldest()] == sorted(model, key=model.__getitem__)
 
 
 def test_rows_grow_and_shrink_and_find_all_keys_of_one_chunk() -> None:
@@ -92,8 +133,9 @@ def test_a_value_that_is_read_is_never_a_victim(policy: str) -> None:
 class TestLargeFolders:
     @pytest.fixture
     def folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-        """With files in each of 20 folders, of which the first ones are enough to be served."""
+        """With files in each of 20 folders, of which the first ones are enough to be served; the others are added one in a step."""
         monkeypatch.setattr(jobs, "SERVES_FROM", 5)
+        monkeypatch.setattr(store, "_FOUND", 1)
         folder = tmp_path / "kv"
         folder.mkdir(mode=0o700)
         for number in range(60):

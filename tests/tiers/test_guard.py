@@ -87,7 +87,7 @@ async def test_what_goes_well_is_passed_on_and_counted(bench: Bench) -> None:
     assert await bench.call("probe") == [4] * 3
     assert await bench.get() == ([4] * 3, [b"abcd"] * 3, None)
     assert await bench.call("replace") == [True] * 3
-    assert await bench.guard.scan(b"\1") == [KEYS[1]]
+    assert (await bench.guard.scan(b"\1")).parts == [[KEYS[1]]]
     assert await bench.guard.delete(KEYS[:1]) == [True]
     assert await bench.call("delete") == [False, True, True]
     assert await bench.call("replace") == [False] * 3

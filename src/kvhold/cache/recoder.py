@@ -34,10 +34,10 @@ from kvhold.memory.pages import page_aligned
 from kvhold.tiers.gate import Urgency
 from kvhold.tiers.guard import Guard
 from kvhold.tiers.stack import Stack
+from kvhold.tiers.table import KeyList
 
 log = logging.getLogger(__name__)
 
-_BATCH_KEYS = 256
 
 Answer = TypeVar("Answer")
 Result: TypeAlias = Literal["replaced", "same", "kept_lossy", "missing", "bad", "unknown", "failed"]
@@ -138,23 +138,28 @@ class Recoder:
         run = _Run(order, guard, keyring, codec, _most_bytes(order), tally)
         log.info("tier %s: what it holds of %d namespaces is written by %s", guard.name, len(order.spaces), codec.name)
         silent: set[str] = set()
-        keys = order.keys if order.keys is not None else await self._scan(guard, order.spaces, silent)
-        for at in range(0, len(keys), _BATCH_KEYS):
+        keys = KeyList(order.keys) if order.keys is not None else await self._scan(guard, order.spaces, silent)
+        for part in keys.parts:
             if not guard.available:
                 break
-            await self._recode_keys(run, keys[at : at + _BATCH_KEYS])
+            await self._recode_keys(run, part)
         if silent or not guard.available:
             return f"tier {guard.name} failed: {guard.last_fault}"
         recoded = tally.so_far()
         log.info("tier %s: %d of %d chunks were replaced", guard.name, recoded.replaced, recoded.seen)
         return ""
 
-    async def _scan(self, guard: Guard, spaces: Collection[bytes], silent: set[str]) -> list[bytes]:
+    async def _scan(self, guard: Guard, spaces: Collection[bytes], silent: set[str]) -> KeyList:
         """Once for all namespaces: a scan may go through all that is there, whatever its prefix."""
-        if not spaces:
-            return []
-        keys = await guard.scan(next(iter(spaces)) if len(spaces) == 1 else b"", silent)
-        return [key for key in keys if key[:NAMESPACE_BYTES] in spaces]
+        chosen = KeyList()
+        if spaces:
+            keys = await guard.scan(next(iter(spaces)) if len(spaces) == 1 else b"", silent)
+            for part in keys.taken():
+                for key in part:
+                    if key[:NAMESPACE_BYTES] in spaces:
+                        chosen.append(key)
+                await asyncio.sleep(0)
+        return chosen
 
     async def _recode_keys(self, run: _Run, keys: list[bytes]) -> None:
         silent: set[str] = set()

@@ -15,7 +15,6 @@ from kvhold.tiers.ram import RamTier
 from kvhold.tiers.table import KeySet
 
 _MOST_SCANS = 64  # that are remembered between two pages
-_MOST_KEYS = 500  # in one step
 
 
 class Scans:
@@ -46,10 +45,7 @@ class Scans:
         for entries in self._ram.parts():
             yield [entry.key for entry in entries if entry.key.startswith(prefix)]
         for guard in self._guards:
-            keys = await guard.scan(prefix)
-            while keys:
-                part = keys[-_MOST_KEYS:]
-                del keys[-_MOST_KEYS:]
+            for part in (await guard.scan(prefix)).taken():
                 yield part
 
 

@@ -29,6 +29,7 @@ from typing import TypeVar
 from kvhold.core.errors import TierError
 from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES
 from kvhold.tiers.base import Parts, Replaces, Tier, TierTraits
+from kvhold.tiers.table import KeyList
 
 Result = TypeVar("Result")
 
@@ -136,24 +137,34 @@ class GenerationTier:
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
         """Tier contract. The markers among the names tell of namespaces that were never asked for here."""
         if len(prefix) >= NAMESPACE_BYTES:
-            names = [name async for name in self._tier.scan(self.name_of(prefix))]
+            names, _ = await self._scanned(self.name_of(prefix))
         else:
-            names = [name async for name in self._tier.scan(b"")]
-            spaces = dict.fromkeys(name[:NAMESPACE_BYTES] for name in names if is_marker(name))
-            await self._catch_up(list(spaces))
+            names, spaces = await self._scanned(b"")
+            await self._catch_up(spaces)
             for space in spaces:
                 self.use(space)
                 self.name_of(space)
-        for name in names:
-            key = self._key_of(name)
-            if key is not None and key.startswith(prefix):
-                yield key
+        for part in names.taken():
+            for name in part:
+                key = self._key_of(name)
+                if key is not None and key.startswith(prefix):
+                    yield key
+
+    async def _scanned(self, prefix: bytes) -> tuple[KeyList, list[bytes]]:
+        """The names that begin with `prefix`, but for markers; and the namespaces that those are of."""
+        names, spaces = KeyList(), dict[bytes, None]()
+        async for name in self._tier.scan(prefix):
+            if is_marker(name):
+                spaces[name[:NAMESPACE_BYTES]] = None
+            else:
+                names.append(name)
+        return names, list(spaces)
 
     async def close(self) -> None:
         """Tier contract."""
         await self._tier.close()
 
-    async def advance(self, prefix: bytes) -> list[bytes]:
+    async def advance(self, prefix: bytes) -> KeyList:
         """Begin the next generation of a namespace, or (an empty prefix) of all. Returns the names that are garbage then, or raises.
 
         When it returns, nobody who asks the tier finds what was stored before it was called.
@@ -167,7 +178,8 @@ class GenerationTier:
                 break
         else:
             raise TierError(self.traits.name, "put", "too many hosts clear at once, or it keeps no marker")
-        return [name async for name in self._tier.scan(old) if not is_marker(name)]
+        names, _ = await self._scanned(old)
+        return names
 
     async def _begin_next(self, space: bytes, prefix: bytes) -> bool:
         """Put the next marker. False where another host's clear was first: what that one left may be older than ours."""

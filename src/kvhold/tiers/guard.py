@@ -26,15 +26,13 @@ from kvhold.tiers.gate import Gate, Urgency
 from kvhold.tiers.generations import GenerationTier
 from kvhold.tiers.hidden import Debt, Hidden
 from kvhold.tiers.journal import ClearsJournal
-from kvhold.tiers.table import KeySet
+from kvhold.tiers.table import KEYS_A_PART, KeyList, KeySet
 
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
 _SCAN_TIMEOUT_S = 60.0  # of a whole tier
-_SCAN_KEYS = 500  # in one step
-_DELETE_KEYS = 256  # in one call
 _LONGEST_PAUSE_S = 30.0
 _MOST_OWED = 1000  # clears, by a tier of one host; then it owes everything
 _PER_ITEM = ("probe", "get", "put", "replace", "delete")
@@ -212,15 +210,16 @@ class Guard:
         self._count("delete", removed=sum(removed), absent=len(removed) - sum(removed))
         return removed
 
-    async def scan(self, prefix: bytes, silent: set[str] | None = None) -> list[bytes]:
+    async def scan(self, prefix: bytes, silent: set[str] | None = None) -> KeyList:
         """Every key that begins with `prefix`, as far as the tier can say; where that may not be all, its name goes into `silent`."""
         keys, fault = await self._scan(prefix)
         if fault is not None and silent is not None:
             silent.add(self.name)
-        visible: list[bytes] = []
-        while keys:
-            visible += [key for key in keys[-_SCAN_KEYS:] if not self._hidden.hides(key)]
-            del keys[-_SCAN_KEYS:]
+        visible = KeyList()
+        for part in keys.taken():
+            for key in part:
+                if not self._hidden.hides(key):
+                    visible.append(key)
             await asyncio.sleep(0)
         return visible
 
@@ -425,20 +424,19 @@ class Guard:
             return None
         return item
 
-    async def _scan(self, prefix: bytes) -> tuple[list[bytes], TierError | None]:
-        keys, seen = list[bytes](), KeySet()
+    async def _scan(self, prefix: bytes) -> tuple[KeyList, TierError | None]:
+        keys, seen = KeyList(), KeySet()
 
         async def collect() -> None:
             async for key in self._tier.scan(prefix):
-                keys.extend(seen.add((key,)))
-                if len(keys) % _SCAN_KEYS == 0:
+                if seen.add((key,)) and keys.append(key):
                     await asyncio.sleep(0)  # others use this loop
 
         fault = await self._run(_Call[None]("scan", 0, _SCAN_TIMEOUT_S), collect)
         num_freed = 0
         for num_gone in seen.emptied():
             num_freed += num_gone
-            if num_freed >= _SCAN_KEYS:
+            if num_freed >= KEYS_A_PART:
                 num_freed = 0
                 await asyncio.sleep(0)
         return keys, fault
@@ -467,13 +465,12 @@ class Guard:
 
     async def _pay_by_generation(self, tier: GenerationTier, prefix: bytes, debt: int) -> int:
         """Paid when the new generation has begun: what is left of the old one is not asked for by anybody."""
-        call = _Call[list[bytes]]("scan", 0, _SCAN_TIMEOUT_S)
+        call = _Call[KeyList]("scan", 0, _SCAN_TIMEOUT_S)
         await self._run(call, lambda: tier.advance(prefix))
         if call.result is None:
             return 0
         names, removed = call.result, 0
-        for at in range(0, len(names), _DELETE_KEYS):
-            batch = names[at : at + _DELETE_KEYS]
+        for batch in names.taken():
             async with self.gate.turn(Urgency.DELETE):
                 deleting = _Call[list[bool]]("delete", len(batch), self.config.put_timeout_s)
                 if await self._run(deleting, partial(tier.remove_names, batch)) is not None or deleting.result is None:
@@ -485,15 +482,18 @@ class Guard:
 
     async def _pay_by_scan(self, prefix: bytes, debt: int) -> int:
         keys, fault = await self._scan(prefix)
-        left: set[bytes] = set()
-        for at in range(0, len(keys), _DELETE_KEYS):
-            batch = keys[at : at + _DELETE_KEYS]
+        num_keys, left = len(keys), set[bytes]()
+        for batch in keys.taken():
             async with self.gate.turn(Urgency.DELETE):
                 left.update(key for key, gone in zip(batch, await self.delete(batch), strict=True) if not gone)
-        removed = len(keys) - len(left)
+        removed = num_keys - len(left)
         if left and fault is None:  # others may have removed them
             there, fault = await self._scan(prefix)
-            left.intersection_update(there)
+            still = set[bytes]()
+            for part in there.taken():
+                still.update(left.intersection(part))
+                await asyncio.sleep(0)
+            left = still
         if not left and fault is None:
             await self._paid(prefix, debt)
         return removed

@@ -2,6 +2,7 @@
 
     table = KeyTable(); table[key] = entry; table.get(key); del table[key]
     for part in table.parts(): ...      # a scan that may stop between two parts, while entries come and go
+    keys = KeyList(); keys.append(key); keys.parts
 
 A dictionary of a million keys takes 20 ms to grow once, and must not change while it is walked. Here each of 256 grows by itself, and a
 scan copies one at a time. An entry that is there during the whole scan is in exactly one part.
@@ -17,6 +18,7 @@ Value = TypeVar("Value")
 
 SPREAD = NAMESPACE_BYTES  # the byte of a key that says which dictionary has it: the first one of its tokens' hash
 _MOST = 512  # values in one part
+KEYS_A_PART = 256  # of a KeyList
 
 
 class KeyTable(Generic[Value]):
@@ -72,6 +74,7 @@ class KeyTable(Generic[Value]):
                 part = [shard.popitem()[1] for _ in range(min(_MOST, len(shard)))]
                 self.num -= len(part)
                 yield part
+            shard.clear()  # it gives back the memory that it grew to
 
 
 class KeySet:
@@ -100,3 +103,32 @@ class KeySet:
                 for _ in range(num_keys):
                     shard.pop()
                 yield num_keys
+            shard.clear()  # it gives back the memory that it grew to
+
+
+class KeyList:
+    """Keys in the order in which they came, in many short lists: one list of a million takes 7 ms to grow once."""
+
+    __slots__ = ("num", "parts")
+
+    def __init__(self, keys: Sequence[bytes] = ()) -> None:
+        self.num = len(keys)
+        self.parts = [list(keys[at : at + KEYS_A_PART]) for at in range(0, len(keys), KEYS_A_PART)]
+
+    def __len__(self) -> int:
+        return self.num
+
+    def append(self, key: bytes) -> bool:
+        """Add a key. Returns whether it has begun a new part, so that who adds many knows when others should have a turn."""
+        begins = not self.parts or len(self.parts[-1]) == KEYS_A_PART
+        if begins:
+            self.parts.append([])
+        self.parts[-1].append(key)
+        self.num += 1
+        return begins
+
+    def taken(self) -> Iterator[list[bytes]]:
+        """Take the parts out, the last one first."""
+        while self.parts:
+            self.num -= len(self.parts[-1])
+            yield self.parts.pop()

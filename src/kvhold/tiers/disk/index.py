@@ -13,7 +13,7 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvhold.tiers.disk.folder import FoundValue, value_name
-from kvhold.tiers.disk.rows import NONE, Rows
+from kvhold.tiers.disk.rows import NONE, Rows, Sorting
 from kvhold.tiers.policies import Policy, make_policy
 
 _IN_ROWS = ("lru", "fifo", "mru")  # policies whose order is that of the rows
@@ -128,6 +128,10 @@ class Index:
     def sort(self) -> None:
         """Put all in the order in which they were used. A policy with an order of its own has them as they came."""
         self._rows.sort()
+
+    def sorting(self) -> Sorting:
+        """As `sort`, in steps, while values come and go."""
+        return Sorting(self._rows)
 
     def reserve(self, key: bytes, written_ns: int, nbytes: int, *, beside: Entry | None = None) -> Planned | None:
         """A place for a file of `nbytes`. None, and nothing taken, when it cannot be had.

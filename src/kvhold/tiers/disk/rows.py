@@ -21,6 +21,8 @@ _BLOCK = 512  # bytes, as file systems count what a file occupies
 _TABLES = 256
 _SMALLEST = 16  # places of a table
 _MOST_KEYS = 500  # in one step
+_MOST_TIMES = 50_000
+_MOST_ORDERED = 500
 _MIX = 0x9E3779B97F4A7C15
 
 
@@ -37,6 +39,7 @@ class Rows:
         self._before = array("i")  # in the order of use
         self._after = array("i")
         self._oldest = self._newest = NONE
+        self._ordered_to = NONE  # up to this row the order is that of `order_next`
         self._free = array("i")
         self._tables = [_Table() for _ in range(_TABLES)]
 
@@ -97,15 +100,43 @@ class Rows:
             row = self._before[row]
 
     def sort(self) -> None:
-        """Put all in the order of their times of use."""
-        live = np.flatnonzero(np.frombuffer(self._nbytes, np.int64) != NONE)
-        order = live[np.argsort(np.frombuffer(self._used_ns, np.int64)[live], kind="stable")].astype(np.int32)
-        before, after = np.frombuffer(self._before, np.int32), np.frombuffer(self._after, np.int32)
-        self._oldest = self._newest = NONE
-        if len(order):
-            before[order[1:]], after[order[:-1]] = order[:-1], order[1:]
-            before[order[0]] = after[order[-1]] = NONE
-            self._oldest, self._newest = int(order[0]), int(order[-1])
+        """Put all in the order of their times of use, in one step. `Sorting` does it in many."""
+        sorting = Sorting(self)
+        for _ in sorting.look():
+            pass
+        sorting.sort()
+        for _ in sorting.link():
+            pass
+
+    def used_ns(self) -> "Iterator[np.ndarray[Any, Any]]":
+        """When each row was used, some thousand rows at a time: int64 [rows], NONE where there is no value."""
+        for begin in range(0, len(self._nbytes), _MOST_TIMES):
+            end = begin + _MOST_TIMES
+            used_ns = np.array(self._used_ns[begin:end], np.int64)
+            used_ns[np.array(self._nbytes[begin:end], np.int64) == NONE] = NONE
+            yield used_ns
+
+    def begin_order(self) -> None:
+        """From here on `order_next` says what the order of use begins with."""
+        self._ordered_to = NONE
+
+    def order_next(self, row: int, used_ns: int) -> None:
+        """Put a row behind those that were given before; not if it was removed or used since `used_ns`."""
+        if self._nbytes[row] == NONE or self._used_ns[row] != used_ns:
+            return
+        self._unlink(row)
+        before = self._ordered_to
+        after = self._oldest if before == NONE else self._after[before]
+        self._before[row], self._after[row] = before, after
+        if before == NONE:
+            self._oldest = row
+        else:
+            self._after[before] = row
+        if after == NONE:
+            self._newest = row
+        else:
+            self._before[after] = row
+        self._ordered_to = row
 
     def keys(self, prefix: bytes) -> Iterator[list[bytes]]:
         """All keys that begin with `prefix`, some hundred rows at a time. Rows may come and go between two parts."""
@@ -153,6 +184,8 @@ class Rows:
 
     def _unlink(self, row: int) -> None:
         before, after = self._before[row], self._after[row]
+        if row == self._ordered_to:
+            self._ordered_to = before
         if before == NONE:
             self._oldest = after
         else:
@@ -169,6 +202,42 @@ class Rows:
             np.ascontiguousarray(keys[:, begin : begin + 8]).view("<u8").reshape(-1) for begin in (NAMESPACE_BYTES, KEY_BYTES - 8, 0)
         )
         return np.asarray(head ^ (ends * np.uint64(_MIX)) ^ space)
+
+
+class Sorting:
+    """Puts rows in the order of their times of use, in steps; between two of them rows may be added, used and removed.
+
+        for _ in sorting.look(): ...; sorting.sort(); for _ in sorting.link(): ...      # `sort` may run in a thread
+
+    What is used meanwhile stays behind all that is put in order. Victims are right from the first step of `link` on.
+    """
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+        self._noted: list[np.ndarray[Any, Any]] = []
+        self._order = self._used_ns = np.empty(0, np.int64)
+
+    def look(self) -> Iterator[None]:
+        """Note the times."""
+        for part in self._rows.used_ns():
+            self._noted.append(part)
+            yield
+
+    def sort(self) -> None:
+        """Order what was noted. It does not look at the rows."""
+        used_ns = np.concatenate([self._used_ns, *self._noted])
+        live = np.flatnonzero(used_ns != NONE)
+        self._order = live[np.argsort(used_ns[live], kind="stable")]
+        self._used_ns = used_ns[self._order]
+
+    def link(self) -> Iterator[None]:
+        """Put the rows in this order."""
+        self._rows.begin_order()
+        for begin in range(0, len(self._order), _MOST_ORDERED):
+            end = begin + _MOST_ORDERED
+            for row, used_ns in zip(self._order[begin:end].tolist(), self._used_ns[begin:end].tolist(), strict=True):
+                self._rows.order_next(row, used_ns)
+            yield
 
 
 class _Table:

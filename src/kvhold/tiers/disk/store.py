@@ -27,6 +27,7 @@ _log = logging.getLogger(__name__)
 
 _DAY_NS = 86_400 * 10**9
 
+_FOUND = 64  # files of a listed folder that are added to the index in one step
 _SCANS = 3  # at most, where values that were passed over are found again
 
 
@@ -237,17 +238,29 @@ class DiskStore:
                 return
             if more.found is None:
                 break
-            before_bytes = index.used_bytes
-            older = index.add_found(more.found, before_ns=began_ns, writing=opened.writing)
-            if not self._settings.max_bytes:
-                index.limit_bytes += index.used_bytes - before_bytes
+            older = list[str]()
+            for at in range(0, len(more.found), _FOUND):
+                before_bytes = index.used_bytes
+                older += index.add_found(more.found[at : at + _FOUND], before_ns=began_ns, writing=opened.writing)
+                if not self._settings.max_bytes:
+                    index.limit_bytes += index.used_bytes - before_bytes
+                await asyncio.sleep(0)  # others use this loop
             if older:
                 await self._writers.run([RemoveNames(opened.folder, older).run])
         else:
             return
-        index.sort()
+        await self._sort(index)
         await self._trim(opened)
         _log.info("disk: %s: all %d values are listed, %s", self._path, len(index), format_size(index.used_bytes))
+
+    async def _sort(self, index: Index) -> None:
+        """While calls come and go."""
+        sorting = index.sorting()
+        for _ in sorting.look():
+            await asyncio.sleep(0)
+        await self._readers.run([lambda stop: sorting.sort()])
+        for _ in sorting.link():
+            await asyncio.sleep(0)
 
     def _lose(self, opened: _Opened) -> None:
         """The next call opens the folder anew."""

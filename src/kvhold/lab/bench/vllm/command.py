@@ -14,7 +14,7 @@ from kvhold.lab.bench.ratios import Cell, render_goals
 from kvhold.lab.bench.rows import needing
 from kvhold.lab.bench.vllm.figures import goals, make_rows
 from kvhold.lab.bench.vllm.report import draw, render
-from kvhold.lab.bench.vllm.run import HELD_PROMPTS, rounds
+from kvhold.lab.bench.vllm.run import HELD_PROMPTS, REUSE_PERCENT, rounds
 from kvhold.lab.bench.vllm.systems import KVHOLD, started
 from kvhold.lab.engines.engine import is_vllm_available
 from kvhold.lab.engines.models import SIZES, make_model
@@ -25,6 +25,9 @@ from kvhold.lab.options import PICTURES, OutputFile
 @click.option("--model-size", type=click.Choice(list(SIZES)), default="small", show_default=True, help="tiny 5M, small 50M, mid 206M.")
 @click.option("--tokens", type=click.IntRange(512, 16_000), default=4_000, show_default=True, help="Length of the prompts.")
 @click.option("--rounds", "num_rounds", type=click.IntRange(1, 100), default=7, show_default=True, help="Beside one that does not count.")
+@click.option(
+    "--reuse", multiple=True, type=click.Choice([str(reuse) for reuse in REUSE_PERCENT]), help="These shares alone, in %. [default: all]"
+)
 @click.option("--threads", type=click.IntRange(1), help="Threads of each engine; fewer where others use the cores. [default: all cores]")
 @click.option("--peer", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="Host-memory spec for vLLM's offloading.")
 @click.option("--layerwise", is_flag=True, help="Also loads and stores a layer at a time, beside the default.")
@@ -35,6 +38,7 @@ def command(
     model_size: str,
     tokens: int,
     num_rounds: int,
+    reuse: tuple[str, ...],
     threads: int | None,
     peer: Path | None,
     layerwise: bool,
@@ -67,7 +71,8 @@ def command(
     ) as systems:
         cells: list[Cell] = []
         try:
-            for cells_of_round in rounds(systems, model, num_tokens=tokens, num_rounds=num_rounds, say=click.echo):
+            shares = sorted({int(each) for each in reuse}) or REUSE_PERCENT
+            for cells_of_round in rounds(systems, model, num_tokens=tokens, num_rounds=num_rounds, shares=shares, say=click.echo):
                 cells += cells_of_round
         except KeyboardInterrupt:
             if not cells:

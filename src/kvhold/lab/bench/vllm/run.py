@@ -11,7 +11,7 @@ engine, which forgets its own KV before each request.
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from kvhold.core.errors import KVHoldError
 from kvhold.lab.bench.engines import System
@@ -36,7 +36,8 @@ from kvhold.lab.engines.prompts import make_prompt
 _FIRST_KNOWN = 1_000_000  # seeds
 REUSE_PERCENT = (0, 25, 50, 75, 100)
 BURST = 2  # prompts handed over together
-HELD_PROMPTS = 40  # whose KV the large memories hold: a round makes 32
+HELD_PROMPTS = 40  # whose KV the large memories hold: a round makes 36
+_UNCHECKED_CELLS = 8  # of full hits, which differ by few per cent
 
 
 class OutputsDiffer(KVHoldError):
@@ -44,19 +45,25 @@ class OutputsDiffer(KVHoldError):
 
 
 def rounds(
-    systems: dict[str, System], model: ModelInfo, *, num_tokens: int, num_rounds: int, say: Callable[[str], None]
+    systems: dict[str, System],
+    model: ModelInfo,
+    *,
+    num_tokens: int,
+    num_rounds: int,
+    say: Callable[[str], None],
+    shares: Sequence[int] = REUSE_PERCENT,
 ) -> Iterator[list[Cell]]:
     """Run all cells, and give out each round's; but the first round's, in which texts are met for the first time, are not given out.
 
-    Raises OutputsDiffer, and EngineFailed.
+    shares: of reuse, per cent. Raises OutputsDiffer, and EngineFailed.
     """
     chance = random.Random(num_tokens)
     prompts = _Prompts(model, num_tokens)
     for number in range(1 + num_rounds):
         began, cells = time.monotonic(), []
-        for reuse in REUSE_PERCENT:
+        for reuse in shares:
             of_reuse = _cells(reuse) + ([((BESIDE, LAYERWISE), False)] * 2 if LAYERWISE in systems else [])
-            of_reuse += [((KVHOLD, UNCHECKED), False)] * 4 if UNCHECKED in systems and reuse == 100 else []
+            of_reuse += [((KVHOLD, UNCHECKED), False)] * _UNCHECKED_CELLS if UNCHECKED in systems and reuse == 100 else []
             for at, (names, burst) in enumerate(of_reuse):
                 texts = [f"text {at}.{piece}" for piece in range(BURST if burst else 1)]
                 given = [prompts.next(reuse, text) for text in texts]
