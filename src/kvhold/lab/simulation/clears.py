@@ -16,6 +16,7 @@ from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES
 from kvhold.lab.simulation.world import SimLoop, World
 from kvhold.tiers.generations import ALL, GenerationTier, is_marker, marker_key
 from kvhold.tiers.guard import Guard
+from kvhold.tiers.table import KeyList
 
 _GRACE_S = 5.0  # for a journal on a slow disk, and threads
 
@@ -113,6 +114,7 @@ class Markers:
     def __init__(self, world: World) -> None:
         self._world = world
         self._since: dict[bytes, tuple[int, float]] = {}  # name -> since when
+        self._lost: dict[bytes, int] = {}  # name -> when it was lost last
 
     def came(self, name: bytes) -> None:
         """A value is there."""
@@ -123,6 +125,7 @@ class Markers:
     def went(self, name: bytes) -> None:
         """A value is not there any more."""
         if self._since.pop(name, None) is not None:
+            self._lost[name] = self._world.number()
             self._world.note("marker %d of %s is lost", *number_of(name))
 
     def all_went(self) -> None:
@@ -133,6 +136,10 @@ class Markers:
     def names(self) -> list[bytes]:
         """Of those that are there."""
         return list(self._since)
+
+    def was_lost(self, space: bytes, number: int, since: int) -> bool:
+        """Whether a marker was lost after that time, though it may be there again."""
+        return self._lost.get(marker_key(space, number), 0) > since
 
     def up_to(self, space: bytes, number: int) -> tuple[int, float] | None:
         """Since when all markers of a namespace up to that number have been there; None: they are not."""
@@ -195,26 +202,31 @@ class HostClears:
     def _watch(self, guard: Guard) -> None:
         """The mover has begun, and its tier has generations: see which it hears of."""
         tier: Any = guard._tier
-        tell, advance = tier._set, tier.advance
+        tell, advance, begin_next = tier._set, tier.advance, tier._begin_next
 
         def known(space: bytes, number: int) -> None:
             tell(space, number)
             self.shared.highest[space] = max(number, self.shared.highest.get(space, 0))
             self._loops[0].call_soon(self._hears, space, number)  # behind what the mover has posted to the state because of it
 
-        async def advancing(prefix: bytes) -> list[bytes]:
-            space, shared = prefix or ALL, self.shared
-            waiting = [clear for clear in shared.clears if clear.host == self._host and clear.prefix == prefix and not clear.number]
-            highest = shared.highest.get(space, 0)
-            names: list[bytes] = await advance(prefix)
+        async def beginning(space: bytes, prefix: bytes) -> bool:
+            shared = self.shared
+            highest, began = shared.highest.get(space, 0), shared.world.number()
+            is_first: bool = await begin_next(space, prefix)
             number = tier._number(space)
-            for clear in waiting:
-                clear.number = number
-            if number <= highest:
+            if is_first and (number <= highest or shared.markers.was_lost(space, number, began)):
                 shared.forget(space)
+            return is_first
+
+        async def advancing(prefix: bytes) -> KeyList:
+            clears = self.shared.clears
+            waiting = [clear for clear in clears if clear.host == self._host and clear.prefix == prefix and not clear.number]
+            names: KeyList = await advance(prefix)
+            for clear in waiting:
+                clear.number = tier._number(clear.space)
             return names
 
-        tier._set, tier.advance = known, advancing
+        tier._set, tier.advance, tier._begin_next = known, advancing, beginning
 
     def _hears(self, space: bytes, number: int) -> None:
         self._heard.setdefault(space, []).append((number, self.shared.world.number()))
