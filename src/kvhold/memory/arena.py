@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 PAGE_BYTES = 4096
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
-_TOUCH_STEP = 8 << 20  # 5 ms a step: whoever needs the address space meanwhile (malloc, mmap) waits no longer
+_TOUCH_STEP = HUGE_PAGE_BYTES  # 1 ms a step: whoever needs the address space meanwhile (malloc, mmap, a new thread) waits no longer
 _KEEP_FREE = 256 << 20  # what the host must keep beside an arena
 
 # mmap.madvise of the standard library holds the GIL while the kernel clears pages; ctypes does not.
@@ -147,9 +147,10 @@ class Arena:
 class Toucher:
     """Faults in pages from a thread of its own, in order, and says how far it is. Changes no byte. Stopped before they are unmapped."""
 
-    def __init__(self, regions: Sequence[Region], on_progress: Callable[[int], None] | None = None) -> None:
-        """regions: whole pages, such as `arena.regions`"""
+    def __init__(self, regions: Sequence[Region], on_progress: Callable[[int], None] | None = None, *, after_s: float = 0.0) -> None:
+        """regions: whole pages, such as `arena.regions`. after_s: the pause between `start` and the first page."""
         self._regions = regions
+        self._after_s = after_s
         self._on_progress = on_progress
         self._stop = threading.Event()
         self.touched_bytes = 0
@@ -178,6 +179,8 @@ class Toucher:
             self._thread.join()
 
     def _run(self) -> None:
+        if self._stop.wait(self._after_s):
+            return
         for region in self._regions:
             for offset in range(0, region.nbytes, _TOUCH_STEP):
                 if self._stop.is_set():

@@ -71,6 +71,7 @@ class NodeClient:
         self._requires = requires
         self._revive = revive
         self._lock = threading.Lock()  # over the membership
+        self._lost_at_s = 0.0
         self._pid = os.getpid()
         self._closed = threading.Event()
         self._wake = Notifier()  # the keeper: the node is lost, an answer is late, or this client is closed
@@ -93,6 +94,11 @@ class NodeClient:
     def is_rejoining(self) -> bool:
         """Whether a lost node may be back in a moment: no attempt to start one has failed yet."""
         return self._revive is not None and self._membership.is_rejoining
+
+    @property
+    def lost_at_s(self) -> float:
+        """When a node was lost last, by the monotonic clock; 0.0 if none ever was."""
+        return self._lost_at_s
 
     @property
     def arena_buffer(self) -> npt.NDArray[np.uint8]:
@@ -391,6 +397,7 @@ class NodeClient:
         with self._lock:
             lost = self._membership.lose(link)
             if lost:
+                self._lost_at_s = time.monotonic()
                 self._wake.set()
         if lost:
             log.warning("lost the node on %s (%s); computing without it until it is back", self.path, why)

@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 _DESCRIPTORS = 1  # that come with a welcome
 _READ_BYTES = 64 << 10  # read at once: all of most answers
 _TOUCHED_BYTES = 4 << 30  # of each mapping, ahead of their use: 8 MiB of page tables at most, and an arena of the default size whole
+_TOUCH_AFTER_S = 1.0  # the first calls of an engine that has joined are more urgent
 _LAST_WORDS_S = 1.0  # to read what a node has said before it closed the connection
 _MOST_NAME = 100  # characters: a Hello is short
 
@@ -53,7 +54,7 @@ class _Mapping:
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
-        self._toucher = Toucher([region.first(_TOUCHED_BYTES) for region in arena.regions]).start()
+        self._toucher = Toucher([region.first(_TOUCHED_BYTES) for region in arena.regions], after_s=_TOUCH_AFTER_S).start()
         self.buffer: npt.NDArray[np.uint8] | None = np.frombuffer(arena.buffer, dtype=np.uint8)
 
     def close(self) -> None:

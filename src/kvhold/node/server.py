@@ -54,8 +54,9 @@ _WATCHED_AT_ONCE = 16  # in one turn of the loop
 _CLIENTS_A_PAGE = 32
 _LEAST_CLIENTS = 8
 _MOST_SAID = 900  # characters of what differs: an answer to a Hello is short
-_LOCK_ATTEMPTS = 4
-_LOCK_PAUSE_S = 0.05
+_CHORES_AFTER_S = 1.0  # on busy cores a new thread may take 200 ms to start, and clients wait for the node
+_LOCK_ATTEMPTS = 100
+_LOCK_PAUSE_S = 0.002
 _MOST_READ_BYTES = 256 << 10  # in one turn
 _MAX_UNREAD_BYTES = 16 << 20  # of answers that a client does not fetch
 _UNASKED = 0  # the number of what is no answer
@@ -118,18 +119,19 @@ class Node:
         """Listen until stopped; then drop every client, remove the socket, free the arena. Raises NodeError when it cannot listen."""
         loop = self._loop = asyncio.get_running_loop()
         self._most_clients = _most_clients(raise_descriptor_limit())
-        listener, watch = None, None
+        listener, watch, chores = None, None, None
         try:
             listener = self._listen(loop)
             watch = loop.create_task(self._watch_clients())
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self.stop)
-            self._toucher.start()
-            self._scrubber.start()
+            chores = loop.call_later(_CHORES_AFTER_S, self._start_chores)
             if on_ready is not None:
                 on_ready(self)
             await self._until_stopped()
         finally:
+            if chores is not None:
+                chores.cancel()
             if watch is not None:
                 watch.cancel()
             if listener is not None:
@@ -143,6 +145,11 @@ class Node:
                 await loop.run_in_executor(None, self._end_mover)
             self.arena.close()
             self._lock.close()
+
+    def _start_chores(self) -> None:
+        """Start the threads that nobody waits for."""
+        self._toucher.start()
+        self._scrubber.start()
 
     def stop(self) -> None:
         """End soon."""

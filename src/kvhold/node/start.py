@@ -105,7 +105,8 @@ def _has_node(patience: _Patience) -> bool:
 
 
 def _is_taken(path: Path) -> bool:
-    return _is_locked(lock_path(path)) or _is_locked(watch_path(path))
+    """Who asks has a free lock for an instant, so the node's own is left alone while a watcher is about to have it taken."""
+    return _is_locked(watch_path(path)) or _is_locked(lock_path(path))
 
 
 def _is_locked(file: Path) -> bool:
