@@ -2,6 +2,7 @@
 
 import random
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -866,16 +867,30 @@ class TestLostNode:
         assert warm.outputs["a"] == answer_to(prompt, 2)
         assert restart.missed == {"never_stored": 300}, "the next one has answered"
 
-    def test_a_lookup_that_would_wait_longer_than_computing_does_not_and_then_none_waits(
+    def test_a_lookup_that_would_wait_longer_than_computing_does_not_and_others_wait(
         self, warm: Engine, restart: Restart, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(warm.connector.scheduler._costs, "compute_s", lambda *_: 0.0)
-        self.check(warm, make_prompt("lost", 300), count=1)
-        assert restart.missed == {"not_awaited": 301}
-        monkeypatch.setattr(warm.connector.scheduler._costs, "compute_s", lambda *_: 1e9)
-        warm.outputs.clear()
-        self.check(warm, make_prompt("next", 300), count=2)
-        assert restart.missed == {"not_awaited": 301, "no_answer": 602}, "one has waited in vain"
+        computed_in_s = {1: 0.0, 300: WITHIN_S}
+        monkeypatch.setattr(warm.connector.scheduler._costs, "compute_s", lambda num_tokens, _: computed_in_s[num_tokens])
+        monkeypatch.setattr(scheduler, "_START_S", WITHIN_S)
+        long, short = make_prompt("lost", 300), make_prompt("lost", 1)
+        warm.add("long", long)
+        warm.add("short", short)
+        eventually(lambda: warm.step() and restart.missed)
+        assert restart.missed == {"not_awaited": 1}
+        restart.end()
+        warm.run()
+        assert warm.outputs == {"long": answer_to(long, 2), "short": answer_to(short, 2)}
+        assert restart.missed == {"not_awaited": 1, "never_stored": 300}
+
+    def test_when_the_node_is_away_for_long_nobody_waits(self, warm: Engine, restart: Restart, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(warm.connector.scheduler._costs, "compute_s", lambda *_: 0.1)
+        monkeypatch.setattr(scheduler, "_START_S", 0.2)
+        time.sleep(0.3)
+        warm.add("a", make_prompt("lost", 300))
+        eventually(lambda: warm.step() and restart.missed)
+        assert restart.missed == {"not_awaited": 300}
+        warm.run()
 
     def test_where_the_start_has_failed_nobody_waits(self, warm: Engine, restart: Restart, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(warm.connector.scheduler._costs, "compute_s", lambda *_: 1e9)

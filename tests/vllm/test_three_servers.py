@@ -167,10 +167,12 @@ def test_lookups_are_answered_from_the_first_one_on_and_after_the_node_was_kille
     print("tokens:", {"cold": cold, "killed": killed, "after the kill": again, "ahead": ahead}, "of what could be hit:", shares)
 
     assert shares["ahead"] > 0.5
-    # While there is no node, short prompts are computed sooner than one is back: none to some 6 % of the tokens.
-    for kind, counted, most in (("cold", cold, 0.01), ("killed", killed, 0.2), ("after the kill", again, 0.01)):
+    # While there is no node (25 to 160 ms), the shortest prompts are computed sooner than one is back: see docs/benchmarks.md.
+    for kind, counted, most in (("cold", cold, 0.01), ("killed", killed, 0.1), ("after the kill", again, 0.01)):
         assert counted["looked up"] > 0
         assert counted["not answered"] + counted["not awaited"] <= most * counted["looked up"], kind
+    unanswered = sum(counted["not answered"] + counted["not awaited"] for counted in (cold, killed, again))
+    assert unanswered <= 0.01 * sum(counted["looked up"] for counted in (cold, killed, again))
     for kind, counted in (("cold", cold), ("after the kill", again)):
         assert counted["failed loads"] == 0, kind
         assert shares[kind] >= 0.9 * shares["ahead"], shares

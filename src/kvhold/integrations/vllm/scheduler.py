@@ -54,6 +54,7 @@ log = logging.getLogger(__name__)
 
 _NULL_BLOCK = 0  # vLLM's number for "no block"
 _MOST_CAUSES = 100  # of requests that are not cached; each is logged once
+_START_S = 1.0  # within which a node that was killed is there again, as a rule
 _PATIENCE_S = 0.003  # of one scheduling pass for all its lookups; RAM answers in less
 
 
@@ -155,7 +156,6 @@ class SchedulerSide:
         self._inside: list[str] = []  # requests that the last pass has loaded
         self._last_stores: list[Store] = []
         self._patience_s = _PATIENCE_S  # what is left of it in this pass
-        self._waits_for_node = True  # no lookup has waited for a lost node in vain
         log.info(
             "kvhold: %d tokens a chunk (%s), %d shards, node on %s",
             namespace.layout.tokens_per_chunk,
@@ -513,7 +513,6 @@ class SchedulerSide:
         if hit is None and followed.is_lost and not last and self._waits(followed, began_s):
             followed.lookup = followed.lookup or lookup
             return False
-        self._waits_for_node = self._waits_for_node or hit is not None
         if hit is not None and hit.arriving and not last:
             settle = bool(followed.untold) or began_s - followed.since_s >= self._config.client.arrival_timeout_s
             followed.lookup, followed.arriving = self._lookups.submit(self._look_again, followed, hit, settle), hit
@@ -539,8 +538,8 @@ class SchedulerSide:
     def _waits(self, followed: _Followed, now_s: float) -> bool:
         """Whether a lookup that found the node lost waits for the next one. Ask again when it is there.
 
-        It waits as long as computing the prompt would take. Once one has waited in vain, no other
-        waits until there is a node.
+        It waits as long as computing the prompt would take. When the node has been away for longer
+        than that, and longer than a start takes, no lookup waits.
         """
         waited_s = now_s - followed.asked_s
         followed.arriving = None  # a hit of the lost node is closed
@@ -548,11 +547,11 @@ class SchedulerSide:
             if followed.ask is not None and waited_s < followed.patience_s:
                 followed.lookup = self._lookups.submit(followed.ask)
             return followed.lookup is not None
-        if not self._waits_for_node or not self._cache.is_rejoining:
+        if not self._cache.is_rejoining:
             return False
-        if waited_s < followed.compute_s:
+        away_s = now_s - self._cache.lost_at_s
+        if waited_s < followed.compute_s and away_s < max(_START_S, followed.compute_s):
             return True
-        self._waits_for_node = False
         followed.no_hit = NOT_AWAITED
         return False
 
