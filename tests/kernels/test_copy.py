@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -464,62 +465,115 @@ def test_light_import_no_cache_directory_forks_and_shutdown() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "head_dim", "pad", "cut", "first", "word_bytes"),
+    ("kind", "head_dim", "pad", "cut", "first", "widest"),
     [
+        ("HND", 8, 0, 0, 128, 16),
+        ("NHD", 8, 0, 0, 128, 16),
         ("HND", 4, 0, 0, 128, 8),
         ("HND", 2, 0, 0, 128, 4),  # narrow heads
         ("NHD", 4, 2, 0, 128, 4),  # heads 12 bytes apart, rows 24
         ("HND", 4, 1, 0, 128, 2),  # rows 10 bytes apart
-        ("NHD", 4, 0, 0, 132, 4),  # a chunk at an offset of 4
+        ("NHD", 8, 0, 0, 136, 8),  # a chunk at an offset of 8
+        ("NHD", 4, 0, 0, 132, 4),  # ... and of 4
         ("NHD", 4, 0, 1, 127, 8),  # and where the odd offset and an odd base are an even address
         ("NHD", 4, 0, 1, 128, 1),
     ],
 )
-def test_triton_words_are_no_wider_than_every_address_allows(
-    kind: str, head_dim: int, pad: int, cut: int, first: int, word_bytes: int
+def test_triton_accesses_are_no_wider_than_every_address_allows(
+    kind: str, head_dim: int, pad: int, cut: int, first: int, widest: int
 ) -> None:
     """A GPU faults on a word at an odd address; the interpreter does not."""
     pytest.importorskip("triton", reason="no Triton in this environment")
-    from kvhold.kernels.triton_copy import _word_bytes
+    from kvhold.kernels.triton_copy import Words, words_of
 
     view = make(kind, head_dim=head_dim, pad=pad).view
     chunks = arena_for(view, [8], first=first)
     chunks = Chunks(chunks.base[cut:], chunks.offsets, chunks.num_tokens)
-    assert _word_bytes(plan_blocks(view, np.array([1, 3]), chunks)) == word_bytes
+    expected = Words(8, 2) if widest == 16 else Words(widest, 1)
+    assert words_of(plan_blocks(view, np.array([1, 3]), chunks)) == expected
+
+
+GPUS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset")
+@pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("to_arena", [True, False])
-@pytest.mark.parametrize(("runs_are_whole", "word_bytes"), [(True, 8), (False, 8), (False, 1)])
-def test_the_triton_kernel_compiles_for_a_gpu_that_is_not_here(to_arena: bool, runs_are_whole: bool, word_bytes: int) -> None:
+@pytest.mark.parametrize(("runs_are_whole", "widest"), [(True, 16), (False, 16), (True, 8), (False, 1)])
+def test_the_triton_kernel_compiled_for_a_gpu_moves_words_as_wide_as_it_was_told(
+    gpu: str, to_arena: bool, runs_are_whole: bool, widest: int, tmp_path: Path
+) -> None:
     triton = pytest.importorskip("triton", reason="no Triton in this environment")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from kvhold.kernels.triton_copy import _copy_tiles
+    from kvhold.kernels.triton_copy import TILE_WORDS, _copy_tiles
 
-    # As Triton specialises a launch: one run (an integer 1 becomes a constant), strides of either width.
+    word_bytes = min(8, widest)
     constants = {
         "to_arena": to_arena,
         "runs_are_whole": runs_are_whole,
         "row_words": 2048 // word_bytes,
         "head_words": 256 // word_bytes,
         "word_bytes": word_bytes,
-        "tile_words": 8192 // word_bytes,
-        "num_runs": 1,
-        "first_plane": 1,
+        "vector_words": widest // word_bytes,
+        "tile_words": TILE_WORDS,
     }
-    kinds = {
-        "tables": "*i64",
-        "num_runs": "constexpr",
-        "num_tiles": "i32",
-        "first_plane": "constexpr",
-        "row_stride": "i64",
-        "head_stride": "i32",
-    }
-    signature = {name: kinds.get(name, "constexpr") for name in _copy_tiles.arg_names}
-    compiled = triton.compile(ASTSource(fn=_copy_tiles, signature=signature, constexprs=constants), target=GPUTarget("cuda", 90, 32))
-    assert "st.global" in compiled.asm["ptx"]
+    kinds = {"tables": "*i64", "row_stride": "i64", "head_stride": "i64"}
+    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in _copy_tiles.arg_names}
+    compiled = triton.compile(ASTSource(fn=_copy_tiles, signature=signature, constexprs=constants), target=GPUTarget(*GPUS[gpu]))
+    text = compiled.asm["ptx" if "ptx" in compiled.asm else "amdgcn"]
+
+    # Eight accesses of 16 bytes a thread (four where a wave has 64 threads) to either side, beside the tables' words of eight.
+    of_tiles = TILE_WORDS // (compiled.metadata.num_warps * GPUS[gpu][2] * 2)
+    loads, stores = wide_accesses(text)
+    if widest == 16:
+        assert (loads, stores) == (of_tiles, of_tiles)
+    else:
+        assert (loads, stores) == (0, 0)
+    assert "ld.local" not in text and "st.local" not in text and "scratch_" not in text, "registers do not go to memory"
+    if gpu == "gfx942":
+        assert set(re.findall(r"[sv]gpr_spill_count: *(\d+)", text)) == {"0"}
+    else:
+        assert memory_of_threads(compiled.asm["cubin"], tmp_path) == {"STACK:0", "LOCAL:0"}
+
+
+def wide_accesses(text: str) -> tuple[int, int]:
+    """Loads and stores of 16 bytes in global memory, in PTX or in an AMD GPU's assembly."""
+    loads = re.findall(r"ld\.global\S*\.v2\.b64|ld\.global\S*\.v4\.b32|global_load_dwordx4", text)
+    stores = re.findall(r"st\.global\S*\.v2\.b64|st\.global\S*\.v4\.b32|global_store_dwordx4", text)
+    return len(loads), len(stores)
+
+
+def memory_of_threads(cubin: bytes, folder: Path) -> set[str]:
+    """What each kernel keeps in a thread's own memory because it has no register for it, by the tool of Triton's own wheel."""
+    from triton import knobs
+
+    file = folder / "kernel.cubin"
+    file.write_bytes(cubin)
+    told = subprocess.run([knobs.nvidia.cuobjdump.path, "-res-usage", str(file)], capture_output=True, text=True, check=True).stdout
+    return set(re.findall(r"(?:STACK|LOCAL):\d+", told))
+
+
+@pytest.mark.usefixtures("triton_interpreted")
+class TestTritonPrograms:
+    """Few programs take many tiles in turn."""
+
+    @pytest.mark.parametrize("programs", [1, 3, 1000])
+    def test_all_tiles_are_copied_however_many_programs_there_are(self, monkeypatch: pytest.MonkeyPatch, programs: int) -> None:
+        worker = kernels._load("triton").__globals__
+        monkeypatch.setitem(worker, "TILE_WORDS", 8)
+        monkeypatch.setitem(worker, "PROGRAMS", programs)
+        ids = [2, 5, 0, 3, 4]
+        slots = [n for i in ids for n in range(i * TOKENS, (i + 1) * TOKENS)]
+        check(lambda: make("NHD"), lambda v, c: plan_blocks(v, np.array(ids), c), [2 * TOKENS, 3 * TOKENS], slots, worker="triton")
+
+    def test_preparing_moves_nothing(self) -> None:
+        engine = make("HND")
+        before = [memory.copy() for memory in engine.memory]
+        kernels._load("triton").__globals__["prepare"](engine.view)
+        for memory, expected in zip(engine.memory, before, strict=True):
+            np.testing.assert_array_equal(memory, expected)
 
 
 def test_margins_are_wide_enough_to_see_a_stray_line() -> None:

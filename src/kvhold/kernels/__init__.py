@@ -14,7 +14,7 @@ is compared with what, and what follows, is the caller's (`kvhold.memory.copy`).
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from typing import Literal, TypeAlias, get_args
@@ -63,12 +63,19 @@ def scatter(plan: Plan, *, layers: range | None = None, threads: int = 1, sums: 
     _copy(plan, layers, False, threads, sums, worker)
 
 
-def warm_up(device: str = "cpu") -> None:
-    """Choose and load the worker for a device now, so that the first copy does not pay for it (numba: 0.3 s, or seconds uncached)."""
+def warm_up(device: str = "cpu", views: Sequence[View] = ()) -> None:
+    """Choose and load the worker for a device now, so that the first copy does not pay for it (numba: 0.3 s, or seconds uncached).
+
+    views: on a GPU, what is compiled for them is compiled now
+    """
     worker = _chosen(device.partition(":")[0], True)
     _load(worker)
     if worker == "numba":
         _load_summed()
+    elif worker == "triton":
+        prepare: Callable[[View], None] = import_module("kvhold.kernels.triton_copy").prepare
+        for view in views:
+            prepare(view)
 
 
 def sum_layers(plan: Plan, layers: range, sums: Sums) -> None:

@@ -1,14 +1,21 @@
 """The copy on a GPU: one launch for all runs, layers and planes, straight between the engine's blocks and the arena.
 
-The kernel is given addresses, not tensors: the arena may be host memory that is pinned and mapped for the device (the bytes then cross the
-bus once, in the order in which they are copied), or a staging tensor on it. Words are the widest, up to 8 bytes, that every address, stride
-and size is a multiple of; what is left of a tile beyond its run is masked. Work is put on the device's current stream, and nothing here
-waits for it: an event the caller records after the call marks the end of the copy.
+The kernel gets addresses, not tensors. The arena may be host memory that is pinned and mapped for the device: the bytes
+then cross the bus once, in the order in which they are copied. Or it is a staging tensor on the device.
 
-With TRITON_INTERPRET=1 when this module is imported, the same kernel runs on host memory, slowly, for tests.
+- A thread moves 16 bytes at a time where every address, stride and size is a multiple of 16; else the widest word that
+  they allow. What is left of a tile beyond its run is masked.
+- A few programs take all tiles in turn. Bytes that cross the bus come slowly, and a program keeps its multiprocessor
+  while it waits: many programs would keep the engine's own kernels out.
+- `prepare` compiles what a view will need. Numbers of runs and tiles are not specialised, so that no later copy compiles.
+
+Work is put on the device's current stream, and nothing here waits for it: an event that the caller records after the
+call marks the end of the copy. With TRITON_INTERPRET=1 when this module is imported, the same kernel runs on host
+memory, slowly, for tests.
 """
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,9 +24,19 @@ import triton
 import triton.language as tl
 
 from kvhold.kernels.plan import Plan
-from kvhold.kernels.view import Int64s
+from kvhold.kernels.view import Int64s, View
 
-TILE_BYTES = 8 << 10  # one program's share
+TILE_WORDS = 2048  # what one program moves in one turn: 128 threads, eight times 16 bytes each; narrower words take as many registers
+PROGRAMS = 16  # at most, and 256 KiB under way at once: a bus of 64 GB/s holds 130 KB in 2 us
+VECTOR_BYTES = 16  # the widest access of a thread
+
+
+@dataclass(frozen=True)
+class Words:
+    """How bytes are moved. nbytes: of a word, 1 to 8; a_vector: consecutive words that one thread moves at once."""
+
+    nbytes: int
+    a_vector: int
 
 
 def copy(plan: Plan, layers: range, to_arena: bool, threads: int) -> None:
@@ -27,35 +44,61 @@ def copy(plan: Plan, layers: range, to_arena: bool, threads: int) -> None:
     view = plan.view
     if view.device == "cpu" and not INTERPRETED:
         raise ValueError("the triton worker copies host memory only under TRITON_INTERPRET=1")
-    word_bytes = _word_bytes(plan)
-    tables, num_tiles = _on_device(plan, word_bytes)
-    heads, head_bytes = (1, view.row_bytes) if view.rows_are_whole else (view.heads, view.head_bytes)
+    words = words_of(plan)
+    tables, num_tiles = _on_device(plan, words)
     first, stop = layers.start * view.planes, layers.stop * view.planes
-    with nullcontext() if view.device == "cpu" else torch.cuda.device(view.device):
-        _copy_tiles[(num_tiles, stop - first)](
+    _launch(view, words, to_arena, tables, (plan.num_runs, num_tiles, first, stop - first))
+
+
+def prepare(view: View) -> None:
+    """Compile both directions for a view's words, where its chunks begin at multiples of 16 bytes; others compile when they come."""
+    words = _words(_bits(view))
+    for to_arena in (True, False):  # no tile: nothing is moved
+        tables = torch.zeros(1, dtype=torch.int64, device=view.device)
+        _launch(view, words, to_arena, tables, (0, 0, 0, 0))
+
+
+def words_of(plan: Plan) -> Words:
+    """The widest that every address, stride and size of the plan is a multiple of."""
+    return _words(_bits(plan.view) | int(np.bitwise_or.reduce(_arena(plan) + plan.chunk_starts[plan.chunk], axis=None)))
+
+
+def _bits(view: View) -> int:
+    """All addresses, strides and sizes of a view, one over the other."""
+    piece = view.row_bytes if view.rows_are_whole else view.head_bytes
+    bits = piece | view.row_bytes | view.block_stride | view.row_stride | view.head_stride
+    return bits | int(np.bitwise_or.reduce(view.table, axis=None))
+
+
+def _words(bits: int) -> Words:
+    bits |= VECTOR_BYTES
+    widest = bits & -bits
+    nbytes = min(8, widest)
+    return Words(nbytes, widest // nbytes)
+
+
+def _launch(view: View, words: Words, to_arena: bool, tables: "torch.Tensor", counts: tuple[int, int, int, int]) -> None:
+    """counts: runs, tiles, the first plane of all layers, and how many planes."""
+    heads, head_bytes = (1, view.row_bytes) if view.rows_are_whole else (view.heads, view.head_bytes)
+    _, num_tiles, _, num_planes = counts
+    with _device_of(view):
+        _copy_tiles[(max(1, min(PROGRAMS, num_tiles * num_planes)),)](
             tables,
-            plan.num_runs,
-            num_tiles,
-            first,
+            *counts,
             view.row_stride,
             view.head_stride,
             to_arena=to_arena,
             runs_are_whole=view.runs_are_whole,
-            row_words=heads * head_bytes // word_bytes,
-            head_words=head_bytes // word_bytes,
-            word_bytes=word_bytes,
-            tile_words=TILE_BYTES // word_bytes,
+            row_words=heads * head_bytes // words.nbytes,
+            head_words=head_bytes // words.nbytes,
+            word_bytes=words.nbytes,
+            vector_words=words.a_vector,
+            tile_words=TILE_WORDS,
         )
 
 
-def _word_bytes(plan: Plan) -> int:
-    """The widest word, up to 8 bytes, that every address, stride and size of the plan is a multiple of."""
-    view = plan.view
-    piece = view.row_bytes if view.rows_are_whole else view.head_bytes
-    bits = piece | view.block_stride | view.row_stride | view.head_stride | 8
-    for values in (view.table, _arena(plan) + plan.chunk_starts[plan.chunk]):
-        bits |= int(np.bitwise_or.reduce(values, axis=None))
-    return bits & -bits
+def _device_of(view: View) -> AbstractContextManager[None]:
+    return nullcontext() if view.device == "cpu" else torch.cuda.device(view.device)
 
 
 def _arena(plan: Plan) -> int:
@@ -64,22 +107,22 @@ def _arena(plan: Plan) -> int:
     return address
 
 
-def _on_device(plan: Plan, word_bytes: int) -> tuple[Any, int]:
+def _on_device(plan: Plan, words: Words) -> tuple[Any, int]:
     """One int64 tensor that holds every table, and the number of tiles. Uploaded once for each plan and stream.
 
-    Tables, end to end: of each run its arena address, plane stride, view offset and words; of each tile its run and its first word in it;
-    of each layer and plane its address.
+    Tables, end to end: of each run its arena address, plane stride, view offset and words; of each tile its run and its
+    number in it; of each layer and plane its address.
     """
     view = plan.view
     on_host = view.device == "cpu"
     key = ("triton", None if on_host else torch.cuda.current_stream(view.device))
     if key not in plan.memo:
-        words = plan.rows * view.row_bytes // word_bytes
-        tiles = -(-words // (TILE_BYTES // word_bytes))
+        num_words = plan.rows * view.row_bytes // words.nbytes
+        tiles = -(-num_words // TILE_WORDS)
         run = np.repeat(np.arange(plan.num_runs), tiles)
         within = np.arange(run.size) - (np.cumsum(tiles) - tiles)[run]
-        parts: list[Int64s] = [plan.chunk_offsets + _arena(plan), plan.plane_strides, plan.view_offsets, words]
-        parts += [run, within * (TILE_BYTES // word_bytes), view.table.reshape(-1)]
+        parts: list[Int64s] = [plan.chunk_offsets + _arena(plan), plan.plane_strides, plan.view_offsets, num_words]
+        parts += [run, within, view.table.reshape(-1)]
         tables = torch.from_numpy(np.concatenate(parts))
         # From pinned memory, so that the upload does not wait for the stream's earlier work.
         plan.memo[key] = (tables if on_host else tables.pin_memory().to(view.device, non_blocking=True)), run.size
@@ -87,12 +130,13 @@ def _on_device(plan: Plan, word_bytes: int) -> tuple[Any, int]:
     return tables, num_tiles
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_runs", "num_tiles", "first_plane", "num_planes", "row_stride", "head_stride"])
 def _copy_tiles(  # type: ignore[no-untyped-def]  # Triton reads annotations itself and knows few
     tables,
     num_runs,
     num_tiles,
     first_plane,
+    num_planes,
     row_stride,
     head_stride,
     to_arena: tl.constexpr,
@@ -100,18 +144,13 @@ def _copy_tiles(  # type: ignore[no-untyped-def]  # Triton reads annotations its
     row_words: tl.constexpr,
     head_words: tl.constexpr,
     word_bytes: tl.constexpr,
+    vector_words: tl.constexpr,
     tile_words: tl.constexpr,
 ):
-    """Grid [tiles, layers * planes]; one program copies the same tile of one plane. 64-bit arithmetic throughout."""
-    tile = tl.program_id(0).to(tl.int64)
-    plane = first_plane + tl.program_id(1).to(tl.int64)
-    of_tiles = tables + 4 * num_runs
-    run = tl.load(of_tiles + tile)
-    start = tl.load(of_tiles + num_tiles + tile)
-    in_arena = tl.load(tables + run) + plane * tl.load(tables + num_runs + run) + start * word_bytes
-    in_view = tl.load(of_tiles + 2 * num_tiles + plane) + tl.load(tables + 2 * num_runs + run)
-    words = tl.load(tables + 3 * num_runs + run)
+    """Grid [programs]. A job is one tile of one plane; a program takes every so-manieth. 64-bit arithmetic throughout.
 
+    `tl.multiple_of` says what `words_of` has found: addresses that come from a table carry no alignment of their own.
+    """
     if word_bytes == 8:
         word = tl.pointer_type(tl.int64)
     elif word_bytes == 4:
@@ -121,20 +160,34 @@ def _copy_tiles(  # type: ignore[no-untyped-def]  # Triton reads annotations its
     else:
         word = tl.pointer_type(tl.int8)
 
+    vector_bytes: tl.constexpr = vector_words * word_bytes
+    of_tiles = tables + 4 * num_runs
     nth = tl.arange(0, tile_words)
-    within = start + nth
-    mask = within < words
-    arena_words = in_arena.to(word) + nth
-    if runs_are_whole:
-        view_words = (in_view + start * word_bytes).to(word) + nth
-    else:
-        row = within // row_words
-        head = within % row_words // head_words
-        view_words = (in_view + row * row_stride + head * head_stride).to(word) + within % head_words
-    if to_arena:
-        tl.store(arena_words, tl.load(view_words, mask=mask), mask=mask)
-    else:
-        tl.store(view_words, tl.load(arena_words, mask=mask), mask=mask)
+    num_jobs = num_tiles.to(tl.int64) * num_planes
+    for job in range(tl.program_id(0).to(tl.int64), num_jobs, tl.num_programs(0)):
+        tile = job % num_tiles
+        plane = first_plane + job // num_tiles
+        run = tl.load(of_tiles + tile)
+        start = tl.load(of_tiles + num_tiles + tile) * tile_words
+        in_arena = tl.load(tables + run) + plane * tl.load(tables + num_runs + run)
+        in_view = tl.load(of_tiles + 2 * num_tiles + plane) + tl.load(tables + 2 * num_runs + run)
+        words = tl.multiple_of(tl.load(tables + 3 * num_runs + run), vector_words)
+
+        within = start + nth
+        mask = within < words
+        arena_words = tl.multiple_of(in_arena.to(word), vector_bytes) + within
+        view_base = tl.multiple_of(in_view.to(word), vector_bytes)
+        if runs_are_whole:
+            view_words = view_base + within
+        else:
+            row = within // row_words
+            head = within % row_words // head_words
+            offset = row * (row_stride // word_bytes) + head * (head_stride // word_bytes) + within % head_words
+            view_words = tl.max_contiguous(tl.multiple_of(view_base + offset, vector_bytes), vector_words)
+        if to_arena:
+            tl.store(arena_words, tl.load(view_words, mask=mask), mask=mask)
+        else:
+            tl.store(view_words, tl.load(arena_words, mask=mask), mask=mask)
 
 
 INTERPRETED = not isinstance(_copy_tiles, triton.runtime.JITFunction)

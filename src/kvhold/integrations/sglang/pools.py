@@ -181,7 +181,7 @@ def _plain(
         group = Group(layers=len(layers), planes=len(part), heads=heads, head_dim=dim, dtype=dtype)
         views.append(separate_pools(group, [tensors for _, _, tensors in part], axes=axes, tokens_per_block=page))
     layout = Layout(tuple(view.group for view in views), tokens_per_chunk=page, tail_tokens=0)
-    warm_up(views[0].device)
+    warm_up(views[0].device, views)
     return PlainPages(layout, tuple(views), slots, threads, flat if alike and flat else "", identity)
 
 

@@ -132,7 +132,7 @@ class WorkerSide:
             for shard, view in zip(self._held, views, strict=True):
                 self._views[shard].append(view)
         views = [view for of_shard in self._views.values() for view in of_shard]
-        warm_up(views[0].device)
+        warm_up(views[0].device, views)
         self._warm_pages(views)
         place_own_threads(self._config.client.cores)  # the keeper's, the touchers' and those that copy were started by the engine's thread
 
