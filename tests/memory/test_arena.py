@@ -203,6 +203,13 @@ class TestToucher:
             assert toucher.touched_bytes == arena.nbytes == present_bytes(arena)
             assert progress == list(range(2 * MIB, 68 * MIB, 2 * MIB))
 
+    def test_one_that_is_stopped_before_its_time_touches_nothing(self) -> None:
+        with Arena.create(2 * MIB, huge_pages="never") as arena:
+            toucher = Toucher(arena.regions, after_s=3600).start()
+            toucher.stop()
+            assert not toucher._thread.is_alive()
+            assert (toucher.touched_bytes, present_bytes(arena)) == (0, 0)
+
     def test_it_changes_no_byte(self, arena: Arena) -> None:
         arena.view(MIB - 2, 5)[:] = b"hello"
         Toucher(arena.regions).start().wait()

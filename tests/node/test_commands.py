@@ -14,7 +14,7 @@ from kvhold.cli.stop import command as stop
 from kvhold.net.messages import PROTOCOL_VERSION
 from kvhold.node import NodeClient
 from kvhold.testing.cache import a_prompt, store
-from tests.node.nodes import PATIENT_S, SPACE, RunningNode, run_kvhold
+from tests.node.nodes import PATIENT_S, SPACE, RunningNode, eventually, run_kvhold
 
 
 def run(command: click.Command, *arguments: str) -> str:
@@ -58,6 +58,11 @@ def test_status_as_json_is_one_object_of_the_same(engine: NodeClient, shared_nod
     for name in ("pid", "socket", "version", "protocol", "arena_bytes", "used_bytes", "chunks", "held", "huge_pages"):
         assert shown[name] == same[name]
     assert {c["name"] for c in shown["clients"]} == {"engine", "kvhold status"}
+
+
+def test_a_second_after_its_start_a_node_faults_its_arena_in(engine: NodeClient) -> None:
+    """It is found, and answers, before that."""
+    eventually(lambda: engine.status()["arena_touched_bytes"] == engine.status()["arena_bytes"])
 
 
 def test_status_finds_the_node_through_the_settings(engine: NodeClient, shared_node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -884,12 +884,13 @@ class TestLostNode:
         assert restart.missed == {"not_awaited": 1, "never_stored": 300}
 
     def test_when_the_node_is_away_for_long_nobody_waits(self, warm: Engine, restart: Restart, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(warm.connector.scheduler._costs, "compute_s", lambda *_: 0.1)
-        monkeypatch.setattr(scheduler, "_START_S", 0.2)
-        time.sleep(0.3)
+        monkeypatch.setattr(warm.connector.scheduler._costs, "compute_s", lambda *_: 1e9)
+        monkeypatch.setattr(warm.connector.scheduler._cache, "_lost_at_s", time.monotonic() - 3600)
+        began_s = time.monotonic()
         warm.add("a", make_prompt("lost", 300))
         eventually(lambda: warm.step() and restart.missed)
         assert restart.missed == {"not_awaited": 300}
+        assert time.monotonic() - began_s < warm.connector.scheduler._config.client.arrival_timeout_s / 2, "which is as long as any waits"
         warm.run()
 
     def test_where_the_start_has_failed_nobody_waits(self, warm: Engine, restart: Restart, monkeypatch: pytest.MonkeyPatch) -> None:

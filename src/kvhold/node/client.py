@@ -395,9 +395,10 @@ class NodeClient:
 
     def _break(self, link: Link, why: str) -> None:
         with self._lock:
+            if self._membership.link is link:  # others read this without the lock, when they see that it is lost
+                self._lost_at_s = time.monotonic()
             lost = self._membership.lose(link)
             if lost:
-                self._lost_at_s = time.monotonic()
                 self._wake.set()
         if lost:
             log.warning("lost the node on %s (%s); computing without it until it is back", self.path, why)

@@ -8,6 +8,7 @@ listens on a Unix socket of mode 0600, serves only processes of its own user, an
 started by an engine, when it has been without clients for a while. Only one node can have a socket: the lock file beside it says who.
 """
 
+import _thread
 import asyncio
 import errno
 import fcntl
@@ -16,6 +17,7 @@ import os
 import signal
 import socket
 import stat
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -92,6 +94,7 @@ class Node:
             raise
         self._toucher = Toucher(self.arena.regions)
         self._scrubber = Scrubber(self.state, self._post, config.scrub_interval_s)
+        self._starting: threading.Event | None = None  # those two, of which nothing is to be started once it is set
 
     def _prepare(self, config: Config, arena: Arena, state: CacheState) -> None:
         """Everything that serving clients takes, but for the host's part: socket, lock, threads. A simulation has its own of these."""
@@ -132,6 +135,8 @@ class Node:
         finally:
             if chores is not None:
                 chores.cancel()
+            if self._starting is not None:
+                self._starting.wait()
             if watch is not None:
                 watch.cancel()
             if listener is not None:
@@ -147,9 +152,18 @@ class Node:
             self._lock.close()
 
     def _start_chores(self) -> None:
-        """Start the threads that nobody waits for."""
-        self._toucher.start()
-        self._scrubber.start()
+        """Have the threads started that nobody waits for. This does not wait either: `Thread.start` does, until a thread runs."""
+        self._starting = threading.Event()
+        _thread.start_new_thread(self._start_threads, (self._starting,))
+
+    def _start_threads(self, started: threading.Event) -> None:
+        try:
+            self._toucher.start()
+            self._scrubber.start()
+        except RuntimeError as error:
+            log.error("the host has no more threads for this node (%s): it touches no pages ahead, or compares no idle chunks", error)
+        finally:
+            started.set()
 
     def stop(self) -> None:
         """End soon."""

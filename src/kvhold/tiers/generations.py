@@ -20,6 +20,7 @@ A write of an old chunk that is on its way when another host clears gets an old 
 gets a name of the new generation.
 """
 
+import asyncio
 import math
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
@@ -145,6 +146,7 @@ class GenerationTier:
                 self.use(space)
                 self.name_of(space)
         for part in names.taken():
+            await asyncio.sleep(0)  # of many names perhaps none is a key's now
             for name in part:
                 key = self._key_of(name)
                 if key is not None and key.startswith(prefix):
@@ -156,8 +158,8 @@ class GenerationTier:
         async for name in self._tier.scan(prefix):
             if is_marker(name):
                 spaces[name[:NAMESPACE_BYTES]] = None
-            else:
-                names.append(name)
+            elif names.append(name):
+                await asyncio.sleep(0)
         return names, list(spaces)
 
     async def close(self) -> None:

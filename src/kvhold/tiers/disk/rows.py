@@ -209,7 +209,8 @@ class Sorting:
 
         for _ in sorting.look(): ...; sorting.sort(); for _ in sorting.link(): ...      # `sort` may run in a thread
 
-    What is used meanwhile stays behind all that is put in order. Victims are right from the first step of `link` on.
+    What is used from the end of `look` on stays behind all that is put in order. From the first step of `link` on, the
+    victims of `lru` and `fifo` are right; those of `mru` are when it ends.
     """
 
     def __init__(self, rows: Rows) -> None:

@@ -5,6 +5,8 @@ an order that changes from cell to cell, so that a neighbour's load falls on all
 cell's prompts begin with texts of its own, which the systems met in the round before, and go on with what nobody has met. In a round
 every engine computes several times what its own small KV memory holds, so it has forgotten them.
 
+Without cells of no reuse a round computes too little for that: then every engine but the limit forgets its KV before each request.
+
 Where systems differ by few per cent, at no reuse and at a full hit, a round has more cells, for those systems alone; and cells within one
 engine, which forgets its own KV before each request.
 """
@@ -36,7 +38,7 @@ from kvhold.lab.engines.prompts import make_prompt
 _FIRST_KNOWN = 1_000_000  # seeds
 REUSE_PERCENT = (0, 25, 50, 75, 100)
 BURST = 2  # prompts handed over together
-HELD_PROMPTS = 40  # whose KV the large memories hold: a round makes 36
+HELD_PROMPTS = 48  # whose KV the large memories hold: a round makes 32, and 40 with `unchecked`
 _UNCHECKED_CELLS = 8  # of full hits, which differ by few per cent
 
 
@@ -67,7 +69,8 @@ def rounds(
             for at, (names, burst) in enumerate(of_reuse):
                 texts = [f"text {at}.{piece}" for piece in range(BURST if burst else 1)]
                 given = [prompts.next(reuse, text) for text in texts]
-                cells.append(_measure({name: systems[name] for name in names if name in systems}, given, reuse, burst, chance))
+                chosen = {name: systems[name] for name in names if name in systems}
+                cells.append(_measure(chosen, given, reuse, burst, chance, forget=0 not in shares))
         say(f"{f'round {number} of {num_rounds}' if number else 'warming up'}: {time.monotonic() - began:.0f} s")
         if number:
             yield cells
@@ -89,12 +92,12 @@ def _cells(reuse: int) -> list[tuple[tuple[str, ...], bool]]:
     return [(everyone, False), (everyone, True)]
 
 
-def _measure(systems: dict[str, System], prompts: list[list[int]], reuse: int, burst: bool, chance: random.Random) -> Cell:
+def _measure(systems: dict[str, System], prompts: list[list[int]], reuse: int, burst: bool, chance: random.Random, *, forget: bool) -> Cell:
     cell = Cell(reuse, sum(len(prompt) + OUTPUT_TOKENS for prompt in prompts), burst)
     outputs = {}
     for name in chance.sample(list(systems), len(systems)):
         system = systems[name]
-        if LEFT_ALONE in systems:
+        if LEFT_ALONE in systems or (forget and name != LIMIT):
             system.engine.reset_prefix_cache()
         served = system.serve(prompts, max_tokens=OUTPUT_TOKENS)
         cell.seconds[name], cell.cpu_s[name], cell.cached_tokens[name] = served.seconds, served.cpu_s, served.cached_tokens
