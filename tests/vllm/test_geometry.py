@@ -28,6 +28,8 @@ from kvhold.integrations.vllm.hosts import check_places, place_of
 from kvhold.integrations.vllm.proof import lots, prove
 from kvhold.integrations.vllm.space import namespace_of
 from kvhold.integrations.vllm.worker import _check_covered
+from kvhold.memory import copier
+from kvhold.memory.copier import HostCopier
 from kvhold.memory.views import View, opaque_blocks
 from tests.vllm.scheduling import Options, make_config, make_folder
 
@@ -184,36 +186,34 @@ class TestProof:
     def test_what_is_seen_rightly_passes_and_leaves_zeros(self, config: VllmConfig, shards: int) -> None:
         part = of_width(config, 1, groups(full()), head_shards=shards).parts[0]
         tensors = self.tensors()
-        prove(part, tensors, [opaque_blocks(part.group, lot, block_axis=0) for lot in lots(tensors, shards)])
+        prove(part, tensors, [opaque_blocks(part.group, lot, block_axis=0) for lot in lots(tensors, shards)], HostCopier())
         assert not any(tensor.any() for tensor in tensors)
 
     @pytest.mark.parametrize("tensor_of", [lambda t: t.transpose(1, 2), lambda t: t.permute(0, 3, 1, 2)], ids=["NHD", "any order"])
     def test_the_order_of_axes_does_not_matter(self, part: Part, tensor_of: Any) -> None:
         tensors = [tensor_of(tensor) for tensor in self.tensors()]
-        prove(part, tensors, [opaque_blocks(part.group, tensors, block_axis=0)])
+        prove(part, tensors, [opaque_blocks(part.group, tensors, block_axis=0)], HostCopier())
 
     def test_layers_in_another_order_are_found(self, part: Part) -> None:
         tensors = self.tensors()
         with pytest.raises(LayoutError, match="gathered bytes are not those"):
-            prove(part, tensors, [opaque_blocks(part.group, tensors[::-1], block_axis=0)])
+            prove(part, tensors, [opaque_blocks(part.group, tensors[::-1], block_axis=0)], HostCopier())
 
     def test_a_view_of_other_memory_is_found(self, part: Part) -> None:
         with pytest.raises(LayoutError, match="KV cache group 0"):
-            prove(part, self.tensors(), [opaque_blocks(part.group, self.tensors(), block_axis=0)])
+            prove(part, self.tensors(), [opaque_blocks(part.group, self.tensors(), block_axis=0)], HostCopier())
 
     def test_a_copy_that_goes_beside_its_blocks_is_found(self, part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
-        from kvhold.integrations.vllm import proof
-
-        real = proof.scatter_blocks
-        monkeypatch.setattr(proof, "scatter_blocks", lambda view, blocks, *rest: real(view, (blocks + 1) % BLOCKS, *rest))
+        real = copier.scatter_blocks
+        monkeypatch.setattr(copier, "scatter_blocks", lambda view, blocks, *rest, **how: real(view, (blocks + 1) % BLOCKS, *rest, **how))
         tensors = self.tensors()
         with pytest.raises(LayoutError, match=r"did not come back as it was|though it was not copied"):
-            prove(part, tensors, [opaque_blocks(part.group, tensors, block_axis=0)])
+            prove(part, tensors, [opaque_blocks(part.group, tensors, block_axis=0)], HostCopier())
 
     def test_a_small_pool(self, part: Part) -> None:
         for count in (1, 2, 3):
             tensors = [tensor[:count].contiguous() for tensor in self.tensors()]
-            prove(part, tensors, [opaque_blocks(part.group, tensors, block_axis=0)])
+            prove(part, tensors, [opaque_blocks(part.group, tensors, block_axis=0)], HostCopier())
 
 
 def test_a_block_that_waits_for_bytes_the_hit_does_not_have_is_a_failed_load(config: VllmConfig) -> None:

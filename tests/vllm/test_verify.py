@@ -196,9 +196,9 @@ import os
 
 
 def register():
-    from kvhold.integrations.vllm import worker
+    from kvhold.memory import copier
 
-    scatter, done = worker.scatter_blocks, []
+    scatter, done = copier.scatter_blocks, []
     if scatter.__name__ == "damaging":
         return
 
@@ -214,7 +214,7 @@ def register():
         else:
             ctypes.memset(address, 0, view.group.block_bytes)
 
-    worker.scatter_blocks = damaging
+    copier.scatter_blocks = damaging
 """
     )
     information = folder / "damaging-1.0.dist-info"

@@ -20,10 +20,10 @@ from kvhold.core.config import ClientConfig, Config, NodeConfig
 from kvhold.core.errors import LayoutError
 from kvhold.core.keys import Namespace
 from kvhold.core.layout import Group, Layout
-from kvhold.integrations.vllm import worker
 from kvhold.integrations.vllm.geometry import Geometry, Part
 from kvhold.integrations.vllm.steps import Load, Steps, Store
 from kvhold.integrations.vllm.worker import WorkerSide
+from kvhold.memory import copier
 from kvhold.testing.damage import OpenArena
 from tests.vllm.scheduling import LAYERS, Engine, NodeProcess, Options, RealHands, eventually, make_folder, make_prompt
 
@@ -202,14 +202,14 @@ def test_the_stores_of_one_pass_wait_for_the_node_together_and_late_room_is_give
 def test_the_next_pass_waits_until_the_last_one_s_blocks_are_read(
     side: WorkerSide, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caches, gather, go = tensors(), worker.gather_blocks, threading.Event()
+    caches, gather, go = tensors(), copier.gather_blocks, threading.Event()
     side.register(caches)
 
     def slow(*arguments: Any, **options: Any) -> None:
         go.wait(20)
         gather(*arguments, **options)
 
-    monkeypatch.setattr(worker, "gather_blocks", slow)
+    monkeypatch.setattr(copier, "gather_blocks", slow)
     prompt = namespace.prompt(make_prompt("slow reading", 4 * BLOCK))
     side.begin(Steps(stores=[Store("a", prompt.chunks(), [[1, 2, 3, 4]])]))
     side.store()

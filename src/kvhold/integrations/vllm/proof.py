@@ -1,9 +1,10 @@
 """Proof, when the engine's tensors are registered, that our copies see its blocks as it does.
 
-    prove(part, tensors, views)     # LayoutError says what differs; the blocks are zero again afterwards
+    prove(part, tensors, views, copier)     # LayoutError says what differs; the blocks are zero again afterwards
 
 Random bytes are written through the engine's own tensors, gathered by us and compared, byte by byte, with what torch reads there; then
-they are wiped, scattered back and compared again, and the blocks beside them must not have changed. Nothing is served before that.
+they are wiped, scattered back and compared again, and the blocks beside them must not have changed. The copier is the one that serves,
+and it gets the marks that it gets then. Nothing is served before that.
 """
 
 from collections.abc import Sequence
@@ -15,11 +16,11 @@ import torch
 from kvhold.core.api import ChunkBytes
 from kvhold.core.errors import LayoutError
 from kvhold.integrations.vllm.geometry import Part
-from kvhold.memory.copy import gather_blocks, scatter_blocks
+from kvhold.memory.copier import Copier, Piece
 from kvhold.memory.views import View
 
 
-def prove(part: Part, tensors: Sequence[torch.Tensor], views: Sequence[View]) -> None:
+def prove(part: Part, tensors: Sequence[torch.Tensor], views: Sequence[View], copier: Copier) -> None:
     """tensors: of the part's layers, `[blocks, ...]`, unused so far; views: of its shards, each a slice of the tensors' second axis.
 
     Raises LayoutError where what we copy is not what the engine reads and writes.
@@ -34,7 +35,7 @@ def prove(part: Part, tensors: Sequence[torch.Tensor], views: Sequence[View]) ->
     before = [[_bytes(tensor[block]).clone() for block in chosen] for tensor in tensors]
     try:
         for view, lot in zip(views, lots(tensors, len(views)), strict=True):
-            _prove_one(part, view, lot, np.array(proved, dtype=np.int64))
+            _prove_one(part, view, lot, np.array(proved, dtype=np.int64), copier)
         for tensor, was in zip(tensors, before, strict=True):
             for block, expected in zip(chosen, was, strict=True):
                 if not torch.equal(_bytes(tensor[block]), expected):
@@ -46,18 +47,19 @@ def prove(part: Part, tensors: Sequence[torch.Tensor], views: Sequence[View]) ->
                 tensor[block].zero_()
 
 
-def _prove_one(part: Part, view: View, tensors: Sequence[torch.Tensor], blocks: npt.NDArray[np.int64]) -> None:
+def _prove_one(part: Part, view: View, tensors: Sequence[torch.Tensor], blocks: npt.NDArray[np.int64], copier: Copier) -> None:
     group = part.group
     buffer = np.zeros(group.layers * len(blocks) * group.block_bytes, dtype=np.uint8)
     places = ChunkBytes(np.zeros(1, dtype=np.int64), np.array([len(blocks) * group.block_tokens], dtype=np.int64))
-    gather_blocks(view, blocks, buffer, places)
+    piece = Piece(view, blocks, buffer, places)
+    copier.gather([piece], after=copier.mark()).wait()
     expected = torch.cat([_bytes(tensor[int(block)]).reshape(-1) for tensor in tensors for block in blocks])
     if not np.array_equal(buffer, expected.cpu().numpy()):
         raise LayoutError(f"kvhold: {_name(part)}: gathered bytes are not those that the engine wrote")
     for tensor in tensors:
         for block in blocks:
             tensor[int(block)].zero_()
-    scatter_blocks(view, blocks, buffer, places)
+    copier.scatter([piece], after=copier.mark()).wait()
 
 
 def lots(tensors: Sequence[torch.Tensor], count: int) -> list[list[torch.Tensor]]:

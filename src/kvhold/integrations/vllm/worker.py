@@ -32,7 +32,8 @@ from kvhold.integrations.vllm.space import join
 from kvhold.integrations.vllm.stats import Tally
 from kvhold.integrations.vllm.steps import Load, Steps, Store
 from kvhold.memory.arena import Region, Toucher
-from kvhold.memory.copy import gather_blocks, plan_gather, plan_scatter, scatter_blocks, warm_up
+from kvhold.memory.copier import Copier, HostCopier, Mark, Piece, Transfer
+from kvhold.memory.copy import plan_gather, plan_scatter, warm_up
 from kvhold.memory.host import available_bytes
 from kvhold.memory.placement import place_own_threads, place_this_thread
 from kvhold.memory.views import View, opaque_blocks
@@ -77,11 +78,13 @@ class WorkerSide:
         num_blocks: int,
         layerwise: bool = False,
         adapters: AdapterLoads | None = None,
+        copier: Copier | None = None,
     ) -> None:
         """rank: this worker's number in its engine; num_blocks: the engine's blocks, the same for all its KV cache groups.
 
         layerwise: load and store a layer at a time, inside the passes (`layerwise.refusal` has nothing to say)
         adapters: what vLLM has loaded in this process; None: there are no adapters
+        copier: of the device that the blocks are on; None: the host's
         """
         self._config = config
         self._namespace = namespace
@@ -90,6 +93,7 @@ class WorkerSide:
         self._num_blocks = num_blocks
         self._adapters = adapters or AdapterLoads()
         self._threads = config.copy_threads or 2
+        self._copier = copier or HostCopier(self._threads)
         self._views: dict[int, list[View]] = {}  # of each shard, a view a part
         self.tally = Tally()
         self._toucher: Toucher | None = None
@@ -102,7 +106,7 @@ class WorkerSide:
             self._layer_saver = ThreadPoolExecutor(1, thread_name_prefix="kvhold-layer", **placed)
             self._layerwise = Layerwise(geometry.parts[0], self._loader, self._layer_saver)
         self._reserved: list[_Reserving] = []
-        self._reading: list[tuple[_Reserving, Future[bool]]] = []  # blocks that no pass may write to yet
+        self._reading: list[tuple[_Reserving, Future[Transfer | None]]] = []  # blocks that no pass may write to yet
         self._read_until = 0.0
         self._finished: queue.SimpleQueue[_Loaded] = queue.SimpleQueue()
         self._loading = 0  # loads that were started and not taken
@@ -128,7 +132,7 @@ class WorkerSide:
                     f"head_shards: the heads of {part.layer_names[0]} are not an axis that can be divided by {len(self._held)}"
                 )
             views = [opaque_blocks(part.group, lot, block_axis=0) for lot in lots(tensors, len(self._held))]
-            prove(part, tensors, views)
+            prove(part, tensors, views, self._copier)
             for shard, view in zip(self._held, views, strict=True):
                 self._views[shard].append(view)
         views = [view for of_shard in self._views.values() for view in of_shard]
@@ -167,8 +171,9 @@ class WorkerSide:
     def start_loads(self, steps: Steps) -> None:
         """Start the loads; they end in `take_loaded`."""
         beside = [load for load in steps.loads if not load.inside]
+        mark = self._copier.mark() if beside else None
         for load in beside:
-            self._loader.submit(self._load, load)
+            self._loader.submit(self._load, load, mark)
         self._loading += len(beside)
         if self._layerwise is not None:
             self._layerwise.begin([load for load in steps.loads if load.inside], self._prepare)
@@ -205,7 +210,8 @@ class WorkerSide:
                 self._failed_blocks.update(failed)
                 computed = computed and not failed  # what was computed from blocks that were not loaded is not KV
         self._read_until = time.monotonic() + self._config.client.call_timeout_s
-        self._reading = [(one, self._storer.submit(self._read, one)) for one in reserved] if computed else []
+        mark = self._copier.mark() if reserved and computed else None
+        self._reading = [(one, self._storer.submit(self._read, one, mark)) for one in reserved] if computed else []
         for one, read in self._reading:  # after all reading, which the next pass waits for
             self._storer.submit(_settle, one.room, read)
         if not computed:
@@ -213,7 +219,7 @@ class WorkerSide:
                 self._drop(one)
 
     def end_reading(self) -> None:
-        """Before anything is written to blocks: have the last pass's read.
+        """Before anything is written to blocks: have the last pass's copies submitted, and the engine's later work begin after them.
 
         What has not begun in time (the node hangs) is dropped, what has is waited for.
         """
@@ -225,24 +231,29 @@ class WorkerSide:
             if read in late and read.cancel():
                 one.room.cancel()
         wait([read for read in late if not read.cancelled()])
+        transfers = [read.result() for _, read in reading if not read.cancelled()]
+        self._copier.fence([transfer for transfer in transfers if transfer is not None])
 
     def _drop(self, one: _Reserving) -> None:
         """Do not ask for memory any more, or give it back."""
         if not one.room.cancel():
             self._storer.submit(_settle, one.room, None)
 
-    def _read(self, one: _Reserving) -> bool:
-        """On the store thread, after memory was reserved there: whether there is something to commit."""
+    def _read(self, one: _Reserving, mark: Mark | None) -> Transfer | None:
+        """On the store thread, after memory was reserved there: submit the copies; None if there is nothing to commit."""
         room = one.room.result()
         if room is None or not self._is_of(one.store.adapter):
-            return False
+            return None
         try:
-            copied = bool(one.copies) or self._gather(one.store, one.shard, room)
+            pieces = [] if one.copies else self._pieces_of(one.store, one.shard, room)
+            if not one.copies and not pieces:
+                return None
+            transfer = self._copier.gather(pieces, after=mark)
             self._count_stored(one.shard, room)
         except Exception:  # nobody would see it
             log.exception("kvhold: could not store chunks of request %s", one.store.request_id)
-            return False
-        return copied
+            return None
+        return transfer
 
     def take_stored(self) -> set[str]:
         """Requests that have ended and whose blocks are not needed any more."""
@@ -304,15 +315,14 @@ class WorkerSide:
         num_tokens = store.names.num_tokens(self._namespace.layout)
         return np.array([_whole(part, ids, num_tokens) for part, ids in zip(self._geometry.parts, store.block_ids, strict=True)])
 
-    def _gather(self, store: Store, shard: int, room: Room) -> bool:
-        """Copy the granted chunks out of their blocks. False when there was none."""
-        copied = False
+    def _pieces_of(self, store: Store, shard: int, room: Room) -> list[Piece]:
+        """The granted chunks and their blocks."""
+        pieces = []
         for number, (view, ids) in enumerate(zip(self._views[shard], store.block_ids, strict=True)):
             places = room.chunks(number)
             if (places.offsets != ABSENT).any():
-                gather_blocks(view, np.array(ids, dtype=np.int64), room.buffer, places, threads=self._threads)
-                copied = True
-        return copied
+                pieces.append(Piece(view, np.array(ids, dtype=np.int64), room.buffer, places))
+        return pieces
 
     def _count_stored(self, shard: int, room: Room) -> None:
         nbytes = sum(_nbytes(view, room.chunks(number)) for number, view in enumerate(self._views[shard]))
@@ -345,8 +355,8 @@ class WorkerSide:
     def _count_loaded(self, view: View, blocks: npt.NDArray[np.int64]) -> None:
         self.tally.add("loaded_bytes", int((blocks >= 0).sum()) * view.group.layers * view.group.block_bytes)
 
-    def _load(self, load: Load) -> None:
-        """On the load thread: claim, copy, report; whatever happens, the request is reported."""
+    def _load(self, load: Load, mark: Mark | None) -> None:
+        """On the load thread: claim, copy, report; whatever happens, the request is reported. mark: what the copies come after."""
         began_s = time.monotonic()
         failed, damaged = blocks_of(load), list[int]()
         loans: list[Loan] = []
@@ -357,7 +367,7 @@ class WorkerSide:
                 if loan is None:
                     break
                 loans.append(loan)
-                damaged += self._scatter(load, shard, loan)
+                damaged += self._scatter(load, shard, loan, mark)
             else:
                 failed = sorted(set(damaged))
                 if failed:
@@ -382,17 +392,19 @@ class WorkerSide:
         if not self._is_of(load.adapter):
             raise KVHoldError("vLLM has loaded its adapter from other files than the KV is named by, or has not loaded it yet")
 
-    def _scatter(self, load: Load, shard: int, loan: Loan) -> list[int]:
+    def _scatter(self, load: Load, shard: int, loan: Loan, mark: Mark | None) -> list[int]:
         """Copy one shard's chunks into their blocks. Returns the blocks of damaged chunks; all others have their KV."""
-        damaged: list[int] = []
+        pieces = []
         for number, (view, ids) in enumerate(zip(self._views[shard], load.block_ids, strict=True)):
-            part, places, blocks = self._geometry.parts[number], loan.chunks(number), np.array(ids, dtype=np.int64)
-            _check_covered(part, blocks, places)
-            try:
-                scatter_blocks(view, blocks, loan.buffer, places, threads=self._threads)
-            except DamagedChunks as error:
-                damaged += _blocks_of_chunks(error.chunks, part, blocks, places)
-            self._count_loaded(view, blocks)
+            piece = Piece(view, np.array(ids, dtype=np.int64), loan.buffer, loan.chunks(number))
+            _check_covered(self._geometry.parts[number], piece.blocks, piece.places)
+            pieces.append(piece)
+        damage = self._copier.scatter(pieces, after=mark).wait()
+        damaged: list[int] = []
+        for part, piece, error in zip(self._geometry.parts, pieces, damage, strict=True):
+            if error is not None:
+                damaged += _blocks_of_chunks(error.chunks, part, piece.blocks, piece.places)
+            self._count_loaded(piece.view, piece.blocks)
         return damaged
 
 
@@ -438,14 +450,16 @@ def _nbytes(view: View, places: ChunkBytes) -> int:
     return sum(view.group.layers * view.group.layer_bytes(int(num_tokens)) for num_tokens in there)
 
 
-def _settle(reserved: "Future[Room | None]", read: "Future[bool] | None") -> None:
-    """On the store thread, whose exceptions nobody would see: commit what was read; give the rest back."""
+def _settle(reserved: "Future[Room | None]", read: "Future[Transfer | None] | None") -> None:
+    """On the store thread, whose exceptions nobody would see: commit what was copied; give the rest back."""
     room = None if reserved.cancelled() else reserved.result()
     if room is None:
         return
     with room:
         try:
-            if read is not None and not read.cancelled() and read.result():
+            transfer = None if read is None or read.cancelled() else read.result()
+            if transfer is not None:
+                transfer.wait()
                 room.commit()
         except KVHoldError as error:
             log.warning("kvhold: chunks were not stored: %s", error)
