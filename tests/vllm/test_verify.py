@@ -196,25 +196,26 @@ import os
 
 
 def register():
-    from kvhold.memory import copier
+    from kvhold.integrations.vllm.worker import WorkerSide
 
-    scatter, done = copier.scatter_blocks, []
+    scatter, done = WorkerSide._scatter, []
     if scatter.__name__ == "damaging":
         return
 
-    def damaging(view, blocks, *arguments, **options):
-        scatter(view, blocks, *arguments, **options)
-        there = [int(block) for block in blocks if block >= 0]
+    def damaging(self, load, shard, *arguments):
+        damaged = scatter(self, load, shard, *arguments)
+        view, there = self._views[shard][0], [block for block in load.block_ids[0] if block >= 0]
         if done or not there:
-            return
+            return damaged
         done.append(True)
         address = int(view.table[0, 0]) + there[0] * view.block_stride
         if os.environ["TEST_DAMAGE"] == "bit":
             (ctypes.c_ubyte * 1).from_address(address)[0] ^= 1
         else:
             ctypes.memset(address, 0, view.group.block_bytes)
+        return damaged
 
-    copier.scatter_blocks = damaging
+    WorkerSide._scatter = damaging
 """
     )
     information = folder / "damaging-1.0.dist-info"

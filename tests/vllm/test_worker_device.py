@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="no vLLM in this environment")
 import torch
 
 from kvhold.core.config import Config, NodeConfig
-from kvhold.core.errors import DamagedChunks
+from kvhold.core.errors import DamagedChunks, LayoutError
 from kvhold.core.keys import Namespace
 from kvhold.core.layout import Group, Layout
 from kvhold.integrations.vllm.geometry import Geometry, Part
@@ -51,10 +51,11 @@ class MiniEngine:
             self.namespace,
             geometry,
             num_blocks=BLOCKS,
-            copier=make_copier(self.device),
+            copier=FakeCopier(self.device),
         )
         self.blocks: Blocks = {name: torch.zeros(BLOCKS, 1, BLOCK, 64) for name in LAYERS}
         self.side.register(self.blocks)
+        self.side._copier = make_copier(self.device)  # what it leaves out, it leaves out after the proof
 
     def close(self) -> None:
         self.device.synchronize()
@@ -171,6 +172,21 @@ class NoWaitForLoads(FakeCopier):
 
     def scatter(self, pieces: Sequence[Piece], after: Mark | None) -> Any:
         return NotAwaited(super().scatter(pieces, after))
+
+
+@pytest.mark.parametrize("broken", [NoWaitForStores, NoWaitForLoads])
+def test_the_proof_finds_copies_that_are_not_waited_for(node: NodeProcess, broken: type[FakeCopier]) -> None:
+    said = ""
+    for seed in SEEDS:
+        engine = MiniEngine(node.socket, seed, broken)
+        try:
+            engine.side.register(engine.blocks)
+        except LayoutError as error:
+            said = str(error)
+        engine.close()
+        if said:
+            break
+    assert "gathered bytes are not those" in said or "did not come back as it was" in said
 
 
 @pytest.mark.parametrize("seed", SEEDS)
