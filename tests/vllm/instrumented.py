@@ -41,8 +41,14 @@ class Witness(WorkerSide):
             [self._blocks_of(kv_caches[name]).chunk(len(self._held), dim=1) for name in part.layer_names] for part in self._geometry.parts
         ]
 
-    def _gather(self, store: Store, shard: int, room: Room) -> bool:
-        copied = super()._gather(store, shard, room)
+    def _read(self, one: Any, mark: Any) -> Any:
+        transfer = super()._read(one, mark)
+        if transfer is not None:
+            transfer.wait()
+            self._note(one.store, one.shard, one.room.result())
+        return transfer
+
+    def _note(self, store: Store, shard: int, room: Room) -> None:
         for part, ids in enumerate(store.block_ids):
             at = 0
             for i, num_tokens in enumerate(room.num_tokens):
@@ -53,11 +59,10 @@ class Witness(WorkerSide):
                     digests = b"".join(self._digest(part, shard, block) for block in blocks)
                     self._entry(chunk_hash, part, shard).write_bytes(digests)
         self._stop_here("store")
-        return copied
 
-    def _scatter(self, load: Load, shard: int, loan: Loan) -> list[int]:
+    def _scatter(self, load: Load, shard: int, loan: Loan, mark: Any) -> list[int]:
         self._stop_here("load")
-        damaged = super()._scatter(load, shard, loan)
+        damaged = super()._scatter(load, shard, loan, mark)
         compared = 0
         for part, ids in enumerate(load.block_ids):
             per_chunk = self._blocks_of_chunk(part, self._namespace.layout.tokens_per_chunk)
