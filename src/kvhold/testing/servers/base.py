@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -162,9 +163,11 @@ def free_port() -> int:
     """A loopback port that nobody listens on now, and that the kernel gives to nobody unasked: so a server finds it free when it starts
     a little later, and when it starts again."""
     while True:
+        with _one_at_a_time:  # a generator has one caller
+            port_wanted = next(_ports)
         with socket.socket() as probe:
             try:
-                probe.bind(("127.0.0.1", next(_ports)))
+                probe.bind(("127.0.0.1", port_wanted))
             except OSError:
                 continue
             port: int = probe.getsockname()[1]
@@ -185,4 +188,5 @@ def _own_ports() -> Iterator[int]:
         port = port + 1 if port + 1 < end else _LOWEST_PORT
 
 
+_one_at_a_time = threading.Lock()
 _ports = _own_ports()
