@@ -1,11 +1,14 @@
 """What brings servers for tests and benchmarks: it finds what is missing, and installs nothing where it may not."""
 
 import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from kvhold.testing.servers import programs
+from kvhold.testing.servers.base import free_port
 from kvhold.testing.servers.programs import PACKAGES, VERBS, may_install, missing, provide
 
 _APT = """#!/bin/sh
@@ -70,3 +73,15 @@ def test_it_installs_nothing_where_it_was_told_not_to_or_may_not(folder: Path, m
     provide(["redis-server"], said.append)
     assert said == ["missing, and what needs it is left out: redis-server (apt-get install redis-server)"]
     assert not (folder / "calls").exists()
+
+
+def test_ports_may_be_asked_for_by_several_threads_at_once() -> None:
+    """As servers do that start side by side. A generator, which has one caller, hands the numbers out."""
+    usual_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            ports = list(threads.map(lambda _: free_port(), range(2000)))
+    finally:
+        sys.setswitchinterval(usual_s)
+    assert len(set(ports)) == len(ports)
