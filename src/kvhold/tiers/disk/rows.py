@@ -67,7 +67,7 @@ class Rows:
         self._written_ns[row], self._used_ns[row] = written_ns, used_ns
         table.add(row, number // _TABLES)
         self.num += 1
-        self._link(row)
+        self._link(row, self._newest)
         return row
 
     def remove(self, row: int) -> None:
@@ -83,7 +83,7 @@ class Rows:
         """It was used now."""
         self._used_ns[row] = used_ns
         self._unlink(row)
-        self._link(row)
+        self._link(row, self._newest)
 
     def oldest(self) -> Iterator[int]:
         """All, the one used longest ago first. Nothing may change meanwhile."""
@@ -125,17 +125,7 @@ class Rows:
         if self._nbytes[row] == NONE or self._used_ns[row] != used_ns:
             return
         self._unlink(row)
-        before = self._ordered_to
-        after = self._oldest if before == NONE else self._after[before]
-        self._before[row], self._after[row] = before, after
-        if before == NONE:
-            self._oldest = row
-        else:
-            self._after[before] = row
-        if after == NONE:
-            self._newest = row
-        else:
-            self._before[after] = row
+        self._link(row, self._ordered_to)
         self._ordered_to = row
 
     def keys(self, prefix: bytes) -> Iterator[list[bytes]]:
@@ -174,13 +164,18 @@ class Rows:
             each.append(0)
         return len(self._nbytes) - 1
 
-    def _link(self, row: int) -> None:
-        self._before[row], self._after[row] = self._newest, NONE
-        if self._newest == NONE:
+    def _link(self, row: int, before: int) -> None:
+        """Put a row into the order of use, behind another; `before` = NONE: at its beginning."""
+        after = self._oldest if before == NONE else self._after[before]
+        self._before[row], self._after[row] = before, after
+        if before == NONE:
             self._oldest = row
         else:
-            self._after[self._newest] = row
-        self._newest = row
+            self._after[before] = row
+        if after == NONE:
+            self._newest = row
+        else:
+            self._before[after] = row
 
     def _unlink(self, row: int) -> None:
         before, after = self._before[row], self._after[row]
