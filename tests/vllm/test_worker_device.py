@@ -207,3 +207,15 @@ def test_without_any_one_event_some_order_gives_wrong_bytes(node: NodeProcess, b
         if found[-1]:
             break
     assert found[-1]
+
+
+def test_a_copy_that_was_submitted_is_waited_for_whatever_goes_wrong_after_it(node: NodeProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its memory would go back while the device writes to it."""
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("counting")
+
+    engine = MiniEngine(node.socket, 100, FakeCopier)
+    monkeypatch.setattr(engine.side, "_count_stored", broken)
+    assert serve(engine) == ""
+    engine.close()

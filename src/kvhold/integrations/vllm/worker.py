@@ -244,6 +244,7 @@ class WorkerSide:
         room = one.room.result()
         if room is None or not self._is_of(one.store.adapter):
             return None
+        transfer = None
         try:
             pieces = [] if one.copies else self._pieces_of(one.store, one.shard, room)
             if not one.copies and not pieces:
@@ -252,8 +253,7 @@ class WorkerSide:
             self._count_stored(one.shard, room)
         except Exception:  # nobody would see it
             log.exception("kvhold: could not store chunks of request %s", one.store.request_id)
-            return None
-        return transfer
+        return transfer  # what was submitted is waited for, whatever came after it
 
     def take_stored(self) -> set[str]:
         """Requests that have ended and whose blocks are not needed any more."""
