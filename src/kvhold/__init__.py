@@ -1,13 +1,14 @@
 """kvhold holds the KV caches of LLM engines, so that no text is prefilled twice.
 
     import kvhold
-    with kvhold.open_cache(ram_bytes="2GiB") as cache:     # in this process; kvhold.connect() joins this host's node
-        ...
+    with kvhold.open_cache(ram_bytes="2GiB") as cache:  # in this process
+        ...                                             # kvhold.connect() joins this host's node
 
-Importing this package loads no torch and probes no device; the names below are resolved on first use.
+Importing this package loads no torch and probes no device. The names below are resolved on first
+use.
 """
 
-TYPE_CHECKING = False  # as in `typing`, whose import would take longer than all else here
+TYPE_CHECKING = False  # as in `typing`, whose import takes longer than the rest of this module
 if TYPE_CHECKING:
     from kvhold.cache import LocalCache, open_cache
     from kvhold.core.config import Config, load_config

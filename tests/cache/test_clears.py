@@ -1,16 +1,19 @@
 """A clear lasts: through a tier's absence and a restart, and for every host that shares a tier."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator
 from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvhold.cache import LocalCache
-from kvhold.core.errors import ConfigError, TierUnavailable
+from kvhold.cache.mover import Mover
+from kvhold.core.errors import ConfigError, TierError, TierUnavailable
 from kvhold.core.keys import NAMESPACE_BYTES
 from kvhold.core.metrics import Metrics
 from kvhold.testing import TierContract
@@ -129,6 +132,24 @@ class TestRestarts:
             assert read(cache, PROMPT) == 0
             eventually(lambda: not place.values)
 
+    def test_clears_that_are_not_in_the_journal_yet_are_not_forgotten_by_a_cache_that_closes(
+        self, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def write_slowly(journal: ClearsJournal) -> None:
+            time.sleep(0.2)
+            write(journal)
+
+        write, prompts, file = ClearsJournal._write, [PROMPT, a_prompt(HYBRID_SPACE, 64)], str(tmp_path / "clears")
+        monkeypatch.setattr(ClearsJournal, "_write", write_slowly)
+        with cache_over(place.url(), clears_file=file, drain_timeout_s=0.0) as cache:
+            for prompt in prompts:
+                store(cache, prompt)
+            settle(cache)
+            for prompt in prompts:  # the second waits for the first
+                cache.clear(prompt.namespace.digest, deadline_s=0)
+        with cache_over(place.url(), clears_file=file) as cache:
+            assert [read(cache, prompt) for prompt in prompts] == [0, 0]
+
     def test_a_second_clear_is_not_paid_by_the_first(self, place: Place, tmp_path: Path) -> None:
         later = SPACE.prompt(np.arange(64, dtype=np.int32) + 5000)
         with cache_over(place.url(breaker_pause_s=0.01), clears_file=str(tmp_path / "clears")) as cache:
@@ -147,6 +168,45 @@ class TestRestarts:
             assert read(cache, later) == 0
             place.faults = {}
             eventually(lambda: not place.values and not cache.status()["tiers"][0]["clears_owed"])
+
+    def test_a_clear_of_a_shared_tier_is_known_after_a_restart_though_its_marker_is_lost(self, place: Place, tmp_path: Path) -> None:
+        """What was cleared is still there: the node ended before it could be removed."""
+        url, options = place.shared_url(), {"plugins": PLUGINS, "clears_file": str(tmp_path / "clears"), "drain_timeout_s": 0.0}
+        with cache_over(url, **options) as cache:
+            store(cache, PROMPT)
+            settle(cache)
+            place.hold("scan")
+            cache.clear(NAMESPACE, deadline_s=0)
+            place.wait_for("scan")
+        for name in [name for name in place.values if is_marker(name)]:
+            del place.values[name]
+        assert chunks(place) == 4
+        place.let_go("scan")
+        with cache_over(url, **options) as cache:
+            assert read(cache, PROMPT) == 0
+
+    async def test_of_two_that_write_generations_down_the_older_numbers_are_not_written_last(self, tmp_path: Path) -> None:
+        """One that began earlier, of a refresh, has other tiers' debts to write down first."""
+
+        class SlowGuard:
+            name, generations = "tier", dict[bytes, int]()
+
+            async def remember(self) -> None:
+                began.set()
+                if not self.generations:
+                    await go.wait()
+
+        began, go, guard = asyncio.Event(), asyncio.Event(), SlowGuard()
+        journal = ClearsJournal(tmp_path / "clears")
+        mover: Any = SimpleNamespace(_journal=journal, _shared=[guard], _stack=SimpleNamespace(guards=[guard]), _remembering=asyncio.Lock())
+        refresh = asyncio.ensure_future(Mover._remember(mover))
+        await began.wait()
+        guard.generations = {NAMESPACE: 1}
+        clear = asyncio.ensure_future(Mover._remember(mover))
+        await asyncio.sleep(0.01)
+        go.set()
+        await asyncio.gather(refresh, clear)
+        assert ClearsJournal(tmp_path / "clears").reached("tier") == {NAMESPACE: 1}
 
     @pytest.mark.parametrize("shared", [False, True])
     def test_a_read_only_tier_is_not_used_after_a_clear(self, place: Place, tmp_path: Path, shared: bool) -> None:
@@ -228,6 +288,30 @@ class TestOtherHosts:
             one.clear(NAMESPACE)
             eventually(lambda: read(other, PROMPT) == 0)
             assert chunks(place) == 0
+
+    @pytest.mark.parametrize("failing", ["scan", "delete"])
+    @pytest.mark.parametrize("space", [NAMESPACE, None])
+    def test_what_cannot_be_removed_now_is_hidden_no_longer_than_its_generation_lives_and_goes_later(
+        self, place: Place, failing: str, space: bytes | None
+    ) -> None:
+        with cache_over(place.shared_url(clears_check_s=1000, breaker_pause_s=0.01, breaker_failures=1000), plugins=PLUGINS) as cache:
+            store(cache, PROMPT)
+            settle(cache)
+            old = {name for name in place.values if not is_marker(name)}
+            place.faults = {failing: TierError("memory", failing, "not now")}
+            cache.clear(space)
+            assert cache.status()["tiers"][0]["clears_owed"] == 0
+            store(cache, PROMPT)
+            settle(cache)
+            forget(cache)
+            before = place.calls[failing]
+            eventually(lambda: place.calls[failing] > before + 2)
+            assert read(cache, PROMPT) == 64, "what was stored since is found, however often it is tried again"
+            assert old < set(place.values)
+            place.faults = {}
+            eventually(lambda: not old & set(place.values))
+            assert sum(is_marker(name) for name in place.values) == 1
+            assert chunks(place) == 4
 
     def test_memory_of_another_host_is_not_written_back(self, place: Place) -> None:
         url = place.shared_url(clears_check_s=1000)
@@ -439,6 +523,19 @@ class TestGenerations:
         assert told == [key[:NAMESPACE_BYTES]]
         await other.refresh()
         assert one.name_of(key) == other.name_of(key) != key
+
+    async def test_what_another_host_stores_after_a_clear_is_no_garbage(self, place: Place) -> None:
+        one, other = self.tiers(place)
+        old, new = make_key(1), make_key(2)
+        await other.advance(old[:NAMESPACE_BYTES])
+        await other.put([(old, [memoryview(b"old")])])
+        assert await one.advance(b"") == b""
+        await other.refresh()
+        await other.put([(new, [memoryview(b"new")])])
+        garbage = await one.names_of(b"")
+        assert len(garbage) == 1
+        await one.remove_names(*garbage.taken())
+        assert await other.probe([old, new]) == [None, 3]
 
     async def test_a_marker_never_expires_by_itself(self, place: Place) -> None:
         [one] = self.tiers(place, 1)

@@ -40,6 +40,11 @@ def test_what_works_is_well_and_nothing_is_left_behind(tmp_path: Path, monkeypat
         ("disk://{}/d?max_byte=5", "did you mean 'max_bytes'"),
         ("kvhold://:hush@127.0.0.1:1", "127.0.0.1:1"),
         ("null://", "probe finds nothing"),
+        ("lm://127.0.0.1:1", "the scheme 'lm' is LMCache's; here write kvhold://HOST:PORT"),
+        ("mooncakestore://127.0.0.1:1", "here write mooncake://"),
+        ("external://x", "here write plugin://module:Class"),
+        ("blackhole://x", "here write null://"),
+        ("fs:///a,/b", "a tier is one folder; name several tiers: fs:///a fs:///b"),
     ],
 )
 def test_what_does_not_work_is_said_in_plain_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, told: str) -> None:
@@ -61,3 +66,15 @@ def test_people_read_a_line_a_thing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     result = CliRunner().invoke(command, ["--tier", f"disk://{tmp_path}/d?{PATIENT}"])
     assert result.exit_code == 0
     assert [line[:5] for line in result.stdout.splitlines() if not line.startswith(" ")] == ["ok   ", "ok   "]
+
+
+def test_variables_of_lmcache_are_answered_with_the_names_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LMCACHE_CHUNK_SIZE", "LMCACHE_NOBODY_KNOWS"):
+        monkeypatch.setenv(name, "256")
+    status, (_, _, environment) = look(tmp_path, monkeypatch)
+    assert (status, environment["ok"]) == (0, True), "LMCache may be there, too"
+    assert [said.partition(";")[0] for said in environment["says"]] == [
+        "LMCACHE_CHUNK_SIZE is a variable of LMCache and has no effect here",
+        "LMCACHE_NOBODY_KNOWS is a variable of LMCache and has no effect here",
+    ]
+    assert environment["says"][0].endswith("in kvhold it is KVHOLD_TOKENS_PER_CHUNK")

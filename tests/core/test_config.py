@@ -102,7 +102,7 @@ class TestUnknownNames:
 
     def test_without_a_near_one_all_are_named(self) -> None:
         message = refusal({"zzz": 1})
-        assert "known are clears_file, client" in message
+        assert "known are allow_unproven, clears_file, client" in message
         assert "tokens_per_chunk" in message
 
     def test_that_are_no_text_are_refused(self, tmp_path: Path) -> None:

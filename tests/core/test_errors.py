@@ -5,7 +5,7 @@ import re
 import pytest
 
 from kvhold.core import errors
-from kvhold.core.errors import DeadlineExceeded, FrameError, KVHoldError, TierDenied, TierError, TierFull, TierUnavailable
+from kvhold.core.errors import DeadlineExceeded, FrameError, KVHoldError, TierDenied, TierError, TierFull, TierIncomplete, TierUnavailable
 
 
 def test_the_tree_that_is_drawn_is_the_tree_there_is() -> None:
@@ -19,7 +19,9 @@ def test_the_tree_that_is_drawn_is_the_tree_there_is() -> None:
     assert drawn == {kind.__name__: kind.__base__.__name__ for kind in defined if kind.__base__}
 
 
-@pytest.mark.parametrize(("kind", "retryable"), [(TierError, True), (TierUnavailable, True), (TierFull, False), (TierDenied, False)])
+@pytest.mark.parametrize(
+    ("kind", "retryable"), [(TierError, True), (TierUnavailable, True), (TierIncomplete, False), (TierFull, False), (TierDenied, False)]
+)
 def test_a_tiers_fault_says_which_tier_what_and_whether_to_try_again(kind: type[TierError], retryable: bool) -> None:
     error = kind("redis", "get", "connection refused")
     assert (error.tier, error.operation, error.retryable) == ("redis", "get", retryable)

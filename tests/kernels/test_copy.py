@@ -540,8 +540,8 @@ def test_the_triton_kernel_compiled_for_a_gpu_moves_words_as_wide_as_it_was_told
 
 def wide_accesses(text: str) -> tuple[int, int]:
     """Loads and stores of 16 bytes in global memory, in PTX or in an AMD GPU's assembly."""
-    loads = re.findall(r"ld\.global\S*\.v2\.b64|ld\.global\S*\.v4\.b32|global_load_dwordx4", text)
-    stores = re.findall(r"st\.global\S*\.v2\.b64|st\.global\S*\.v4\.b32|global_store_dwordx4", text)
+    loads = re.findall(r"ld\.global\S*\.v2\.b64|ld\.global\S*\.v4\.b32|(?:global|buffer)_load_dwordx4", text)
+    stores = re.findall(r"st\.global\S*\.v2\.b64|st\.global\S*\.v4\.b32|(?:global|buffer)_store_dwordx4", text)
     return len(loads), len(stores)
 
 

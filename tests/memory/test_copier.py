@@ -1,4 +1,4 @@
-"""The copiers: the host's, and the fake device's, whose order is any that its events allow."""
+"""The copiers: the host's, and that of devices over a fake one, whose order is any that its events allow."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,10 +10,10 @@ import pytest
 from kvhold.core.api import ABSENT, ChunkBytes
 from kvhold.core.checksums import Checksums
 from kvhold.memory.copier import Copier, HostCopier, Piece
-from kvhold.testing.device import Event, FakeCopier, FakeDevice
+from kvhold.testing.device import Event, FakeDevice, fake_copier
 from tests.kernels.engines import BLOCKS, Engine, arena_for, make
 
-COPIERS: dict[str, Callable[[], Copier]] = {"host": HostCopier, "fake": lambda: FakeCopier(FakeDevice(1))}
+COPIERS: dict[str, Callable[[], Copier]] = {"host": HostCopier, "fake": lambda: fake_copier(FakeDevice(1))}
 
 
 def piece_of(engine: Engine, blocks: list[int], sums: Checksums | None = None) -> Piece:
@@ -39,7 +39,7 @@ class TestEveryCopier:
         other = make("NHD")
         for memory in other.memory:
             memory[:] = 0
-        scattered = copier.scatter([Piece(other.view, piece.blocks, piece.buffer, piece.places)], after=copier.mark())
+        scattered = copier.scatter([Piece(other.view, piece.ids, piece.buffer, piece.places)], after=copier.mark())
         copier.fence([scattered])
         assert scattered.wait() == [None]
         again = piece_of(other, [1, 2, 3, 4])
@@ -100,8 +100,8 @@ class TestFakeDevice:
 
     def test_waiting_for_what_never_comes_is_an_error(self) -> None:
         device = FakeDevice(1)
-        device.put(device.engine, Event(), lambda: None)
+        device.put(device.engine, Event(device), lambda: None)
         with pytest.raises(AssertionError, match="wait for each other"):
             device.synchronize()
         with pytest.raises(AssertionError, match="never fires"):
-            device.wait(Event())
+            device.wait(Event(device))

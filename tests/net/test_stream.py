@@ -7,9 +7,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from kvhold.core.errors import ProtocolError
 from kvhold.net.stream import Stream
 
 SIZE = 3 << 20
+SIZE_OF_A_SOCKET = 50_000
 
 
 @pytest.fixture
@@ -151,3 +153,23 @@ def test_a_connection_may_outlive_its_loop() -> None:
     for stream in asyncio.run(begin()):
         stream.close()
         assert stream._sock.fileno() == -1
+
+
+@pytest.mark.parametrize("pieces", [(3, 97), (4, 90, 6), (50, 49, 1), (1,) * 100])
+async def test_of_somebody_who_may_say_little_no_byte_more_is_received(pair: tuple[Stream, Stream], pieces: tuple[int, ...]) -> None:
+    pair[1].allowed_bytes = 100
+    reading = asyncio.create_task(pair[1].read(101))
+    for nbytes in (*pieces, 1):
+        await pair[0].send([bytes(nbytes)])
+        await turns(5)
+    with pytest.raises(ProtocolError, match="more bytes than are allowed"):
+        await reading
+    assert pair[1]._sock.recv(10) == bytes(1), "that one byte is still in the socket"
+
+
+async def test_who_has_said_what_it_may_goes_on_when_it_may_say_more(pair: tuple[Stream, Stream]) -> None:
+    pair[1].allowed_bytes = 100
+    await pair[0].send([b"x" * 100, b"y" * SIZE_OF_A_SOCKET])
+    assert await pair[1].read(100) == b"x" * 100
+    pair[1].allowed_bytes = None
+    assert await pair[1].read(SIZE_OF_A_SOCKET) == b"y" * SIZE_OF_A_SOCKET

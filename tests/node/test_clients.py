@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import count, islice
 from pathlib import Path
+from typing import cast
 
 import psutil
 import pytest
@@ -88,6 +89,87 @@ def test_a_killed_client_gives_back_what_it_held_though_a_child_of_it_lives(shar
         eventually(lambda: held_by(client) == NOTHING)
         assert store(client, a_prompt(SPACE, 64, 1)) == [0, 1, 2, 3]
         client.clear()
+
+
+# As the kernel does with a process that dies: it closes the socket, and other files later.
+CLOSES = """
+from kvhold.node.link import _links
+rooms = [write_half(client, 64, 1)]
+{first}
+for link in list(_links):
+    link._socket.shutdown(2)
+"""
+
+
+def test_memory_that_a_device_may_write_goes_back_when_its_process_has_ended(shared_node: RunningNode) -> None:
+    with shared_node.client() as client:
+        client.register(SPACE)
+        with child(shared_node, CLOSES.format(first="")):
+            eventually(lambda: held_by(client) == NOTHING)
+        with child(shared_node, CLOSES.format(first="client.map_for_device()")) as process:
+            pid = process.pid
+            eventually(lambda: [one.rooms for one in client.clients() if one.pid == pid] == [1, 0])  # it has joined again
+            assert client._link is not None
+            for one in client.clients():  # nobody departs for another process
+                client._call(m.Departed(client._link.welcome.run, one.number), m.Done, None)
+            assert held_by(client)["rooms"] == 1
+            process.kill()
+            eventually(lambda: held_by(client) == NOTHING)
+        assert store(client, a_prompt(SPACE, 64, 1)) == [0, 1, 2, 3]
+        client.clear()
+
+
+def test_memory_that_a_device_may_write_goes_back_when_its_process_says_that_no_copy_is_under_way(shared_node: RunningNode) -> None:
+    with shared_node.client() as client, shared_node.client() as other:
+        other.register(SPACE)
+        other.map_for_device()
+        room = other.reserve(PLAIN, a_prompt(SPACE, 64, 1).chunks())
+        lost = other._link
+        assert lost is not None
+        lost._socket.shutdown(socket.SHUT_RDWR)
+        eventually(lambda: other._link not in (lost, None))
+        numbers = {one.number for one in client.clients()}
+        assert lost.welcome.number in numbers
+        assert held_by(client)["rooms"] == 1
+        with RawClient(shared_node.path, greet=True) as raw:
+            assert raw.ask(m.Departed(lost.welcome.run + 1, lost.welcome.number)) == m.Done(), "of an earlier node"
+        assert held_by(client)["rooms"] == 1
+        room.close()
+        eventually(lambda: held_by(client) == NOTHING)
+        assert lost.welcome.number not in {one.number for one in client.clients()}
+        assert store(client, a_prompt(SPACE, 64, 1)) == [0, 1, 2, 3]
+        client.clear()
+
+
+def test_a_client_with_a_device_that_holds_nothing_leaves_at_once_and_leaves_no_descriptor(shared_node: RunningNode) -> None:
+    with shared_node.client() as client:
+        before = len(list(Path(f"/proc/{shared_node.pid}/fd").iterdir()))
+        for _ in range(3):
+            with shared_node.client() as other:
+                read_only, writable = other.map_for_device()
+                other.map_for_device()
+                other.report_pinned(4096)
+                assert [(one.device, one.pinned_bytes) for one in client.clients()] == [(False, 0), (True, 4096)]
+                assert read_only.size == writable.size and writable.flags.writeable and not read_only.flags.writeable
+        eventually(lambda: len(list(Path(f"/proc/{shared_node.pid}/fd").iterdir())) <= before)
+        assert held_by(client) == NOTHING
+
+
+async def test_where_a_process_cannot_be_watched_no_device_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = psutil.Process()
+    start = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # noqa: ASYNC240 - of the kernel
+
+    class OldKernel:
+        def getsockopt(self, *_: int) -> bytes:
+            raise OSError(errno.ENOPROTOOPT, "Protocol not available")
+
+    old = cast("socket.socket", OldKernel())
+    Peer(here.pid, os.getuid(), start).watch(old).close()
+    for peer in (Peer(0, os.getuid(), 5), Peer(here.pid, os.getuid(), -1)):
+        with pytest.raises(NodeError, match="different PID namespaces"):
+            peer.watch(old)
+    with pytest.raises(NodeError, match="has ended"):
+        Peer(here.pid, os.getuid(), start + 1).watch(old)
 
 
 def test_a_client_that_lives_keeps_what_it_holds(shared_node: RunningNode) -> None:
@@ -179,7 +261,7 @@ def test_clients_are_listed_with_what_they_hold(node: RunningNode) -> None:
     used = client.status()["used_bytes"]
     assert row.pop("silent_s") >= 0
     expected = {"id": "c1", "name": "engine", "pid": os.getpid(), "alive": True, "hits": 1, "loans": 1, "rooms": 1, "nbytes": used}
-    assert row == expected | {"ended": False}
+    assert row == expected | {"ended": False, "device": False, "pinned_bytes": 0}
     table = run_kvhold("clients", "--socket", str(node.path)).stdout.splitlines()
     assert [line.split()[0] for line in table] == ["ID", "c1"]
     assert loan is not None
@@ -231,6 +313,7 @@ def test_clients_that_all_claim_one_process_id_are_known_by_the_kernels(shared_n
 def test_a_client_for_which_one_descriptor_is_too_few_is_told_so(node: RunningNode) -> None:
     """Its connection gets the last one, and there is none to send the arena's with."""
     client, process = node.client(), psutil.Process(node.pid)
+    client.ping()  # the descriptor by which it was welcomed is closed
     taken = {int(entry.name) for entry in Path(f"/proc/{node.pid}/fd").iterdir()}
     lowest_free = next(number for number in count() if number not in taken)
     soft, hard = process.rlimit(psutil.RLIMIT_NOFILE)

@@ -83,8 +83,8 @@ def test_serve_says_when_it_is_ready_and_what_it_has(shared_node: RunningNode) -
 @pytest.mark.parametrize(
     ("arguments", "environ", "fault"),
     [
-        pytest.param(["status", "--socket", "{folder}/none"], {}, "cannot join a node on {folder}/none", id="no node for status"),
-        pytest.param(["stop", "--socket", "{folder}/none"], {}, "cannot join a node on {folder}/none", id="no node to stop"),
+        pytest.param(["status", "--socket", "{folder}/none"], {}, "no node runs on {folder}/none", id="no node for status"),
+        pytest.param(["stop", "--socket", "{folder}/none"], {}, "no node runs on {folder}/none", id="no node to stop"),
         pytest.param(["serve", "--policy", "lrv", "--socket", "{folder}/s"], {}, "did you mean 'lru'", id="a bad setting"),
         pytest.param(["serve", "--ram-bytes", "100TiB", "--socket", "{folder}/s"], {}, "100.0 TiB does not fit", id="too much memory"),
         pytest.param(["serve", "--socket", "{folder}"], {}, "{folder} is there already, and is no socket", id="a folder as socket"),
@@ -100,6 +100,16 @@ def test_what_cannot_be_done_is_one_line_and_exit_status_1(
     assert len(complaint) == 1, done.stderr
     assert complaint[0].startswith("kvhold: ")
     assert fault.format(folder=tmp_path) in complaint[0]
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [("statsu", "There is no command 'statsu'. Did you mean 'status'?"), ("xyzzy", "There is no command 'xyzzy'.")],
+)
+def test_a_command_that_is_unknown_is_answered_with_the_nearest(word: str, says: str) -> None:
+    done = run_kvhold(word)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == f"Error: {says}"
 
 
 def test_a_node_can_be_started_again_right_after_stop(start_node: Callable[..., RunningNode], patient: None) -> None:

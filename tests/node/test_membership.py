@@ -1,6 +1,6 @@
 """What a client decides about its links, event by event."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 
@@ -8,7 +8,7 @@ from kvhold.core.errors import NodeError
 from kvhold.core.keys import Namespace
 from kvhold.core.terms import FREE
 from kvhold.net import messages as m
-from kvhold.node.membership import Duty, Lifetime, Membership
+from kvhold.node.membership import Departures, Duty, Lifetime, Membership
 from kvhold.testing.cache import PLAIN
 
 
@@ -18,6 +18,17 @@ class ALink:
     silent_s: float = 0.0
     last_heard_s: float = 0.0
     has_loose_ends: bool = False
+    closed: bool = False
+    uses_device: bool = False
+    welcome: m.Welcome = field(default_factory=lambda: welcome_to(1))
+
+    @classmethod
+    def of_device(cls, run: int, number: int) -> "ALink":
+        return cls(uses_device=True, welcome=welcome_to(run, number))
+
+
+def welcome_to(run: int, number: int = 1) -> m.Welcome:
+    return m.Welcome(m.PROTOCOL_VERSION, "0", 1, 2 << 20, False, run=run, number=number)
 
 
 def a_request(model: str) -> m.Register:
@@ -136,3 +147,35 @@ def test_what_the_keeper_does_next(link: ALink | None, duty: Duty) -> None:
 
 def test_a_link_that_is_not_in_use_is_not_tried() -> None:
     assert Membership("here", ALink()).duty(ALink(), 10.0, 2.0) is Duty.REST
+
+
+def test_a_node_is_told_of_a_lost_link_when_nobody_uses_the_arena_through_it_any_more() -> None:
+    lost, link = ALink.of_device(run=7, number=3), ALink(welcome=welcome_to(7, 4))
+    membership = Membership("here", lost)
+    membership.lose(lost)
+    membership.introduce(link, set())
+    assert membership.departures.due(link) == [], "a device may still copy"
+    assert membership.duty(link, 0.0, 2.0) is Duty.REST
+    lost.closed = True
+    assert membership.duty(link, 0.0, 2.0) is Duty.DEPART
+    [departed] = membership.departures.due(link)
+    assert departed == m.Departed(run=7, number=3)
+    membership.departures.told(departed)
+    assert membership.duty(link, 0.0, 2.0) is Duty.REST
+
+
+def test_of_a_link_that_no_device_uses_and_of_one_to_an_earlier_node_nobody_is_told() -> None:
+    departures = Departures()
+    for link in (ALink(closed=True), ALink.of_device(run=6, number=3)):
+        departures.add(link)
+        link.closed = True
+    assert departures.due(ALink(welcome=welcome_to(7))) == []
+    assert departures.due(ALink(welcome=welcome_to(6))) == [], "the earlier node has ended, and is forgotten"
+
+
+def test_a_closed_client_leaves_it_to_another_one_of_its_process_to_tell() -> None:
+    departures = Departures()
+    link, other = ALink.of_device(run=7, number=3), ALink(welcome=welcome_to(7, 4))
+    Membership("here", link, departures).close()
+    link.closed = True
+    assert Membership("here", other, departures).duty(other, 0.0, 2.0) is Duty.DEPART

@@ -39,6 +39,7 @@ def test_nothing_need_be_said(nothing: dict[str, Any] | None, monkeypatch: pytes
         ({"kvhold": {"node": {"sockets": "x"}}}, r"node\.socket"),
         ({"kvhold": {"embedded": 1}}, "kvhold.embedded = 1"),
         ({"kvhold": {"kv_cache_dtype": "fp8_e4m2"}}, "kvhold.kv_cache_dtype = 'fp8_e4m2': must be one of fp8_e4m3, fp8_e5m2; did you mean"),
+        ({"kvhold": {"memory_codec": "int8"}}, "kvhold.memory_codec = 'int8': SGLang's KV is kept as it is"),
         ({"kvhold": []}, "kvhold is a section"),
         ({"ram_bytes": 1}, "'ram_bytes' is not a field here; .* section 'kvhold'"),
     ],

@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvhold.core.config import Config, load_config
+from kvhold.core.config import Config, ListenConfig, load_config
 from kvhold.core.errors import ConfigError, TierDenied, TierError, TierFull, TierUnavailable
 from kvhold.net import central as c
 from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length, encode
@@ -22,12 +22,20 @@ from kvhold.testing.servers.central import CentralServer
 from kvhold.testing.servers.certificates import Certificates, make_certificates
 from kvhold.testing.tier import fetch, make_key, make_value, scanned, store
 from kvhold.tiers.central import CentralTier
+from kvhold.tiers.ram import Entry
 from kvhold.tiers.url import parse_url
 from tests.tiers.conftest import opened
+from tests.tiers.memory import PLUGIN, a_place
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_open")
 
 MIB = 1 << 20
+
+
+async def within_a_minute(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110 - what it looks at says nothing by itself
+            await asyncio.sleep(0.005)
 
 
 def a_tier(url: str) -> CentralTier:
@@ -373,12 +381,13 @@ def resident_bytes(pid: int) -> int:
 
 
 async def all_pages(shelf: Shelf, most: int) -> list[bytes]:
-    page, more = await shelf.scans.page(b"", b"", most)
-    found = list(page)
-    while more:
-        page, more = await shelf.scans.page(b"", found[-1], most)
-        assert 0 < len(page) <= most
-        found += page
+    page = await shelf.scans.page(b"", b"", most)
+    found = list(page.keys)
+    while page.more:
+        page = await shelf.scans.page(b"", found[-1], most)
+        assert 0 < len(page.keys) <= most
+        found += page.keys
+    assert page.whole
     return found
 
 
@@ -396,11 +405,54 @@ async def test_a_scan_of_many_pages_lists_what_is_there_once(tmp_path: Path) -> 
         assert len(shelf.scans) == 0
         for key in keys:  # scans that nobody goes on with are forgotten
             await shelf.scans.page(b"", key, 1)
-            page, more = await shelf.scans.page(key, b"", 1)
-            assert (page, more) == ([key], False)
+            assert await shelf.scans.page(key, b"", 1) == ([key], False, True)
         assert len(shelf.scans) <= 64
     finally:
         await shelf.close()
+
+
+async def test_who_removes_is_told_that_a_tier_below_did_not_answer() -> None:
+    with a_place() as below:
+        settings: dict[str, Any] = {"ram_bytes": 16 << 20, "huge_pages": "never", "listen": ListenConfig(address="127.0.0.1:0")}
+        server = Central(Config(tiers=(below.url(breaker_failures=1000),), plugins=(PLUGIN,), **settings))
+        ready = asyncio.Event()
+        serving = asyncio.create_task(server.serve(on_ready=lambda _: ready.set()))
+        await ready.wait()
+        tier = a_tier(f"kvhold://127.0.0.1:{server.port}")
+        try:
+            key = make_key(1)
+            assert await tier.put([(key, [memoryview(b"x")])]) == [None]
+            await within_a_minute(lambda: key in below.values)
+            below.faults = {name: TierError("memory", name, "not now") for name in ("scan", "delete")}
+            with pytest.raises(TierError, match="a tier below the central cache did not answer"):
+                [found async for found in tier.scan(b"")]
+            with pytest.raises(TierError, match="a tier below the central cache did not answer"):
+                await tier.delete([key])
+            below.faults = {}
+            assert [found async for found in tier.scan(b"")] == [key]
+            assert await tier.delete([key]) == [True]
+            assert not below.values
+        finally:
+            await tier.close()
+            server.stop()
+            await serving
+
+
+async def test_what_is_deleted_while_it_is_written_below_does_not_stay_there() -> None:
+    with a_place() as below:
+        shelf = Shelf(Config(ram_bytes=16 << 20, huge_pages="never", tiers=(below.url(),), plugins=(PLUGIN,)))
+        try:
+            below.hold("put")
+            room = shelf.reserve(make_key(1), 10, None)
+            assert isinstance(room, Entry)
+            shelf.commit(room)
+            await within_a_minute(lambda: below.inside["put"] > 0)
+            assert await shelf.delete([make_key(1)], set()) == [True]
+            below.let_go("put")
+            await within_a_minute(lambda: not shelf._tasks)
+            assert not below.values
+        finally:
+            await shelf.close()
 
 
 async def test_a_scan_of_many_keys_looks_at_few_of_them_in_one_step() -> None:

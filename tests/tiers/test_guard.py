@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from kvhold.core.errors import TierDenied, TierError, TierFull, TierUnavailable
+from kvhold.core.errors import TierDenied, TierError, TierFull, TierIncomplete, TierUnavailable
 from kvhold.core.metrics import Metrics
 from kvhold.tiers.base import Parts
 from kvhold.tiers.guard import Guard, GuardConfig
@@ -79,6 +79,17 @@ NOTHING_CAME = {"probe": [None] * 3, "get": [None] * 3, "put": [False] * 3, "rep
 def test_a_batch_is_as_large_as_the_tier_likes_or_as_is_asked(place: Place) -> None:
     assert Bench(place).guard.batch_bytes == MemoryTier(place).traits.batch_bytes == 8 << 20
     assert Bench(place, batch_bytes=1).guard.batch_bytes == 1
+
+
+async def test_a_tier_that_does_a_part_of_what_it_is_asked_is_still_used(bench: Bench, place: Place) -> None:
+    place.faults = {"delete": TierIncomplete("t", "delete", "a tier below did not answer")}
+    silent = set[str]()
+    for _ in range(10):
+        assert await bench.guard.delete(KEYS, silent) == [False] * 3
+    assert silent == {"t"}
+    assert place.calls["delete"] == 10, "not tried twice"
+    assert bench.guard.available
+    assert bench.count("kvhold_tier_errors", operation="delete", reason="incomplete") == 10
 
 
 async def test_what_goes_well_is_passed_on_and_counted(bench: Bench) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from transformers import (
 )
 
 from kvhold.cache import LocalCache
-from kvhold.core.errors import LayoutError
+from kvhold.core.errors import ConfigError, LayoutError
 from kvhold.integrations.transformers import Reuse
 from tests.transformers.models import make_model, model_of, prompt_of, sizes, small_chunks
 
@@ -233,3 +234,7 @@ class TestRefusedModels:
     def test_at_the_start_with_a_reason(self, cache: LocalCache, make: Any, reason: str) -> None:
         with pytest.raises(LayoutError, match=reason):
             Reuse(make(), cache, config=small_chunks())
+
+    def test_a_codec_of_memory_is_not_for_these_models(self, cache: LocalCache) -> None:
+        with pytest.raises(ConfigError, match="memory_codec = 'int8': the KV of transformers is kept as it is"):
+            Reuse(make_model("llama"), cache, config=replace(small_chunks(), memory_codec="int8"))

@@ -22,7 +22,8 @@ from kvhold.core.keys import HASH_BYTES
 from kvhold.integrations.vllm import connector as real
 from kvhold.integrations.vllm.scheduler import SchedulerSide
 from kvhold.integrations.vllm.steps import Load, Store
-from kvhold.integrations.vllm.worker import WorkerSide
+from kvhold.integrations.vllm.worker import WorkerSide, _Reading, _Reserving
+from kvhold.memory.copier import Mark, wait_for
 
 _chunk_hashes: dict[str, list[bytes]] = {}  # request -> hashes of all its chunks; both sides are in one process here
 
@@ -41,12 +42,12 @@ class Witness(WorkerSide):
             [self._blocks_of(kv_caches[name]).chunk(len(self._held), dim=1) for name in part.layer_names] for part in self._geometry.parts
         ]
 
-    def _read(self, one: Any, mark: Any) -> Any:
-        transfer = super()._read(one, mark)
-        if transfer is not None:
-            transfer.wait()
+    def _read(self, one: _Reserving, mark: Mark | None) -> _Reading:
+        reading = super()._read(one, mark)
+        if reading.is_whole:
+            wait_for(reading.transfers)
             self._note(one.store, one.shard, one.room.result())
-        return transfer
+        return reading
 
     def _note(self, store: Store, shard: int, room: Room) -> None:
         for part, ids in enumerate(store.block_ids):

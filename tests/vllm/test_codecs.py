@@ -67,10 +67,13 @@ def stop_node(path: Path) -> None:
         client.stop_node()
 
 
-def ask(model: Path, questions: list[Question], socket: Path | None, *tiers: str, **rules: Any) -> list[Generated]:
+def ask(
+    model: Path, questions: list[Question], socket: Path | None, *tiers: str, memory_codec: str = "none", **rules: Any
+) -> list[Generated]:
     """What an engine of its own answers, with a node of its own; what it stores is in the tiers by then."""
     extra = {
         "ram_bytes": "64MiB",
+        "memory_codec": memory_codec,
         "tiers": list(tiers),
         "rules": {"plan": False} | rules,
         "node": {"socket": str(socket), "idle_exit_s": 300},
@@ -144,6 +147,22 @@ def test_a_budget_of_an_engine_is_kept_below(model: Path, questions: list[Questi
     assert all(one.num_cached_tokens >= 384 for one in again)
     assert [one.token_ids for one in again] == [one.token_ids for one in computed]
     assert max(kl(one, other) for one, other in zip(computed, again, strict=True)) < 0.01
+
+
+def test_a_codec_of_memory_changes_little_and_shares_with_its_like_alone(
+    model: Path, questions: list[Question], computed: list[Generated], tmp_path: Path
+) -> None:
+    disk = f"disk://{tmp_path}/kv?max_bytes=1GiB&codec=int8&{PATIENT}"
+    stored = ask(model, questions, tmp_path / "a.sock", disk, memory_codec="int8")
+    assert [one.token_ids for one in stored] == [one.token_ids for one in computed]
+    assert encoded == {"lossless"}, "nothing is lost a second time below"
+    plain = ask(model, questions[:3], tmp_path / "b.sock", disk)
+    assert all(one.num_cached_tokens == 0 for one in plain)
+    again = ask(model, questions, tmp_path / "c.sock", disk, memory_codec="int8")
+    assert all(one.num_cached_tokens >= 384 for one in again)
+    assert [one.token_ids for one in again] == [one.token_ids for one in computed]
+    divergences = [kl(one, other) for one, other in zip(computed, again, strict=True)]
+    assert 1e-9 < max(divergences) < 0.01, "it did come through the codec"
 
 
 def test_the_bench_of_a_slow_link_measures_what_it_says(redis: RedisServer) -> None:

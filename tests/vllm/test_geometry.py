@@ -1,7 +1,9 @@
 """Which worker holds what, and that copies are proven before they are used."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ pytest.importorskip("vllm", reason="no vLLM in this environment")
 
 import numpy as np
 import torch
+import vllm
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -21,15 +24,18 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvhold.core.api import ABSENT, ChunkBytes
-from kvhold.core.config import Config
+from kvhold.core.config import Config, RulesConfig
 from kvhold.core.errors import KVHoldError, LayoutError
-from kvhold.integrations.vllm.geometry import Geometry, Part, _fitting, geometry_of
+from kvhold.core.layout import packing_name
+from kvhold.integrations.vllm import geometry
+from kvhold.integrations.vllm.geometry import Geometry, Part, geometry_of, preferred_layout
 from kvhold.integrations.vllm.hosts import check_places, place_of
-from kvhold.integrations.vllm.proof import lots, prove
+from kvhold.integrations.vllm.naming.walk import _add_draft_model, _rules
+from kvhold.integrations.vllm.proof import lots, prove, prove_coding
 from kvhold.integrations.vllm.space import namespace_of
 from kvhold.integrations.vllm.worker import _check_covered
-from kvhold.memory import copier
-from kvhold.memory.copier import HostCopier
+from kvhold.memory.coding import coded_view
+from kvhold.memory.copier import Ended, HostCopier, Mark, Piece
 from kvhold.memory.views import View, opaque_blocks
 from tests.vllm.scheduling import Options, make_config, make_folder
 
@@ -152,9 +158,9 @@ class TestParts:
 
     def test_a_long_name_of_a_packing_is_not_cut_to_that_of_another(self) -> None:
         names = [f"vllm-0.32-state-a_very_long_kind_of_state_{end}" for end in "ab"]
-        assert len({_fitting(name) for name in names}) == 2
-        assert all(len(_fitting(name)) == 32 for name in names)
-        assert _fitting("vllm-0.32-state-mamba2") == "vllm-0.32-state-mamba2"
+        assert len({packing_name(name) for name in names}) == 2
+        assert all(len(packing_name(name)) == 32 for name in names)
+        assert packing_name("vllm-0.32-state-mamba2") == "vllm-0.32-state-mamba2"
 
     def test_mla_that_cannot_go_on_from_loaded_kv_is_refused(self, config: VllmConfig) -> None:
         config.scheduler_config.enable_chunked_prefill = False
@@ -203,17 +209,102 @@ class TestProof:
         with pytest.raises(LayoutError, match="KV cache group 0"):
             prove(part, self.tensors(), [opaque_blocks(part.group, self.tensors(), block_axis=0)], HostCopier())
 
-    def test_a_copy_that_goes_beside_its_blocks_is_found(self, part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
-        real = copier.scatter_blocks
-        monkeypatch.setattr(copier, "scatter_blocks", lambda view, blocks, *rest, **how: real(view, (blocks + 1) % BLOCKS, *rest, **how))
+    def test_a_copy_that_goes_beside_its_blocks_is_found(self, part: Part) -> None:
+        class Beside(HostCopier):
+            def scatter(self, pieces: Sequence[Piece], after: Mark | None, *, layers: range | None = None) -> Ended:
+                return super().scatter([replace(piece, ids=(piece.ids + 1) % BLOCKS) for piece in pieces], after, layers=layers)
+
         tensors = self.tensors()
         with pytest.raises(LayoutError, match=r"did not come back as it was|though it was not copied"):
-            prove(part, tensors, [opaque_blocks(part.group, tensors, block_axis=0)], HostCopier())
+            prove(part, tensors, [opaque_blocks(part.group, tensors, block_axis=0)], Beside())
 
     def test_a_small_pool(self, part: Part) -> None:
         for count in (1, 2, 3):
             tensors = [tensor[:count].contiguous() for tensor in self.tensors()]
             prove(part, tensors, [opaque_blocks(part.group, tensors, block_axis=0)], HostCopier())
+
+
+class TestDrafters:
+    @pytest.mark.parametrize(("method", "looks_ahead"), [("ngram", False), ("draft_model", False), ("eagle", True)])
+    def test_which_look_ahead(self, config: VllmConfig, method: str, looks_ahead: bool) -> None:
+        config.speculative_config = SimpleNamespace(method=method)
+        assert of_width(config, 1, groups(full())).looks_ahead == looks_ahead
+
+    def test_of_those_that_look_ahead_a_hit_may_end_a_block_earlier_so_there_are_no_windows(self, config: VllmConfig) -> None:
+        config.speculative_config = SimpleNamespace(method="eagle")
+        with pytest.raises(LayoutError, match="speculative decoding by eagle with sliding windows or states"):
+            of_width(config, 1, groups(sliding(), full()))
+        config.speculative_config = SimpleNamespace(method="draft_model")
+        with pytest.raises(LayoutError, match="a drafter beside other than full attention has not been shown"):
+            of_width(config, 1, groups(sliding(), full()))
+        of_width(config, 1, groups(sliding(), full()), allow_unproven=True)
+
+    @pytest.mark.parametrize(
+        ("setting", "why"),
+        [({"use_heterogeneous_vocab": True}, "another vocabulary"), ({"rejection_sample_method": "synthetic"}, "without a check")],
+    )
+    def test_drafts_of_which_more_than_their_model_decides_are_refused(self, config: VllmConfig, setting: dict[str, Any], why: str) -> None:
+        config.speculative_config = SimpleNamespace(method="draft_model", **setting)
+        with pytest.raises(LayoutError, match=why):
+            of_width(config, 1, groups(full()))
+
+    def test_the_draft_models_weights_are_in_the_name(self, config: VllmConfig, tmp_path: Path) -> None:
+        digests = []
+        for number, weights in enumerate((b"one", b"one", b"other")):
+            draft = make_config(Options(make_folder(tmp_path / str(number), weights=weights)), tmp_path / "node.sock").model_config
+            config.speculative_config = SimpleNamespace(method="draft_model", draft_model_config=draft, draft_load_config=None)
+            kv = groups(full())
+            found = of_width(config, 1, kv)
+            facts: dict[str, str] = {}
+            _add_draft_model(config.speculative_config, _rules((), per_shard=False), facts)
+            digests.append((facts["vllm.draft_model_config.weights"], found.looks_ahead))
+        assert digests[0] == digests[1] != digests[2]
+
+
+class TestCoded:
+    """`memory_codec`: the groups of chunks are not those of tensors."""
+
+    def test_groups_of_keys_and_values_are_coded_and_no_others(self, config: VllmConfig) -> None:
+        kv = groups(full(dtype=torch.bfloat16), sliding(dtype=torch.bfloat16))
+        plain, coded = of_width(config, 1, kv), of_width(config, 1, kv, memory_codec="int8")
+        for before, after in zip(plain.parts, coded.parts, strict=True):
+            assert after.engine_group == before.group
+            assert after.group.packing == before.group.packing + "+int8"
+            assert after.group.block_bytes < 0.57 * before.group.block_bytes
+        assert coded.layout.groups == tuple(part.group for part in coded.parts)
+        digests = {namespace_of(config, kv, found, Config()).digest for found in (plain, coded)}
+        assert len(digests) == 2, "who keeps KV as it is never finds what was coded"
+        of_8_bits = of_width(config, 1, groups(full(dtype=torch.uint8)), memory_codec="int8").parts[0]
+        assert of_8_bits.group == of_8_bits.engine_group
+
+    def test_settings_that_allow_no_loss_are_refused(self, config: VllmConfig) -> None:
+        for max_error in (0.0, 0.007):
+            with pytest.raises(LayoutError, match=r"memory_codec is int8, which loses up to 0\.0079 .* rules\.max_error allows"):
+                of_width(config, 1, groups(full()), memory_codec="int8", rules=RulesConfig(max_error=max_error))
+        of_width(config, 1, groups(full()), memory_codec="int8", rules=RulesConfig(max_error=0.01))
+
+    @pytest.mark.parametrize(("wrong", "says"), [("gather", "encodes otherwise"), ("scatter", "decodes otherwise")])
+    def test_a_device_that_makes_other_bits_is_found(self, config: VllmConfig, wrong: str, says: str) -> None:
+        class Other(HostCopier):
+            """One bit of a chunk, or of a block, differs."""
+
+            def gather(self, pieces: Sequence[Piece], after: Mark | None, *, layers: range | None = None) -> Ended:
+                ended = super().gather(pieces, after, layers=layers)
+                pieces[0].buffer[5] ^= wrong == "gather"
+                return ended
+
+            def scatter(self, pieces: Sequence[Piece], after: Mark | None, *, layers: range | None = None) -> Ended:
+                ended = super().scatter(pieces, after, layers=layers)
+                tensors[1][int(pieces[0].ids[0])].view(torch.uint8).view(-1)[3] ^= wrong == "scatter"
+                return ended
+
+        part = of_width(config, 1, groups(full()), memory_codec="int8").parts[0]
+        tensors = [tensor.contiguous() for tensor in torch.zeros(2, BLOCKS, 4, 16, 64)]
+        views = [coded_view(opaque_blocks(part.engine_group, tensors, block_axis=0), "int8")]
+        prove_coding(part, tensors, views, HostCopier())
+        assert not any(tensor.any() for tensor in tensors)
+        with pytest.raises(LayoutError, match=says):
+            prove_coding(part, tensors, views, Other())
 
 
 def test_a_block_that_waits_for_bytes_the_hit_does_not_have_is_a_failed_load(config: VllmConfig) -> None:
@@ -229,3 +320,39 @@ def test_views_of_shards_are_slices_of_the_heads(config: VllmConfig) -> None:
     tensor = torch.zeros(BLOCKS, 4, 16, 64)
     views: list[View] = [opaque_blocks(part.group, lot, block_axis=0) for lot in lots([tensor, tensor], 2)]
     assert [int(view.table[0, 0]) - tensor.data_ptr() for view in views] == [0, 2 * 16 * 64 * 4]
+
+
+class TestOnAGpu:
+    """The configuration alone: nothing here ran on a GPU."""
+
+    @pytest.fixture
+    def gpu(self, config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> VllmConfig:
+        monkeypatch.setattr(geometry, "unproven_platform", lambda: "cuda")
+        config.cache_config.kv_cache_layout = "LBNHC"
+        return config
+
+    def test_it_is_refused_until_the_user_allows_it(self, gpu: VllmConfig) -> None:
+        with pytest.raises(LayoutError, match=r"on cuda copies have not been shown to be exact \(allow_unproven = true"):
+            of_width(gpu, 1, groups(full()))
+        found = of_width(gpu, 1, groups(full(), sliding(), latent()), allow_unproven=True)
+        version = ".".join(vllm.__version__.split(".")[:2])
+        assert [part.group.packing for part in found.parts] == [
+            f"vllm-{version}-cuda-LBNHC",
+            f"vllm-{version}-cuda-LBNHC",
+            f"vllm-{version}-cuda-mla-LBNHC",
+        ]
+
+    @pytest.mark.parametrize(("layout", "is_served"), [("BLHNC", True), ("LBHNC", True), ("LHBNC", False), ("BHLNC", False)])
+    def test_a_block_of_a_layer_must_be_one_piece(self, gpu: VllmConfig, layout: str, is_served: bool) -> None:
+        gpu.cache_config.kv_cache_layout = layout
+        if is_served:
+            assert layout in of_width(gpu, 1, groups(full()), allow_unproven=True).parts[0].group.packing
+        else:
+            with pytest.raises(LayoutError, match=f"arranged as {layout}"):
+                of_width(gpu, 1, groups(full()), allow_unproven=True)
+
+    def test_heads_outside_tokens_are_asked_for_where_they_are_divided(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert preferred_layout(Config(head_shards=4)) is None, "the CPU's backend has no other"
+        monkeypatch.setattr(geometry, "unproven_platform", lambda: "cuda")
+        assert preferred_layout(Config(head_shards=4)) == "LBHNC"
+        assert preferred_layout(Config()) is None

@@ -2,28 +2,33 @@
 
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 pytest.importorskip("vllm", reason="no vLLM in this environment")
 
+import numpy as np
 import torch
 
+from kvhold.core.api import ChunkBytes
 from kvhold.core.config import Config, NodeConfig
-from kvhold.core.errors import KVHoldError, LayoutError
+from kvhold.core.errors import DamagedChunks, KVHoldError, LayoutError
 from kvhold.core.keys import Namespace
 from kvhold.core.layout import Group, Layout
 from kvhold.integrations.vllm.connector import KVHoldConnector
 from kvhold.integrations.vllm.geometry import Geometry, Part
-from kvhold.integrations.vllm.layerwise import Layerwise, LoadLayer, refusal
+from kvhold.integrations.vllm.layerwise import Layerwise, refusal
 from kvhold.integrations.vllm.steps import Load, Steps, Store
 from kvhold.integrations.vllm.worker import WorkerSide
+from kvhold.memory.copier import Ended, Mark, Piece, Transfer
+from kvhold.memory.views import View
 from tests.vllm.scheduling import (
     LAYERS,
     Engine,
@@ -43,105 +48,157 @@ BLOCK = 16
 NAMES = tuple(f"layer {number}" for number in range(4))
 
 
+@dataclass
+class Scripted:
+    """A copier that does what a test says. copy: of a load's first block and a layer; returns what is damaged."""
+
+    copy: Callable[[int, int], DamagedChunks | None] = lambda block, layer: None
+    copied: list[tuple[int, int]] = field(default_factory=list)
+    fenced: list[int] = field(default_factory=list)  # the layer of each transfer
+
+    def mark(self) -> None:
+        """See `Copier`."""
+
+    def scatter(self, pieces: Sequence[Piece], after: Mark | None, *, layers: range | None = None) -> "OfLayer":
+        """See `Copier`."""
+        assert layers is not None
+        found = [self.copy(int(piece.ids[0]), layers.start) for piece in pieces]
+        self.copied += [(int(piece.ids[0]), layers.start) for piece in pieces]
+        return OfLayer(found, layers.start)
+
+    gather = scatter
+
+    def fence(self, transfers: Sequence[Transfer]) -> None:
+        """See `Copier`."""
+        self.fenced += [transfer.layer for transfer in transfers if isinstance(transfer, OfLayer)]
+
+
+@dataclass(frozen=True)
+class OfLayer(Ended):
+    layer: int
+
+
 @pytest.fixture
-def passing() -> Iterator[Layerwise]:
+def copier() -> Scripted:
+    return Scripted()
+
+
+@pytest.fixture
+def passing(copier: Scripted) -> Iterator[Layerwise]:
     group = Group(layers=len(NAMES), planes=2, heads=1, head_dim=8, dtype="float32", packing="test", block_tokens=BLOCK, block_bytes=1024)
-    with ThreadPoolExecutor(1) as loader, ThreadPoolExecutor(1) as copier:
-        yield Layerwise(Part(0, NAMES, group), loader, copier)
+    with ThreadPoolExecutor(1) as loader, ThreadPoolExecutor(1) as saver:
+        yield Layerwise(Part(0, NAMES, group, group), copier, loader, saver)
 
 
 def load(name: str, *blocks: int) -> Load:
     return Load(name, 1, 0, [list(blocks)], inside=True)
 
 
+def piece(*blocks: int) -> Piece:
+    """Chunks of one block each."""
+    places = ChunkBytes(np.zeros(len(blocks), np.int64), np.full(len(blocks), BLOCK, np.int64))
+    return Piece(cast("View", None), np.array(blocks, np.int64), np.zeros(1, np.uint8), places)
+
+
+def prepare(one: Load, stack: ExitStack) -> list[Piece]:
+    return [piece(*one.block_ids[0])]
+
+
 class TestOnePass:
-    def test_a_layer_is_waited_for_until_all_loads_have_it_and_no_longer(self, passing: Layerwise) -> None:
+    def test_a_layer_is_waited_for_until_all_loads_have_it_and_no_longer(self, passing: Layerwise, copier: Scripted) -> None:
         go = [threading.Semaphore(0) for _ in NAMES]
-        copied: list[tuple[str, int]] = []
 
-        def prepare(one: Load, stack: ExitStack) -> list[LoadLayer]:
-            def copy(layer: int) -> list[int]:
-                assert go[layer].acquire(timeout=20)
-                copied.append((one.request_id, layer))
-                return []
+        def copy(block: int, layer: int) -> None:
+            assert go[layer].acquire(timeout=20)
 
-            return [copy]
-
+        copier.copy = copy
         passing.begin([load("a", 1), load("b", 2)], prepare)
         for number, name in enumerate(NAMES):
             go[number].release(2)
             passing.wait(name)
-            assert copied == [(one, layer) for layer in range(number + 1) for one in "ab"], "the next layer cannot be there yet"
+            assert copier.copied == [(one, layer) for layer in range(number + 1) for one in (1, 2)], "the next layer cannot be there yet"
+            assert copier.fenced == [layer for layer in range(number + 1) for _ in "ab"], "the pass itself comes after the copies"
         assert passing.end() == {"a": [], "b": []}
 
-    def test_what_fails_is_named_with_its_blocks_and_holds_up_nobody(self, passing: Layerwise) -> None:
+    def test_what_fails_is_named_with_its_blocks_and_holds_up_nobody(self, passing: Layerwise, copier: Scripted) -> None:
         closed: list[str] = []
 
-        def prepare(one: Load, stack: ExitStack) -> list[LoadLayer]:
+        def prepare_some(one: Load, stack: ExitStack) -> list[Piece]:
             if one.request_id == "gone":
                 raise KVHoldError("the hit is gone")
             stack.callback(closed.append, one.request_id)
+            return prepare(one, stack)
 
-            def copy(layer: int) -> list[int]:
-                if one.request_id == "broken" and layer == 2:
-                    raise RuntimeError("unforeseen")
-                return []
+        def copy(block: int, layer: int) -> None:
+            if (block, layer) == (5, 2):
+                raise RuntimeError("unforeseen")
 
-            return [copy]
-
-        passing.begin([load("gone", 3, -1, 4), load("broken", 5), load("well", 6)], prepare)
+        copier.copy = copy
+        passing.begin([load("gone", 3, -1, 4), load("broken", 5), load("well", 6)], prepare_some)
         for name in NAMES:
             passing.wait(name)
         assert passing.end() == {"gone": [3, 4], "broken": [5], "well": []}
         assert sorted(closed) == ["broken", "well"], "what was claimed is given back"
         assert passing.end() == {}, "a pass without loads has none"
 
-    def test_a_damaged_chunk_fails_its_own_blocks_and_all_its_layers_go_on(self, passing: Layerwise) -> None:
-        copied: list[int] = []
+    def test_claims_end_after_the_copies(self, passing: Layerwise, copier: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+        seen: list[str] = []
 
-        def prepare(one: Load, stack: ExitStack) -> list[LoadLayer]:
-            def copy(layer: int) -> list[int]:
-                copied.append(layer)
-                return {1: [4], 2: [6, 4]}.get(layer, [])
+        def wait(transfer: OfLayer) -> list[DamagedChunks | None]:
+            seen.append("waited")
+            return transfer.damage
 
-            return [copy]
+        def prepare_one(one: Load, stack: ExitStack) -> list[Piece]:
+            stack.callback(seen.append, "closed")
+            return prepare(one, stack)
 
+        monkeypatch.setattr(OfLayer, "wait", wait)
+        passing.begin([load("a", 1)], prepare_one)
+        for name in NAMES:
+            passing.wait(name)
+        passing.end()
+        assert seen == ["waited"] * len(NAMES) + ["closed"]
+
+    def test_a_damaged_chunk_fails_its_own_blocks_and_all_its_layers_go_on(self, passing: Layerwise, copier: Scripted) -> None:
+        copier.copy = lambda block, layer: {1: DamagedChunks([1]), 2: DamagedChunks([3, 1])}.get(layer)
         passing.begin([load("a", 3, 4, 5, 6)], prepare)
         for name in NAMES:
             passing.wait(name)
         assert passing.end() == {"a": [4, 6]}
-        assert copied == [0, 1, 2, 3], "what is not damaged needs its other layers"
+        assert copier.copied == [(3, layer) for layer in range(4)], "what is not damaged needs its other layers"
 
     def test_a_pass_that_does_not_wait_for_a_layer_has_read_what_was_not_there(self, passing: Layerwise) -> None:
-        passing.begin([load("a", 1, 2)], lambda one, stack: [lambda layer: []])
+        passing.begin([load("a", 1, 2)], prepare)
         for name in NAMES[:-1]:
             passing.wait(name)
         assert passing.end() == {"a": [1, 2]}
 
-    def test_layers_of_others_are_not_waited_for(self, passing: Layerwise) -> None:
+    def test_layers_of_others_are_not_waited_for(self, passing: Layerwise, copier: Scripted) -> None:
         passing.wait("of a draft model")
-        passing.save("of a draft model", [lambda layer: pytest.fail("it is not ours")])
+        assert passing.save("of a draft model", [piece(1)]) is None
         assert not passing.saved(), "and are none of the pass's"
+        assert not copier.copied
 
-    def test_a_layer_that_could_not_be_copied_out_is_told(self, passing: Layerwise) -> None:
-        copied: list[int] = []
+    def test_a_layer_that_could_not_be_copied_out_is_told(self, passing: Layerwise, copier: Scripted) -> None:
+        asked: list[int] = []
 
-        def copy(layer: int) -> None:
-            copied.append(layer)
+        def copy(block: int, layer: int) -> None:
+            asked.append(layer)
             if layer == 1:
                 raise RuntimeError("unforeseen")
 
+        copier.copy = copy
         for name in NAMES:
-            passing.save(name, [copy])
+            passing.save(name, [piece(1)])
         assert not passing.saved()
-        assert copied == [0, 1, 2, 3]
+        assert asked == [0, 1, 2, 3]
         for name in NAMES:
             passing.save(name, [])
         assert passing.saved(), "that was the pass before"
 
     def test_a_pass_that_leaves_a_layer_out_has_not_copied_all(self, passing: Layerwise) -> None:
         for name in NAMES[:-1]:
-            passing.save(name, [lambda layer: None])
+            passing.save(name, [piece(1)])
         assert not passing.saved()
 
 
@@ -177,7 +234,7 @@ def test_every_layer_is_stored_whatever_the_pass_hands_over(node: NodeProcess, h
         layers=len(LAYERS), planes=2, heads=1, head_dim=32, dtype="float32", packing="t", block_tokens=16, block_bytes=16 * 64 * 4
     )
     namespace = Namespace(f"handed over {handed_over}", Layout((group,), tokens_per_chunk=64, tail_tokens=16))
-    geometry = Geometry((Part(0, tuple(LAYERS), group),), namespace.layout, shards=1, per_worker=1, copies=1, width=1)
+    geometry = Geometry((Part(0, tuple(LAYERS), group, group),), namespace.layout, shards=1, per_worker=1, copies=1, width=1)
     config = Config(node=NodeConfig(socket=str(node.socket), autostart=False))
     side = WorkerSide(config, namespace, geometry, num_blocks=40, layerwise=True)
     caches = {name: torch.randn(40, 1, 16, 64) for name in LAYERS}
@@ -188,7 +245,7 @@ def test_every_layer_is_stored_whatever_the_pass_hands_over(node: NodeProcess, h
         one.room.result(timeout=20)  # there before the first layer: what is handed over is copied inside the pass
     for name in LAYERS[:handed_over]:
         side.save_layer(name)
-    assert all(one.copies for one in side._reserved)
+    assert all(one.pieces for one in side._reserved)
     side.store()
     hit = eventually(lambda: hit if (hit := side._cache.lookup(prompt.query())).num_tokens else hit.close())
     side.start_loads(Steps(loads=[Load("b", hit.ticket, 0, [list(range(20, 28))], inside=True)]))
@@ -309,8 +366,22 @@ def set_up(given: dict[str, dict[str, Any]]) -> tuple[Any, Any]:
     """As much of an engine's configuration and geometry as `refusal` looks at."""
     of_model = given["geometry"]
     part = SimpleNamespace(group=SimpleNamespace(attention=of_model["attention"]))
-    config = SimpleNamespace(**{name: SimpleNamespace(**values) for name, values in given.items()})
+    config = SimpleNamespace(**{name: SimpleNamespace(**values) for name, values in given.items()}, speculative_config=None)
     return config, SimpleNamespace(parts=[part] * of_model["groups"])
+
+
+def test_an_engine_that_speculates_is_refused() -> None:
+    """vLLM's runner asks which loads failed before the pass has ended there; it would hear of it a pass too late."""
+    given = {
+        "cache_config": {"enable_prefix_caching": False},
+        "scheduler_config": {"async_scheduling": False},
+        "parallel_config": {"world_size": 1},
+        "geometry": {"groups": 1, "attention": "full"},
+    }
+    config, geometry = set_up(given)
+    assert not refusal(config, geometry)
+    config.speculative_config = SimpleNamespace(method="ngram")
+    assert "it speculates" in refusal(config, geometry)
 
 
 def test_a_graph_of_a_whole_pass_would_wait_for_no_layer() -> None:

@@ -33,6 +33,7 @@ from kvhold.core.keys import Namespace
 from kvhold.core.layout import Group, Layout
 from kvhold.integrations.vllm import register, scheduler, space
 from kvhold.integrations.vllm.connector import KVHoldConnector
+from kvhold.integrations.vllm.drafts import Undrafted
 from kvhold.integrations.vllm.geometry import geometry_of, mixes_adapters
 from kvhold.integrations.vllm.naming import adapters
 from kvhold.integrations.vllm.steps import Load, Steps, Store
@@ -1225,7 +1226,7 @@ class TestRefusals:
         # Of vLLM's configuration only what is asked for; the real one would refuse some of these changes itself.
         view = SimpleNamespace(
             model_config=config.model_config,
-            cache_config=SimpleNamespace(cache_dtype="auto"),
+            cache_config=SimpleNamespace(cache_dtype="auto", kv_cache_layout="LBNHC"),
             parallel_config=SimpleNamespace(
                 nnodes_within_dp=1,
                 pipeline_parallel_size=1,
@@ -1251,7 +1252,19 @@ class TestRefusals:
             ("parallel_config", "nnodes_within_dp", 2, "its workers are on 2 hosts"),
             ("parallel_config", "decode_context_parallel_size", 2, "decode_context_parallel_size > 1"),
             ("parallel_config", "prefill_context_parallel_size", 2, "prefill_context_parallel_size > 1"),
-            (None, "speculative_config", SimpleNamespace(method="eagle"), "speculative decoding by eagle"),
+            (
+                None,
+                "speculative_config",
+                SimpleNamespace(method="medusa"),
+                "decoding by medusa; ngram, suffix, draft_model, eagle",
+            ),
+            (None, "speculative_config", SimpleNamespace(method="eagle3"), "by eagle3 has not been shown to be exact (allow_unproven"),
+            (
+                None,
+                "speculative_config",
+                SimpleNamespace(method="eagle", num_speculative_tokens_per_batch_size=[4]),
+                "does not draft in each pass",
+            ),
         ],
     )
     def test_of_an_engine_that_is_set_up_otherwise(self, folder: Path, section: str | None, name: str, value: object, reason: str) -> None:
@@ -1281,7 +1294,7 @@ class TestRefusals:
 
     def test_of_all_reasons_at_once(self, folder: Path) -> None:
         def change(view: Any) -> None:
-            view.speculative_config = SimpleNamespace(method="eagle")
+            view.speculative_config = SimpleNamespace(method="medusa")
             view.parallel_config.decode_context_parallel_size = 4
 
         message = self.refused(folder, change, make_kv_config(Options(folder), attention_chunk_size=64))
@@ -1708,6 +1721,21 @@ class TestRules:
         assert one.tokens_computed["a"] == 300 + 1
         assert (one.stores, one.loads) == ([], [])
 
+    def test_a_request_that_allows_less_than_the_engines_codec_loses_is_computed_and_counted(
+        self, engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        one = engine(settings={"memory_codec": "int8"})
+        prompt = make_prompt("rules of a codec", 300)
+        refused: list[str] = []
+        monkeypatch.setattr(one.connector.scheduler.tally, "add", lambda name, value, label="": refused.append(name))
+        one.add("strict", prompt, **asks(max_error=0.001))
+        one.run()
+        assert (one.stores, one.loads) == ([], [])
+        assert refused == ["refused_requests"]
+        one.add("lenient", prompt, **asks(max_error=0.01))
+        one.run()
+        assert one.stores
+
     def test_a_request_that_names_another_tenant_than_the_engines_is_computed_and_counted(
         self, engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -1734,3 +1762,46 @@ class TestRules:
             forbidden.run()
             assert forbidden.tokens_computed[name] == 300 + 1
         assert (forbidden.stores, forbidden.loads) == ([], [])
+
+
+class TestDrafts:
+    """A pass with a request near the drafter's limit has no drafter: what it computes is not stored."""
+
+    @pytest.fixture
+    def one(self, engine: MakeEngine) -> Engine:
+        one = engine(budget=600)
+        side = one.connector.scheduler
+        side._undrafted = Undrafted(side._geometry.parts, 250)
+        return one
+
+    def test_what_is_computed_beside_a_long_request_is_not_stored_nor_what_others_share_of_it(self, one: Engine) -> None:
+        short = make_prompt("drafts short", 128)
+        one.add("long", make_prompt("drafts long", 300))
+        one.add("short", short)
+        one.run()
+        assert one.stores == []
+        one.add("again", [*short, *make_prompt("drafts more", 64)])  # the engine's own prefix cache has its beginning
+        one.run()
+        assert one.tokens_computed["again"] < 128
+        stored = [store for store in one.stores if store.request_id == "again"]
+        assert all(store.names.first_token >= 128 for store in stored)
+        one.add("alone", make_prompt("drafts alone", 128))
+        one.run()
+        assert [store for store in one.stores if store.request_id == "alone"]
+
+    def test_blocks_that_another_pass_fills_are_good_again(self, one: Engine) -> None:
+        undrafted = one.connector.scheduler._undrafted
+        assert undrafted is not None
+        one.add("long", make_prompt("drafts first", 300))
+        one.run()
+        lacking = set(undrafted._blocks[0])
+        assert lacking
+        for number in range(60):  # until the engine has used each of its blocks again
+            one.add(f"r{number}", make_prompt(f"drafts {number}", 128))
+            one.run()
+        assert not undrafted._blocks[0]
+        undrafted._blocks[0].update({3, 4})
+        undrafted.loaded([[4, -1]])
+        assert undrafted._blocks[0] == {3}
+        assert undrafted.are_among([[3]])
+        assert not undrafted.are_among([[4, -1]])

@@ -167,7 +167,7 @@ def test_lookups_are_answered_from_the_first_one_on_and_after_the_node_was_kille
     print("tokens:", {"cold": cold, "killed": killed, "after the kill": again, "ahead": ahead}, "of what could be hit:", shares)
 
     assert shares["ahead"] > 0.5
-    # While there is no node (25 to 160 ms), the shortest prompts are computed sooner than one is back: see docs/benchmarks.md.
+    # While there is no node (25 to 160 ms), the shortest prompts are computed sooner than one is back.
     for kind, counted, most in (("cold", cold, 0.01), ("killed", killed, 0.1), ("after the kill", again, 0.01)):
         assert counted["looked up"] > 0
         assert counted["not answered"] + counted["not awaited"] <= most * counted["looked up"], kind

@@ -147,7 +147,7 @@ class TestClasses:
 def test_the_other_paths_pass_on_a_users_model(tmp_path: Path) -> None:
     """Those that are not asked for by default, and llama's recipe as a path of a user's."""
     model = str(make_checkpoint("llama").path)
-    paths = ["layerwise", "ngram", "fp8-kv"]
+    paths = ["layerwise", "ngram", "draft", "fp8-kv"]
     small = [
         "--config",
         '{"tokens_per_chunk": 64}',

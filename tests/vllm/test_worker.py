@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from kvhold.core.layout import Group, Layout
 from kvhold.integrations.vllm.geometry import Geometry, Part
 from kvhold.integrations.vllm.steps import Load, Steps, Store
 from kvhold.integrations.vllm.worker import WorkerSide
-from kvhold.memory import copier
+from kvhold.memory.coding import ERROR_BOUND, coded_group
+from kvhold.memory.copy import Planned
 from kvhold.testing.damage import OpenArena
 from tests.vllm.scheduling import LAYERS, Engine, NodeProcess, Options, RealHands, eventually, make_folder, make_prompt
 
@@ -49,7 +51,7 @@ def namespace() -> Namespace:
 
 
 def geometry(namespace: Namespace) -> Geometry:
-    part = Part(table=0, layer_names=tuple(LAYERS), group=namespace.layout.groups[0])
+    part = Part(0, tuple(LAYERS), namespace.layout.groups[0], namespace.layout.groups[0])
     return Geometry((part,), namespace.layout, shards=1, per_worker=1, copies=1, width=1)
 
 
@@ -119,6 +121,60 @@ def test_what_is_stored_comes_back_bit_for_bit(side: WorkerSide, namespace: Name
         for source, target in zip([9, 30, 4, 11, 12, 39], [20, 22, 23, 24, 25, 26], strict=True):
             expected[target] = before[name][source]
         assert torch.equal(tensor, expected), "only the named blocks were written"
+
+
+class TestCoded:
+    """`memory_codec`: chunks hold 8 bits an element."""
+
+    @pytest.fixture
+    def coded(self, node: NodeProcess, namespace: Namespace) -> Iterator[tuple[WorkerSide, Namespace, dict[str, torch.Tensor]]]:
+        plain = namespace.layout.groups[0]
+        space = replace(namespace, layout=replace(namespace.layout, groups=(coded_group(plain, "int8"),)))
+        part = Part(0, tuple(LAYERS), space.layout.groups[0], plain)
+        config = Config(node=NodeConfig(socket=str(node.socket), autostart=False), memory_codec="int8")
+        side = WorkerSide(config, space, Geometry((part,), space.layout, shards=1, per_worker=1, copies=1, width=1), num_blocks=BLOCKS)
+        caches = tensors()
+        side.register(caches)
+        for tensor in caches.values():
+            tensor.copy_(torch.randn(tensor.shape))
+        yield side, space, caches
+        side.close()
+
+    def test_what_comes_back_is_near_and_takes_less_than_half(self, coded: tuple[WorkerSide, Namespace, dict[str, torch.Tensor]]) -> None:
+        side, space, caches = coded
+        prompt = space.prompt(make_prompt("coded", 4 * BLOCK))
+        side.begin(Steps(stores=[Store("a", prompt.chunks(), [[9, 2, 30, 4]])]))
+        side.store()
+        hit = eventually(lambda: hit if (hit := side._cache.lookup(prompt.query())).num_tokens else hit.close())
+        before = {name: tensor.clone() for name, tensor in caches.items()}
+        side.start_loads(Steps(loads=[Load("b", hit.ticket, 0, [[20, 21, 22, -1]])]))
+        assert eventually(side.take_loaded) == {"b"}
+        assert side.take_failed_blocks() == set()
+        hit.close()
+        for name, tensor in caches.items():
+            for source, target in zip([9, 2, 30], [20, 21, 22], strict=True):
+                was, now = (each.reshape(-1, 32) for each in (before[name][source], tensor[target]))
+                assert ((was - now).abs() <= ERROR_BOUND * was.abs().amax(1, keepdim=True)).all()
+                assert not torch.equal(was, now)
+            rest = [block for block in range(BLOCKS) if block not in (20, 21, 22)]
+            assert torch.equal(tensor[rest], before[name][rest]), "only the named blocks were written"
+        stats = side.tally.take()
+        assert stats is not None
+        assert stats.data["stored_bytes"] == len(LAYERS) * 4 * BLOCK * 64 * (1 + 4 / 32)
+
+    def test_what_cannot_be_decoded_is_not_stored(
+        self, node: NodeProcess, coded: tuple[WorkerSide, Namespace, dict[str, torch.Tensor]]
+    ) -> None:
+        side, space, caches = coded
+        caches[LAYERS[-1]][7, 0, 5, 17] = torch.inf
+        wild, well = (space.prompt(make_prompt(name, 12 * BLOCK)) for name in ("wild", "well"))
+        blocks, others = list(range(12)), list(range(20, 32))
+        side.begin(Steps(stores=[Store("a", wild.chunks(), [blocks]), Store("b", well.chunks(), [others])]))
+        side.store()
+        eventually(lambda: hit if (hit := side._cache.lookup(well.query())).num_tokens else hit.close()).close()
+        with side._cache.lookup(wild.query()) as hit:
+            assert hit.num_tokens == 4 * BLOCK, "the chunk before it is there"
+        eventually(lambda: node.held() == NOTHING)
 
 
 @pytest.mark.parametrize("layer", range(len(LAYERS)))
@@ -202,14 +258,14 @@ def test_the_stores_of_one_pass_wait_for_the_node_together_and_late_room_is_give
 def test_the_next_pass_waits_until_the_last_one_s_blocks_are_read(
     side: WorkerSide, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caches, gather, go = tensors(), copier.gather_blocks, threading.Event()
+    caches, gather, go = tensors(), Planned.gather, threading.Event()
     side.register(caches)
 
     def slow(*arguments: Any, **options: Any) -> None:
         go.wait(20)
         gather(*arguments, **options)
 
-    monkeypatch.setattr(copier, "gather_blocks", slow)
+    monkeypatch.setattr(Planned, "gather", slow)
     prompt = namespace.prompt(make_prompt("slow reading", 4 * BLOCK))
     side.begin(Steps(stores=[Store("a", prompt.chunks(), [[1, 2, 3, 4]])]))
     side.store()

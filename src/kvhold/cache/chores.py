@@ -21,7 +21,7 @@ Turns: TypeAlias = Generator[int, None, Result]
 
 
 class Chores:
-    """What is under way in the background, in the order in which it began."""
+    """Background work, in the order in which it began."""
 
     def __init__(self) -> None:
         self._work: deque[Iterator[int]] = deque()
@@ -30,11 +30,11 @@ class Chores:
         return len(self._work)
 
     def add(self, work: Iterator[int]) -> None:
-        """To be done by the steps that follow."""
+        """Add work for the next steps."""
         self._work.append(work)
 
     def step(self, units: int = TURN) -> bool:
-        """Do some `units` of work, or all there is. Returns whether there is more."""
+        """Do about `units` of work. Return whether there is more."""
         while self._work and units > 0:
             done = next(self._work[0], None)
             if done is None:
@@ -45,7 +45,7 @@ class Chores:
 
 
 def emptied(*lists: list[Any]) -> Iterator[int]:
-    """Empty long lists in steps: to let go of a million things at once takes many milliseconds."""
+    """Empty long lists in steps: freeing a million objects at once takes many milliseconds."""
     for one in lists:
         while one:
             del one[-_MOST_DROPPED:]
@@ -62,7 +62,7 @@ def emptied_dicts(*mappings: dict[Any, Any]) -> Iterator[int]:
 
 
 def finish(turns: Turns[Result]) -> Result:
-    """The answer of a call, all its steps at once."""
+    """Run all steps of a call at once, and return its answer."""
     while True:
         try:
             next(turns)
@@ -86,7 +86,7 @@ class Running(Generic[Result]):
         self.is_done = False
 
     def step(self, units: int = TURN) -> bool:
-        """Do some `units` of it. Returns whether it is done; raises what it raises."""
+        """Do about `units` of the call. Return whether it is done; raise its errors."""
         while units > 0:
             try:
                 units -= next(self._turns)
@@ -97,5 +97,5 @@ class Running(Generic[Result]):
         return False
 
     def close(self) -> None:
-        """Give it up: it lets go of what it holds."""
+        """Give the call up: it releases its holdings."""
         self._turns.close()

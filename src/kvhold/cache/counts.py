@@ -8,7 +8,10 @@ from kvhold.tiers.ram import Entry
 
 
 def count_lookup(metrics: Metrics, answer: Found, asked: int) -> None:
-    """Once for each lookup, when it is final: what is asked for, in tokens, is found, by its source, or missed, by its reason."""
+    """Count a lookup, once, when it is final.
+
+    Counts tokens: asked, found by source, missed by reason.
+    """
     result = "miss" if not answer.num_tokens else "hit" if answer.num_tokens == asked else "partial"
     metrics.add("kvhold_lookup_requests", result=result)
     metrics.add("kvhold_lookup_tokens", asked)
@@ -19,7 +22,7 @@ def count_lookup(metrics: Metrics, answer: Found, asked: int) -> None:
 
 
 def count_entries(metrics: Metrics, what: str, entries: Sequence[Entry]) -> None:
-    """They are reserved, stored, abandoned, cleared or loaned, by number and bytes."""
+    """Count entries and their bytes as reserved, stored, abandoned, cleared or loaned."""
     if entries:
         metrics.add(f"kvhold_{what}_chunks", len(entries))
         metrics.add(f"kvhold_{what}_bytes", sum([entry.nbytes for entry in entries]))

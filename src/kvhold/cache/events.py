@@ -1,10 +1,11 @@
-"""What becomes visible in memory and what goes, as a numbered stream: the last so many events, for whoever keeps an index of this cache.
+"""Admissions to memory and removals, as a numbered stream of the latest events, for indexes.
 
     log = EventLog(100_000); log.add("admitted", entry)
-    log.after(number)                     # what happened since; and whether something is missing in between
+    log.after(number)                     # the events since; and whether some are lost
 
-Numbers begin anywhere, so that a number of an earlier run, or of another cache, is never taken for one of this: it is *lost*, and the index
-starts anew from a snapshot. Pure; its cache is the single writer.
+Numbers begin at a random value, so that a number of an earlier run or of another cache is never
+mistaken for one of this cache. Such a number is *lost*: the index starts again from a snapshot.
+Pure; its cache is the single writer.
 """
 
 from collections.abc import Iterable
@@ -20,7 +21,7 @@ class EventLog:
     """A bounded buffer of events."""
 
     def __init__(self, limit: int) -> None:
-        """limit: how many are remembered."""
+        """Make an empty log of at most `limit` events."""
         self._limit = limit
         self._ring: list[Event] = []  # the event with number n stands at (n - first) % limit
         self._first = 0
@@ -28,11 +29,11 @@ class EventLog:
 
     @property
     def last(self) -> int:
-        """The number of the newest."""
+        """The number of the newest event."""
         return self._last
 
     def add(self, kind: str, entry: Entry) -> None:
-        """It has happened now."""
+        """Add an event."""
         self._last += 1
         event = event_of(kind, entry, self._last)
         if len(self._ring) < self._limit:
@@ -43,7 +44,7 @@ class EventLog:
             self._ring[(self._last - self._first) % self._limit] = event
 
     def after(self, number: int) -> EventBatch:
-        """Those after `number`, the oldest first, MOST at most."""
+        """Return the events after `number`, the oldest first, MOST at most."""
         new = self._last - number
         if not 0 <= new <= len(self._ring):  # forgotten since, or no number of ours
             return EventBatch([], self._last, lost=True)
@@ -56,10 +57,10 @@ class EventLog:
 
 
 def event_of(kind: str, entry: Entry, number: int) -> Event:
-    """An event about an entry of memory."""
+    """Make an event about an entry of memory."""
     return Event(number, kind, entry.key, "ram", entry.num_tokens, entry.first_token, entry.parent or b"")
 
 
 def snapshot_of(entries: Iterable[Entry], number: int) -> list[Event]:
-    """Entries as if each had been admitted just before event `number + 1`."""
+    """Return entries as if each had been admitted just before event `number + 1`."""
     return [event_of("admitted", entry, number) for entry in entries]

@@ -1,8 +1,8 @@
-"""What became of chunks that are not here any more, for as long as that is remembered.
+"""Why chunks are no longer here, for as long as that is remembered.
 
     gone = Gone(); gone.add(key, EVICTED); gone.why(key)
 
-Bounded: of the last `limit` keys at least, of twice as many at most (7.4 MB). Pure.
+Bounded: it remembers between `limit` and twice `limit` of the latest keys (7.4 MB at most). Pure.
 """
 
 LIMIT = 1 << 15
@@ -20,11 +20,11 @@ class Gone:
         return len(self._young) + len(self._old)
 
     def add(self, key: bytes, why: str) -> None:
-        """It has gone."""
+        """Note why a chunk has gone."""
         if len(self._young) >= self._limit:
             self._old, self._young = self._young, {}
         self._young[key] = why
 
     def why(self, key: bytes) -> str | None:
-        """Why it went, when it went last; None if it was never here, or that is forgotten."""
+        """Return why a chunk has gone last; None if it was never here or is forgotten."""
         return self._young.get(key) or self._old.get(key)

@@ -1,7 +1,8 @@
-"""How long a hit is: the longest prefix of which every group has what it needs.
+"""The length of a hit: the longest prefix for which every group has its needed chunks.
 
-Full attention needs every chunk; sliding attention those that overlap the last `window` tokens; a state (recurrent layers) the last
-chunk alone, because a state stands for all tokens up to its end. Pure; the presence of a chunk is asked through a function.
+Full attention needs every chunk. Sliding attention needs those that overlap the last `window`
+tokens. A state (recurrent layers) needs only the last chunk, because a state stands for all tokens
+up to its end. Pure; a function tells which chunks are present.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,10 +16,13 @@ Present = Callable[[int, int], bool]  # (group, number of the chunk or of the ta
 def longest_hit(
     layout: Layout, reach: int, num_whole: int, tail_lengths: Sequence[int], has_chunk: Present, has_tail: Present
 ) -> tuple[int, int | None]:
-    """`(whole chunks, tail)` of the longest hit: how many whole chunks, and which of `tail_lengths` (its index) follows, or None.
+    """Return `(whole chunks, tail)` of the longest hit; tail: an index into `tail_lengths`, or
+    None.
 
-    reach: of how many whole chunks from the start every full-attention group has all; num_whole: how many the prompt has
-    has_chunk(group, i): whole chunk i, asked for other groups alone; has_tail(group, i): the tail of tail_lengths[i]
+    reach: number of whole chunks from the start that every full-attention group has
+    num_whole: number of whole chunks of the prompt
+    has_chunk(group, i): presence of whole chunk i; called for other groups only
+    has_tail(group, i): presence of the tail of tail_lengths[i]
     """
     return finish(longest_hit_turns(layout, reach, num_whole, tail_lengths, has_chunk, has_tail))
 
@@ -33,7 +37,7 @@ def longest_hit_turns(
     *,
     units: int = 1,
 ) -> Turns[tuple[int, int | None]]:
-    """As `longest_hit`, in steps (`chores.py`); units: what one `has_chunk` costs."""
+    """Do `longest_hit` in steps (`chores.py`). units: the cost of one `has_chunk`."""
     others = [g for g, group in enumerate(layout.groups) if group.attention != "full"]
 
     def first_gap(tokens: int) -> Turns[int | None]:
@@ -64,7 +68,10 @@ def longest_hit_turns(
 
 
 def needed_chunks(layout: Layout, group: int, num_tokens: int) -> range:
-    """The numbers of the chunks that a hit of `num_tokens` needs of `group`; a tail counts as the chunk after the whole ones."""
+    """Return the numbers of the chunks of `group` that a hit of `num_tokens` needs.
+
+    A tail counts as the chunk after the whole ones.
+    """
     size = layout.tokens_per_chunk
     count = -(-num_tokens // size)
     return range(_first_needed(layout.groups[group], num_tokens, size, count), count)

@@ -1,11 +1,12 @@
-"""Chunks of the arena as frames, and frames on their way into it: without a copy where the payload is raw and in the clear.
+"""Frames of the arena's chunks: made for a tier, or read from a tier into the arena.
 
     writer = Writer(make_codec("lossless"), keyring)
-    written = writer.framed(entry, layout, ram.view(entry), terms)     # down: written.parts are what a tier writes
-    landing = Landing.of(ram, arrival, keyring)                        # up: a tier reads into landing.parts, unseen memory
-    landing.accept(nbytes)                                             # decrypted, checked, every byte of it, decoded; or FrameError
+    written = writer.framed(entry, layout, ram.view(entry), terms)     # down: a tier writes written.parts
+    landing = Landing.of(ram, arrival, keyring)                        # up: a tier reads into landing.parts
+    landing.accept(nbytes)                                             # decrypt, check, decode; or FrameError
 
-Any thread; hashing, coding and copying release the GIL.
+Raw payloads that are not encrypted move without a copy. Any thread; hashing, coding and copying
+release the GIL.
 """
 
 from collections.abc import Sequence
@@ -39,7 +40,11 @@ _RAW = Raw()
 
 
 class Landing:
-    """Where one value lands: its header in memory of its own, a raw payload in the arena; a frame of another size as a whole beside it."""
+    """The buffers that one value is read into.
+
+    A raw payload goes straight into the arena, its header into memory of its own. A frame of
+    another size goes into memory of its own as a whole.
+    """
 
     def __init__(self, arrival: Arrival, chunk: memoryview, parts: Parts, keyring: Keyring | None) -> None:
         self.arrival = arrival
@@ -49,20 +54,23 @@ class Landing:
 
     @classmethod
     def of(cls, ram: RamTier, arrival: Arrival, keyring: Keyring | None = None) -> "Landing":
-        """For one arrival, into the memory of its entry. keyring: of a tier that is encrypted; there, what is not sealed is no frame."""
+        """Make the buffers for one arrival, over the memory of its entry.
+
+        keyring: of an encrypted tier; there, a value that is not sealed is no frame
+        """
         entry, layout = arrival.entry, arrival.layout
         chunk = ram.view(entry)
         header_bytes = _header_bytes(entry, layout)
         if keyring is None and arrival.place.nbytes == header_bytes + entry.nbytes:
             return cls(arrival, chunk, (page_aligned(header_bytes), chunk), None)
         most = max_frame_bytes(_RAW, layout, _group(entry), entry.num_tokens, align=ALIGNMENT)
-        # What is larger than that does not fit: a miss. Nothing at all is a frame that is cut short, like any other.
+        # A larger value does not fit: a miss. An empty value is a frame that was cut short.
         return cls(arrival, chunk, (page_aligned(max(1, min(arrival.place.nbytes, 2 * most + OVERHEAD_BYTES))),), keyring)
 
     def accept(self, nbytes: int, *, check: bool) -> int:
-        """Check what arrived, all of it, and have the chunk in the arena and its checksums in its entry.
+        """Check and decode the frame into the arena, and set the entry's checksums.
 
-        Returns when it expires. Raises FrameError.
+        Returns its expiry (0: never). Raises FrameError.
         """
         entry, layout = self.arrival.entry, self.arrival.layout
         frame = self.parts[0][:nbytes] if len(self.parts) == 1 else self.parts[0]
@@ -84,7 +92,11 @@ class Landing:
 
 @dataclass(frozen=True)
 class Written:
-    """What a tier is given for one chunk. nbytes: of the frame; codec: which one it was in the end."""
+    """The frame of one chunk, for a tier.
+
+    nbytes: of the frame
+    codec:  the codec that was used in the end
+    """
 
     parts: Parts
     nbytes: int
@@ -93,18 +105,19 @@ class Written:
 
 @dataclass(frozen=True)
 class Writer:
-    """How a tier's frames are made. keyring: None where it is not encrypted."""
+    """Makes a tier's frames. keyring: None for a tier that is not encrypted."""
 
     codec: Codec
     keyring: Keyring | None = None
 
     def framed(self, entry: Entry, layout: Layout, view: memoryview, terms: Terms) -> Written | None:
-        """Header and payload of an entry, a raw payload where it lies (`view`), the header at a page's beginning, as direct I/O wants.
+        """Return header and payload of an entry. A raw payload is not copied (`view`).
 
-        A raw frame states the checksums with which the entry was committed, so that damage in memory is found by whoever reads it.
-        Where a codec has changed the bytes, they are compared after that, so that damage is not sealed as if it were right.
+        The header begins at a page, for direct I/O. A raw frame states the checksums from the
+        entry's commit, so that its reader finds damage of memory. If a codec has changed the bytes,
+        they are compared after encoding, so that damage is not sealed as correct.
 
-        None where it must be encrypted and there is no key for it. Raises DamagedChunks.
+        None if it must be encrypted and there is no key. Raises DamagedChunks.
         """
         checksums = unpack(entry.checksums) or None
         written = self.encoded(
@@ -135,7 +148,7 @@ class Writer:
         expires_at: int,
         checksums: Sequence[int] | None = None,
     ) -> Written | None:
-        """The same of a chunk that is no entry. checksums: as for `frame_chunk`."""
+        """Do `framed` for a chunk that is no entry. checksums: as for `frame_chunk`."""
         if self.keyring is not None and not self.keyring.seals(terms.tenant):
             return None
         frame = frame_within(
@@ -155,7 +168,10 @@ class Writer:
 
 
 def _decode(header: FrameHeader, payload: memoryview, chunk: memoryview, layout: Layout) -> list[int]:
-    """Verify and decode all layers into `chunk`. Returns their checksums, taken before the bytes are where others may write them."""
+    """Verify and decode all layers into `chunk`. Return their checksums.
+
+    The checksums are taken before the bytes are in memory that others may write.
+    """
     size = header.layer_bytes
     if header.codec == RAW:
         unframe_payload(header, payload, chunk, layout=layout)
@@ -169,7 +185,7 @@ def _decode(header: FrameHeader, payload: memoryview, chunk: memoryview, layout:
 
 
 def _on_a_page(parts: Parts) -> Parts:
-    """A raw frame's header is bytes of its own, anywhere; what was coded or sealed begins at a page already."""
+    """Copy a raw frame's header to the beginning of a page. Other frames begin at one already."""
     if len(parts) == 1 or parts[0].obj is parts[1].obj:
         return parts
     header = page_aligned(len(parts[0]))

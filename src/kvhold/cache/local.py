@@ -1,10 +1,11 @@
-"""The cache in this process: the state machine under a lock, over an arena of its own.
+"""The cache in this process: the state machine under a lock, over its own arena.
 
     with open_cache(ram_bytes="2GiB", tiers=["disk:///var/cache/kvhold"]) as cache: ...
 
-Where there are tiers below RAM, a mover with a thread of its own serves them, and takes the lock to tell what came of it.
+A mover with its own thread serves the tiers below RAM, and takes the lock to report.
 
-For transformers, for tests, and wherever one process is all there is. The node drives the same state machine for many.
+It is for transformers, for tests, and for single processes. The node drives the same state machine
+for many processes.
 """
 
 import threading
@@ -31,15 +32,21 @@ from kvhold.memory.arena import Arena, Toucher, default_arena_bytes
 
 
 def open_cache(**settings: Any) -> "LocalCache":
-    """A cache in this process, from settings as in `Config` (arguments, then environment, then file)."""
+    """Open a cache in this process, with settings as in `Config` (arguments, environment, file)."""
     return LocalCache(load_config(settings))
 
 
 class LocalCache:
-    """Meets `core.api.Cache`. Only what comes from lower tiers is waited for. After `close`, every call raises KVHoldError."""
+    """Implements `core.api.Cache`. Waits only for chunks from lower tiers.
+
+    After `close`, every call raises KVHoldError.
+    """
 
     def __init__(self, config: Config) -> None:
-        """Raises CapacityError when the arena does not fit, ConfigError for tiers that cannot be."""
+        """Create the arena and start the threads.
+
+        Raises CapacityError if the arena does not fit, ConfigError for invalid tiers.
+        """
         self._config = config
         self._arena = Arena.create(config.ram_bytes or default_arena_bytes(), huge_pages=config.huge_pages)
         self._state = new_state(config, self._arena)
@@ -59,12 +66,20 @@ class LocalCache:
 
     @property
     def arena_buffer(self) -> npt.NDArray[np.uint8]:
-        """[arena bytes]; read only."""
+        """The arena, [arena bytes]; read only."""
         self._check_open()
         return self._read_only
 
+    def map_for_device(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+        """See `Cache`."""
+        self._check_open()
+        return self._read_only, self._buffer
+
+    def report_pinned(self, nbytes: int) -> None:
+        """See `Cache`. Does nothing."""
+
     def register(self, namespace: Namespace) -> None:
-        """Make the layout known."""
+        """Register a namespace and its layout."""
         with self._lock:
             self._check_open()
             self._state.register(namespace.layout, namespace.digest, terms_of(namespace.tags))
@@ -72,7 +87,7 @@ class LocalCache:
     def lookup(
         self, query: Query, *, work: Work | None = None, have_tokens: int = 0, wait_s: float | None = None, deadline_s: float | None = None
     ) -> Hit:
-        """The longest prefix that is here or comes from lower tiers in time, pinned."""
+        """Find and pin the longest prefix that is here, or arrives from lower tiers in time."""
         with self._lock:
             self._check_open()
             found = self._state.lookup(self._owner, query, work, have_tokens=have_tokens)
@@ -85,19 +100,19 @@ class LocalCache:
         return Hit(found, lambda: self._release(ticket), ask=self._ask, pause=self._pause)
 
     def came_of(self, request: str, *, load_s: float, compute_s: float, deadline_s: float | None = None) -> None:
-        """Remember how long the engine took."""
+        """Record how long the engine took."""
         with self._lock:
             self._check_open()
             self._state.planner.came_of(request, load_s=load_s, compute_s=compute_s)
 
     def explain(self, request: str = "", *, deadline_s: float | None = None) -> list[Decision]:
-        """What was decided lately, and why."""
+        """Return the latest decisions and their reasons."""
         with self._lock:
             self._check_open()
             return self._state.planner.explain(request)
 
     def prefetch(self, query: Query, *, deadline_s: float | None = None) -> None:
-        """Have what lower tiers hold of a prompt brought into memory."""
+        """Load a prompt's chunks from lower tiers into memory."""
         with self._lock:
             self._check_open()
             self._state.prefetch(self._owner, query)
@@ -107,7 +122,7 @@ class LocalCache:
     def claim(
         self, ticket: int, shard: int = 0, *, first_chunk: int = 0, arriving: bool = False, deadline_s: float | None = None
     ) -> Loan | None:
-        """A loan of one shard's part of a hit."""
+        """Return a loan of one shard's part of a hit."""
         with self._lock:
             self._check_open()
             lent = self._state.claim(self._owner, ticket, shard, first_chunk, arriving=arriving)
@@ -134,7 +149,7 @@ class LocalCache:
         terms: Terms = FREE,
         deadline_s: float | None = None,
     ) -> Room:
-        """Memory for what is missing."""
+        """Reserve memory for missing chunks."""
         mask = mask_bytes(groups, layout, names)
         with self._lock:
             self._check_open()
@@ -160,7 +175,7 @@ class LocalCache:
         return removed
 
     def flush(self, mark: int | None = None, *, deadline_s: float | None = None) -> bool:
-        """Wait until what was committed has been written to lower tiers, and nothing is being cleared there."""
+        """Wait until committed chunks are written to lower tiers, and clears there have ended."""
         with self._lock:
             self._check_open()
             mark = self._state.mark if mark is None else mark
@@ -170,7 +185,7 @@ class LocalCache:
     def recode(
         self, tier: str, codec: str, *, namespace: bytes | None = None, query: Query | None = None, deadline_s: float | None = None
     ) -> Recoding:
-        """Have what a tier holds written anew by another codec."""
+        """Re-encode the chunks of a tier with another codec."""
         with self._lock:
             self._check_open()
             number = self._state.recode(self._owner, Wish(tier, codec, namespace, query))
@@ -178,7 +193,7 @@ class LocalCache:
         return Recoding(Recoded(), lambda: self._release(number), ask=lambda: self._ask_recoding(number))
 
     def snapshot(self, *, deadline_s: float | None = None) -> EventBatch:
-        """All that is visible in memory now."""
+        """Return all chunks that are visible in memory now."""
         with self._lock:
             self._check_open()
             number, parts = self._state.snapshot()
@@ -186,20 +201,23 @@ class LocalCache:
         return EventBatch(events, number)
 
     def events(self, after: int, *, deadline_s: float | None = None) -> EventBatch:
-        """What has happened since event number `after`."""
+        """Return the events after number `after`."""
         with self._lock:
             self._check_open()
             return self._state.events(after)
 
     def status(self, *, deadline_s: float | None = None) -> dict[str, Any]:
-        """Sizes, counts and counters."""
+        """Return sizes, counts and counters."""
         with self._lock:
             self._check_open()
             tiers = self.mover.status() if self.mover is not None else {}
             return self._state.status() | {"arena_touched_bytes": self._toucher.touched_bytes, "scrub": self._scrubber.status()} | tiers
 
     def close(self) -> None:
-        """Write what waits to lower tiers, for `drain_timeout_s` at most; give back everything, and the arena itself. Idempotent."""
+        """Write queued chunks to lower tiers, then free everything. Idempotent.
+
+        The writes get `drain_timeout_s` at most.
+        """
         self._toucher.stop()
         self._scrubber.stop()
         with self._lock:
@@ -224,21 +242,21 @@ class LocalCache:
             raise KVHoldError("this cache is closed")
 
     def _await(self, ticket: int, wait_s: float) -> Found:
-        """Under the lock: wait for what arrives, and settle."""
+        """Wait for arriving chunks, and settle. Under the lock."""
         try:
             self._lock.wait_for(lambda: self._closed or self._state.is_over(ticket), wait_s)
-        except BaseException:  # Ctrl-C: nobody else knows the ticket
+        except BaseException:  # Ctrl-C: only this call knows the ticket
             self._state.release(self._owner, ticket)
             raise
         return self._state.refresh(ticket, settle=True)
 
     def _move(self) -> None:
-        """Under the lock: have the state's orders done."""
+        """Give the state's orders to the mover. Under the lock."""
         if self.mover is not None:
             self.mover.submit(self._state.take_orders())
 
     def _happen(self, event: Callable[[], None]) -> None:
-        """From the mover's thread."""
+        """Run an event of the mover or the scrubber, in its thread."""
         with self._lock:
             event()
             self._move()
@@ -246,7 +264,7 @@ class LocalCache:
         self._finish_chores()
 
     def _finish_chores(self) -> None:
-        """Not under the lock: do the background work, in steps. Other threads take the lock between two of them."""
+        """Do the background work in steps. Other threads take the lock between two steps."""
         while self._state.has_chores:
             with self._lock:
                 if self._closed:
@@ -257,7 +275,7 @@ class LocalCache:
                     self._lock.notify_all()
 
     def _pause(self, seconds: float) -> None:
-        """For so long, or until something has come of anything."""
+        """Wait for so long, or until the next event."""
         with self._lock:
             if not self._closed:
                 self._lock.wait(seconds)

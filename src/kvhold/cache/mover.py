@@ -1,12 +1,13 @@
-"""Carries chunks between the arena and the tiers below it: probes, reads that are checked, writes behind, clears.
+"""Moves chunks between the arena and the tiers: probes, checked reads, writes behind, clears.
 
-    mover = Mover(state.ram, stack, metrics, post)     # a thread with an event loop of its own
+    mover = Mover(state, stack, metrics, post)         # a thread with an event loop of its own
     mover.submit(state.take_orders())                  # from the state's thread; never blocks
-    post(lambda: state.fetched(entry, True))           # how it answers, from its own thread: the driver runs it where the state lives
+    post(lambda: state.fetched(entry, True))           # a report; the driver runs it with the state
 
-What comes up is checked before anybody sees it: a frame's header, its identity, every byte's checksum, in the memory that was reserved for
-it; checking one batch overlaps with reading the next. A frame that fails is a miss, is counted, logged and removed. Raw payloads go between
-a tier and the arena without a copy. Encoding and checking run in threads of their own and release the GIL.
+Each frame is checked in the memory that was reserved for it, before the chunk becomes visible: the
+header, the identity, a checksum over every byte. One batch is checked while the next one is read. A
+frame that fails is a miss; it is counted, logged and removed. Raw payloads move between a tier and
+the arena without a copy. Encoding and checking run in threads of their own and release the GIL.
 """
 
 import asyncio
@@ -38,20 +39,25 @@ from kvhold.core.reasons import BAD_FRAME, EVICTED, EXPIRED, TIER_DOWN
 from kvhold.tiers.gate import Urgency
 from kvhold.tiers.generations import ALL
 from kvhold.tiers.guard import Guard
+from kvhold.tiers.hidden import Debt
 from kvhold.tiers.journal import ClearsJournal
 from kvhold.tiers.ram import Entry, RamTier
 from kvhold.tiers.stack import Stack, make_stack
 
 log = logging.getLogger(__name__)
 
-_THREADS = 2  # for each direction
+_THREADS = 2  # per direction
 _MOMENT_S = 0.05
-_LEAVE_S = 5.0  # for calls that hang; then they are left behind
+_LEAVE_S = 5.0  # for calls that hang; then they are abandoned
 
 
 @dataclass(frozen=True)
 class _Arrived:
-    """What came of a landing: when it expires (0: never), or what is wrong with it."""
+    """The result of a landing.
+
+    expires_at: 0: never
+    fault:      None: the frame is right
+    """
 
     landing: Landing
     expires_at: int = 0
@@ -59,10 +65,10 @@ class _Arrived:
 
 
 class Mover:
-    """One thread, one loop, one stack."""
+    """One thread and one loop over one stack."""
 
     check = True
-    """Look at every byte that comes up; off only to measure what that costs."""
+    """Check every byte that is read. Switch it off only to measure the cost of checking."""
 
     def __init__(
         self,
@@ -78,42 +84,48 @@ class Mover:
 
         metrics: its own, counted in its thread
         keyring: for tiers that are encrypted
-        loop:    runs the mover instead of a thread of its own, as in a simulation; then the caller awaits `end` and not `close`
-        journal: remembers clears that tiers owe
+        loop:    runs the mover instead of a thread of its own, as in a simulation; the caller then
+                 awaits `end` instead of `close`
+        journal: remembers the clears that tiers owe
         """
         self._journal = journal
-        self._barred: dict[bytes, int] = {}  # prefixes that another host has cleared, until the state has, too
+        # prefixes cleared by another host, until the state has cleared them
+        self._barred: dict[bytes, int] = {}
         self._state = state
         self._ram: RamTier = state.ram
         self._stack = stack
         self._metrics = metrics
         self._post = post
-        self._checking = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvhold-check")  # a request waits for it, and never for encoding
+        # apart from encoding, because requests wait for checks
+        self._checking = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvhold-check")
         self._encoding = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvhold-encode")
         self._outboxes: list[Outbox] = []
         self._shared = [guard for guard in stack.guards if guard.traits.shared]
         self._codings = [Coding(guard.config.codec, keyring if guard.config.encrypt else None) for guard in stack.guards]
         self._tasks: set[asyncio.Task[Any]] = set()
-        # The first use of a codec on a machine compiles it, which takes a while; nobody is to wait for that.
+        self._owing: set[asyncio.Task[Any]] = set()  # clears that are not in the journal yet
+        # The first use of a codec on a machine compiles it. Do that early: it takes a while.
         self._compiling: dict[str, asyncio.Future[Codec]] = {}
         self._dealt_with = asyncio.Event()
+        self._remembering = asyncio.Lock()
         keyrings = [coding.keyring for coding in self._codings]
         self._recoder = Recoder(stack, keyrings, metrics, self._encoding, tell=self._tell_recoded, now=self._ram.now)
         self._recodings: dict[int, asyncio.Task[Any]] = {}
         self._loop = loop or asyncio.new_event_loop()
-        self._loop.call_soon(self._begin)  # before any order: `submit` may well be called before the thread runs
+        # before any order: `submit` may be called before the thread runs
+        self._loop.call_soon(self._begin)
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvhold-mover", daemon=True)
         if loop is None:
             self._thread.start()
 
     def submit(self, orders: Sequence[Order]) -> None:
-        """Do these soon. From the state's thread; never blocks."""
+        """Queue orders. Call it from the state's thread; never blocks."""
         if orders and not self._closed:
             self._loop.call_soon_threadsafe(self._accept, orders)
 
     def status(self) -> dict[str, Any]:
-        """Of the tiers, from the top, and what was counted of them. Safe from any thread."""
+        """Return the state of the tiers, from the top, and their counters. Safe from any thread."""
         tiers = [
             of_tier | {"codec": coding.codec, "codec_ready": self._is_ready(coding.codec), "encrypted": coding.keyring is not None}
             for of_tier, coding in zip(self._stack.status(), self._codings, strict=True)
@@ -124,7 +136,12 @@ class Mover:
         return codec not in self._compiling or self._compiling[codec].done()
 
     def close(self, *, drain_timeout_s: float) -> None:
-        """Write what waits, for so long at most; then end the tiers and the thread. Its events may still be posted meanwhile."""
+        """Write the queued chunks, then end the tiers and the thread.
+
+        drain_timeout_s: the most time for the writes
+
+        Events may still be posted meanwhile.
+        """
         if self._closed:
             return
         self._closed = True
@@ -135,7 +152,7 @@ class Mover:
             pool.shutdown(wait=False, cancel_futures=True)
 
     async def end(self, drain_timeout_s: float) -> None:
-        """Write what waits, for so long at most; then end the tasks and the tiers. In the mover's loop."""
+        """Do `close` without ending the thread or the loop. In the mover's loop."""
         self._closed = True
         until = self._loop.time() + drain_timeout_s
         while self._loop.time() < until and any(box for box in self._outboxes if box.guard.available):
@@ -143,6 +160,8 @@ class Mover:
         left = sum(box.num_queued for box in self._outboxes)
         if left:
             log.warning("%d chunks were not written to lower tiers before the end", left)
+        if self._owing:  # the next node is to know of them
+            await asyncio.wait(self._owing, timeout=_LEAVE_S)
         for task in list(self._tasks):
             task.cancel()
         if self._tasks:
@@ -160,7 +179,7 @@ class Mover:
         for guard, coding in zip(self._stack.guards, self._codings, strict=True):
             outbox = Outbox(guard, coding, self._metrics)
             self._outboxes.append(outbox)
-            guard.share(self._learn, self._journal, may_hold=self._may_hold)
+            guard.share(self._learn, self._journal, may_hold=self._may_hold, remember=self._remember)
             if self._journal is not None:
                 guard.resume_clears(self._journal)
             if guard.traits.shared:
@@ -182,7 +201,10 @@ class Mover:
                 case WriteOrder():
                     self._queue(order)
                 case ClearOrder():
-                    self._start(self._clear(order))
+                    owing = self._loop.create_task(self._owe(order))
+                    self._owing.add(owing)
+                    owing.add_done_callback(self._owing.discard)
+                    self._start(self._clear(order, owing))
                 case RecodeOrder(number=number):
                     self._recodings[number] = self._start(self._recoder.run(order))
                     self._recodings[number].add_done_callback(partial(self._recoded, number))
@@ -214,9 +236,10 @@ class Mover:
         self._post(lambda: self._state.probed(order.search, places, silent=bool(silent)))
 
     async def _meet(self, keys: Sequence[bytes]) -> None:
-        """Hear of the clears of these keys' namespaces before a disk of this host answers; it may be older than they are.
+        """Learn of clears of these keys' namespaces before a disk of this host is probed.
 
-        Where a shared tier cannot be reached, the disk answers: that is told as soon as the tier is back.
+        The disk's chunks may be older than the clears. If a shared tier is down, the disk is used
+        as it is; the clears are learned when the tier is back.
         """
         spaces = list(dict.fromkeys(key[:NAMESPACE_BYTES] for key in keys))
         for guard in self._shared:
@@ -225,7 +248,7 @@ class Mover:
             await guard.meet(spaces)
 
     async def _fetch(self, order: FetchOrder) -> None:
-        """All of it, batch by batch, each tier by itself."""
+        """Read all arrivals, in batches, each tier independently."""
         by_tier: dict[int, list[Arrival]] = {}
         for arrival in order.arrivals:
             by_tier.setdefault(arrival.place.tier, []).append(arrival)
@@ -235,7 +258,7 @@ class Mover:
                 self._start(self._fetch_batch(guard, self._codings[tier].keyring, batch))
 
     async def _fetch_batch(self, guard: Guard, keyring: Keyring | None, batch: list[Arrival], *, again: bool = False) -> None:
-        left = {id(arrival): arrival for arrival in batch}  # those that the state has not been told of yet
+        left = {id(arrival): arrival for arrival in batch}  # not reported to the state yet
         why: dict[int, str] = {}
         try:
             async with guard.gate.turn(Urgency.READ):
@@ -257,12 +280,20 @@ class Mover:
                 if resized:
                     self._start(self._fetch_batch(guard, keyring, list(resized.values()), again=True))
             why |= {id(one.landing.arrival): BAD_FRAME if one.fault is not None else EXPIRED for one in arrived}
-            await self._remove_bad(guard, arrived)  # and then the rest is told, so that the next lookup does not find it again
-        finally:  # whatever happened: nobody waits for ever, no memory is lost
+            # before the rest is reported, so that the next lookup does not find it again
+            await self._remove_bad(guard, arrived)
+        # the mover ends: the tier may still use the memory, so it is not reused
+        except asyncio.CancelledError:
+            self._tell_given_up(left)
+            raise
+        finally:  # in every case: no search waits for ever, no memory is lost
             self._tell_fetched([(arrival.entry, why.get(number, TIER_DOWN)) for number, arrival in left.items()])
 
     async def _resized(self, guard: Guard, missed: list[Arrival]) -> dict[int, Arrival]:
-        """Of those that were not there as probed, by `id`, the ones whose frame has another size by now: it was recoded and did not fit."""
+        """Return the missed arrivals whose frame has another size than probed, by `id`.
+
+        Such a frame was re-encoded since the probe, and did not fit its buffer.
+        """
         sizes = await guard.probe([arrival.entry.key for arrival in missed]) if missed else []
         return {
             id(arrival): replace(arrival, place=replace(arrival.place, nbytes=size))
@@ -271,10 +302,7 @@ class Mover:
         }
 
     def _give_up(self, left: dict[int, Arrival], pending: "asyncio.Task[Any]") -> None:
-        entries = [arrival.entry for arrival in left.values()]
-        left.clear()
-        for entry in entries:
-            self._post(lambda entry=entry: self._state.given_up(entry))  # type: ignore[misc]
+        entries = self._tell_given_up(left)
 
         def let_go(_: Any) -> None:
             for entry in entries:
@@ -282,8 +310,15 @@ class Mover:
 
         pending.add_done_callback(let_go)
 
+    def _tell_given_up(self, left: dict[int, Arrival]) -> list[Entry]:
+        entries = [arrival.entry for arrival in left.values()]
+        left.clear()
+        for entry in entries:
+            self._post(lambda entry=entry: self._state.given_up(entry))  # type: ignore[misc]
+        return entries
+
     def _check_all(self, landings: Sequence[Landing], sizes: Sequence[int | None]) -> list["_Arrived"]:
-        """In a thread: check what has landed, all of a batch, while the next one is being read."""
+        """Check the frames of a batch, in a thread, while the next batch is read."""
         return [_accepted(landing, nbytes, check=self.check) for landing, nbytes in zip(landings, sizes, strict=True) if nbytes is not None]
 
     def _is_good(self, one: "_Arrived") -> bool:
@@ -313,7 +348,7 @@ class Mover:
                 await guard.delete(keys)
 
     def _tell_fetched(self, ended: Sequence[tuple[Entry, int | str]]) -> None:
-        """Entries, and when each expires (0: never), or why it is no good."""
+        """Report ended reads to the state: each with its expiry (0: never), or with its fault."""
 
         def tell() -> None:
             for entry, outcome in ended:
@@ -343,7 +378,7 @@ class Mover:
             self._post(lambda: self._state.written(order.number))
 
     async def _write_from(self, outbox: Outbox) -> None:
-        """One of a tier's writers: batch after batch, as long as the mover lives."""
+        """Write batch after batch to a tier. One of its writers; runs as long as the mover."""
         guard = outbox.guard
         while True:
             await outbox.wait()
@@ -352,20 +387,21 @@ class Mover:
             try:
                 async with guard.gate.turn(Urgency.WRITE):
                     pending = await self._write_batch(guard, outbox.coding, batch)
-            except Exception:  # one batch is lost, not the tier
+            except Exception:  # a fault loses one batch, not the tier
                 log.exception("tier %s: a batch was not written", guard.name)
                 guard.drop(len(batch), reason="internal")
-            finally:
-                outbox.finish(batch)
-                self._dealt_with.set()
-                if pending is None:
-                    self._finish(batch)
-                else:  # the tier may still be reading the entries' memory
-                    pending.add_done_callback(partial(self._finish_late, guard, batch))
+            # Only the mover's end cancels this. The tier may then still use the memory, so it is
+            # not freed.
+            outbox.finish(batch)
+            self._dealt_with.set()
+            if pending is None:
+                self._finish(batch)
+            else:  # the tier may still be reading the entries' memory
+                pending.add_done_callback(partial(self._finish_late, guard, batch))
 
     async def _write_batch(self, guard: Guard, coding: Coding, batch: list[Write]) -> "asyncio.Task[Any] | None":
-        """Write what the tier does not have yet. Returns the call that still holds the entries' memory, if there is one."""
-        if not guard.available:  # then nothing is even hashed for it
+        """Write the chunks that the tier lacks. Return a task if calls still use their memory."""
+        if not guard.available:  # then not even hash for it
             guard.drop(len(batch), reason="unavailable")
             return None
         there = await guard.probe([write.order.entry.key for write in batch])
@@ -384,7 +420,10 @@ class Mover:
         return asyncio.ensure_future(_all(pending)) if pending else None
 
     async def _frame(self, guard: Guard, coding: Coding, write: Write) -> Written | None:
-        """Made once for all tiers that want the same. None where a tier wants it encrypted and there is no key."""
+        """Return the frame of a chunk, made once for all tiers with the same coding.
+
+        None if the tier is encrypted and there is no key, or if the chunk is damaged.
+        """
         if coding not in write.frames:
             making = self._loop.run_in_executor(self._encoding, self._make_frame, coding, write.order)
             write.frames[coding] = asyncio.ensure_future(_future_result(making))
@@ -403,13 +442,14 @@ class Mover:
         return written
 
     def _make_frame(self, coding: Coding, order: WriteOrder) -> Written | None:
-        """In a thread."""
+        """Encode a chunk, in a thread."""
         writer = Writer(make_codec(coding.codec), coding.keyring)
         return writer.framed(order.entry, order.layout, self._ram.view(order.entry), order.terms)
 
     def _finish_late(self, guard: Guard, batch: list[Write], _: "asyncio.Task[Any]") -> None:
         cleared = [write.order.entry.key for write in batch if self._ram.is_doomed(write.order.entry)]
-        if cleared and not guard.traits.shared:  # no clear waits for a call that hangs; in a shared tier it has written old names
+        # clears do not wait for hung calls; in a shared tier, these wrote under old names
+        if cleared and not guard.traits.shared:
             self._start(self._remove(guard, cleared))
         self._finish(batch)
 
@@ -427,15 +467,16 @@ class Mover:
         del self._recodings[number]
 
     async def _some_written(self) -> None:
-        """Until a batch has been dealt with, or a moment has passed."""
+        """Wait until a batch has ended, or for a moment."""
         self._dealt_with.clear()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._dealt_with.wait(), _MOMENT_S)
 
     def _learn(self, prefix: bytes) -> None:
-        """Another host has cleared a tier: nothing older is written from here on.
+        """Take note of another host's clear: nothing older is written from now on.
 
-        What waits is dropped, and so is what comes until the state has cleared its memory, too.
+        Queued chunks are dropped, and so are chunks that are queued before the state has cleared
+        its memory.
         """
         log.info("another host has cleared %s", prefix.hex() or "everything")
         self._barred[prefix] = self._barred.get(prefix, 0) + 1
@@ -449,7 +490,10 @@ class Mover:
         self._post(lambda: self._state.cleared_elsewhere(prefix))
 
     def _may_hold(self, space: bytes) -> bool:
-        """Whether memory or a disk of this host may hold chunks of a namespace (or, of all, anything) from before a clear."""
+        """Return whether memory or a disk of this host may hold chunks from before a clear.
+
+        space: a namespace, or ALL for any
+        """
         in_use = self._state.in_use
         return space in in_use or (space == ALL and bool(in_use)) or len(self._shared) < len(self._stack.guards)
 
@@ -457,32 +501,46 @@ class Mover:
         return any(key.startswith(prefix) for prefix in self._barred)
 
     async def _refresh(self, guard: Guard) -> None:
-        """Learn now and then what other hosts have cleared, though nobody asks the tier."""
+        """Learn of other hosts' clears from time to time, even without requests to the tier."""
         while True:
             await asyncio.sleep(guard.config.clears_check_s)
-            for space in list(self._state.in_use):  # nobody may ever have asked a tier for what was stored
+            # its chunks may have been stored and never probed
+            for space in list(self._state.in_use):
                 guard.use(space)
             await guard.refresh()
             await self._remember()
 
     async def _remember(self) -> None:
-        """Have the journal say which clears of others this host has heard of. First what its tiers owe because of them."""
-        if self._journal is not None:
+        """Record in the journal which clears of other hosts this host has learned of.
+
+        The clears that its own tiers owe because of them are recorded first.
+        """
+        if self._journal is None:
+            return
+        async with self._remembering:  # else an earlier call could write older numbers last
             numbers = {guard.name: guard.generations for guard in self._shared}
             for guard in self._stack.guards:
                 await guard.remember()
             await self._journal.reach(numbers)
 
-    async def _clear(self, order: ClearOrder) -> None:
-        """Nothing that was queued before comes after: it is dropped, and what is being written is waited for.
+    async def _owe(self, order: ClearOrder) -> tuple[list[tuple[Outbox, set[Write]]], list[tuple[Guard, Debt]]]:
+        """Put a clear into the journal. Return the writes in progress, and the debts of the tiers.
 
-        First the clear is hidden and in the journal: a node that ends while a write hangs has not forgotten it.
+        The debts are paid after those writes.
+        """
+        for outbox in self._outboxes:
+            self._finish(outbox.drop(order.prefix) if not order.learned else ())
+        writing = [(outbox, outbox.writing(order.prefix)) for outbox in self._outboxes]
+        return writing, await self._stack.owe(order.prefix, shared=not order.learned)
+
+    async def _clear(self, order: ClearOrder, owing: "asyncio.Task[Any]") -> None:
+        """Clear the tiers. Queued writes were dropped; wait for those in progress.
+
+        owing: the task of `_owe`. It comes first, so that a node that ends, even while a write
+               hangs, keeps the clear.
         """
         try:
-            for outbox in self._outboxes:
-                self._finish(outbox.drop(order.prefix) if not order.learned else ())
-            writing = [(outbox, outbox.writing(order.prefix)) for outbox in self._outboxes]
-            debts = await self._stack.owe(order.prefix, shared=not order.learned)
+            writing, debts = await asyncio.shield(owing)
             for outbox, writes in writing:
                 while outbox.is_writing(writes):
                     await self._some_written()
@@ -506,9 +564,9 @@ def _accepted(landing: Landing, nbytes: int, *, check: bool) -> _Arrived:
 def make_mover(
     config: Config, state: CacheState, post: Callable[[Callable[[], None]], None], clears_file: Path | None = None
 ) -> Mover | None:
-    """The mover of the tiers that the settings name; None if there are none. Raises ConfigError.
+    """Make the mover of the configured tiers; None if there are none. Raises ConfigError.
 
-    clears_file: where clears are remembered that tiers owe; None: nowhere, unless the settings say where
+    clears_file: remembers the clears that tiers owe, unless the settings name a file; None: no file
     """
     if not config.tiers:
         return None

@@ -1,7 +1,8 @@
-"""What the cache's state asks of the world below RAM: orders out, and the events that answer them.
+"""Orders of the cache's state to the mover, and the events that answer them.
 
-The state takes calls and events and returns answers; what it wants done besides stands in its orders, which its driver hands to the mover.
-The mover answers each with calls of the state's event methods, named here.
+The state takes calls and events and returns answers. It has no I/O: its driver takes its orders and
+gives them to the mover. The mover answers each by the event methods of the state that are named
+here.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from kvhold.tiers.stack import Place
 
 @dataclass(frozen=True)
 class ProbeOrder:
-    """Where are these keys? -> `probed(search, places)`"""
+    """Find these keys in the tiers. -> `probed(search, places)`"""
 
     search: int
     keys: list[bytes]
@@ -23,7 +24,7 @@ class ProbeOrder:
 
 @dataclass(frozen=True)
 class Arrival:
-    """One chunk to be read from its place into its entry, which is reserved for it."""
+    """One chunk to be read from its place into its reserved entry."""
 
     entry: Entry
     layout: Layout
@@ -33,16 +34,19 @@ class Arrival:
 
 @dataclass(frozen=True)
 class FetchOrder:
-    """Read these, in this order as far as it matters. -> for each `fetched(entry, ok)`, or `given_up(entry)` and `let_go(entry)` later"""
+    """Read these chunks, roughly in this order.
+
+    -> for each `fetched(entry, ok)`; or `given_up(entry)`, and `let_go(entry)` later
+    """
 
     arrivals: list[Arrival]
 
 
 @dataclass(frozen=True)
 class WriteOrder:
-    """Write this entry, which is held until then, to lower tiers. -> `written(number)`
+    """Write this entry to lower tiers; it is held until then. -> `written(number)`
 
-    terms: on which it was stored
+    terms: of its store
     above: only to the tiers above this one, where the chunk came from; None: to all
     """
 
@@ -66,7 +70,11 @@ class ClearOrder:
 
 @dataclass(frozen=True)
 class Space:
-    """What is known of a namespace that is to be recoded. terms: its budget, and whose it is; layout: None where the frames must say it."""
+    """A namespace that is to be re-encoded.
+
+    layout: None if the frames must say it
+    terms:  its budget and tenant
+    """
 
     layout: Layout | None
     terms: Terms
@@ -74,11 +82,11 @@ class Space:
 
 @dataclass(frozen=True)
 class RecodeOrder:
-    """Write what a tier holds anew. -> `recoded(number, recoded)`, now and then and at the end
+    """Re-encode the chunks of a tier. -> `recoded(number, recoded)`, repeatedly and at the end
 
     spaces:  of these namespaces, by digest
-    layouts: all that are registered, by fingerprint
-    keys:    these alone; None: all that are there
+    layouts: all registered ones, by fingerprint
+    keys:    only these; None: all that are there
     """
 
     number: int
@@ -91,7 +99,7 @@ class RecodeOrder:
 
 @dataclass(frozen=True)
 class StopOrder:
-    """Go no further with a recoding. -> `recoded(number, recoded)`"""
+    """Stop a recoding. -> `recoded(number, recoded)`"""
 
     number: int
 

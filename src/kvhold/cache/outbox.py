@@ -48,7 +48,7 @@ class Write:
 
 
 class Outbox:
-    """What waits for one tier."""
+    """The queue of one tier."""
 
     def __init__(self, guard: Guard, coding: Coding, metrics: Metrics) -> None:
         self.guard = guard
@@ -67,24 +67,26 @@ class Outbox:
 
     @property
     def num_queued(self) -> int:
-        """Chunks that nobody has begun to write."""
+        """The number of chunks whose writing has not begun."""
         return len(self._queue)
 
     def push(self, write: Write) -> None:
-        """One more at the end."""
+        """Add a write at the end."""
         self._queue.append(write)
         self._nbytes += write.nbytes
         self.ready.set()
         self._tell()
 
     async def wait(self) -> None:
-        """Until something is queued."""
+        """Wait until a write is queued."""
         while not self._queue:
             self.ready.clear()
             await self.ready.wait()
 
     def take(self, most_bytes: int) -> list[Write]:
-        """The oldest that are `most_bytes` together, one at least. They are being written until `finish`."""
+        """Take the oldest writes, at most `most_bytes` or one. They are being written until
+        `finish`.
+        """
         batch = [self._queue.popleft()]
         left = most_bytes - batch[0].nbytes
         while self._queue and self._queue[0].nbytes <= left:
@@ -94,13 +96,13 @@ class Outbox:
         return batch
 
     def finish(self, batch: list[Write]) -> None:
-        """They are not being written any more."""
+        """Note that the writing of a batch has ended."""
         self._writing.difference_update(batch)
         self._nbytes -= sum(write.nbytes for write in batch)
         self._tell()
 
     def drop(self, prefix: bytes) -> list[Write]:
-        """Take out what waits and whose key begins with `prefix`. One pass, not one a chunk."""
+        """Remove and return the queued writes whose key begins with `prefix`, in one pass."""
         dropped: list[Write] = []
         kept = deque[Write]()
         for write in self._queue:
@@ -111,11 +113,11 @@ class Outbox:
         return dropped
 
     def writing(self, prefix: bytes) -> set[Write]:
-        """What is being written and whose key begins with `prefix`."""
+        """Return the writes in progress whose key begins with `prefix`."""
         return {write for write in self._writing if write.order.entry.key.startswith(prefix)}
 
     def is_writing(self, writes: set[Write]) -> bool:
-        """Whether any of these is still being written."""
+        """Return whether any of these writes is in progress."""
         return not self._writing.isdisjoint(writes)
 
     def _tell(self) -> None:

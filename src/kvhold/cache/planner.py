@@ -1,11 +1,12 @@
-"""What of a prompt's KV is worth waiting for: decides for each lookup whose engine says what computing costs it, and remembers why.
+"""Decides how much of a prompt's KV is worth waiting for, and remembers why.
 
-    planner.pays(work, query, layout, here)          # before tiers are asked: may anything below be worth it?
-    plan = planner.plan(number, work, layout, ...)   # when they have answered: how far, and what to order now
-    planner.is_too_slow(number, ...)                   # while it waits
-    planner.settled(number, num_tokens)              # and what came of it
+    planner.pays(work, query, layout, here)          # before the probe: can any tier be worth it?
+    plan = planner.plan(number, work, layout, ...)   # after the probe: how far, and what to order now
+    planner.is_too_slow(number, ...)                 # while it waits
+    planner.settled(number, num_tokens)              # and the result
 
-An engine's costs come with the lookup, a tier's are measured here (`speeds.py`). The state's thread; no I/O.
+It decides for lookups whose engine states its compute cost. An engine's costs come with the lookup;
+a tier's costs are measured here (`speeds.py`). Runs in the state's thread; no I/O.
 """
 
 import time
@@ -27,19 +28,21 @@ from kvhold.core.metrics import Metrics
 from kvhold.core.planning import Alternative, Decision, Options, Work, alternative, choose, total_s
 
 _REMEMBERED = 512  # decisions
-_SHOWN = 20  # of them in one answer
-_SURELY = 1.05  # times as long as the alternative; what is closer is no reason to change one's mind
+_SHOWN = 20  # decisions per answer
+_SURELY = 1.05  # times the alternative: a smaller difference does not change a decision
 _LATE = 1.5
-_TRY_S = 30.0  # a tier that seems too slow is looked into so often at most
+_TRY_S = 30.0  # at most one trial of a slow tier in this time
 IN_RAM = -1
 
 
 @dataclass(frozen=True)
 class Found:
-    """Where the chunks of a prompt are, as far as they were found, and how far memory alone goes.
+    """Where the chunks of a prompt are.
 
+    here:    the hit in memory alone
+    extent:  the hit with all tiers
     nbytes:  `[chunk]` of the whole extent, all groups and shards
-    below:   `{tier: [chunk]}` bytes to be read there; 1 where all is on its way already, so that it is waited for
+    below:   `{tier: [chunk]}` bytes to be read there; 1 if all reads are in progress already
     sources: tokens by where they are
     """
 
@@ -53,8 +56,13 @@ class Found:
 
 @dataclass(frozen=True)
 class Plan:
-    """num_tokens: how far the hit is to go; chunks: those before this number are to be ordered now; wait_s: how long it will take to come;
-    more_bytes: what is left of it then, by tier, which is not ordered yet."""
+    """How far to load, and what to order now.
+
+    num_tokens: the length of the planned hit
+    chunks:     chunks before this number are to be ordered now
+    wait_s:     the estimated time until they all have arrived
+    more_bytes: `{tier: bytes}` of the hit that are ordered later
+    """
 
     num_tokens: int
     chunks: int
@@ -64,18 +72,25 @@ class Plan:
 
 @dataclass
 class Marks:
-    """Where in the queues of tiers what a search waits for ends: `{tier: TierSpeed.ordered_bytes}`; and its plan, which says how much it
-    will order then."""
+    """Where a search's reads end in the queues of the tiers.
+
+    by_tier: `{tier: TierSpeed.ordered_bytes}`
+    plan:    says how much more will be ordered
+    """
 
     by_tier: dict[int, int] = field(default_factory=dict)
     plan: Plan | None = None
 
 
 class Planner:
-    """Of one cache."""
+    """The planner of one cache."""
 
     def __init__(self, metrics: Metrics, names: Callable[[], Sequence[str]], num_tiers: int, clock: Callable[[], float]) -> None:
-        """names: of the tiers, from the top. clock: monotonic, in seconds."""
+        """Make a planner without measurements.
+
+        names: the names of the tiers, from the top
+        clock: monotonic, in seconds
+        """
         self.clock = clock
         self.speeds = [TierSpeed() for _ in range(num_tiers)]
         self._metrics = metrics
@@ -86,19 +101,23 @@ class Planner:
 
     @property
     def names(self) -> Sequence[str]:
-        """Of the tiers, from the top."""
+        """The names of the tiers, from the top."""
         return self._names()
 
-    # Before and while tiers are asked.
+    # Before and during the probe.
 
     def is_worth_loading(self, work: Work, query: Query, layout: Layout, num_tokens: int) -> bool:
-        """Whether copying what is in memory is faster than computing it."""
+        """Return whether copying a hit from memory is faster than computing it."""
         tokens = np.array([0, num_tokens])
         nbytes = np.array([0, _load_bytes(layout, query.shards, work, num_tokens)])
         return choose(work, Options(tokens, nbytes, np.zeros(2))) == 1
 
     def pays(self, work: Work, query: Query, layout: Layout, here: Extent) -> bool:
-        """Whether tiers are to be asked: if all that memory has not were in one of them, some of it would be worth waiting for."""
+        """Return whether to probe the tiers.
+
+        True if some part of the missing chunks would be worth waiting for, were they all in one
+        tier.
+        """
         if not work.is_known or not all(speed.is_known for speed in self.speeds):
             return True
         options = self._options_here(work, query, layout, here.num_tokens)
@@ -114,7 +133,10 @@ class Planner:
         return any(choose(work, _joined(options, one)) >= len(options.tokens) for one in more)
 
     def is_to_try(self) -> bool:
-        """Whether a tier that seems too slow is to be tried with a little that nobody waits for. True once in a while."""
+        """Return whether to try a slow tier with a small read without a waiting request.
+
+        True at most once in 30 s.
+        """
         now_s = self.clock()
         if now_s - self._tried_s < _TRY_S or not any(speed.is_stale(now_s) for speed in self.speeds):
             return False
@@ -122,7 +144,7 @@ class Planner:
         return True
 
     def probed(self, seconds: float) -> None:
-        """Tiers have answered where things are, after so long."""
+        """Note the duration of a probe."""
         self._probes.measured((1.0,), seconds)
 
     @property
@@ -130,10 +152,13 @@ class Planner:
         costs = self._probes.costs
         return costs[0] if costs is not None else 0.0
 
-    # What is found.
+    # After the probe.
 
     def plan(self, number: int, work: Work, layout: Layout, found: Found) -> Plan:
-        """How far to go, and what to order of it now. Of a tier that is not known no more than a few times what has come at once before."""
+        """Return how far to load, and what to order now.
+
+        From an unknown tier, order at most a few times the bytes that arrived at once before.
+        """
         options = self._options_here(work, found.query, layout, found.here.num_tokens)
         first, waits = len(options.tokens), {tier: np.array(nbytes, np.int64) for tier, nbytes in found.below.items()}
         options = _joined(options, self._options_below(work, layout, found, waits))
@@ -152,12 +177,12 @@ class Planner:
         return Plan(num_tokens, chunks, float(options.wait_s[chosen]), more_bytes)
 
     def ordered(self, tier: int, nbytes: int) -> int:
-        """A read begins. Returns the mark that it ends at."""
+        """Note that a read begins. Return its mark: the tier's `ordered_bytes` at its end."""
         self.speeds[tier].ordered(nbytes, self.clock())
         return self.speeds[tier].ordered_bytes
 
     def ended(self, tier: int, nbytes: int, *, ok: bool) -> None:
-        """A read has ended."""
+        """Note that a read has ended."""
         speed = self.speeds[tier]
         speed.ended(nbytes, self.clock(), ok=ok)
         if speed.costs is not None:
@@ -168,9 +193,11 @@ class Planner:
     def is_too_slow(
         self, number: int, work: Work, query: Query, layout: Layout, here: int, *, waited_s: float, probing: bool, marks: Marks
     ) -> bool:
-        """Whether what is still to come takes longer than computing it.
+        """Return whether the outstanding chunks take longer than computing them.
 
-        here: tokens that have come; waited_s: for how long it has waited; probing: for tiers to say where things are; else for reads
+        here:     tokens that have arrived
+        waited_s: how long the search has waited
+        probing:  it waits for the tiers' answer; else for reads
         """
         if not work.is_known:
             return False
@@ -184,7 +211,8 @@ class Planner:
             left_s = waited_s if waited_s > _LATE * self._probe_s else 0.0
         elif marks.plan is not None:
             goal = max(here, marks.plan.num_tokens)
-            left_s = max(left_s, waited_s - 2 * marks.plan.wait_s)  # others' reads may end while one of its own hangs
+            # reads of other searches may end while one of this search hangs
+            left_s = max(left_s, waited_s - 2 * marks.plan.wait_s)
         then = Options(np.array([goal]), np.array([_load_bytes(layout, query.shards, work, goal)]), np.array([left_s]))
         now = self._options_here(work, query, layout, here)
         if float(total_s(work, then)[0]) <= _SURELY * float(total_s(work, now).min()):
@@ -195,10 +223,13 @@ class Planner:
         self._change(number, why="what was on its way took longer than computing it, so no more was waited for")
         return True
 
-    # What was decided.
+    # Decisions.
 
     def decided_here(self, number: int, work: Work, query: Query, layout: Layout, num_tokens: int, *, worth: bool, declined: bool) -> None:
-        """Memory has `num_tokens`, and they are loaded or not. declined: tiers were not asked for the rest, because that did not pay."""
+        """Record whether a hit in memory is loaded.
+
+        declined: tiers were not probed for the rest, because it did not pay
+        """
         options = self._options_here(work, query, layout, num_tokens)
         last = len(options.tokens) - 1
         self._decide(number, work, options, last if worth else 0, {"ram": num_tokens} if num_tokens else {}, memory=last)
@@ -209,24 +240,32 @@ class Planner:
             self._change(number, why=f"tiers were not asked: had they all of it, computing it would be faster; of memory: {why}")
 
     def settled(self, number: int, num_tokens: int, *, waited_s: float) -> None:
-        """The lookup is over, after so long, and found so much."""
+        """Record the end of a lookup: its wait and its hit."""
         self._change(number, waited_s=waited_s, hit_tokens=num_tokens)
 
     def came_of(self, request: str, *, load_s: float, compute_s: float) -> None:
-        """How long the engine took for a request's load, and for computing the rest; -1: there was none."""
+        """Record the engine's times for a request: the load, and computing the rest; -1: none."""
         for number, decision in reversed(self._decisions.items()):
             if decision.request == request:
                 self._change(number, load_s=load_s, compute_s=compute_s)
                 return
 
     def explain(self, request: str) -> list[Decision]:
-        """The latest decisions, the last one first: of the request of that name, or of all whose names have it in them; empty: of all."""
+        """Return the latest decisions, the last one first.
+
+        request: decisions of the request with this name, or else with this text in their names;
+                 empty: all
+        """
         decisions = list(reversed(self._decisions.values()))
         exact = [decision for decision in decisions if decision.request == request]
         return (exact or [decision for decision in decisions if request in decision.request])[:_SHOWN]
 
     def _decide(self, number: int, work: Work, options: Options, chosen: int, sources: Mapping[str, int], *, memory: int) -> None:
-        """chosen, memory: the options that was chosen, and that loads what memory has."""
+        """Record a decision.
+
+        chosen: the chosen option
+        memory: the option that loads the hit in memory
+        """
         shown = {"compute": 0, "memory": memory, "all": len(options.tokens) - 1, "chosen": chosen}
         alternatives = {name: alternative(work, options, at) for name, at in shown.items()}
         choice = _choice(work, alternatives)
@@ -251,13 +290,16 @@ class Planner:
             self._decisions[number] = replace(self._decisions[number], **changes)
 
     def _options_here(self, work: Work, query: Query, layout: Layout, num_tokens: int) -> Options:
-        """Computing all, and loading what memory has, if it has anything."""
+        """Return the options without tiers: compute all, or load the hit in memory if any."""
         ends = [0, num_tokens] if num_tokens else [0]
         nbytes = [_load_bytes(layout, query.shards, work, end) for end in ends]
         return Options(np.array(ends), np.array(nbytes), np.zeros(len(ends)))
 
     def _options_below(self, work: Work, layout: Layout, found: Found, waits: Mapping[int, "np.ndarray[Any, Any]"]) -> Options:
-        """Every chunk's end beyond what memory has; where not all groups are of full attention, only that of all that was found."""
+        """Return one option for the end of each chunk beyond the hit in memory.
+
+        If some group has no full attention, only the end of the whole extent is an option.
+        """
         size, count = layout.tokens_per_chunk, found.extent.chunks
         ends = np.arange(1, count + 1) * size
         if count:
@@ -274,7 +316,7 @@ class Planner:
 
 
 def _load_bytes(layout: Layout, shards: int, work: Work, num_tokens: int) -> int:
-    """Bytes that a load of a hit of `num_tokens` copies; a tail counts as a whole chunk."""
+    """Return the bytes that loading a hit copies; a tail counts as a whole chunk."""
     first = work.computed_tokens // layout.tokens_per_chunk
     counts = [len(range(max(first, needed.start), needed.stop)) for needed in _needed(layout, num_tokens)]
     return shards * sum(count * layout.chunk_bytes(g, layout.tokens_per_chunk) for g, count in enumerate(counts))
@@ -290,7 +332,11 @@ def _joined(one: Options, other: Options) -> Options:
 
 
 def _choice(work: Work, alternatives: Mapping[str, Alternative]) -> str:
-    """One word: `nothing` was found, costs are `unknown`, it `has` it already; `all` of it is loaded, a `part`, or `none`."""
+    """Name a choice in one word.
+
+    `nothing`: no chunk was found. `unknown`: the costs are unknown. `has`: the engine has it all.
+    `all`, `part` or `none`: how much is loaded.
+    """
     chosen, everything = alternatives["chosen"].num_tokens, alternatives["all"].num_tokens
     if not everything:
         return "nothing"

@@ -1,11 +1,12 @@
-"""Which chunks of a query are present, by a function that finds keys: in RAM, among the chunks that have arrived, or anywhere in the tiers.
+"""Which chunks of a query are present: in RAM, among the arrived chunks, or in the tiers.
 
     presence = Presence(query, layout, ram.find)
     prefix = finish(presence.take_turns())            # the longest hit, and its entries
     needs = presence.needs(prefix, range(4))          # with their keys, for the first 4 chunks
 
-Pure. A presence remembers what it has found: another `extent` only looks for what was missing. So `find` must go on finding what it has
-found once, as it does for pinned chunks.
+A function finds the keys. Pure. A presence remembers the chunks that it has found; another `extent`
+looks only for the missing ones. So a key that `find` has found once must stay found, as pinned
+chunks do.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,13 +21,16 @@ from kvhold.core.layout import Layout
 
 Found = TypeVar("Found")
 
-_MOST_LOOKED = 250  # keys in one step
+_MOST_LOOKED = 250  # keys per step
 _MOST_ORDERED = 2000
 
 
 @dataclass(frozen=True)
 class Extent:
-    """How far a hit goes: so many whole chunks, then a tail (its number among the query's), or none."""
+    """The length of a hit: whole chunks, then a tail or none.
+
+    tail: its index among the query's tails
+    """
 
     whole: int
     tail: int | None
@@ -35,12 +39,15 @@ class Extent:
 
     @property
     def chunks(self) -> int:
-        """Whole ones and the tail."""
+        """The number of chunks, with the tail."""
         return self.whole + (self.tail is not None)
 
 
 class Need(NamedTuple, Generic[Found]):
-    """One value that a hit needs. parent: the key of the chunk before it, in the same group and shard; None for the first."""
+    """One value that a hit needs.
+
+    parent: the key of the chunk before it, in the same group and shard; None for the first
+    """
 
     shard: int
     group: int
@@ -53,7 +60,7 @@ class Need(NamedTuple, Generic[Found]):
 
 @dataclass(frozen=True)
 class Prefix(Generic[Found]):
-    """The longest hit, and what it consists of.
+    """The longest hit, and its entries.
 
     rows: `{(group, shard): [chunk]}`, None for the chunks of a group that the hit does not need
     """
@@ -70,7 +77,7 @@ class Prefix(Generic[Found]):
         return ordered
 
     def columns(self) -> Iterator[tuple[Found | None, ...]]:
-        """For each chunk its entries, in the order of `rows`."""
+        """Yield the entries of each chunk, in the order of `rows`."""
         return zip(*self.rows.values(), strict=True)
 
     def empty_turns(self) -> Iterator[int]:
@@ -80,27 +87,32 @@ class Prefix(Generic[Found]):
 
 @dataclass(frozen=True)
 class Gap:
-    """Why a hit is not longer: the first missing key. siblings: those of the other groups and shards of its chunk."""
+    """Why a hit is not longer: the first missing key.
+
+    siblings: the keys of the other groups and shards of its chunk
+    """
 
     key: bytes
     siblings: list[bytes]
 
 
 class Presence(Generic[Found]):
-    """One query, as far as its chunks are present."""
+    """The present chunks of one query."""
 
     def __init__(self, query: Query, layout: Layout, find: Callable[[bytes], Found | None]) -> None:
         self._find_key = find
         self._query = query
         self._layout = layout
         self._num_whole = len(query.hashes) // HASH_BYTES
-        self.asked_tokens = self._num_whole * layout.tokens_per_chunk + max(query.tail_lengths, default=0)  # the most that a hit can have
+        # the longest possible hit
+        self.asked_tokens = self._num_whole * layout.tokens_per_chunk + max(query.tail_lengths, default=0)
         self._suffixes = [[place_suffix(g, s) for s in range(query.shards)] for g in range(len(layout.groups))]
         self._runs: dict[tuple[int, int], list[Found]] = {}
-        self._seen: dict[bytes, Found] = {}  # of what is in no run: what was there once is there, though it may expire between two looks
+        # chunks outside runs: once found they stay, even if they expire
+        self._seen: dict[bytes, Found] = {}
 
     def extent_turns(self) -> Turns[Extent]:
-        """Return the longest prefix of which every shard and every group has what it needs, in steps (`chores.py`)."""
+        """Return the longest prefix that all shards and groups have, in steps (`chores.py`)."""
         layout, query = self._layout, self._query
         reach = yield from self._reach_turns()
         whole, tail = yield from longest_hit_turns(
@@ -110,7 +122,10 @@ class Presence(Generic[Found]):
         return Extent(whole, tail, tail_tokens, whole * layout.tokens_per_chunk + tail_tokens)
 
     def take_turns(self) -> Turns[Prefix[Found]]:
-        """Return the longest hit with its entries, in steps. The presence forgets them, so that each is in one list alone."""
+        """Return the longest hit with its entries, in steps.
+
+        The presence forgets them, so that each is in only one list.
+        """
         extent = yield from self.extent_turns()
         rows: dict[tuple[int, int], list[Found | None]] = {}
         for group in range(len(self._layout.groups)):
@@ -121,7 +136,10 @@ class Presence(Generic[Found]):
         return Prefix(extent, rows)
 
     def remember(self, prefix: Prefix[Found]) -> None:
-        """Start from what another presence of the same query has found and taken. The rows become this one's."""
+        """Start from the entries that another presence of the same query has taken.
+
+        The rows now belong to this one.
+        """
         whole = prefix.extent.whole
         for (group, shard), row in prefix.rows.items():
             if self._layout.groups[group].attention == "full":
@@ -142,7 +160,7 @@ class Presence(Generic[Found]):
         return rows
 
     def needs(self, prefix: Prefix[Found], chunks: range) -> list[Need[Found]]:
-        """Return what the hit needs of some chunks, with their keys, in the prompt's order."""
+        """Return the values that the hit needs of some chunks, with keys, in the prompt's order."""
         needs, extent, size = list[Need[Found]](), prefix.extent, self._layout.tokens_per_chunk
         for chunk in chunks:
             is_tail = chunk == extent.whole
@@ -155,7 +173,7 @@ class Presence(Generic[Found]):
         return needs
 
     def gap(self, extent: Extent) -> Gap | None:
-        """What keeps the longest hit from ending at the next place where one may end; None if it could not be longer."""
+        """Return the first key that is missing for the next longer hit; None if there is none."""
         if extent.num_tokens == self.asked_tokens:
             return None
         layout, shards = self._layout, range(self._query.shards)
@@ -173,11 +191,11 @@ class Presence(Generic[Found]):
         return None
 
     def missing(self) -> list[bytes]:
-        """The keys of all chunks, and tails, that are not present, in the prompt's order: what lower tiers are asked for."""
+        """Return the keys of all missing chunks and tails, in the prompt's order, for a probe."""
         return finish(self.missing_turns())
 
     def missing_turns(self) -> Turns[list[bytes]]:
-        """As `missing`, in steps."""
+        """Do `missing` in steps."""
         find, query, absent = self._find_key, self._query, list[bytes]()
         suffixes = [suffix for of_group in self._suffixes for suffix in of_group]
         tails = list(split_hashes(query.tail_hashes))
@@ -192,7 +210,7 @@ class Presence(Generic[Found]):
         return absent
 
     def _reach_turns(self) -> Turns[int]:
-        """How many whole chunks from the start all full-attention groups have in all shards."""
+        """Return how many whole chunks from the start all full-attention groups and shards have."""
         reach = self._num_whole
         for group, geometry in enumerate(self._layout.groups):
             if geometry.attention == "full":
@@ -205,7 +223,7 @@ class Presence(Generic[Found]):
         return reach
 
     def _extend(self, run: list[Found], group: int, shard: int, most: int) -> bool:
-        """Find more of a run, up to chunk `most`. Returns whether all of that was there."""
+        """Extend a run up to chunk `most`. Return whether all those chunks are present."""
         find, namespace, suffix = self._find_key, self._query.namespace, self._suffixes[group][shard]
         for chain_hash in split_hashes(self._query.hashes[len(run) * HASH_BYTES : most * HASH_BYTES]):
             found = find(namespace + chain_hash + suffix)
@@ -215,11 +233,14 @@ class Presence(Generic[Found]):
         return True
 
     def _take_row(self, group: int, shard: int, first: int, extent: Extent) -> list[Found | None]:
-        """Return what a hit needs of one group and shard from chunk `first` on, after a None for each chunk before."""
+        """Return the values of one group and shard that a hit needs, from chunk `first` on.
+
+        A None stands for each chunk before `first`.
+        """
         row: list[Found | None]
         if (run := self._runs.pop((group, shard), None)) is not None:
             del run[extent.whole :]
-            row = run  # type: ignore[assignment]  # it is nobody else's now
+            row = run  # type: ignore[assignment]  # no other list has it now
         else:
             row = [None] * first
             row += [self._chunk(group, shard, chunk) for chunk in range(first, extent.whole)]

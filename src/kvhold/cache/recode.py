@@ -1,12 +1,13 @@
-"""Recodings as the cache's state sees them: which namespaces it may be told to recode, what is under way, and for whom.
+"""Recodings as the cache's state sees them: known namespaces, running recodings, their owners.
 
-    recodings.learn(namespace, layout, terms)                                # registered, or stored in
-    recodings.begin(number, owner, wish, layouts)                            # an order for the mover; ConfigError says why not
-    recodings.progressed(number, recoded)                                    # the mover tells
-    recodings.drop(number)                                                   # nobody wants it any more
+    recodings.learn(namespace, layout, terms)                # registered, or stored in
+    recodings.begin(number, owner, wish, layouts)            # an order for the mover, or ConfigError
+    recodings.progressed(number, recoded)                    # the mover reports
+    recodings.drop(number)                                   # its owner has released it
 
-No I/O: `recoder.py` does the work. A namespace's budget and tenant are tags in its name, which its digest does not tell; so what may be
-lost of its chunks is known only after an engine has named it.
+No I/O: `recoder.py` does the work. A namespace's budget and tenant are tags in its name, and its
+digest does not reveal them. So the permitted loss of its chunks is known only after an engine has
+named the namespace.
 """
 
 from collections import OrderedDict
@@ -34,8 +35,9 @@ LOSES_NOTHING = (RAW, LOSSLESS)  # known without loading a codec
 class RecodableTier:
     """One of the cache's tiers.
 
-    refusal: why nothing in it can be recoded; empty if it can
-    above:   the name of a tier below it whose codec may lose something, or that was recoded by one; what came up from there does not say so
+    refusal: why its chunks cannot be re-encoded; empty if they can
+    above:   the name of a lower tier that may hold lossy frames, by its codec or by a recoding;
+             chunks that came up from there do not say so
     """
 
     number: int
@@ -46,7 +48,7 @@ class RecodableTier:
 
 @dataclass(frozen=True)
 class Wish:
-    """What somebody wants recoded: all known namespaces, one, or one prompt's chunks."""
+    """A request to re-encode all known namespaces, one namespace, or one prompt's chunks."""
 
     tier: str
     codec: str
@@ -61,21 +63,25 @@ class _Running:
 
 
 class Recodings:
-    """Of one cache. tiers: by name, from the top; set by whoever makes the mover."""
+    """The recodings of one cache.
+
+    tiers: by name, from the top; set when the mover is made
+    """
 
     def __init__(self, give_order: Callable[[Order], None]) -> None:
         self.tiers: dict[str, RecodableTier] = {}
         self._give_order = give_order
-        self._known: OrderedDict[bytes, Space] = OrderedDict()  # with the strictest budget it was named with; the one named last comes last
-        self._shared: set[bytes] = set()  # those that several tenants are said to own
+        # with the strictest budget named so far; the latest name is last
+        self._known: OrderedDict[bytes, Space] = OrderedDict()
+        self._shared: set[bytes] = set()  # namespaces that were named with several tenants
         self._running: dict[int, _Running] = {}
 
     def __len__(self) -> int:
-        """How many are under way."""
+        """Return the number of running recodings."""
         return sum(not running.recoded.done for running in self._running.values())
 
     def learn(self, namespace: bytes, layout: Layout, terms: Terms) -> None:
-        """It was named with these terms."""
+        """Note that a namespace was named with these terms."""
         known = self._known.get(namespace)
         if known is None:
             self._known[namespace] = Space(layout, replace(terms, ttl_s=None))
@@ -91,7 +97,7 @@ class Recodings:
             self._shared.discard(oldest)
 
     def begin(self, number: int, owner: Hashable, wish: Wish, layouts: Mapping[bytes, Layout]) -> None:
-        """Order it. Raises ConfigError that says what cannot be, and what to do."""
+        """Order a recoding. Raises ConfigError that says what is impossible, and what to do."""
         tier = self._tier(wish.tier)
         check_codec(wish.codec)
         if tier.above and wish.codec not in LOSES_NOTHING:
@@ -113,22 +119,22 @@ class Recodings:
         self._give_order(order)
 
     def find(self, owner: Hashable, number: int) -> Recoded | None:
-        """How far `owner`'s recoding has come; None if it has none of that number."""
+        """Return the progress of `owner`'s recoding; None if it has none of that number."""
         running = self._running.get(number)
         return running.recoded if running is not None and running.owner == owner else None
 
     def progressed(self, number: int, recoded: Recoded) -> None:
-        """What the mover tells."""
+        """Note the mover's report."""
         if number in self._running:
             self._running[number].recoded = recoded
 
     def drop(self, number: int) -> None:
-        """Stop it, if it is not done, and forget it."""
+        """Stop a recoding if it is running, and forget it."""
         if not self._running.pop(number).recoded.done:
             self._give_order(StopOrder(number))
 
     def drop_all(self, owner: Hashable) -> None:
-        """Those of an owner that is no more."""
+        """Drop the recodings of an owner that is gone."""
         for number in [number for number, running in self._running.items() if running.owner == owner]:
             self.drop(number)
 

@@ -1,15 +1,16 @@
-"""Writes what a tier holds anew by another codec, beside all else: reads, checks, decodes, encodes, and puts each frame in its own place.
+"""Re-encodes the chunks of a tier with another codec, online: read, check, decode, encode, replace.
 
-    recoder = Recoder(stack, codings, metrics, pool, tell=..., now=ram.now)
-    await recoder.run(order)                  # a task of the mover's loop; tells how far it has come after each batch, and at the end
+    recoder = Recoder(stack, keyrings, metrics, pool, tell=..., now=ram.now)
+    await recoder.run(order)                  # a task of the mover's loop; reports after each batch and at the end
 
-One recoding after another, one batch after another, one chunk at a time through the codec: memory for a batch as read, a batch as written,
-and one chunk. A batch takes a turn at the tier only to read and to write, after everybody else; between them the tier is free. Requests
-never wait for it. Where the tier fails, it ends; what was not replaced by then is as it was.
+There is one recoding at a time, one batch at a time, and one chunk at a time in the codec. The
+memory is one batch as read, one batch as written, and one chunk. A batch takes a turn at the tier
+only to read and to write, after all other users. Requests never wait for it. If the tier fails, the
+recoding ends; frames that were not replaced are unchanged.
 
-A frame that cannot be what its key says is removed and counted, as by any read. What was lost of a chunk is lost once: a frame of a codec
-with a loss is only ever decoded to `raw`, `lossless` or the like. Left out: knowing of a frame without a loss whether what is in it was
-decoded from one; frames do not say so.
+A frame that does not match its key is removed and counted, as in any read. A chunk loses precision
+once: a lossy frame is only decoded to `raw`, `lossless` or the like. A lossless frame does not say
+whether its chunk came from a lossy one, so that is not known here.
 """
 
 import asyncio
@@ -60,13 +61,17 @@ class _Tally:
     bytes_after: int = 0
 
     def so_far(self, *, done: bool = False, stopped: str = "") -> Recoded:
-        """As it is told."""
+        """Return the counts as a report."""
         return Recoded(done, stopped, **{each.name: getattr(self, each.name) for each in fields(self)})
 
 
 @dataclass(frozen=True)
 class _Looked:
-    """What came of one frame: the new one, or the result. over_budget: a better codec was taken; plain_bytes: of the chunk decoded."""
+    """The result of checking one frame: the new frame, or a result.
+
+    over_budget: a better codec was used, to keep the budget
+    plain_bytes: of the decoded chunk
+    """
 
     result: Result | None = None
     written: Written | None = None
@@ -90,7 +95,7 @@ class _Run:
 
 @dataclass
 class _Ready:
-    """A frame to be put in the place of one of `before` bytes."""
+    """A frame that is to replace one of `before` bytes."""
 
     key: bytes
     before: int
@@ -99,7 +104,7 @@ class _Ready:
 
 
 class Recoder:
-    """Of one mover, in its loop."""
+    """The recoder of one mover, in its loop."""
 
     def __init__(
         self,
@@ -111,7 +116,12 @@ class Recoder:
         tell: Callable[[int, Recoded], None],
         now: Callable[[], float],
     ) -> None:
-        """keyrings: of each tier, None where it is not encrypted. threads: where codecs work. tell: what the state is to know."""
+        """Make a recoder.
+
+        keyrings: of each tier, None for a tier that is not encrypted
+        threads:  where codecs run
+        tell:     reports progress to the state
+        """
         self._stack = stack
         self._keyrings = keyrings
         self._metrics = metrics
@@ -121,7 +131,7 @@ class Recoder:
         self._turn = asyncio.Lock()
 
     async def run(self, order: RecodeOrder) -> None:
-        """Do it. Tells in any case when it is over."""
+        """Run an order. Report its end in any case."""
         tally, stopped = _Tally(), "stopped"
         try:
             async with self._turn:
@@ -132,7 +142,7 @@ class Recoder:
             self._tell(order.number, tally.so_far(done=True, stopped=stopped))
 
     async def _recode(self, order: RecodeOrder, tally: _Tally) -> str:
-        """Why it ended early; empty if it did not."""
+        """Run an order. Return why it ended early; empty if it did not."""
         guard, keyring = self._stack.guards[order.tier], self._keyrings[order.tier]
         codec = await self._in_thread(lambda: make_codec(order.codec))
         run = _Run(order, guard, keyring, codec, _most_bytes(order), tally)
@@ -150,7 +160,7 @@ class Recoder:
         return ""
 
     async def _scan(self, guard: Guard, spaces: Collection[bytes], silent: set[str]) -> KeyList:
-        """Once for all namespaces: a scan may go through all that is there, whatever its prefix."""
+        """Return the keys of the namespaces, by one scan: any scan may read the whole index."""
         chosen = KeyList()
         if spaces:
             keys = await guard.scan(next(iter(spaces)) if len(spaces) == 1 else b"", silent)
@@ -167,7 +177,7 @@ class Recoder:
         there = [(key, size) for key, size in zip(keys, sizes, strict=True) if size is not None]
         if silent:
             self._count(run, "failed", len(keys))
-        elif run.order.keys is None:  # of a prompt's chunks, those that were never there are not missing
+        elif run.order.keys is None:  # a prompt's chunks may never have been stored: not missing
             self._count(run, "missing", len(keys) - len(there))
         readable = [(key, size) for key, size in there if 0 < size <= run.most_bytes]
         self._count(run, "unknown", len(there) - len(readable))
@@ -225,7 +235,7 @@ class Recoder:
                 self._metrics.add("kvhold_encoded_plain_bytes", one.looked.plain_bytes, tier=guard.name, codec=written.codec)
 
     def _look(self, run: _Run, key: bytes, value: memoryview) -> _Looked:
-        """In a thread: check one frame, and write it anew if that is to be."""
+        """Check one frame, and re-encode it if necessary. In a thread."""
         space = run.order.spaces[key[:NAMESPACE_BYTES]]
         try:
             return self._recoded(run, key, space, value)
@@ -235,7 +245,7 @@ class Recoder:
             return _Looked("bad", fault=FrameError("identity", str(error)))
 
     def _recoded(self, run: _Run, key: bytes, space: Space, value: memoryview) -> _Looked:
-        """Raises FrameError or LayoutError for a frame that is not what it should be."""
+        """Do `_look`. Raises FrameError or LayoutError for a frame that is wrong."""
         frame = value if run.keyring is None else run.keyring.unseal(value, key=key, tenant=space.terms.tenant)
         header = read_header(frame, frame_bytes=len(frame))
         layout = space.layout or run.order.layouts.get(header.layout)
@@ -246,7 +256,7 @@ class Recoder:
         if 0 < header.expires_at <= self._now():
             return _Looked("missing", expired=True)
         before = find_codec(header.codec)
-        if before is None:  # a library that is missing here must not cost all that others can read
+        if before is None:  # a missing library here must not remove frames that others can read
             return _Looked("unknown")
         payload, group = frame[header.header_bytes :], group_of(key, layout)
         if header.codec == run.codec.name or not (before.lossless or run.codec.lossless):
@@ -290,7 +300,7 @@ class Recoder:
 
 
 def _batches(items: Sequence[tuple[bytes, int]], most_bytes: int) -> Iterator[list[tuple[bytes, int]]]:
-    """In order, each of `most_bytes` at most, or of one item."""
+    """Split items in order, each batch of `most_bytes` at most, or of one item."""
     batch: list[tuple[bytes, int]] = []
     for item in items:
         if batch and sum(size for _, size in batch) + item[1] > most_bytes:
@@ -302,7 +312,7 @@ def _batches(items: Sequence[tuple[bytes, int]], most_bytes: int) -> Iterator[li
 
 
 def _most_bytes(order: RecodeOrder) -> int:
-    """More than any frame of these layouts takes; what is larger is not read."""
+    """Return a limit that no frame of these layouts reaches; larger frames are not read."""
     layouts = [*order.layouts.values(), *(space.layout for space in order.spaces.values() if space.layout is not None)]
     raw = Raw()
     sizes = [max_frame_bytes(raw, layout, group, layout.tokens_per_chunk) for layout in layouts for group in range(len(layout.groups))]

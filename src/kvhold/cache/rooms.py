@@ -1,14 +1,16 @@
-"""Memory that is being written to: reserved for what is missing, then visible, or given back.
+"""Rooms: memory that is reserved for missing chunks, written, then made visible or freed.
 
-    offsets = finish(rooms.reserve_turns(room, names, shard))       # room.chunks: what was granted; offsets: where it is to be written
-    finish(rooms.commit_turns(room, [0, 1], checksums))             # visible now, and to be written below
-    finish(rooms.abandon_turns(room))                       # the rest is given back
+    offsets = finish(rooms.reserve_turns(room, names, shard))       # room.chunks: the granted chunks; offsets: where to write them
+    finish(rooms.commit_turns(room, [0, 1], checksums))             # visible now, and queued for the tiers
+    finish(rooms.abandon_turns(room))                               # the rest is freed
 
-No I/O; the state says whose room it is, and drives this as its single writer. Only who has stopped writing may abandon.
+No I/O. The state knows the owner of each room, and calls this as its single writer. A writer may
+abandon only after it has stopped writing.
 
-A writer may stall: its process is stopped, or hangs. After a while another may reserve the same chunks, and gets other memory. What the
-first one commits later is dropped, and its memory is free when it has committed, abandoned or gone: memory never has two owners, and a key
-never two entries.
+A writer may stall: its process is stopped, or hangs. After some time another owner may reserve the
+same chunks, and gets other memory. A later commit of the first writer is dropped. Its memory is
+freed when it commits, abandons or is gone. So memory never has two owners, and a key never has two
+entries.
 """
 
 import time
@@ -31,14 +33,18 @@ from kvhold.core.terms import Terms
 from kvhold.tiers.ram import Entry, RamTier, Wanted
 
 MAX_SHARDS = 0xFFFF
-_MOST_COMMITTED = 16  # chunks in one step
-_MOST_CHECKSUMS = 500  # entries in one step
-_RESERVE_UNITS, _COMMIT_UNITS, _ABANDON_UNITS = 8, 5, 3  # for each entry
+_MOST_COMMITTED = 16  # chunks per step
+_MOST_CHECKSUMS = 500  # entries per step
+_RESERVE_UNITS, _COMMIT_UNITS, _ABANDON_UNITS = 8, 5, 3  # per entry
 
 
 @dataclass(frozen=True)
 class Granted:
-    """Answer to a reserve: offsets `[group][chunk]`, ABSENT where nothing was granted. `room` is 0 when nothing was at all."""
+    """The answer to a reserve.
+
+    room:    0 if no memory was granted
+    offsets: `[group][chunk]`, ABSENT where no memory was granted
+    """
 
     room: int
     offsets: list[list[int]]
@@ -46,10 +52,10 @@ class Granted:
 
 @dataclass
 class Room:
-    """Reserved chunks: chunk number -> one entry for each group that was granted.
+    """Reserved chunks: chunk number -> one entry for each granted group.
 
-    nbytes:      what they take of the arena
-    is_given_up: its writer is not waited for
+    nbytes:      bytes of the arena
+    is_given_up: others do not wait for its writer
     """
 
     layout: Layout
@@ -60,23 +66,23 @@ class Room:
 
     @property
     def num_entries(self) -> int:
-        """At most."""
+        """The most entries that it may have."""
         return len(self.chunks) * len(self.layout.groups)
 
     def add(self, chunk: int, entries: list[Entry]) -> None:
-        """A chunk was reserved."""
+        """Add a chunk that was reserved."""
         self.chunks[chunk] = entries
         self.nbytes += sum([entry.taken_bytes for entry in entries])
 
     def take(self, chunk: int) -> list[Entry]:
-        """A chunk is no longer this room's."""
+        """Remove a chunk and return its entries."""
         entries = self.chunks.pop(chunk)
         self.nbytes -= sum([entry.taken_bytes for entry in entries])
         return entries
 
 
 class Rooms:
-    """How one cache's memory is written to."""
+    """The reservations and commits of one cache."""
 
     def __init__(
         self,
@@ -88,9 +94,12 @@ class Rooms:
         stalled_after_s: float = inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """gone: is told of what found no room; writes: where what is committed waits to be written below, None: there are no tiers.
+        """Make an empty set of rooms.
 
-        stalled_after_s: from then on what was reserved and not committed may be reserved by another; clock: in seconds
+        gone:            is told of chunks that did not fit
+        writes:          queues committed chunks for the tiers; None: there are no tiers
+        stalled_after_s: after this time, another owner may reserve chunks that are not committed
+        clock:           in seconds
         """
         self._ram = ram
         self._metrics = metrics
@@ -98,10 +107,11 @@ class Rooms:
         self._writes = writes
         self._stalled_after_s = stalled_after_s
         self._clock = clock
-        self._writing: dict[bytes, tuple[Entry, float, Room]] = {}  # what is being written, since when, and in which room
+        # entries being written, since when, in which room
+        self._writing: dict[bytes, tuple[Entry, float, Room]] = {}
 
     def reserve_turns(self, room: Room, names: ChunkNames, shard: int, *, groups: bytes | None = None) -> Turns[list[list[int]]]:
-        """Reserve chunks for `room`, in steps (`chores.py`). Where in memory they are, `[group][chunk]`.
+        """Reserve chunks for `room`, in steps (`chores.py`). Return the offsets, `[group][chunk]`.
 
         See `CacheState.reserve`. Raises ProtocolError.
         """
@@ -126,10 +136,10 @@ class Rooms:
             missing, there = self._split(keys, asked)
             if missing:
                 wanted = [Wanted(keys[g], sizes[g], parents[g]) for g in missing]
-                self._ram.hold_all(there)  # not to be driven out by what they belong to
+                self._ram.hold_all(there)  # the new entries must not evict their own chunk
                 entries = self._ram.reserve_all(wanted, num_tokens=num_tokens, first_token=first_token, expires_at=expires_at)
                 self._ram.unpin_all(there)
-                if entries is None:  # nor would what follows be of use without it
+                if entries is None:  # the chunks after it are of no use without it
                     self._metrics.add("kvhold_store_skipped_chunks", len(missing), reason="no room")
                     for one in wanted:
                         self._gone.add(one.key, NO_ROOM)
@@ -144,16 +154,21 @@ class Rooms:
         return offsets
 
     def commit_turns(self, room: Room, chunks: Sequence[int], checksums: bytes | None) -> Turns[None]:
-        """Make chunks visible, in steps. Last one first, so that by age a prefix never goes before its continuation.
+        """Make chunks visible, in steps.
 
-        checksums: for each of the chunks that the room has, each once, for each granted group and layer, `checksums.BYTES`; None:
-                   nobody will compare them. Raises ProtocolError for too few or too many; nothing is committed then
+        The last one comes first, so that eviction by age never takes a prefix before its
+        continuation.
+
+        checksums: of those chunks that the room has, each once, for each granted group and layer,
+                   `checksums.BYTES`; None: no reader compares them
+
+        Raises ProtocolError for too few or too many checksums; nothing is committed then.
         """
         if checksums is not None:
             yield from _keep_checksums(room, [chunk for chunk in dict.fromkeys(chunks) if chunk in room.chunks], checksums)
         numbers = sorted(set(chunks) & room.chunks.keys(), reverse=True)
         committed: list[list[Entry]] = []
-        held: list[Entry] = []  # visible, and not yet among the writes: until then nothing else keeps their memory
+        held: list[Entry] = []  # visible, and not queued yet: only this hold keeps their memory
         try:
             for begin in range(0, len(numbers), _MOST_COMMITTED):
                 part = [room.take(number) for number in numbers[begin : begin + _MOST_COMMITTED]]
@@ -167,7 +182,8 @@ class Rooms:
                 yield _COMMIT_UNITS * sum(map(len, part))
             if self._writes is None:
                 return
-            for of_chunk in reversed(committed):  # below, the beginning first: without it the rest is of no use
+            # in the tiers the beginning comes first: the rest is of no use without it
+            for of_chunk in reversed(committed):
                 for entry in of_chunk:
                     self._writes.add(entry, room.layout, room.terms)
                 self._ram.unpin_all([held.pop() for entry in of_chunk if entry.committed])
@@ -179,13 +195,13 @@ class Rooms:
         self._is_written(entries)
         stored = [entry for entry in entries if not self._ram.is_doomed(entry)]
         count_entries(self._metrics, "stored", stored)
-        if len(stored) < len(entries):  # the others were cleared while they were written
+        if len(stored) < len(entries):  # the others were cleared during the writing
             count_entries(self._metrics, "abandoned", [entry for entry in entries if self._ram.is_doomed(entry)])
         for entry in entries:
             self._ram.commit(entry)
 
     def abandon_turns(self, room: Room) -> Turns[None]:
-        """Give back what was not committed, in steps: what is not yet given back stays in the room."""
+        """Free the chunks that were not committed, in steps. The room keeps those not freed yet."""
         while room.chunks:
             entries = room.take(next(reversed(room.chunks)))
             self._is_written(entries)
@@ -195,7 +211,10 @@ class Rooms:
             yield _ABANDON_UNITS * len(entries)
 
     def _split(self, keys: Sequence[bytes], groups: Iterable[int]) -> tuple[list[int], list[Entry]]:
-        """Of a chunk's groups those that are not here and that nobody is writing, and the entries of those that are here."""
+        """Return a chunk's groups that must be written, and the entries of those that are here.
+
+        Groups that another writer is writing are in neither.
+        """
         missing, there = [], []
         for group in groups:
             key = keys[group]
@@ -209,7 +228,10 @@ class Rooms:
         return missing, there
 
     def _take_over(self, key: bytes) -> bool:
-        """Whether the writer of a key has stalled. Then its entry is forgotten: see the beginning of this file."""
+        """Return whether the writer of a key has stalled; its entry is then removed.
+
+        See the module's docstring.
+        """
         entry, since_s, room = self._writing.get(key, (None, inf, None))
         if entry is None or room is None or not self._ram.is_being_written(entry):
             return False
@@ -221,7 +243,7 @@ class Rooms:
         return True
 
     def _is_written(self, entries: Iterable[Entry]) -> None:
-        """Or will never be."""
+        """Note that entries are no longer being written, committed or not."""
         for entry in entries:
             if self._writing.get(entry.key, (None,))[0] is entry:
                 del self._writing[entry.key]

@@ -1,13 +1,14 @@
-"""Compares idle chunks of memory with their checksums, a few at a time, so that damage is found before somebody reads it.
+"""Compares idle chunks of memory with their checksums, to find damage before a reader does.
 
     scrubber = Scrubber(state, post, interval_s=3600).start()     # all of memory once in about an hour
-    scrubber.stop()                                               # before the arena goes
+    scrubber.stop()                                               # before the arena is closed
 
-A thread of its own hashes; xxhash releases the GIL. What it hashes it has pinned, for a few milliseconds, and it takes and gives back
-where the state lives, as the mover does. Chunks that somebody reads are left out: readers compare for themselves.
+A thread of its own hashes; xxhash releases the GIL. It pins a few chunks at a time, for some
+milliseconds. It pins and unpins where the state lives, as the mover does. Chunks with readers are
+left out: readers compare for themselves.
 
-The parts of a step are `take`, `compare` and `give_back`. None of them waits, so the simulation runs
-them without the thread.
+The parts of a step are `take`, `compare` and `give_back`. None of them waits, so the simulation
+runs them without the thread.
 """
 
 import threading
@@ -30,7 +31,11 @@ class Scrubber:
     """One pass over memory after another. `start` and `stop` are called once each."""
 
     def __init__(self, state: CacheState, post: Callable[[Callable[[], None]], None], interval_s: float) -> None:
-        """post: runs a call where the state lives, later or at once. interval_s: how long a pass takes; 0: nothing is done."""
+        """Make a scrubber that is not started.
+
+        post:       runs a call where the state lives, later or at once
+        interval_s: the time of one pass; 0: never scrub
+        """
         self._state = state
         self._post = post
         self._interval_s = interval_s
@@ -43,25 +48,28 @@ class Scrubber:
         self._pass_bytes = 0
 
     def start(self) -> Self:
-        """Begin, after a while."""
+        """Start the thread. The first step comes after a pause."""
         if self._interval_s:
             self._thread = threading.Thread(target=self._run, name="kvhold-scrub", daemon=True)
             self._thread.start()
         return self
 
     def stop(self) -> None:
-        """End, and wait until nothing is read any more."""
+        """End, and wait until no chunk is read any more."""
         self._stopped.set()
         self._taken.put(None)
         if self._thread is not None:
             self._thread.join()
 
     def status(self) -> dict[str, Any]:
-        """How far it is."""
+        """Return the progress."""
         return {"interval_s": self._interval_s, "passes": self._passes, "pass_bytes": self._pass_bytes}
 
     def step(self) -> int | None:
-        """Take some chunks, compare them, give them back. Returns how many bytes they had; None at the end of a pass, or to end."""
+        """Take some chunks, compare them, and unpin them. Return their bytes.
+
+        None at the end of a pass, or after `stop`.
+        """
         self._post(lambda: self._taken.put(self.take()))
         entries = self._taken.get()
         if entries is None:
@@ -71,7 +79,7 @@ class Scrubber:
         return sum(entry.nbytes for entry in entries)
 
     def pause_s(self, nbytes: int | None) -> float:
-        """How long to wait after a step, by what it returned, or before the first one (None)."""
+        """Return the pause after a step that returned `nbytes`, or before the first one (None)."""
         if nbytes is None:
             return min(_LONGEST_PAUSE_S, max(_SHORTEST_PAUSE_S, self._interval_s / 100))
         return max(nbytes / _MOST_BYTES_S, self._interval_s * nbytes / max(1, self._state.ram.used_bytes))
@@ -79,7 +87,7 @@ class Scrubber:
     def take(self) -> list[Entry] | None:
         """Pin the next chunks, where the state lives. None at the end of a pass.
 
-        They are of one part of memory's index at most, so that no turn takes long.
+        They come from one part of memory's index at most, so that no turn takes long.
         """
         if not self._waiting:
             part = next(self._parts, None)
@@ -101,14 +109,14 @@ class Scrubber:
         return entries
 
     def compare(self, entry: Entry) -> Iterator[bool]:
-        """Whether each of its layers has its checksum. In the scrubber's thread."""
+        """Yield for each layer whether it has its checksum. In the scrubber's thread."""
         view, checksums = self._state.ram.view(entry), unpack(entry.checksums)
         size = len(view) // len(checksums)
         for layer, stated in enumerate(checksums):
             yield xxh3_64_intdigest(view[layer * size : (layer + 1) * size]) == stated
 
     def give_back(self, entries: Sequence[Entry], damaged: Sequence[Entry]) -> None:
-        """Unpin what `take` has pinned, and remove what is damaged. Where the state lives."""
+        """Unpin the chunks of `take`, and remove the damaged ones. Where the state lives."""
         self._state.metrics.add("kvhold_scrubbed_chunks", len(entries))
         self._state.metrics.add("kvhold_scrubbed_bytes", sum(entry.nbytes for entry in entries))
         self._state.remove_damaged(damaged, "scrubber")

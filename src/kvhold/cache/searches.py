@@ -1,16 +1,16 @@
-"""Lookups that go below RAM: chunks that lower tiers have of a prompt are brought into the arena, and pinned for the lookup as they arrive.
+"""Lookups below RAM: load a prompt's chunks from lower tiers, and pin them on arrival.
 
-    yield from searches.begin_turns(number, ...)      # pins what RAM has; orders a probe
-    searches.probed(number, places)                   # reserves memory for what tiers have; orders the reads
-    searches.fetched(entry, ok) ...                   # the search is over when all of it has come or failed
-    searches[number].here                             # at any time: the chunks that are pinned by now
+    yield from searches.begin_turns(number, ...)      # pins the chunks in RAM; orders a probe
+    searches.probed(number, places)                   # reserves memory; orders the reads
+    searches.fetched(entry, ok) ...                   # the search is over when every read has ended
+    searches[number].here                             # at any time: the chunks that are pinned
     search = searches.take(number)                    # the end: its pins are the caller's now
 
-Events in, orders out, no I/O. Several searches share what one of them fetches. A search that nobody waits for any more still brings
-the chunks that it ordered: they are in RAM for the next one.
+Events in, orders out, no I/O. A read serves all searches that wait for its chunk. A search that was
+released still brings in the chunks that it ordered: they are in RAM for the next one.
 
-A long search orders in steps (`chores.py`). Between two steps anything may happen: it may be taken, more may arrive, its namespace may be
-cleared.
+A long search orders in steps (`chores.py`). Between two steps anything may happen: the search may
+be taken, chunks may arrive, its namespace may be cleared.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -31,33 +31,33 @@ from kvhold.tiers.ram import Entry, RamTier, Wanted
 from kvhold.tiers.stack import Place
 from kvhold.tiers.table import KeyTable
 
-_MOST_PINS = 400  # in one step
-_MOST_RESERVED = 16  # in one step
-_MOST_IN_ORDER = 250  # chunks of one order
+_MOST_PINS = 400  # per step
+_MOST_RESERVED = 16  # per step
+_MOST_IN_ORDER = 250  # chunks per order
 
 
 @dataclass(eq=False)
 class Search:
     """One lookup that waits.
 
-    num_keys:    of its query
-    pinned:      the entries that are here for it
-    awaited:     keys that are on their way
-    here:        `pinned` as a hit sees it
+    num_keys:    number of keys of its query
+    pinned:      the entries that are pinned for it
+    awaited:     keys that are being read
+    here:        `pinned`, as the presence of a hit
     probing:     the tiers have not answered yet
-    ordering:    it is being decided what is to be read
+    ordering:    its next reads are being chosen
     settling:    its hit is being made
-    places:      where tiers have the chunks that RAM has not
+    places:      where the tiers have the chunks that RAM lacks
     silent:      some tier did not answer
-    sources:     of chunks that came up for it, the number of their tier
-    faults:      why others did not come
+    sources:     the number of the tier, for each chunk that was read for it
+    faults:      the reason, for each chunk that failed to arrive
     work:        the caller's compute cost; the hit is capped where loading stops being faster
     began_s:     when it began
-    marks:       when the chunks that were ordered will have come, and what is to follow them
-    sample:      one chunk is enough, to see how fast it comes
-    hurried:     it makes do with the chunks that are here, because that is faster
-    have_tokens: the caller has so many already, and needs no hit that is no longer
-    idle:        no tier has more than that, so nothing comes up
+    marks:       when the ordered chunks will have arrived, and the plan for the rest
+    sample:      one chunk is enough, to measure the tier
+    hurried:     it ends with the chunks that have arrived, because that is faster
+    have_tokens: tokens that the caller has already; a hit that is no longer is useless
+    idle:        no tier has more than `have_tokens`, so nothing is read
     """
 
     owner: Hashable
@@ -86,32 +86,35 @@ class Search:
         self.forget_what_is_here()
 
     def forget_what_is_here(self) -> None:
-        """Have `here` look at all pins again."""
+        """Make `here` look at all pins again."""
         self.here = Presence(self.query, self.layout, self.pinned.get)
 
     @property
     def more(self) -> bool:
-        """Whether of what is to come not all is ordered yet."""
+        """Whether a part of the plan is not ordered yet."""
         return self.marks.plan is not None and bool(self.marks.plan.more_bytes)
 
     def forgo_more(self) -> None:
-        """What is not ordered yet will not be."""
+        """Drop the part of the plan that is not ordered yet."""
         if self.marks.plan is not None:
             self.marks.plan = replace(self.marks.plan, more_bytes={})
 
     @property
     def over(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether nothing more will arrive."""
         return not (self.probing or self.ordering or self.awaited or self.more)
 
     def declines(self, key: bytes) -> bool:
-        """Whether it does without what a tier has, by choice."""
+        """Return whether the search chose not to load a chunk that a tier has."""
         if self.work is None or key in self.faults:
             return False
         return self.hurried if self.probing or key in self.awaited else key in self.places
 
     def would_have(self, find: Callable[[bytes], Entry | None]) -> "Presence[Entry | Place]":
-        """The chunks that are pinned, and those that RAM (`find`) or tiers have and nobody has needed yet."""
+        """Return the presence of all chunks that are pinned, in RAM (`find`), or in a tier.
+
+        Chunks that failed or are still awaited count as absent.
+        """
 
         def anywhere(key: bytes) -> Entry | Place | None:
             lost = key in self.faults or key in self.awaited
@@ -122,7 +125,7 @@ class Search:
 
 @dataclass
 class _Coming:
-    """A reserved entry that is being read, and who waits for it."""
+    """A reserved entry that is being read, and the searches that wait for it."""
 
     arrival: Arrival
     searches: set[int] = field(default_factory=set)
@@ -130,12 +133,12 @@ class _Coming:
 
 @dataclass
 class _Survey:
-    """How much a prefix takes, chunk by chunk.
+    """The costs of a prefix, chunk by chunk.
 
-    nbytes:   of a chunk, all groups and shards
-    below:    `{tier: [chunk] bytes}` that are to be read there; 1 for what is on its way already
-    slowest:  the slowest source of a chunk: a tier, or IN_RAM
-    coming:   `{tier: chunk}`, the first chunk of which something is on its way from there
+    nbytes:  of each chunk, over all groups and shards
+    below:   `{tier: [chunk] bytes}` to be read there; 1 for a read in progress
+    slowest: the slowest source of each chunk: a tier, or IN_RAM
+    coming:  `{tier: chunk}`, the first chunk with a read in progress from there
     """
 
     nbytes: list[int]
@@ -174,9 +177,11 @@ class Searches:
         unpin: Callable[[list[Entry]], None],
         is_over: Callable[[int], None],
     ) -> None:
-        """run:     does a call for a search of so many keys, at once or in steps
-        unpin:   unpins entries that were looked at, at once or in steps
-        is_over: is told of searches that are over
+        """Make an empty set of searches.
+
+        run:     runs a call for a search of so many keys, at once or in steps
+        unpin:   unpins entries that were held, at once or in steps
+        is_over: is called with the number of each search that is over
         """
         self._planner = planner
         self._ram = ram
@@ -203,11 +208,11 @@ class Searches:
 
     @property
     def num_arriving(self) -> int:
-        """Chunks that are being read, or whose read was given up and has not let go of their memory."""
+        """The number of chunks that are being read, or were given up and still hold memory."""
         return len(self._coming) + len(self._given_up)
 
     def may_begin(self, query: Query) -> bool:
-        """Not while the query's namespace is being cleared below RAM."""
+        """Return whether the query's namespace is not being cleared in the tiers."""
         return not any(query.namespace.startswith(prefix) for prefix in self._clearing)
 
     def begin_turns(
@@ -223,9 +228,12 @@ class Searches:
         have_tokens: int = 0,
         sample: bool = False,
     ) -> Turns[None]:
-        """Ask the tiers for what RAM does not have; pin what it has, so that what arrives does not drive it out.
+        """Probe the tiers for the chunks that RAM lacks, in steps. Pin the ones that RAM has.
 
-        prefix: what RAM has, held by the caller until the last step; it is the search's own afterwards
+        The pins keep arriving chunks from evicting them.
+
+        prefix: the hit in RAM, held by the caller until the last step; then it belongs to the
+                search
         """
         search = Search(owner, query, layout, num_keys, work=work, began_s=self._planner.clock(), sample=sample, have_tokens=have_tokens)
         self._searches[number] = search
@@ -238,7 +246,7 @@ class Searches:
         search.here.remember(prefix)
         keys = yield from Presence(query, layout, self._find_or_coming).missing_turns()
         if self._searches.get(number) is not search:
-            return  # it was let go meanwhile
+            return  # the search was released during these steps
         if keys:
             self._give_order(ProbeOrder(number, keys))
         else:
@@ -246,7 +254,10 @@ class Searches:
             yield from self._order_turns(number, search)
 
     def probed(self, number: int, places: dict[bytes, Place], *, silent: bool = False) -> None:
-        """The tiers have answered. Reserves memory from the prompt's start on, as far as there is room, and as it is worth waiting for."""
+        """Take the tiers' answer. Reserve memory and order the reads, from the prompt's start on.
+
+        It goes as far as there is memory, and as far as waiting is worth it.
+        """
         search = self._searches.get(number)
         if search is None:
             return
@@ -256,7 +267,10 @@ class Searches:
         self._order(number, search)
 
     def is_too_slow(self, number: int, here: int) -> bool:
-        """Whether what a search waits for takes longer than computing it. here: tokens that have come."""
+        """Return whether the outstanding reads take longer than computing.
+
+        here: tokens that have arrived
+        """
         search = self._searches[number]
         if search.work is None or search.ordering or search.over:
             return False
@@ -267,13 +281,13 @@ class Searches:
         return search.hurried
 
     def _order(self, number: int, search: Search) -> None:
-        """Have what is to come next reserved and read."""
+        """Reserve memory for the next chunks and order their reads, at once or in steps."""
         search.ordering = True
         self._run(self._order_turns(number, search), search.num_keys)
 
     def _order_turns(self, number: int, search: Search) -> Turns[None]:
-        """Reserve memory for what is to come next, and have it read. `search.ordering` is set before."""
-        held: list[Entry] = []  # so that nothing that was found in RAM goes before it is pinned
+        """Do `_order` in steps. The caller sets `search.ordering` before."""
+        held: list[Entry] = []  # so that no entry found in RAM is evicted before it is pinned
         arrivals: list[Arrival] = []
         search.marks.plan = None
         try:
@@ -297,7 +311,7 @@ class Searches:
                     arrivals = []
                 if not has_room:
                     search.forgo_more()
-                    break  # what follows would be of no use without it
+                    break  # the chunks after it are of no use without it
                 yield 16 * len(needs)
             yield from prefix.empty_turns()
         finally:
@@ -311,14 +325,14 @@ class Searches:
                 self._is_over(number)
 
     def _may_order(self, number: int, search: Search) -> bool:
-        """Whether it still waits, and is not being cleared."""
+        """Return whether the search still waits and is not being cleared."""
         if not self.may_begin(search.query):
             search.places = {}
             return False
         return self._searches.get(number) is search and not search.settling
 
     def _reserve_all(self, number: int, search: Search, needs: Sequence[Need[Entry | Place]], arrivals: list[Arrival]) -> bool:
-        """Reserve memory for what nobody is reading yet. False: something found no room."""
+        """Reserve memory for the chunks that are not being read yet. False if memory runs out."""
         for need in needs:
             if need.key in search.pinned:
                 continue
@@ -336,7 +350,10 @@ class Searches:
     def _worth_ordering_turns(
         self, number: int, search: Search, presence: Presence[Entry | Place], prefix: Prefix[Entry | Place]
     ) -> Turns[range]:
-        """Return the chunks that are to be here next: all, but where the planner or a sample wants less. Sets the plan and `idle`."""
+        """Return the chunks to be brought in next, in steps. Sets the plan and `idle`.
+
+        These are all chunks, unless the planner or a sample wants fewer.
+        """
         extent, nothing = prefix.extent, range(0)
         search.idle = 0 < extent.num_tokens <= search.have_tokens
         if search.idle or not self._may_order(number, search):
@@ -373,7 +390,7 @@ class Searches:
         if key in search.pinned or self._ram.find(key) is not None:
             return IN_RAM
         place = search.places.get(key)
-        return place.tier if place is not None else IN_RAM  # it has just expired there
+        return place.tier if place is not None else IN_RAM  # the chunk has just expired in the tier
 
     def _finder_anywhere(self, search: Search, held: list[Entry]) -> Callable[[bytes], Entry | Place | None]:
         """Return a function that finds entries and places, and holds the entries."""
@@ -390,9 +407,9 @@ class Searches:
         return find
 
     def fetched(self, entry: Entry, ok: bool, *, expires_at: int = 0, why: str = TIER_DOWN) -> None:
-        """A read has ended, and its memory is the arena's again.
+        """End a read: its memory belongs to the arena again.
 
-        why: what was wrong, if it was not ok
+        why: the fault, if the read failed
         """
         coming = self._coming.pop(entry.key)
         self._planner.ended(coming.arrival.place.tier, entry.nbytes, ok=ok)
@@ -406,7 +423,8 @@ class Searches:
                 self._metrics.add("kvhold_promoted_chunks")
                 self._metrics.add("kvhold_promoted_bytes", entry.nbytes)
             if coming.arrival.place.tier > 0:
-                terms = Terms(max_error=0, tenant=coming.arrival.tenant)  # what was lost of it was lost once
+                # a chunk loses precision once
+                terms = Terms(max_error=0, tenant=coming.arrival.tenant)
                 self._writes.add(entry, coming.arrival.layout, terms, above=coming.arrival.place.tier)
         else:
             self._metrics.add("kvhold_withdrawn_chunks", reason=why)
@@ -414,7 +432,10 @@ class Searches:
         self._tell(coming, entry, why if not ok else CLEARED if self._ram.is_doomed(entry) else EXPIRED)
 
     def given_up(self, entry: Entry) -> None:
-        """A read failed, but something may still write to its memory: nobody waits for it, and it stays reserved until `let_go`."""
+        """End a read that failed while something may still write to its memory.
+
+        No search waits for it any more. Its memory stays reserved until `let_go`.
+        """
         coming = self._coming.pop(entry.key)
         self._planner.ended(coming.arrival.place.tier, entry.nbytes, ok=False)
         self._given_up.add(entry)
@@ -422,24 +443,24 @@ class Searches:
         self._tell(coming, entry, DEADLINE)
 
     def let_go(self, entry: Entry) -> None:
-        """Nothing writes to the memory of a read that was given up any more."""
+        """Free the memory of a given-up read, because nothing writes to it any more."""
         self._given_up.discard(entry)
         self._ram.abandon(entry)
 
     def take(self, number: int) -> Search:
-        """End a search. Its pins are the caller's. What is still on its way arrives all the same."""
+        """End a search. Its pins become the caller's. Its outstanding reads still go to RAM."""
         return self._searches.pop(number)
 
     def clear(self, prefix: bytes) -> None:
-        """Until `cleared`, nothing with this prefix comes up."""
+        """Bring in nothing with this prefix until `cleared`."""
         self._clearing.append(prefix)
 
     def cleared(self, prefix: bytes) -> None:
-        """The tiers hold nothing with this prefix any more."""
+        """Note that the tiers hold nothing with this prefix any more."""
         self._clearing.remove(prefix)
 
     def _tell(self, coming: _Coming, entry: Entry, why_not: str) -> None:
-        """The searches that wait for it have it now, or never will."""
+        """Tell the waiting searches that a read has ended, well or not."""
         waiting = {number: search for number in coming.searches if (search := self._searches.get(number)) is not None}
         arrived = self._ram.find(entry.key) is entry
         for search in waiting.values():
@@ -457,7 +478,8 @@ class Searches:
                 self._is_over(number)
 
     def _reserve(self, search: Search, need: Need[Entry | Place], place: Place | None) -> Arrival | None:
-        if place is None or self._ram.holds(need.key):  # somebody else is writing it, or a read that was given up still has its memory
+        # another owner writes it, or a given-up read still holds its memory
+        if place is None or self._ram.holds(need.key):
             stuck = any(entry.key == need.key for entry in self._given_up)
             self._withdraw(search, need.key, DEADLINE if stuck else BEING_WRITTEN)
             return None
@@ -474,7 +496,11 @@ class Searches:
         search.faults[key] = why
 
     def _pin(self, search: Search, entries: Sequence[Entry]) -> None:
-        """Pin them for a search, once each. Last one first, so that by age a prefix never goes before its continuation."""
+        """Pin entries for a search, once each.
+
+        The last one is pinned first, so that eviction by age never takes a prefix before its
+        continuation.
+        """
         fresh = {entry.key: entry for entry in reversed(entries) if entry.key not in search.pinned}
         self._ram.pin_all(list(fresh.values()))
         for key, entry in fresh.items():
@@ -486,7 +512,10 @@ class Searches:
 
 
 def sources_turns(prefix: Prefix[Entry], search: Search, names: Sequence[str]) -> Turns[dict[str, int]]:
-    """Return the tokens of a hit by source, in steps: `ram`, or the slowest tier that anything of a chunk came from."""
+    """Return the tokens of a hit by source, in steps.
+
+    The source of a chunk is the slowest tier that any part of the chunk came from, or `ram`.
+    """
     slowest, find = list[int](), search.sources.get
     for column in prefix.columns():
         below = [tier for entry in column if entry is not None and (tier := find(entry.key)) is not None]
@@ -496,7 +525,7 @@ def sources_turns(prefix: Prefix[Entry], search: Search, names: Sequence[str]) -
 
 
 def _sources(slowest: Sequence[int], num_tokens: int, tokens_per_chunk: int, names: Sequence[str]) -> dict[str, int]:
-    """slowest: the source of each chunk, a tier or IN_RAM."""
+    """Count tokens by source. slowest: the source of each chunk, a tier or IN_RAM."""
     tokens: dict[str, int] = {}
     for chunk, tier in enumerate(slowest):
         if tier != IN_RAM:

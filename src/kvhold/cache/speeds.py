@@ -1,10 +1,12 @@
-"""How fast a tier is, learnt from the reads that requests wait for, and how long the next one would take.
+"""The speed of a tier, learned from the reads of requests, and estimates for the next read.
 
-    speed.ordered(nbytes, now_s); speed.ended(nbytes, now_s)      # each read, all of its way: queue, tier, checks, until it is visible
-    speed.wait_s(nbytes)                                          # for so many more bytes, behind those that are on their way
+    speed.ordered(nbytes, now_s); speed.ended(nbytes, now_s)      # each read: queue, tier, checks, until it is visible
+    speed.wait_s(nbytes)                                          # for so many more bytes, behind the reads in progress
 
-What is measured is the time in which something was being read, and what came in it: as bytes in memory, so that a codec's ratio and speed
-are part of it. A tier that was never read has no estimate, and is given pieces that grow. Times are a monotonic clock's, given. Pure.
+It measures the time in which reads were in progress, and the bytes that arrived in that time. These
+are bytes in memory, so a codec's ratio and speed are included. A tier that was never read has no
+estimate, and gets pieces of growing size. The caller passes all times, from a monotonic clock.
+Pure.
 """
 
 from dataclasses import dataclass
@@ -14,20 +16,25 @@ import numpy as np
 from kvhold.core.estimates import Estimate
 from kvhold.core.planning import Floats, Ints
 
-_PIECE_S = 1.0  # reading that goes on is measured in pieces of so long
-_TOGETHER_S = 0.001  # what ends within so long came in one call
-_GROWTH = 8  # of what was seen to come at once, the most that is ordered at once
-_LATE = 1.5  # times as long as was thought: no longer a matter of chance
-_ALIKE = 2  # reads whose sizes are no further apart are of one size
-_DOUBT = 8  # times as long again: nobody waits for what nobody knows longer than an eighth of what computing takes
-_FEW = 3  # reads that tell nothing yet but how long they took
+_PIECE_S = 1.0  # continuous reading is measured in pieces of this length
+_TOGETHER_S = 0.001  # reads that end within this time ended in one call
+_GROWTH = 8  # at most this many times the largest measured piece is ordered at once
+_LATE = 1.5  # times the estimate: beyond it, a read is late and not just unlucky
+_ALIKE = 2  # reads count as one size up to this ratio
+# an unknown tier takes this many times as long again: the wait is at most an eighth of computing
+_DOUBT = 8
+_FEW = 3  # fewer reads do not separate the cost of a call from that of a byte
 _STALE_S = 30.0
-_STALE_READS = 20.0  # so many times as long as the last read took: trying a slow tier anew takes no more than a twentieth of its time
+# times the last read: retries of a slow tier take at most a twentieth of its time
+_STALE_READS = 20.0
 
 
 @dataclass
 class _Piece:
-    """Reading without a pause. call: 1 where it began with an idle tier, whose first answer takes longer."""
+    """Reading without a pause.
+
+    call: 1 if it began with an idle tier, whose first answer takes longer; else 0
+    """
 
     began_s: float
     call: float
@@ -36,45 +43,55 @@ class _Piece:
 
 
 class TierSpeed:
-    """One tier's. ordered_bytes, ended_bytes: all that was ever ordered, and all of it that has come, or failed."""
+    """The speed of one tier.
+
+    ordered_bytes: all bytes ever ordered
+    ended_bytes:   those that have arrived or failed
+    """
 
     def __init__(self) -> None:
         self.ordered_bytes = 0
         self.ended_bytes = 0
         self._estimate = Estimate(2)
         self._piece: _Piece | None = None
-        self._last_s = -np.inf  # when something ended, or was ordered of an idle tier
+        self._last_s = -np.inf  # the last end of a read, or the last order to an idle tier
         self._last_took_s = 0.0
 
     @property
     def is_known(self) -> bool:
-        """Whether anything was ever read."""
+        """Whether a read was ever measured."""
         return self._estimate.costs is not None
 
     @property
     def costs(self) -> tuple[float, float] | None:
-        """Seconds of a call, and of a byte; None where nobody knows."""
+        """Seconds per call, and per byte; None if unknown."""
         costs = self._estimate.costs
         return (costs[0], costs[1]) if costs is not None else None
 
     @property
     def most_bytes(self) -> int:
-        """How much to order at once: no estimate reaches far beyond what was measured. 0: the least that can be ordered."""
+        """The most bytes to order at once, because estimates hold only near measured sizes.
+
+        0: order the least that is possible.
+        """
         return int(_GROWTH * self._estimate.most(1))
 
     def is_stale(self, now_s: float) -> bool:
-        """Whether it is time for a small read that nobody waits for, so that an estimate cannot stay bad for ever."""
+        """Return whether it is time for a small read without a waiting request.
+
+        Such a read keeps a bad estimate from staying for ever.
+        """
         idle = self.ordered_bytes == self.ended_bytes
         return idle and now_s - self._last_s > max(_STALE_S, _STALE_READS * self._last_took_s)
 
     def ordered(self, nbytes: int, now_s: float) -> None:
-        """A read begins."""
+        """Note that a read begins."""
         if self.ordered_bytes == self.ended_bytes:
             self._piece, self._last_s = _Piece(now_s, 1.0), now_s
         self.ordered_bytes += nbytes
 
     def ended(self, nbytes: int, now_s: float, *, ok: bool = True) -> None:
-        """Of what was ordered, so much is here, or has failed; a failure says nothing about speed."""
+        """Note that bytes have arrived or failed. A failure says nothing about speed."""
         piece = self._piece
         assert piece is not None and self.ended_bytes < self.ordered_bytes, "nothing ends that was not ordered"
         if now_s - self._last_s > _TOGETHER_S and self._last_s - piece.began_s >= _PIECE_S:
@@ -89,7 +106,10 @@ class TierSpeed:
             self._piece = None
 
     def wait_s(self, nbytes: Ints) -> Floats:
-        """[n] seconds until so many more bytes would be here, if they were ordered now; 0 for none, and where nobody knows."""
+        """Return the seconds until so many more bytes arrive, if they are ordered now: [n].
+
+        0 for no bytes, and if the costs are unknown.
+        """
         costs = self._estimate.costs
         if costs is None:
             return np.zeros(len(nbytes))
@@ -98,11 +118,13 @@ class TierSpeed:
         return waits
 
     def left_s(self, until_bytes: int, now_s: float, *, more_bytes: int = 0) -> float:
-        """Seconds until of all that was ordered `until_bytes` will have come, and then `more_bytes` that are not ordered yet.
+        """Return the seconds until the mark `until_bytes` is reached, and `more_bytes` after it.
 
-        Where nothing has come for far longer than was thought: as long again as that has lasted by now. While a tier is hardly known, or
-        so much was never read of it: eight times as long, but no longer than if what its reads took was all due to their bytes, unless
-        that would be late, too.
+        `until_bytes` counts all bytes ever ordered; `more_bytes` are not ordered yet. If nothing
+        has arrived for far longer than estimated, assume as long again as that silence. For a tier
+        with few measured reads, or far more bytes than were ever read at once, assume eight times
+        that silence. This is capped by the time that the bytes take if the whole time of earlier
+        reads was due to bytes, unless the read is late by that measure, too.
         """
         left = until_bytes - self.ended_bytes
         if left <= 0:
@@ -124,17 +146,23 @@ class TierSpeed:
 
     @property
     def _is_new(self) -> bool:
-        """Whether so few reads were measured that what a call takes, and what a byte, cannot be told apart."""
+        """Whether too few reads were measured to separate the cost of a call from a byte's."""
         return self._estimate.num_measured < _FEW
 
     def _is_far_beyond(self, nbytes: int) -> bool:
-        """Whether it is far more than was ever read at once, by reads of one size, which do not tell a call from its bytes either."""
+        """Return whether `nbytes` is far more than was ever read at once, by reads of one size.
+
+        Reads of one size do not separate the cost of a call from that of a byte.
+        """
         most, least = self._estimate.most(1), self._estimate.least(1)
         return most < _ALIKE * least and nbytes > _ALIKE * most
 
     def _byte_s(self, call_s: float, byte_s: float) -> float:
-        """Seconds of a byte that is still to come. While a tier is hardly known: as in what has come since reading began, if that took far
-        longer than was thought. Later it would mislead: of calls under way together the first ends late, the others right after it."""
+        """Return the seconds per byte that is still to arrive.
+
+        For a new tier, use the current piece if it is far slower than estimated. For a known tier
+        this would mislead: of concurrent calls the first ends late, and the others right after it.
+        """
         piece = self._piece
         if piece is None or not piece.nbytes or not self._is_new:
             return byte_s

@@ -1,16 +1,19 @@
-"""The cache as a state machine: calls and events in, answers and orders out, no I/O, no locks.
+"""The state machine of the cache: calls and events in, answers and orders out; no I/O, no locks.
 
-`LocalCache` drives it under a lock, the node from its loop. Each call names its *owner* (a caller in this process, a connection to
-the node): what an owner holds, hits, loans and rooms, goes when the owner goes (`gone`), and the arena is back at its baseline. Memory
-of a room is given back only then too, because its owner may be writing until then.
+`LocalCache` drives it under a lock; the node drives it from its loop. Each call names its *owner*:
+a caller in this process, or a connection to the node. When an owner is gone (`gone`), its hits,
+loans and rooms are released, and the arena is back at its baseline. A room is memory that is
+reserved for writing. It is freed when its owner commits or abandons it, or is gone, and not
+earlier: the owner may still write to it.
 
-    lookup -> a ticket with pins -> claim (the claimer's own pins on a shard, by as many claimers as there are) -> release, of each
+    lookup -> a ticket with pins -> claim (own pins on one shard, for each claimer) -> release each
     reserve -> commit / abandon
 
-Where there are tiers below RAM, a lookup that RAM does not answer in full is *arriving*: its ticket is good already, and grows while
-chunks are brought up (`searches.py`), until `refresh` says that it is final, or it is claimed. What is written into rooms (`rooms.py`) and
-committed waits to be written below (`writes.py`). What the state wants done stands in `take_orders`; the mover does it and answers with the
-events at the end of this class.
+With tiers below RAM, a lookup that RAM does not answer in full is *arriving*. Its ticket is valid
+at once, and its hit grows while chunks are read from the tiers (`searches.py`). It becomes final
+when `refresh` says so, or when it is claimed without `arriving`. Chunks that are written into rooms
+(`rooms.py`) and committed are queued for the lower tiers (`writes.py`). The mover takes its work by
+`take_orders` and reports by the events at the end of the class.
 """
 
 import logging
@@ -62,17 +65,18 @@ from kvhold.tiers.stack import Place
 log = logging.getLogger(__name__)
 
 Owner = Hashable
-_MOST_KEYS = 1 << 20  # of one query: 100 MB of keys
-_ONE_TURN_KEYS = 250  # a call for so many is done in one turn, whatever it counts, and holds nothing between two steps
-_MOST_PINS = 500  # in one step
-_MOST_AT_ONCE = 2000  # entries that are unpinned in one step
-_MOST_ABANDONED = 300  # entries of a room, in one step
-_LOOKUP_ATTEMPTS = 3  # of one that takes several turns, each ended by a clear
+_MOST_KEYS = 1 << 20  # for one query: 100 MB of keys
+# up to here a call is one turn, whatever its units; it holds nothing between steps
+_ONE_TURN_KEYS = 250
+_MOST_PINS = 500  # per step
+_MOST_AT_ONCE = 2000  # entries unpinned per step
+_MOST_ABANDONED = 300  # entries of a room, per step
+_LOOKUP_ATTEMPTS = 3  # a lookup of several turns starts again after a clear
 
 
 @dataclass(frozen=True)
 class Lent:
-    """Answer to a claim.
+    """The answer to a claim.
 
     offsets:    `[group][chunk]` into the arena, ABSENT where the hit does not need the chunk
     num_tokens: `[chunk]`
@@ -87,7 +91,10 @@ class Lent:
 
 @dataclass(frozen=True)
 class Held:
-    """How much one owner holds. nbytes: of the arena, in loans and rooms; chunks that several hold count for each."""
+    """The holdings of one owner, as numbers.
+
+    nbytes: of the arena, in loans and rooms; a chunk in several loans counts in each
+    """
 
     tickets: int
     loans: int
@@ -97,11 +104,12 @@ class Held:
 
 @dataclass
 class _Ticket:
-    """A hit that may be claimed: for each shard entries `[group][chunk]`, None where not needed.
+    """A hit that may be claimed.
 
-    pinned:   all of them
-    claiming: claims that are under way: they need the pins
-    dropped:  it was released, and its pins fall with the last of those claims
+    shards:   `{shard: [group][chunk]}`; None where the hit does not need the chunk
+    pinned:   all its entries
+    claiming: number of claims in progress; they need the pins
+    dropped:  the ticket was released; the last claim in progress removes its pins
     """
 
     owner: Owner
@@ -115,7 +123,7 @@ class _Ticket:
 
 @dataclass(frozen=True)
 class _Looked:
-    """A lookup that has looked into RAM."""
+    """A lookup after its search in RAM."""
 
     number: int
     owner: Owner
@@ -127,9 +135,9 @@ class _Looked:
 
 @dataclass
 class _Holdings:
-    """What one owner holds, by number. Among the tickets are those that are still arriving.
+    """The holdings of one owner, by number. `tickets` includes those that are still arriving.
 
-    loan_bytes: of the arena, by loan
+    loan_bytes: bytes of the arena, by loan
     """
 
     tickets: set[int] = field(default_factory=set)
@@ -139,7 +147,7 @@ class _Holdings:
 
 
 def new_state(config: Config, arena: Arena) -> "CacheState":
-    """An empty cache over an arena, with the policy that the settings name."""
+    """Make an empty cache over an arena, with the configured policy."""
     metrics = Metrics()
     ram = RamTier(arena, make_policy(config.policy), metrics, quota_bytes=config.namespace_quota_bytes)
     write_behind_bytes = config.write_behind_bytes or arena.nbytes // 4
@@ -154,7 +162,7 @@ def new_state(config: Config, arena: Arena) -> "CacheState":
 
 
 class CacheState:
-    """All of one cache but its I/O."""
+    """The whole cache without its I/O."""
 
     def __init__(
         self,
@@ -167,11 +175,14 @@ class CacheState:
         stalled_after_s: float = inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """num_tiers: below RAM. write_behind_bytes: the most that may wait to be written there. event_buffer: events remembered.
+        """Make an empty cache.
 
-        stalled_after_s: from then on what was reserved and not committed may be reserved by another owner, in other memory
-
-        clock: monotonic, in seconds
+        num_tiers:          number of tiers below RAM
+        write_behind_bytes: the most bytes that may wait to be written to the tiers
+        event_buffer:       number of events to keep; 0: none
+        stalled_after_s:    after this time, another owner may reserve chunks that were reserved and
+                            not committed; it gets other memory
+        clock:              monotonic, in seconds
         """
         self.ram = ram
         self.metrics = metrics
@@ -179,10 +190,11 @@ class CacheState:
         self._layouts: dict[bytes, Layout] = {}
         self._tickets: dict[int, _Ticket] = {}
         self._holdings: dict[Owner, _Holdings] = {}
-        self._numbers = count(randbits(48) << 8 | 1)  # so that a ticket of an earlier run is never good in this one
+        # so that a ticket of an earlier run is never valid in this one
+        self._numbers = count(randbits(48) << 8 | 1)
         self._orders: list[Order] = []
         self.in_use: dict[bytes, None] = {}
-        """Namespaces that memory was ever reserved for; they are here before it is granted. To be read from any thread."""
+        """Namespaces with a reservation so far, added before the grant. Any thread may read it."""
         self._writes = Writes(ram, metrics, self._give_order, limit_bytes=write_behind_bytes)
         self.planner = Planner(metrics, lambda: self.tier_names, num_tiers, clock)
         self._searches = Searches(
@@ -193,35 +205,40 @@ class CacheState:
         self._gone = Gone()
         self._chores = Chores()
         self._has_news = False
-        self.turn_units = TURN  # of one step
+        self.turn_units = TURN  # per step
         self._rooms = Rooms(ram, metrics, self._gone, self._writes if num_tiers else None, stalled_after_s=stalled_after_s, clock=clock)
         self._log = EventLog(event_buffer) if event_buffer else None
         self.tier_names = [f"tier-{number}" for number in range(1, num_tiers + 1)]
         ram.watch = self._changed
 
     def register(self, layout: Layout, namespace: bytes = b"", terms: Terms | None = None) -> None:
-        """Make a layout known by its fingerprint, and of a namespace of it the terms that its tags name; None: nobody knows."""
+        """Make a layout known by its fingerprint.
+
+        namespace: a namespace of this layout
+        terms:     the terms that the namespace's tags name; None: unknown
+        """
         self._layouts[layout.fingerprint] = layout
         if len(namespace) == NAMESPACE_BYTES and terms is not None:
             self.recodings.learn(namespace, layout, terms)
 
     def layout(self, fingerprint: bytes) -> Layout:
-        """The registered layout. Raises LayoutError for one that never was."""
+        """Return the registered layout. Raises LayoutError for an unknown one."""
         layout = self._layouts.get(fingerprint)
         if layout is None:
             raise LayoutError(f"layout {fingerprint.hex()} was not registered; register the namespace first")
         return layout
 
     def lookup(self, owner: Owner, query: Query, work: Work | None = None, *, have_tokens: int = 0) -> Found:
-        """Find the longest hit, pin it, and give it a ticket. What lower tiers may have beyond it begins to arrive.
+        """Find the longest hit, pin it, and issue a ticket. Start to load the rest from the tiers.
 
-        work: what computing costs whoever asks; then the hit is as long as is faster than that. None: as long as can be
-        have_tokens: that whoever asks has already: where tiers have no more, nothing is brought up
+        work:        the caller's compute cost; the hit is capped where loading stops being faster.
+                     None: the longest hit
+        have_tokens: tokens that the caller has already; if no tier has more, nothing is loaded
         """
         return finish(self.lookup_turns(owner, query, work, have_tokens=have_tokens))
 
     def lookup_turns(self, owner: Owner, query: Query, work: Work | None = None, *, have_tokens: int = 0) -> Turns[Found]:
-        """As `lookup`, in steps. Entries that the first steps find are held until the last one has pinned the hit."""
+        """Do `lookup` in steps. Entries that are found early are held until the hit is pinned."""
         layout = self.layout(query.layout)
         num_keys = _check_query(layout, query)
         turns = self._look_up(owner, query, layout, work, have_tokens, num_keys)
@@ -244,11 +261,11 @@ class CacheState:
                         )
                         if clears == self.ram.num_clears:
                             return (yield from self._refresh(number))
-                        self._forget_search(number, owner)  # what it has pinned may have been cleared since
+                        self._forget_search(number, owner)  # its pins may have been cleared since
                         continue
                 pinned = yield from prefix.in_order_turns()
                 yield from self._pin_turns(pinned)
-                if clears == self.ram.num_clears:  # else what was found may have been cleared since
+                if clears == self.ram.num_clears:  # else the hit may have been cleared since
                     answer = self._answer_from_ram(_Looked(number, owner, query, layout, presence, extent), work, declined=declined)
                     if answer.ticket:
                         self._issue(answer, owner, query, layout, prefix, pinned)
@@ -268,7 +285,7 @@ class CacheState:
             self._let_go(self._searches.take(number))
 
     def _answer_from_ram(self, looked: "_Looked", work: Work | None, *, declined: bool) -> Found:
-        """The answer of a lookup that goes no further than RAM, counted."""
+        """Return the answer of a lookup that ends in RAM, and count it."""
         answer = self._answer(looked.number, looked.presence, looked.extent)
         if work is not None:
             answer = self._if_worth_loading(looked.number, answer, looked.query, looked.layout, work, declined)
@@ -276,7 +293,7 @@ class CacheState:
         return answer
 
     def _finder(self, num_keys: int, held: list[Entry]) -> Callable[[bytes], Entry | None]:
-        """Return a function that finds entries in RAM, and holds each where the call takes several turns."""
+        """Return a function that finds entries in RAM. In a call of several turns it holds them."""
         return self.ram.find if num_keys <= _ONE_TURN_KEYS else self._find_and_hold(held)
 
     def _find_and_hold(self, held: list[Entry]) -> Callable[[bytes], Entry | None]:
@@ -291,7 +308,10 @@ class CacheState:
         return find
 
     def _pin_turns(self, entries: list[Entry]) -> Turns[None]:
-        """Pin the entries of a hit, the last one first: see `Rooms.commit`. They are held, or this is one step."""
+        """Pin the entries of a hit in steps, the last one first (see `Rooms.commit_turns`).
+
+        The caller holds the entries, or this is one step.
+        """
         left = len(entries)
         try:
             while left:
@@ -305,7 +325,7 @@ class CacheState:
                 self._unpin(entries[left:])
 
     def _unpin(self, entries: list[Entry]) -> None:
-        """Unpin these and empty the list: a few at once, many in the background."""
+        """Unpin entries and empty the list: a few at once, many in the background."""
         if len(entries) <= _MOST_AT_ONCE:
             self.ram.unpin_all(entries)
         else:
@@ -319,21 +339,23 @@ class CacheState:
             yield len(part) // 3
 
     def _run(self, turns: Turns[None], num_keys: int) -> None:
-        """Do a call for so many keys: at once, or in the background."""
+        """Run a call for `num_keys` keys: a short one at once, a long one in the background."""
         if num_keys <= _ONE_TURN_KEYS:
             finish(turns)
         else:
             self._chores.add(turns)
 
     def refresh(self, ticket: int, *, settle: bool = False) -> Found:
-        """Return the current length of a ticket's hit. One that is final stays as it is; one that came to nothing does not exist.
+        """Return the current length of a ticket's hit. A final hit does not change.
 
-        settle: it is final with the chunks that are here
+        For a ticket that ended without a hit, return an empty `Found`.
+
+        settle: make the hit final now, with the chunks that have arrived
         """
         return finish(self.refresh_turns(ticket, settle=settle))
 
     def refresh_turns(self, ticket: int, *, settle: bool = False) -> Turns[Found]:
-        """As `refresh`, in steps."""
+        """Do `refresh` in steps."""
         is_short = ticket not in self._searches or self._searches[ticket].num_keys <= _ONE_TURN_KEYS
         turns = self._refresh(ticket, settle=settle)
         return finish(turns) if is_short else (yield from turns)
@@ -355,15 +377,15 @@ class CacheState:
         return held.found if held is not None else Found(0, 0)
 
     def is_over(self, ticket: int) -> bool:
-        """Whether nothing more will come for it. Cheap, unlike `refresh`."""
+        """Return whether nothing more will arrive for a ticket. Cheap, unlike `refresh`."""
         return ticket not in self._searches or self._searches[ticket].over
 
     def prefetch(self, owner: Owner, query: Query) -> None:
-        """Bring what lower tiers have of a prompt into RAM, without a waiting request."""
+        """Load a prompt's chunks from lower tiers into RAM, without a waiting request."""
         finish(self.prefetch_turns(owner, query))
 
     def prefetch_turns(self, owner: Owner, query: Query) -> Turns[None]:
-        """As `prefetch`, in steps. Entries that the first steps find are held until the last one."""
+        """Do `prefetch` in steps. Entries found by the first steps are held until the last one."""
         layout = self.layout(query.layout)
         num_keys = _check_query(layout, query)
         turns = self._prefetch(query, layout, num_keys)
@@ -379,23 +401,26 @@ class CacheState:
             else:
                 present = yield from prefix.in_order_turns()
                 yield from self._pin_turns(present)
-                self._unpin(present)  # so that it is not the next to go
+                self._unpin(present)  # the pin made them young: they are not evicted next
         finally:
             self._unpin(held)
 
     def num_come(self, ticket: int) -> int:
-        """How much has come for one that is arriving, as a number that grows. Cheap, unlike `refresh`."""
+        """Return the number of chunks that have arrived for a ticket. Cheap, unlike `refresh`."""
         return len(self._searches[ticket].sources) if ticket in self._searches else 0
 
     def claim(self, owner: Owner, ticket: int, shard: int, first_chunk: int, *, arriving: bool = False) -> Lent | None:
-        """Pin one shard's entries from `first_chunk` on for `owner`, beside the ticket's own pins. None if the ticket is not good.
+        """Pin one shard's entries for `owner`, from `first_chunk` on. None: the ticket is invalid.
 
-        arriving: while it is arriving, the whole chunks that have come; else, whoever claims waits no longer
+        The ticket keeps its own pins.
+
+        arriving: lend the whole chunks that have arrived so far; False: end the wait, and lend the
+                  final hit
         """
         return finish(self.claim_turns(owner, ticket, shard, first_chunk, arriving=arriving))
 
     def claim_turns(self, owner: Owner, ticket: int, shard: int, first_chunk: int, *, arriving: bool = False) -> Turns[Lent | None]:
-        """As `claim`, in steps. The ticket's own pins stay until the last one, released or not."""
+        """Do `claim` in steps. The ticket's own pins stay until the last step, even if released."""
         if first_chunk < 0:
             raise ProtocolError(f"a claim from chunk {first_chunk} on; the first one is 0")
         while self._is_arriving(ticket):
@@ -423,7 +448,7 @@ class CacheState:
                 self._unpin_ticket(held)
 
     def _lend_arriving(self, owner: Owner, ticket: int, search: Search, shard: int, first_chunk: int, extent: Extent) -> Turns[Lent | None]:
-        """Lend the whole chunks that have come; fewer, if the search ends meanwhile."""
+        """Lend the whole chunks that have arrived; fewer if the search ends during the steps."""
         rows = [row[first_chunk:] for row in search.here.shard_rows(shard, extent)]
         num_tokens = [search.layout.tokens_per_chunk] * len(rows[0])
         return (yield from self._lend(owner, rows, num_tokens, may_go_on=lambda: self._searches.get(ticket) is search))
@@ -431,7 +456,10 @@ class CacheState:
     def _lend(
         self, owner: Owner, rows: list[list[Entry | None]], num_tokens: list[int], may_go_on: Callable[[], bool] = lambda: True
     ) -> Turns[Lent]:
-        """Pin entries for an owner, in steps. may_go_on: whether those that are not yet lent are still pinned."""
+        """Pin entries for an owner, in steps.
+
+        may_go_on: whether the entries that are not lent yet are still pinned
+        """
         loan, holdings = next(self._numbers), self._of(owner)
         lent = holdings.loans[loan] = []
         holdings.loan_bytes[loan] = 0
@@ -458,15 +486,18 @@ class CacheState:
         return Lent(loan, offsets, num_tokens, [b"".join(sums) for sums in checksums])
 
     def damaged(self, owner: Owner, loan: int, offsets: Sequence[int]) -> None:
-        """A reader found chunks of its loan that are not as they were committed. They are removed; pins keep their memory.
+        """Remove the chunks of a loan that differ from their checksums, as its reader reports.
 
-        Nobody checks what the reader says: a wrong report costs a miss.
+        Pins keep their memory. The report is not checked, because a wrong one costs only a miss.
         """
         reported = set(offsets)
         self.remove_damaged([entry for entry in self._of(owner).loans.get(loan, []) if entry.offset in reported], "reader")
 
     def remove_damaged(self, entries: Iterable[Entry], found_by: str) -> None:
-        """Remove entries that are not as they were committed. found_by: reader, writer (of lower tiers) or scrubber."""
+        """Remove entries whose bytes have changed since the commit.
+
+        found_by: reader, writer (of lower tiers) or scrubber
+        """
         for entry in entries:
             if self.ram.find(entry.key) is not entry:
                 continue  # removed already
@@ -481,7 +512,10 @@ class CacheState:
             self.ram.remove(entry, why=DAMAGED)
 
     def release(self, owner: Owner, number: int) -> None:
-        """Let go of a ticket (loans of it go on), a loan or a recoding. Unknown numbers are ignored: it may be gone already."""
+        """Release a ticket, a loan or a recoding. Loans of a released ticket stay valid.
+
+        Unknown numbers are ignored, because the object may be gone already.
+        """
         held = self._tickets.get(number)
         if self.recodings.find(owner, number) is not None:
             self.recodings.drop(number)
@@ -499,16 +533,16 @@ class CacheState:
     def reserve(
         self, owner: Owner, layout: Layout, names: ChunkNames, shard: int, *, groups: bytes | None = None, terms: Terms = FREE
     ) -> Granted:
-        """Memory for what is missing, in order, until there is no room for all that a chunk is missing.
+        """Reserve memory for the missing chunks, in order, up to the first chunk that does not fit.
 
-        groups: `[group][chunk]`, a byte each, not 0 where it is to be written; None: all
+        groups: `[group][chunk]`, one byte each, not 0 where the chunk is to be written; None: all
         """
         return finish(self.reserve_turns(owner, layout, names, shard, groups=groups, terms=terms))
 
     def reserve_turns(
         self, owner: Owner, layout: Layout, names: ChunkNames, shard: int, *, groups: bytes | None = None, terms: Terms = FREE
     ) -> Turns[Granted]:
-        """As `reserve`, in steps. Chunks that are reserved are the owner's from the first one on."""
+        """Do `reserve` in steps. The owner holds each chunk as soon as it is reserved."""
         self.in_use[names.namespace] = None
         number, room = next(self._numbers), Room(layout, terms, {})
         self._of(owner).rooms[number] = room
@@ -521,14 +555,14 @@ class CacheState:
         return Granted(number if room.chunks else 0, offsets)
 
     def commit(self, owner: Owner, room: int, chunks: Sequence[int], checksums: bytes | None = None) -> int:
-        """Make chunks of a room visible. Returns the mark that stands for their being written below (`all_done`).
+        """Make chunks of a room visible. Return the mark for `all_done`.
 
         checksums: see `Rooms.commit_turns`; None: this cache has no readers, as in simulations
         """
         return finish(self.commit_turns(owner, room, chunks, checksums))
 
     def commit_turns(self, owner: Owner, room: int, chunks: Sequence[int], checksums: bytes | None = None) -> Turns[int]:
-        """As `commit`, in steps. A chunk is visible after its own."""
+        """Do `commit` in steps. Each chunk is visible after its own step."""
         rooms = self._of(owner).rooms
         if room in rooms:
             yield from self._rooms.commit_turns(rooms[room], chunks, checksums)
@@ -537,35 +571,38 @@ class CacheState:
         return self.mark
 
     def abandon(self, owner: Owner, room: int) -> None:
-        """Give back what a room holds uncommitted."""
+        """Free the chunks of a room that are not committed."""
         finish(self.abandon_turns(owner, room))
 
     def abandon_turns(self, owner: Owner, room: int) -> Turns[None]:
-        """As `abandon`, in steps. What is not yet given back is the owner's."""
+        """Do `abandon` in steps. The owner holds the chunks that are not freed yet."""
         rooms = self._of(owner).rooms
         if room in rooms:
             yield from self._rooms.abandon_turns(rooms[room])
             del rooms[room]
 
     def touches_memory(self, owner: Owner) -> bool:
-        """Whether `owner` has a loan or a room: it may be reading or writing the arena now."""
+        """Return whether `owner` has a loan or a room, and so may be using the arena now."""
         held = self._holdings.get(owner)
         return held is not None and bool(held.loans or held.rooms)
 
     def held_by(self, owner: Owner) -> Held:
-        """How much an owner holds."""
+        """Return the holdings of an owner."""
         held = self._holdings.get(owner, _Holdings())
         nbytes = sum(held.loan_bytes.values()) + sum(room.nbytes for room in held.rooms.values())
         return Held(len(held.tickets), len(held.loans), len(held.rooms), nbytes)
 
     def give_up(self, owner: Owner) -> None:
-        """The owner is not waited for: others may write what it has reserved, in other memory. What it holds stays its own."""
+        """Stop waiting for an owner: others may reserve the same chunks, in other memory.
+
+        The owner keeps its holdings.
+        """
         held = self._holdings.get(owner, _Holdings())
         for room in held.rooms.values():
             room.is_given_up = True
 
     def gone(self, owner: Owner) -> None:
-        """The owner is no more and touches no memory any longer: give back all it held."""
+        """Release the holdings of an owner that is gone and no longer touches the arena."""
         self.recodings.drop_all(owner)
         held = self._holdings.get(owner)
         if held is None:
@@ -575,7 +612,8 @@ class CacheState:
         for entries in held.loans.values():
             self._unpin(entries)
         for room in held.rooms.values():
-            room.is_given_up = True  # others may write the same chunks before all its memory is back
+            # others may write the same chunks before all its memory is freed
+            room.is_given_up = True
             abandoning = self._rooms.abandon_turns(room)
             if room.num_entries <= _MOST_ABANDONED:
                 finish(abandoning)
@@ -584,19 +622,22 @@ class CacheState:
         del self._holdings[owner]
 
     def clear(self, namespace: bytes | None) -> int:
-        """Forget every chunk, or those of one namespace. Returns how many RAM had; lower tiers are cleared by and by (`all_done`)."""
+        """Forget all chunks, or those of one namespace. Return the number of chunks that RAM had.
+
+        Lower tiers are cleared in the background; `all_done` says when.
+        """
         if namespace is not None and len(namespace) != NAMESPACE_BYTES:
             raise ProtocolError("the namespace to clear has an impossible size")
         return self._clear(namespace or b"", learned=False)
 
     def cleared_elsewhere(self, prefix: bytes) -> None:
-        """Another host has cleared a tier that it shares with this one: what is older goes here, too."""
+        """Forget the chunks of a prefix, because another host has cleared a shared tier."""
         self._clear(prefix, learned=True)
 
     def _clear(self, prefix: bytes, *, learned: bool) -> int:
         removed = self.ram.clear(prefix)
         self._chores.add(self.ram.sweep())
-        self.step()  # a few chunks go at once
+        self.step()  # free a few chunks at once
         if self._has_lower:
             self._searches.clear(prefix)
             self._clears += 1
@@ -604,7 +645,10 @@ class CacheState:
         return removed
 
     def recode(self, owner: Owner, wish: Wish) -> int:
-        """Have what a tier holds written anew. Returns the number to ask and to release. Raises ConfigError, LayoutError, ProtocolError."""
+        """Re-encode the chunks of a tier with another codec. Return the number of the recoding.
+
+        Raises ConfigError, LayoutError, ProtocolError.
+        """
         if wish.query is not None:
             _check_query(self.layout(wish.query.layout), wish.query)
         number = next(self._numbers)
@@ -612,36 +656,43 @@ class CacheState:
         return number
 
     def step(self, units: int | None = None) -> bool:
-        """Do some of what goes on in the background (`chores.py`). Returns whether there is more. Its driver calls it between others."""
+        """Do some background work (`chores.py`). Return whether there is more.
+
+        The driver calls this between other calls.
+        """
         return self._chores.step(self.turn_units if units is None else units)
 
     @property
     def has_chores(self) -> bool:
-        """Whether `step` has something to do."""
+        """Whether `step` has work."""
         return len(self._chores) > 0
 
     def snapshot(self) -> tuple[int, Iterator[list[Entry]]]:
-        """The number of the last event, and all that is visible in RAM, in parts.
+        """Return the number of the last event, and all visible entries of RAM, in parts.
 
-        The cache may change between two parts: what comes and goes then may be in a part or not, and is in the events after that number.
+        The cache may change between two parts. Such a change may be in a part or not, and it is in
+        the events after that number.
         """
         return self._events_log().last, self.ram.parts()
 
     def events(self, after: int) -> EventBatch:
-        """What has happened in RAM since event number `after`."""
+        """Return the events of RAM after number `after`."""
         return self._events_log().after(after)
 
     @property
     def mark(self) -> int:
-        """Stands for all that was committed so far; see `all_done`."""
+        """The mark of all commits so far; see `all_done`."""
         return self._writes.mark
 
     def all_done(self, mark: int) -> bool:
-        """Whether all that was committed before `mark` was taken has been written below, or given up; and nothing is being cleared."""
+        """Return whether all chunks up to `mark` were written to the tiers or given up.
+
+        False while a clear is in progress.
+        """
         return not self._clears and self._writes.all_done(mark)
 
     def status(self) -> dict[str, Any]:
-        """Sizes, counts and counters, for people and monitors."""
+        """Return sizes, counts and counters, for people and monitors."""
         return {
             "arena_bytes": self.ram.capacity_bytes,
             "used_bytes": self.ram.used_bytes,
@@ -657,7 +708,7 @@ class CacheState:
         }
 
     def holdings(self) -> dict[str, int]:
-        """How many tickets, loans and rooms are out, over all owners."""
+        """Return the numbers of tickets, loans and rooms, over all owners."""
         held = self._holdings.values()
         return {
             "tickets": sum(len(h.tickets) for h in held),
@@ -666,40 +717,48 @@ class CacheState:
         }
 
     def take_orders(self) -> list[Order]:
-        """What the mover is to do; each order is given once."""
+        """Return the orders for the mover; each order is returned once."""
         orders, self._orders = self._orders, []
         return orders
 
-    # Events: what came of the orders.
+    # Events: the mover's reports.
 
     def probed(self, search: int, places: dict[bytes, Place], *, silent: bool = False) -> None:
-        """Of a ProbeOrder. silent: some tier did not answer."""
+        """Report the answer to a ProbeOrder. silent: some tier did not answer."""
         self._searches.probed(search, places, silent=silent)
 
     def fetched(self, entry: Entry, ok: bool, expires_at: int = 0, *, why: str = TIER_DOWN) -> None:
-        """Of one arrival of a FetchOrder: its bytes are here and right, or not (why); nobody writes to its memory any more."""
+        """Report the end of one read of a FetchOrder: nothing writes to its memory any more.
+
+        ok:  its bytes have arrived and are right
+        why: the fault, if not ok
+        """
         if not ok and why != TIER_DOWN:
             self._gone.add(entry.key, why)
         self._searches.fetched(entry, ok, expires_at=expires_at, why=why)
 
     def given_up(self, entry: Entry) -> None:
-        """Of one arrival: it failed, but its memory may still be written to until `let_go`."""
+        """Report a failed read whose memory may still be written to, until `let_go`."""
         self._searches.given_up(entry)
 
     def let_go(self, entry: Entry) -> None:
-        """Of one arrival that was given up."""
+        """Report that nothing writes to the memory of a given-up read any more."""
         self._searches.let_go(entry)
 
     def recoded(self, number: int, recoded: Recoded) -> None:
-        """Of a RecodeOrder: how far it has come."""
+        """Report the progress of a RecodeOrder."""
         self.recodings.progressed(number, recoded)
 
     def written(self, number: int) -> None:
-        """Of a WriteOrder."""
+        """Report the end of a WriteOrder."""
         self._writes.done(number)
 
     def cleared(self, prefix: bytes) -> None:
-        """Of a ClearOrder. Nothing came up from below meanwhile: what was on its way was doomed, and nothing new was begun."""
+        """Report the end of a ClearOrder.
+
+        No cleared chunk was loaded from a tier since the clear began: reads in progress were
+        doomed, and no new one was started.
+        """
         self._clears -= 1
         self._searches.cleared(prefix)
 
@@ -710,11 +769,11 @@ class CacheState:
         return self._holdings.setdefault(owner, _Holdings())
 
     def _is_arriving(self, ticket: int) -> bool:
-        """Whether somebody waits for it: one that was prefetched is nobody's ticket."""
+        """Return whether a ticket is arriving for an owner. A prefetch has no owner."""
         return ticket in self._searches and self._searches[ticket].owner is not None
 
     def _settle(self, number: int) -> Turns[Found]:
-        """An arriving ticket becomes final, with the chunks that are here of it by now."""
+        """Make an arriving ticket final, with the chunks that have arrived."""
         search, is_settled = self._searches[number], False
         search.settling = True
         try:
@@ -726,7 +785,8 @@ class CacheState:
                 answer = Found(0, 0, reason=SLOWER)
             pinned = (yield from self._hold_turns(prefix)) if answer.ticket else []
             is_settled = True
-            if self._searches.get(number) is not search:  # it was let go meanwhile
+            # the search was released during these steps
+            if self._searches.get(number) is not search:
                 self._unpin(pinned)
                 return Found(0, 0)
             if search.work is not None:
@@ -744,7 +804,7 @@ class CacheState:
                 search.forget_what_is_here()
 
     def _hold_turns(self, prefix: Prefix[Entry]) -> Turns[list[Entry]]:
-        """Hold all of a hit for its ticket, while the search still has its pins."""
+        """Hold all entries of a hit for its ticket, in steps. The search still has its pins."""
         entries = yield from prefix.in_order_turns()
         num_held = 0
         try:
@@ -759,7 +819,7 @@ class CacheState:
         return entries
 
     def _count_and_let_go(self, number: int, search: Search) -> Turns[None]:
-        """Of a search that was released before it was final."""
+        """Count a search that was released before it was final, and unpin its entries."""
         try:
             prefix = yield from Presence(search.query, search.layout, search.pinned.get).take_turns()
             count_lookup(self.metrics, (yield from self._answer_turns(number, search, prefix)), search.here.asked_tokens)
@@ -768,7 +828,7 @@ class CacheState:
             self._let_go(search)
 
     def _let_go(self, search: Search) -> None:
-        """Unpin what a search has; it was taken."""
+        """Unpin the entries of a search that was taken."""
         self._run(self._let_go_turns(search), search.num_keys)
 
     def _let_go_turns(self, search: Search) -> Turns[None]:
@@ -780,18 +840,21 @@ class CacheState:
         yield from emptied_dicts(search.places, search.faults)
 
     def _is_over(self, number: int) -> None:
-        """A search is over: its owner may ask; without one it is let go."""
+        """Note that a search is over. Its owner may ask for the hit; without one it is released."""
         if self._searches[number].owner is None:
             self._let_go(self._searches.take(number))
         self._has_news = True
 
     def take_news(self) -> bool:
-        """Whether a search has ended since this was called last, in a step of what goes on in the background or otherwise."""
+        """Return whether a search has ended since the last call."""
         news, self._has_news = self._has_news, False
         return news
 
     def _if_worth_loading(self, number: int, answer: Found, query: Query, layout: Layout, work: Work, declined: bool) -> Found:
-        """The answer from memory alone; nothing, if computing is faster. declined: tiers were not asked, because it would not pay."""
+        """Return the answer from memory alone; an empty one if computing is faster.
+
+        declined: tiers were not probed, because it would not pay
+        """
         worth = self.planner.is_worth_loading(work, query, layout, answer.num_tokens)
         self.planner.decided_here(number, work, query, layout, answer.num_tokens, worth=worth, declined=declined)
         if answer.num_tokens and not worth:
@@ -803,14 +866,18 @@ class CacheState:
     def _search_for_nobody(
         self, query: Query, layout: Layout, num_keys: int, *, prefix: Prefix[Entry] | None = None, sample: bool = False
     ) -> Turns[None]:
-        """Bring what tiers have to memory, or, of a sample, one chunk of it. prefix: what memory has, held; None: not known."""
+        """Load chunks from tiers into memory without a waiting request.
+
+        prefix: the hit in memory, held; None: not looked up yet
+        sample: load one chunk alone, to measure the tier
+        """
         number, clears, has_begun = next(self._numbers), self.ram.num_clears, False
         held: list[Entry] = []
         try:
             if prefix is None:
                 prefix = yield from Presence(query, layout, self._finder(num_keys, held)).take_turns()
             yield from self._searches.begin_turns(number, None, query, layout, prefix, num_keys=num_keys, sample=sample)
-            has_begun = clears == self.ram.num_clears  # else what it has pinned may have been cleared since
+            has_begun = clears == self.ram.num_clears  # else its pins may have been cleared since
         finally:  # the caller may leave between two steps
             if number in self._searches and not has_begun:
                 self._let_go(self._searches.take(number))
@@ -822,14 +889,17 @@ class CacheState:
     def _answer(
         self, number: int, presence: Presence[Entry], extent: Extent, search: Search | None = None, sources: dict[str, int] | None = None
     ) -> Found:
-        """A final answer: how far, from where, and why no further. sources: None: all of it from memory."""
+        """Return a final answer: length, sources, and the reason why it is not longer.
+
+        sources: tokens by source; None: all from memory
+        """
         reason = self._reason(presence, extent, search)
         if not extent.num_tokens:
             return Found(0, 0, reason=reason)
         return Found(number, extent.num_tokens, sources=sources or {"ram": extent.num_tokens}, reason=reason)
 
     def _answer_turns(self, number: int, search: Search, prefix: Prefix[Entry]) -> Turns[Found]:
-        """As `_answer` of a search, in steps."""
+        """Do `_answer` for a search, in steps."""
         sources = (yield from sources_turns(prefix, search, self.tier_names)) if len(search.sources) else None
         return self._answer(number, search.here, prefix.extent, search, sources)
 
@@ -839,7 +909,7 @@ class CacheState:
             return SLOWER
         if search is not None and gap is not None and search.idle and gap.key in search.places:
             return NOT_NEEDED
-        if search is not None:  # what is there for the asking keeps no hit from being longer
+        if search is not None:  # a chunk that RAM or a tier has is not the reason
             gap = search.would_have(self.ram.find).gap(extent) or gap
         if gap is None:
             return WHOLE
@@ -852,13 +922,14 @@ class CacheState:
         if search is not None and search.silent:
             return TIER_DOWN
         if self._has_lower and search is None:
-            return CLEARED  # it is being cleared below, or would have been looked for there
+            # a clear of the tiers is in progress; otherwise they would have been probed
+            return CLEARED
         places = search.places if search is not None else ()
         partly = any(key in places or self.ram.find(key) is not None for key in gap.siblings)
         return self._gone.why(gap.key) or (INCOMPLETE if partly else NEVER_STORED)
 
     def _issue(self, answer: Found, owner: Owner, query: Query, layout: Layout, prefix: Prefix[Entry], pinned: list[Entry]) -> None:
-        """A final ticket over entries that are pinned."""
+        """Issue a final ticket over pinned entries."""
         shards = {shard: [prefix.rows[group, shard] for group in range(len(layout.groups))] for shard in range(query.shards)}
         extent = prefix.extent
         counts = [layout.tokens_per_chunk] * extent.whole + ([extent.tail_tokens] if extent.tail is not None else [])
@@ -871,7 +942,7 @@ class CacheState:
         return self._log
 
     def _changed(self, what: str, entry: Entry) -> None:
-        """In RAM, something that was visible has gone, or something has become visible."""
+        """Log and count an entry that was admitted to RAM or removed from it."""
         if self._log is not None:
             self._log.add(what, entry)
         if what in REASONS:
@@ -888,7 +959,7 @@ class CacheState:
             self._unpin_ticket(held)
 
     def _unpin_ticket(self, ticket: _Ticket) -> None:
-        """Nothing of a ticket is needed any more."""
+        """Unpin all entries of a ticket that is released."""
         if len(ticket.pinned) > _MOST_AT_ONCE:
             self._chores.add(emptied(*[row for rows in ticket.shards.values() for row in rows]))
         self._unpin(ticket.pinned)
@@ -899,7 +970,7 @@ def _bytes_of(entries: Iterable[Entry]) -> int:
 
 
 def _check_query(layout: Layout, query: Query) -> int:
-    """How many keys it asks for. Raises ProtocolError for a query that makes no sense, or is too large."""
+    """Return the number of keys of a query. Raises ProtocolError if it is invalid or too large."""
     if len(query.namespace) != NAMESPACE_BYTES or len(query.hashes) % HASH_BYTES or not 1 <= query.shards <= MAX_SHARDS:
         raise ProtocolError("a query's namespace, hashes or shards have an impossible size")
     if len(query.tail_hashes) != len(query.tail_lengths) * HASH_BYTES:

@@ -1,9 +1,9 @@
-"""Chunks that wait to be written to lower tiers: a bounded queue that drops rather than blocks.
+"""The bounded queue of chunks for lower tiers. It drops chunks instead of blocking.
 
-    writes.add(entry, layout)        # held in RAM until it is written; or dropped and counted, because too much waits already
+    writes.add(entry, layout)        # held in RAM until it is written; or dropped and counted if the queue is full
     writes.done(number)              # the mover has finished with it, well or not
 
-No I/O: the mover writes. What is dropped stays in RAM until it is evicted, and is a later miss below it, nothing worse.
+No I/O: the mover writes. A dropped chunk stays in RAM until it is evicted. After that it is a miss.
 """
 
 import logging
@@ -40,15 +40,15 @@ class Writes:
 
     @property
     def mark(self) -> int:
-        """The number of the newest: when `all_done(mark)`, all that was added before has been dealt with."""
+        """The number of the newest write; `all_done(mark)` covers it and all earlier ones."""
         return self._last
 
     def all_done(self, mark: int) -> bool:
-        """Whether nothing up to `mark` waits any more."""
+        """Return whether no write up to `mark` is waiting."""
         return not self._held or next(iter(self._held)) > mark
 
     def add(self, entry: Entry, layout: Layout, terms: Terms = FREE, *, above: int | None = None) -> None:
-        """Hold it and order its writing; a chunk too many is dropped."""
+        """Hold an entry and order its write; drop it if the queue is full."""
         if self._ram.is_doomed(entry):
             return  # cleared while it was written
         if self.queued_bytes + entry.nbytes > self._limit_bytes:
@@ -61,7 +61,7 @@ class Writes:
         self._give_order(WriteOrder(self._last, entry, layout, terms, above))
 
     def done(self, number: int) -> None:
-        """Let it go."""
+        """Release an entry after its write."""
         entry = self._held.pop(number)
         self.queued_bytes -= entry.nbytes
         self._ram.unpin(entry)

@@ -1,11 +1,12 @@
-"""The command line: one file a command; those of `kvhold.lab` are there.
+"""The command line: one file per command; the files of some commands are in `kvhold.lab`.
 
-Commands are imported when they are called, so that `kvhold status` loads no more than it needs.
+A command is imported when it is called, so that `kvhold status` loads only what it needs.
 """
 
 import logging
 import os
 import sys
+from difflib import get_close_matches
 from importlib import import_module
 
 import click
@@ -43,6 +44,12 @@ class _Lazy(click.Group):
         command: click.Command = import_module(_COMMANDS[cmd_name][0]).command
         return command
 
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in _COMMANDS and not args[0].startswith("-"):
+            near = get_close_matches(args[0], _COMMANDS, n=1)
+            ctx.fail(f"There is no command {args[0]!r}." + (f" Did you mean {near[0]!r}?" if near else ""))
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, help) for name, (_, help) in _COMMANDS.items()])
@@ -63,7 +70,7 @@ def cli() -> None:
 
 
 def main() -> None:
-    """The `kvhold` command. Our own errors are one line and exit status 1."""
+    """Run the `kvhold` command. Our own errors print one line and exit with status 1."""
     try:
         cli.main(prog_name="kvhold")
     except KVHoldError as error:

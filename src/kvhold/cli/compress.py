@@ -1,4 +1,7 @@
-"""`kvhold compress`: what a tier holds is written anew by a codec. `kvhold decompress` is the way back, and shares all of this."""
+"""`kvhold compress`: re-encode the chunks of a tier with a codec.
+
+`kvhold decompress` does the reverse and shares this code.
+"""
 
 import json
 import sys
@@ -27,7 +30,7 @@ _RESULTS = {
 
 @dataclass(frozen=True)
 class Options:
-    """What both commands take besides a codec."""
+    """The options of both commands, without the codec."""
 
     tier: str
     namespace: str | None
@@ -42,15 +45,18 @@ class Options:
 @click.option("--socket", help="Path of the node's Unix socket. [default: this user's]")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def command(tier: str, codec: str, namespace: str | None, socket: str | None, as_json: bool) -> None:
-    """Write what a tier of this host's node holds anew by a codec, while everything goes on. Returns when it is done.
+    """Re-encode the chunks of a tier of this host's node with another codec, online.
 
-    What is stored later is written by the tier's own setting. Budgets are kept. What a codec with a loss has written is left alone.
+    Returns when it is done.
+
+    Chunks that are stored later use the tier's own setting. Budgets are kept. Chunks that a lossy
+    codec has written are left alone.
     """
     recode(codec, Options(tier, namespace, socket, as_json))
 
 
 def recode(codec: str, options: Options) -> None:
-    """Begin it, wait, and show what came of it. Exits with 1 if it ended early."""
+    """Start a re-encoding, wait, and show the result. Exits with 1 if it ended early."""
     config = load_config({"node": {"socket": options.socket}} if options.socket else {})
     namespace = _digest(options.namespace)
     with (

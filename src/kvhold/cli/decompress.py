@@ -1,4 +1,7 @@
-"""`kvhold decompress`: what a tier holds is written anew without a codec. What was lost stays lost."""
+"""`kvhold decompress`: re-encode the chunks of a tier without compression.
+
+Lost precision stays lost.
+"""
 
 import click
 
@@ -12,8 +15,10 @@ from kvhold.cli.compress import Options, recode
 @click.option("--socket", help="Path of the node's Unix socket. [default: this user's]")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def command(tier: str, codec: str, namespace: str | None, socket: str | None, as_json: bool) -> None:
-    """Write what a tier of this host's node holds anew, uncompressed, while everything goes on. Returns when it is done.
+    """Re-encode the chunks of a tier of this host's node without compression, online.
 
-    What codecs have lost does not come back.
+    Returns when it is done.
+
+    Precision that a codec has lost is not restored.
     """
     recode(codec, Options(tier, namespace, socket, as_json))

@@ -1,7 +1,9 @@
-"""`kvhold doctor`: is what the settings name there, and does it give back what it is given?
+"""`kvhold doctor`: check that the configured node and tiers are there, and that tiers return stored
+data.
 
-In each tier a probe chunk (a frame like any other, under a key of its own) is put, looked for, read whole and in part, checked and
-deleted, past the breaker and within the tier's own deadlines. What is wrong is said in plain words.
+In each tier a probe chunk (a normal frame under a key of its own) is put, probed, read whole and in
+part, checked and deleted. This bypasses the breaker and keeps the tier's own deadlines. Faults are
+described in plain words.
 """
 
 import asyncio
@@ -15,6 +17,7 @@ from typing import TypeVar
 
 import click
 
+from kvhold.cli.lmcache import advice
 from kvhold.cli.tier_urls import check_no_secrets
 from kvhold.codecs import Raw, frame_chunk, unframe_chunk
 from kvhold.core.config import Config, load_config
@@ -36,7 +39,12 @@ _LAYOUT = Layout(groups=(Group(layers=4, planes=2, heads=4, head_dim=128, dtype=
 
 @dataclass
 class Finding:
-    """What was found of one thing. ms: how long each step took."""
+    """The result of checking one node or tier.
+
+    ok:   no fault was found
+    says: messages, one per line
+    ms:   how long each step took
+    """
 
     name: str
     ok: bool = True
@@ -44,7 +52,7 @@ class Finding:
     ms: dict[str, float] = field(default_factory=dict)
 
     def wrong(self, what: str) -> None:
-        """It is not well."""
+        """Record a fault."""
         self.ok = False
         self.says.append(what)
 
@@ -54,17 +62,22 @@ class Finding:
 @click.option("--config", "config_file", type=click.Path(path_type=Path), help="Settings file, TOML or YAML.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON list.")
 def command(tiers: tuple[str, ...], config_file: Path | None, as_json: bool) -> None:
-    """Try each tier, and say in plain words what is wrong. Exits with 1 when something is."""
+    """Try each tier, and say in plain words what is wrong. Exits with 1 if there is a fault."""
     check_no_secrets(tiers)
     config = load_config({"tiers": tiers} if tiers else {}, file=config_file)
     findings = [_look_at_node(config, may_differ=bool(tiers)), *asyncio.run(_look_at_tiers(config))]
+    if foreign := list(advice(os.environ)):
+        findings.append(Finding("environment", says=foreign))
     click.echo(json.dumps([asdict(finding) for finding in findings], indent=2) if as_json else "\n".join(map(_describe, findings)))
     if not all(finding.ok for finding in findings):
         raise SystemExit(1)
 
 
 def _look_at_node(config: Config, *, may_differ: bool) -> Finding:
-    """A node that is not there is no fault where engines start it. may_differ: its tiers need not be those of `config`."""
+    """Check the node. A missing node is no fault if engines start it.
+
+    may_differ: the node's tiers need not be those of `config`
+    """
     path = socket_path(config.node.socket)
     finding = Finding(f"node on {path}")
     try:
@@ -76,7 +89,7 @@ def _look_at_node(config: Config, *, may_differ: bool) -> Finding:
             for tier in status.get("tiers", []):
                 if not tier["available"]:
                     finding.wrong(f"its tier {tier['name']} is left alone: {tier['last_fault']}")
-        if not may_differ:  # would an engine with these settings be let in?
+        if not may_differ:  # would the node accept an engine with these settings?
             NodeClient(path, config.client, name="kvhold doctor", requires=pack(requirements_of(config))).close()
     except NodeError as error:
         if path.exists() or not config.node.autostart:
@@ -108,7 +121,7 @@ async def _look_at_tier(text: str, config: Config) -> Finding:
         await _Visit(tier, settings, finding).run()
     except TierError as error:
         finding.wrong(str(error))
-    except Exception as error:  # noqa: BLE001 - a plugin, perhaps: it is to be told, not to end the visit of the others
+    except Exception as error:  # noqa: BLE001 - a plugin's bug; report it, go on
         finding.wrong(f"broke the contract of a tier: {type(error).__name__}: {error}")
     finally:
         await tier.close()
@@ -116,7 +129,7 @@ async def _look_at_tier(text: str, config: Config) -> Finding:
 
 
 class _Visit:
-    """One tier, step by step."""
+    """The check of one tier, step by step."""
 
     def __init__(self, tier: Tier, settings: GuardConfig, finding: Finding) -> None:
         self._tier = tier

@@ -1,4 +1,4 @@
-"""`kvhold explain`: why a request was loaded, computed, or loaded in part, and what came of it."""
+"""`kvhold explain`: why a request was loaded, computed, or loaded in part, and the result."""
 
 import json
 import sys
@@ -20,9 +20,11 @@ _NAMES = {"compute": "compute all", "memory": "load what memory has", "all": "lo
 @click.option("--socket", help="Path of the node's Unix socket. [default: this user's]")
 @click.option("--json", "as_json", is_flag=True, help="A JSON array of decisions, the last one first.")
 def command(request_id: str, socket: str | None, as_json: bool) -> None:
-    """Say what the node decided for a request of an engine, why, and what came of it; without REQUEST, list the latest.
+    """Explain the node's decision for a request of an engine, and its result; without REQUEST, list
+    the latest.
 
-    REQUEST is its id, or a part of it that no other has. The node remembers some hundred. Exits with 1 when it knows of none.
+    REQUEST is its id, or a part of its id that no other request has. The node remembers the last
+    512 decisions. Exits with 1 if none matches.
     """
     config = load_config({"node": {"socket": socket}} if socket else {})
     with NodeClient(socket_path(config.node.socket), config.client, name="kvhold explain") as client:

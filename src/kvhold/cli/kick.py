@@ -17,9 +17,11 @@ from kvhold.node.paths import socket_path
 @click.argument("client", metavar="ID|PID")
 @click.option("--socket", help="Path of the node's Unix socket. [default: this user's]")
 def command(client: str, socket: str | None) -> None:
-    """End a client by its ID from `kvhold clients` (such as c12), or all clients of the process PID.
+    """End a client by its ID from `kvhold clients` (such as c12), or all clients of the process
+    PID.
 
-    The node does not answer it any more, and others may write what it had reserved. A process that lives joins again.
+    The node stops answering the client, and other clients may write the chunks that it had
+    reserved. A process that is alive joins again.
     """
     match = re.fullmatch(r"(c?)([1-9][0-9]{0,9})", client)
     if match is None:

@@ -1,4 +1,5 @@
-"""`kvhold names`: the namespaces that this host's node knows, what each is made of, and where two differ."""
+"""`kvhold names`: list the namespaces that this host's node knows, show the facts of one, or
+compare two."""
 
 import json
 import sys
@@ -23,10 +24,11 @@ _HINT = "If you know that a difference changes no KV, add its name to the settin
 @click.option("--socket", help="Path of the node's Unix socket. [default: this user's]")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def command(one: str, two: str, socket: str | None, as_json: bool) -> None:
-    """List the namespaces that the node knows; say what A is made of; or in which facts A and B differ.
+    """List the namespaces that the node knows; show the facts of A; or compare the facts of A and
+    B.
 
-    Engines share KV if they have one namespace. A and B are digests, or as many of their first digits as no other has. Exits with 1 for a
-    namespace that is not known.
+    Engines share KV if they have one namespace. A and B are digests, or their first digits, as many
+    as make them unique. Exits with 1 for an unknown namespace.
     """
     config = load_config({"node": {"socket": socket}} if socket else {})
     with NodeClient(socket_path(config.node.socket), config.client, name="kvhold names") as client:

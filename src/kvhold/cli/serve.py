@@ -66,7 +66,8 @@ def command(
     restart: bool,
     config_file: Path | None,
 ) -> None:
-    """Run this host's node, or with --listen a central cache for other hosts, until SIGTERM or SIGINT."""
+    """Run this host's node, or with --listen a central cache for other hosts, until SIGTERM or
+    SIGINT."""
     arguments: dict[str, Any] = {}
     if ram_bytes is not None:
         arguments["ram_bytes"] = ram_bytes
@@ -82,7 +83,7 @@ def command(
         arguments["listen"] = listening | ({"insecure": True} if insecure else {})
     config = load_config(arguments, file=config_file)
     if not config.listen.address:
-        here = socket_path(config.node.socket)  # before a detached node leaves this folder
+        here = socket_path(config.node.socket)  # before a detached node changes its folder
         config = replace(config, node=replace(config.node, socket=str(here)))
     log_file = log_file.absolute() if log_file is not None else None
     release = None
@@ -96,14 +97,14 @@ def command(
 
 
 def _detach(config: Config, log_file: Path | None, *, restart: bool) -> tuple[Config, Callable[[], None]]:
-    """Go on in a child with a session of its own, which belongs to the host: see `node/host.py`.
+    """Continue in a child process with its own session, which belongs to the host: see
+    `node/host.py`.
 
-    Returns its settings, and what is to be called when it listens.
+    Returns the child's settings, and a function to call when the node listens. The caller's process
+    ends when the child calls this function, or when the child ends. So the node has no parent
+    engine: engines that clean up after themselves kill all their descendants.
 
-    The caller's process ends when the child calls the function that this returns, or has ended. So the node is nobody's child: engines
-    that clean up after themselves kill all their descendants.
-
-    restart: go on in a child of that one, see `node/watcher.py`
+    restart: continue in a child of the child, see `node/watcher.py`
     """
     ready, say = os.pipe()
     child = os.fork()
@@ -118,7 +119,8 @@ def _detach(config: Config, log_file: Path | None, *, restart: bool) -> tuple[Co
     raise_priority(config.node.nice)
     killed = False
     if restart:
-        config = replace(config, ram_bytes=config.ram_bytes or default_arena_bytes())  # the next node is no smaller
+        # Fix the size, so that a restarted node is no smaller.
+        config = replace(config, ram_bytes=config.ram_bytes or default_arena_bytes())
         try:
             killed = restart_when_killed(Path(config.node.socket))
         except OSError as error:
@@ -134,7 +136,7 @@ def _detach(config: Config, log_file: Path | None, *, restart: bool) -> tuple[Co
         wait_for_room(config, config.ram_bytes)
 
     def release() -> None:
-        with suppress(BrokenPipeError):  # who started the first one has ended long since
+        with suppress(BrokenPipeError):  # a restart: the first caller has ended
             os.write(say, b"1")
         os.close(say)
 

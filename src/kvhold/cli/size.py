@@ -1,4 +1,4 @@
-"""`kvhold size`: how large a model's KV is, and how much of it fits where."""
+"""`kvhold size`: show the size of a model's KV, and how much fits into memory and tiers."""
 
 import json
 from collections.abc import Sequence
@@ -41,9 +41,10 @@ def command(
     config: Path | None,
     as_json: bool,
 ) -> None:
-    """How large the KV of MODEL is, and how much of it fits where.
+    """Show how large the KV of MODEL is, and how much of it fits where.
 
-    MODEL is a well-known name such as meta-llama/Llama-3.1-8B, a folder with a config.json, or such a file. Nothing is downloaded.
+    MODEL is a well-known name such as meta-llama/Llama-3.1-8B, a folder with a config.json, or a
+    config.json. Nothing is downloaded.
     """
     kv = kv_of(read_settings(model), dtype=dtype)
     chunk_bytes, element = kv.stored_bytes(chunk_tokens), kv.groups[0].dtype
@@ -72,7 +73,10 @@ def command(
 
 
 def _of_settings(file: Path, element: str) -> tuple[list[tuple[str, int | None, Sequence[str]]], list[str]]:
-    """Memory and the tiers that are limited, with the codec of each; and a note where it is not known what that makes of such elements."""
+    """Return memory and the limited tiers, each with its codec, and notes.
+
+    A note says that a codec's ratio for this element type was not measured; its tier counts as raw.
+    """
     config = load_config({}, file=file, environ={})
     places: list[tuple[str, int | None, Sequence[str]]] = [("ram", config.ram_bytes, ("raw",))]
     notes = []
@@ -80,7 +84,7 @@ def _of_settings(file: Path, element: str) -> tuple[list[tuple[str, int | None, 
         url = parse_url(text)
         limit, codec = url.options.get("max_bytes"), url.options.get("codec", "raw")
         if limit is None:
-            continue  # what it holds is not for us to say
+            continue  # its size is not limited by kvhold
         if not is_measured(codec, element):
             notes.append(f"{url.shown}: how much smaller {codec} makes KV of {element} was not measured; it is counted raw")
             codec = "raw"

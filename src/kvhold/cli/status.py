@@ -1,4 +1,4 @@
-"""`kvhold status`: what this host's node holds and counts."""
+"""`kvhold status`: show what this host's node holds and counts."""
 
 import json
 from typing import Any

@@ -10,7 +10,10 @@ from kvhold.node.paths import socket_path
 @click.command()
 @click.option("--socket", help="Path of the node's Unix socket. [default: this user's]")
 def command(socket: str | None) -> None:
-    """End this host's node; its cache is gone. Engines go on, and those that may start a node start a new one."""
+    """End this host's node; its memory cache is lost.
+
+    Engines continue, and may start a new node if so configured.
+    """
     config = load_config({"node": {"socket": socket}} if socket else {})
     path = socket_path(config.node.socket)
     with NodeClient(path, config.client, name="kvhold stop") as client:

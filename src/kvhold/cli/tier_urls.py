@@ -1,4 +1,4 @@
-"""The tiers that a command line names: `check_no_secrets(tiers)`."""
+"""Check the tiers that a command line names: `check_no_secrets(tiers)`."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,10 @@ from kvhold.tiers.url import parse_url
 
 
 def check_no_secrets(tiers: Sequence[str]) -> None:
-    """Raise ConfigError for a URL with a password or token in it: every user of this host can read a command line (`ps`)."""
+    """Raise ConfigError for a URL that contains a password or token.
+
+    Every user of this host can read a command line (`ps`).
+    """
     for text in tiers:
         if (url := parse_url(text)).has_secret:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""`kvhold tiers`: which tiers there are, and what can be set in their URLs."""
+"""`kvhold tiers`: list the tiers, and the options in their URLs."""
 
 import click
 

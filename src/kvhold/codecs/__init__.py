@@ -1,6 +1,8 @@
-"""Chunk to frame and back: `base.py` the contract of a codec, one file a codec, `frame.py` the format of what leaves the arena.
+"""Codecs: encode chunks to frames, and decode them.
 
-All codecs but raw are compiled as they are imported, so none is imported here: `make_codec` does it.
+`base.py` is the contract of a codec, and each codec has a file. `frame.py` is the format of the
+bytes that leave the arena. An import of a codec other than raw compiles it, so only `make_codec`
+imports them.
 
 frame = frame_chunk(chunk, make_codec("raw"), key=key, layout=layout, num_tokens=256, first_token=0)
 unframe_chunk(received, into, key=key, layout=layout, num_tokens=256)

@@ -1,10 +1,10 @@
-"""Which codec a chunk is written by: the one that its tier names, or a better one where that loses more than the terms allow.
+"""Choose the codec of a chunk: the tier's codec, or one within the request's terms.
 
     frame = frame_within(chunk, make_codec("cachegen"), Terms(max_error=0.02), key=key, layout=layout, num_tokens=128, first_token=0)
 
-A codec's stated bound is of the worst KV there is; what a chunk loses in fact is less, so it is measured where the bound alone does not
-show that the terms are kept: the frame is decoded and compared. What no codec with a loss may have or can encode is written by
-`lossless`. Any thread, off an engine's path.
+A codec's error bound is for the worst possible KV, and a chunk usually loses less. So if the bound
+exceeds `max_error`, the frame is decoded and its error measured. `lossless` writes chunks that no
+codec with a loss can encode within the terms. Any thread, but not on an engine's path.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ from kvhold.core.layout import Layout
 from kvhold.core.terms import Terms
 
 LOSSLESS = "lossless"
-LADDER = ("cachegen-small", "cachegen", "cachegen-fine", "fp8", "int8")  # by their bounds, the largest first
+LADDER = ("cachegen-small", "cachegen", "cachegen-fine", "fp8", "int8")  # largest error bound first
 
 
 def frame_within(
@@ -38,7 +38,7 @@ def frame_within(
     checksums: Sequence[int] | None = None,
     align: int = ALIGNMENT,
 ) -> Frame:
-    """The frame of one chunk, as `frame_chunk`, within its terms."""
+    """Frame one chunk within its terms. Arguments and errors as for `frame_chunk`."""
 
     def framed(by: Codec) -> Frame:
         return frame_chunk(
@@ -76,9 +76,11 @@ def frame_within(
 
 
 def measured_error(before: Elements, after: Elements, dtype: str) -> float:
-    """The largest |after - before| over the largest |before|, of one layer's elements as bits; 0 where all are as they were.
+    """Return the largest |after - before| over the largest |before|, for the elements of a layer.
 
-    Infinite where something that was not finite has changed, or has come up.
+    Returns 0 if nothing changed, and infinity if an infinity or NaN changed or is new.
+
+    before, after: elements as bits
     """
     if np.array_equal(before, after):
         return 0.0
@@ -92,21 +94,21 @@ def measured_error(before: Elements, after: Elements, dtype: str) -> float:
 
 
 def _as_float32(bits: Elements, dtype: str) -> npt.NDArray[np.float32]:
-    """What bfloat16, float16 or float32 elements stand for."""
+    """Return the values of bfloat16, float16 or float32 elements."""
     if dtype == "bfloat16":
         return (bits.astype(np.uint32) << 16).view(np.float32)
     return bits.view(np.float16 if dtype == "float16" else np.float32).astype(np.float32)
 
 
 def _stronger(codec: Codec) -> Iterator[Codec]:
-    """It, then those of larger bounds."""
+    """Yield the codec, then codecs with larger error bounds."""
     yield codec
     for name in reversed(LADDER[: LADDER.index(codec.name)] if codec.name in LADDER else ()):
         yield make_codec(name)
 
 
 def _better(codec: Codec) -> Iterator[Codec]:
-    """Those of smaller bounds than it has."""
+    """Yield codecs with smaller error bounds."""
     for name in LADDER[LADDER.index(codec.name) + 1 :] if codec.name in LADDER else LADDER:
         better = make_codec(name)
         if better.error_bound < codec.error_bound:
@@ -114,7 +116,7 @@ def _better(codec: Codec) -> Iterator[Codec]:
 
 
 def _bits(frame: Frame, layout: Layout, group: int, num_tokens: int) -> float:
-    """Of an element, on average."""
+    """Return the mean bits per element."""
     place = layout.groups[group]
     return 8 * len(frame.payload) / (place.layers * place.planes * num_tokens * place.heads * place.head_dim)
 

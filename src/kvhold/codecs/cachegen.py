@@ -1,18 +1,22 @@
-"""Few bins an element, and each bin's odds told by its channel and token: about a seventh of a bfloat16.
+"""cachegen: coarse bins, coded with probabilities by channel and token; 1/7 of a bfloat16.
 
-The idea is that of CacheGen (Liu et al., SIGCOMM 2024): coarse bins, finer ones for keys than for values and for early layers than for late
-ones, and entropy coding with a distribution for each channel. The bytes are in docs/format.md ("cachegen"), the arithmetic in
-kernels/numba_bins.py and kernels/numba_rans_kinds.py. How this differs:
+The method is from CacheGen (Liu et al., SIGCOMM 2024): coarse bins, finer for keys than for values
+and finer for early layers than for late ones; then entropy coding, with a distribution for each
+channel. docs/format.md ("cachegen") defines the bytes; kernels/numba_bins.py and
+kernels/numba_rans_kinds.py have the arithmetic. The differences to the paper:
 
-- A channel has a step of its own, by how far it spreads and not by its largest number, and the same for every token of the chunk: channels
-  of keys differ in size far more than tokens do, and one outlier costs some bits instead of everybody's precision. A channel 16 times
-  as wide has a step twice as wide: nearly equal error for all, which is what a mean error is least by at a given size.
-- A channel's mean, in whole steps, is taken off before coding, so it takes a byte and little else.
-- A distribution for each channel would outweigh what it saves in 256 tokens. Channels of like spread, measured in steps, share one of
-  up to 16 that are stored with the plane, and a byte says which. Where tokens differ in size, half a byte for each token and 128
-  channels says by how many places to shift.
+- A channel has its own step (width of a bin), which is the same for all tokens of the chunk,
+  because channels of keys differ in size far more than tokens do. The step follows the channel's
+  spread, not its largest number, so an outlier costs a few bits instead of the precision of all
+  others. A channel 16 times as wide has a step twice as wide. So all channels have nearly equal
+  errors, which minimises the mean error at a given size.
+- A channel's mean, in whole steps, is subtracted before coding. It costs one byte.
+- A distribution for each channel would cost more than it saves in 256 tokens. So a plane stores up
+  to 16 distributions. Channels with a similar spread, measured in steps, share one, and a byte per
+  channel names it. If tokens differ in size, half a byte for each token and 128 channels says by
+  how many distributions to shift.
 
-In a tail neighbouring channels share all this, so that it is known from 32 elements at least.
+In a tail, neighbouring channels share these choices, so that each rests on at least 32 elements.
 """
 
 from dataclasses import dataclass
@@ -31,19 +35,21 @@ from kvhold.kernels import numba_rans_kinds as rans
 from kvhold.kernels.numba_bins import Counts
 from kvhold.kernels.numba_floats import LEAST_NORMAL, Bytes, Codes, Floats
 
-RUN = 128  # channels that a token's shift is for
-SHARED = 32  # elements, at least, that a class and a step are chosen by
+RUN = 128  # channels that share a token's shift
+SHARED = 32  # least number of elements behind the choice of a class and a step
 CLASSES = 16
-OCTAVES = 8  # a step is 2**0 to 2**7 times the plane's
+OCTAVES = 8  # a step is 2**0 to 2**7 times the plane's base
 
-_LEAST = 2.0**-100  # a layer whose largest is below: the inverses of its steps would not be finite
-_NEUTRAL = 2  # octave of a channel of middling spread
+_LEAST = 2.0**-100  # if a layer's largest value is less, the inverses of its steps are not finite
+_NEUTRAL = 2  # octave of a channel with the median spread
 _HEAD = Struct("<fBBB")
 _COUNT = Struct("<I")
 
-# Spreads, as multiples of the middling one, from which on a step is an octave wider: the fourth root's rounded logarithm.
+# Spreads, as multiples of the median spread, at which the step becomes an octave wider: the
+# rounded logarithm of the fourth root.
 _WIDER = 2.0 ** np.arange(-6.0, 22.0, 4.0)
-# Mean deviations, in steps, from which on a channel is of class 2, 3 ...; two classes an octave. A shift of one means one class.
+# Mean deviations, in steps, at which classes 2, 3 ... begin: two classes per octave. A shift of
+# one is one class.
 _CLASS_FROM = 2.0 ** ((np.arange(2, CLASSES) - 8.5) / 2)
 _SHIFT_FROM = 2.0 ** ((np.arange(1 - bins.SHIFTS, bins.SHIFTS) - 0.5) / 2)
 
@@ -62,7 +68,7 @@ class Fineness:
     parts: float
 
     def of(self, place: Place, plane: int) -> float:
-        """For one plane of a layer. A latent plane (MLA) is one of keys."""
+        """Return the step for one plane of a layer. A latent plane (MLA) counts as keys."""
         early = 4 * place.layer < place.layers
         if plane == 0:
             return self.early_keys if early else self.keys
@@ -70,11 +76,12 @@ class Fineness:
 
 
 class CacheGen(Quantised):
-    """|decoded - original| is at most half a step, and half a unit in the last place of the dtype.
+    """|decoded - original| is at most half a step, plus half a unit in the last place of the dtype.
 
-    A step is at most 2/7 of the largest in the layer; of normal numbers it is about one standard deviation. Zeros come back as zeros, and
-    nothing becomes infinite. A layer in which something is infinite or NaN, whose largest is a denormal or below 2**-100, or that would
-    not become smaller, is stored as it is.
+    A step is at most 2/7 of the largest magnitude in the layer; for normally distributed values it
+    is about one standard deviation. Zeros stay zeros, and no value becomes infinite. A layer is
+    stored unchanged if it has an infinity or a NaN, if its largest magnitude is a denormal or below
+    2**-100, or if it would not become smaller.
     """
 
     name: ClassVar[str] = "cachegen"
@@ -84,7 +91,8 @@ class CacheGen(Quantised):
     def _code(self, elements: Elements, place: Place, out: memoryview) -> int | None:
         found = elements.reshape(place.planes, -1)
         measured = [bins.measure(plane, place.dtype, place.tokens, place.width) for plane in found]
-        largest = float(np.max([channels.largest.max() for channels in measured]))  # NaN if anything is
+        # NaN if any element is NaN.
+        largest = float(np.max([channels.largest.max() for channels in measured]))
         if not np.isfinite(largest) or 0 < largest < max(_LEAST, LEAST_NORMAL[place.dtype]):
             return None
         target, end = np.frombuffer(out, np.uint8), 1
@@ -109,7 +117,7 @@ class CacheGen(Quantised):
 
 
 class CacheGenFine(CacheGen):
-    """The same in steps half as wide, each at most 1/8 of the largest in the layer: about a fifth of a bfloat16."""
+    """CacheGen with half the steps, each at most 1/8 of the layer's largest: 1/5 of a bfloat16."""
 
     name: ClassVar[str] = "cachegen-fine"
     error_bound: ClassVar[float] = 0.07  # 1/16, and 17/16 of 1/256
@@ -117,7 +125,7 @@ class CacheGenFine(CacheGen):
 
 
 class CacheGenSmall(CacheGen):
-    """The same in steps 1.6 times as wide, each at most 2/5 of the largest in the layer: a ninth of a bfloat16 and less."""
+    """CacheGen with 1.6 times the steps, at most 2/5 of the layer's largest: 1/9 of a bfloat16."""
 
     name: ClassVar[str] = "cachegen-small"
     error_bound: ClassVar[float] = 0.21  # 1/5, and 6/5 of 1/256
@@ -126,7 +134,13 @@ class CacheGenSmall(CacheGen):
 
 @dataclass(frozen=True)
 class _Steps:
-    """How a plane's channels are cut into bins. Arrays but `base` are [groups]; channels of a head share one, 2**share of them."""
+    """The bins of a plane's channels. 2**share neighbouring channels of a head are a group.
+
+    base:    the smallest step of the plane
+    share:   see above
+    octaves: [groups], a group's step is base * 2**octave
+    offsets: [groups], the mean in whole steps, which is subtracted
+    """
 
     base: np.float32
     share: int
@@ -135,7 +149,10 @@ class _Steps:
 
     @classmethod
     def choose(cls, plane: Elements, place: Place, channels: bins.Channels, largest: float, fineness: float, widest: float) -> "_Steps":
-        """By each group's mean, spread and largest. Comparisons and products alone decide, so that it is the same everywhere."""
+        """Choose steps from the mean, spread and largest magnitude of each group.
+
+        Only comparisons and products decide, so the result is the same on every machine.
+        """
         share = max(0, (-(-SHARED // place.tokens) - 1).bit_length())
         groups = _groups(place.heads, place.head_dim, share)
         sizes = np.bincount(groups) * place.tokens
@@ -153,19 +170,19 @@ class _Steps:
         return cls(base, share, octaves.astype(np.uint8), np.clip(offsets, -bins.MOST, bins.MOST).astype(np.int8))
 
     def of_channels(self, place: Place) -> tuple[Floats, Codes]:
-        """[width] the step and the offset of each channel."""
+        """Return the step and the offset of each channel, both [width]."""
         groups = _groups(place.heads, place.head_dim, self.share)
         return _widths(self.base)[self.octaves][groups], self.offsets[groups]
 
 
 def _widths(base: float | np.float32) -> Floats:
-    """[OCTAVES] the steps. A product that would be infinite is the largest float32."""
+    """Return the steps, [OCTAVES]. The largest float32 replaces infinite products."""
     return np.minimum(np.float64(base) * 2.0 ** np.arange(OCTAVES), np.finfo(np.float32).max).astype(np.float32)
 
 
 @lru_cache(maxsize=64)
 def _groups(heads: int, head_dim: int, share: int) -> Counts:
-    """[width] the group of each channel."""
+    """Return the group of each channel, [width]."""
     in_head = np.arange(head_dim) >> share
     groups = np.asarray((np.arange(heads) * (in_head[-1] + 1))[:, None] + in_head).reshape(-1)
     groups.setflags(write=False)
@@ -174,7 +191,7 @@ def _groups(heads: int, head_dim: int, share: int) -> Counts:
 
 @lru_cache(maxsize=64)
 def _bounds(heads: int, head_dim: int) -> Counts:
-    """The columns at which runs begin, and the width."""
+    """Return the columns at which runs begin, and the width."""
     begins = np.arange(heads)[:, None] * head_dim + np.arange(0, head_dim, RUN)
     bounds = np.append(begins.reshape(-1), heads * head_dim)
     bounds.setflags(write=False)
@@ -182,7 +199,7 @@ def _bounds(heads: int, head_dim: int) -> Counts:
 
 
 def _plane_pieces(plane: Elements, place: Place, steps: _Steps) -> list[Bytes]:
-    """The bytes of a plane, in order."""
+    """Return the pieces of an encoded plane, in order."""
     of_channels, offsets = steps.of_channels(place)
     deviations = bins.quantise(plane, place.dtype, of_channels, offsets)
     coding = _Coding.choose(deviations, place, _groups(place.heads, place.head_dim, steps.share))
@@ -207,12 +224,13 @@ def _plane_pieces(plane: Elements, place: Place, steps: _Steps) -> list[Bytes]:
 
 @dataclass(frozen=True)
 class _Coding:
-    """Which odds a plane's deviations are coded with.
+    """The distributions that code a plane's deviations. A kind is the number of a distribution.
 
-    classes: [groups]
-    shifts:  [tokens, runs], or empty
-    kinds:   [tokens * width]
-    lengths, frequencies: of each kind, as `bins.frequencies` has them
+    classes:     [groups], the kind before the shift
+    shifts:      [tokens, runs], added to the class; or empty
+    kinds:       [tokens * width], the kind of each element
+    lengths:     see `bins.frequencies`
+    frequencies: see `bins.frequencies`
     """
 
     classes: Bytes
@@ -223,14 +241,18 @@ class _Coding:
 
     @classmethod
     def choose(cls, deviations: bins.Deviations, place: Place, groups: Counts) -> "_Coding":
-        """By each group's mean deviation, and each token's where that pays for its half byte a run."""
+        """Choose classes by the mean deviation of each group.
+
+        Choose shifts by the deviations of tokens, if the gain is more than half a byte per run.
+        """
         bounds = _bounds(place.heads, place.head_dim)
         found = bins.magnitudes(deviations, place.width, bounds)
         sizes = np.bincount(groups)
         means = np.bincount(groups, found.of_columns) / (sizes * place.tokens)
         expected = np.add.reduceat(means[groups], bounds[:-1])
         shifts = np.searchsorted(_SHIFT_FROM, found.of_runs / np.where(expected > 0, expected, 1), "right") - bins.SHIFTS
-        # Odds for numbers sqrt(2) times as large or small cost some 1/7 bit a number, for twice as large four times that ...
+        # A distribution for numbers sqrt(2) times as large or small costs about 1/7 bit a number,
+        # one for numbers twice as large four times that, and so on.
         if np.square(shifts).sum() * place.width < 28 * bounds[1:].size * shifts.size:
             shifts = np.zeros((0, 0))
         else:
@@ -244,7 +266,7 @@ class _Coding:
 
 
 def _odds(lengths: Bytes, frequencies: rans.Frequencies) -> rans.Frequencies:
-    """uint16 [kinds, 256] as the coder wants them."""
+    """Return the frequencies for the coder, uint16 [kinds, 256]."""
     odds = np.zeros((lengths.size, 256), np.uint16)
     odds[:, : bins.REACH + 1] = frequencies
     odds[:, -bins.REACH :] = frequencies[:, :0:-1]
@@ -254,19 +276,19 @@ def _odds(lengths: Bytes, frequencies: rans.Frequencies) -> rans.Frequencies:
 
 
 def _stored(lengths: Bytes) -> npt.NDArray[np.bool_]:
-    """[kinds, REACH + 1] which frequencies there are."""
+    """Return which frequencies are stored, [kinds, REACH + 1]."""
     return np.asarray(np.arange(bins.REACH + 1) < lengths[:, None])
 
 
 def _pack_shifts(shifts: Codes) -> Bytes:
-    """Two a byte, the first in the low half; the last half may be left."""
+    """Pack two shifts in a byte, the first in the low half. The last half may be unused."""
     halves = shifts.reshape(-1).view(np.uint8) & np.uint8(15)
     halves = np.append(halves, np.zeros(halves.size % 2, np.uint8))
     return np.asarray(halves[::2] | halves[1::2] << np.uint8(4))
 
 
 def _read_plane(reader: Reader, place: Place, plane: Elements) -> None:
-    """Fill one plane. Raises FrameError."""
+    """Decode one plane. Raises FrameError."""
     base, share, shifted, num_kinds = _HEAD.unpack(reader.take(_HEAD.size))
     if not 0 <= base < np.inf or share > 15 or shifted > 1 or not 1 <= num_kinds <= CLASSES:
         raise reader.wrong(f"a plane that begins with {base}, {share}, {shifted}, {num_kinds}")

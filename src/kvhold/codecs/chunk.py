@@ -1,15 +1,18 @@
-"""A whole chunk to a frame and back, through any codec.
+"""Encode a whole chunk to a frame, and decode it, with any codec.
 
     frame = frame_chunk(chunk, codec, key=key, layout=layout, num_tokens=256, first_token=512)
-    os.writev(file, frame.parts)                                      # raw: the chunk's own memory, no copy
+    os.writev(file, frame.parts)                                      # raw: no copy
     unframe_chunk(buffer, into, key=key, layout=layout, num_tokens=256)
 
-    header = read_header(start)                                       # layerwise: the header, then ranges in any order
+    header = read_header(start)                                       # layerwise: in any order
     unframe_layer(header, 3, arrived, into[a:b], layout=layout)
 
-A codec that does not accept an engine's own packing is given the layers in the canonical one, where that packing is known. A reader that
-lets a raw payload land in its destination calls `verify` on it there, and nothing is copied. Any thread, off an engine's
-path; the bytes are hashed and copied with the GIL released, a layer at a time, so that each is still in a core's cache for the second.
+If a codec does not accept an engine's own packing, it gets the layers in the canonical packing, if
+kvhold knows how to convert them. A reader that receives a raw payload directly in its destination
+calls `verify` on it there, without a copy.
+
+Any thread, but not on an engine's path. Bytes are hashed and copied with the GIL released, layer by
+layer, so that a layer is still in the core's cache for the second pass.
 """
 
 from collections.abc import Sequence
@@ -39,7 +42,7 @@ from kvhold.core.layout import Layout
 
 @dataclass(frozen=True)
 class Frame:
-    """A frame to be written: header, then payload."""
+    """A frame to write: header, then payload."""
 
     fields: FrameHeader
     header: memoryview
@@ -52,12 +55,15 @@ class Frame:
 
     @property
     def parts(self) -> tuple[memoryview, memoryview]:
-        """What to write, end to end."""
+        """Header and payload, to be written end to end."""
         return self.header, self.payload
 
 
 def arranged(codec: Codec, layout: Layout, group: int) -> Layout | None:
-    """The layout in which `codec` gets the layers of a group: `layout`, or that with its packing undone; None: it does not accept them."""
+    """Return the layout in which `codec` gets the layers of a group.
+
+    This is `layout`, or the same in the canonical packing. None: the codec accepts neither.
+    """
     for candidate in (layout, canonical_twin(layout, group)):
         if candidate is not None and codec.accepts(candidate, group):
             return candidate
@@ -65,7 +71,7 @@ def arranged(codec: Codec, layout: Layout, group: int) -> Layout | None:
 
 
 def max_frame_bytes(codec: Codec, layout: Layout, group: int, num_tokens: int, *, align: int = ALIGNMENT) -> int:
-    """The most bytes that a frame of such a chunk can have: the size of the `out` that frame_chunk wants."""
+    """Return the most bytes that a frame can have: the size of `out` for `frame_chunk`."""
     layers = layout.groups[group].layers
     rank = len(layer_shape(layout, group, num_tokens)[1])
     of_codec = arranged(codec, layout, group) or layout
@@ -87,14 +93,15 @@ def frame_chunk(
 ) -> Frame:
     """Encode and frame one chunk.
 
-    chunk: `layout.chunk_bytes(group, num_tokens)` bytes of the group that `key` names; not changed, and not to be changed while the
-           frame is in use: a raw frame's payload is this memory
-    checksums: [layers] of the chunk's own layers, where they are known: a raw frame then states these, and nothing is hashed
-    out:   at least `max_frame_bytes`; the frame then lies in `out[:frame.nbytes]`, in one piece. Without it raw copies nothing, and
-           any other codec writes into memory of its own
-    align: the payload begins at a multiple of it, a multiple of 8; direct I/O wants 4096
+    chunk: `layout.chunk_bytes(group, num_tokens)` bytes of the group that `key` names. Not changed
+           here. Do not change it while the frame is in use: it is the payload of a raw frame
+    checksums: [layers] of the chunk's layers, if known: a raw frame uses them and hashes nothing
+    out:   at least `max_frame_bytes`; the frame is then `out[:frame.nbytes]`, contiguous. Without
+           it raw copies nothing, and another codec allocates memory
+    align: the payload begins at a multiple of `align`, a multiple of 8; direct I/O needs 4096
 
-    Raises LayoutError if the chunk does not fit the layout or the codec does not accept the group, ValueError for an `out` too small.
+    Raises LayoutError if the chunk does not fit the layout, or if the codec does not accept the
+    group. Raises ValueError if `out` is too small.
     """
     group = group_of(key, layout)
     layout.check_tokens(num_tokens)
@@ -156,11 +163,12 @@ def unframe_chunk(
 ) -> FrameHeader:
     """Check and decode one whole frame.
 
-    frame: exactly the frame, nothing before or behind it
-    into:  `layout.chunk_bytes(group, num_tokens)` bytes; what is in them after a FrameError is undefined, so publish nothing before
-    find:  where codecs are looked up
+    frame: exactly the frame, without other bytes
+    into:  `layout.chunk_bytes(group, num_tokens)` bytes; undefined after a FrameError, so publish
+           them only after the call has returned
+    find:  looks up codecs by name
 
-    Raises FrameError; ValueError for an `into` of the wrong size.
+    Raises FrameError, and ValueError for an `into` of the wrong size.
     """
     view = memoryview(frame).cast("B")
     header = read_header(view, frame_bytes=len(view))
@@ -170,7 +178,10 @@ def unframe_chunk(
 
 
 def unframe_payload(header: FrameHeader, payload: memoryview, into: memoryview, *, layout: Layout, find: FindCodec = find_codec) -> None:
-    """Verify and decode all layers; `check_identity` has passed. `into` and errors as for unframe_chunk."""
+    """Verify and decode all layers. Call `check_identity` first.
+
+    `into` and errors as for `unframe_chunk`.
+    """
     view, target = memoryview(payload).cast("B"), memoryview(into).cast("B")
     if len(view) != header.payload_bytes:
         raise FrameError("length", f"a payload of {len(view)} bytes, stated are {header.payload_bytes}")
@@ -184,12 +195,12 @@ def unframe_payload(header: FrameHeader, payload: memoryview, into: memoryview, 
 def unframe_layer(
     header: FrameHeader, layer: int, encoded: memoryview, into: memoryview, *, layout: Layout, find: FindCodec = find_codec
 ) -> None:
-    """Verify and decode one layer; `check_identity` has passed.
+    """Verify and decode one layer. Call `check_identity` first.
 
     encoded: the bytes at `header.layer_range(layer)`
     into:    `header.layer_bytes` bytes
 
-    Raises FrameError; ValueError for an `into` of the wrong size.
+    Raises FrameError, and ValueError for an `into` of the wrong size.
     """
     source, target = memoryview(encoded).cast("B"), memoryview(into).cast("B")
     if len(target) != header.layer_bytes:
@@ -205,12 +216,13 @@ def unframe_layer(
 
 
 def _target(codec: Codec, layout: Layout, group: int, num_tokens: int, align: int, out: memoryview | None) -> memoryview | None:
-    """Where header and payload go: `out`, or memory of our own, or (raw) nowhere."""
+    """Return where to write header and payload: `out`, or new memory. None: raw without `out`."""
     if out is None and codec.name == RAW:
         return None
     most = max_frame_bytes(codec, layout, group, num_tokens, align=align)
     if out is None:
-        return memoryview(mmap(-1, most))  # from a page's beginning on, as direct I/O wants; what is not used is never touched
+        # Aligned to a page, as direct I/O needs; unused pages are never faulted in.
+        return memoryview(mmap(-1, most))
     if len(target := memoryview(out).cast("B")) < most:
         raise ValueError(f"out has {len(target)} bytes, the frame may need {most}")
     return target

@@ -1,6 +1,7 @@
-"""A layer's bytes as elements that compiled code can work on: bits in unsigned integers, where their type wants them to lie.
+"""A layer's bytes as aligned elements for compiled code: the bits, in unsigned integers.
 
-A layer may begin at any address. Where that is none for its elements (a frame's payload is not aligned), they are copied once.
+A layer may begin at any address, because a frame's payload is not aligned. If its elements are not
+aligned, they are copied once.
 """
 
 from collections.abc import Container, Iterator
@@ -15,18 +16,19 @@ from kvhold.core.layout import CANONICAL, Layout
 
 Elements: TypeAlias = npt.NDArray[Any]
 
-RAW, CODED = 0, 1  # the first byte of an encoded layer of every codec but raw: its own bytes follow, or what the codec makes of them
+# The first byte of an encoded layer, in every codec but raw: unchanged bytes follow, or coded ones.
+RAW, CODED = 0, 1
 
 
 def read_elements(data: memoryview, kind: str) -> Elements:
-    """[n] of numpy type `kind`, such as "<u2", in aligned memory; `data` itself if possible."""
+    """Return elements of numpy type `kind`, such as "<u2", [n], aligned; a copy only if needed."""
     found = np.frombuffer(data, kind)
     return found if found.flags.aligned else found.copy()
 
 
 @contextmanager
 def written_elements(out: memoryview, kind: str) -> Iterator[Elements]:
-    """[n] to be filled; it is in `out` when the block ends."""
+    """Yield aligned elements [n] to fill. They are in `out` when the block ends."""
     target = np.frombuffer(out, kind)
     if target.flags.aligned:
         yield target
@@ -37,13 +39,16 @@ def written_elements(out: memoryview, kind: str) -> Iterator[Elements]:
 
 
 def is_quantisable(layout: Layout, group: int, dtypes: Container[str]) -> bool:
-    """Whether a codec with a loss may have it: KV of tokens (no state, which all that follows is computed from), in axes we know."""
+    """Return whether a codec with a loss may encode the group: KV of tokens in known axes.
+
+    A state may not be quantised, because all later tokens are computed from it.
+    """
     place = layout.groups[group]
     return place.packing == CANONICAL and place.attention != "state" and place.dtype in dtypes
 
 
 class Reader:
-    """Bytes of an encoded layer from the front, each read checked. Raises FrameError."""
+    """Reads the bytes of an encoded layer from the front, with checks. Raises FrameError."""
 
     def __init__(self, data: memoryview, codec: str, layer: int) -> None:
         self._data = data
@@ -51,25 +56,25 @@ class Reader:
         self._name = f"{codec} layer {layer}"
 
     def byte(self) -> int:
-        """The next one."""
+        """Return the next byte."""
         return self.take(1)[0]
 
     def take(self, count: int) -> memoryview:
-        """The next `count`."""
+        """Return the next `count` bytes."""
         if count > len(self._data) - self._at:
             raise self.wrong(f"{count} bytes missing at {self._at} of {len(self._data)}")
         self._at += count
         return self._data[self._at - count : self._at]
 
     def rest(self) -> memoryview:
-        """All that is left, not taken."""
+        """Return the remaining bytes without taking them."""
         return self._data[self._at :]
 
     def end(self) -> None:
-        """There are no more."""
+        """Raise FrameError if bytes remain."""
         if self._at != len(self._data):
             raise self.wrong(f"{len(self._data) - self._at} bytes too many")
 
     def wrong(self, what: str) -> FrameError:
-        """For bytes that no encoder wrote."""
+        """Return the error for bytes that no encoder writes."""
         return FrameError("length", f"{self._name}: {what}")

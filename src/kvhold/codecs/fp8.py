@@ -1,8 +1,9 @@
-"""float8 e4m3: a byte an element, of which each channel of a head, in K and in V, has a scale of its own.
+"""fp8: float8 e4m3, one byte per element, and a scale for each channel of a head, in K and in V.
 
-The bytes are in docs/format.md ("fp8"), the arithmetic in kernels/numba_quantise.py. Keys have a few channels far larger than the others,
-in every token alike; with a scale each, all use the same part of the format's range. In a short tail scales would outweigh what they save,
-so there a head has one for all its channels.
+docs/format.md ("fp8") defines the bytes; kernels/numba_quantise.py has the arithmetic. In every
+token the same few channels of keys are far larger than the others. With a scale for each channel,
+all channels use the same part of the format's range. In a short tail these scales would take too
+many bytes, so there all channels of a head share one.
 """
 
 from typing import ClassVar
@@ -15,16 +16,18 @@ from kvhold.kernels import numba_quantise as quantise
 from kvhold.kernels.numba_floats import LEAST_NORMAL
 
 BY_CHANNEL, BY_HEAD = 1, 2
-TOKENS_FOR_CHANNELS = 32  # from so many on, scales by channel add at most an eighth of a byte to an element
+# With at least so many tokens, scales by channel add at most 1/8 byte per element.
+TOKENS_FOR_CHANNELS = 32
 
 
 class FP8(Quantised):
     """e4m3 (OCP; torch.float8_e4m3fn), scaled so that a channel's largest magnitude becomes 448, rounded to nearest even.
 
-    |decoded - original| is at most 1/16 of the original, or 2**-10 / 448 of the channel's largest where that is more; of the largest it is
-    at most 1/28, and half a unit in the last place of the dtype is to be added to each. Zeros come back as zeros, and nothing becomes
-    infinite. A layer in which something is infinite or NaN, whose largest is a denormal, or that would not become smaller, is
-    stored as it is.
+    |decoded - original| is at most 1/16 of |original|, or 2**-10 / 448 of the channel's largest
+    magnitude if that is more. It is at most 1/28 of the channel's largest magnitude. Add half a
+    unit in the last place of the dtype to each bound. Zeros stay zeros, and no value becomes
+    infinite. A layer is stored unchanged if it has an infinity or a NaN, if its largest magnitude
+    is a denormal, or if it would not become smaller.
     """
 
     name: ClassVar[str] = "fp8"

@@ -1,15 +1,18 @@
-"""The frame: the one format of a chunk that leaves the arena, on disks and on wires.
+"""The frame: the only format of chunks outside the arena, on disks and on wires.
 
-    head = encode_header(FrameHeader(key=key, layout=layout.fingerprint, ..., lengths=lengths, checksums=checksums, header_bytes=n))
-    header = read_header(buffer, frame_bytes=size)                      # whatever arrived: FrameError, or all of it checked
-    check_identity(header, key=key, layout=layout, num_tokens=256)      # is it what was asked for?
-    verify(header, payload)                                             # or verify_layer, for one layer's range
+    head = encode_header(FrameHeader(key=key, layout=layout.fingerprint, ..., header_bytes=n))
+    header = read_header(buffer, frame_bytes=size)                      # checks all; FrameError
+    check_identity(header, key=key, layout=layout, num_tokens=256)      # is it the right chunk?
+    verify(header, payload)                                             # verify_layer: one layer
 
-docs/format.md states every byte. One frame is one chunk of one group, since a group has its own key, dtype and shape. Each layer has its
-checksum in the header, so that a layer can be read and trusted alone. Everything is checked before anything is copied, and what reading
-allocates is in proportion to the header that was given. Checksums find accidents, not forgers: who may write a tier can write a frame.
+docs/format.md defines every byte. A frame holds one chunk of one group, because each group has its
+own key, dtype and shape. The header has a checksum of each layer, so that a layer can be read and
+verified alone. A reader checks all fields before it copies bytes, and allocates memory in
+proportion to the header's size. Checksums find accidents, not forgeries: whoever can write to a
+tier can write a frame.
 
-Pure functions over buffers; any thread; xxhash releases the GIL. Encoding and decoding of layers is `kvhold.codecs.chunk`.
+Pure functions over buffers; any thread; xxhash releases the GIL. `kvhold.codecs.chunk` encodes and
+decodes layers.
 """
 
 from collections.abc import Sequence
@@ -28,16 +31,17 @@ from kvhold.core.layout import CANONICAL, DTYPE_BYTES, MOST_CHUNK_BYTES, Layout
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
-MAGIC = b"\x89kvhold\n"  # not text, and broken by whoever rewrites line ends or strips the eighth bit
+# Not text; a transfer that rewrites line ends or strips the eighth bit breaks it.
+MAGIC = b"\x89kvhold\n"
 VERSION = 1
-RAW = "raw"  # the codec whose layers are the chunk's own bytes
-PREFIX_BYTES = 24  # as far as the two lengths
+RAW = "raw"  # the codec that leaves layers unchanged
+PREFIX_BYTES = 24  # up to and including the two lengths
 ALIGNMENT = 64
 
 MAX_RANK = 8
 MAX_LAYERS = 4096
 MAX_HEADER_BYTES = 1 << 17
-MAX_CHUNK_BYTES = MOST_CHUNK_BYTES  # encoded, and decoded
+MAX_CHUNK_BYTES = MOST_CHUNK_BYTES  # of the encoded and of the decoded chunk
 CODEC_BYTES = 16
 PACKING_BYTES = 32
 
@@ -51,7 +55,7 @@ _INT64, _UINT32, _UINT64 = 1 << 63, 1 << 32, 1 << 64
 
 @dataclass(frozen=True)
 class FrameSize:
-    """What the first PREFIX_BYTES of a frame say; within bounds, but not yet covered by a checksum."""
+    """The sizes in the first PREFIX_BYTES of a frame: within bounds, but not verified."""
 
     header_bytes: int
     payload_bytes: int
@@ -59,19 +63,21 @@ class FrameSize:
 
 @dataclass(frozen=True)
 class FrameHeader:
-    """What a frame says of its chunk.
+    """The description of a chunk in its frame.
 
     key:          KEY_BYTES; it names namespace, tokens, group and shard
     layout:       16 bytes, the fingerprint of the layout
     num_tokens:   tokens in the chunk
-    first_token:  position in the prompt of the first one, for which the keys are rotated
-    codec:        how a layer was encoded
-    packing:      which axes `shape` has: CANONICAL is [planes, tokens, heads, head_dim], an engine's own is [blocks, block_bytes] of uint8
-    dtype, shape: of one decoded layer
-    lengths:      [layers] bytes of each encoded layer; they lie end to end in the payload
+    first_token:  the first token's position in the prompt; K is rotated for this position
+    codec:        how a layer is encoded
+    packing:      the axes of `shape`: CANONICAL is [planes, tokens, heads, head_dim],
+                  an engine's own packing is [blocks, block_bytes] of uint8
+    dtype:        of a decoded layer
+    shape:        of a decoded layer
+    lengths:      [layers] bytes of each encoded layer; the layers lie end to end in the payload
     checksums:    [layers] xxh3_64 of each encoded layer
     header_bytes: where the payload begins
-    expires_at:   Unix time in whole seconds from which on the chunk is not to be used; 0: never
+    expires_at:   Unix time in whole seconds at which the chunk expires; 0: never
     """
 
     key: bytes
@@ -89,7 +95,7 @@ class FrameHeader:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """[layers] where each encoded layer begins, counted from the payload's begin."""
+        """[layers] where each encoded layer begins, in bytes from the start of the payload."""
         return tuple(accumulate(self.lengths[:-1], initial=0))
 
     @cached_property
@@ -108,12 +114,12 @@ class FrameHeader:
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
     def layer_range(self, layer: int) -> tuple[int, int]:
-        """`(offset, length)` in bytes of an encoded layer, the offset counted from the frame's begin: what a range read asks for."""
+        """Return `(offset, length)` of an encoded layer in the frame, for a range read."""
         return self.header_bytes + self.offsets[layer], self.lengths[layer]
 
 
 def layer_shape(layout: Layout, group: int, num_tokens: int) -> tuple[str, tuple[int, ...]]:
-    """`(dtype, shape)` of one layer of a chunk, as a frame states it. An opaque packing is bytes, whatever its elements are."""
+    """Return `(dtype, shape)` of one layer in a frame. An opaque packing is uint8 for any dtype."""
     place = layout.groups[group]
     if place.packing == CANONICAL:
         return place.dtype, (place.planes, num_tokens, place.heads, place.head_dim)
@@ -121,7 +127,10 @@ def layer_shape(layout: Layout, group: int, num_tokens: int) -> tuple[str, tuple
 
 
 def header_size(*, rank: int, num_layers: int, align: int = ALIGNMENT) -> int:
-    """Bytes of a header, padded so that the payload begins at a multiple of `align` (itself a multiple of 8, or ValueError)."""
+    """Return the bytes of a header with its padding: the payload begins at a multiple of `align`.
+
+    Raises ValueError unless `align` is a multiple of 8.
+    """
     if align < 8 or align % 8:
         raise ValueError(f"align is {align}; it must be a multiple of 8")
     least = _SHAPE_AT + 8 * rank + _ROW_BYTES * num_layers + _CHECKSUM.size
@@ -129,7 +138,10 @@ def header_size(*, rank: int, num_layers: int, align: int = ALIGNMENT) -> int:
 
 
 def group_of(key: bytes, layout: Layout) -> int:
-    """The group that `key` names. Raises ValueError for what is no key, LayoutError if the layout has no such group."""
+    """Return the group that `key` names.
+
+    Raises ValueError if `key` has the wrong length, and LayoutError if the layout lacks the group.
+    """
     if len(key) != KEY_BYTES:
         raise ValueError(f"a key has {KEY_BYTES} bytes, this has {len(key)}")
     group = int.from_bytes(key[-4:-2], "little")
@@ -139,12 +151,15 @@ def group_of(key: bytes, layout: Layout) -> int:
 
 
 def checksum(data: Buffer) -> int:
-    """xxh3_64 without a seed."""
+    """Return the xxh3_64 of the data, without a seed."""
     return xxh3_64_intdigest(data)
 
 
 def encode_header(header: FrameHeader) -> bytes:
-    """The header's `header_bytes` bytes; the payload follows them. Raises ValueError for what no reader would accept."""
+    """Return the bytes of the header, which precede the payload.
+
+    Raises ValueError for a header that no reader would accept.
+    """
     if fault := _fault(header):
         raise ValueError(f"not a frame's header: {fault[1]}")
     table = [0] * (3 * len(header.lengths))
@@ -173,7 +188,10 @@ def encode_header(header: FrameHeader) -> bytes:
 
 
 def read_size(prefix: Buffer) -> FrameSize:
-    """The lengths that the first PREFIX_BYTES state, for a reader that does not know how much to fetch. Raises FrameError."""
+    """Return the sizes from a frame's first PREFIX_BYTES, so that a reader knows how much to fetch.
+
+    Raises FrameError.
+    """
     if len(prefix) < PREFIX_BYTES:
         raise FrameError("length", f"{len(prefix)} bytes; a frame begins with {PREFIX_BYTES}")
     magic, version, flags, header_bytes, payload_bytes = _PREFIX.unpack_from(prefix)
@@ -191,12 +209,11 @@ def read_size(prefix: Buffer) -> FrameSize:
 
 
 def read_header(buffer: Buffer, *, frame_bytes: int | None = None) -> FrameHeader:
-    """Check and take apart a header.
+    """Check and parse a header. Raises FrameError.
 
-    buffer:      begins with the whole header; what follows it is not looked at
-    frame_bytes: the size of the whole frame where it is known, so that one cut short or padded is found before its payload is fetched
-
-    Raises FrameError.
+    buffer:      begins with the whole header; later bytes are ignored
+    frame_bytes: the size of the whole frame, if known; finds a frame that is cut short or padded
+                 before its payload is fetched
     """
     view = memoryview(buffer).cast("B")
     size = read_size(view[:PREFIX_BYTES])
@@ -242,9 +259,10 @@ def read_header(buffer: Buffer, *, frame_bytes: int | None = None) -> FrameHeade
 
 
 def check_identity(header: FrameHeader, *, key: bytes, layout: Layout, num_tokens: int, first_token: int | None = None) -> None:
-    """Raise FrameError("identity") unless `header` is of the chunk that was asked for.
+    """Raise FrameError("identity") unless `header` describes the requested chunk.
 
-    first_token: where the prompt's position matters to the caller; a chunk found by its own tokens alone may be from anywhere
+    first_token: if the position in the prompt matters; None for chunks that are found by their own
+                 tokens alone, which can be from any position
     """
     group = group_of(key, layout)
     if header.key != key:
@@ -270,7 +288,7 @@ def verify_layer(header: FrameHeader, layer: int, encoded: Buffer) -> None:
 
 
 def verify(header: FrameHeader, payload: Buffer) -> None:
-    """Raise FrameError unless `payload` is what `header` describes, all layers of it."""
+    """Raise FrameError unless all layers in `payload` are those that `header` describes."""
     view = memoryview(payload).cast("B")
     if len(view) != header.payload_bytes:
         raise FrameError("length", f"a payload of {len(view)} bytes, stated are {header.payload_bytes}")
@@ -279,7 +297,7 @@ def verify(header: FrameHeader, payload: Buffer) -> None:
 
 
 def _fault(header: FrameHeader) -> tuple[FrameReason, str] | None:
-    """What is wrong with a header's values, whoever made them."""
+    """Return the fault in a header's values, for writers and readers; None: there is none."""
     if not header.num_tokens or not 0 <= header.first_token < _INT64 or not header.num_tokens < _UINT32:
         return "length", f"{header.num_tokens} tokens from {header.first_token} on"
     if not 0 <= header.expires_at < _INT64:
@@ -320,5 +338,8 @@ def _is_name(text: str, most: int) -> bool:
 
 
 def _text(field: bytes) -> str:
-    """A text field without the zeros that fill it up; bytes that are no text become a name that no check lets through."""
+    """Return a text field without its zero padding.
+
+    Bytes that are not ASCII become a name that fails every check.
+    """
     return field.rstrip(b"\0").decode("ascii", "replace")

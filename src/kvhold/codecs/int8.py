@@ -1,7 +1,8 @@
-"""A byte an element: of each token and head, each run of 128 channels has a scale of its own.
+"""int8: one byte per element, and a scale for each run of 128 channels of a token and head.
 
-The bytes are in docs/format.md ("int8"), the arithmetic in kernels/numba_quantise.py. What is large in one token or head costs no other its
-precision. Latent KV (MLA), a single wide head, is several runs, so that its rotated part has a scale of its own.
+docs/format.md ("int8") defines the bytes; kernels/numba_quantise.py has the arithmetic. A large
+value in one token or head does not reduce the precision of others. Latent KV (MLA) has one wide
+head of several runs, so its rotated part has its own scale.
 """
 
 from typing import ClassVar
@@ -16,11 +17,12 @@ RUN = 128
 
 
 class Int8(Quantised):
-    """Symmetric, by the largest magnitude of each run, which is kept in float32.
+    """Symmetric quantisation by the largest magnitude of each run, which is stored in float32.
 
-    The bound holds for each run by itself: |decoded - original| is at most 1/254 of the largest in the run (half a step) and half a unit
-    in the last place of the dtype, together at most 1/127 of it. The largest come back as they were, zeros too, and nothing becomes
-    infinite. A layer in which something is infinite or NaN, or that would not become smaller, is stored as it is.
+    |decoded - original| is at most 1/254 of the run's largest magnitude (half a step) plus half a
+    unit in the last place of the dtype, together at most 1/127 of that magnitude. Zeros and the
+    values of the largest magnitude are exact, and no value becomes infinite. A layer is stored
+    unchanged if it has an infinity or a NaN, or if it would not become smaller.
     """
 
     name: ClassVar[str] = "int8"
@@ -48,5 +50,5 @@ class Int8(Quantised):
 
 
 def _scales(place: Place) -> int:
-    """How many runs a layer has."""
+    """Return the number of runs in a layer."""
     return place.planes * place.tokens * place.heads * -(-place.head_dim // RUN)

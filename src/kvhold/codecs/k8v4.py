@@ -1,7 +1,8 @@
 """k8v4: keys in 8 bits, values in 4.
 
-Keys decide which tokens are looked at, and an error there moves all of the answer; an error of values is averaged over the tokens. So keys
-are coded as `int8` does, values as `kivi4` does. The bytes are in docs/format.md ("k8v4"). Latent KV (MLA) is coded as keys are.
+Keys decide how much attention each token gets, so their errors change the whole answer. Errors of
+values are averaged over the tokens. So keys are coded as in `int8`, and values as in `kivi4`.
+docs/format.md ("k8v4") defines the bytes. Latent KV (MLA) is coded like keys.
 """
 
 from typing import ClassVar
@@ -18,10 +19,12 @@ VALUE_BITS = 4
 
 
 class K8V4(Quantised):
-    """Of keys, |decoded - original| is at most 1/127 of the largest in its run of 128 channels; of values, what `kivi4` states.
+    """For keys, |decoded - original| is at most 1/127 of the largest in the run of 128 channels.
 
-    Zeros among keys stay zeros, among values not always. Nothing becomes infinite. A layer in which something is infinite or NaN, whose
-    largest value is a denormal or below 2**-100, or that would not become smaller, is stored as it is.
+    For values, the bound is that of `kivi4`. Zeros stay zeros in keys, but not always in values. No
+    value becomes infinite. A layer is stored unchanged if it has an infinity or a NaN, if the
+    largest magnitude of its values is a denormal or below 2**-100, or if it would not become
+    smaller.
     """
 
     name: ClassVar[str] = "k8v4"
@@ -56,10 +59,10 @@ class K8V4(Quantised):
 
 
 def _scales(place: Place) -> int:
-    """How many runs the keys have."""
+    """Return the number of runs in the keys."""
     return place.tokens * place.heads * -(-place.head_dim // RUN)
 
 
 def _keys_bytes(place: Place) -> int:
-    """Of the plane of keys: scales, codes."""
+    """Return the bytes of the plane of keys: scales and codes."""
     return 4 * _scales(place) + place.tokens * place.width

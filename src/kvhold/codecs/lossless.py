@@ -1,10 +1,16 @@
-"""Every bit comes back: elements cut into bytes of like meaning, and those that repeat themselves coded by rANS.
+"""lossless: elements are split into byte planes, and the planes that compress are coded by rANS.
 
-The bytes are in docs/format.md ("lossless"), the coding in kernels/numba_rans.py. An element is turned left by one bit and cut into bytes,
-most significant first. The first of a bfloat16 is its exponent, of which KV uses a few values with very unlike frequencies: some 2.6 of
-its 8 bits are needed. Mantissas are noise and stay as they are, as does every plane that would not become smaller by a 32nd; one that
-holds a single value takes two bytes. K and V have frequencies of their own. Where channels differ in size, as those of keys do, each
-channel's mean exponent is taken off first, if that makes the plane smaller.
+docs/format.md ("lossless") defines the bytes; kernels/numba_rans.py has the coder.
+
+- An element is rotated left by one bit and split into bytes, most significant first. Byte number n
+  of all elements is a plane.
+- The first byte of a bfloat16 is its exponent. KV uses few exponents, with very different
+  frequencies, so about 2.6 bits suffice for these 8.
+- Mantissas are noise and stay as they are, like every plane that would shrink by less than 1/32. A
+  plane with a single value takes two bytes.
+- K and V have separate frequencies.
+- If channels differ in size, as in keys, each channel's mean exponent is subtracted first, if this
+  makes the plane smaller.
 """
 
 from dataclasses import dataclass
@@ -21,7 +27,7 @@ from kvhold.kernels.numba_rans import Bytes
 
 PLAIN, CONSTANT, CODED_PLANE, BIASED_PLANE = range(4)
 
-# The step of the exponent within the first byte of an element turned left; a channel's bias is a multiple of it.
+# The step of the exponent within the first byte of a rotated element; biases are its multiples.
 _EXPONENT_STEP = {
     "float64": 1,
     "float32": 1,
@@ -31,14 +37,21 @@ _EXPONENT_STEP = {
     "float8_e4m3fn": 16,
     "float8_e4m3fnuz": 16,
 }
-_LEAST_GAIN = 32  # a plane is coded if that saves one byte of so many
-_LEAST_TOKENS = 8  # a bias costs a byte a channel, so it wants some tokens to pay for it
+_LEAST_GAIN = 32  # a plane is coded if this saves at least 1/32
+_LEAST_TOKENS = 8  # a bias costs a byte per channel, which is too much for fewer tokens
 _SYMBOL = Struct("<BH")
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """How a layer is taken apart: `parts` of `elements` elements of `size` bytes, `width` of them a token."""
+    """How a layer is split.
+
+    parts:    parts with separate frequencies: the planes of the group
+    elements: of a part
+    size:     bytes of an element
+    width:    elements of a token
+    step:     of the exponent, for the bias; 0: no bias
+    """
 
     parts: int
     elements: int
@@ -64,29 +77,29 @@ def _cut(layout: Layout, group: int, num_tokens: int) -> _Cut:
 
 
 class Lossless:
-    """Exact for any bytes, whatever their packing. A layer never grows by more than one byte."""
+    """Exact for any bytes of any packing. A layer grows by at most one byte."""
 
     name: ClassVar[str] = "lossless"
     lossless: ClassVar[bool] = True
     error_bound: ClassVar[float] = 0.0
 
     def accepts(self, layout: Layout, group: int) -> bool:
-        """Everything."""
+        """Accept every group."""
         return True
 
     def max_size(self, layout: Layout, group: int, num_tokens: int) -> int:
-        """A layer's own size, and a byte."""
+        """Return the layer's size and one byte."""
         return 1 + layout.groups[group].layer_bytes(num_tokens)
 
     def encode(self, plain: memoryview, out: memoryview, *, layout: Layout, group: int, layer: int, num_tokens: int) -> int:
-        """A plane at a time; the layer as it is if all of them together are no smaller."""
+        """Encode plane by plane; store the layer unchanged if the planes are not smaller."""
         cut = _cut(layout, group, num_tokens)
         elements = read_elements(plain, cut.kind).reshape(cut.parts, cut.elements)
         target, end = np.frombuffer(out, np.uint8), 1
         for part in elements:
             for plane, values in enumerate(rans.split(part)):
                 for piece in _encode_plane(values, cut.width if plane == 0 and cut.step else 0, cut.step):
-                    if end + len(piece) > len(plain):  # no smaller than the layer with its byte
+                    if end + len(piece) > len(plain):  # not smaller than the unchanged layer
                         out[0] = RAW
                         copy(plain, out[1 : 1 + len(plain)])
                         return 1 + len(plain)
@@ -96,7 +109,7 @@ class Lossless:
         return end
 
     def decode(self, encoded: memoryview, out: memoryview, *, layout: Layout, group: int, layer: int, num_tokens: int) -> None:
-        """Raises FrameError for bytes that do not end where they must, or that no encoder can have written."""
+        """Decode. Raises FrameError for a wrong length, and for bytes that no encoder writes."""
         reader = Reader(encoded, self.name, layer)
         form = reader.byte()
         if form == RAW:
@@ -117,7 +130,10 @@ class Lossless:
 
 
 def _encode_plane(values: Bytes, width: int, step: int) -> list[Bytes]:
-    """The pieces of one stream; `width` is 0 where no bias is to be tried."""
+    """Return the encoded pieces of one plane.
+
+    width: elements of a token; 0: do not try a bias
+    """
     counts = rans.histogram(values)
     if counts.max(initial=0) == values.size:
         return [np.array([CONSTANT, values[0] if values.size else 0], np.uint8)]
@@ -146,7 +162,7 @@ def _encode_plane(values: Bytes, width: int, step: int) -> list[Bytes]:
 
 
 def _coded_bytes(counts: rans.Counts, freq: rans.Counts) -> float:
-    """What a plane will take, to within a few bytes."""
+    """Return the encoded size of a plane, accurate to a few bytes."""
     present = counts > 0
     bits = float((counts[present] * (rans.SCALE_BITS - np.log2(freq[present]))).sum())
     overhead = rans.num_segments(int(counts.sum())) * (4 + 2 * rans.STATE_WORDS)
@@ -154,7 +170,7 @@ def _coded_bytes(counts: rans.Counts, freq: rans.Counts) -> float:
 
 
 def _decode_plane(reader: Reader, cut: _Cut, *, biased: bool) -> tuple[Bytes, Bytes | None]:
-    """One stream: its bytes, and what is to be added to them."""
+    """Return the bytes of one plane, and the bias to add to them (None: no bias)."""
     form = reader.byte()
     if form == PLAIN:
         return np.frombuffer(reader.take(cut.elements), np.uint8), None

@@ -1,11 +1,12 @@
-"""Engines' own arrangements inside a block that are known: to the canonical one, which codecs with a loss want, and back.
+"""Convert known packings of engines to the canonical one, for codecs with a loss, and back.
 
-    twin = canonical_twin(layout, group)                       # the same KV in the canonical packing; None where it is not known
+    twin = canonical_twin(layout, group)                       # in the canonical packing, or None
     plain = to_canonical(layer, layout.groups[group])          # [planes][tokens][heads][head_dim]
     from_canonical(plain, into, layout.groups[group])
 
-Exact: bytes change places, nothing else. The names are those that integrations give (`Group.packing`), with the engine's version in them,
-and each is compared with the engine's own kernels by a test. Any thread; copies release the GIL.
+Exact: bytes only change places. Integrations give the names (`Group.packing`), which contain the
+engine's version. A test compares each packing with the engine's own kernels. Any thread; copies
+release the GIL.
 """
 
 from dataclasses import replace
@@ -17,19 +18,22 @@ import numpy.typing as npt
 
 from kvhold.core.layout import CANONICAL, DTYPE_BYTES, Group, Layout
 
-# vLLM's attention on x86: of each head K as [head_dim][token] and then V as [token][head_dim].
+# vLLM's attention on x86: for each head K as [head_dim][token], then V as [token][head_dim].
 _HEADS_WITH_K_TRANSPOSED = frozenset({"vllm-0.32-cpu_attn-vec", "vllm-0.32-cpu_attn-vec16"})
 
 
 def is_known(group: Group) -> bool:
-    """Whether its blocks can be arranged in the canonical way."""
+    """Return whether the group's blocks can be converted to the canonical packing."""
     block_bytes = 2 * group.block_tokens * group.token_bytes
     return group.packing in _HEADS_WITH_K_TRANSPOSED and group.planes == 2 and group.block_bytes == block_bytes
 
 
 @lru_cache(64)
 def canonical_twin(layout: Layout, group: int) -> Layout | None:
-    """The layout with that group in the canonical packing, each layer of the same size; None where its packing is not known."""
+    """Return the layout with the group in the canonical packing; None: its packing is unknown.
+
+    Layers keep their size.
+    """
     place = layout.groups[group]
     if not is_known(place):
         return None
@@ -39,7 +43,7 @@ def canonical_twin(layout: Layout, group: int) -> Layout | None:
 
 
 def to_canonical(layer: memoryview, group: Group) -> memoryview:
-    """One layer of whole blocks, copied."""
+    """Return a copy of one layer of whole blocks in the canonical packing."""
     plain = np.empty(len(layer), np.uint8)
     for packed, plane in zip(_packed(np.frombuffer(layer, np.uint8), group), _planes(plain, group), strict=True):
         np.copyto(plane, packed)
@@ -47,19 +51,19 @@ def to_canonical(layer: memoryview, group: Group) -> memoryview:
 
 
 def from_canonical(plain: memoryview, layer: memoryview, group: Group) -> None:
-    """The inverse, into `layer`, of the same size."""
+    """Undo `to_canonical`, into `layer` of the same size."""
     for packed, plane in zip(_packed(np.frombuffer(layer, np.uint8), group), _planes(np.frombuffer(plain, np.uint8), group), strict=True):
         np.copyto(packed, plane)
 
 
 def _planes(plain: npt.NDArray[np.uint8], group: Group) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """K and V, each as [blocks, tokens of a block, heads, head_dim]."""
+    """Return views of K and V in `plain`, each [blocks, tokens of a block, heads, head_dim]."""
     k, v = plain.view(_kind(group)).reshape(2, -1, group.block_tokens, group.heads, group.head_dim)
     return k, v
 
 
 def _packed(layer: npt.NDArray[np.uint8], group: Group) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """The same, where they lie in the engine's blocks."""
+    """Return views of K and V in the engine's blocks, of the same shape as in `_planes`."""
     blocks = layer.view(_kind(group)).reshape(-1, group.heads, 2, group.block_tokens * group.head_dim)
     k = blocks[:, :, 0].reshape(-1, group.heads, group.head_dim, group.block_tokens)
     v = blocks[:, :, 1].reshape(-1, group.heads, group.block_tokens, group.head_dim)

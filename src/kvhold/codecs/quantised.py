@@ -1,11 +1,13 @@
-"""What codecs with a loss have in common: which groups they accept, and a layer that is kept bit by bit where it cannot be coded.
+"""The base class of codecs with a loss.
+
+It decides which groups are accepted, and stores a layer unchanged if the codec cannot encode it.
 
     class Halved(Quantised):
         name, error_bound = "halved", 0.5
-        def _code(self, elements, place, out): ...          # bytes written, or None: keep the layer as it is
+        def _code(self, elements, place, out): ...          # bytes written; None: store unchanged
         def _restore(self, encoded, place, target): ...     # raises place.wrong(...)
 
-The first byte of an encoded layer is its form; RAW belongs to this class, all others to the codec.
+The first byte of an encoded layer is its form. This class uses RAW, the codec all other forms.
 """
 
 from abc import ABC, abstractmethod
@@ -36,21 +38,21 @@ class Place:
 
     @property
     def width(self) -> int:
-        """Elements of a token in one plane."""
+        """The elements of a token in one plane."""
         return self.heads * self.head_dim
 
     @property
     def nbytes(self) -> int:
-        """Of the decoded layer."""
+        """Bytes of the decoded layer."""
         return self.planes * self.tokens * self.width * DTYPE_BYTES[self.dtype]
 
     @property
     def kind(self) -> str:
-        """numpy's name for the bits of an element."""
+        """The numpy type of an element's bits."""
         return f"<u{DTYPE_BYTES[self.dtype]}"
 
     def wrong(self, what: str) -> FrameError:
-        """For bytes that no encoder wrote."""
+        """Return the error for bytes that no encoder writes."""
         return FrameError("length", f"{self.codec} layer {self.layer}: {what}")
 
 
@@ -62,15 +64,15 @@ class Quantised(ABC):
     error_bound: ClassVar[float]
 
     def accepts(self, layout: Layout, group: int) -> bool:
-        """bfloat16, float16 and float32 in the canonical packing; no state."""
+        """Accept bfloat16, float16 and float32 in the canonical packing; no states."""
         return is_quantisable(layout, group, KINDS)
 
     def max_size(self, layout: Layout, group: int, num_tokens: int) -> int:
-        """A layer's own size, and a byte."""
+        """Return the layer's size and one byte."""
         return 1 + layout.groups[group].layer_bytes(num_tokens)
 
     def encode(self, plain: memoryview, out: memoryview, *, layout: Layout, group: int, layer: int, num_tokens: int) -> int:
-        """The layer as it is where `_code` does not want it."""
+        """Encode with `_code`; if it returns None, store the layer unchanged."""
         place = self._place(layout, group, layer, num_tokens)
         end = self._code(read_elements(plain, place.kind), place, out)
         if end is not None:
@@ -80,7 +82,7 @@ class Quantised(ABC):
         return 1 + len(plain)
 
     def decode(self, encoded: memoryview, out: memoryview, *, layout: Layout, group: int, layer: int, num_tokens: int) -> None:
-        """Raises FrameError for bytes that do not end where they must, or that no encoder can have written."""
+        """Decode. Raises FrameError for a wrong length, and for bytes that no encoder writes."""
         place = self._place(layout, group, layer, num_tokens)
         if not len(encoded):
             raise place.wrong("no bytes")
@@ -94,14 +96,15 @@ class Quantised(ABC):
 
     @abstractmethod
     def _code(self, elements: Elements, place: Place, out: memoryview) -> int | None:
-        """Write a form other than RAW and what belongs to it; return the bytes in all, at most `place.nbytes`.
+        """Write a form other than RAW, and its bytes. Returns the total, at most `place.nbytes`.
 
-        None: something is not finite, or the layer would not become smaller. What has been written then does not matter.
+        Returns None if an element is not finite, or if the layer would not become smaller. `out`
+        may then hold anything.
         """
 
     @abstractmethod
     def _restore(self, encoded: memoryview, place: Place, target: Elements) -> None:
-        """Fill `target` from what may be anything but RAW and nothing."""
+        """Decode `encoded` into `target`. Its form is not RAW; trust nothing else about it."""
 
     def _place(self, layout: Layout, group: int, layer: int, num_tokens: int) -> Place:
         found = layout.groups[group]
@@ -109,7 +112,7 @@ class Quantised(ABC):
 
 
 def read_scales(data: memoryview, place: Place) -> Floats:
-    """float32 [n]. Raises FrameError if one is negative or not finite."""
+    """Return the scales, float32 [n]. Raises FrameError if one is negative or not finite."""
     scales: Floats = read_elements(data, "<f4")
     if not (scales >= 0).all() or not np.isfinite(scales).all():
         raise place.wrong("a scale that is negative or not finite")

@@ -10,18 +10,18 @@ from kvhold.core.layout import Layout
 
 
 class Raw:
-    """Identity. Chunks framed with it are not copied at all unless the caller wants them in one piece."""
+    """Identity. A raw frame copies nothing, unless the caller wants it contiguous."""
 
     name: ClassVar[str] = RAW
     lossless: ClassVar[bool] = True
     error_bound: ClassVar[float] = 0.0
 
     def accepts(self, layout: Layout, group: int) -> bool:
-        """Everything."""
+        """Accept every group."""
         return True
 
     def max_size(self, layout: Layout, group: int, num_tokens: int) -> int:
-        """A layer's own size."""
+        """Return the layer's size."""
         return layout.groups[group].layer_bytes(num_tokens)
 
     def encode(self, plain: memoryview, out: memoryview, *, layout: Layout, group: int, layer: int, num_tokens: int) -> int:
@@ -37,5 +37,8 @@ class Raw:
 
 
 def copy(source: memoryview, target: memoryview) -> None:
-    """Bytes from `source` to `target`, of equal length, with the GIL released (a memoryview's own assignment holds it)."""
+    """Copy `source` to `target`, of equal length, with the GIL released.
+
+    An assignment to a memoryview would hold the GIL.
+    """
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

@@ -1,4 +1,6 @@
-"""Codecs by name: ours, and those of plugins (entry points of the group "kvhold.codecs"), each imported when first asked for.
+"""Codecs by name: kvhold's, and those of plugins (entry points in the group "kvhold.codecs").
+
+A codec is imported at its first use.
 
 make_codec("raw")       # a user's setting: an unknown name is a ConfigError
 find_codec("raw")       # a frame's header: an unknown name is None
@@ -21,7 +23,7 @@ ENTRY_POINTS = "kvhold.codecs"
 
 FindCodec: TypeAlias = Callable[[str], Codec | None]
 
-# By the place they are at and not by themselves: all but raw compile as they are imported, and want numba.
+# Entry points instead of classes: an import of any codec but raw compiles it, and needs numba.
 _OURS: dict[str, EntryPoint] = {
     name: EntryPoint(name, f"kvhold.codecs.{place}", ENTRY_POINTS)
     for name, place in {
@@ -41,21 +43,22 @@ _OURS: dict[str, EntryPoint] = {
 
 
 def codec_names() -> tuple[str, ...]:
-    """All that can be made here, sorted."""
+    """Return the names of all codecs, sorted."""
     return tuple(sorted({*_OURS, *_plugins()}))
 
 
 def make_codec(name: str) -> Codec:
-    """The codec of that name, one instance a process. Raises ConfigError for an unknown name, or one that cannot be loaded here.
+    """Return the codec of that name, one instance per process.
 
-    One of ours may be compiled for it, which takes up to half a minute the first time on a machine.
+    Raises ConfigError if the name is unknown, or if the codec cannot be loaded here. The first use
+    on a machine may compile the codec, which takes up to half a minute.
     """
     check_codec(name)
     return _instance(name)
 
 
 def check_codec(name: str) -> None:
-    """Raise ConfigError for an unknown name, and where what it needs is missing; nothing is imported for that."""
+    """Raise ConfigError if the name is unknown, or if numba is missing for it. Imports nothing."""
     if name not in codec_names():
         near = get_close_matches(name, codec_names(), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -65,9 +68,9 @@ def check_codec(name: str) -> None:
 
 
 def find_codec(name: str) -> Codec | None:
-    """The codec of that name, or None: unknown, or one that cannot be loaded here, which is logged."""
+    """Return the codec of that name. None: it is unknown, or cannot be loaded here (logged)."""
     if name not in _OURS and name not in _plugins():
-        return None  # before anything is cached: the name may come from a stranger's frame
+        return None  # not cached, because the name may come from a frame of another host
     try:
         return _instance(name)
     except ConfigError as error:
@@ -91,5 +94,5 @@ def _instance(name: str) -> Codec:
 
 @cache
 def _plugins() -> dict[str, EntryPoint]:
-    """Name to entry point, none of them imported yet."""
+    """Return the plugins' entry points by name, without importing them."""
     return {point.name: point for point in entry_points(group=ENTRY_POINTS)}

@@ -1,13 +1,18 @@
-"""Encrypted frames: AES-256-GCM around the whole of a frame, so that a tier holds nothing that can be read, swapped or altered.
+"""Encrypted frames: AES-256-GCM over a whole frame, so a tier cannot read, swap or alter chunks.
 
     keyring = Keyring.read(["=file:/etc/kvhold/key", "acme=env:ACME_KEY", "acme=file:/etc/kvhold/acme-2025"])
     parts = keyring.seal((header, payload), key=key, tenant="acme")
-    frame = keyring.unseal(sealed, key=key, tenant="acme")            # FrameError("sealed") for whatever is not as it was
+    frame = keyring.unseal(sealed, key=key, tenant="acme")          # altered: FrameError("sealed")
 
-A sealed value is `docs/format.md`, "Sealed frames". Each has a key of its own, derived (HKDF-SHA256) from the tenant's key, 32 random
-bytes that stand in it, the tenant's name and the chunk's key; so no number of frames wears a key out, and a frame under another chunk's
-or tenant's name does not open. The first key of a tenant seals, all of them open: keys are changed by putting a new one first, and
-removed when what they sealed has been evicted. Needs the `cryptography` library. Any thread; the arithmetic releases the GIL.
+docs/format.md ("Sealed frames") defines the bytes. Each sealed frame has its own key. HKDF-SHA256
+derives it from the tenant's key, 32 random bytes in the sealed frame, the tenant's name and the
+chunk's key. So a tenant's key may seal any number of frames, and a frame cannot be unsealed as
+another chunk or for another tenant.
+
+A tenant's first key seals; all its keys unseal. To change the key, put a new one first, and remove
+the old one when the frames that it sealed have been evicted.
+
+Needs the `cryptography` library. Any thread; the arithmetic releases the GIL.
 """
 
 import base64
@@ -27,7 +32,7 @@ MAGIC = b"\x89kvseal\n"
 VERSION = 1
 KEY_BYTES = 32
 _TAG_BYTES = 16
-_SPARE_BYTES = 16  # that the library wants behind its output
+_SPARE_BYTES = 16  # the library needs them behind its output
 _HEAD = Struct("<8sHH8s32s")  # magic, version, flags, identity of the key, random bytes
 OVERHEAD_BYTES = _HEAD.size + _TAG_BYTES
 
@@ -36,19 +41,26 @@ Parts = Sequence[memoryview]
 
 @dataclass(frozen=True)
 class _Key:
-    """identity: 8 bytes that name it and say nothing of it."""
+    """A tenant's key.
+
+    secret:   KEY_BYTES
+    identity: 8 bytes that name the key and reveal nothing about it
+    """
 
     secret: bytes
     identity: bytes
 
 
 class Keyring:
-    """Keys by tenant; "" is for those that have none of their own."""
+    """Keys by tenant. The keys of "" are for tenants without keys of their own."""
 
     def __init__(self, keys: Mapping[str, Sequence[bytes]]) -> None:
-        """keys: of each tenant, KEY_BYTES each, the one that seals first. Raises ConfigError."""
+        """Check the keys. Raises ConfigError.
+
+        keys: the keys of each tenant, KEY_BYTES each; the first one seals
+        """
         try:
-            import cryptography  # noqa: F401 - better known now than with the first frame
+            import cryptography  # noqa: F401 - fail now, not at the first frame
         except ImportError as error:
             raise ConfigError(f"encryption needs the cryptography library: pip install 'kvhold[encryption]' ({error})") from error
         self._keys: dict[str, list[_Key]] = {}
@@ -59,7 +71,10 @@ class Keyring:
 
     @classmethod
     def read(cls, lines: Sequence[str], environ: Mapping[str, str] = os.environ) -> "Keyring":
-        """From settings: `TENANT=file:PATH` or `TENANT=env:NAME`, one a key. Raises ConfigError that shows no key."""
+        """Read keys from settings, one per key: `TENANT=file:PATH` or `TENANT=env:NAME`.
+
+        Raises ConfigError; its message shows no key.
+        """
         keys: dict[str, list[bytes]] = {}
         for line in lines:
             tenant, equals, source = line.partition("=")
@@ -70,11 +85,11 @@ class Keyring:
         return cls(keys)
 
     def seals(self, tenant: str) -> bool:
-        """Whether there is a key for it."""
+        """Return whether there is a key for the tenant."""
         return bool(self._of(tenant))
 
     def seal(self, parts: Parts, *, key: bytes, tenant: str) -> Parts:
-        """A frame's parts, sealed under a chunk's key. Raises KeyError where the tenant has no key."""
+        """Seal a frame's parts for a chunk's key. Raises KeyError if the tenant has no key."""
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
         keys = self._of(tenant)
@@ -95,7 +110,7 @@ class Keyring:
         return (sealed[: end + _TAG_BYTES],)
 
     def unseal(self, sealed: memoryview, *, key: bytes, tenant: str) -> memoryview:
-        """The frame in it. Raises FrameError."""
+        """Return the frame in a sealed value. Raises FrameError."""
         from cryptography.exceptions import InvalidTag
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
@@ -125,12 +140,12 @@ class Keyring:
 
 
 def is_sealed(value: memoryview) -> bool:
-    """Whether it begins as a sealed frame does."""
+    """Return whether `value` begins with the magic bytes of a sealed frame."""
     return bytes(value[: len(MAGIC)]) == MAGIC
 
 
 def _derived(of: _Key, head: bytes, key: bytes, tenant: str) -> tuple[bytes, bytes]:
-    """`(key, nonce)` of one frame."""
+    """Return `(key, nonce)` of one frame."""
     from cryptography.hazmat.primitives.hashes import SHA256
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
@@ -157,7 +172,8 @@ def _read_key(kind: str, place: str, environ: Mapping[str, str]) -> bytes:
                 raw = file.read(1024)
         except OSError as error:
             raise ConfigError(f"{where}: {error.strerror}") from None
-    as_is = None if raw.isascii() else raw  # text of as many characters is too weak a key, or another form cut short
+    # 32 ASCII characters are a weak key, or another form that was cut short.
+    as_is = None if raw.isascii() else raw
     for found in (as_is, _hex(raw.strip()), _base64(raw.strip())):
         if found is not None and len(found) == KEY_BYTES:
             return found

@@ -1,8 +1,10 @@
-"""turboquant4: 4 bits a channel of a vector that is turned at random first, so that no channel is larger than another.
+"""turboquant4: 4 bits per channel of a vector that is rotated at random first.
 
-The bytes are in docs/format.md ("turboquant4"), the arithmetic in kernels/numba_turns.py. After Zandieh et al., "TurboQuant: Online Vector
-Quantization with Near-optimal Distortion Rate" (2025), its quantiser for the least squared error; the turn is a Hadamard matrix with random
-signs instead of any rotation, and no vector knows of another: a tail is as small as a whole chunk.
+The rotation makes all channels of a vector equally large. docs/format.md ("turboquant4") defines
+the bytes; kernels/numba_turns.py has the arithmetic. After Zandieh et al., "TurboQuant: Online
+Vector Quantization with Near-optimal Distortion Rate" (2025), with its quantiser for the least
+squared error. The rotation is a Hadamard matrix with random signs instead of an arbitrary one. Each
+vector is coded alone, so a tail compresses as well as a whole chunk.
 """
 
 from collections.abc import Iterator
@@ -18,17 +20,20 @@ from kvhold.kernels import numba_turns as turns
 from kvhold.kernels.numba_floats import Floats
 from kvhold.kernels.numba_quantise import all_finite
 
-LIMIT = 0.145  # of the layer's largest, before rounding to the dtype
+LIMIT = 0.145  # largest error, over the layer's largest magnitude, before rounding to the dtype
 
 
 class TurboQuant4(Quantised):
-    """Each token's run of 128 channels of a head is a vector with a scale of its own.
+    """A vector is a run of 128 channels of a head in one token. It has its own scale.
 
-    What turning spreads comes back spread: the error of a channel is that of its vector, about a tenth of the vector's root mean square,
-    whatever the channel's own size. The bound is kept by looking: the encoder decodes each vector, and keeps it as it is where a number
-    would be off by more than LIMIT of the layer's largest. Zeros do not stay zeros, but vectors of zeros do. Nothing becomes
-    infinite. A layer in which something is infinite or NaN, whose largest is a denormal or below 2**-100, or that would not become smaller,
-    is stored as it is; so is one in which all numbers are of like magnitude, as numbers from a bell are not.
+    The rotation spreads the error evenly: each channel's error is about 1/10 of the vector's root
+    mean square, whatever the channel's own size. To keep the bound, the encoder decodes each
+    vector, and stores it unchanged if an error exceeds LIMIT. Zeros may change, but vectors of
+    zeros do not. No value becomes infinite.
+
+    A layer is stored unchanged if it has an infinity or a NaN, if its largest magnitude is a
+    denormal or below 2**-100, or if it would not become smaller. The last case includes layers
+    whose values all have similar magnitudes, unlike a normal distribution.
     """
 
     name: ClassVar[str] = "turboquant4"
@@ -79,13 +84,13 @@ class TurboQuant4(Quantised):
 
 
 def _parts(place: Place) -> tuple[int, int]:
-    """Where the codes begin, behind the scales, and where they end."""
+    """Return where the codes begin, behind the scales, and where they end."""
     heads = place.planes * place.tokens * place.heads
     begin = 1 + 4 * heads * -(-place.head_dim // turns.RUN)
     return begin, begin + heads * turns.head_bytes(place.head_dim)
 
 
 def _kept(scales: Floats, head_dim: int) -> Iterator[tuple[npt.NDArray[np.bool_], slice]]:
-    """For each run of a head: [heads] which are kept, and its channels."""
+    """Yield for each run of a head the unchanged vectors, a mask [heads], and the channels."""
     for run in range(scales.shape[1]):
         yield scales[:, run] == turns.KEPT, slice(run * turns.RUN, min(head_dim, (run + 1) * turns.RUN))

@@ -1,1 +1,4 @@
-"""Values and contracts: what every other package may import and which imports none of them. No I/O but reading a config file."""
+"""Values and contracts. Every other package may import this one; it imports no other package.
+
+No I/O except reading a config file.
+"""

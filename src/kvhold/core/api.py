@@ -1,15 +1,20 @@
-"""The Cache: what integrations see, whether it lives in this process or in this host's node.
+"""The Cache: the interface for integrations, in this process or in this host's node.
 
-    with cache.lookup(prompt.query()) as hit:                          # pinned: how many tokens are here, and have come from below
-        with cache.claim(hit.ticket) as loan:                          # the bytes of one shard, lent until closed
-            scatter(loan.chunks(group=0), ...)                         # checked as it copies; or loan.verify(layout)
-    with cache.reserve(layout, prompt.chunks(first=3)) as room:        # memory for what is missing
-        gather(..., room.chunks(group=0)); room.commit()               # visible now; what is not committed is given back
+    with cache.lookup(prompt.query()) as hit:                    # pinned for the block
+        with cache.claim(hit.ticket) as loan:                    # one shard's bytes, until closed
+            scatter(loan.chunks(group=0), ...)                   # verifies checksums
+    with cache.reserve(layout, prompt.chunks(first=3)) as room:  # memory for missing chunks
+        gather(..., room.chunks(group=0)); room.commit()         # visible now; the rest is released
 
-A hit, a loan and a room are owned by whoever holds them and end with their `with`, or with the holder's connection. A ticket is a
-number that may be sent to other processes (scheduler to workers), each of which claims a loan there. Chunks that lower tiers have are
-brought into memory by the lookup: a hit that is *arriving* may grow, and is final when it has been settled. All calls are safe from any
-thread. A miss is a shorter hit; a fault or a deadline missed is one of our errors, and leaves nothing behind.
+The holder of a hit, a lease or a reservation owns it. It ends with its `with`, or with the holder's
+connection. A ticket is a number that may be sent to other processes (scheduler to workers). Each
+process claims a lease with it.
+
+A lookup brings chunks of lower tiers into memory. A hit that is *arriving* may grow. It is final
+once it is settled.
+
+Every call is safe from any thread. A miss is a shorter hit. A fault or a missed deadline raises one
+of our errors and leaves nothing behind.
 """
 
 import time
@@ -24,25 +29,26 @@ import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
 from kvhold.core.checksums import Checksums
-from kvhold.core.errors import KVHoldError, ProtocolError
+from kvhold.core.errors import DeviceError, KVHoldError, ProtocolError
 from kvhold.core.keys import NAMESPACE_BYTES, ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
 from kvhold.core.planning import Decision, Work
 from kvhold.core.terms import FREE, Terms
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.01  # between two questions after a hit that is arriving, if nothing ends them before
-_RECODING_PAUSE_S = 0.1  # the same at most, after a recoding, which takes longer
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.01  # between two polls of an arriving hit
+_RECODING_PAUSE_S = 0.1  # the longest pause between two polls of a re-encoding
 
 ABSENT = -1  # the offset of a chunk that was not granted, or that the hit does not need
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkBytes:
-    """Chunks of one group, where they lie in the arena.
+    """The places of one group's chunks in the arena.
 
-    offsets:    [n] int64, in bytes from the arena's start; ABSENT where there is none
+    offsets:    [n] int64, in bytes from the arena's start; ABSENT where there is no chunk
     num_tokens: [n] int64
-    sums:       of a room: where a copy notes what it has written; of a loan: what a copy compares. None: nobody asks
+    sums:       of a reservation: a copy records the checksums of the bytes it writes. Of a lease: a
+                copy compares its checksums with these. None: nothing is checked
     """
 
     offsets: npt.NDArray[np.int64]
@@ -50,37 +56,56 @@ class ChunkBytes:
     sums: Checksums | None = None
 
     def first(self, chunks: int) -> "ChunkBytes":
-        """The first chunks alone."""
+        """Return the first `chunks` chunks."""
         return ChunkBytes(self.offsets[:chunks], self.num_tokens[:chunks], self.sums and self.sums.first(chunks))
 
 
+kept: list["Holding"] = []
+"""Kept holdings. Collecting one would close its connection and free its memory."""
+
+
 class Holding:
-    """Something held in the cache until closed: a hit, a loan or a room. Closing twice is harmless."""
+    """A resource held in the cache until it is closed: a hit, a lease or a reservation.
+
+    Closing it twice is harmless. If its `with` ends with DeviceError, it is kept.
+    """
 
     def __init__(self, give_back: Callable[[], None]) -> None:
         self._give_back: Callable[[], None] | None = give_back
 
     def close(self) -> None:
-        """Give it back."""
+        """Give the resource back."""
         give_back, self._give_back = self._give_back, None
         if give_back is not None:
             give_back()
+
+    def keep(self) -> None:
+        """Hold it until the process ends: a device failed and may still use the memory."""
+        kept.append(self)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        if isinstance(error, DeviceError):
+            self.keep()
+        else:
+            self.close()
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True):
-    """A chunk of one group and one shard has become visible in a tier, or is so no more. A prompt's end may come before its beginning.
+    """A chunk of one group and one shard was admitted to a tier or removed from it.
 
-    number: counts up by one from event to event; in a snapshot, that of the last event before it
-    kind:   admitted, evicted, expired or cleared
-    tier:   `ram`: what goes on in tiers below is not told
-    first_token, num_tokens: its place in its prompt
-    parent: the key of the chunk before it in its prompt, of the same group and shard; empty if it is the first, or not known
+    Events of later chunks of a prompt may come before those of earlier chunks.
+
+    number:      increases by one from event to event. In a snapshot: the number of the last event
+                 before the snapshot
+    kind:        admitted, evicted, expired or cleared
+    tier:        `ram`; changes in lower tiers are not reported
+    num_tokens:  tokens in the chunk
+    first_token: the position of its first token in the prompt
+    parent:      the key of the preceding chunk in the prompt, in the same group and shard; empty
+                 for a first chunk, or if it is unknown
     """
 
     number: int
@@ -93,13 +118,17 @@ class Event(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def namespace(self) -> bytes:
-        """Its namespace's digest."""
+        """The digest of its namespace."""
         return self.key[:NAMESPACE_BYTES]
 
 
 @dataclass(frozen=True, slots=True)
 class EventBatch:
-    """Events in order. next: ask for those after this number; lost: some are missing, or all: start anew from a snapshot."""
+    """Events in order.
+
+    next: the number to pass to the next call of `events`
+    lost: events are missing; start again from a snapshot
+    """
 
     events: list[Event]
     next: int
@@ -108,13 +137,13 @@ class EventBatch:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Answer to a lookup.
+    """The answer to a lookup.
 
-    ticket:   0 when nothing was found, and nothing is held
-    arriving: it may grow yet; ask again
-    sources:  of how many tokens the KV was in memory (`ram`), and of how many in which lower tier; by the slowest where parts of a chunk
-              came from several. Empty while it is arriving
-    reason:   why it ends where it ends, one of `core.reasons.REASONS`; empty while it is arriving
+    ticket:   0 when nothing was found and nothing is held
+    arriving: the hit may still grow; ask again
+    sources:  tokens by the place of their KV: memory (`ram`) or the name of a lower tier. If parts
+              of a chunk came from several places, the slowest counts. Empty while arriving
+    reason:   why the hit ends where it ends, one of `core.reasons.REASONS`; empty while arriving
     """
 
     ticket: int
@@ -125,10 +154,12 @@ class Found:
 
 
 class Hit(Holding):
-    """What a lookup found and pinned: `num_tokens` from the prompt's start, `ticket` to claim it with (0 when nothing was found).
+    """The pinned result of a lookup: the first `num_tokens` tokens of the prompt.
 
-    arriving: lower tiers may have more, which is on its way; `refresh` asks again, `settle` makes do with what is here
-    sources, reason: where it came from and why it ends where it ends, see `Found`
+    ticket:          the number to claim the hit with; 0 when nothing was found
+    arriving:        lower tiers may bring more. `refresh` asks for the current state, `settle` ends
+                     the wait
+    sources, reason: see `Found`
     """
 
     def __init__(
@@ -139,10 +170,11 @@ class Hit(Holding):
         ask: Callable[[int, bool, bool], Found] | None = None,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
-        """For a hit that is arriving:
+        """Make a hit from the answer to a lookup. A hit that is arriving needs:
 
-        ask:   `(ticket, settle, growth)` -> how far it goes now. growth: pauses are to end when it has grown, too
-        pause: for so many seconds, or until all has come
+        ask:   `(ticket, settle, growth)` -> the current answer. growth: the next pause also ends
+               when the hit grows
+        pause: sleep for the given seconds, or until the hit is complete
         """
         super().__init__(give_back)
         self._found = found
@@ -151,39 +183,39 @@ class Hit(Holding):
 
     @property
     def ticket(self) -> int:
-        """The number to claim it with."""
+        """The number to claim the hit with."""
         return self._found.ticket
 
     @property
     def num_tokens(self) -> int:
-        """How far it goes."""
+        """The current length of the hit, in tokens."""
         return self._found.num_tokens
 
     @property
     def arriving(self) -> bool:
-        """Whether it may grow."""
+        """Whether the hit may still grow."""
         return self._found.arriving
 
     @property
     def sources(self) -> dict[str, int]:
-        """Tokens by where their KV was; their sum is `num_tokens`, once it is final."""
+        """Tokens by the place of their KV. Their sum is `num_tokens` once the hit is final."""
         return self._found.sources
 
     @property
     def reason(self) -> str:
-        """Why it ends where it ends, once it is final."""
+        """Why the hit ends where it ends, once it is final."""
         return self._found.reason
 
     def refresh(self) -> None:
-        """How far it goes now."""
+        """Update the hit to its current length."""
         self._update(settle=False)
 
     def settle(self) -> None:
-        """Final, as far as it goes now."""
+        """Make the hit final at its current length."""
         self._update(settle=True)
 
     def wait(self, until_s: float) -> None:
-        """Until all has come, or the monotonic clock says `until_s`; then it is settled."""
+        """Settle once the hit is complete, or once the monotonic clock reads `until_s`."""
         pause_s = _FIRST_PAUSE_S
         while self.arriving and (left_s := until_s - time.monotonic()) > 0:
             self._pause(min(pause_s, left_s))
@@ -192,7 +224,10 @@ class Hit(Holding):
         self.settle()
 
     def wait_for_more(self, until_s: float) -> None:
-        """Until it is longer than it was, or final; when the monotonic clock says `until_s`, it is settled."""
+        """Wait until the hit has grown or is final.
+
+        Settle it when the monotonic clock reads `until_s`.
+        """
         before, pause_s = self.num_tokens, _FIRST_PAUSE_S
         self._update(settle=False, growth=True)
         while self.arriving and self.num_tokens == before:
@@ -210,19 +245,24 @@ class Hit(Holding):
 
 
 class Recoded(msgspec.Struct, frozen=True, array_like=True):
-    """How far a recoding has come, in chunks of one group and one shard: `seen` = `replaced` + `same` + `kept_lossy` + `missing` + `bad` +
-    `unknown` + `failed`.
+    """The progress of a re-encoding, in chunks of one group and one shard.
 
-    done:        nothing more will happen
-    stopped:     why it ended before its end; empty if it did not
-    replaced:    written anew; bytes_before, bytes_after: what their frames have, had before and have now
-    over_budget: those of the replaced and the same that are by another codec than was asked for, because of their namespace's budget
-    same:        as they should be already
-    kept_lossy:  by another codec with a loss: what was lost of a chunk is lost once, so they stay as they are
-    missing:     gone meanwhile, or expired
-    bad:         failed a check, and were removed
-    unknown:     of a layout that nobody has registered, or a codec that is not there, so that they cannot be read here
-    failed:      stay as they were, because the tier failed or there is no key for them
+    `seen` = `replaced` + `same` + `kept_lossy` + `missing` + `bad` + `unknown` + `failed`.
+
+    done:         it has ended
+    stopped:      why it ended early; empty if it did not
+    replaced:     re-encoded
+    over_budget:  chunks among `replaced` and `same` that have another codec than requested, because
+                  of their namespace's budget
+    same:         already encoded as requested
+    kept_lossy:   encoded by another lossy codec. They stay as they are, because a chunk loses
+                  precision only once
+    missing:      deleted or expired since they were listed
+    bad:          failed a check, and were removed
+    unknown:      unreadable here: their layout is not registered, or their codec is not installed
+    failed:       unchanged, because the tier failed or there is no key for them
+    bytes_before: bytes of the replaced frames before
+    bytes_after:  bytes of the replaced frames now
     """
 
     done: bool = False
@@ -241,7 +281,10 @@ class Recoded(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Recoding(Holding):
-    """A recoding under way, with `recoded` as it was when last asked. Closed before it is done, it stops; what is done stays done."""
+    """A running re-encoding. `recoded` is the progress at the last refresh.
+
+    Closing it early stops it. Finished chunks stay re-encoded.
+    """
 
     def __init__(self, recoded: Recoded, give_back: Callable[[], None], *, ask: Callable[[], Recoded]) -> None:
         super().__init__(give_back)
@@ -249,25 +292,29 @@ class Recoding(Holding):
         self._ask = ask
 
     def refresh(self) -> Recoded:
-        """How far it has come now."""
+        """Return the current progress."""
         if not self.recoded.done:
             self.recoded = self._ask()
         return self.recoded
 
     def wait(self, until_s: float = float("inf")) -> Recoded:
-        """How far it has come when it is done, or the monotonic clock says `until_s`."""
+        """Wait until it is done, or until the monotonic clock reads `until_s`.
+
+        Returns the progress.
+        """
         pause_s = _FIRST_PAUSE_S
         while not self.refresh().done and (left_s := until_s - time.monotonic()) > 0:
-            time.sleep(min(pause_s, left_s))  # a recoding takes long, and rings no bell
+            time.sleep(min(pause_s, left_s))  # a re-encoding sends no notification
             pause_s = min(_RECODING_PAUSE_S, 1.5 * pause_s)
         return self.recoded
 
 
 class Loan(Holding):
-    """The bytes of one shard's part of a hit. Read only; they stay where they are until the loan is closed.
+    """A lease on the bytes of one shard's part of a hit. Read only.
 
-    What a copy of `memory.copy` reads is compared with the checksums of what was stored. Who reads the buffer by other means calls
-    `verify` after that, and uses nothing of it before.
+    The bytes do not move until the lease is closed. A copy by `memory.copy` compares them with the
+    stored checksums. A reader that uses the buffer directly must call `verify` after reading, and
+    must not use the bytes before that.
     """
 
     def __init__(
@@ -281,10 +328,13 @@ class Loan(Holding):
         checksums: Sequence[bytes] | None = None,
         report: Callable[[list[int]], None] = lambda _: None,
     ) -> None:
-        """offsets: [groups, chunks]; num_tokens: [chunks]; first_chunk: the number of the first one in its prompt.
+        """Make a lease from the answer to a claim.
 
-        checksums: of each group, see `Checksums.expected`; None: nothing is compared
-        report:    called with the offsets of chunks that are damaged
+        offsets:     [groups, chunks]
+        num_tokens:  [chunks]
+        first_chunk: the number of the first chunk in its prompt
+        checksums:   one item per group, see `Checksums.expected`; None: nothing is compared
+        report:      called with the offsets of damaged chunks
 
         Raises ProtocolError for checksums that do not fit the chunks.
         """
@@ -303,11 +353,15 @@ class Loan(Holding):
             ]
 
     def chunks(self, group: int = 0) -> ChunkBytes:
-        """Where the chunks of `group` lie in `buffer`."""
+        """Return the places of the chunks of `group` in `buffer`."""
         return ChunkBytes(self._offsets[group], self.num_tokens, None if self._sums is None else self._sums[group])
 
     def verify(self, layout: Layout) -> None:
-        """Compare all that no copy has compared yet. Raises DamagedChunks, for the first group with any."""
+        """Compare every chunk that no copy has compared yet.
+
+        Raises DamagedChunks for the first group that has any, and ProtocolError where the number of
+        layers is wrong.
+        """
         for group, sums in enumerate(self._sums or ()):
             places = self.chunks(group)
             if np.count_nonzero(places.offsets != ABSENT) and sums.layers != layout.groups[group].layers:
@@ -319,7 +373,10 @@ class Loan(Holding):
 
 
 class Room(Holding):
-    """Memory reserved for chunks that are missing. Nobody sees a chunk before `commit`; closing gives back what was not committed."""
+    """Memory reserved for missing chunks. A chunk is invisible until `commit`.
+
+    Closing releases the memory of uncommitted chunks.
+    """
 
     def __init__(
         self,
@@ -331,10 +388,12 @@ class Room(Holding):
         *,
         layout: Layout,
     ) -> None:
-        """offsets: [groups, chunks], ABSENT for what is there already, was not asked for, or found no room.
+        """Make a reservation from the answer to a reserve.
 
-        commit: gets chunks, each once and granted, and their checksums: for each chunk, each granted group and each layer
-                `checksums.BYTES`
+        offsets: [groups, chunks]; ABSENT for chunks that are present, were not requested, or got no
+                 memory
+        commit:  called with chunk numbers, each granted and given once, and their checksums: for
+                 each chunk, each granted group and each layer `checksums.BYTES`
         """
         super().__init__(give_back)
         self.num_tokens = num_tokens
@@ -347,19 +406,19 @@ class Room(Holding):
 
     @property
     def granted(self) -> list[int]:
-        """The numbers of the chunks (within the reservation) that got memory, in one group at least; `chunks` says in which."""
+        """The numbers (within the reservation) of chunks that got memory in at least one group."""
         return [int(i) for i in np.flatnonzero((self._offsets != ABSENT).any(axis=0))]
 
     def chunks(self, group: int = 0) -> ChunkBytes:
-        """Where the chunks of `group` are to be written in `buffer`; ABSENT for those that are not."""
+        """Return the places in `buffer` to write the chunks of `group`; ABSENT: do not write."""
         return ChunkBytes(self._offsets[group], self.num_tokens, self._sums[group])
 
     def commit(self, chunks: Sequence[int] | None = None) -> int:
-        """Make chunks visible (all that were granted, if not told which). Their bytes must be complete.
+        """Make chunks visible; all granted ones by default. Their bytes must be complete.
 
-        Checksums that no copy has taken are taken now, of what lies in the buffer.
+        Checksums that no copy has taken are computed now, from the buffer.
 
-        Returns a mark: `flush(mark)` waits until they have been written to lower tiers, for whoever wants to know (write-through).
+        Returns a mark: `flush(mark)` waits until these chunks have been written to lower tiers.
         """
         wanted = [chunk for chunk in dict.fromkeys(self.granted if chunks is None else chunks) if chunk in self._uncommitted]
         packed = b"".join(self._packed(chunk) for chunk in wanted)
@@ -379,52 +438,77 @@ class Room(Holding):
 
 
 def _sums_of_chunk(buffer: npt.NDArray[np.uint8], layout: Layout, group: int, places: ChunkBytes, chunk: int) -> list[int]:
-    """[layers]; xxhash lets go of the GIL."""
+    """Return the checksums of one chunk in the buffer: [layers]. xxhash releases the GIL."""
     at, num_tokens = int(places.offsets[chunk]), int(places.num_tokens[chunk])
     ranges = (layout.layer_range(group, layer, num_tokens) for layer in range(layout.groups[group].layers))
     return [xxh3_64_intdigest(buffer[at + start : at + start + length].data) for start, length in ranges]
 
 
 class Cache(Protocol):
-    """One cache. `arena_buffer` is the host memory that every offset counts in."""
+    """One cache. Every offset counts from the start of `arena_buffer`, its host memory."""
 
     @property
     def arena_buffer(self) -> npt.NDArray[np.uint8]:
         """[arena bytes], read only; the same memory in every process that shares the cache."""
 
+    def map_for_device(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+        """Map the arena twice, read only and writable, for a device that registers it.
+
+        Raises NodeError where a device cannot be served.
+        """
+
+    def report_pinned(self, nbytes: int) -> None:
+        """Report how many arena bytes are registered with a device, for the node's status."""
+
     def register(self, namespace: Namespace) -> None:
-        """Make the layout known. Before any other call about it; again is harmless."""
+        """Make a namespace and its layout known, before any other call about it.
+
+        Repeating it is harmless.
+        """
 
     def lookup(
         self, query: Query, *, work: Work | None = None, have_tokens: int = 0, wait_s: float | None = None, deadline_s: float | None = None
     ) -> Hit:
-        """The longest prefix of which every shard and every group has what it needs. Pins it.
+        """Return the longest prefix for which every shard and group has the chunks it needs.
 
-        work:   what computing costs whoever asks: then the hit is as long as makes the first token soonest, and may settle by itself,
-                when it is asked again, because the rest would take longer than computing it
-        have_tokens: that whoever asks has already: where no tier has more, nothing is brought up, and nothing waited for
-        wait_s: how long to wait for what comes from lower tiers; None: as the settings say; 0: not at all, the hit may be arriving
+        Pin it.
+
+        work:        the caller's compute cost. The hit then has the length that gives the earliest
+                     first token. A later `refresh` may settle it, if the rest would take longer to
+                     load than to compute
+        have_tokens: tokens that the caller already has. If no tier has more, the lookup loads
+                     nothing and does not wait
+        wait_s:      how long to wait for chunks of lower tiers. None: as configured. 0: not at all,
+                     so the hit may be arriving
         """
 
     def came_of(self, request: str, *, load_s: float, compute_s: float, deadline_s: float | None = None) -> None:
-        """For `explain`: how long the load of a request took that was looked up with its `work`, and computing the rest; -1: there was
-        none."""
+        """Report the timing of a request that was looked up with its `work`, for `explain`.
+
+        load_s:    how long the load took; -1: there was none
+        compute_s: how long computing the rest took; -1: there was none
+        """
 
     def explain(self, request: str = "", *, deadline_s: float | None = None) -> list[Decision]:
-        """The latest decisions about lookups with a `work`, the last one first: of the request of that name, or of those whose names have
-        it in them; empty: of all."""
+        """Return the latest decisions about lookups with a `work`, the newest first.
+
+        request: only the decisions of this request, or of requests whose names contain it; empty:
+                 all
+        """
 
     def prefetch(self, query: Query, *, deadline_s: float | None = None) -> None:
-        """Have what lower tiers hold of a prompt brought into memory, and wait for nothing."""
+        """Start to bring a prompt's chunks from lower tiers into memory. Do not wait."""
 
     def claim(
         self, ticket: int, shard: int = 0, *, first_chunk: int = 0, arriving: bool = False, deadline_s: float | None = None
     ) -> Loan | None:
-        """A loan of one shard's part of a hit, from chunk `first_chunk` on; None when the ticket is not (or no longer) good.
+        """Return a lease on one shard's part of a hit, from chunk `first_chunk` on.
 
-        A ticket is good until its hit is closed, for as many claims as are wanted, of one shard too. Each loan has pins of its own.
+        Returns None when the ticket is unknown or no longer valid. A ticket is valid until its hit
+        is closed, for any number of claims, also of one shard. Each lease has its own pins.
 
-        arriving: of a hit that is arriving, the whole chunks that have come so far, and it goes on arriving; else a claim settles it
+        arriving: lease the whole chunks that have arrived so far, and let the hit go on arriving.
+                  Otherwise the claim settles the hit
         """
 
     def reserve(
@@ -437,58 +521,81 @@ class Cache(Protocol):
         terms: Terms = FREE,
         deadline_s: float | None = None,
     ) -> Room:
-        """Memory for what is missing of `names` and that nobody else is writing. All that a chunk is missing gets it, or none of that.
+        """Reserve memory for the chunks of `names` that are missing and not being written.
 
-        terms:  on which they are kept
-        groups: [groups, chunks] bool, which groups of which chunks are to be written; None: all. A hit needs of each group what its
-                attention needs: one may pass over a chunk whose sliding group is missing, and ends where no missing one is in the window
+        For each chunk, either every missing group gets memory, or none does.
+
+        terms:  the options under which the chunks are stored
+        groups: [groups, chunks] bool, the groups of each chunk that will be written; None: all. A
+                group may leave out chunks that its attention does not need: a hit may skip a chunk
+                whose sliding group is missing, if no missing chunk is in the window at the hit's
+                end
         """
 
     def clear(self, namespace: bytes | None = None, *, deadline_s: float | None = None) -> int:
-        """Forget everything, or one namespace, here and in all tiers that may be written to, and wait for that.
+        """Forget everything, or one namespace, in memory and in all writable tiers.
 
-        Returns how many chunks memory had; what is pinned goes when its pins fall.
+        Waits until it is done. Returns the number of chunks that memory had. Pinned chunks are
+        freed when they are unpinned.
         """
 
     def flush(self, mark: int | None = None, *, deadline_s: float | None = None) -> bool:
-        """Wait until all that was committed up to `mark` (None: until now) has been written to lower tiers, or given up there.
+        """Wait until the chunks committed up to `mark` are written to lower tiers, or given up
+        there.
 
-        False when the deadline came first (None: as long as a request waits for chunks, by the settings).
+        mark:       from `Room.commit`; None: until now
+        deadline_s: None: the configured wait for arriving chunks
+
+        Returns False if the deadline came first.
         """
 
     def recode(
         self, tier: str, codec: str, *, namespace: bytes | None = None, query: Query | None = None, deadline_s: float | None = None
     ) -> Recoding:
-        """Have what a tier holds written anew by another codec, in the background, while everything goes on: a small one to compress,
-        `raw` or `lossless` to decompress. No request waits for it; a chunk can be read before, meanwhile and after. Recodings take turns.
+        """Re-encode the chunks of a tier with another codec, in the background, online.
 
-        namespace: of this one alone (its digest); None: of all that are known, because they were registered or stored in since the start
-        query:     of this prompt's chunks alone
+        A smaller codec compresses; `raw` or `lossless` decompresses. No request waits for it, and
+        every chunk stays readable. Several re-encodings run one after another.
 
-        The codec is that of what is there now; what is stored from now on is written as the settings say. Budgets are kept, and what a
-        codec with a loss has written is not given to another. Raises ConfigError (NodeError where a node says so) for a tier or codec that
-        is unknown, a tier that is not to be written or cannot replace values, and a namespace that is not known, unless the codec is
-        `raw` or `lossless` (and the tier not encrypted: whose key it would take is not known either).
+        namespace: only chunks of this namespace (its digest). None: of every namespace that was
+                   registered or stored to since the start
+        query:     only the chunks of this prompt
+
+        The codec applies to the chunks that are stored now; later chunks use the tier's own
+        setting. Budgets are kept. A chunk that a lossy codec has written is not given to another
+        lossy codec.
+
+        Raises ConfigError (NodeError from a node) for an unknown tier or codec, and for a tier that
+        is read only or cannot replace values. Also for an unknown namespace, unless the codec is
+        `raw` or `lossless` and the tier is not encrypted: the encryption key of an unknown
+        namespace is unknown.
         """
 
     def snapshot(self, *, deadline_s: float | None = None) -> EventBatch:
-        """All that is visible in memory now, as events `admitted`; `events(snapshot.next)` goes on from there."""
+        """Return every chunk visible in memory as `admitted` events.
+
+        Continue with `events(snapshot.next)`.
+        """
 
     def events(self, after: int, *, deadline_s: float | None = None) -> EventBatch:
-        """What has happened since event number `after`, some thousand events at most; ask again with `next` until there are none.
+        """Return the events after number `after`, 500 at most.
 
-        Raises KVHoldError where the setting `event_buffer` is 0.
+        Call again with `next` until the batch is empty. Raises KVHoldError where the setting
+        `event_buffer` is 0.
         """
 
     def status(self, *, deadline_s: float | None = None) -> dict[str, Any]:
-        """Sizes, counts and counters, for people and monitors."""
+        """Return sizes, counts and counters, for people and monitors."""
 
     def close(self) -> None:
-        """Give back everything that was held through this object."""
+        """Release everything that was held through this object."""
 
 
 def mask_bytes(groups: npt.ArrayLike | None, layout: Layout, names: ChunkNames) -> bytes | None:
-    """The mask of a `reserve`, a byte for each group of each chunk, row by row; None where it says all. Raises ProtocolError."""
+    """Encode the `groups` mask of a `reserve`: one byte per group and chunk, row by row.
+
+    Returns None if the mask is None. Raises ProtocolError for another type or shape.
+    """
     if groups is None:
         return None
     mask, wanted = np.asarray(groups), (len(layout.groups), len(names))
@@ -498,12 +605,15 @@ def mask_bytes(groups: npt.ArrayLike | None, layout: Layout, names: ChunkNames) 
 
 
 def loans_as_they_come(cache: Cache, hit: Hit, tokens_per_chunk: int, *, shard: int = 0, until_s: float) -> Iterator[Loan]:
-    """Loans of one shard's part of a hit, one after another, each good until the next is asked for: what has come by now, then what comes
-    after it, up to where the hit ends in the end. What a loan has may be copied while the rest is being read.
+    """Yield leases on one shard's part of a hit, in the order in which its chunks arrive.
 
-    until_s: when the monotonic clock says so, the hit is settled
+    Each lease is valid until the next is requested. So its chunks can be copied while the rest is
+    read.
 
-    Of a group that does not need every chunk, the loans may have more than the hit needs in the end. Raises KVHoldError if it is lost.
+    until_s: the hit is settled when the monotonic clock reads this
+
+    For a group that does not need every chunk, the leases may contain more than the final hit
+    needs. Raises KVHoldError if the hit is lost.
     """
     first = 0
     while True:

@@ -1,10 +1,10 @@
-"""Checksums of chunks in memory: taken by the writer as it copies, committed, kept, and compared by every reader.
+"""Checksums of chunks in memory: taken by the writer as it copies, and checked by every reader.
 
-    room.chunks(0).sums.take(chunks, layers, found)       # a gather, of what it has copied; `Room.commit` sends them
-    loan.chunks(0).sums.compare(chunks, layers, found)    # a scatter, of what it has copied; DamagedChunks
+    room.chunks(0).sums.take(chunks, layers, found)       # by a gather; `Room.commit` sends them
+    loan.chunks(0).sums.compare(chunks, layers, found)    # by a scatter; may raise DamagedChunks
 
-The checksum is the xxh3_64 of one layer's bytes of one chunk, the same that a raw frame states. It finds accidents, not forgers: any
-process that may store can write the arena, and could commit a checksum that fits.
+A checksum is the xxh3_64 of one layer's bytes of one chunk, the same as in a raw frame. It detects
+accidents, not forgery: a process that may store can write the arena and commit a matching checksum.
 """
 
 import struct
@@ -24,11 +24,11 @@ Values = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, eq=False)
 class Checksums:
-    """Checksums of one group's chunks, layer by layer. Slices share their memory.
+    """Checksums of one group's chunks, layer by layer. Slices share memory.
 
-    values: [chunks, layers] uint64. Of a room: as taken so far. Of a loan: as committed
-    known:  [chunks, layers] bool. Of a room: those taken. Of a loan: those that a reader has found right
-    report: of a loan: called with the numbers of damaged chunks
+    values: [chunks, layers] uint64. Of a reservation: as taken so far. Of a lease: as committed
+    known:  [chunks, layers] bool. Of a reservation: taken. Of a lease: found right by a reader
+    report: of a lease: called with the numbers of damaged chunks
     """
 
     values: Values
@@ -37,17 +37,18 @@ class Checksums:
 
     @classmethod
     def not_taken(cls, chunks: int, layers: int) -> "Checksums":
-        """None yet, for a writer."""
+        """Return empty checksums for a writer."""
         return cls(np.zeros((chunks, layers), np.uint64), np.zeros((chunks, layers), np.bool_))
 
     @classmethod
     def expected(cls, packed: bytes, present: npt.NDArray[np.bool_], report: Callable[[Numbers], None]) -> "Checksums":
-        """Those that a claim was answered with, for a reader.
+        """Return the checksums in the answer to a claim, for a reader.
 
         packed:  BYTES for each layer of each present chunk, little-endian
         present: [chunks]
 
-        Raises ProtocolError where there are not equally many for each chunk.
+        Raises ProtocolError if the length does not give every present chunk the same number of
+        layers.
         """
         count = int(np.count_nonzero(present))
         if len(packed) % (BYTES * max(1, count)) or bool(packed) != bool(count):
@@ -59,20 +60,23 @@ class Checksums:
 
     @property
     def layers(self) -> int:
-        """How many layers each chunk has."""
+        """The number of layers of each chunk."""
         return int(self.values.shape[1])
 
     def first(self, chunks: int) -> "Checksums":
-        """Those of the first chunks."""
+        """Return the checksums of the first `chunks` chunks."""
         return Checksums(self.values[:chunks], self.known[:chunks], self.report)
 
     def take(self, chunks: Numbers, layers: range, found: Values) -> None:
-        """Keep what a writer has found. found: [chunks, layers], of those chunks and layers."""
+        """Keep the checksums `found` by a writer: [chunks, layers], of those chunks and layers."""
         self.values[chunks, layers.start : layers.stop] = found
         self.known[chunks, layers.start : layers.stop] = True
 
     def compare(self, chunks: Numbers, layers: range, found: Values) -> None:
-        """Compare what a reader has found. Arguments as for `take`. Reports damaged chunks, then raises DamagedChunks."""
+        """Compare the checksums `found` by a reader; arguments as for `take`.
+
+        Reports damaged chunks, then raises DamagedChunks.
+        """
         right = self.values[chunks, layers.start : layers.stop] == found
         self.known[chunks, layers.start : layers.stop] |= right
         damaged = chunks[~right.all(axis=1)]
@@ -81,16 +85,16 @@ class Checksums:
             raise DamagedChunks([int(chunk) for chunk in damaged])
 
     def packed(self, chunk: int) -> bytes:
-        """One chunk's, as a commit carries them."""
+        """Return one chunk's checksums, in the form for a commit."""
         packed: bytes = self.values[chunk].astype("<u8").tobytes()
         return packed
 
 
 def pack(values: Sequence[int]) -> bytes:
-    """Checksums of a chunk's layers, as an entry of memory keeps them."""
+    """Pack the checksums of a chunk's layers, in the form that an entry of memory holds."""
     return struct.pack(f"<{len(values)}Q", *values)
 
 
 def unpack(packed: bytes) -> tuple[int, ...]:
-    """The reverse."""
+    """Unpack the checksums of a chunk's layers."""
     return struct.unpack(f"<{len(packed) // BYTES}Q", packed)

@@ -1,15 +1,17 @@
-"""Settings, and the one loader: arguments, over the environment, over a file, over the defaults.
+"""The settings, and their loader: arguments, over the environment, over a file, over the defaults.
 
-    config = load_config({"ram_bytes": "8GiB"})            # also KVHOLD_RAM_BYTES=8GiB, or ram_bytes = "8GiB" in a TOML file
+    config = load_config({"ram_bytes": "8GiB"})  # or KVHOLD_RAM_BYTES=8GiB, or ram_bytes = "8GiB"
     config.node.socket
 
-The file is named by `KVHOLD_CONFIG` or by the caller; TOML, or YAML where PyYAML is installed. A nested setting is
-`KVHOLD_NODE_SOCKET`, `[node] socket`, `{"node": {"socket": ...}}`. Sizes are bytes or text such as "5GiB". An unknown name or a bad
-value is a ConfigError that names the source, the name and the nearest valid one. A list is a list, or text with
-blanks between its items; an item with options may be a table, `{url = "disk:///var/cache/kvhold", max_bytes = "100GiB"}`.
+The file is named by `KVHOLD_CONFIG` or by the caller. It is TOML, or YAML if PyYAML is installed. A
+nested setting is `KVHOLD_NODE_SOCKET`, `[node] socket`, `{"node": {"socket": ...}}`. A size is a
+number of bytes or text such as "5GiB". A list is a list, or text with blanks between its items. An
+item with options may be a table: `{url = "disk:///var/cache/kvhold", max_bytes = "100GiB"}`.
 
-Nothing is ignored, except the variables that Kubernetes makes for a Service called `kvhold` or `kvhold-...` (`_KUBERNETES`).
-The value of a setting that is marked `secret` is in no error.
+An unknown name or a bad value is a ConfigError that names the source, the name and the nearest
+valid one. Nothing is ignored, except the variables that Kubernetes makes for a Service called
+`kvhold` or `kvhold-...` (`_KUBERNETES`). Errors never contain the value of a setting that is marked
+`secret`.
 """
 
 import os
@@ -38,18 +40,21 @@ _KUBERNETES = (  # the variables of a Service: names that must match whole, and 
 
 
 def size(default: int, help: str) -> Any:
-    """A field in bytes that also accepts "5GiB"."""
+    """Return a field in bytes that also accepts "5GiB"."""
     return field(default=default, metadata={"help": help, "size": True, "minimum": 0})
 
 
 def setting(default: Any, help: str, *, choices: tuple[str, ...] = (), minimum: float | None = None, secret: bool = False) -> Any:
-    """A field with its help, its choices or its least value. secret: its value is in no error, log or status."""
+    """Return a field with its help, and its choices or its least value.
+
+    secret: errors, logs and status never contain its value
+    """
     return field(default=default, metadata={"help": help, "choices": choices, "minimum": minimum, "secret": secret}, repr=not secret)
 
 
 @dataclass(frozen=True)
 class NodeConfig:
-    """This host's daemon."""
+    """Settings of this host's daemon."""
 
     socket: str = setting("", "path of the node's Unix socket; empty: one for this user in the runtime directory")
     autostart: bool = setting(True, "start a node when none answers")
@@ -79,7 +84,7 @@ class NodeConfig:
 
 @dataclass(frozen=True)
 class ClientConfig:
-    """What an engine's process does towards the node."""
+    """Settings of an engine's process as a client of the node."""
 
     connect_timeout_s: float = setting(5.0, "how long a node that is there may take to answer who joins it", minimum=0.01)
     call_timeout_s: float = setting(1.0, "deadline of one call; after it the engine computes for itself", minimum=0.001)
@@ -96,7 +101,7 @@ class ClientConfig:
 
 @dataclass(frozen=True)
 class ListenConfig:
-    """A central cache for other hosts (`kvhold serve --listen`)."""
+    """Settings of a central cache for other hosts (`kvhold serve --listen`)."""
 
     address: str = setting("", "HOST:PORT to listen on; beyond the loopback interface only with a token or client certificates")
     token: str = setting("", "what clients must know; better in a file", secret=True)
@@ -112,7 +117,7 @@ class ListenConfig:
 
 @dataclass(frozen=True)
 class RulesConfig:
-    """What an engine's requests may do with the cache; a request may ask for less."""
+    """The permitted use of the cache by an engine's requests; a request may ask for less."""
 
     store: bool = setting(True, "store the KV of requests")
     load: bool = setting(True, "load what is cached")
@@ -135,7 +140,7 @@ class RulesConfig:
 
 @dataclass(frozen=True)
 class EncryptionConfig:
-    """AES-256-GCM around what leaves memory, in tiers with the option `encrypt`."""
+    """AES-256-GCM for data below memory, in tiers with the option `encrypt`."""
 
     keys: tuple[str, ...] = setting(
         (),
@@ -158,6 +163,15 @@ class Config:
         True, "store the blocks after the last whole chunk, too, at the end of a prompt and of what is generated (vLLM)"
     )
     layerwise: bool = setting(False, "load and store a layer at a time inside the engine's passes, not beside and after them (vLLM)")
+    memory_codec: str = setting(
+        "none",
+        "int8: chunks take half the memory, and half the bytes cross the bus to a device; each element loses up to 1/127 of the largest "
+        "of the (at most 128) elements that share its scale. none: nothing is lost (vLLM)",
+        choices=("none", "int8"),
+    )
+    allow_unproven: bool = setting(
+        False, "serve an engine on a device on which copies have not been shown to be exact, if the check at start passes"
+    )
     skip_last_n_tokens: int = setting(
         0,
         "the last tokens of a text that are neither stored nor looked up: of a prompt; with save_decode, of what there is so far (vLLM)",
@@ -206,7 +220,11 @@ def load_config(
     file: str | Path | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Config:
-    """The Config of `arguments` over `environ` (default: the process's) over `file` (default: `$KVHOLD_CONFIG`)."""
+    """Return the Config of `arguments` over `environ` over `file`.
+
+    file:    default: `$KVHOLD_CONFIG`
+    environ: default: the environment of this process
+    """
     environ = os.environ if environ is None else environ
     config = Config()
     path = file or environ.get("KVHOLD_CONFIG")
@@ -217,7 +235,11 @@ def load_config(
 
 
 def apply(config: Settings, values: Mapping[str, Any], *, source: str, spell: Any = None, path: str = "") -> Settings:
-    """`config` with `values` in it. `spell` turns a dotted name into how the source writes it, for errors."""
+    """Return `config` with `values` applied.
+
+    source: the origin of the values, for errors
+    spell:  turns a dotted name into the source's spelling, for errors
+    """
     spell = spell or (lambda name: name)
     types = get_type_hints(type(config))
     known = {f.name: f for f in fields(config)}  # type: ignore[arg-type]
@@ -241,7 +263,7 @@ def apply(config: Settings, values: Mapping[str, Any], *, source: str, spell: An
 
 
 def describe(section: Any = Config, path: str = "") -> Iterator[tuple[str, Any, str]]:
-    """Every setting: dotted name, default, help."""
+    """Yield every setting: dotted name, default, help."""
     for f in fields(section):
         default = f.default_factory() if f.default_factory is not MISSING else f.default
         if is_dataclass(default):
@@ -302,7 +324,7 @@ def _as_number(value: Any, kind: type[int] | type[float]) -> int | float:
         raise ValueError("must be a number")
     try:
         number = kind(value)
-    except (ValueError, OverflowError):  # the second for an infinite or endless number
+    except (ValueError, OverflowError):  # OverflowError: an infinite number
         raise ValueError("must be a whole number" if kind is int else "must be a number") from None
     if kind is int and isinstance(value, float) and value != number:
         raise ValueError("must be a whole number")
@@ -330,7 +352,10 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _is_of_kubernetes(variable: str, text: str) -> bool:
-    """Whether Kubernetes made the variable for a Service. Its value must fit too, so that `KVHOLD_LISTEN_PORT=7710` stays a misspelling."""
+    """Return whether Kubernetes made the variable for a Service.
+
+    The value must match too, so that `KVHOLD_LISTEN_PORT=7710` is still reported as a misspelling.
+    """
     return any(name.fullmatch(variable) and value.fullmatch(text) for name, value in _KUBERNETES)
 
 
@@ -366,12 +391,12 @@ def _read_yaml(path: Path, raw: str) -> dict[str, Any]:
         raise ConfigError(f"{path} is YAML, which needs PyYAML: pip install 'kvhold[yaml]', or write it as TOML") from None
     try:
         values = yaml.safe_load(raw)
-    except yaml.MarkedYAMLError as error:  # its text quotes the file, secrets included
+    except yaml.MarkedYAMLError as error:  # the error's text quotes the file, secrets included
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigError(f"{path} is not valid YAML: {error.problem or error.context}{line}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {type(error).__name__}") from None
-    except ValueError as error:  # a date that is none
+    except ValueError as error:  # an invalid date
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if values is None:
         return {}

@@ -1,9 +1,10 @@
-"""One injective byte encoding of plain values, for whatever is hashed into a name.
+"""One injective byte encoding of plain values, for everything that is hashed into a name.
 
     canonical(("llama", 3, None)) -> bytes
 
-Two values give the same bytes only if they are equal and of the same types, so `("a", "bc")` and `("ab", "c")`, `1` and `True`,
-`"1"` and `1` stay apart, and no separator inside a name can do harm. It is never decoded; nothing is stored in it.
+Two values give the same bytes only if they are equal and of the same types. `("a", "bc")` and
+`("ab", "c")`, `1` and `True`, `"1"` and `1` differ, and a separator inside a name does no harm.
+Encodings are never stored or decoded.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,10 @@ Plain: TypeAlias = Union[bool, int, float, str, bytes, Sequence["Plain"], None] 
 
 
 def canonical(value: Plain) -> bytes:
-    """Encode as type tag, length (8 bytes, little-endian), content. Sequences nest; a list and a tuple are the same."""
+    """Encode as type tag, length (8 bytes, little-endian), content.
+
+    Sequences nest; a list and a tuple are encoded alike.
+    """
     if value is None:
         return _tagged(b"n", b"")
     if isinstance(value, bool):

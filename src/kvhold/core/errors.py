@@ -1,20 +1,23 @@
-"""What can go wrong, and whose fault it is.
+"""The errors that kvhold raises, and their causes.
 
 KVHoldError
- ├─ ConfigError          the user's settings; names the key, the value and the nearest valid one
- ├─ LayoutError          an engine's tensors do not match what was registered; refused, never guessed
- ├─ CapacityError        the host cannot give the memory asked for; names what it can give
- ├─ TierError            a place failed: .tier, .operation, .retryable
+ ├─ ConfigError          invalid settings; names the key, the value and the nearest valid one
+ ├─ LayoutError          tensors do not match the registered layout; refused, never guessed
+ ├─ CapacityError        the host cannot give the requested memory; names the possible amount
+ ├─ TierError            a tier failed: .tier, .operation, .retryable
  │   ├─ TierUnavailable  dead, unreachable, breaker open
+ │   ├─ TierIncomplete   it answered, and did only a part
  │   ├─ TierFull
  │   └─ TierDenied       wrong credentials or rights
- ├─ FrameError           bytes that are not a frame of ours: .reason in {magic, version, length, checksum, identity}
- ├─ DamagedChunks        chunks in memory are not as they were committed; the reader computes them
- ├─ ProtocolError        a peer speaks wrongly; its connection is closed
- ├─ NodeError            this host's node cannot be reached, started or agreed with; says which socket
- │   ├─ NodeLost         it was there and is gone; it may be back in a moment
- │   └─ NodeRefused      it is there and does not serve this client, which says why
- └─ DeadlineExceeded     .deadline_s; the caller goes on without us
+ ├─ FrameError           bytes that are not a frame of ours: .reason is a FrameReason
+ ├─ DamagedChunks        chunks in memory differ from the committed bytes; the reader computes them
+ ├─ DeviceError          a GPU or its driver failed; from then on this process caches nothing
+ │   └─ DeviceRefused    the device does not register host memory; copies are slower
+ ├─ ProtocolError        a peer broke the protocol; its connection is closed
+ ├─ NodeError            the node is unreachable, does not start or does not match; names the socket
+ │   ├─ NodeLost         the node was there and is lost; it may return in a moment
+ │   └─ NodeRefused      the node is there and refuses this client, with the reason
+ └─ DeadlineExceeded     .deadline_s; the caller continues without the cache
 
 A miss is not an error: it is `None`, or a shorter hit.
 """
@@ -25,29 +28,29 @@ from typing import Literal
 import msgspec
 
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""All that msgspec raises for outside data: a wrong form, text that is not UTF-8, and what is nested too deeply."""
+"""Errors of msgspec for outside data: a wrong form, text that is not UTF-8, too deep nesting."""
 
 FrameReason = Literal["magic", "version", "length", "checksum", "identity", "sealed"]
 
 
 class KVHoldError(Exception):
-    """The root of all that kvhold raises on purpose."""
+    """The root of every error that kvhold raises on purpose."""
 
 
 class ConfigError(KVHoldError):
-    """A setting is unknown or out of range. The message names the key and what would be accepted."""
+    """A setting is unknown or out of range. The message names the key and the accepted values."""
 
 
 class LayoutError(KVHoldError):
-    """Tensors and layout disagree."""
+    """Tensors do not match the layout."""
 
 
 class CapacityError(KVHoldError):
-    """The memory that was asked for is not to be had on this host."""
+    """The host does not have the requested memory."""
 
 
 class TierError(KVHoldError):
-    """A tier could not do what it was asked. `reason` is how it is counted."""
+    """A tier failed an operation. `reason` is the label under which the fault is counted."""
 
     retryable = True
     reason = "error"
@@ -59,27 +62,34 @@ class TierError(KVHoldError):
 
 
 class TierUnavailable(TierError):
-    """Dead, unreachable, or its breaker is open."""
+    """The tier is dead or unreachable, or its breaker is open."""
 
     reason = "unavailable"
 
 
+class TierIncomplete(TierError):
+    """The tier did only a part of the request. Other requests can still use the tier."""
+
+    retryable = False
+    reason = "incomplete"
+
+
 class TierFull(TierError):
-    """No room, and nothing that may be evicted; or more than it takes at all."""
+    """The tier has no space and nothing to evict, or the value is larger than it accepts."""
 
     retryable = False
     reason = "full"
 
 
 class TierDenied(TierError):
-    """Wrong credentials or rights."""
+    """The tier refused the credentials, or they lack rights."""
 
     retryable = False
     reason = "denied"
 
 
 class FrameError(KVHoldError):
-    """Bytes that claim to be a frame and are not. `reason` says which check they failed."""
+    """Bytes are not a valid frame. `reason` is the check that failed."""
 
     def __init__(self, reason: FrameReason, detail: str) -> None:
         super().__init__(f"not a valid frame ({reason}): {detail}")
@@ -87,9 +97,11 @@ class FrameError(KVHoldError):
 
 
 class DamagedChunks(KVHoldError):
-    """Chunks in memory are not the bytes that were committed. They were reported, and are a miss from now on.
+    """Chunks in memory differ from the committed bytes.
 
-    chunks: the number of each, among those that were read
+    They were reported, and are a miss from now on.
+
+    chunks: their numbers among the chunks that were read
     """
 
     def __init__(self, chunks: Sequence[int]) -> None:
@@ -97,16 +109,24 @@ class DamagedChunks(KVHoldError):
         self.chunks = tuple(chunks)
 
 
+class DeviceError(KVHoldError):
+    """A device or its driver failed. Copies that were running may still read and write memory."""
+
+
+class DeviceRefused(DeviceError):
+    """The device does not register host memory. Copies still work."""
+
+
 class ProtocolError(KVHoldError):
-    """A peer sent what the protocol does not allow."""
+    """A peer sent a message that the protocol does not allow."""
 
 
 class NodeError(KVHoldError):
-    """The node of this host is missing, busy, foreign or of another version."""
+    """The node of this host is missing, busy, another user's or of another version."""
 
 
 class NodeLost(NodeError):
-    """The node was there and is gone; it may be back in a moment."""
+    """The node was there and is lost; it may return in a moment."""
 
 
 class NodeRefused(NodeError):
@@ -114,7 +134,7 @@ class NodeRefused(NodeError):
 
 
 class DeadlineExceeded(KVHoldError):
-    """No answer within the deadline; whatever was held for the call is given back."""
+    """No answer within the deadline. Everything held for the call is released."""
 
     def __init__(self, operation: str, deadline_s: float) -> None:
         super().__init__(f"{operation}: no answer within {deadline_s:g} s")

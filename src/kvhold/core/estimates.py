@@ -1,12 +1,14 @@
-"""What things cost, learnt from how long they took: seconds as a sum of non-negative costs, each times a quantity.
+"""Learn costs from measured times: seconds as a sum of non-negative costs, each times a quantity.
 
-    reading = Estimate(2)                          # of a call, and of a byte
+    reading = Estimate(2)                          # a cost per call, and a cost per byte
     reading.measured((1, 8 << 20), 0.09)
-    reading.costs                                  # (0.001, 1.06e-08) once there is something to go by, else None
+    reading.costs                                  # (0.001, 1.06e-08), or None without measurements
 
-Robust: what is minimised is the sum of relative errors, not of their squares, so that a compile or a stalled machine does not spoil it.
-Recent measurements count more, and where three in a row are off by a factor of two to the same side, those before them are forgotten: the
-world has changed. Of explanations that fit alike the simplest is taken, quantities in their given order. Pure; any thread.
+The fit minimises the sum of relative errors, not of their squares, so that one compile or one stall
+does not spoil it. Recent measurements have more weight. If three in a row are off by a factor of
+two to the same side, conditions have changed, and older measurements are forgotten. Of fits that
+are equally good, the simplest wins, then the first in the order of the quantities. Pure; any
+thread.
 """
 
 import threading
@@ -17,10 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 _MOST = 48  # measurements remembered
-_FADING = 0.93  # the weight of one beside that of the next
-_ALIKE = 0.003  # explanations whose mean relative errors are no further apart
+_FADING = 0.93  # the weight of a measurement relative to the next one
+_ALIKE = 0.003  # fits with mean relative errors this close are equally good
 _ROUNDS = 8  # of reweighting
-_LEAST_ERROR = 1e-3  # relative; a smaller one weighs no more
+_LEAST_ERROR = 1e-3  # relative; smaller errors get the same weight
 _OFF = 2.0
 _IN_A_ROW = 3
 
@@ -28,7 +30,10 @@ Quantities = tuple[float, ...]
 
 
 class Estimate:
-    """Costs of so many quantities, which are counts: one that was never 1 or more has no cost."""
+    """The costs of several quantities.
+
+    A quantity is a count: one that was never 1 or more has no cost.
+    """
 
     def __init__(self, num_quantities: int) -> None:
         self._subsets = [s for size in range(1, num_quantities + 1) for s in combinations(range(num_quantities), size)]
@@ -36,34 +41,35 @@ class Estimate:
         self._measured: deque[tuple[Quantities, float]] = deque(maxlen=_MOST)
         self._costs: Quantities | None = None
         self._unseen = 0  # measurements since the costs were fitted
-        self._off = 0  # measurements in a row that were off to one side; negative: it went faster than thought
+        self._off = 0  # measurements in a row off to the same side; negative: faster than predicted
         self._lock = threading.Lock()
 
     @property
     def costs(self) -> Quantities | None:
-        """Seconds for one of each quantity; None while nothing was measured."""
+        """Seconds per unit of each quantity; None without measurements."""
         with self._lock:
-            if self._unseen and self._unseen >= len(self._measured) // 8:  # each is a smaller part of what is known
+            # The more are known, the less one measurement changes.
+            if self._unseen and self._unseen >= len(self._measured) // 8:
                 self._fit()
             return self._costs
 
     @property
     def num_measured(self) -> int:
-        """How many measurements it remembers."""
+        """The number of measurements remembered."""
         return len(self._measured)
 
     def most(self, quantity: int) -> float:
-        """The largest that was measured of a quantity, of those remembered; 0 if none was."""
+        """Return the largest remembered value of a quantity; 0 without measurements."""
         with self._lock:
             return max((quantities[quantity] for quantities, _ in self._measured), default=0.0)
 
     def least(self, quantity: int) -> float:
-        """The smallest; 0 if none was."""
+        """Return the smallest remembered value of a quantity; 0 without measurements."""
         with self._lock:
             return min((quantities[quantity] for quantities, _ in self._measured), default=0.0)
 
     def measured(self, quantities: Quantities, seconds: float) -> None:
-        """It took so long. What took no time at all, or has no quantity, says nothing."""
+        """Add a measurement. One without time, or without a quantity of at least 1, is ignored."""
         assert len(quantities) == self._num_quantities
         if seconds <= 0 or max(quantities) < 1:
             return
@@ -76,7 +82,8 @@ class Estimate:
                 self._fit()
                 latest = list(islice(self._measured, len(self._measured) - _IN_A_ROW, None))
                 if {self._side(*one) for one in latest} in ({1}, {-1}):
-                    self._measured = deque(latest, _MOST)  # no one cost explains what was before and what is now
+                    # No single cost explains both the old and the new measurements.
+                    self._measured = deque(latest, _MOST)
                     self._fit()
 
     def _note_whether_off(self, quantities: Quantities, seconds: float) -> None:
@@ -86,7 +93,7 @@ class Estimate:
         self._off = 0 if not side else max(self._off, 0) + 1 if side > 0 else min(self._off, 0) - 1
 
     def _side(self, quantities: Quantities, seconds: float) -> int:
-        """1: it took far longer than thought; -1: it went far faster; 0: neither."""
+        """Return 1 if it took far longer than predicted, -1 if far shorter, else 0."""
         if self._costs is None:
             return 0
         thought = sum(cost * quantity for cost, quantity in zip(self._costs, quantities, strict=True))
@@ -102,9 +109,14 @@ class Estimate:
 def fit(
     rows: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64], weights: npt.NDArray[np.float64], subsets: list[tuple[int, ...]]
 ) -> npt.NDArray[np.float64]:
-    """[quantities] costs, none negative, such that rows @ costs is near `seconds`, by weighted relative errors.
+    """Return costs [quantities], none negative, such that rows @ costs is near `seconds`.
 
-    rows: [n, quantities]; seconds, weights: [n]; subsets: which quantities may have a cost together, the explanation liked best first
+    The error is the weighted mean of relative errors.
+
+    rows:    [n, quantities]
+    seconds: [n]
+    weights: [n]
+    subsets: which quantities may have a cost together, the preferred ones first
 
     Least absolute deviations by iteratively reweighted least squares (Schlossmacher 1973).
     """
@@ -123,7 +135,10 @@ def fit(
 
 
 def _deviations(columns: npt.NDArray[np.float64], weights: npt.NDArray[np.float64]) -> npt.NDArray[np.float64] | None:
-    """Costs with which each row's sum is near 1; None where one of them would be negative, or nothing tells them apart."""
+    """Return costs for which each row's sum is near 1.
+
+    Returns None if a cost would be negative, or if the rows do not determine the costs.
+    """
     factors, costs = weights, np.zeros(columns.shape[1])
     for _ in range(_ROUNDS):
         weighted = columns * factors[:, None]

@@ -4,12 +4,15 @@
     prompt = namespace.prompt(tokens)            # the keys of a prompt, hashed once
     prompt.chunk_key(0)                          # 40 bytes
     namespace.prompt(tokens, inserts=[Insert(start=5, length=576, digest=image_hash)])
-    text = prompt.growing(); text.append([17])   # what is generated after it, hashed as it comes
+    text = prompt.growing(); text.append([17])   # generated tokens, hashed as they come
 
-A chunk's key is its namespace's digest, the chained hash of all tokens up to the chunk's end, the group and the shard. The chain is
-blake2b (RFC 7693) with the namespace as salt: h[i] = H(h[i-1], number of tokens, tokens of chunk i, extra and inserts of chunk i). It is
-keyed, so nobody guesses another namespace's keys from the same text, and 160 bits wide, so nobody makes two texts meet. A token is hashed
-as int32, little-endian. No I/O; any thread, but a GrowingPrompt belongs to one at a time.
+A chunk's key is the namespace's digest, the chained hash of all tokens up to the chunk's end, the
+group and the shard. The chain is blake2b (RFC 7693) with the namespace as salt: h[i] = H(h[i-1],
+number of tokens, tokens of chunk i, extra and inserts of chunk i). The salt keeps keys of another
+namespace from being guessed from the same text. 160 bits rule out constructed collisions. A token
+is hashed as int32, little-endian.
+
+No I/O. Any thread, but a GrowingPrompt belongs to one thread at a time.
 """
 
 from abc import ABC, abstractmethod
@@ -41,16 +44,18 @@ _PERSON = b"kvhold-chunk-1"
 _PERSON_WITH_INSERTS = b"kvhold-insert-1"
 _NO_PARENT = bytes(HASH_BYTES)
 _ONE_HASH = Struct(f"{HASH_BYTES}s")
-TENANT = "tenant"  # the tag that says whose KV it is
+TENANT = "tenant"  # the tag that names the owner of the KV
 
 
 class ChunkNames(msgspec.Struct, frozen=True, array_like=True):
     """Consecutive chunks of one prompt in one namespace, by their token hashes.
 
-    hashes:      HASH_BYTES each, end to end
-    tail_tokens: tokens in the last one if that is a tail, 0 if all are whole
-    first_token: the position in the prompt of the first one's first token (the position its keys are rotated for)
-    parent:      the hash of the chunk before the first one; empty if that is the prompt's first
+    hashes:      HASH_BYTES per chunk, concatenated
+    tail_tokens: tokens in the last chunk if it is a tail, 0 if all are whole
+    first_token: the position in the prompt of the first chunk's first token; its keys are rotated
+                 for this position
+    parent:      the hash of the chunk before the first one; empty if the first one begins the
+                 prompt
     """
 
     namespace: bytes
@@ -63,7 +68,7 @@ class ChunkNames(msgspec.Struct, frozen=True, array_like=True):
         return len(self.hashes) // HASH_BYTES
 
     def num_tokens(self, layout: Layout) -> npt.NDArray[np.int64]:
-        """[n] int64: tokens in each."""
+        """Return the number of tokens in each chunk: [n] int64."""
         counts = np.full(len(self), layout.tokens_per_chunk, dtype=np.int64)
         if self.tail_tokens:
             counts[-1] = self.tail_tokens
@@ -71,13 +76,15 @@ class ChunkNames(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Query(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt as the cache is asked for it: its whole chunks, then the tails that may follow the last of them.
+    """A prompt as a lookup passes it: its whole chunks, then the tails that may follow the last
+    one.
 
     layout:       fingerprint of the registered layout
-    shards:       of how many shards each must be present
+    shards:       the number of shards; each chunk must be present in all of them
     hashes:       of the whole chunks, HASH_BYTES each
-    tail_hashes, tail_lengths: the candidates for a tail, shortest first
-    tenant:       whose KV it is, for tiers that are encrypted
+    tail_hashes:  of the candidate tails, shortest first
+    tail_lengths: tokens in each candidate tail
+    tenant:       the owner of the KV, for encrypted tiers
     """
 
     namespace: bytes
@@ -91,10 +98,14 @@ class Query(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class Insert:
-    """Content in a prompt that is no text: an image, a video, audio. The tokens in its place say nothing about it.
+    """Content in a prompt that is not text: an image, a video, audio.
 
-    start, length: its place, in tokens of the prompt
-    digest: a hash of all that its KV depends on but for its place, never cut short; bytes or text, which are never equal
+    The token ids at its place do not identify it.
+
+    start:  its first token in the prompt
+    length: its number of tokens
+    digest: the full hash of everything that its KV depends on, except its place. Bytes and text are
+            never equal
     """
 
     start: int
@@ -104,14 +115,15 @@ class Insert:
 
 @dataclass(frozen=True)
 class Namespace:
-    """Everything that must be equal for KV to be reusable. Two namespaces that differ in any field share no key.
+    """Everything that must be equal for KV to be reusable. Namespaces that differ share no key.
 
-    shards:     into how many parts the model's KV is split (tensor times pipeline parallel ranks that hold different KV)
+    shards:     the number of parts of the model's KV (tensor times pipeline parallel ranks that
+                hold different KV)
     cache_salt: a tenant's secret or any text that separates callers
     tags:       pairs of names and values that must match, in any order
-    hashing:    what the token hashes are made from; engines with hashes of their own name them here
-    facts:      whatever else the engine was configured with, by name; see `core.naming`
-    title:      how the user calls the model; for people, no part of the name
+    hashing:    the scheme of the token hashes; an engine with its own hashes names its scheme here
+    facts:      the rest of the engine's configuration, by name; see `core.naming`
+    title:      the user's name for the model, for people; not part of the digest
     """
 
     model: str
@@ -129,7 +141,7 @@ class Namespace:
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes that name this namespace."""
+        """16 bytes that identify this namespace."""
         fields: Plain = [self.model, self.revision, self.dtype, self.quantization, self.shards, self.lora, self.cache_salt, self.hashing]
         tags: Plain = [list(tag) for tag in sorted(self.tags)]
         parts: Plain = ["kvhold-namespace-2", fields, tags, self.layout.fingerprint, self.facts.digest]
@@ -137,9 +149,10 @@ class Namespace:
 
     @cached_property
     def description(self) -> bytes:
-        """What it is made of, packed for `kvhold names`: no salt, no tenant, and no value that may be secret.
+        """The namespace's facts, packed for `kvhold names`, without salt, tenant and possible
+        secrets.
 
-        Empty for a namespace without a model, which stands for its layout alone.
+        Empty for a namespace without a model, which only stands for its layout.
         """
         if not self.model:
             return b""
@@ -154,39 +167,45 @@ class Namespace:
 
     @property
     def tenant(self) -> str:
-        """Whose KV it is: what the tag of that name says."""
+        """The owner of the KV: the value of the tag `tenant`."""
         return dict(self.tags).get(TENANT, "")
 
     def narrowed(self, *, lora: str = "", cache_salt: str = "", tags: Sequence[tuple[str, str]] = ()) -> "Namespace":
-        """This namespace for one request: its LoRA, and its salt and tags beside those that stand here already."""
+        """Return this namespace for one request: with its LoRA, salt and tags in addition to the
+        present ones."""
         if not (lora or cache_salt or tags):
             return self
-        if cache_salt and self.cache_salt:  # a request's salt narrows a tenant's, it does not replace it
+        if cache_salt and self.cache_salt:  # a request's salt is added to the configured one
             cache_salt = canonical([self.cache_salt, cache_salt]).hex()
         return replace(self, lora=lora or self.lora, cache_salt=cache_salt or self.cache_salt, tags=(*self.tags, *tags))
 
     def prompt(self, tokens: npt.ArrayLike, extras: Mapping[int, bytes] | None = None, *, inserts: Iterable[Insert] = ()) -> "Prompt":
-        """Hash a prompt once. Raises ValueError, naming the field, for what are no tokens or no inserts of this prompt.
+        """Hash a prompt once. Raises ValueError, which names the field, for invalid tokens or
+        inserts.
 
         tokens:  [n] integers, best an int32 array
-        extras:  for some chunks, what else their KV depends on
-        inserts: what in the prompt is no text, in any order; they must not overlap
+        extras:  by chunk number, further bytes that the chunk's KV depends on
+        inserts: the parts of the prompt that are not text, in any order; they must not overlap
         """
         checked = as_tokens(tokens)
         return Prompt(self, checked, extras or {}, as_inserts(inserts, len(checked)))
 
 
 def as_tokens(tokens: npt.ArrayLike) -> npt.NDArray[np.int32]:
-    """`tokens` as a contiguous int32 array. Raises ValueError for anything but one axis of integers that fit 32 bits."""
+    """Return `tokens` as a contiguous int32 array.
+
+    Raises ValueError for anything but one axis of integers that fit 32 bits.
+    """
     if isinstance(tokens, list) and tokens and type(tokens[0]) is int:
-        with suppress(TypeError, OverflowError):  # what is wrong with it is said below
-            # Unsigned: three times as fast as signed, four times as fast as numpy, which looks at a list twice.
+        with suppress(TypeError, OverflowError):  # the checks below name the fault
+            # Unsigned is three times as fast as signed, and four times as fast as numpy, which
+            # scans a list twice.
             numbers = array("I")
-            numbers.fromlist(tokens)  # faster than giving it the list at once
+            numbers.fromlist(tokens)  # faster than array("I", tokens)
             unsigned = np.frombuffer(numbers, np.uintc)
             if unsigned.max() <= np.iinfo(np.int32).max:
                 found = unsigned.view(np.intc).astype("<i4", copy=False)
-                found.flags.writeable = False  # so that it is hashed where it lies
+                found.flags.writeable = False  # so that it is hashed without a copy
                 return found
     found = np.asarray(tokens)
     if found.size == 0:
@@ -198,12 +217,16 @@ def as_tokens(tokens: npt.ArrayLike) -> npt.NDArray[np.int32]:
             raise ValueError("a token id does not fit 32 bits")
         found = found.astype("<i4")
     found = np.ascontiguousarray(found)
-    is_somebodys = found.base is not None and not found.flags.writeable  # who may write to what it is a view of
+    # A read-only view: the owner may still write to the memory.
+    is_somebodys = found.base is not None and not found.flags.writeable
     return found.copy() if is_somebodys else found
 
 
 def as_inserts(inserts: Iterable[Insert], num_tokens: int) -> tuple[Insert, ...]:
-    """`inserts` in the order of their places. Raises ValueError unless each lies inside `num_tokens` tokens and apart from the others."""
+    """Return `inserts` in the order of their places.
+
+    Raises ValueError unless each lies within `num_tokens` tokens and none overlap.
+    """
     checked = [(_as_insert(insert, f"inserts[{i}]", num_tokens), i) for i, insert in enumerate(inserts)]
     checked.sort(key=lambda pair: pair[0].start)
     for (before, i), (after, j) in pairwise(checked):
@@ -238,32 +261,34 @@ def _place(insert: Insert) -> str:
 
 
 class _Text(ABC):
-    """What can be said of any text whose whole chunks are hashed, finished or growing."""
+    """A text whose whole chunks are hashed, finished or growing."""
 
     namespace: Namespace
 
     @property
     @abstractmethod
     def num_tokens(self) -> int:
-        """Tokens in all."""
+        """The number of all its tokens."""
 
     @abstractmethod
     def _hashes(self, first: int, last: int) -> bytes:
-        """The hashes of the whole chunks `first` to before `last`, end to end."""
+        """Return the hashes of the whole chunks `first` to before `last`, concatenated."""
 
     @abstractmethod
     def _tail_hash(self, num_tokens: int) -> bytes:
-        """The hash of the tail that takes the first `num_tokens` tokens after the last whole chunk."""
+        """Return the hash of the tail of `num_tokens` tokens after the last whole chunk."""
 
     @property
     def num_whole(self) -> int:
-        """How many whole chunks it has."""
+        """The number of whole chunks."""
         return self.num_tokens // self.namespace.layout.tokens_per_chunk
 
     @property
     def tail_lengths(self) -> tuple[int, ...]:
-        """How long in tokens a tail after the last whole chunk may be, shortest first: each block's end, or, where tails
-        may end anywhere, the text's own end alone."""
+        """Lengths in tokens of the possible tails after the last whole chunk, shortest first.
+
+        One for the end of each block. Where tails may end anywhere, only the end of the text.
+        """
         step = self.namespace.layout.tail_tokens
         rest = self.num_tokens % self.namespace.layout.tokens_per_chunk
         if step == 1:
@@ -272,21 +297,25 @@ class _Text(ABC):
 
     @property
     def chain(self) -> bytes:
-        """The hashes of the whole chunks, HASH_BYTES each, end to end."""
+        """The hashes of the whole chunks, HASH_BYTES each, concatenated."""
         return self._hashes(0, self.num_whole)
 
     @property
     def tails(self) -> bytes:
-        """The hashes of the possible tails, HASH_BYTES each, end to end."""
+        """The hashes of the possible tails, HASH_BYTES each, concatenated."""
         return b"".join(map(self._tail_hash, self.tail_lengths))
 
     def query(self) -> Query:
-        """This text as a lookup asks for it."""
+        """Return the query that looks up this text."""
         space = self.namespace
         return Query(space.digest, space.layout.fingerprint, space.shards, self.chain, self.tails, self.tail_lengths, space.tenant)
 
     def chunks(self, first: int = 0, *, last: int | None = None, tail: bool = True) -> ChunkNames:
-        """The whole chunks from number `first` to before `last` (default: all), and the longest tail after them, unless `tail` is false."""
+        """Return the whole chunks from number `first` to before `last` (default: all), and the
+        longest tail.
+
+        The tail is left out if `tail` is false.
+        """
         assert 0 <= first <= self.num_whole, "what begins after the last whole chunk is its tail"
         hashes = self._hashes(first, self.num_whole if last is None else last)
         first_token = first * self.namespace.layout.tokens_per_chunk
@@ -299,20 +328,20 @@ class _Text(ABC):
         return ChunkNames(self.namespace.digest, hashes, tail_tokens, first_token, parent)
 
     def hash_at(self, chunk: int) -> bytes:
-        """The hash of whole chunk number `chunk`."""
+        """Return the hash of whole chunk number `chunk`."""
         assert 0 <= chunk < self.num_whole, "not a whole chunk of this prompt"
         return self._hashes(chunk, chunk + 1)
 
     def chunk_key(self, chunk: int, group: int = 0, shard: int = 0) -> bytes:
-        """The key of whole chunk number `chunk`."""
+        """Return the key of whole chunk number `chunk`."""
         return make_key(self.namespace.digest, self.hash_at(chunk), group, shard)
 
 
 @dataclass(frozen=True, eq=False)
 class Prompt(_Text):
-    """The token hashes of one prompt in one namespace. Hashing is done on first use, one call a chunk.
+    """The token hashes of one prompt in one namespace. Hashed on first use, one call per chunk.
 
-    `inserts` are in order and apart; some may lie beyond the end of a prompt that was cut (`until`).
+    `inserts` are in order and do not overlap. After `until`, some may lie beyond the prompt's end.
     """
 
     namespace: Namespace
@@ -322,35 +351,44 @@ class Prompt(_Text):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in all."""
+        """The number of all its tokens."""
         return len(self.tokens)
 
     @cached_property
     def chain(self) -> bytes:
-        """The hashes of the whole chunks, HASH_BYTES each, end to end."""
+        """The hashes of the whole chunks, HASH_BYTES each, concatenated."""
         size = self.namespace.layout.tokens_per_chunk
         return b"".join(self._links(0, _NO_PARENT, self._raw[: 4 * size * self.num_whole], size))
 
     @cached_property
     def tails(self) -> bytes:
-        """The hashes of the possible tails, HASH_BYTES each, end to end."""
+        """The hashes of the possible tails, HASH_BYTES each, concatenated."""
         return super().tails
 
     def until(self, num_tokens: int) -> "Prompt":
-        """The first `num_tokens` tokens of it. An insert that reaches beyond them is still named by its whole place."""
+        """Return the prompt of the first `num_tokens` tokens.
+
+        An insert that reaches beyond them is still hashed with its full length.
+        """
         assert 0 <= num_tokens <= self.num_tokens, "a prompt can only be cut"
         return replace(self, tokens=self.tokens[:num_tokens])
 
     def followed_by(self, tokens: npt.ArrayLike) -> "Prompt":
-        """It and [n] integers after it, with its own extras and inserts. Raises ValueError for what are no tokens."""
+        """Return this prompt with [n] further tokens, and with its extras and inserts.
+
+        Raises ValueError for invalid tokens.
+        """
         return replace(self, tokens=np.concatenate([self.tokens, as_tokens(tokens)]))
 
     def growing(self) -> "GrowingPrompt":
-        """This prompt, to be continued. It stays as it is itself."""
+        """Return a copy of this prompt that can grow. The prompt itself does not change."""
         return GrowingPrompt(self)
 
     def _links(self, chunk: int, parent: bytes, raw: "memoryview | bytes", size: int) -> list[bytes]:
-        """The hashes of the chunks of `size` tokens that lie end to end in `raw`; the first is number `chunk` and comes after `parent`."""
+        """Return the hashes of the chunks of `size` tokens in `raw`.
+
+        The first one is chunk number `chunk` and follows the chunk with hash `parent`.
+        """
         header, step, links = size.to_bytes(4, "little"), 4 * size, []
         start, is_text = chunk * self.namespace.layout.tokens_per_chunk, not (self.inserts or self.extras)
         for at in range(0, len(raw), step):
@@ -371,7 +409,7 @@ class Prompt(_Text):
 
     @cached_property
     def _hash(self) -> blake2b:
-        """Of no tokens yet: its copies take half the time of new ones."""
+        """The initial hash state. Copying it takes half the time of making a new one."""
         return blake2b(digest_size=HASH_BYTES, salt=self.namespace.digest, person=_PERSON)
 
     @cached_property
@@ -380,16 +418,16 @@ class Prompt(_Text):
 
     @cached_property
     def _raw(self) -> memoryview:
-        """The tokens' bytes as they are now: a copy, where somebody may write to them."""
+        """The bytes of the tokens; a copy if the array is writable."""
         return memoryview(self.tokens.tobytes()) if self.tokens.flags.writeable else self.tokens.view(np.uint8).data
 
     @cached_property
     def _edges(self) -> tuple[list[int], list[int]]:
-        """Where inserts begin and where they end, both ascending, because they are apart."""
+        """The starts and the ends of the inserts. Both ascend, because inserts do not overlap."""
         return [insert.start for insert in self.inserts], [insert.start + insert.length for insert in self.inserts]
 
     def _inserts_in(self, start: int, end: int) -> tuple[Insert, ...]:
-        """The inserts of which some token lies at `start` or after it and before `end`."""
+        """Return the inserts that have a token from `start` to before `end`."""
         begins, ends = self._edges
         return self.inserts[bisect_right(ends, start) : bisect_left(begins, end)]
 
@@ -403,10 +441,11 @@ class Prompt(_Text):
 
 
 class GrowingPrompt(_Text):
-    """A prompt and the tokens that follow it, hashed as they come: n more cost O(n), however many there are already.
+    """A prompt and the tokens that follow it, hashed as they come. Appending n tokens costs O(n).
 
-    Its keys are those of a prompt of all its tokens, with the extras and inserts that the prompt was made with.
-    Not for two threads at once; what it has given (`chunks`, `query`) does not change with it.
+    Its keys are those of a prompt of all its tokens, with the extras and inserts of the first
+    prompt. Not for two threads at once. Results that it has returned (`chunks`, `query`) do not
+    change.
     """
 
     def __init__(self, prompt: Prompt) -> None:
@@ -417,11 +456,11 @@ class GrowingPrompt(_Text):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in all."""
+        """The number of all its tokens."""
         return len(self._hashed) // HASH_BYTES * self.namespace.layout.tokens_per_chunk + len(self._rest) // 4
 
     def append(self, tokens: npt.ArrayLike) -> None:
-        """[n] integers follow. Raises ValueError, and changes nothing, for what are no tokens."""
+        """Append [n] integers. Raises ValueError, and changes nothing, for invalid tokens."""
         self._rest += as_tokens(tokens).tobytes()
         size = self.namespace.layout.tokens_per_chunk
         whole = len(self._rest) // (4 * size) * 4 * size
@@ -442,24 +481,24 @@ class GrowingPrompt(_Text):
 
 
 def make_key(namespace: bytes, chain_hash: bytes, group: int, shard: int) -> bytes:
-    """KEY_BYTES: namespace, hash, group and shard (2 bytes each, little-endian)."""
+    """Return the KEY_BYTES: namespace, hash, group and shard (2 bytes each, little-endian)."""
     return namespace + chain_hash + place_suffix(group, shard)
 
 
 def split_hashes(hashes: bytes) -> Iterator[bytes]:
-    """The hashes that lie end to end."""
+    """Split concatenated hashes."""
     return map(itemgetter(0), _ONE_HASH.iter_unpack(hashes))
 
 
 def place_suffix(group: int, shard: int) -> bytes:
-    """The last 4 bytes of a key: group and shard."""
+    """Return the last 4 bytes of a key: group and shard."""
     assert 0 <= group <= 0xFFFF and 0 <= shard <= 0xFFFF
     return (group | shard << 16).to_bytes(4, "little")
 
 
 @dataclass(frozen=True)
 class KeyParts:
-    """A key taken apart, for logs and tools."""
+    """The parts of a key, for logs and tools."""
 
     namespace: bytes
     hash: bytes
@@ -468,7 +507,7 @@ class KeyParts:
 
 
 def split_key(key: bytes) -> KeyParts:
-    """The parts of `key`. Raises ValueError unless it is KEY_BYTES long."""
+    """Return the parts of `key`. Raises ValueError unless it is KEY_BYTES long."""
     if len(key) != KEY_BYTES:
         raise ValueError(f"a key has {KEY_BYTES} bytes, this has {len(key)}")
     place = int.from_bytes(key[-4:], "little")
@@ -477,5 +516,5 @@ def split_key(key: bytes) -> KeyParts:
 
 
 def extra_bytes(value: Any) -> bytes:
-    """What else a chunk's KV depends on (an image's hash, an adapter), as unambiguous bytes for `extras`."""
+    """Encode a value that a chunk's KV depends on (an image's hash, an adapter), for `extras`."""
     return canonical(value)

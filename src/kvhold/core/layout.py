@@ -1,11 +1,13 @@
 """The bytes of one chunk on the host.
 
-    layout = Layout(groups=(Group(layers=32, planes=2, heads=8, head_dim=128, dtype="bfloat16"),), tokens_per_chunk=256)
+    group = Group(layers=32, planes=2, heads=8, head_dim=128, dtype="bfloat16")
+    layout = Layout(groups=(group,), tokens_per_chunk=256)
     layout.chunk_bytes(group=0, num_tokens=256)
 
-A chunk of a group is `[layer][plane][token][head][head_dim]`, contiguous: a layer is one byte range. Where an engine packs a block in
-its own way, the unit is the whole block and the chunk is `[layer][block][block_bytes]`; the packing's name is part of the layout.
-Nothing here infers an axis from a tensor's rank; every number is stated.
+A chunk of a group is `[layer][plane][token][head][head_dim]`, contiguous: a layer is one byte
+range. If an engine packs a block in its own way, the unit is the whole block, and the chunk is
+`[layer][block][block_bytes]`. The packing's name is part of the layout. No axis is inferred from a
+tensor's rank; every number is stated.
 """
 
 from dataclasses import dataclass
@@ -29,23 +31,36 @@ DTYPE_BYTES = {
 }
 
 CANONICAL = "canonical"
-MOST_LAYERS = 4096  # what a frame's header can name
+MOST_PACKING = 32  # characters of a packing's name
+MOST_LAYERS = 4096  # the limit of a frame's header
 MOST_CHUNK_TOKENS = (1 << 32) - 1  # the same
-MOST_CHUNK_BYTES = 1 << 36  # of one group; no frame is larger, encoded or decoded
+MOST_CHUNK_BYTES = 1 << 36  # of one group; also the limit of a frame, encoded or decoded
 
 Attention = Literal["full", "sliding", "state"]
+
+
+def packing_name(name: str) -> str:
+    """Return the name, shortened to the length of a packing's name.
+
+    A longer name ends with its digest.
+    """
+    return name if len(name) <= MOST_PACKING else f"{name[:23]}-{blake2b(name.encode(), digest_size=4).hexdigest()}"
 
 
 @dataclass(frozen=True)
 class Group:
     """Layers that share one geometry.
 
-    planes:    2 for K and V, 1 for one latent plane (MLA) or one state
-    heads, head_dim: a token is `heads * head_dim` elements wide in each plane
-    attention: which chunks a hit needs: all ("full"), those of the last `window` tokens ("sliding"), the last one alone ("state")
-    packing:   CANONICAL, or the name of an engine's own arrangement inside a block, moved as opaque bytes
-    block_tokens, block_bytes: for an opaque packing, one block of one layer
-    rotary:    the rotary settings the keys were rotated with, as text; empty where there is none or it is not known
+    planes:          2 for K and V, 1 for one latent plane (MLA) or one state
+    heads, head_dim: a token has `heads * head_dim` elements in each plane
+    attention:       the chunks that a hit needs: all ("full"), those of the last `window` tokens
+                     ("sliding"), only the last one ("state")
+    packing:         CANONICAL, or the name of an engine's own arrangement inside a block, moved as
+                     opaque bytes
+    block_tokens:    of an opaque packing: tokens in one block
+    block_bytes:     of an opaque packing: bytes of one block of one layer
+    rotary:          the rotary settings of the keys, as text; empty if there are none or they are
+                     unknown
     """
 
     layers: int
@@ -70,8 +85,8 @@ class Group:
             raise LayoutError(f"group.attention {self.attention!r} is unknown; known are {', '.join(get_args(Attention))}")
         if self.window < 0 or (self.attention == "sliding") != (self.window > 0):
             raise LayoutError(f"group.window is {self.window} with attention {self.attention!r}; only sliding attention has a window")
-        if not 0 < len(self.packing) <= 32 or not all("!" <= letter <= "~" for letter in self.packing):
-            raise LayoutError(f"group.packing {self.packing!r}: {CANONICAL!r}, or a name of 1 to 32 visible ASCII characters")
+        if not 0 < len(self.packing) <= MOST_PACKING or not all("!" <= letter <= "~" for letter in self.packing):
+            raise LayoutError(f"group.packing {self.packing!r}: {CANONICAL!r}, or a name of 1 to {MOST_PACKING} visible ASCII characters")
         if self.layers > MOST_LAYERS:
             raise LayoutError(f"group.layers is {self.layers}; it must be at most {MOST_LAYERS}")
         opaque = self.packing != CANONICAL
@@ -86,7 +101,7 @@ class Group:
         return self.heads * self.head_dim * DTYPE_BYTES[self.dtype]
 
     def layer_bytes(self, num_tokens: int) -> int:
-        """Bytes of `num_tokens` tokens in one layer, all planes."""
+        """Return the bytes of `num_tokens` tokens in one layer, all planes."""
         if self.packing == CANONICAL:
             return self.planes * num_tokens * self.token_bytes
         return -(-num_tokens // self.block_tokens) * self.block_bytes
@@ -94,9 +109,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Layout:
-    """The geometry of a model's KV as cached: its groups, and how many tokens make a chunk.
+    """The geometry of a model's KV in the cache: its groups and the tokens per chunk.
 
-    tail_tokens: the step in which a last, shorter chunk (tail) may end: a block of the engine, or 1; 0 forbids tails.
+    tail_tokens: a last, shorter chunk (tail) ends at a multiple of this: a block of the engine, or
+                 1; 0 forbids tails
     """
 
     groups: tuple[Group, ...]
@@ -139,18 +155,21 @@ class Layout:
         return blake2b(encoded, digest_size=16).digest()
 
     def chunk_bytes(self, group: int, num_tokens: int) -> int:
-        """Bytes of one chunk (or tail) of `num_tokens` tokens in one group."""
+        """Return the bytes of one chunk (or tail) of `num_tokens` tokens in one group."""
         return self.groups[group].layers * self.groups[group].layer_bytes(num_tokens)
 
     def layer_range(self, group: int, layer: int, num_tokens: int) -> tuple[int, int]:
-        """`(offset, length)` in bytes of one layer inside a chunk of `num_tokens` tokens. `layer` counts within the group."""
+        """Return `(offset, length)` in bytes of one layer inside a chunk of `num_tokens` tokens.
+
+        `layer` counts within the group. Raises LayoutError if there is no such layer.
+        """
         if not 0 <= layer < self.groups[group].layers:
             raise LayoutError(f"layer {layer} is not one of the {self.groups[group].layers} layers of group {group}")
         length = self.groups[group].layer_bytes(num_tokens)
         return layer * length, length
 
     def check_tokens(self, num_tokens: int) -> None:
-        """Raise LayoutError unless a chunk may hold `num_tokens` tokens: a whole chunk, or an allowed tail."""
+        """Raise LayoutError unless `num_tokens` tokens make a whole chunk or an allowed tail."""
         if num_tokens == self.tokens_per_chunk:
             return
         if not 0 < num_tokens < self.tokens_per_chunk:

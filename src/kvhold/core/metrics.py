@@ -1,11 +1,12 @@
-"""One declarative table of what kvhold counts, and the counters that live by it.
+"""The table of everything that kvhold counts, and the counters.
 
-    metrics = Metrics(); metrics.add("kvhold_lookup_tokens", 4000, result="hit")
+    metrics = Metrics(); metrics.add("kvhold_lookup_tokens", 4000)
     metrics.observe("kvhold_tier_seconds", 0.012, tier="redis", operation="get")
 
-Exporters (Prometheus, OpenTelemetry) and `kvhold status` read the same table. An unknown name or label is a programming error and
-raises KeyError at once. Adding is safe from any thread that holds the GIL for the addition's two dictionary steps; the owners of a
-`Metrics` (a cache, a node's loop, a connector) are single writers.
+Exporters (Prometheus, OpenTelemetry) and `kvhold status` read the same table. An unknown name or
+label is a programming error and raises KeyError at once. Each `Metrics` has one writer (a cache, a
+node's loop, a connector). Any thread that holds the GIL during the two dictionary steps of an
+addition may add.
 """
 
 from bisect import bisect_left
@@ -17,7 +18,10 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Metric:
-    """One line of the table. A counter only grows; a gauge is set; a histogram counts observations up to each of `buckets`."""
+    """One line of the table.
+
+    A counter only grows; a gauge is set; a histogram counts observations up to each of `buckets`.
+    """
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
@@ -29,7 +33,10 @@ class Metric:
 
 @dataclass(frozen=True)
 class Sample:
-    """One value as exported. counts: of a histogram, how many observations were at most each bucket, then all; `value` is their sum."""
+    """One exported value.
+
+    counts: of a histogram: the observations up to each bucket, then all; `value` is their sum
+    """
 
     metric: Metric
     labels: tuple[str, ...]
@@ -116,12 +123,12 @@ class Metrics:
         self._counts: dict[tuple[str, tuple[str, ...]], list[int]] = {}
 
     def add(self, name: str, amount: float = 1, **labels: str) -> None:
-        """Count `amount` more."""
+        """Add `amount` to a counter."""
         key = (name, _ordered(name, labels))
         self._values[key] = self._values.get(key, 0) + amount
 
     def observe(self, name: str, amount: float, **labels: str) -> None:
-        """One more observation of a histogram."""
+        """Add an observation to a histogram."""
         buckets, key = TABLE[name].buckets, (name, _ordered(name, labels))
         counts = self._counts.setdefault(key, [0] * (len(buckets) + 1))
         counts[bisect_left(buckets, amount)] += 1
@@ -132,19 +139,19 @@ class Metrics:
         self._values[name, _ordered(name, labels)] = value
 
     def value(self, name: str, **labels: str) -> float:
-        """What stands there now; 0 if nothing was counted yet."""
+        """Return the current value; 0 if nothing was counted yet."""
         return self._values.get((name, _ordered(name, labels)), 0)
 
     def samples(self) -> Iterator[Sample]:
-        """Every value, in the table's order."""
+        """Yield every value, in the table's order."""
         order = {name: i for i, name in enumerate(TABLE)}
-        values = dict(self._values)  # in one step: their owner's thread may be counting meanwhile
+        values = dict(self._values)  # in one step: the owner's thread may be counting
         for name, labels in sorted(values, key=lambda key: (order[key[0]], key[1])):
             counts = tuple(accumulate(self._counts.get((name, labels), ())))
             yield Sample(TABLE[name], labels, values[name, labels], counts)
 
     def as_dict(self) -> dict[str, float]:
-        """`{"name{label=value}": value}` for status output."""
+        """Return `{"name{label=value}": value}` for status output."""
         flat: dict[str, float] = {}
         for sample in self.samples():
             pairs = ",".join(f"{k}={v}" for k, v in zip(sample.metric.labels, sample.labels, strict=True))

@@ -1,12 +1,13 @@
-"""Facts: what a namespace is made of, each with a name, so that two namespaces can be compared.
+"""Facts: the named parts of a namespace, so that two namespaces can be compared.
 
     found: dict[str, str] = {}
     walk(vllm_config.cache_config, "vllm.cache_config", Rules(tables), found)
     facts = Facts.of(found)             # facts.digest is part of Namespace.digest
 
-Every field of a configuration is a fact, unless a table lists it as harmless, with the reason. A field that no table knows is a fact too:
-two engines that differ in it share nothing, which costs a miss. Texts are injective: two values have one text only if they are equal and
-of the same type. A value that is no plain value (a function, an object of unknown make) is a LayoutError that names the field. Pure.
+Every field of a configuration is a fact, unless a table lists it as harmless, with the reason. A
+field that no table lists is a fact too. Two engines that differ in it share nothing, which costs a
+miss. Two values have the same text only if they are equal and of the same type. A value that is not
+plain (a function, an object of an unknown class) raises LayoutError, which names the field. Pure.
 """
 
 import dataclasses
@@ -41,7 +42,7 @@ _SECRET_INSIDE = re.compile(
 
 @dataclass(frozen=True)
 class Table:
-    """What is known of one class's fields.
+    """The known fields of one class.
 
     named:    fields that shape KV, or may
     harmless: fields that do not, each with the reason
@@ -52,7 +53,10 @@ class Table:
 
     @classmethod
     def of(cls, named: str = "", harmless: Mapping[str, str] | None = None) -> "Table":
-        """Make one from texts with blanks between the fields; `harmless` maps each reason to its fields."""
+        """Make a table from texts with blanks between the fields.
+
+        `harmless` maps a reason to its fields.
+        """
         reasons = {name: reason for reason, names in (harmless or {}).items() for name in names.split()}
         table = cls(frozenset(named.split()), reasons)
         assert not table.named & reasons.keys(), f"both named and harmless: {table.named & reasons.keys()}"
@@ -63,11 +67,12 @@ class Table:
 class Rules:
     """How a configuration is walked.
 
-    tables:   by the name of a class; that of the nearest base counts
-    opens:    whether objects of a class that is no dataclass may be taken apart into their attributes
-    atoms:    types whose text is what a function says
-    not_keys: keys of mappings that are left out wherever they stand, because they name a place or a version of a file
-    shared:   facts that the user leaves out, so that they need not be plain
+    tables:   by class name; the table of the nearest base class applies
+    opens:    whether objects of a class that is not a dataclass may be split into their attributes
+    atoms:    types whose text comes from a function
+    not_keys: keys of mappings that are left out everywhere, because they name a place or a file's
+              version
+    shared:   facts that the user leaves out; their values need not be plain
     """
 
     tables: Mapping[str, Table] = field(default_factory=dict)
@@ -87,24 +92,24 @@ _PLAIN_VALUES = Rules()
 
 @dataclass(frozen=True)
 class Facts:
-    """Names and texts, in the order of the names."""
+    """Names and texts, ordered by name."""
 
     items: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def of(cls, found: Mapping[str, str]) -> "Facts":
-        """The facts of a mapping."""
+        """Return the facts of a mapping."""
         return cls(tuple(sorted(found.items())))
 
     @cached_property
     def digest(self) -> bytes:
-        """32 bytes; none where there are no facts."""
+        """32 bytes; empty if there are no facts."""
         if not self.items:
             return b""
         return blake2b(canonical(["kvhold-facts-1", [list(item) for item in self.items]]), digest_size=32).digest()
 
     def without(self, left_out: Callable[[str], bool]) -> "Facts":
-        """The facts whose names are not left out."""
+        """Return the facts for whose names `left_out` is false."""
         return Facts(tuple(item for item in self.items if not left_out(item[0])))
 
 
@@ -112,7 +117,10 @@ NO_FACTS = Facts()
 
 
 def walk(value: Any, name: str, rules: Rules, found: dict[str, str], depth: int = 0) -> None:
-    """Add the facts of `value`, called `name`, to `found`. Raises LayoutError for what is no plain value, and names it."""
+    """Add the facts of `value`, named `name`, to `found`.
+
+    Raises LayoutError, which names the field, for a value that is not plain.
+    """
     if name in rules.shared:
         return
     if not _is_open(value, rules):
@@ -125,7 +133,10 @@ def walk(value: Any, name: str, rules: Rules, found: dict[str, str], depth: int 
 
 
 def text_of(value: Any, name: str, rules: Rules = _PLAIN_VALUES, depth: int = 0) -> str:
-    """The text of one value, at most MAX_TEXT characters. Raises LayoutError as `walk` does."""
+    """Return the text of one value, at most MAX_TEXT characters.
+
+    Raises LayoutError as `walk` does.
+    """
     text = _text(value, name, rules, depth)
     if len(text) <= MAX_TEXT:
         return text
@@ -141,7 +152,7 @@ def _text(value: Any, name: str, rules: Rules, depth: int) -> str:
         return f"{type(value).__name__}.{value.name}"
     for kind in (bool, int, float, str):
         if isinstance(value, kind):
-            return repr(kind(value))  # a subclass's own repr may say anything
+            return repr(kind(value))  # a subclass's own repr is arbitrary
     if isinstance(value, bytes):
         return repr(bytes(value))
     if value is None:
@@ -170,7 +181,7 @@ def _text(value: Any, name: str, rules: Rules, depth: int) -> str:
 
 
 def _is_open(value: Any, rules: Rules) -> bool:
-    """Whether it is taken apart into its fields."""
+    """Return whether the value is split into its fields."""
     if value is None or isinstance(value, (*_PLAIN, type, Enum, Mapping)):
         return False
     kind = type(value)
@@ -178,7 +189,7 @@ def _is_open(value: Any, rules: Rules) -> bool:
 
 
 def _fields_of(value: Any, rules: Rules) -> list[tuple[str, Any]]:
-    """What an object was given: its fields and its attributes, without the harmless and those that are computed from the others."""
+    """Return the fields and attributes of an object, without harmless and computed ones."""
     kind = type(value)
     declared = {f.name for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set(getattr(kind, "__struct_fields__", ()))
     names = declared | vars(value).keys() if hasattr(value, "__dict__") else declared
@@ -201,9 +212,9 @@ def _check_depth(name: str, depth: int) -> None:
 
 
 class Description(msgspec.Struct, frozen=True, array_like=True):
-    """A namespace for people: its facts, in which what may be secret is replaced by a digest.
+    """A namespace's facts for people. Possible secrets are replaced by a digest.
 
-    title: how the user calls the model
+    title: the user's name for the model
     """
 
     title: str
@@ -211,7 +222,10 @@ class Description(msgspec.Struct, frozen=True, array_like=True):
 
 
 def pack(title: str, facts: Mapping[str, str]) -> bytes:
-    """Pack a description for the node, in at most MAX_DESCRIPTION_BYTES: if it is larger, the longest texts are replaced by digests."""
+    """Pack a description for the node, in at most MAX_DESCRIPTION_BYTES.
+
+    If it is larger, the longest texts are replaced by digests.
+    """
     shown = {name: _hide(text) if _may_be_secret(name, text) else text for name, text in facts.items()}
     for longest in (MAX_TEXT, 256, 64):
         cut = {name: text if len(text) <= longest else _hide(text) for name, text in shown.items()}
@@ -222,7 +236,7 @@ def pack(title: str, facts: Mapping[str, str]) -> bytes:
 
 
 def unpack(packed: bytes) -> Description:
-    """Unpack a description. Raises ProtocolError for anything else."""
+    """Unpack a description. Raises ProtocolError for invalid bytes."""
     if not packed:
         return Description("")
     try:
@@ -236,7 +250,7 @@ def unpack(packed: bytes) -> Description:
 
 
 def _may_be_secret(name: str, text: str) -> bool:
-    """A text (no number) with the name of a secret, or with one inside it."""
+    """Return whether a quoted text has the name of a secret, or contains one."""
     return ("'" in text or '"' in text) and bool(_SECRET.search(name) or _SECRET_INSIDE.search(text))
 
 

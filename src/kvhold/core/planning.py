@@ -1,11 +1,12 @@
-"""Load, compute, or load a part: what a request's time to first token would be, for each place where a load may end.
+"""Load, compute, or load a part: predict a request's time to first token for each possible end of
+the load.
 
     work = Work("cmpl-1", num_tokens=4000, computed_tokens=0, step_tokens=2048, token_s=4e-4, ...)
     options = Options(tokens=np.array([0, 512, 4000]), nbytes=..., wait_s=...)
     options.tokens[choose(work, options)]
 
-The time is that of waiting for what comes from lower tiers, of copying it into the engine, and of computing the rest. What is not known
-costs nothing, so that it is tried, and known afterwards. Pure.
+The time is the sum of the wait for lower tiers, the copy into the engine, and the compute time of
+the rest. An unknown cost counts as 0, so that it is tried and then measured. Pure.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-_ALIKE = 1.01  # what takes no longer than this times the best is as good; then more is loaded: it leaves the engine to others
+_ALIKE = 1.01  # within 1 % of the best: load more, to leave the engine to other requests
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -27,13 +28,17 @@ MOST_NAME = 200
 
 
 class Work(msgspec.Struct, frozen=True, array_like=True):
-    """A request, and what it costs its engine, as the engine has measured it. A cost of 0 was not measured yet.
+    """A request and its engine's measured costs. A cost of 0 was not measured yet.
 
     request:         its name, for people
-    num_tokens:      of the prompt; computed_tokens: of them, those whose KV the engine has
-    step_tokens:     the most that the engine computes in one step
-    step_s, token_s, pair_s: of a step, of a token, of a token's looking at one before it
-    load_s, load_byte_s:     of a load, and of each byte of it
+    num_tokens:      of the prompt
+    computed_tokens: tokens of the prompt whose KV the engine already has
+    step_tokens:     the most tokens that the engine computes in one step
+    step_s:          seconds per step
+    token_s:         seconds per token
+    pair_s:          seconds for the attention of one token to one earlier token
+    load_s:          seconds per load
+    load_byte_s:     seconds per loaded byte
     """
 
     request: Annotated[str, msgspec.Meta(max_length=MOST_NAME)]
@@ -48,15 +53,17 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_known(self) -> bool:
-        """Whether there is something to go by."""
+        """Whether any compute cost was measured."""
         return self.step_s + self.token_s + self.pair_s > 0
 
 
 @dataclass(frozen=True)
 class Options:
-    """Places where a load may end, the prompt's beginning first.
+    """The points of a prompt at which a load may end, in the prompt's order.
 
-    tokens: [n] tokens that are there then; nbytes: [n] bytes to be copied; wait_s: [n] seconds until they have come
+    tokens: [n] tokens that are present when the load ends there
+    nbytes: [n] bytes to copy
+    wait_s: [n] seconds until they have arrived
     """
 
     tokens: Ints
@@ -65,7 +72,10 @@ class Options:
 
 
 class Alternative(msgspec.Struct, frozen=True):
-    """One of them in seconds: what is found of `num_tokens` tokens is loaded, and the rest computed."""
+    """The predicted seconds of one option.
+
+    It loads the hit within the first `num_tokens` tokens, and computes the rest.
+    """
 
     num_tokens: int
     wait_s: float
@@ -74,21 +84,25 @@ class Alternative(msgspec.Struct, frozen=True):
 
     @property
     def total_s(self) -> float:
-        """Until the first token."""
+        """Seconds until the first token."""
         return self.wait_s + self.load_s + self.compute_s
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """What was decided for one request, why, and what came of it.
+    """The decision for one request, its reason, and its measured result.
 
-    at_s:                        when, in seconds of the world's clock
-    num_tokens, computed_tokens: of the prompt; of them, what the engine had already
-    found:                       tokens by where their KV was, as far as anybody looked; what is left was nowhere
-    alternatives:                what was predicted, by name: `compute`, `memory`, `all`, and the `chosen`
-    chosen_tokens:               how many were to be there
-    why:                         in a sentence
-    waited_s, hit_tokens:        how long it waited, and how many were there then; -1: it waits
-    load_s, compute_s:           how long the load and computing the rest took; -1: not known (yet), or there was none
+    at_s:            when, in seconds of the wall clock
+    num_tokens:      of the prompt
+    computed_tokens: tokens of the prompt that the engine already had
+    found:           tokens by the place of their KV, as far as the lookup searched; the rest was
+                     not found
+    alternatives:    predictions by name: `compute`, `memory`, `all`, and the `chosen` one
+    chosen_tokens:   the planned length of the hit
+    why:             the reason, in a sentence
+    waited_s:        how long the request waited
+    hit_tokens:      the length of the hit after the wait; -1: it still waits
+    load_s:          how long the load took; -1: not known (yet), or there was none
+    compute_s:       how long computing the rest took; -1: as for load_s
     """
 
     request: str
@@ -106,8 +120,11 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 def compute_s(work: Work, tokens: Ints) -> Floats:
-    """[n] seconds to compute what is left where the first `tokens` of the prompt are there, or those that the engine has. At least the last
-    token is computed: its output is what was asked for."""
+    """Return the seconds to compute the rest of the prompt after the first `tokens` tokens: [n].
+
+    Tokens that the engine has are not computed. At least the last token is computed, because its
+    output was requested.
+    """
     num_left = np.maximum(work.num_tokens - np.maximum(tokens, work.computed_tokens), 1)
     pairs = num_left * (work.num_tokens - num_left / 2)
     seconds: Floats = -(-num_left // work.step_tokens) * work.step_s + num_left * work.token_s + pairs * work.pair_s
@@ -115,26 +132,29 @@ def compute_s(work: Work, tokens: Ints) -> Floats:
 
 
 def load_s(work: Work, tokens: Ints, nbytes: Ints) -> Floats:
-    """[n] seconds to copy them into the engine; what it has already needs no load."""
+    """Return the seconds to copy the tokens into the engine: [n]; 0 if it has them already."""
     seconds: Floats = np.where(tokens > work.computed_tokens, work.load_s + nbytes * work.load_byte_s, 0.0)
     return seconds
 
 
 def total_s(work: Work, options: Options) -> Floats:
-    """[n] seconds until the first token."""
+    """Return the seconds until the first token: [n]."""
     return options.wait_s + load_s(work, options.tokens, options.nbytes) + compute_s(work, options.tokens)
 
 
 def choose(work: Work, options: Options) -> int:
-    """The number of the best option; of those that are as good, the one that loads most. All where the engine knows nothing yet."""
+    """Return the number of the best option; of equally good ones, the one that loads most.
+
+    Returns the last option while no compute cost is known.
+    """
     if not work.is_known:
         return len(options.tokens) - 1
     totals = total_s(work, options)
-    return int(np.flatnonzero(~(totals > totals.min() * _ALIKE))[-1])  # what is no number is not worse: then all
+    return int(np.flatnonzero(~(totals > totals.min() * _ALIKE))[-1])  # NaN counts as good
 
 
 def alternative(work: Work, options: Options, number: int) -> Alternative:
-    """One option, for people."""
+    """Return the prediction for option `number`, for people."""
     at = slice(number, number + 1)
     tokens = options.tokens[at]
     load, compute = load_s(work, tokens, options.nbytes[at]), compute_s(work, tokens)

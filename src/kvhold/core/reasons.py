@@ -1,6 +1,8 @@
-"""Why a hit ends where it ends: one word of a closed set, the same in `Hit.reason`, in metrics and on the wire.
+"""Why a hit ends where it ends: one word of a closed set, the same in `Hit.reason`, in metrics and
+on the wire.
 
-What the cache itself cannot see is named by whoever sees it (a namespace that is not registered, a node that is lost, a rule).
+A caller names the reasons that the cache cannot see: an unregistered namespace, a lost node, a
+rule.
 """
 
 WHOLE = "whole"
@@ -34,4 +36,4 @@ REASONS = {
     SLOWER: "loading the next chunk, or looking for it, would have taken longer than computing it",
     NOT_NEEDED: "a tier has the next chunk, but no tier has anything that whoever asked does not have already",
 }
-"""Each word, and what it says. The next chunk is the first one, in the prompt's order, without which the hit cannot be longer."""
+"""The reasons and their meanings. The next chunk is the first chunk whose absence ends the hit."""

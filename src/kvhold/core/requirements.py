@@ -1,11 +1,13 @@
-"""What an engine requires of the node that it joins, and what it finds missing there.
+"""The requirements of an engine on the node that it joins, and the ones that the node does not
+meet.
 
     missing = compare(required, offered)
     missing.refused          # why it must not join: its KV would be stored in clear text
-    missing.different        # what else differs; refused or warned about, by the setting node.on_mismatch
+    missing.different        # other differences; refused or warned about (setting node.on_mismatch)
 
-Both are values without secrets: a tier is known by its URL less passwords and options, keys by a digest of where they come from. They go
-with a client's Hello, so they are compared at each joining, also with a node that has come back. Pure functions.
+Both values contain no secrets: a tier is identified by its URL without passwords and options, keys
+by a digest of their sources. They are part of a client's Hello. So they are compared at each
+joining, also with a restarted node. Pure functions.
 """
 
 from collections.abc import Sequence
@@ -14,13 +16,13 @@ from hashlib import blake2b
 
 import msgspec
 
-STAYS_IN_MEMORY = ("memory", "null")  # tiers that keep nothing outside the node's memory
+STAYS_IN_MEMORY = ("memory", "null")  # tiers that store nothing outside the node's memory
 
 
 class TierTerms(msgspec.Struct, frozen=True, array_like=True):
-    """One tier, as far as engines care.
+    """The properties of one tier that matter to engines.
 
-    place: names the same place for equal values, wherever it is written down
+    place: identifies the tier's place; equal values mean the same place, however the URL is written
     shown: its URL for messages, without secrets
     kind:  the scheme, without wrappers
     """
@@ -33,11 +35,11 @@ class TierTerms(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Requirements(msgspec.Struct, frozen=True, array_like=True):
-    """What an engine is configured with, or a node.
+    """The configuration of an engine or a node.
 
-    keys:      a digest of the setting encryption.keys; empty where there are none
-    encrypted: every tier must be encrypted, whatever the engine's own are
-    refuse:    the engine does not join where anything differs
+    keys:      a digest of the setting encryption.keys; empty without keys
+    encrypted: every tier must be encrypted, whether or not the engine's own tiers are
+    refuse:    the engine does not join if anything differs
     """
 
     tiers: tuple[TierTerms, ...] = ()
@@ -48,24 +50,27 @@ class Requirements(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class Missing:
-    """Reasons, one text each, which say what to do."""
+    """Reasons, one text each, with advice."""
 
     refused: tuple[str, ...] = ()
     different: tuple[str, ...] = ()
 
 
 def compare(required: Requirements, offered: Requirements) -> Missing:
-    """What an engine that requires the one does not get of a node that offers the other."""
+    """Return the requirements of an engine that a node does not meet."""
     return Missing(tuple(_leaks(required, offered)), tuple(_differences(required, offered)))
 
 
 def digest_of(lines: Sequence[str]) -> bytes:
-    """Of settings; empty for none."""
+    """Return a digest of settings; empty for none."""
     return blake2b("\0".join(sorted(lines)).encode(), digest_size=8, person=b"kvhold-requires").digest() if lines else b""
 
 
 def _leaks(required: Requirements, offered: Requirements) -> list[str]:
-    """The node's tiers that would hold the engine's KV in clear text. One that the engine itself has unencrypted is none of them."""
+    """Return the node's tiers that would hold the engine's KV in clear text.
+
+    A tier that the engine itself configures without encryption is not among them.
+    """
     if not required.encrypted and not any(tier.encrypt for tier in required.tiers):
         return []
     accepted = set() if required.encrypted else {tier.place for tier in required.tiers if not tier.encrypt}

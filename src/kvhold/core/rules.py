@@ -1,9 +1,11 @@
-"""What a request may do with the cache: `Rules(store=True, load=True, terms=Terms(), tags=())`, from settings and from the request itself.
+"""Rules: how a request may use the cache, from the settings and from the request itself.
 
-    rules = request_rules({"store": False, "tags": {"tenant": "a"}}, RulesConfig())     # ConfigError names what is wrong
+    asked = {"store": False, "tags": {"tenant": "a"}}
+    request_rules(asked, RulesConfig())                # Rules, or ConfigError
 
-A request may ask for less than the settings allow, never for more. A tenant that the settings name is final: a request that names another
-one is refused. Requests are outside data: what an error quotes of them is cut short.
+A request may ask for less than the settings allow, never for more. A configured tenant is final: a
+request that names another one is refused. Requests are untrusted data, so errors quote only the
+beginning of their values.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,8 +23,15 @@ _MOST_QUOTED = 100  # characters of a request in an error
 
 @dataclass(frozen=True)
 class Rules:
-    """One request's. plan: it loads no more than is faster than computing it. terms: on which it stores. tags: what must match, beside its
-    text; those of its budget among them, so that nobody with a narrower one finds what it stored."""
+    """The rules of one request.
+
+    store: store its KV
+    load:  load cached KV
+    plan:  load only as far as loading is faster than computing
+    terms: the options for storing
+    tags:  pairs that must match in addition to the text. They include the request's budget, so that
+           a request with a stricter budget does not find KV of a looser one
+    """
 
     store: bool = True
     load: bool = True
@@ -32,7 +41,10 @@ class Rules:
 
 
 def request_rules(asked: Any, settings: RulesConfig) -> Rules:
-    """The rules of a request that says `asked` (a mapping, or None for nothing). Raises ConfigError for what is not understood."""
+    """Return the rules of a request. Raises ConfigError for an unknown rule or an invalid value.
+
+    asked: the request's own rules: a mapping, or None
+    """
     asked = {} if asked is None else asked
     if not isinstance(asked, Mapping):
         raise ConfigError(f"kvhold: must hold some of {', '.join(_NAMES)}, not {_quoted(asked)}")
@@ -58,13 +70,13 @@ def request_rules(asked: Any, settings: RulesConfig) -> Rules:
 
 
 def check_tags(tags: Iterable[tuple[str, str]], settings: RulesConfig) -> None:
-    """Raise ConfigError unless `tags` name the tenant of the settings, where those name one."""
+    """Raise ConfigError if the settings name a tenant and `tags` do not name the same one."""
     if settings.tenant and dict(tags).get(TENANT) != settings.tenant:
         raise ConfigError("rules: the tag 'tenant' is not the configured rules.tenant; make the rules with request_rules")
 
 
 def terms_of(tags: Iterable[tuple[str, str]]) -> Terms | None:
-    """The budget and the tenant that a namespace's tags name; None where they name what no rule does."""
+    """Return the budget and the tenant in a namespace's tags. None if a value is invalid."""
     named = dict(tags)
     try:
         budget = {name: float(named[f"kvhold.{name}"]) for name in ("max_error", "max_bits") if f"kvhold.{name}" in named}
@@ -74,7 +86,7 @@ def terms_of(tags: Iterable[tuple[str, str]]) -> Terms | None:
 
 
 def _with_tenant(tags: Mapping[str, str], settings: RulesConfig) -> dict[str, str]:
-    """`tags` with the configured tenant. Raises ConfigError where they name another one."""
+    """Return `tags` with the configured tenant. Raises ConfigError if they name another one."""
     if not settings.tenant:
         return dict(tags)
     if (named := tags.get(TENANT, settings.tenant)) != settings.tenant:
@@ -85,7 +97,7 @@ def _with_tenant(tags: Mapping[str, str], settings: RulesConfig) -> dict[str, st
 
 
 def _quoted(value: Any) -> str:
-    """`repr(value)`, cut short: it comes from a request and goes into a log."""
+    """Return `repr(value)`, cut short: it comes from a request and goes into a log."""
     text = value[: _MOST_QUOTED + 1] if isinstance(value, str) else value
     shown = repr(text)
     return shown if len(shown) <= _MOST_QUOTED else f"{shown[:_MOST_QUOTED]}..."
@@ -99,7 +111,7 @@ def _flag(asked: Mapping[str, Any], name: str) -> bool:
 
 
 def _least(asked: Mapping[str, Any], name: str, settings: float | None, *, most: float, zero: bool = False) -> float | None:
-    """The smaller of what the request says and what the settings say; None where neither does."""
+    """Return the smaller of the request's value and the configured one; None if neither is set."""
     value = asked.get(name)
     if value is None:
         return settings

@@ -1,9 +1,11 @@
-"""Secrets in settings: which names mean one, and references that stand for one.
+"""Secrets in settings: which names mean one, and references to secrets.
 
     is_secret_name("sentinel_password")                       # True
-    resolve("${env:REDIS_PASSWORD}", where="redis://host")    # the variable's value; ${file:/etc/kvhold/password} reads a file
+    resolve("${env:REDIS_PASSWORD}", where="redis://host")    # the variable's value
+    resolve("${file:/etc/kvhold/password}", where="...")      # the file's text
 
-A reference lets a tier's URL be written on a command line, which every user of a host can read with `ps`. Any thread.
+A reference lets a tier's URL be written on a command line, which every user of a host can read with
+`ps`. Any thread.
 """
 
 import logging
@@ -16,28 +18,39 @@ from pathlib import Path
 from kvhold.core.errors import ConfigError
 
 REFERENCE = re.compile(r"\$\{(env|file):([^{}]+)\}")
-"""A whole value, or a part of one."""
+"""A reference; it is a whole value, or a part of one."""
 
 log = logging.getLogger(__name__)
 
-_public: set[str] = set()  # files that were warned of
+_public: set[str] = set()  # files for which a warning was logged
 _MOST_BYTES = 64 << 10  # of a file that holds a secret
 _NAME = re.compile(r"secret|token|pas+(?!ive)|pwd|auth|cred|key(?!s)", re.IGNORECASE)
 _NO_SECRET = re.compile(r".*_file|tls_key|tokens_per_.*|.*_tokens", re.IGNORECASE)  # paths, and tokens of text
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a setting of this name may hold a secret. Misspelt ones count: `pasword` does. A path of a file does not."""
+    """Return whether a setting of this name may hold a secret.
+
+    Misspelt names count: `pasword` does. The path of a file does not.
+    """
     return bool(_NAME.search(name)) and not _NO_SECRET.fullmatch(name)
 
 
 def resolve(text: str, *, where: str, environ: Mapping[str, str] | None = None) -> str:
-    """`text` with every reference replaced. where: for errors. Raises ConfigError, which names the reference and not its value."""
+    """Return `text` with every reference replaced.
+
+    where: the source of the text, for errors
+
+    Raises ConfigError, which names the reference and not its value.
+    """
     return REFERENCE.sub(lambda found: _read(found[1], found[2], where, os.environ if environ is None else environ), text)
 
 
 def referenced_variables(texts: Iterable[str]) -> set[str]:
-    """The environment variables that settings refer to: `${env:NAME}`, and `TENANT=env:NAME` of an encryption key."""
+    """Return the environment variables that settings refer to.
+
+    These are `${env:NAME}`, and `TENANT=env:NAME` of an encryption key.
+    """
     names = set()
     for text in texts:
         names |= {name for kind, name in REFERENCE.findall(text) if kind == "env"}
@@ -48,7 +61,10 @@ def referenced_variables(texts: Iterable[str]) -> set[str]:
 
 
 def read_secret(path: str | Path, *, where: str) -> str:
-    """The text of a file, without the white space around it. Raises ConfigError; empty is one, and more than 64 KiB."""
+    """Return the text of a file, without the white space around it.
+
+    Raises ConfigError if it is unreadable, empty or larger than 64 KiB.
+    """
     try:
         with Path(path).expanduser().open("rb") as file:
             warn_if_public(file.fileno(), str(path))
@@ -64,7 +80,7 @@ def read_secret(path: str | Path, *, where: str) -> str:
 
 
 def warn_if_public(fd: int, path: str) -> None:
-    """Say so once if every user of this host can read a file that holds a secret."""
+    """Warn once if every user of this host can read a file that holds a secret."""
     if os.fstat(fd).st_mode & stat.S_IROTH and path not in _public:
         _public.add(path)
         log.warning("%s holds a secret, and every user of this host can read it: chmod 600 it", path)

@@ -1,4 +1,5 @@
-"""Sizes as people write them: `parse_size("5GiB")` -> 5368709120, `format_size(5368709120)` -> "5.0 GiB"."""
+"""Parse and format sizes: `parse_size("5GiB")` is 5368709120, `format_size(5368709120)` is "5.0
+GiB"."""
 
 import re
 from decimal import Decimal
@@ -12,9 +13,10 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes in `text`: a whole number of bytes, or a number with a unit (KiB, MiB, GiB, TiB; kB, MB, GB, TB; k, m, g, t are binary).
+    """Return the bytes in `text`: a whole number of bytes, or a number with a unit.
 
-    Raises ValueError with what is accepted.
+    Units: KiB, MiB, GiB, TiB; kB, MB, GB, TB; k, m, g, t are binary. Raises ValueError with the
+    accepted forms.
     """
     if isinstance(text, bool) or not isinstance(text, (int, str)):
         raise ValueError(f"{text!r} is not a size; write bytes or a number with a unit, such as 5GiB")
@@ -29,7 +31,7 @@ def parse_size(text: str | int) -> int:
 
 
 def format_size(num_bytes: int) -> str:
-    """`num_bytes` with a binary unit and one decimal."""
+    """Format `num_bytes` with a binary unit and one decimal."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:

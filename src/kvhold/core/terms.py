@@ -1,4 +1,4 @@
-"""On what terms chunks are stored: how long they last, what may be lost of them below memory, and whose they are."""
+"""The options for storing chunks: their lifetime, their precision below memory, and their owner."""
 
 from dataclasses import dataclass
 
@@ -9,16 +9,17 @@ MAX_TENANT = 64
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Of all chunks of one store.
+    """The options for the chunks of one store.
 
-    ttl_s:     they are not to be used after so long, here or below; None: no limit
-    max_error: of what a tier's codec may lose: the largest |decoded - original| in a layer over the largest |original| in it. A chunk of
-               which it loses more is written by a better one, at last by `lossless`. None: what the codec states; 0: nothing is lost
-    max_bits:  the most bits that a codec with a loss is to take for an element, on average over a chunk; where it takes more, a stronger
-               one is tried, as far as max_error goes. None: whatever the tier's codec takes
-    tenant:    whose key they are encrypted with, where tiers are; "": the common one
+    ttl_s:     seconds for which they may be used, in memory and in tiers; None: no limit
+    max_error: the largest loss by a tier's codec: |decoded - original| in a layer, over the largest
+               |original| in this layer. If the loss is larger, a more exact codec writes the chunk,
+               and `lossless` at last. None: as the codec states; 0: no loss
+    max_bits:  the most bits per element that a lossy codec may take, on average over a chunk. If it
+               takes more, a stronger codec is tried, within max_error. None: no limit
+    tenant:    the owner of the encryption key, for encrypted tiers; "": the common key
 
-    Raises ValueError that names the field.
+    Raises ValueError, which names the field.
     """
 
     ttl_s: float | None = None

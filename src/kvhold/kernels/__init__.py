@@ -7,7 +7,9 @@
 Three workers stand behind the two doors and give the same bytes: numba for host memory, Triton for a GPU that reaches the arena, and the
 reference (numpy on the host, torch on a device) for the rest. Which one is decided once for each kind of device and logged with the
 reason. On the host a call returns when the bytes are there; on a device it returns at once and the copy is in the current stream's order.
-Any thread may call; two calls at a time must not write the same bytes. Quantising and other arithmetic are not here.
+Any thread may call; two calls at a time must not write the same bytes.
+
+Where a view has a `coding`, a gather encodes and a scatter decodes on the way: by numba in host memory, by Triton on a device.
 
 With `sums` a copy in host memory also takes the checksum (xxh3_64) of each layer of each chunk, as the frames below memory state it. What
 is compared with what, and what follows, is the caller's (`kvhold.memory.copy`).
@@ -72,16 +74,20 @@ def warm_up(device: str = "cpu", views: Sequence[View] = ()) -> None:
     _load(worker)
     if worker == "numba":
         _load_summed()
+        if any(view.coding is not None for view in views):
+            _load_coded(worker)
     elif worker == "triton":
-        prepare: Callable[[View], None] = import_module("kvhold.kernels.triton_copy").prepare
         for view in views:
-            prepare(view)
+            import_module(f"kvhold.kernels.triton_{'copy' if view.coding is None else 'coded_copy'}").prepare(view)
 
 
-def sum_layers(plan: Plan, layers: range, sums: Sums) -> None:
-    """Write the checksums of `layers` of the plan's chunks to `sums` [chunks, layers of the view], but of chunks without rows."""
+def sum_layers(plan: Plan, layers: range, sums: Sums, chunks: "npt.NDArray[np.int64] | None" = None) -> None:
+    """Write the checksums of `layers` of the plan's chunks to `sums` [chunks, layers of the view].
+
+    chunks: which, by default those of which rows are copied
+    """
     base, view = np.asarray(plan.chunks.base), plan.view
-    for chunk in np.unique(plan.chunk):
+    for chunk in np.unique(plan.chunk) if chunks is None else chunks:
         nbytes = int(plan.chunk_rows[chunk]) * view.planes * view.row_bytes
         start = int(plan.chunk_starts[chunk])
         for layer in layers:
@@ -106,12 +112,24 @@ def _copy(plan: Plan, layers: range | None, to_arena: bool, threads: int, sums: 
     if worker not in (None, "reference") and not reached:
         raise ValueError(f"worker {worker!r} needs chunks that {plan.view.device} can address; pin and map them, or use the reference")
     worker = worker or _chosen(plan.view.device.partition(":")[0], reached)
-    if sums is not None and worker == "numba" and _least_layer(plan) > _SHORT_LAYER:
+    if plan.view.coding is not None:
+        _copy_coded(plan, layers, to_arena, threads, worker)
+    elif sums is not None and worker == "numba" and _least_layer(plan) > _SHORT_LAYER:
         _load_summed()(plan, layers, to_arena, threads, sums)
         return
-    _load(worker)(plan, layers, to_arena, threads)
+    else:
+        _load(worker)(plan, layers, to_arena, threads)
     if sums is not None:
         sum_layers(plan, layers, sums)
+
+
+def _copy_coded(plan: Plan, layers: range, to_arena: bool, threads: int, worker: Worker) -> None:
+    """Encode or decode on the way. Raises ValueError where nothing does so for that device, or scales would not lie at multiples of 4."""
+    if worker == "reference":
+        raise ValueError(f"blocks on {plan.view.device} cannot be encoded: that takes numba in host memory, and Triton on a device")
+    if int(np.bitwise_or.reduce(plan.chunks.address + plan.chunk_starts[plan.chunk])) % 4:
+        raise ValueError("chunks.offsets of coded chunks must be multiples of 4")
+    _load_coded(worker)(plan, layers, to_arena, threads)
 
 
 def _check_sums(plan: Plan, sums: Sums) -> None:
@@ -155,6 +173,13 @@ def _imports(module: str) -> bool:
 def _load(worker: Worker) -> Copy:
     """Import a worker; the numba one compiles, or loads what was compiled before, as it is imported."""
     copy: Copy = import_module(f"kvhold.kernels.{worker}_copy").copy
+    return copy
+
+
+@cache
+def _load_coded(worker: Worker) -> Copy:
+    """The copy that encodes and decodes."""
+    copy: Copy = import_module(f"kvhold.kernels.{worker}_coded_copy").copy
     return copy
 
 

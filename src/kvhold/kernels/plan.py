@@ -92,6 +92,14 @@ class Plan:
     def num_rows(self) -> int:
         return int(self.rows.sum())
 
+    def of_rows(self) -> tuple[Int64s, Int64s, Int64s]:
+        """`view_offsets`, `chunk_offsets` and `plane_strides` of each row, not of each run; int64 [rows]."""
+        within = np.arange(self.num_rows) - np.repeat(np.cumsum(self.rows) - self.rows, self.rows)
+        block, row = np.divmod(np.repeat(self.slots, self.rows) + within, self.view.rows_per_block)
+        in_view = block * self.view.block_stride + row * self.view.row_stride
+        in_chunks = np.repeat(self.chunk_offsets, self.rows) + within * self.view.row_bytes
+        return in_view, in_chunks, np.repeat(self.plane_strides, self.rows)
+
     def nbytes(self, layers: int) -> int:
         """Bytes that one gather or scatter of `layers` layers moves."""
         return layers * self.view.planes * self.num_rows * self.view.row_bytes

@@ -13,7 +13,6 @@ import triton.language as tl
 EXACT = {"enable_fp_fusion": False}
 
 _MAGNITUDE = tl.constexpr(0x7FFF_FFFF)
-_LARGEST = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
@@ -42,14 +41,6 @@ def store_floats(at, values, mask, kind: tl.constexpr):  # type: ignore[no-untyp
         tl.store(at, capped.to(tl.float16).to(tl.uint16, bitcast=True), mask=mask)
     else:
         tl.store(at, values.to(tl.uint32, bitcast=True), mask=mask)
-
-
-@triton.jit
-def store_within(at, values, mask, kind: tl.constexpr):  # type: ignore[no-untyped-def]
-    """As `store_floats`; what is larger than float32's largest finite value becomes that too."""
-    if kind == 2:
-        values = tl.minimum(tl.maximum(values, -_LARGEST), _LARGEST)
-    store_floats(at, values, mask, kind)
 
 
 @triton.jit

@@ -20,15 +20,48 @@ Int64s: TypeAlias = npt.NDArray[np.int64]
 Tensor: TypeAlias = Any  # torch.Tensor or np.ndarray; torch is not imported for a type's sake
 
 
+@dataclass(frozen=True)
+class Coding:
+    """How a row is kept in a chunk with 8 bits an element: `elements` codes (int8), then a scale (float32) for each `run` of them.
+
+    A scale is the largest magnitude of its run, an infinity or NaN where one of its elements is not finite.
+
+    dtype:    of the engine's elements: bfloat16, float16 or float32
+    elements: of one row; a multiple of `run`
+    run:      consecutive elements that share a scale; a power of two
+    """
+
+    dtype: str
+    elements: int
+    run: int
+
+    @property
+    def scales(self) -> int:
+        """Of one row."""
+        return self.elements // self.run
+
+    @property
+    def nbytes(self) -> int:
+        """Of a row in a chunk."""
+        return self.elements + 4 * self.scales
+
+    @property
+    def plain_bytes(self) -> int:
+        """Of a row in the engine's memory."""
+        return self.elements * DTYPE_BYTES[self.dtype]
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class View:
     """One group's KV on one device.
 
+    group:    as the chunks have it; where `coding` is set, its blocks are smaller than the engine's
     table:    int64 [layers, planes] (opaque: [layers, 1]), address of slot 0 of each layer and plane
     owners:   [layers][planes], the tensor each address lies in
     num_rows: slots are 0 .. num_rows - 1
     block_stride, row_stride, head_stride: bytes
     writable: False when some tensor is read-only; such a view cannot be scattered into
+    coding:   how rows are kept in chunks; None: byte by byte
     """
 
     group: Group
@@ -41,6 +74,7 @@ class View:
     row_stride: int
     head_stride: int
     writable: bool = True
+    coding: Coding | None = None
 
     @property
     def is_opaque(self) -> bool:

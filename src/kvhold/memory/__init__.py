@@ -1,1 +1,1 @@
-"""Who owns bytes: the arena, the allocator that divides it, the host's limits, and the views of engines' memory."""
+"""Memory: the arena, its allocator, the host's limits, views of engines' memory, and copies."""

@@ -1,13 +1,14 @@
 """The arena: one region of host memory that the node owns and engines map.
 
     arena = Arena.create(4 << 30)               # the owner: a memfd, in huge pages where the host has them
-    other = Arena.attach(fd, nbytes)            # a reader, with the descriptor that came over the Unix socket
-    third = Arena.attach(fd, nbytes, writable=True)     # a writer: made only where something is stored
+    other = Arena.attach(fd, nbytes)            # a reader; the fd came over the Unix socket
+    third = Arena.attach(fd, nbytes, writable=True)     # a writer: an engine that stores
     arena.view(offset, nbytes)                  # bytes, not copied
 
-A fresh page costs far more than writing to it (1.4 against 5 GB/s), so the owner has pages faulted in by a background thread
-(`Toucher`), in order, while it already serves. The memory lives as long as anybody maps it: an owner that dies takes nothing from
-under its readers. Allocation inside the arena is `slab.py`.
+The first write to a page is slow (1.4 GB/s, against 5 GB/s later). So a background thread of the
+owner (`Toucher`) faults pages in, in order, while the arena already serves. The memory stays as
+long as any process maps it: if the owner dies, its readers keep their bytes. `slab.py` allocates
+inside the arena.
 """
 
 import ctypes
@@ -30,8 +31,10 @@ log = logging.getLogger(__name__)
 
 PAGE_BYTES = 4096
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
-_TOUCH_STEP = HUGE_PAGE_BYTES  # 1 ms a step: whoever needs the address space meanwhile (malloc, mmap, a new thread) waits no longer
-_KEEP_FREE = 256 << 20  # what the host must keep beside an arena
+# A step takes 1 ms. Other calls that need the address space (malloc, mmap, a new thread) wait
+# at most so long.
+_TOUCH_STEP = HUGE_PAGE_BYTES
+_KEEP_FREE = 256 << 20  # bytes that the host must have left beside an arena
 
 # mmap.madvise of the standard library holds the GIL while the kernel clears pages; ctypes does not.
 _madvise = ctypes.CDLL(None, use_errno=True).madvise
@@ -40,28 +43,35 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 @dataclass(frozen=True)
 class Region:
-    """A stretch of this process's memory."""
+    """A range of this process's addresses."""
 
     address: int
     nbytes: int
     writable: bool = True
 
     def whole_pages(self) -> "Region":
-        """The pages that lie wholly in it."""
+        """Return the part that consists of whole pages."""
         start = -(-self.address // PAGE_BYTES) * PAGE_BYTES
         end = (self.address + self.nbytes) // PAGE_BYTES * PAGE_BYTES
         return Region(start, max(0, end - start), self.writable)
 
     def first(self, nbytes: int) -> "Region":
-        """So many bytes of it, from its beginning."""
+        """Return the first `nbytes` of the region; the whole region if it is smaller."""
         return Region(self.address, min(nbytes, self.nbytes), self.writable)
 
 
 class Arena:
-    """A mapping of the region. `fd` can be sent to other processes; `nbytes` is a multiple of the page."""
+    """A mapping of the shared memory.
+
+    fd:     can be sent to other processes
+    nbytes: a multiple of the page size
+    """
 
     def __init__(self, fd: int, nbytes: int, huge: bool, writable: bool = True) -> None:
-        """writable: else a write through this mapping ends the process that does it (SIGSEGV), and changes nothing."""
+        """Map `fd`.
+
+        writable: False: a write through this mapping ends the process (SIGSEGV) and changes nothing
+        """
         self.fd = fd
         self.nbytes = nbytes
         self.huge = huge
@@ -71,9 +81,10 @@ class Arena:
 
     @classmethod
     def create(cls, nbytes: int, *, huge_pages: str = "auto") -> Self:
-        """A new region of at least `nbytes`. Raises CapacityError when the host has not that much free.
+        """Create an arena of at least `nbytes`. Raises CapacityError if the host lacks the memory.
 
-        huge_pages: "auto" takes them if the host keeps enough ready, "always" fails if not, "never" does not ask.
+        huge_pages: "auto": use huge pages if enough are free; "always": fail if they are not;
+                    "never": use normal pages
         """
         nbytes = -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         if nbytes <= 0:
@@ -90,7 +101,7 @@ class Arena:
         fd = os.memfd_create("kvhold-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | (os.MFD_HUGETLB if huge else 0))
         try:
             os.ftruncate(fd, nbytes)
-            # Nobody it is sent to can take pages from under the others.
+            # A process that receives the fd must not be able to shrink the memory of the others.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             arena = cls(fd, nbytes, huge)
         except OSError as error:
@@ -101,7 +112,10 @@ class Arena:
 
     @classmethod
     def attach(cls, fd: int, nbytes: int, huge: bool = False, *, writable: bool = False) -> Self:
-        """Map a region that somebody else owns. Takes over `fd`. Raises CapacityError when it is smaller than said."""
+        """Map the arena of another process. Takes ownership of `fd`.
+
+        Raises CapacityError if the memory has fewer than `nbytes`, or cannot be mapped.
+        """
         actual = os.fstat(fd).st_size
         if actual < nbytes:
             os.close(fd)
@@ -113,17 +127,17 @@ class Arena:
             raise CapacityError(f"the host refused to map an arena of {format_size(nbytes)}: {error}") from None
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """Bytes of the arena, writable if the mapping is, not copied."""
+        """Return bytes of the arena without a copy. They are writable if the mapping is."""
         assert 0 <= offset <= offset + nbytes <= self.nbytes, "outside the arena"
         return self.buffer[offset : offset + nbytes]
 
     @property
     def regions(self) -> list[Region]:
-        """Where this process maps the arena."""
+        """The address ranges at which this process maps the arena."""
         return [Region(np.frombuffer(self._map, np.uint8).ctypes.data, self.nbytes, self._writable)]
 
     def close(self) -> None:
-        """Give up the mapping. While views of it are alive, the memory stays mapped and goes with the last of them. Idempotent."""
+        """Unmap the arena, at once or when its last view is deleted. Idempotent."""
         if self.fd < 0:
             return
         os.close(self.fd)
@@ -133,7 +147,7 @@ class Arena:
             self._map.close()
         except BufferError:
             log.debug("the arena is still viewed; it goes with its last view")
-        # A closed arena that somebody still refers to must not be what keeps the memory.
+        # A closed Arena object that is still referenced must not keep the memory.
         self.buffer = memoryview(b"")
         del self._map
 
@@ -145,10 +159,18 @@ class Arena:
 
 
 class Toucher:
-    """Faults in pages from a thread of its own, in order, and says how far it is. Changes no byte. Stopped before they are unmapped."""
+    """Faults in pages in order, in its own thread. Changes no bytes.
+
+    Stop it before the pages are unmapped.
+    """
 
     def __init__(self, regions: Sequence[Region], on_progress: Callable[[int], None] | None = None, *, after_s: float = 0.0) -> None:
-        """regions: whole pages, such as `arena.regions`. after_s: the pause between `start` and the first page."""
+        """Prepare the thread.
+
+        regions:     whole pages, such as `arena.regions`
+        on_progress: called with `touched_bytes` after each step
+        after_s:     the pause between `start` and the first page
+        """
         self._regions = regions
         self._after_s = after_s
         self._on_progress = on_progress
@@ -157,24 +179,24 @@ class Toucher:
         self._thread = threading.Thread(target=self._run, name="kvhold-touch", daemon=True)
 
     def start(self) -> Self:
-        """Begin, if there is anything to do."""
+        """Start the thread, if there are regions."""
         if self._regions:
             self._thread.start()
         return self
 
     @property
     def done(self) -> bool:
-        """Whether every page is there."""
+        """Whether every page has been faulted in."""
         return self.touched_bytes >= sum(region.nbytes for region in self._regions)
 
     def stop(self) -> None:
-        """End after the step in hand, and wait for that."""
+        """Stop after the current step, and wait for the thread to end."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def wait(self) -> None:
-        """Until every page is there, or the toucher has been stopped."""
+        """Wait until every page has been faulted in, or the thread was stopped."""
         if self._thread.is_alive():
             self._thread.join()
 
@@ -188,7 +210,8 @@ class Toucher:
                 step = min(_TOUCH_STEP, region.nbytes - offset)
                 advice = _MADV_POPULATE_WRITE if region.writable else _MADV_POPULATE_READ
                 if _madvise(region.address + offset, step, advice) != 0:
-                    # An old kernel, or no memory left: pages then come as they are first written, only slower.
+                    # An old kernel, or no memory left. Pages are then faulted in at their first
+                    # write, which is slower.
                     log.warning("pages are not faulted in ahead: %s", os.strerror(ctypes.get_errno()))
                     return
                 self.touched_bytes += step
@@ -197,12 +220,15 @@ class Toucher:
 
 
 def default_arena_bytes() -> int:
-    """What `ram_bytes = 0` means: a quarter of what is free, at most 4 GiB."""
+    """Return the size for `ram_bytes = 0`: a quarter of the free memory, at most 4 GiB."""
     return max(HUGE_PAGE_BYTES, min(4 << 30, available_bytes() // 4))
 
 
 def has_room(nbytes: int, huge_pages: str) -> bool:
-    """Whether an arena of this size fits now, in huge pages where the host keeps enough of them for it."""
+    """Return whether an arena of this size fits now.
+
+    If the host has enough huge pages in all, they must be free; else normal memory must be.
+    """
     if huge_pages != "never" and all_huge_pages() * HUGE_PAGE_BYTES >= nbytes:
         return free_huge_pages() * HUGE_PAGE_BYTES >= nbytes
     return nbytes + _KEEP_FREE <= available_bytes()

@@ -1,77 +1,97 @@
-"""Device <-> host copies as an integration asks for them: out of an engine's blocks into a room, out of a loan into blocks.
+"""Copies for integrations: from an engine's blocks into a room, and from a loan into blocks.
 
     gather_blocks(view, block_ids, room.buffer, room.chunks(), threads=2)
     scatter_slots(view, slots, loan.buffer, loan.chunks(), threads=2)
-    scatter_layer = plan_scatter(view, block_ids, loan.buffer, loan.chunks(), threads=2)   # planned once ...
-    scatter_layer(0)                                                                        # ... and done a layer at a time
+    planned = plan_copy(view, block_ids, loan.buffer, loan.chunks())    # plan once,
+    planned.scatter(range(0, 1), threads=2)                             # then copy layer by layer
 
-Ids and slots are those of all the chunks laid end to end; a chunk that is ABSENT (not granted, not needed) is left out together with its
-ids, a negative id is skipped. One call moves all layers, but where it says otherwise. Raises ValueError for ids, slots or chunks out of
-bounds, LayoutError where slots are given for an opaque packing. Any thread; `kvhold.kernels` does the work.
+Ids and slots are those of all chunks, end to end. A chunk that is ABSENT (not granted, or not
+needed) is left out together with its ids. A negative id is skipped. A call copies all layers unless
+it is given a range. Raises ValueError if ids, slots or chunks are out of bounds, and LayoutError
+for slots of an opaque packing. Any thread; `kvhold.kernels` does the work.
 
-Checksums go along. A gather notes those of what it writes in `places.sums`, and `Room.commit` sends them. A scatter compares what it has
-read with `places.sums`, layer by layer. It raises DamagedChunks when all is copied: what it wrote of the chunks that the error names is
-of no use, and the others are whole. It compares whole chunks, also where some of their ids are negative, but not chunks without any id.
-On a device a gather notes nothing, since its bytes are not there yet when it returns (the commit takes them), and a scatter hashes before
-it copies.
+Checksums are taken during the copy:
+
+- A gather on the host writes them to `places.sums`, and `Room.commit` sends them. On a device the
+  bytes have not arrived when a gather returns, so the commit takes the checksums.
+- A scatter compares the bytes that it read with `places.sums`, layer by layer. It raises
+  DamagedChunks after all is copied: the blocks of the chunks in the error must not be used, and the
+  others are right. It compares whole chunks, even if some of their ids are negative, but no chunk
+  without ids. For blocks on a device a scatter hashes before it copies.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from kvhold.core.api import ABSENT, ChunkBytes
 from kvhold.core.checksums import Checksums
-from kvhold.core.errors import LayoutError
+from kvhold.core.errors import DamagedChunks, LayoutError
 from kvhold.kernels import Chunks, Plan, gather, plan_blocks, plan_slots, scatter, sum_layers, warm_up
 from kvhold.memory.views import View
 
-__all__ = ["gather_blocks", "gather_slots", "plan_gather", "plan_scatter", "scatter_blocks", "scatter_slots", "warm_up"]
+__all__ = ["Planned", "Unit", "gather_blocks", "gather_slots", "plan_copy", "scatter_blocks", "scatter_slots", "warm_up"]
 
+Unit: TypeAlias = Literal["blocks", "slots"]
 Int64s = npt.NDArray[np.int64]
 Buffer = npt.NDArray[np.uint8]
 
 
 def gather_blocks(view: View, block_ids: Int64s, buffer: Buffer, places: ChunkBytes, *, threads: int = 1) -> None:
-    """Copy blocks into chunks. block_ids: [blocks of all chunks], whole blocks each but for a last tail's."""
-    _of_blocks(view, block_ids, buffer, places).gather(range(view.layers), threads)
+    """Copy blocks into chunks.
+
+    block_ids: [blocks of all chunks]; only the last block of a tail may be filled in part
+    """
+    plan_copy(view, block_ids, buffer, places).gather(threads=threads)
 
 
 def scatter_blocks(view: View, block_ids: Int64s, buffer: Buffer, places: ChunkBytes, *, threads: int = 1) -> None:
     """Copy chunks into blocks. Arguments as for `gather_blocks`. Raises DamagedChunks."""
-    _of_blocks(view, block_ids, buffer, places).scatter(range(view.layers), threads)
-
-
-def plan_scatter(view: View, block_ids: Int64s, buffer: Buffer, places: ChunkBytes, *, threads: int = 1) -> Callable[[int], None]:
-    """`scatter_blocks`, a layer at a time: what is returned copies the layer of that number. Arguments as for `gather_blocks`."""
-    planned = _of_blocks(view, block_ids, buffer, places)
-    return lambda layer: planned.scatter(range(layer, layer + 1), threads)
-
-
-def plan_gather(view: View, block_ids: Int64s, buffer: Buffer, places: ChunkBytes, *, threads: int = 1) -> Callable[[int], None]:
-    """`gather_blocks`, a layer at a time: what is returned copies the layer of that number. Arguments as for `gather_blocks`."""
-    planned = _of_blocks(view, block_ids, buffer, places)
-    return lambda layer: planned.gather(range(layer, layer + 1), threads)
+    plan_copy(view, block_ids, buffer, places).scatter(threads=threads)
 
 
 def gather_slots(view: View, slots: Int64s, buffer: Buffer, places: ChunkBytes, *, threads: int = 1) -> None:
-    """Copy tokens into chunks. slots: [tokens of all chunks]."""
-    _of_slots(view, slots, buffer, places).gather(range(view.layers), threads)
+    """Copy tokens into chunks.
+
+    slots: [tokens of all chunks]
+    """
+    plan_copy(view, slots, buffer, places, unit="slots").gather(threads=threads)
 
 
 def scatter_slots(view: View, slots: Int64s, buffer: Buffer, places: ChunkBytes, *, threads: int = 1) -> None:
-    """Copy chunks into tokens' places. slots: [tokens of all chunks], all different. Raises DamagedChunks."""
-    _of_slots(view, slots, buffer, places).scatter(range(view.layers), threads)
+    """Copy chunks into the slots of their tokens. Raises DamagedChunks.
+
+    slots: [tokens of all chunks], all different
+    """
+    plan_copy(view, slots, buffer, places, unit="slots").scatter(threads=threads)
+
+
+def plan_copy(view: View, ids: Int64s, buffer: Buffer, places: ChunkBytes, *, unit: Unit = "blocks") -> "Planned":
+    """Plan a copy, to run it later or layer by layer.
+
+    ids:  as for `gather_blocks` or `gather_slots`
+    unit: which of these
+    """
+    kept = places.offsets != ABSENT
+    chunks = Chunks(buffer, places.offsets[kept], places.num_tokens[kept])
+    if unit == "slots":
+        plan = plan_slots(view, _of_chunks(ids, places.num_tokens, kept), chunks)
+    else:
+        tokens_per_block = view.group.block_tokens or view.rows_per_block
+        plan = plan_blocks(view, _of_chunks(ids, -(-places.num_tokens // tokens_per_block), kept), chunks)
+    if places.sums is not None and kept.any() and places.sums.layers != view.layers:
+        raise LayoutError(f"the chunks have checksums of {places.sums.layers} layers, the view has {view.layers}")
+    return Planned(plan, np.flatnonzero(kept), np.unique(plan.chunk), places.sums)
 
 
 @dataclass(frozen=True)
-class _Planned:
+class Planned:
     """A plan of the chunks that are present, and their checksums.
 
-    numbers: [planned chunks], of each its number among `places`
-    moved:   planned chunks of which there is something to copy
+    numbers: [planned chunks], the number of each among `places`
+    moved:   the planned chunks that have rows to copy
     """
 
     plan: Plan
@@ -79,8 +99,9 @@ class _Planned:
     moved: Int64s
     sums: Checksums | None
 
-    def gather(self, layers: range, threads: int) -> None:
-        """Copy into the arena, and note the checksums."""
+    def gather(self, layers: range | None = None, *, threads: int = 1) -> None:
+        """Copy `layers` (all by default) into the arena, and write the checksums to `sums`."""
+        layers = range(self.plan.view.layers) if layers is None else layers
         if self.sums is None or not self._on_host:
             gather(self.plan, layers=layers, threads=threads)
             return
@@ -88,8 +109,9 @@ class _Planned:
         gather(self.plan, layers=layers, threads=threads, sums=found)
         self.sums.take(self.numbers[self.moved], layers, found[self.moved, layers.start : layers.stop])
 
-    def scatter(self, layers: range, threads: int) -> None:
-        """Copy out of the arena, and compare the checksums."""
+    def scatter(self, layers: range | None = None, *, threads: int = 1) -> None:
+        """Copy `layers` (all by default) out of the arena, and compare the checksums. Raises DamagedChunks."""
+        layers = range(self.plan.view.layers) if layers is None else layers
         if self.sums is None:
             scatter(self.plan, layers=layers, threads=threads)
             return
@@ -101,6 +123,21 @@ class _Planned:
             scatter(self.plan, layers=layers, threads=threads)
         self._compare(layers, found)
 
+    def verify(self, layers: range, chunks: Int64s) -> DamagedChunks | None:
+        """Compare the checksums of planned chunks that a device has read.
+
+        Returns the damaged ones, by their numbers among `places`; None: all are whole.
+        """
+        if self.sums is None:
+            return None
+        found = self._empty()
+        sum_layers(self.plan, layers, found, chunks)
+        try:
+            self.sums.compare(self.numbers[chunks], layers, found[chunks, layers.start : layers.stop])
+        except DamagedChunks as error:
+            return error
+        return None
+
     @property
     def _on_host(self) -> bool:
         return self.plan.view.device == "cpu"
@@ -111,28 +148,6 @@ class _Planned:
     def _compare(self, layers: range, found: npt.NDArray[np.uint64]) -> None:
         assert self.sums is not None
         self.sums.compare(self.numbers[self.moved], layers, found[self.moved, layers.start : layers.stop])
-
-
-def _of_blocks(view: View, block_ids: Int64s, buffer: Buffer, places: ChunkBytes) -> _Planned:
-    tokens_per_block = view.group.block_tokens or view.rows_per_block
-    kept, chunks = _present(buffer, places)
-    return _planned(plan_blocks(view, _of_chunks(block_ids, -(-places.num_tokens // tokens_per_block), kept), chunks), kept, places)
-
-
-def _of_slots(view: View, slots: Int64s, buffer: Buffer, places: ChunkBytes) -> _Planned:
-    kept, chunks = _present(buffer, places)
-    return _planned(plan_slots(view, _of_chunks(slots, places.num_tokens, kept), chunks), kept, places)
-
-
-def _planned(plan: Plan, kept: npt.NDArray[np.bool_], places: ChunkBytes) -> _Planned:
-    if places.sums is not None and kept.any() and places.sums.layers != plan.view.layers:
-        raise LayoutError(f"the chunks have checksums of {places.sums.layers} layers, the view has {plan.view.layers}")
-    return _Planned(plan, np.flatnonzero(kept), np.unique(plan.chunk), places.sums)
-
-
-def _present(buffer: Buffer, places: ChunkBytes) -> tuple[npt.NDArray[np.bool_], Chunks]:
-    kept = places.offsets != ABSENT
-    return kept, Chunks(buffer, places.offsets[kept], places.num_tokens[kept])
 
 
 def _of_chunks(rows: Int64s, per_chunk: Int64s, kept: npt.NDArray[np.bool_]) -> Int64s:

@@ -1,4 +1,4 @@
-"""What this host can give: free memory and huge pages."""
+"""The free memory and the huge pages of this host."""
 
 import mmap
 from pathlib import Path
@@ -11,14 +11,17 @@ HUGE_PAGE_BYTES = 2 << 20
 
 
 def available_bytes() -> int:
-    """Memory that can be had without swapping: the kernel's MemAvailable, or less if this control group is limited to less."""
+    """Return the memory that is available without swapping.
+
+    This is the kernel's MemAvailable, or the rest of this control group's limit if that is less.
+    """
     free = _meminfo("MemAvailable")
     group = _group_headroom()
     return free if group is None else min(free, group)
 
 
 def all_huge_pages() -> int:
-    """How many 2 MiB pages the host keeps, used ones included."""
+    """Return how many 2 MiB pages the host has, used or free."""
     try:
         return int((_HUGE / "nr_hugepages").read_text())
     except (OSError, ValueError):
@@ -26,7 +29,10 @@ def all_huge_pages() -> int:
 
 
 def free_huge_pages() -> int:
-    """How many 2 MiB pages the host keeps ready and nobody uses or has been promised (a mapping is, before it touches them)."""
+    """Return how many 2 MiB pages are free and not reserved.
+
+    The kernel reserves the pages of a mapping before the mapping touches them.
+    """
     try:
         return int((_HUGE / "free_hugepages").read_text()) - int((_HUGE / "resv_hugepages").read_text())
     except (OSError, ValueError):
@@ -34,7 +40,7 @@ def free_huge_pages() -> int:
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is not shared (the arena is)."""
+    """Return this process's memory that is not shared. The arena is shared."""
     pages = Path("/proc/self/statm").read_text().split()
     return (int(pages[1]) - int(pages[2])) * mmap.PAGESIZE
 
@@ -47,7 +53,7 @@ def _meminfo(name: str) -> int:
 
 
 def _group_headroom() -> int | None:
-    """What the control group (version 2) and those above it still allow; None where nothing limits it."""
+    """Return how much more this control group (version 2) and its parents allow; None: no limit."""
     try:
         own = next(line[3:] for line in _OWN_GROUP.read_text().splitlines() if line.startswith("0::"))
     except (OSError, StopIteration):
@@ -67,6 +73,7 @@ def _headroom_of(group: Path) -> int | None:
         return None
     if limit == "max":
         return None
-    # File pages count as used, but the kernel drops the inactive ones on demand: a model just read from disk is no reason to refuse.
+    # File pages count as used, but the kernel drops inactive ones on demand. So the pages of a
+    # model that was just read from disk are counted as free.
     reclaimable = int(stat[stat.index("inactive_file") + 1])
     return max(0, int(limit) - max(0, used - reclaimable))

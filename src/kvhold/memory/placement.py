@@ -1,13 +1,14 @@
 """Where threads run and where memory lies: cores, NUMA nodes, and the policies that processes inherit.
 
-    take_all_cores()                         # this thread, on all cores that the control group allows
+    take_all_cores()                         # this thread may run on all cores of its control group
     set_default_memory_policy()              # this thread's new pages lie near the core that first writes them
-    interleave(arena.regions, [0, 1])        # the arena's pages lie on these NUMA nodes, by turns
-    place_own_threads()                      # kvhold's threads in an engine leave the engine's cores to it
+    interleave(arena.regions, [0, 1])        # the arena's pages alternate between these NUMA nodes
+    place_own_threads()                      # move kvhold's threads off the engine's cores
 
-An engine may bind its threads to single cores and its memory to one NUMA node (vLLM on CPUs does both). Threads and child processes
-inherit both, so kvhold's would run under the engine's spinning threads. Linux only. A host that refuses is no error: performance
-suffers, not correctness. Any thread may call these functions.
+An engine may bind its threads to single cores and its memory to one NUMA node (vLLM on CPUs does
+both). Threads and child processes inherit both, so kvhold's threads would compete with the engine's
+spinning threads. Linux only. If the host refuses, only performance suffers, so it is no error. Any
+thread may call these functions.
 """
 
 import ctypes
@@ -42,7 +43,10 @@ _libc.syscall.restype = ctypes.c_long
 
 
 def parse_list(text: str) -> list[int]:
-    """The numbers in a list such as "0-3,8". Raises ValueError for anything else, and for numbers that Linux does not have."""
+    """Return the numbers in a list such as "0-3,8".
+
+    Raises ValueError for other text, and for numbers of 65536 and more.
+    """
     numbers: set[int] = set()
     for item in text.strip().split(",") if text.strip() else []:
         first, dash, last = item.strip().partition("-")
@@ -54,7 +58,7 @@ def parse_list(text: str) -> list[int]:
 
 
 def format_list(numbers: Iterable[int]) -> str:
-    """The shortest text for which `parse_list` returns these numbers."""
+    """Return the shortest text for which `parse_list` returns these numbers."""
     ranges: list[list[int]] = []
     for number in sorted(set(numbers)):
         if ranges and number == ranges[-1][1] + 1:
@@ -65,17 +69,19 @@ def format_list(numbers: Iterable[int]) -> str:
 
 
 def take_all_cores(thread: int = 0) -> set[int]:
-    """Let a thread run on all cores that its control group allows, whatever mask it inherited. Returns them.
+    """Let a thread run on all cores that its control group allows. Returns these cores.
+
+    The mask that the thread inherited is replaced.
 
     thread: its native id; 0: the calling thread
     """
-    with suppress(OSError):  # the kernel keeps what the control group allows of the cores asked for
+    with suppress(OSError):  # the kernel drops the cores that the control group does not allow
         os.sched_setaffinity(thread, _possible_cores())
     return os.sched_getaffinity(thread)
 
 
 def memory_nodes() -> list[int]:
-    """The NUMA nodes that have memory and that this process may use; empty where Linux does not say."""
+    """Return the NUMA nodes that have memory and that this process may use; empty if unknown."""
     try:
         with_memory = set(parse_list((_NODES / "has_memory").read_text()))
         status = Path("/proc/self/status").read_text().splitlines()
@@ -86,7 +92,10 @@ def memory_nodes() -> list[int]:
 
 
 def engine_memory_nodes() -> list[int]:
-    """The NUMA nodes that the calling thread's new pages are bound to; those of its cores where no policy binds them."""
+    """Return the NUMA nodes to which the calling thread's new pages are bound.
+
+    If no policy binds them, return the nodes of the cores on which the thread may run.
+    """
     mode, mask = ctypes.c_int(), _mask_of([])
     if system_call(_GET_MEMPOLICY, "get_mempolicy", ctypes.byref(mode), mask, _MAX_NUMA_NODES, None, 0) and mode.value != _MPOL_DEFAULT:
         bound = [node for node in range(_MAX_NUMA_NODES) if mask[node // _WORD_BITS] >> (node % _WORD_BITS) & 1]
@@ -96,14 +105,19 @@ def engine_memory_nodes() -> list[int]:
 
 
 def set_default_memory_policy() -> bool:
-    """Have the calling thread's new pages lie near the core that first writes them. False where the host refuses."""
+    """Place the calling thread's new pages near the core that first writes them.
+
+    Returns False if the host refuses.
+    """
     return system_call(_SET_MEMPOLICY, "set_mempolicy", _MPOL_DEFAULT, None, 0)
 
 
 def interleave(regions: Iterable[Region], nodes: Sequence[int]) -> bool:
-    """Spread shared memory over NUMA nodes, page by page, for every process that maps it. False where the host refuses.
+    """Spread shared memory over NUMA nodes, page by page, for every process that maps it.
 
-    regions: mappings of it, whole pages. Pages that are there already stay where they are.
+    Pages that exist already stay where they are. Returns False if the host refuses.
+
+    regions: mappings of the memory, in whole pages
     """
     mask = _mask_of(nodes)
     spread = [system_call(_MBIND, "mbind", r.address, r.nbytes, _MPOL_INTERLEAVE, mask, _MAX_NUMA_NODES, 0) for r in regions]
@@ -111,9 +125,12 @@ def interleave(regions: Iterable[Region], nodes: Sequence[int]) -> bool:
 
 
 def system_call(numbers: Mapping[str, int], name: str, *arguments: Any) -> bool:
-    """A system call that the C library does not wrap. False where it fails or this machine's number is not known.
+    """Make a system call that the C library does not wrap.
 
-    numbers: its number by machine; arguments: whole numbers, None, and ctypes objects, passed by reference
+    Returns False if it fails, or if its number on this machine is unknown.
+
+    numbers:   the call's number by machine
+    arguments: integers, None, and ctypes objects, which are passed by reference
     """
     number = numbers.get(platform.machine())
     if number is None:
@@ -126,17 +143,22 @@ def system_call(numbers: Mapping[str, int], name: str, *arguments: Any) -> bool:
 
 
 def spun_cores(environ: Mapping[str, str] = os.environ) -> set[int]:
-    """The cores that this process's other threads are bound to, one each, or will be by their OpenMP settings."""
+    """Return the cores on which the engine's threads in this process spin.
+
+    These are the cores of threads that are bound to one core each, and the cores to which the
+    OpenMP settings will bind threads.
+    """
     own = {thread.native_id for thread in threading.enumerate() if thread.name.startswith(OWN_PREFIX)}
     bound = {core for native_id, cores in _masks() if native_id not in own and len(cores) == 1 for core in cores}
     return bound | _openmp_cores(environ)
 
 
 def place_own_threads(cores: str = "") -> None:
-    """Move kvhold's threads in this process off the cores that the engine's threads spin on, but near its memory.
+    """Move kvhold's threads in this process off the engine's cores, but keep them near its memory.
 
-    Where the engine spins on all cores, kvhold's threads may use all that the control group allows. Where it binds no thread to a
-    core, nothing changes. Threads that start later need another call, or `place_this_thread`.
+    If the engine spins on all cores, kvhold's threads may use all cores of the control group. If it
+    binds no thread to a core, nothing changes. Threads that start later need another call, or
+    `place_this_thread`.
 
     cores: a list such as "8-15" to use instead; "inherit": change nothing
     """
@@ -150,7 +172,10 @@ def place_own_threads(cores: str = "") -> None:
 
 
 def place_this_thread(cores: str = "") -> None:
-    """As `place_own_threads`, for the calling thread alone, at its start. It counts as kvhold's, whatever its name is."""
+    """Place the calling thread, at its start, as `place_own_threads` would.
+
+    The thread counts as kvhold's even if its name has another prefix.
+    """
     native_id = threading.get_native_id()
     _label(native_id, threading.current_thread().name)
     if cores != "inherit":
@@ -158,7 +183,7 @@ def place_this_thread(cores: str = "") -> None:
 
 
 def _label(native_id: int, name: str) -> None:
-    """Show the thread's name in `top -H` and the like, where Python does not."""
+    """Show the thread's name in `top -H` and similar tools, because Python may not set it."""
     with suppress(OSError):
         (_TASKS / str(native_id) / "comm").write_text(name)
 
@@ -169,12 +194,15 @@ def _place(native_id: int, cores: str, spun: set[int]) -> None:
             os.sched_setaffinity(native_id, parse_list(cores))
         elif spun:
             os.sched_setaffinity(native_id, _free_cores(take_all_cores(native_id), spun))
-    except OSError as error:  # it has ended meanwhile, or the host refuses
+    except OSError as error:  # the thread has ended, or the host refuses
         log.debug("thread %d stays on its cores: %s", native_id, error)
 
 
 def _free_cores(allowed: set[int], spun: set[int]) -> set[int]:
-    """Of the allowed cores those that nobody spins on: those on the spun ones' NUMA nodes, or else all of them."""
+    """Return the allowed cores on which no thread spins.
+
+    Prefers those on the NUMA nodes of the spun cores. Returns all allowed cores if none is free.
+    """
     free = allowed - spun
     near = {core for core in free if _nodes_of([core]) & _nodes_of(spun)}
     return near or free or allowed
@@ -188,19 +216,19 @@ def _possible_cores() -> list[int]:
 
 
 def _nodes_of(cores: Iterable[int]) -> set[int]:
-    """The NUMA nodes of these cores."""
+    """Return the NUMA nodes of these cores."""
     return {int(folder.name[4:]) for core in cores for folder in (_CPUS / f"cpu{core}").glob("node[0-9]*")}
 
 
 def _masks() -> Iterator[tuple[int, set[int]]]:
-    """Each thread of this process, and the cores it may run on."""
+    """Yield the native id of each thread of this process, and the cores on which it may run."""
     for task in _TASKS.iterdir():
-        with suppress(OSError, ValueError):  # it has ended meanwhile
+        with suppress(OSError, ValueError):  # the thread has ended
             yield int(task.name), os.sched_getaffinity(int(task.name))
 
 
 def _openmp_cores(environ: Mapping[str, str]) -> set[int]:
-    """The cores that vLLM has its OpenMP threads bound to, by the variables that it sets for its workers."""
+    """Return the cores of vLLM's OpenMP threads, from the variables that it sets for workers."""
     texts = []
     if "GOMP_CPU_AFFINITY" in environ:
         texts = environ["GOMP_CPU_AFFINITY"].replace(",", " ").split()
@@ -210,7 +238,7 @@ def _openmp_cores(environ: Mapping[str, str]) -> set[int]:
         texts = environ["OMP_PLACES"].replace("{", "").replace("}", "").split(",")
     try:
         return {core for text in texts for core in parse_list(text)}
-    except ValueError:  # a form of these variables that is not vLLM's, such as strides: the threads' own masks then say it
+    except ValueError:  # not vLLM's form, such as strides; the threads' own masks must suffice then
         return set()
 
 

@@ -1,33 +1,35 @@
-"""Divides a range of bytes among objects of few sizes.
+"""Divide a range of bytes among objects of few sizes.
 
     slabs = SlabAllocator(arena.nbytes)
     offset = slabs.allocate(nbytes)               # None when there is no room
     offsets = slabs.allocate_all([a, b, c])       # all of them or None
     slabs.free(offset)
 
-A cache's chunks come in few sizes (a whole chunk a group, and tails), so each size rounds up to a class (at most 1/8 is lost, or less
-than one ALIGNMENT) and a class takes *slabs*: runs of bytes cut into equal slots. A slab whose slots are all free goes back to the
-runs, which are merged with their neighbours, so memory moves between classes as the mix changes. Objects of LARGE_BYTES or more are
-runs of their own. Lowest address first: the pages already touched are used first, and the end stays free for large runs.
+A cache's chunks have few sizes: one per group for whole chunks, and those of tails. Each size is
+rounded up to a class, which wastes at most 1/8, or less than one ALIGNMENT. A class takes *slabs*:
+runs of bytes that are cut into equal slots. A slab without used slots becomes a free run again and
+is merged with its neighbours, so memory moves between classes as the mix changes. An object of
+LARGE_BYTES or more has a run of its own. The lowest address is used first: its pages are faulted in
+already, and the end stays free for large runs.
 
-Not thread-safe; its owner is a single writer. It holds numbers only and touches no memory.
+Not thread-safe: one thread owns an allocator. It keeps numbers only and touches no memory.
 """
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from functools import lru_cache
 
-ALIGNMENT = 4096  # O_DIRECT and huge pages both want it
+ALIGNMENT = 4096  # O_DIRECT and huge pages both need it
 SLAB_BYTES = 1 << 20
 LARGE_BYTES = SLAB_BYTES // 8  # below it, a slab of equal slots loses at most an eighth at its end
 
 
 class SlabAllocator:
-    """Offsets in `[0, capacity)`, all multiples of ALIGNMENT."""
+    """Allocates offsets in `[0, capacity)`, all multiples of ALIGNMENT."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity // ALIGNMENT * ALIGNMENT
-        self.used_bytes = 0  # in slots that are taken, their rounding included
+        self.used_bytes = 0  # of objects, after rounding
         self._runs = _Runs(self.capacity)
         self._partial: dict[int, list[_Slab]] = {}  # class size -> slabs with a free slot, by address
         self._slab_starts: list[int] = []
@@ -35,7 +37,7 @@ class SlabAllocator:
         self._large: dict[int, int] = {}
 
     def allocate(self, nbytes: int) -> int | None:
-        """The offset of a new object, or None. `nbytes` is 1 or more."""
+        """Return the offset of a new object of `nbytes` (1 or more). None: there is no space."""
         assert nbytes > 0
         size = size_class(nbytes)
         if size >= LARGE_BYTES:
@@ -56,7 +58,7 @@ class SlabAllocator:
         return offset
 
     def allocate_all(self, sizes: Sequence[int]) -> list[int] | None:
-        """An offset for each size, or None and nothing taken."""
+        """Return an offset for each size. If one does not fit, allocate nothing and return None."""
         offsets: list[int] = []
         for nbytes in sizes:
             offset = self.allocate(nbytes)
@@ -68,7 +70,7 @@ class SlabAllocator:
         return offsets
 
     def free(self, offset: int) -> None:
-        """Give an object's bytes back. Freeing what is not allocated is a bug and asserts."""
+        """Free an object. Asserts that `offset` is allocated."""
         if offset in self._large:
             size = self._large.pop(offset)
             self._runs.give(offset, size)
@@ -87,13 +89,13 @@ class SlabAllocator:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes in no slab and no large object."""
+        """Bytes outside of slabs and large objects."""
         return self._runs.free_bytes
 
     def _new_slab(self, size: int) -> "_Slab | None":
         start = self._runs.take(SLAB_BYTES) if self.capacity >= SLAB_BYTES else None
         nbytes = SLAB_BYTES
-        if start is None:  # a small arena, or its last pieces: a slab of one slot
+        if start is None:  # a small or almost full arena: a slab of one slot
             start, nbytes = self._runs.take(size), size
         if start is None:
             return None
@@ -110,9 +112,13 @@ class SlabAllocator:
         return slab
 
 
-@lru_cache(maxsize=256)  # of the few sizes that a cache's chunks come in
+@lru_cache(maxsize=256)  # a cache's chunks have few sizes
 def size_class(nbytes: int) -> int:
-    """`nbytes` rounded up: to ALIGNMENT for large objects and the smallest, else to one of eight classes to each power of two."""
+    """Return `nbytes` rounded up to its class.
+
+    Large objects, and the smallest, are rounded to ALIGNMENT. For other sizes there are eight
+    classes between two powers of two.
+    """
     if nbytes >= LARGE_BYTES:
         return -(-nbytes // ALIGNMENT) * ALIGNMENT
     step = max(ALIGNMENT, 1 << max(0, (nbytes - 1).bit_length() - 4))
@@ -120,7 +126,10 @@ def size_class(nbytes: int) -> int:
 
 
 class _Slab:
-    """A run cut into equal slots. free: where those lie that are not taken, negated and ascending: the lowest is last, and goes first."""
+    """A run that is cut into equal slots.
+
+    free: negated offsets of the free slots, ascending, so that `pop` returns the lowest offset
+    """
 
     def __init__(self, start: int, nbytes: int, slot_bytes: int) -> None:
         self.start, self.nbytes, self.slot_bytes = start, nbytes, slot_bytes
@@ -142,7 +151,7 @@ class _Slab:
 
 
 class _Runs:
-    """Free runs, sorted by address, merged with their neighbours. First fit."""
+    """The free runs, sorted by address and merged with their neighbours. First fit."""
 
     def __init__(self, capacity: int) -> None:
         self._starts = [0] if capacity else []

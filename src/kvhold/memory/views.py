@@ -1,19 +1,23 @@
-"""Views: how an engine arranges a group's KV on its device, stated axis by axis and checked against the layout.
+"""Views: how an engine arranges a group's KV on its device, checked against the layout.
 
-    view = per_layer(group, kv_caches, axes="plane block token head dim")                       # vLLM NHD; HND: "... head token dim"
-    view = separate_pools(group, [k_pools, v_pools], axes="slot head dim", tokens_per_block=1)   # SGLang
+    # vLLM NHD; HND: "... head token dim"
+    view = per_layer(group, kv_caches, axes="plane block token head dim")
+    # SGLang
+    view = separate_pools(group, [k_pools, v_pools], axes="slot head dim", tokens_per_block=1)
 
-Axes are named, one name an axis of the tensor, in any order and with any strides as long as `dim` is contiguous:
+Each axis of a tensor has a name. Axes may have any order and any strides, but `dim` must be
+contiguous:
 
     layer   the group's layers                          plane   K and V (or one latent plane)
     block   the engine's blocks                         token   a block's tokens
     slot    blocks and tokens in one axis               head    the layout's heads
     dim     head_dim elements, contiguous
 
-An axis of size one that the group does not need may be left out: an MLA tensor is "block token dim". Nothing is inferred; what disagrees
-with the group is a LayoutError that names the field. The tensors' elements are of the group's dtype, or unsigned integers of the same width
-that hold its bits, as engines keep fp8. Torch tensors and numpy arrays are welcome; torch is not imported here. Building a view takes
-microseconds a layer, on any thread.
+An axis may be missing if the group needs only one entry: an MLA tensor is "block token dim".
+Nothing is inferred. If a tensor disagrees with the group, a LayoutError names the field. Elements
+have the group's dtype, or are unsigned integers of the same width that hold its bits, as engines
+keep fp8. Torch tensors and numpy arrays both work; torch is not imported here. Building a view
+takes microseconds a layer, on any thread.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,11 +35,12 @@ _KNOWN = ("layer", "plane", "block", "token", "slot", "head", "dim")
 
 
 def per_layer(group: Group, tensors: Sequence[Tensor], *, axes: str | Sequence[str], tokens_per_block: int | None = None) -> View:
-    """One tensor a layer, K and V (or the one latent plane) within it.
+    """Make a view of one tensor per layer, which holds K and V, or the one latent plane.
 
     tensors: `group.layers` tensors, in the order of the layers
-    axes:    "plane block token head dim" (NHD), "plane block head token dim" (HND), "block token dim" (MLA) ...
-    tokens_per_block: needed with a `slot` axis; else the size of `token`, and checked if given
+    axes:    "plane block token head dim" (NHD), "plane block head token dim" (HND),
+             "block token dim" (MLA) ...
+    tokens_per_block: required with a `slot` axis; else the size of `token`, and checked if given
     """
     named = _axes(axes, without=("layer",))
     planes = [[_Strided.of(tensor, named, f"the tensor of layer {layer}")] for layer, tensor in enumerate(tensors)]
@@ -43,7 +48,10 @@ def per_layer(group: Group, tensors: Sequence[Tensor], *, axes: str | Sequence[s
 
 
 def cross_layer(group: Group, tensor: Tensor, *, axes: str | Sequence[str], tokens_per_block: int | None = None) -> View:
-    """One tensor for all layers, such as "block layer plane token head dim". Arguments as for `per_layer`."""
+    """Make a view of one tensor for all layers, such as "block layer plane token head dim".
+
+    Arguments as for `per_layer`.
+    """
     whole = _Strided.of(tensor, _axes(axes), "the cross-layer tensor")
     layers = _split(group, whole, "layer", group.layers)
     return _paged(group, [list(_split(group, layer, "plane", group.planes)) for layer in layers], tokens_per_block)
@@ -52,11 +60,12 @@ def cross_layer(group: Group, tensor: Tensor, *, axes: str | Sequence[str], toke
 def separate_pools(
     group: Group, planes: Sequence[Sequence[Tensor]], *, axes: str | Sequence[str], tokens_per_block: int | None = None
 ) -> View:
-    """A tensor for each layer and plane.
+    """Make a view of one tensor for each layer and plane.
 
     planes: `group.planes` sequences (K, V; or one latent) of `group.layers` tensors
-    axes:   of each tensor: "slot head dim" (SGLang; give its page size as tokens_per_block), "block head token dim" (a cache without
-            pages, `[batch, heads, tokens, head_dim]` as in transformers: a block is a sequence)
+    axes:   the axes of each tensor: "slot head dim" (SGLang; tokens_per_block is its page size), or
+            "block head token dim" (transformers' cache without pages,
+            `[batch, heads, tokens, head_dim]`: a block is a sequence)
     """
     if len(planes) != group.planes:
         raise LayoutError(f"planes: {len(planes)} pools given, group.planes is {group.planes}")
@@ -72,9 +81,11 @@ def separate_pools(
 
 
 def opaque_blocks(group: Group, tensors: Sequence[Tensor], *, block_axis: int) -> View:
-    """One tensor a layer whose blocks are packed in the engine's own way; a block is `group.block_bytes` contiguous bytes.
+    """Make a view of one tensor per layer whose blocks have the engine's own packing.
 
-    block_axis: which axis of each tensor counts the blocks; all other axes together are one block
+    A block is `group.block_bytes` contiguous bytes.
+
+    block_axis: the axis of each tensor that counts the blocks; all other axes are one block
     """
     if group.packing == CANONICAL:
         raise LayoutError("group.packing is canonical; opaque blocks need the name of the engine's packing")
@@ -143,7 +154,7 @@ class _Strided:
         return cls(tensor, what, address, sizes, strides, dtype, item, device, writable)
 
     def at(self, axis: str, index: int) -> "_Strided":
-        """The slice at one index of an axis, without that axis."""
+        """Return the slice at one index of an axis, without that axis."""
         return replace(
             self,
             address=self.address + index * self.strides[axis],
@@ -177,7 +188,7 @@ def _axes(axes: str | Sequence[str], without: tuple[str, ...] = ()) -> tuple[str
 
 
 def _split(group: Group, whole: _Strided, axis: str, size: int) -> Iterator[_Strided]:
-    """The slices along `axis`, or the whole where the group has but one of them and the tensor no such axis."""
+    """Yield the slices along `axis`; the whole if its size is 1 and the tensor lacks the axis."""
     whole.check_size(axis, size, f"group.{axis}s")
     if axis not in whole.sizes:
         yield whole
@@ -187,7 +198,7 @@ def _split(group: Group, whole: _Strided, axis: str, size: int) -> Iterator[_Str
 
 
 def _paged(group: Group, layers: list[list[_Strided]], tokens_per_block: int | None) -> View:
-    """The view of `layers[layer][plane]`, each with axes slot (or block and token), head and dim."""
+    """Return the view of `layers[layer][plane]`: axes slot (or block and token), head and dim."""
     if group.packing != CANONICAL:
         raise LayoutError(f"group.packing is {group.packing!r}, which has no token axis; use opaque_blocks")
     for memory in (memory for planes in layers for memory in planes):
@@ -229,7 +240,7 @@ def _paged(group: Group, layers: list[list[_Strided]], tokens_per_block: int | N
 
 
 def _check_alike(group: Group, layers: list[list[_Strided]]) -> None:
-    """One set of sizes and strides has to serve for all layers and planes."""
+    """Raise LayoutError unless all layers and planes have the same device, sizes and strides."""
     if len(layers) != group.layers:
         raise LayoutError(f"layers: {len(layers)} tensors given, group.layers is {group.layers}")
     first = layers[0][0]

@@ -1,1 +1,3 @@
-"""What travels between processes: `messages.py` the typed records, `wire.py` how they are cut from a stream of bytes."""
+"""Communication between processes: `messages.py` has the typed records, `wire.py` cuts them from a
+stream of bytes.
+"""

@@ -1,4 +1,4 @@
-"""Addresses of hosts: which are this host's own, and which of them count as one.
+"""Addresses of hosts: whether one is on the loopback interface, and the network that it counts for.
 
 is_loopback("127.0.0.1"), network_of("2001:db8::1")       # True, "2001:db8::/64"
 """
@@ -7,7 +7,7 @@ import ipaddress
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` can only be this host: an address of its loopback interface, or `localhost`. Other names are not looked up."""
+    """Return whether `host` is a loopback address or `localhost`. Other names are not resolved."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -17,7 +17,10 @@ def is_loopback(host: str) -> bool:
 
 
 def network_of(host: str) -> str:
-    """Whose address it is: an IPv4 address stands for itself, an IPv6 address for its /64, all of which one host may have."""
+    """Return the network that an address counts for: the address itself for IPv4, its /64 for IPv6.
+
+    One host may have all addresses of a /64. A name counts for itself.
+    """
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

@@ -1,8 +1,10 @@
-"""The records between a central cache and the hosts that use it; msgpack on the wire (`wire.py`), values as plain bytes behind them.
+"""The records between a central cache and the hosts that use it; msgpack on the wire (`wire.py`),
+values as plain bytes behind them.
 
-A client says Hello first and is answered with Welcome, or with Refused and a closed connection. Then each request is answered in order. The
-bytes of values follow their record at once, end to end: those of a Put behind the request, in the order of its keys; those of a Get behind
-its answer, for each key that has a size there.
+A client sends Hello first. The answer is Welcome, or Refused and a closed connection. Then requests
+are answered in order. The bytes of values follow their record directly, without gaps: those of a
+Put follow the request, in the order of its keys; those of a Get follow its answer, for each key
+with a size.
 """
 
 from typing import Union
@@ -14,7 +16,7 @@ from kvhold.core.keys import KEY_BYTES
 CENTRAL_VERSION = 1
 CENTRAL_MAGIC = "kvhold-central"
 DEFAULT_PORT = 7710
-MAX_HELLO_BYTES = 4 << 10  # the most that is read of anybody who has not logged in
+MAX_HELLO_BYTES = 4 << 10  # the most that is read from a client that has not logged in
 MAX_TOKEN_BYTES = 3 << 10  # of UTF-8, so that a Hello has room for it
 
 
@@ -23,7 +25,7 @@ class CentralMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Hello(CentralMessage, frozen=True):
-    """The first thing a client says. `magic` and `version` never move."""
+    """The first message of a client. `magic` and `version` keep their places in every version."""
 
     magic: str
     version: int
@@ -31,31 +33,38 @@ class Hello(CentralMessage, frozen=True):
 
 
 class Welcome(CentralMessage, frozen=True):
-    """The client may ask now. max_value_bytes: larger values are refused."""
+    """The client is logged in. max_value_bytes: larger values are refused."""
 
     version: int
     max_value_bytes: int
 
 
 class Refused(CentralMessage, frozen=True):
-    """The conversation is over, and why. denied: it is a matter of rights."""
+    """The connection is closed, for `reason`. denied: the client lacks the rights"""
 
     reason: str
     denied: bool = False
 
 
 class Check(CentralMessage, frozen=True):
-    """-> Done"""
+    """Ask whether the cache answers. -> Done"""
 
 
 class Probe(CentralMessage, frozen=True):
-    """keys: KEY_BYTES each, end to end, as everywhere here. -> Sizes"""
+    """Ask for the sizes of values. -> Sizes
+
+    keys: KEY_BYTES each, joined without gaps, as in all records here
+    """
 
     keys: bytes
 
 
 class Get(CentralMessage, frozen=True):
-    """room: bytes that the client has for each value; starts: for ranges of exactly that many bytes. -> Sizes, and the bytes"""
+    """Read values, or ranges of them. -> Sizes, followed by the bytes
+
+    room:   for each value, the bytes that the client can take
+    starts: for each value, the start of a range of exactly `room` bytes; None: whole values
+    """
 
     keys: bytes
     room: list[int]
@@ -63,13 +72,13 @@ class Get(CentralMessage, frozen=True):
 
 
 class Sizes(CentralMessage, frozen=True):
-    """Of each value, None where there is none, or it does not fit."""
+    """The size of each value; None if there is none or it does not fit `room`, or for a bad range."""
 
     sizes: list[int | None]
 
 
 class Put(CentralMessage, frozen=True):
-    """The bytes follow. -> Stored"""
+    """Store values. Their bytes follow the record. -> Stored"""
 
     keys: bytes
     sizes: list[int]
@@ -77,39 +86,50 @@ class Put(CentralMessage, frozen=True):
 
 
 class Stored(CentralMessage, frozen=True):
-    """For each value why it is not there: "full", "busy" (somebody else is writing it); empty where it is."""
+    """For each value, why it is not stored: "full", "busy" (another client is writing it); empty if
+    it is stored.
+    """
 
     faults: list[str]
 
 
 class Delete(CentralMessage, frozen=True):
-    """-> Removed"""
+    """Delete values. -> Removed"""
 
     keys: bytes
 
 
 class Removed(CentralMessage, frozen=True):
-    """For each key whether something was."""
+    """For each key, whether a value was removed. whole: no lower tier failed to delete"""
 
     removed: list[bool]
+    whole: bool = True
 
 
 class Scan(CentralMessage, frozen=True):
-    """The next keys with this prefix, in order, behind `after` (empty: from the first). -> Keys"""
+    """Ask for the next page of the keys with a prefix, in no order. -> Keys
+
+    after: the last key of the page before; empty: begin a scan
+    """
 
     prefix: bytes
     after: bytes
 
 
 class Keys(CentralMessage, frozen=True):
-    """more: there are some behind these."""
+    """One page of keys.
+
+    more:  more keys follow
+    whole: no lower tier failed to list its keys
+    """
 
     keys: bytes
     more: bool
+    whole: bool = True
 
 
 class Done(CentralMessage, frozen=True):
-    """It is well."""
+    """The cache answers."""
 
 
 Greeting = Union[Welcome, Refused]  # noqa: UP007 - msgspec reads the union
@@ -118,7 +138,7 @@ Answer = Union[Sizes, Stored, Removed, Keys, Done, Refused]  # noqa: UP007
 
 
 def split_keys(joined: bytes) -> list[bytes]:
-    """The keys that lie end to end. Raises ValueError where they do not."""
+    """Split joined keys. Raises ValueError if the length is no multiple of KEY_BYTES."""
     if len(joined) % KEY_BYTES:
         raise ValueError(f"{len(joined)} bytes are not keys of {KEY_BYTES}")
     return [joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES)]

@@ -1,12 +1,16 @@
 """The records of the node's protocol, one class each; msgpack on the wire (`wire.py`).
 
-A client says Hello first and is answered with Welcome, which carries the arena's descriptor. Then it numbers its requests, from 1 on, and
-each answer has its request's number; the type of the answer stands beside the request here. `Release`, `Commit`, `Abandon` are answered
-with Done, so that a caller knows that a chunk is visible. What the node says unasked has number 0: News, when something has ended that it
-had said is under way (a hit that was arriving, a flush), and fatal refusals.
+A client sends Hello first. The node answers Welcome, and passes the arena's descriptor with it.
+Then the client numbers its requests, from 1 on, and each answer has the number of its request. A
+request's docstring names the type of its answer after `->`. Release, Commit and Abandon are
+answered too, with Done, so that the caller knows when a chunk is visible.
 
-Anything that breaks the rules is answered with a fatal Refused, and the connection is closed: by the node at once, or, where the client has
-a loan or a room, by the client when it touches that memory no longer.
+Unsolicited messages of the node have number 0. They are fatal refusals, and News: an operation has
+ended that the node had reported as under way (an arriving hit, a flush).
+
+A client that breaks the rules gets a fatal Refused, and the connection is closed. The node closes
+it at once, unless the client has a loan or a room: then the client closes it, when it no longer
+reads or writes that memory.
 """
 
 from typing import Annotated, Any, Union
@@ -20,9 +24,9 @@ from kvhold.core.naming import MAX_DESCRIPTION_BYTES
 from kvhold.core.planning import MOST_NAME, Decision, Work
 from kvhold.core.terms import FREE, Terms
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 10
 MAX_MESSAGE_BYTES = 8 << 20  # the hashes of a prompt of 100 million tokens
-MAX_HELLO_BYTES = 4 << 10  # of a Hello, and of the answer to it
+MAX_HELLO_BYTES = 4 << 10  # of a Hello, and of its answer
 MAGIC = "kvhold"
 
 _Name = Annotated[str, msgspec.Meta(max_length=MOST_NAME)]
@@ -33,9 +37,12 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Hello(Message, frozen=True):
-    """The first thing a client says. `magic` and `version` never move, so that any two versions understand this much.
+    """The first message of a client.
 
-    requires: what it requires of the node (`core/requirements.py`), packed, so that another version's is not in the way; empty: nothing
+    `magic` and `version` keep their places, so that any two versions can compare them.
+
+    requires: the client's requirements (`core/requirements.py`), packed, so that a node of another
+              version can still decode the Hello; empty: none
     """
 
     magic: str
@@ -46,9 +53,16 @@ class Hello(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """Answer to Hello: who the node is, and the arena. With it comes the arena's descriptor.
+    """Answer to Hello. The arena's descriptor is sent with it.
 
-    different: what the client requires and does not get, in words; empty: nothing
+    version:     of the protocol
+    node:        the node's kvhold version
+    pid:         the node's process
+    arena_bytes: size of the arena
+    huge_pages:  whether the arena has huge pages
+    different:   requirements of the client that the node does not meet, as text; empty: none
+    run:         a random number of this run of the node
+    number:      the node's number for this client
     """
 
     version: int
@@ -57,12 +71,16 @@ class Welcome(Message, frozen=True):
     arena_bytes: int
     huge_pages: bool
     different: str = ""
+    run: int = 0
+    number: int = 0
 
 
 class Register(Message, frozen=True):
-    """Make a layout known, and of a namespace of it the budget and the tenant in its tags; None: nobody knows. -> Done
+    """Register a layout, and optionally a namespace that uses it. -> Done
 
-    description: what the namespace is made of, packed by `core.naming`; empty: nobody says
+    namespace:   its digest; empty: none
+    terms:       the budget and the tenant in the namespace's tags; None: not known
+    description: the parts of the namespace, packed by `core.naming`; empty: not known
     """
 
     layout: Layout
@@ -72,7 +90,11 @@ class Register(Message, frozen=True):
 
 
 class Lookup(Message, frozen=True):
-    """work: what computing costs whoever asks, who then gets no more than is faster; have_tokens: that it has already. -> Found"""
+    """Look up a prompt, and pin the hit. -> Found
+
+    work:        the caller's compute cost; the hit is capped where loading stops being faster
+    have_tokens: number of tokens that the caller has already
+    """
 
     query: Query
     work: Work | None = None
@@ -80,9 +102,11 @@ class Lookup(Message, frozen=True):
 
 
 class Found(Message, frozen=True):
-    """What a lookup found and pinned. arriving: more may come from lower tiers; ask again with Refresh.
+    """The hit of a lookup, pinned.
 
-    sources: tokens by where their KV was, reason: why the hit ends there; both when it is final
+    arriving: the hit may still grow from lower tiers; ask again with Refresh
+    sources:  number of tokens by the tier that held them; set when the hit is final
+    reason:   why the hit ends there; set when the hit is final
     """
 
     ticket: int
@@ -93,7 +117,11 @@ class Found(Message, frozen=True):
 
 
 class Refresh(Message, frozen=True):
-    """How far does it go now? settle: make do with what is here; growth: ring when there is more of it, not only at its end. -> Found"""
+    """Ask for the current length of an arriving hit. -> Found
+
+    settle: make the hit final, with the chunks that are in memory now
+    growth: send News also when the hit has grown, not only when it is final
+    """
 
     ticket: int
     settle: bool
@@ -101,7 +129,9 @@ class Refresh(Message, frozen=True):
 
 
 class Outcome(Message, frozen=True):
-    """How long a request's load took in its engine, and computing the rest, in seconds; -1: there was none. -> Done"""
+    """Report how long the engine took to load a request's hit and to compute the rest; -1: not
+    done. -> Done
+    """
 
     request: _Name
     load_s: float
@@ -109,31 +139,38 @@ class Outcome(Message, frozen=True):
 
 
 class Explain(Message, frozen=True):
-    """The latest decisions about requests whose names have this in them; empty: about all. -> Explained"""
+    """Ask for the latest decisions about requests whose names contain `request`; empty: about all.
+
+    -> Explained
+    """
 
     request: _Name
 
 
 class Explained(Message, frozen=True):
-    """The last one first; some twenty at most."""
+    """The latest decisions, newest first, about twenty at most."""
 
     decisions: list[Decision]
 
 
 class Names(Message, frozen=True):
-    """List the namespaces that were registered, after digest `after`, whose digests begin with `prefix` in hexadecimal digits. -> Named"""
+    """List registered namespaces, in the order of their digests. -> Named
+
+    after:  list only digests after this one
+    prefix: hexadecimal digits that the digests begin with
+    """
 
     after: Annotated[bytes, msgspec.Meta(max_length=NAMESPACE_BYTES)] = b""
     prefix: Annotated[str, msgspec.Meta(max_length=2 * NAMESPACE_BYTES)] = ""
 
 
 class KnownSpace(msgspec.Struct, frozen=True, array_like=True):
-    """A namespace that was registered.
+    """A registered namespace.
 
-    client:      who registered it last
-    description: what it is made of, packed by `core.naming`
-    at_s:        when, as Unix time
-    nbytes:      memory that its chunks have now
+    client:      the client that registered it last
+    description: its parts, packed by `core.naming`
+    at_s:        time of that registration, as Unix time
+    nbytes:      memory of its chunks now
     """
 
     digest: bytes
@@ -146,9 +183,10 @@ class KnownSpace(msgspec.Struct, frozen=True, array_like=True):
 class Named(Message, frozen=True):
     """One page of namespaces.
 
-    more:         there are others after these
-    other_spaces: namespaces with chunks in memory that are described nowhere: an adapter, a salt or tags of a request
-    other_bytes:  memory of their chunks
+    more:         other namespaces follow these
+    other_spaces: number of namespaces that have chunks in memory and no description: those of an
+                  adapter, or of a request's salt or tags
+    other_bytes:  memory of the chunks of those namespaces
     """
 
     spaces: list[KnownSpace]
@@ -158,15 +196,20 @@ class Named(Message, frozen=True):
 
 
 class Prefetch(Message, frozen=True):
-    """Bring what lower tiers have into memory. -> Done"""
+    """Load a prompt's chunks from lower tiers into memory, without a waiting request. -> Done"""
 
     query: Query
 
 
 class Claim(Message, frozen=True):
-    """-> Lent, or Gone when the ticket is no longer good. As often as is wanted; each loan is released by itself.
+    """Ask for a loan of one shard's part of a hit.
 
-    arriving: what has come of it so far, and it goes on arriving
+    -> Lent, or Gone when the ticket is no longer valid
+
+    A ticket can be claimed many times. Each loan is released on its own.
+
+    arriving: lend only the chunks that have arrived, and let the hit continue to arrive; otherwise
+              a claim makes the hit final
     """
 
     ticket: int
@@ -176,7 +219,12 @@ class Claim(Message, frozen=True):
 
 
 class Lent(Message, frozen=True):
-    """Where the claimed chunks lie. checksums: `[group]`, of those that are not ABSENT, 8 bytes for each layer, as committed."""
+    """The places of the claimed chunks.
+
+    offsets:    `[group][chunk]`, in bytes from the arena's start; ABSENT where there is no chunk
+    num_tokens: of each chunk
+    checksums:  `[group]`, for each chunk that is not ABSENT: 8 bytes per layer, as committed
+    """
 
     loan: int
     offsets: list[list[int]]
@@ -185,24 +233,30 @@ class Lent(Message, frozen=True):
 
 
 class Damaged(Message, frozen=True):
-    """Chunks of a loan, by their offsets, whose bytes are not those that were committed. They are removed. -> Done"""
+    """Report chunks of a loan, by their offsets, whose bytes differ from the committed bytes.
+
+    The node removes them. -> Done
+    """
 
     loan: int
     offsets: list[int]
 
 
 class Gone(Message, frozen=True):
-    """What was asked for is no longer there."""
+    """The node no longer has the requested ticket or recoding."""
 
 
 class Release(Message, frozen=True):
-    """Let go of a ticket, a loan or a recoding, which stops if it is not done. -> Done"""
+    """Release a ticket, a loan or a recoding. A recoding that is not done stops. -> Done"""
 
     number: int
 
 
 class Reserve(Message, frozen=True):
-    """-> Granted. groups: `[group][chunk]`, a byte each, not 0 where it is to be written; None: all"""
+    """Reserve memory for chunks. -> Granted
+
+    groups: `[group][chunk]`, one byte each; not 0 where the chunk will be written; None: all
+    """
 
     layout: bytes
     names: ChunkNames
@@ -212,16 +266,21 @@ class Reserve(Message, frozen=True):
 
 
 class Granted(Message, frozen=True):
-    """Where the reserved chunks are to be written."""
+    """The places of the reserved chunks: `offsets` is `[group][chunk]`, in bytes from the arena's
+    start.
+    """
 
     room: int
     offsets: list[list[int]]
 
 
 class Commit(Message, frozen=True):
-    """Make chunks of a room visible. -> Done; its mark stands for their being written to lower tiers
+    """Make chunks of a room visible.
 
-    checksums: for each of the chunks, each once, for each granted group and each layer 8 bytes: xxh3_64 of what was written
+    -> Done; ask Flushed about its mark to learn whether lower tiers have them
+
+    checksums: 8 bytes per layer, xxh3_64 of the written bytes; in the order of the chunks, each
+               chunk once, and within a chunk in the order of its granted groups
     """
 
     room: int
@@ -230,25 +289,29 @@ class Commit(Message, frozen=True):
 
 
 class Abandon(Message, frozen=True):
-    """Give a room's uncommitted chunks back. -> Done"""
+    """Return a room's uncommitted chunks. -> Done"""
 
     room: int
 
 
 class Clear(Message, frozen=True):
-    """Forget one namespace, or everything. -> Done, with how many chunks went"""
+    """Clear one namespace, or everything. -> Done, with the number of removed chunks"""
 
     namespace: bytes | None
 
 
 class Flushed(Message, frozen=True):
-    """Has all up to this mark been written to lower tiers, or given up, and is nothing being cleared? -> Done; 1 for yes"""
+    """Ask whether all commits up to this mark are written to lower tiers, or given up, and no clear
+    is running. -> Done; 1: yes
+    """
 
     mark: int
 
 
 class Recode(Message, frozen=True):
-    """Write what a tier holds anew, of one namespace, of one prompt, or of all that are known. -> Recoding"""
+    """Re-encode the chunks of a tier: those of one namespace, of one prompt, or of all known
+    namespaces. -> Recoding
+    """
 
     tier: str
     codec: str
@@ -257,35 +320,41 @@ class Recode(Message, frozen=True):
 
 
 class Progress(Message, frozen=True):
-    """How far has a recoding come? -> Recoding, or Gone"""
+    """Ask for the progress of a recoding. -> Recoding, or Gone"""
 
     number: int
 
 
 class Recoding(Message, frozen=True):
-    """How far it has come; released when nobody asks any more."""
+    """The progress of a recoding. The client releases it when it needs no more answers."""
 
     number: int
     recoded: Recoded
 
 
 class Snapshot(Message, frozen=True):
-    """A page of all that is visible in memory, as events: 0 begins a new snapshot, then 1, 2 ... continue it. -> Happened
+    """Ask for one page of the visible chunks in memory, as events. -> Happened
 
-    The cache changes between two pages; what does is in the events that follow the snapshot's number.
+    Page 0 begins a new snapshot; 1, 2 ... continue it. Changes of the cache between two pages are
+    in the events after the snapshot's number.
     """
 
     page: int
 
 
 class Events(Message, frozen=True):
-    """What has happened since event number `after`? -> Happened"""
+    """Ask for the events after number `after`. -> Happened"""
 
     after: int
 
 
 class Happened(Message, frozen=True):
-    """Events. next: the number to go on from; lost: some are missing; more: of a snapshot, this is not all."""
+    """Events of the chunks in memory.
+
+    next: the number to continue from
+    lost: some events are missing
+    more: more pages of the snapshot follow
+    """
 
     events: list[Event]
     next: int
@@ -294,36 +363,71 @@ class Happened(Message, frozen=True):
 
 
 class Status(Message, frozen=True):
-    """-> Report"""
+    """Ask for the node's status. -> Report"""
 
 
 class Report(Message, frozen=True):
-    """Sizes, counts and counters."""
+    """The node's status: sizes, counts and counters."""
 
     values: dict[str, Any]
 
 
 class Clients(Message, frozen=True):
-    """A page of the node's clients: from number `first` on. -> ClientList"""
+    """Ask for one page of the node's clients, from number `first` on. -> ClientList"""
 
     first: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
+class UseDevice(Message, frozen=True):
+    """Report that a device copies between the arena and this client. -> Done
+
+    From then on, the node takes the client's memory back only when its process has ended or has
+    sent `Departed`.
+
+    pinned_bytes: part of the arena that is registered with the device; reported again as it grows
+    """
+
+    pinned_bytes: int = 0
+
+
+class Departed(Message, frozen=True):
+    """Report that no device copies for another client of this process, which has closed its
+    connection. -> Done
+
+    The node may then take that client's memory back.
+
+    run, number: from that client's Welcome
+    """
+
+    run: int
+    number: int
+
+
 class Kick(Message, frozen=True):
-    """End the client of that number, or those of a process; 0: not by this. -> ClientList, of those that were ended"""
+    """End a client by its number, or the clients of a process; 0: not given.
+
+    -> ClientList, of the ended clients
+    """
 
     number: int = 0
     pid: int = 0
 
 
 class Client(msgspec.Struct, frozen=True):
-    """A client, and what it holds.
+    """A client, and its holdings.
 
-    number:  the node's for this connection
-    alive:   whether its process lives, as far as can be told
-    hits:    with their pins
-    nbytes:  of the arena, in loans and rooms
-    ended:   the node does not listen to it any more, and waits for its end
+    number:   the node's number for this connection
+    name:     as the client gave it
+    pid:      its process
+    alive:    whether its process lives, as far as the node can tell
+    silent_s: seconds since its last message
+    hits:     number of its pinned hits
+    loans:    number of its loans
+    rooms:    number of its rooms
+    nbytes:   arena bytes in its loans and rooms
+    ended:    the node no longer reads its requests, and waits until it closes the connection
+    device:   a device copies its memory
+    pinned_bytes: arena bytes that are registered with that device
     """
 
     number: int
@@ -336,10 +440,12 @@ class Client(msgspec.Struct, frozen=True):
     rooms: int
     nbytes: int
     ended: bool
+    device: bool = False
+    pinned_bytes: int = 0
 
 
 class ClientList(Message, frozen=True):
-    """more: this is not all; what follows begins after the last one's number."""
+    """One page of clients. more: others follow, after the number of the last one here."""
 
     clients: list[Client]
     more: bool = False
@@ -350,22 +456,29 @@ class Stop(Message, frozen=True):
 
 
 class Ping(Message, frozen=True):
-    """Are you there? -> Done"""
+    """Ask whether the node answers. -> Done"""
 
 
 class News(Message, frozen=True):
-    """Unasked: something has ended, or grown, that this client was told is under way; it may ask again at once."""
+    """Unsolicited: a hit or a flush that the node had reported as under way has ended or grown.
+
+    The client may ask again.
+    """
 
 
 class Done(Message, frozen=True):
-    """It is done; `count` says how much, where that has a meaning. mark: stands for all that was committed so far."""
+    """The request is done.
+
+    count: see the request; 0 where it has no meaning
+    mark:  stands for all commits so far
+    """
 
     count: int = 0
     mark: int = 0
 
 
 class Refused(Message, frozen=True):
-    """It was not done, and why. `fatal`: the connection is closed after this."""
+    """The request was not done, for `reason`. fatal: the connection is closed after this."""
 
     reason: str
     fatal: bool
@@ -394,6 +507,8 @@ Request = Union[  # noqa: UP007 - msgspec reads the union
     Status,
     Clients,
     Kick,
+    UseDevice,
+    Departed,
     Stop,
     Ping,
 ]

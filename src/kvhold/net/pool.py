@@ -1,11 +1,13 @@
-"""Connections to one server, lent to one task at a time; and commands run over them, many in flight.
+"""Connections to one server, lent to one task at a time; and commands run over them, many in
+flight.
 
     pool = Pool(open, limit=4)
-    await run(pool, exchanges, fault=fault)         # each exchange has then its reply, or its fault
+    await run(pool, exchanges, fault=fault)         # each exchange then has its reply, or its fault
 
-A connection comes back into the pool only at a boundary between replies. One that broke, was cancelled or met what it did not expect, is
-closed: no reply can reach a command that it does not belong to. Before one is lent again, nothing may be there to read. Where a server
-has closed one in the meantime, its commands go out once more, on a new one. Runs in the event loop; knows no protocol.
+A connection returns to the pool only between two replies. After an error, a cancel or an unexpected
+reply it is closed, so that no reply can reach the wrong command. It is lent again only if there is
+nothing to read. If the server has closed an idle connection, its commands are sent again on a new
+one. Runs in the event loop; knows no protocol.
 """
 
 import asyncio
@@ -17,22 +19,25 @@ from typing import Any
 from kvhold.core.errors import ProtocolError, TierError
 from kvhold.net.stream import Bytes, Stream
 
-_MAX_IN_FLIGHT = 256  # commands a connection that wait for their replies
-_MAX_IN_FLIGHT_BYTES = 4 << 20  # of values: the server keeps replies that are not yet read in its memory
-_LANE_BYTES = 1 << 20  # of values worth one more connection
+_MAX_IN_FLIGHT = 256  # commands per connection that wait for their replies
+_MAX_IN_FLIGHT_BYTES = 4 << 20  # of values: the server keeps unread replies in its memory
+_LANE_BYTES = 1 << 20  # of values, for one more connection
 
 
 class Exchange:
-    """One command, and how its reply is taken. Must be safe to send twice."""
+    """One command, and the reader of its reply. Must be safe to send twice."""
 
     request: Sequence[Bytes]
     value_bytes: int = 0
-    """About how many bytes of values travel, to and fro."""
+    """Approximate bytes of values in the request and the reply."""
     fault: TierError | None = None
-    """Why there is no reply."""
+    """The reason if there is no reply."""
 
     async def take(self, stream: Stream) -> None:
-        """Read exactly this command's reply. May close the stream instead of reading on: the commands after it then go another way."""
+        """Read exactly this command's reply.
+
+        May close the stream instead; later commands are then sent again on another one.
+        """
         raise NotImplementedError
 
 
@@ -50,7 +55,10 @@ class Pool:
 
     @asynccontextmanager
     async def lend(self, *, fresh: bool = False) -> AsyncIterator[Stream]:
-        """A connection at a boundary between replies, to be left at one, or closed; an exception closes it."""
+        """Lend a connection that is between two replies.
+
+        The caller must leave it so, or close it; an exception closes it.
+        """
         async with self._room:
             stream = await self._take(fresh)
             if self._closed:
@@ -69,7 +77,10 @@ class Pool:
                 self._idle.append(stream)
 
     def close(self) -> None:
-        """Close all connections, those in use and those being made too, for good. Whoever waits for one gets an OSError."""
+        """Close all connections for good, also those in use or being opened.
+
+        A task that waits for one gets an OSError.
+        """
         self._closed = True
         for stream in (*self._idle, *self._lent):
             stream.close()
@@ -91,7 +102,7 @@ class Pool:
             await asyncio.wait((opening,))
         except asyncio.CancelledError:
             opening.cancel()
-            opening.add_done_callback(_close_unused)  # it may have come in the same turn
+            opening.add_done_callback(_close_unused)  # it may have opened in the same turn
             raise
         finally:
             self._opening.discard(opening)
@@ -106,7 +117,10 @@ def _close_unused(opening: "asyncio.Future[Stream]") -> None:
 
 
 async def run(pool: Pool, exchanges: Sequence[Exchange], *, fault: Callable[[Exception], TierError]) -> None:
-    """Every exchange gets its reply or its fault. Over as many connections as their bytes are worth."""
+    """Give every exchange its reply or its fault.
+
+    Uses one connection, and one more per MiB of values up to the limit.
+    """
     queue = deque(exchanges)
     lanes = min(pool.limit, len(queue), 1 + sum(exchange.value_bytes for exchange in queue) // _LANE_BYTES)
     if lanes <= 1:
@@ -120,7 +134,10 @@ async def run(pool: Pool, exchanges: Sequence[Exchange], *, fault: Callable[[Exc
 
 
 async def _lane(pool: Pool, queue: deque[Exchange], fault: Callable[[Exception], TierError]) -> TierError | None:
-    """Run exchanges until there are no more. What ended it earlier is returned, and is the fault of those that it had in flight."""
+    """Run exchanges until the queue is empty.
+
+    Returns the fault that ended it earlier; the exchanges in flight have that fault.
+    """
     fresh = False
     while queue:
         in_flight: deque[Exchange] = deque()
@@ -141,8 +158,12 @@ async def _lane(pool: Pool, queue: deque[Exchange], fault: Callable[[Exception],
 
 
 async def _pump(stream: Stream, queue: deque[Exchange], in_flight: deque[Exchange]) -> None:
-    """Send from the queue and take replies, until both are done or an exchange has closed the stream. Refilled when half is done, so that
-    small commands travel together and large ones never wait for each other."""
+    """Send from the queue and take replies, until both are done or an exchange has closed the
+    stream.
+
+    Sends more when half of the commands in flight are done, so that small commands are sent
+    together, and large ones never wait for each other.
+    """
     nbytes = 0
     while queue or in_flight:
         if queue and (len(in_flight) < 2 or (len(in_flight) <= _MAX_IN_FLIGHT // 2 and nbytes <= _MAX_IN_FLIGHT_BYTES // 2)):
@@ -157,4 +178,4 @@ async def _pump(stream: Stream, queue: deque[Exchange], in_flight: deque[Exchang
         nbytes -= in_flight.popleft().value_bytes
         if stream.closed:
             return
-        stream.reused = False  # it lives: what fails from here on is not for having been idle
+        stream.reused = False  # it works: later errors do not come from its idle time

@@ -1,11 +1,13 @@
-"""One connection to a server, as a stream of bytes that goes straight from and into the caller's memory.
+"""One connection as a stream of bytes, sent from and received into the caller's buffers.
 
     stream = await open_stream(Address("127.0.0.1", 6379), tls=None)
     await stream.send([b"$5\r\n", payload]); line = await stream.line(); await stream.read_into([header, body], 5000)
 
-A non-blocking socket in the event loop: the kernel copies from and into the caller's buffers, in no thread. So a cancelled call has let
-go of them at once, and the connection, which then stands in the middle of something, has to be closed by whoever cancelled it (`Pool`
-does). TLS takes the same way, a record of 16 KiB at a time. What is left out: time-outs, which are the caller's, and use by two tasks.
+The socket is non-blocking and runs in the event loop. The kernel copies from and into the caller's
+buffers, without a thread, so a cancelled call no longer uses its buffers. The connection may then
+be in the middle of a message, so the caller must close it (`Pool` does). TLS works the same way,
+one record of 16 KiB at a time. Left out on purpose: timeouts, which the caller sets, and use by two
+tasks.
 """
 
 import asyncio
@@ -21,9 +23,11 @@ from kvhold.core.errors import ProtocolError
 
 Bytes: TypeAlias = bytes | bytearray | memoryview
 
-AHEAD_BYTES = 16 << 10  # read ahead of what is asked for: many small replies in one call, at most so much of a large one copied
-_STEP_BYTES = 1 << 20  # received in one call, and moved before the loop's other tasks get a turn
-_MERGE_BYTES = 4 << 10  # smaller pieces are sent as one: a system call, and a TLS record, costs more than their copy
+# read ahead: one call reads many small replies, and copies at most this much of a large one
+AHEAD_BYTES = 16 << 10
+_STEP_BYTES = 1 << 20  # received in one call; also moved before the loop's other tasks run
+# smaller pieces are merged: copying them costs less than a system call or a TLS record
+_MERGE_BYTES = 4 << 10
 _MAX_PIECES = 512  # in one system call; IOV_MAX is 1024
 
 _NOT_READABLE = (BlockingIOError, InterruptedError, ssl.SSLWantReadError)
@@ -36,7 +40,7 @@ def _wake(future: "asyncio.Future[None]") -> None:
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server listens: host and port, or the path of a Unix socket."""
+    """The address of a server: host and port, or the path of a Unix socket."""
 
     host: str = ""
     port: int = 0
@@ -49,26 +53,32 @@ class Address:
 
 
 class Stream:
-    """A connected socket, owned. Raises OSError where the connection is lost, EOFError where the other side ends it."""
+    """A connected socket, owned.
+
+    Calls raise OSError when the connection is lost, EOFError when the other side ends it.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._loop = asyncio.get_running_loop()
         self._memory = bytearray(AHEAD_BYTES)
         self._ahead = memoryview(self._memory)
-        self._start = self._end = 0  # of what is there ahead
-        self.ahead_bytes = AHEAD_BYTES
-        """The most that is received ahead of what is asked for; less for somebody who may not be trusted yet."""
+        self._start = self._end = 0  # of the bytes read ahead
+        self.allowed_bytes: int | None = None
+        """How many more bytes may be received, while the other side is not trusted yet; None: any
+        number.
+        """
         self._since_turn = 0
         self._waiting: asyncio.Future[Any] | None = None
-        self._step: Callable[[asyncio.Future[Any]], None] | None = None  # what is done when there is something to read
-        self._watched = False  # by the loop, for something to read
+        # called when the socket is readable
+        self._step: Callable[[asyncio.Future[Any]], None] | None = None
+        self._watched = False  # whether the loop watches the socket for reading
         self.closed = False
         self.reused = False
-        """It has served before, so that the server may have closed it in the meantime."""
+        """Used before, so the server may have closed it since."""
 
     async def send(self, pieces: Sequence[Bytes]) -> None:
-        """All of `pieces`, end to end."""
+        """Send all of `pieces`, in order."""
         views = _merged(pieces)
         first = 0
         while first < len(views):
@@ -88,7 +98,10 @@ class Stream:
                 views[first] = views[first][sent:]
 
     async def line(self) -> bytes:
-        """Up to the next CRLF, which is taken away. Raises ProtocolError where none comes within 16 KiB."""
+        """Return the bytes up to the next CRLF, and skip the CRLF.
+
+        Raises ProtocolError if there is none within 16 KiB.
+        """
         while (found := self._memory.find(b"\r\n", self._start, self._end)) < 0:
             await self._fill()
         line = bytes(self._ahead[self._start : found])
@@ -96,13 +109,13 @@ class Stream:
         return line
 
     async def read(self, nbytes: int) -> bytes:
-        """`nbytes`, few."""
+        """Read exactly `nbytes`, for small reads."""
         data = bytearray(nbytes)
         await self.read_into([memoryview(data)], nbytes)
         return bytes(data)
 
     async def read_into(self, parts: Sequence[memoryview], nbytes: int) -> None:
-        """The next `nbytes` into `parts`, in order; they have room for it."""
+        """Read the next `nbytes` into `parts`, in order. The parts must be large enough."""
         for part in parts:
             view = part.cast("B") if part.nbytes else part
             if nbytes < view.nbytes:
@@ -113,7 +126,7 @@ class Stream:
                 return
 
     async def skip(self, nbytes: int) -> None:
-        """Throw the next `nbytes` away."""
+        """Read and discard the next `nbytes`."""
         while nbytes:
             if self._start == self._end:
                 await self._fill()
@@ -122,13 +135,16 @@ class Stream:
             nbytes -= step
 
     async def expect_crlf(self) -> None:
-        """Raises ProtocolError where something else comes next."""
+        """Read a CRLF. Raises ProtocolError if other bytes come next."""
         if await self.read(2) != b"\r\n":
             raise ProtocolError("a value that does not end where it should")
 
     @property
     def quiet(self) -> bool:
-        """Nothing to read: what an idle connection must be. An end, or bytes that nobody asked for, are not quiet."""
+        """Whether there is nothing to read, as an idle connection must be.
+
+        False at its end, or if unrequested bytes came.
+        """
         if self.closed or self._start != self._end or (isinstance(self._sock, ssl.SSLSocket) and self._sock.pending()):
             return False
         peek = partial(socket.socket.recv, self._sock) if isinstance(self._sock, ssl.SSLSocket) else self._sock.recv
@@ -141,7 +157,7 @@ class Stream:
         return False
 
     def close(self) -> None:
-        """Let go of the socket; whoever waits for it gets an OSError. Idempotent."""
+        """Close the socket. A task that waits for it gets an OSError. Idempotent."""
         if self.closed:
             return
         self.closed = True
@@ -154,7 +170,7 @@ class Stream:
         self._sock.close()
 
     async def handshake(self) -> None:
-        """TLS, where the socket is one of it."""
+        """Do the TLS handshake, if the socket uses TLS."""
         while isinstance(self._sock, ssl.SSLSocket):
             try:
                 self._sock.do_handshake()
@@ -173,7 +189,7 @@ class Stream:
             if step:
                 view[:step] = self._ahead[self._start : self._start + step]
                 self._start += step
-            elif view.nbytes < AHEAD_BYTES:
+            elif view.nbytes < AHEAD_BYTES or self.allowed_bytes is not None:
                 await self._fill()
             elif isinstance(self._sock, ssl.SSLSocket):
                 step = await self._receive(view[:_STEP_BYTES])
@@ -183,14 +199,22 @@ class Stream:
             view = view[step:]
 
     async def _fill(self) -> None:
-        """More bytes ahead. Only where those that are there have no end yet."""
+        """Read more bytes ahead.
+
+        Call it only if the bytes read ahead are used up or end inside a line or value.
+        """
         left = self._end - self._start
         if left == AHEAD_BYTES:
             raise ProtocolError(f"a line longer than {AHEAD_BYTES} bytes")
+        if self.allowed_bytes == 0:
+            raise ProtocolError("more bytes than are allowed")
         if self._start:
             self._ahead[:left] = bytes(self._ahead[self._start : self._end])
             self._start, self._end = 0, left
-        self._end += await self._receive(self._ahead[self._end : max(self.ahead_bytes, self._end + 1)])
+        received = await self._receive(self._ahead[self._end :][: self.allowed_bytes])
+        self._end += received
+        if self.allowed_bytes is not None:
+            self.allowed_bytes -= received
 
     async def _receive(self, view: memoryview) -> int:
         def take(some: asyncio.Future[int]) -> None:
@@ -216,7 +240,11 @@ class Stream:
         return received
 
     async def _receive_all(self, view: memoryview) -> None:
-        """Fill `view`: pieces are taken as they come, other tasks between them, and this task has one turn for all of them."""
+        """Fill `view`.
+
+        The loop's reader callback receives the pieces; other tasks run between them, and this task
+        wakes once.
+        """
         left = view
 
         def take(whole: asyncio.Future[None]) -> None:
@@ -244,9 +272,10 @@ class Stream:
             self._check_open()
 
     async def _readable(self, step: "Callable[[asyncio.Future[Any]], None]" = _wake) -> Any:
-        """Until `step`, which is called whenever there is something to read, has resolved the future that it is given.
+        """Wait until `step` resolves its future. `step` is called whenever the socket is readable.
 
-        The loop goes on watching afterwards: the next reply is waited for soon, and a `step` that reads leaves nothing to be told of.
+        The loop continues to watch the socket afterwards, because the next reply is usually waited
+        for soon, and a `step` that reads leaves nothing to report.
         """
         self._step = step
         try:
@@ -286,7 +315,7 @@ class Stream:
 
     def _on_readable(self) -> None:
         if self._waiting is None or self._waiting.done() or self._step is None:
-            self._unwatch()  # nobody reads now
+            self._unwatch()  # no task reads now
         else:
             self._step(self._waiting)
 
@@ -296,7 +325,11 @@ class Stream:
 
 
 async def open_stream(address: Address, tls: ssl.SSLContext | None) -> Stream:
-    """Connect. Raises OSError, also where the other side's certificate is not accepted (ssl.SSLError is one)."""
+    """Connect.
+
+    Raises OSError, also if the other side's certificate is not accepted (as ssl.SSLError, a
+    subclass).
+    """
     sock = await (_connect_unix(address.socket) if address.socket else _connect_tcp(address))
     if tls is not None:
         try:
@@ -313,10 +346,12 @@ async def open_stream(address: Address, tls: ssl.SSLContext | None) -> Stream:
     return stream
 
 
-async def accept_stream(sock: socket.socket, tls: ssl.SSLContext | None, *, ahead_bytes: int = AHEAD_BYTES) -> Stream:
-    """The other end: over a socket that was accepted, which is closed if that fails. Raises OSError.
+async def accept_stream(sock: socket.socket, tls: ssl.SSLContext | None, *, allowed_bytes: int | None = None) -> Stream:
+    """Make the server's end of a connection from an accepted socket.
 
-    ahead_bytes: see `Stream.ahead_bytes`
+    Closes the socket if that fails. Raises OSError.
+
+    allowed_bytes: see `Stream.allowed_bytes`
     """
     try:
         sock.setblocking(False)
@@ -325,7 +360,7 @@ async def accept_stream(sock: socket.socket, tls: ssl.SSLContext | None, *, ahea
         if tls is not None:
             sock = tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         stream = Stream(sock)
-        stream.ahead_bytes = ahead_bytes
+        stream.allowed_bytes = allowed_bytes
         await stream.handshake()
     except BaseException:
         sock.close()
@@ -366,7 +401,7 @@ async def _connect_unix(path: str) -> socket.socket:
 
 
 def _merged(pieces: Sequence[Bytes]) -> list[memoryview]:
-    """The same bytes, with small neighbours made one."""
+    """Return the same bytes, with small neighbouring pieces merged."""
     views: list[memoryview] = []
     small = bytearray()
     for piece in pieces:

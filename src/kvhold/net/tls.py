@@ -1,6 +1,6 @@
-"""TLS contexts: `client_context(ca_file, cert_file, key_file)`, `server_context(cert_file, key_file, client_ca_file)`.
+"""TLS contexts of clients and servers: `client_context`, `server_context`.
 
-What a user may have got wrong (a file that is not there, a key that is not the certificate's) is a ConfigError that names the file.
+A missing file, or a key that does not match the certificate, is a ConfigError that names the file.
 """
 
 import ssl
@@ -9,7 +9,13 @@ from kvhold.core.errors import ConfigError
 
 
 def client_context(ca_file: str, cert_file: str, key_file: str) -> ssl.SSLContext:
-    """Checks the server's certificate and name; shows our own where there is one. Empty names mean the system's, and none."""
+    """Return a context that checks the server's certificate and name, and sends our certificate, if
+    any.
+
+    ca_file:   the authorities; empty: the system's
+    cert_file: our certificate; empty: none
+    key_file:  its key; empty: in `cert_file`
+    """
     try:
         context = ssl.create_default_context(cafile=ca_file or None)
     except OSError as error:
@@ -20,7 +26,10 @@ def client_context(ca_file: str, cert_file: str, key_file: str) -> ssl.SSLContex
 
 
 def server_context(cert_file: str, key_file: str, client_ca_file: str) -> ssl.SSLContext:
-    """Shows our certificate; with a client_ca_file, demands one of each client that these authorities have signed."""
+    """Return a context that sends our certificate.
+
+    client_ca_file: each client needs a certificate that these authorities have signed; empty: none
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     _load(context, cert_file, key_file)
     if client_ca_file:

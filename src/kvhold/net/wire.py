@@ -3,10 +3,12 @@
     data = encode(Ping())
     splitter = Splitter(); for body in splitter.feed(data): message = Decoder(Request).decode(body)
 
-Once they have greeted each other, node and client number their records: `encode(Ping(), number=7)` puts 8 bytes (little-endian) before the
-msgpack, and an answer has its request's number. So answers may come late, and in any order.
+After Hello and Welcome, node and client number their records: `encode(Ping(), number=7)` puts 8
+bytes (little-endian) before the msgpack, and an answer has its request's number. So answers may
+come late, and in any order.
 
-A length beyond MAX_MESSAGE_BYTES, or bytes that are not the record expected, is a ProtocolError before anything is allocated for it.
+A length beyond MAX_MESSAGE_BYTES is a ProtocolError before memory is allocated for it. Bytes that
+are not the expected record are a ProtocolError, too.
 """
 
 from collections.abc import Iterator
@@ -28,7 +30,10 @@ Record = TypeVar("Record")
 
 
 def encode(message: msgspec.Struct, number: int | None = None) -> bytearray:
-    """A record as it goes on the stream, with its number if it has one. Raises ProtocolError when the other side could not accept it."""
+    """Return a record's bytes for the stream, with its number, if any.
+
+    Raises ProtocolError if the other side could not accept it.
+    """
     data = bytearray(LENGTH_BYTES)
     if number is not None:
         data += number.to_bytes(NUMBER_BYTES, "little")
@@ -44,7 +49,10 @@ def encode(message: msgspec.Struct, number: int | None = None) -> bytearray:
 
 
 def body_length(prefix: Bytes, most: int = MAX_MESSAGE_BYTES) -> int:
-    """The length in the first LENGTH_BYTES of a record. Raises ProtocolError when it is not from 1 to `most`."""
+    """Return the length in a record's first LENGTH_BYTES.
+
+    Raises ProtocolError if it is not from 1 to `most`.
+    """
     length = int.from_bytes(prefix[:LENGTH_BYTES], "little")
     if not 0 < length <= most:
         raise ProtocolError(f"a message of {length} bytes was announced; 1 to {most} are allowed")
@@ -52,20 +60,23 @@ def body_length(prefix: Bytes, most: int = MAX_MESSAGE_BYTES) -> int:
 
 
 def split_number(body: Bytes) -> tuple[int, Bytes]:
-    """The number of a numbered record's body, and the rest of it. Raises ProtocolError when there is none."""
+    """Split a numbered record's body into its number and the rest.
+
+    Raises ProtocolError if it is too short.
+    """
     if len(body) <= NUMBER_BYTES:
         raise ProtocolError(f"not a message of this protocol: {len(body)} bytes, which is too short for a number and a record")
     return int.from_bytes(body[:NUMBER_BYTES], "little"), memoryview(body)[NUMBER_BYTES:]
 
 
 class Decoder(Generic[Record]):
-    """Bytes to one record of the given union."""
+    """Decodes bytes to one record of the given union."""
 
     def __init__(self, union: Any) -> None:
         self._decoder = msgspec.msgpack.Decoder(union)
 
     def decode(self, body: Bytes) -> Record:
-        """The record, or ProtocolError."""
+        """Return the record. Raises ProtocolError for other bytes."""
         try:
             record: Record = self._decoder.decode(body)
         except UNDECODABLE as error:
@@ -76,14 +87,20 @@ class Decoder(Generic[Record]):
 
 
 class Splitter:
-    """Cuts a stream into bodies. `most_bytes` is the most that one may have; it may be changed between two of them."""
+    """Cuts a stream into bodies.
+
+    `most_bytes` is the largest allowed body; it may be changed between two bodies.
+    """
 
     def __init__(self, most_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self.most_bytes = most_bytes
         self._pending = bytearray()
 
     def feed(self, data: Bytes) -> Iterator[bytes]:
-        """The bodies that are whole now. Raises ProtocolError at a length that is not allowed."""
+        """Yield the bodies that are complete now.
+
+        Raises ProtocolError at a length that is not allowed.
+        """
         if self._pending:
             self._pending += data
         whole = self._pending or data
@@ -98,7 +115,7 @@ class Splitter:
                     body = bytes(view[first:end])
                 start = end
                 yield body
-        finally:  # also when the caller stops in the middle: no body comes twice
+        finally:  # also if the caller stops early: no body comes twice
             if whole is self._pending:
                 del self._pending[:start]
             elif start < len(whole):

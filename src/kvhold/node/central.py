@@ -2,13 +2,16 @@
 
     asyncio.run(Central(config).serve(on_ready=print))
 
-It keeps frames in memory and in the tiers below, and gives them to whoever may have them: anybody on the loopback interface; elsewhere
-only those that know its token, or have a certificate that its authorities signed. Without one of these it listens nowhere else. Hosts use
-it as their tier `kvhold://host:port`. One event loop; values go between sockets and memory without a copy. No client can make it allocate:
-sizes are bounded before anything is reserved, and a full memory evicts or refuses.
+It keeps frames in memory and in the tiers below. Hosts use it as their tier `kvhold://host:port`.
 
-A stranger (a client that has not logged in) costs little: at most MAX_HELLO_BYTES of it are read, within a deadline, from a bounded
-number of connections (`logins.py`) that take no place of `max_connections`. What it says is neither logged nor sent back.
+On the loopback interface it serves every client. On other interfaces a client needs the token, or a
+certificate that the configured authorities signed; if neither is configured, other addresses are a
+ConfigError. One event loop; values go between sockets and memory without a copy. No client can make
+it allocate: sizes are checked before memory is reserved, and a full memory evicts or refuses.
+
+A stranger (a client that has not logged in) costs little. The cache reads at most MAX_HELLO_BYTES
+from it, within a deadline. The number of such connections is bounded (`logins.py`), and they do not
+count for `max_connections`. A stranger's text is neither logged nor sent back.
 """
 
 import asyncio
@@ -27,7 +30,7 @@ from kvhold.core.keys import KEY_BYTES
 from kvhold.core.secrets import read_secret
 from kvhold.net import central as c
 from kvhold.net.addresses import is_loopback, network_of
-from kvhold.net.stream import AHEAD_BYTES, Stream, accept_stream
+from kvhold.net.stream import Stream, accept_stream
 from kvhold.net.tls import server_context
 from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length, encode
 from kvhold.node.logins import Logins, StrangersLog
@@ -47,7 +50,7 @@ _request: Decoder[c.Request] = Decoder(c.Request)
 
 
 class _Stranger(Exception):
-    """Somebody who does not log in. The reason is one of our own texts."""
+    """A client that fails to log in. The reason is a constant text, never the client's."""
 
     def __init__(self, reason: str, *, denied: bool = False) -> None:
         super().__init__(reason)
@@ -55,12 +58,15 @@ class _Stranger(Exception):
 
 
 class Central:
-    """One central cache. `serve` runs until it is told to stop."""
+    """One central cache. `serve` runs until `stop` is called."""
 
     def __init__(self, config: Config, shelf: Shelf | None = None) -> None:
-        """shelf: what it serves, if not what the settings say; it closes it.
+        """Check the settings, and create the store.
 
-        Raises ConfigError for an address that is not to be listened on in this way, CapacityError when the memory does not fit.
+        shelf: the store to serve, instead of one made from the settings; `serve` closes it
+
+        Raises ConfigError for an address that these settings may not expose, CapacityError when the
+        memory does not fit.
         """
         self._config = config.listen
         self.host, self.port = _address(config.listen.address)
@@ -77,7 +83,7 @@ class Central:
         self._strangers = StrangersLog(log)
 
     async def serve(self, on_ready: Callable[["Central"], None] | None = None) -> None:
-        """Listen until stopped. Raises NodeError when it cannot listen."""
+        """Serve clients until stopped. Raises NodeError when it cannot listen."""
         loop = asyncio.get_running_loop()
         listener = self._listen()
         accepting = loop.create_task(self._accept(listener))
@@ -96,11 +102,11 @@ class Central:
             await self.shelf.close()
 
     def stop(self) -> None:
-        """End soon."""
+        """Make `serve` end soon."""
         self._stopped.set()
 
     def _check_exposed(self, config: ListenConfig) -> None:
-        """Raise ConfigError unless other hosts must prove who they are, and nobody on the way can read how."""
+        """Raise ConfigError unless clients must authenticate, over TLS or with `listen.insecure`."""
         if not self._token and not config.tls_client_ca:
             raise ConfigError(
                 f"listen.address = {config.address!r}: only the loopback interface is served without authentication; "
@@ -130,7 +136,8 @@ class Central:
         while True:
             try:
                 sock, where = await loop.sock_accept(listener)
-            except OSError as error:  # out of descriptors, or the client has gone: the others are still served
+            # out of descriptors, or the client has gone: the others are still served
+            except OSError as error:
                 self._strangers.refused("the network", f"it could not be accepted: {error.strerror or error}")
                 await asyncio.sleep(0.05)
                 continue
@@ -141,24 +148,27 @@ class Central:
                 self.shelf.metrics.add("kvhold_connections", result="refused")
                 self.shelf.metrics.add("kvhold_protocol_errors", reason="crowded out")
                 crowded_out.cancel()
-            await asyncio.sleep(0)  # an accept that succeeds at once gives nobody else a turn
+            await asyncio.sleep(0)  # an accept that succeeds at once lets no other task run
 
     def _ended(self, task: "asyncio.Task[None]", sock: socket.socket) -> None:
         self._conversations.discard(task)
         self._logins.remove(task)
-        sock.close()  # where it was cancelled before its first step
+        sock.close()  # if the task was cancelled before its first step
 
     async def _converse(self, sock: socket.socket, host: str) -> None:
-        """One client, from its first byte to its end. What it does wrong ends this conversation alone."""
+        """Serve one client from its first byte to its end.
+
+        Its errors end only this conversation.
+        """
         stream = None
         try:
             async with asyncio.timeout(_GREET_WITHIN_S):
-                stream = await accept_stream(sock, self._tls, ahead_bytes=LENGTH_BYTES + c.MAX_HELLO_BYTES)
+                stream = await accept_stream(sock, self._tls, allowed_bytes=LENGTH_BYTES + c.MAX_HELLO_BYTES)
                 await self._log_in(stream)
             task = asyncio.current_task()
             assert task is not None
             self._logins.remove(task)
-            stream.ahead_bytes = AHEAD_BYTES
+            stream.allowed_bytes = None
             await self._serve(stream)
         except _Stranger as error:
             self._strangers.refused(host, str(error))
@@ -189,7 +199,7 @@ class Central:
             raise _Stranger(_TOKEN_WRONG if hello.token else _TOKEN_NEEDED, denied=True)
 
     async def _serve(self, stream: Stream) -> None:
-        """Welcome a client that has logged in, and answer it until it leaves."""
+        """Welcome a client that has logged in, and answer its requests until it leaves."""
         if self._num_served >= self._config.max_connections:
             log.warning("refused a client: listen.max_connections = %d are in use", self._config.max_connections)
             await self._refuse(stream, f"listen.max_connections = {self._config.max_connections} are in use; try again later")
@@ -206,7 +216,10 @@ class Central:
             self._num_served -= 1
 
     async def _refuse(self, stream: Stream | None, reason: str, *, denied: bool = False) -> None:
-        """Tell a client why. reason: to a stranger, one of our own texts."""
+        """Count a refused client, and send it the reason.
+
+        To a stranger the reason must be a constant text.
+        """
         self.shelf.metrics.add("kvhold_protocol_errors", reason="denied" if denied else "bad message")
         self.shelf.metrics.add("kvhold_connections", result="refused")
         if stream is not None and not stream.closed:
@@ -225,7 +238,9 @@ class Central:
             case c.Put():
                 await self._put(stream, request)
             case c.Delete():
-                await stream.send([encode(c.Removed(await self.shelf.delete(c.split_keys(request.keys))))])
+                silent = set[str]()
+                removed = await self.shelf.delete(c.split_keys(request.keys), silent)
+                await stream.send([encode(c.Removed(removed, whole=not silent))])
             case c.Scan():
                 await self._scan(stream, request)
 
@@ -255,7 +270,10 @@ class Central:
         await stream.send([encode(c.Stored(faults))])
 
     async def _receive(self, stream: Stream, key: bytes, nbytes: int, ttl_s: float | None) -> str:
-        """One value from the stream; why it is not there afterwards, if it is not."""
+        """Receive one value from the stream.
+
+        Returns why it is not stored ("full", "busy"), or "" if it is.
+        """
         room = self.shelf.reserve(key, nbytes, ttl_s) if nbytes <= self._config.max_value_bytes else "full"
         if not isinstance(room, Entry):
             await stream.skip(nbytes)
@@ -271,12 +289,12 @@ class Central:
     async def _scan(self, stream: Stream, request: c.Scan) -> None:
         if len(request.prefix) > KEY_BYTES or len(request.after) not in (0, KEY_BYTES):
             raise ProtocolError("a scan's prefix or place has an impossible size")
-        page, more = await self.shelf.scans.page(request.prefix, request.after, _PAGE_KEYS)
-        await stream.send([encode(c.Keys(b"".join(page), more))])
+        page = await self.shelf.scans.page(request.prefix, request.after, _PAGE_KEYS)
+        await stream.send([encode(c.Keys(b"".join(page.keys), page.more, page.whole))])
 
 
 def _piece(value: memoryview, room: int, start: int | None) -> memoryview | None:
-    """What is sent of a value; None where it does not fit, or the range ends beyond it."""
+    """Return the bytes of a value to send; None if it does not fit, or the range ends beyond it."""
     if start is None:
         return value if len(value) <= room else None
     return value[start : start + room] if 0 < room <= len(value) - start else None
@@ -290,7 +308,9 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def _digest(token: str) -> bytes:
-    """What is compared in its place, so that not even its length can be measured."""
+    """Return the digest that is compared in place of the token, so that timing does not reveal its
+    length.
+    """
     return blake2b(token.encode()).digest()
 
 

@@ -3,13 +3,16 @@
     with connect() as cache: ...                   # joins the node, or starts one
     NodeClient(path, name="vllm-worker")           # only joins
 
-Meets `core.api.Cache`; safe from any thread, and calls of several threads are under way at once. Each call has a deadline. An answer that
-comes too late is a miss for its caller, and what it granted is given back; the connection goes on. A node that owes an answer and has said
-nothing for `client.call_timeout_s` is not asked meanwhile: every call raises NodeError at once, at no cost, until it says something.
+Implements `core.api.Cache`. Any thread may call, and calls of several threads run at once. Each
+call has a deadline. A late answer is a miss for its caller, its grant is returned, and the
+connection stays in use. While the node owes an answer and has sent nothing for
+`client.call_timeout_s`, it is silent: every call raises NodeError at once, until the node sends
+something.
 
-Only a node that is gone breaks the connection. Then, too, every call raises NodeError at once, while a thread looks for the node in the
-background and joins it again. What a caller was reading or writing in the arena stays mapped and stays its own until it has closed its
-loan or room, even then: the broken connection is closed only after that, so the node never hands memory on that somebody still writes to.
+Only the end of the node breaks the connection. Then, too, every call raises NodeError at once,
+while a thread looks for the node in the background and joins it again. Memory that a caller reads
+or writes stays mapped, and stays the caller's, until it closes its loan or room. The broken
+connection is closed only after that, so the node never reuses memory that a caller still writes to.
 """
 
 import logging
@@ -34,19 +37,19 @@ from kvhold.core.rules import terms_of
 from kvhold.core.terms import FREE, Terms
 from kvhold.net import messages as m
 from kvhold.node.link import Link
-from kvhold.node.membership import Duty, Membership
+from kvhold.node.membership import Departures, Duty, Membership
 from kvhold.node.notifier import Notifier
 
 log = logging.getLogger(__name__)
 
 Kind = TypeVar("Kind", bound=m.Message)
 
-_TEND_S = 0.5  # in one go, for late answers
-_FLUSH_PAUSE_S = 0.05  # between two questions, if the node does not say before that all is written
+_TEND_S = 0.5  # at most, in one wait for late answers
+_FLUSH_PAUSE_S = 0.05  # between two questions, unless the node's News comes earlier
 
 
 class NodeClient:
-    """A connection that mends itself."""
+    """A client of the node that joins again by itself when the node was lost."""
 
     def __init__(
         self,
@@ -57,13 +60,15 @@ class NodeClient:
         requires: bytes = b"",
         revive: Callable[[threading.Event], None] | None = None,
     ) -> None:
-        """path: the node's socket.
+        """Join the node.
 
-        requires: what the node must have (`node/requirements.py`), checked now and whenever it is joined again
-        revive:   called before each attempt to join again, to start a node if need be; may raise NodeError. It gets what is set when
-                  this client is closed, and then has to return
+        path:     the node's socket
+        requires: the packed requirements (`node/requirements.py`), checked now and at each joining
+        revive:   called before each attempt to join again, to start a node if necessary; may raise
+                  NodeError. Its argument is set when this client is closed; it must then return
 
-        Raises NodeError when there is no node now, or it is not one of ours; NodeRefused when it lacks what is required.
+        Raises NodeError when no node can be joined now, NodeRefused when the node does not meet the
+        requirements.
         """
         self.path = path
         self._config = config or ClientConfig()
@@ -74,9 +79,10 @@ class NodeClient:
         self._lost_at_s = 0.0
         self._pid = os.getpid()
         self._closed = threading.Event()
-        self._wake = Notifier()  # the keeper: the node is lost, an answer is late, or this client is closed
+        # wakes the keeper: the node is lost, an answer is late, or this client is closed
+        self._wake = Notifier()
         try:
-            self._membership = Membership(path, Link(path, name, self._config.connect_timeout_s, requires))
+            self._membership = Membership(path, Link(path, name, self._config.connect_timeout_s, requires), _departures_from(path))
         except BaseException:
             self._wake.close()
             raise
@@ -97,26 +103,50 @@ class NodeClient:
 
     @property
     def lost_at_s(self) -> float:
-        """When a node was lost last, by the monotonic clock; 0.0 if none ever was."""
+        """Time of the last loss of a node, by the monotonic clock; 0.0 if there was none."""
         return self._lost_at_s
 
     @property
     def arena_buffer(self) -> npt.NDArray[np.uint8]:
-        """[arena bytes] of the node joined now. Loans and rooms carry their own: after a node has come back it is another one."""
+        """[arena bytes] of the current node.
+
+        Loans and rooms have their own buffer: each node has another arena.
+        """
         return self._current("arena").buffer
 
+    def map_for_device(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+        """See `Cache`.
+
+        Tells the node of the device, so that it takes memory back only after the end of this
+        process.
+        """
+        link = self._current("arena")
+        link.uses_device = True
+        self._call(m.UseDevice(), m.Done, None, link)
+        return link.mappings()
+
+    def report_pinned(self, nbytes: int) -> None:
+        """See `Cache`."""
+        link = self._current("arena")
+        link.uses_device = True
+        self._call(m.UseDevice(nbytes), m.Done, None, link)
+
     def register(self, namespace: Namespace) -> None:
-        """Make the layout known, now and whenever a node comes back."""
+        """Register the namespace and its layout, now and with each node that is joined later."""
         request = m.Register(namespace.layout, namespace.digest, terms_of(namespace.tags), namespace.description)
         with self._lock:
             self._membership.register(request)
-        # Not on an engine's path, and often the first call to a node that has just started: it gets a joining's time.
+        # Often the first call to a node that has just started, and no request waits for it: the
+        # longer time-out.
         self._call(request, m.Done, self._config.connect_timeout_s)
 
     def lookup(
         self, query: Query, *, work: Work | None = None, have_tokens: int = 0, wait_s: float | None = None, deadline_s: float | None = None
     ) -> Hit:
-        """The longest prefix that the node has, pinned. deadline_s: of each question to the node, not of the waiting."""
+        """Return the longest prefix that the node has, pinned.
+
+        deadline_s: for each request to the node; the wait for lower tiers has `wait_s`
+        """
         link = self._current("lookup")
         found = self._call(m.Lookup(query, work, have_tokens), m.Found, deadline_s, link)
 
@@ -134,17 +164,20 @@ class NodeClient:
         return hit
 
     def came_of(self, request: str, *, load_s: float, compute_s: float, deadline_s: float | None = None) -> None:
-        """Tell the node how long the engine took."""
+        """Report to the node how long the engine took to load and to compute."""
         self._call(m.Outcome(request, load_s, compute_s), m.Done, deadline_s)
 
     def explain(self, request: str = "", *, deadline_s: float | None = None) -> list[Decision]:
-        """What the node has decided lately, and why."""
+        """Return the node's latest decisions and their reasons, newest first."""
         return self._call(m.Explain(request), m.Explained, deadline_s).decisions
 
     def names(self, prefix: str = "", *, deadline_s: float | None = None) -> tuple[list[m.KnownSpace], int, int]:
-        """Return the namespaces that the node knows and whose digests begin with `prefix`, in hexadecimal digits, in their order.
+        """Return the known namespaces, in the order of their digests.
 
-        Also how many others have chunks in memory without being described, and the bytes of these.
+        Also returns how many other namespaces without a description have chunks in memory, and the
+        bytes of these chunks.
+
+        prefix: hexadecimal digits that the digests begin with
         """
         spaces: list[m.KnownSpace] = []
         while True:
@@ -154,13 +187,16 @@ class NodeClient:
                 return spaces, page.other_spaces, page.other_bytes
 
     def prefetch(self, query: Query, *, deadline_s: float | None = None) -> None:
-        """Have the node bring what lower tiers hold of a prompt into memory."""
+        """Make the node load a prompt's chunks from lower tiers into memory."""
         self._call(m.Prefetch(query), m.Done, deadline_s)
 
     def claim(
         self, ticket: int, shard: int = 0, *, first_chunk: int = 0, arriving: bool = False, deadline_s: float | None = None
     ) -> Loan | None:
-        """A loan of one shard's part of a hit; the ticket may come from another process."""
+        """Return a loan of one shard's part of a hit; None if the ticket is no longer valid.
+
+        The ticket may come from another process.
+        """
         link = self._current("claim")
         buffer = link.hold()
         lent: m.Answer | None = None
@@ -199,7 +235,7 @@ class NodeClient:
         terms: Terms = FREE,
         deadline_s: float | None = None,
     ) -> Room:
-        """Memory in the node's arena for what is missing."""
+        """Reserve memory in the node's arena for the missing chunks."""
         request = m.Reserve(layout.fingerprint, names, shard, terms, mask_bytes(groups, layout, names))
         link = self._current("reserve")
         buffer = link.hold(writable=True)
@@ -220,13 +256,19 @@ class NodeClient:
         )
 
     def clear(self, namespace: bytes | None = None, *, deadline_s: float | None = None) -> int:
-        """Forget everything, or one namespace, here and in lower tiers."""
+        """Clear everything, or one namespace, in memory and in lower tiers.
+
+        Returns the number of removed chunks.
+        """
         removed = self._call(m.Clear(namespace), m.Done, deadline_s).count
         self.flush(0, deadline_s=deadline_s)
         return removed
 
     def flush(self, mark: int | None = None, *, deadline_s: float | None = None) -> bool:
-        """Wait until what was committed has been written to lower tiers, and nothing is being cleared there."""
+        """Wait until all commits are written to lower tiers, or given up, and no clear is running.
+
+        Returns False at the deadline.
+        """
         until_s = time.monotonic() + (self._config.arrival_timeout_s if deadline_s is None else deadline_s)
         link = self._current("flush")
         if mark is None:
@@ -241,7 +283,10 @@ class NodeClient:
     def recode(
         self, tier: str, codec: str, *, namespace: bytes | None = None, query: Query | None = None, deadline_s: float | None = None
     ) -> Recoding:
-        """Have the node write what a tier holds anew by another codec. deadline_s: of each question to the node."""
+        """Start to re-encode a tier's chunks with another codec, in the node.
+
+        deadline_s: for each request to the node.
+        """
         link = self._current("recode")
         begun = self._call(m.Recode(tier, codec, namespace, query), m.Recoding, deadline_s, link)
 
@@ -256,7 +301,10 @@ class NodeClient:
         return Recoding(begun.recoded, lambda: self._give_back(link, m.Release(begun.number)), ask=ask)
 
     def snapshot(self, *, deadline_s: float | None = None) -> EventBatch:
-        """All that is visible in the node's memory now; `events` goes on from there. It comes in parts, each with a deadline."""
+        """Return the visible chunks in the node's memory as events; `events` continues from there.
+
+        They come in pages. deadline_s: for each page
+        """
         link = self._current("snapshot")
         part = self._call(m.Snapshot(0), m.Happened, deadline_s, link)
         events, pages = list(part.events), 1
@@ -267,16 +315,19 @@ class NodeClient:
         return EventBatch(events, part.next)
 
     def events(self, after: int, *, deadline_s: float | None = None) -> EventBatch:
-        """What has happened in the node's memory since event number `after`."""
+        """Return the events of the node's memory after event number `after`."""
         part = self._call(m.Events(after), m.Happened, deadline_s)
         return EventBatch(part.events, part.next, part.lost)
 
     def status(self, *, deadline_s: float | None = None) -> dict[str, Any]:
-        """What `kvhold status` shows."""
+        """Return the values that `kvhold status` shows."""
         return self._call(m.Status(), m.Report, deadline_s).values
 
     def clients(self, *, deadline_s: float | None = None) -> list[m.Client]:
-        """The node's clients and what each holds, this one included. They come in parts, each with a deadline."""
+        """Return the node's clients and their holdings, this one included.
+
+        deadline_s: for each page
+        """
         part = self._call(m.Clients(), m.ClientList, deadline_s)
         found = list(part.clients)
         while part.more:
@@ -285,11 +336,14 @@ class NodeClient:
         return found
 
     def kick(self, *, number: int = 0, pid: int = 0, deadline_s: float | None = None) -> list[m.Client]:
-        """End the client of that number, or those of a process. Returns them, as they were."""
+        """End the client with that number, or the clients of a process.
+
+        Returns them as they were.
+        """
         return self._call(m.Kick(number, pid), m.ClientList, deadline_s).clients
 
     def ping(self) -> None:
-        """One round trip, for nothing else."""
+        """Do one round trip to the node."""
         self._call(m.Ping(), m.Done, None)
 
     def stop_node(self) -> None:
@@ -297,7 +351,7 @@ class NodeClient:
         self._call(m.Stop(), m.Done, None)
 
     def close(self) -> None:
-        """Leave the node; what was held here is given back. Idempotent."""
+        """Leave the node, which takes this client's holdings back. Idempotent."""
         with self._lock:
             self._closed.set()
             self._wake.set()
@@ -314,7 +368,9 @@ class NodeClient:
         self.close()
 
     def renew_locks_in_child(self) -> None:
-        """In a forked child: the parent's locks may be taken by threads that the child does not have."""
+        """Make new locks in a forked child: threads that the child does not have may hold the
+        parent's.
+        """
         was_closed = self._closed.is_set()
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._wake.close_in_child()
@@ -331,7 +387,8 @@ class NodeClient:
         return self._membership.current(operation)
 
     def _check_process(self) -> None:
-        if self._pid != os.getpid():  # two processes on one connection would read each other's answers
+        # two processes on one connection would read each other's answers
+        if self._pid != os.getpid():
             raise NodeError("this client was made before the process forked; make one in each process")
 
     def _call(self, request: m.Message, expected: type[Kind], deadline_s: float | None, link: Link | None = None) -> Kind:
@@ -342,7 +399,14 @@ class NodeClient:
         return answer
 
     def _ask(self, request: m.Message, deadline_s: float | None, link: Link, *, keep: bool = False) -> m.Answer:
-        """keep: have it sent in any case, if the node lives; for what gives something back."""
+        """Send a request, and return its answer.
+
+        keep: send it even if the node is silent or the deadline passes; for requests that return a
+              grant
+
+        Raises NodeLost when the connection breaks, NodeError when the node refuses,
+        DeadlineExceeded.
+        """
         self._check_process()
         if not keep and self._membership.is_silent(link, self._config.call_timeout_s):
             raise self._membership.silence(link, _operation(request))
@@ -376,16 +440,24 @@ class NodeClient:
         return self._call(m.Commit(room, list(chunks), checksums), m.Done, None, link).mark if room and chunks else 0
 
     def _report_damage(self, link: Link, loan: int, offsets: list[int]) -> None:
-        """Never raises: the reader has an error of its own to tell. A node that does not hear of it finds out at the next read."""
+        """Report damaged chunks. Never raises: the reader has its own error.
+
+        If the report is lost, the next read finds them again.
+        """
         try:
             self._call(m.Damaged(loan, offsets), m.Done, None, link)
         except KVHoldError as error:
             log.warning("damaged chunks could not be reported: %s", error)
 
     def _give_back(self, link: Link, request: m.Message | None, *, held: bool = False) -> None:
-        """Never raises: on a broken link the node takes everything back by itself when the link closes."""
+        """Send a request that returns a grant.
+
+        Never raises: when a broken link closes, the node takes everything back.
+        """
         if held:
             link.let_go()
+            if link.closed:
+                self._wake.set()  # the keeper may have to send `Departed` on the next link
         within_s = self._membership.return_within_s(link, self._config.call_timeout_s)
         if request is not None and within_s is not None:
             try:
@@ -395,7 +467,8 @@ class NodeClient:
 
     def _break(self, link: Link, why: str) -> None:
         with self._lock:
-            if self._membership.link is link:  # others read this without the lock, when they see that it is lost
+            # set first: others read it without the lock once they see the loss
+            if self._membership.link is link:
                 self._lost_at_s = time.monotonic()
             lost = self._membership.lose(link)
             if lost:
@@ -405,9 +478,9 @@ class NodeClient:
         link.retire(at_once=False)
 
     def _keep(self) -> None:
-        """The keeper's thread: it notices at once when the node ends, and joins the next one.
+        """Run the keeper's thread: notice at once when the node ends, and join the next one.
 
-        It also tries an idle connection now and then, and takes late answers.
+        It also pings an idle connection at intervals, and reads late answers.
         """
         while not self._closed.is_set():
             link = self._link
@@ -429,6 +502,10 @@ class NodeClient:
         try:
             if duty is Duty.TEND:
                 link.tend(min(self._config.heartbeat_interval_s, _TEND_S))
+            elif duty is Duty.DEPART:
+                for departed in self._membership.departures.due(link):
+                    self._call(departed, m.Done, None, link)
+                    self._membership.departures.told(departed)
             elif duty is Duty.PING:
                 self._call(m.Ping(), m.Done, None, link)
         except KVHoldError as error:
@@ -457,7 +534,9 @@ class NodeClient:
             self._closed.wait(self._membership.pause_s(self._config.reconnect_interval_s))
 
     def _introduce(self, link: Link) -> None:
-        """Tell a new node every namespace, those registered meanwhile included; then let the callers have it."""
+        """Register every namespace with a new node, also those added meanwhile; then give the link
+        to callers.
+        """
         told: set[bytes] = set()
         while True:
             with self._lock:
@@ -475,9 +554,16 @@ class NodeClient:
 
 
 _clients: "WeakSet[NodeClient]" = WeakSet()  # of this process
+_departures: dict[Path, Departures] = {}  # by the node's socket
+
+
+def _departures_from(path: Path) -> Departures:
+    return _departures.setdefault(path.absolute(), Departures())
 
 
 def _renew_locks() -> None:
+    for departures in _departures.values():
+        departures.forget_in_child()
     for client in list(_clients):
         client.renew_locks_in_child()
 
@@ -486,7 +572,7 @@ os.register_at_fork(after_in_child=_renew_locks)
 
 
 def _operation(request: m.Message) -> str:
-    """How errors name it."""
+    """Return the name of a request, for errors."""
     return type(request).__name__.lower()
 
 

@@ -11,13 +11,15 @@
     call.answer                                           # past its deadline: conversation.give_up(call)
 
 Answers are matched to calls by number, in any order. A caller may give its call up. If no byte of
-the request is sent yet, the request is dropped. Otherwise the answer is late: no caller gets it, and
-the conversation queues the return of the ticket, loan, room or recoding that the answer granted.
+the request is sent yet, the request is dropped. Otherwise the answer is late: no caller gets it,
+and the conversation queues the return of the ticket, loan, room or recoding that the answer
+granted.
 
 An error of the stream ends the conversation: `error` is set, and nothing else is of use.
 
-`Link` runs a conversation for threads, the simulation runs it for tasks. Threads hold one lock around
-each call, with two exceptions. `prepare` is safe at any time. `read` is safe for one reader at a time.
+`Link` runs a conversation for threads, the simulation runs it for tasks. Threads hold one lock
+around each call, with two exceptions. `prepare` is safe at any time. `read` is safe for one reader
+at a time.
 """
 
 from collections import deque
@@ -68,7 +70,8 @@ class Conversation:
         self._numbers = count(_UNASKED + 1)
         self._calls: dict[int, Call] = {}  # begun, and not answered
         self._num_late = 0  # of these
-        self._outbox: deque[Call] = deque()  # in the order of sending; the first one may be sent in part
+        # in the order of sending; the first one may be sent in part
+        self._outbox: deque[Call] = deque()
         self._splitter = Splitter()
         self._news = False
 
@@ -109,7 +112,10 @@ class Conversation:
         return None
 
     def sent(self, nbytes: int) -> memoryview | None:
-        """So many of the bytes of `to_send` are on their way. Returns the next ones, as `to_send` does."""
+        """So many of the bytes of `to_send` are on their way.
+
+        Returns the next ones, as `to_send` does.
+        """
         call = self._outbox[0]
         if nbytes:
             call.begun = True
@@ -121,7 +127,10 @@ class Conversation:
     # Receiving.
 
     def read(self, data: Bytes, now_s: float) -> Iterator[tuple[int, m.Answer]]:
-        """The messages that are whole now, for `deliver`. Bytes that are no message end the conversation."""
+        """The messages that are whole now, for `deliver`.
+
+        Bytes that are no message end the conversation.
+        """
         self.last_heard_s = now_s
         try:
             for body in self._splitter.feed(data):
@@ -176,7 +185,7 @@ class Conversation:
         return self.is_unsent or self.is_owed
 
     def silent_s(self, now_s: float) -> float:
-        """Seconds since the node's last message, while it owes a late answer; 0 while it owes none."""
+        """Return seconds since the node's last message while it owes a late answer, else 0."""
         if not self._num_late:
             return 0.0
         oldest_s = min((call.asked_s for call in self._calls.values() if call.late), default=now_s)

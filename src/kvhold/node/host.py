@@ -1,12 +1,14 @@
-"""A node belongs to its host, not to the engine that started it: what a detached node gives up of what it inherited.
+"""Remove from a detached node the process settings that it inherited from the engine that started
+it.
 
     environ = node_environment(os.environ, config)     # for the process that is spawned
     belong_to_host(keep=(pipe,))                        # in that process, before it makes threads, files or memory
     raise_priority(config.node.nice)
 
-An engine may pin itself to a few cores and to the memory of one NUMA node, run with another priority, and preload its own libraries.
-A child process inherits all of that. A node that kept it would run under the engine's spinning threads. Nothing here raises: a host
-that refuses leaves the node slower, not wrong.
+An engine may pin itself to a few cores and to the memory of one NUMA node, run with another
+priority, and preload its own libraries. A child process inherits these settings. A node that kept
+them would compete with the engine's spinning threads for its cores. Nothing here raises: if the
+host refuses a change, the node is slower, not wrong.
 """
 
 import logging
@@ -27,8 +29,9 @@ log = logging.getLogger(__name__)
 
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "riscv64": 30, "ppc64le": 273, "s390x": 282}
 
-# The environment that a node takes over from the engine that starts it, each with its reason. All else stays with the engine: its
-# LD_PRELOAD and thread bindings (LD_PRELOAD, OMP_*, GOMP_*, KMP_*), its devices, its own settings.
+# The variables that a node takes over from the engine that starts it, each with its reason. It
+# takes no others: not the engine's LD_PRELOAD, thread bindings (OMP_*, GOMP_*, KMP_*), devices and
+# settings.
 _KEPT = {
     r"PATH|HOME|USER|LOGNAME|SHELL": "who and where the user is",
     r"LANG|LANGUAGE|LC_\w+|TZ": "the language and time zone of messages and logs",
@@ -48,24 +51,29 @@ _KEPT_NAME = re.compile("|".join(f"(?:{names})" for names in _KEPT))
 
 
 def node_environment(environ: Mapping[str, str], config: Config) -> dict[str, str]:
-    """What a node that is started from here gets of this environment; its settings are added by the caller.
+    """Return the variables of this environment that a new node gets.
 
-    Kept are `_KEPT`, the names in `node.environment`, and the variables that settings refer to for secrets and encryption keys.
+    The caller adds the node's settings.
+
+    Kept are `_KEPT`, the names in `node.environment`, and the variables that settings refer to for
+    secrets and encryption keys.
     """
     named = set(config.node.environment) | referenced_variables((*config.tiers, *config.encryption.keys))
     return {name: value for name, value in environ.items() if name in named or _KEPT_NAME.fullmatch(name)}
 
 
 def spawn_attributes() -> dict[str, Any]:
-    """For `os.posix_spawn`: a session of its own, no signal blocked, none ignored."""
+    """Return arguments for `os.posix_spawn`: a new session, no signal blocked or ignored."""
     usual = [number for number in signal.valid_signals() if number not in (signal.SIGKILL, signal.SIGSTOP)]
     return {"setsid": True, "setsigmask": [], "setsigdef": usual}
 
 
 def belong_to_host(keep: Iterable[int] = ()) -> None:
-    """Give up what this process inherited: cores, memory policy, scheduling, limits, descriptors but 0-2 and `keep`, and the folder.
+    """Reset this process's inherited cores, memory policy, scheduling, descriptor limit and working
+    folder.
 
-    For a process with one thread, before it maps memory: threads made later inherit what is set here.
+    Closes all descriptors except 0-2 and `keep`. Call it before the process has other threads and
+    maps memory: later threads inherit these settings.
     """
     first = 3
     for fd in sorted(keep):
@@ -80,7 +88,10 @@ def belong_to_host(keep: Iterable[int] = ()) -> None:
 
 
 def raise_descriptor_limit() -> int:
-    """Allow as many open descriptors as the host lets this user have. Returns how many."""
+    """Raise the limit of open descriptors to the most that this user may have.
+
+    Returns the limit.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with suppress(OSError, ValueError):
@@ -90,7 +101,10 @@ def raise_descriptor_limit() -> int:
 
 
 def raise_priority(nice: int) -> None:
-    """Set this process's nice value, and its session's share where Linux groups by session; leave it where the host refuses."""
+    """Set the nice value of this process, and of its session's autogroup if Linux has one.
+
+    Changes nothing if the host refuses.
+    """
     try:
         os.setpriority(os.PRIO_PROCESS, 0, nice)
     except OSError as error:
@@ -103,13 +117,15 @@ def raise_priority(nice: int) -> None:
 def _reset_scheduling() -> None:
     with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-    with suppress(OSError):  # an ordinary user may not lower the nice value that an engine was given
+    # an ordinary user may not lower the nice value that an engine was given
+    with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, 0)
-    placement.system_call(_IOPRIO_SET, "ioprio_set", 1, 0, 0)  # of this process: by its nice value, as by default
+    # of this process: the default, by its nice value
+    placement.system_call(_IOPRIO_SET, "ioprio_set", 1, 0, 0)
 
 
 def _most_descriptors() -> int:
-    """One more than the largest descriptor that may be open."""
+    """Return one more than the largest descriptor that may be open."""
     try:
         return 1 + max(int(fd.name) for fd in Path("/proc/self/fd").iterdir())
     except (OSError, ValueError):

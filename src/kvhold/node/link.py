@@ -2,14 +2,16 @@
 
     link = Link(path, "vllm-worker", timeout_s=5)
     answer = link.call(Ping(), deadline_s=1)
-    buffer = link.hold() ... link.let_go()              # around every reading and writing of the arena
+    buffer = link.hold() ... link.let_go()              # around every read and write of the arena
 
-Several threads may call at once. What is said and what it means is the business of a `Conversation`; the link has its socket, locks and
-mappings. No thread is dedicated to reading: one of the waiting callers reads for all. A late answer is dropped, and its grant returned;
-the client's keeper calls `tend` to read late answers while no caller waits.
+Several threads may call at once. `Conversation` matches answers to calls; the link has the socket,
+locks and mappings. No thread is dedicated to reading: one of the waiting callers reads for all. A
+late answer is dropped, and its grant returned. While no caller waits, the client's keeper calls
+`tend` to read late answers.
 
-A broken or closed link lasts until no thread reads or writes the arena through it: the node takes memory back when the socket closes.
-`client.py` builds a reconnecting client on it.
+The node takes memory back when the socket closes. So a broken or retired link closes its socket
+only when no thread reads or writes the arena through it. `client.py` builds a reconnecting client
+on links.
 """
 
 import errno
@@ -39,18 +41,22 @@ from kvhold.node.paths import peer_user
 
 log = logging.getLogger(__name__)
 
-_DESCRIPTORS = 1  # that come with a welcome
-_READ_BYTES = 64 << 10  # read at once: all of most answers
-_TOUCHED_BYTES = 4 << 30  # of each mapping, ahead of their use: 8 MiB of page tables at most, and an arena of the default size whole
+_DESCRIPTORS = 1  # sent with a welcome
+_READ_BYTES = 64 << 10  # read at once; most answers are smaller
+# faulted in ahead, per mapping: at most 8 MiB of page tables; covers an arena of the default size
+_TOUCHED_BYTES = 4 << 30
 _TOUCH_AFTER_S = 1.0  # the first calls of an engine that has joined are more urgent
-_LAST_WORDS_S = 1.0  # to read what a node has said before it closed the connection
+_LAST_WORDS_S = 1.0  # to read the messages that a node sent before it closed the connection
 _MOST_NAME = 100  # characters: a Hello is short
 
 _greeting_decoder: Decoder[m.Welcome | m.Refused] = Decoder(m.Welcome | m.Refused)
 
 
 class _Mapping:
-    """One mapping of the arena. The first pages are faulted in ahead, the others as they are used: their tables take memory, too."""
+    """One mapping of the arena.
+
+    Only its first pages are faulted in ahead, because page tables take memory, too.
+    """
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
@@ -58,33 +64,43 @@ class _Mapping:
         self.buffer: npt.NDArray[np.uint8] | None = np.frombuffer(arena.buffer, dtype=np.uint8)
 
     def close(self) -> None:
-        """Unmap it, or have it go with its last view."""
+        """Unmap the arena now, or when its last view is gone."""
         self._toucher.stop()
         self.buffer = None
         self._arena.close()
 
 
 class Link:
-    """One connection and its arena. Broken or closed, it lasts until nobody reads or writes the arena through it."""
+    """One connection and its arena.
+
+    A broken or retired link closes when no thread reads or writes the arena through it.
+    """
 
     def __init__(self, path: Path, name: str, timeout_s: float, requires: bytes = b"") -> None:
-        """requires: see `messages.Hello`. Raises NodeError; NodeRefused where the node does not serve this client."""
-        self._retiring = _event()  # readable once no call is to wait any more
+        """Join the node. requires: see `messages.Hello`.
+
+        Raises NodeError; NodeRefused when the node refuses this client.
+        """
+        self._retiring = _event()  # readable once the link is retired; ends the waits of calls
         try:
             self._socket, welcome, self._arena_fd = _join(path, name, timeout_s, requires)
         except BaseException:
             os.close(self._retiring)
             raise
         self._socket.setblocking(False)
+        self.welcome = welcome
+        self.uses_device = False
+        """Whether a device copies between the arena and this process."""
         self._arena_size = (welcome.arena_bytes, welcome.huge_pages)
-        self._mappings: dict[bool, _Mapping] = {}  # by whether it can be written to
+        self._mappings: dict[bool, _Mapping] = {}  # by whether it is writable
         self._count_lock = threading.Lock()  # over the lifetime and the mappings
         self._lifetime = Lifetime()
-        self._lock = threading.Lock()  # over the conversation, and who reads
+        self._lock = threading.Lock()  # over the conversation and the reader
         self._conversation = Conversation(time.monotonic())
-        self._change = threading.Condition(self._lock)  # something was read, or the reader has ended
-        self._num_waiting = 0  # at least as many threads as wait for a change
-        self._reader: object | None = None  # of the waiting callers the one that reads
+        # an answer was read, or the reader has ended
+        self._change = threading.Condition(self._lock)
+        self._num_waiting = 0  # threads that wait for a change; an upper bound
+        self._reader: object | None = None  # the waiting caller that reads for all
         self._send_lock = threading.Lock()
         self._readable = select.poll()  # the reader's
         self._readable.register(self._socket, select.POLLIN)
@@ -94,13 +110,24 @@ class Link:
 
     @property
     def buffer(self) -> npt.NDArray[np.uint8]:
-        """The arena, to be read; mapped at its first use: tools that only ask for the status never do."""
+        """A read-only view of the arena.
+
+        It is mapped at its first use, because tools that only ask for the status need none.
+        """
         with self._count_lock:
             return self._mapped(writable=False)
 
+    def mappings(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+        """Return a read-only and a writable view of the arena.
+
+        Raises NodeError when it cannot be mapped.
+        """
+        with self._count_lock:
+            return self._mapped(writable=False), self._mapped(writable=True)
+
     @property
     def silent_s(self) -> float:
-        """Seconds since the node's last message, while it owes a late answer; 0 while it owes none."""
+        """Seconds since the node's last message while it owes a late answer, else 0."""
         if not self._conversation.is_owed:
             return 0.0
         with self._lock:
@@ -108,12 +135,12 @@ class Link:
 
     @property
     def last_heard_s(self) -> float:
-        """When the node said something last, by the monotonic clock."""
+        """Time of the node's last message, by the monotonic clock."""
         return self._conversation.last_heard_s
 
     @property
     def has_loose_ends(self) -> bool:
-        """Whether there is something for `tend` to do."""
+        """Whether `tend` has work to do."""
         return self._conversation.has_loose_ends
 
     @property
@@ -123,14 +150,24 @@ class Link:
 
     @property
     def retired(self) -> bool:
-        """Whether there are no more calls."""
+        """Whether the link accepts no more calls."""
         return self._lifetime.retired
 
-    def call(self, request: m.Message, deadline_s: float, *, keep: bool = False) -> m.Answer:
-        """One request and its answer. Raises DeadlineExceeded, after which the link is as good as before; ProtocolError for a request
-        that cannot be sent; OSError and ProtocolError where the connection is of no more use (`is_broken`).
+    @property
+    def closed(self) -> bool:
+        """Whether the socket is closed.
 
-        keep: send the request even if that takes longer than its caller waits
+        Then no thread reads or writes the arena through the link.
+        """
+        return self._socket.fileno() < 0
+
+    def call(self, request: m.Message, deadline_s: float, *, keep: bool = False) -> m.Answer:
+        """Send one request, and return its answer.
+
+        keep: send the request even after the deadline
+
+        Raises DeadlineExceeded, after which the link is still usable; ProtocolError for a request
+        that cannot be sent; OSError or ProtocolError when the connection has failed (`is_broken`).
         """
         asked_s = time.monotonic()
         until = asked_s + deadline_s
@@ -155,7 +192,10 @@ class Link:
             self._leave()
 
     def pause(self, seconds: float) -> None:
-        """Wait for that long, or until the node sends News. Of several callers that pause at once, one may get the News alone."""
+        """Wait for `seconds`, or until the node sends News.
+
+        If several callers pause at once, only one may get the News.
+        """
         try:
             self._enter()
         except ConnectionError:
@@ -163,16 +203,16 @@ class Link:
         try:
             self._wait(self._conversation.take_news, time.monotonic() + seconds)
         except (OSError, ProtocolError):
-            return  # the next call says so
+            return  # the next call raises it
         finally:
             self._leave()
 
     def watch(self, notifier: Notifier, seconds: float) -> None:
-        """Wait until the node has closed its end, the notifier is set, or the time is over.
+        """Wait until the node has closed its end, the notifier is set, or `seconds` have passed.
 
         Other threads read meanwhile.
 
-        Raises OSError and ProtocolError where the connection is of no more use.
+        Raises OSError or ProtocolError when the connection has failed.
         """
         self._enter()
         try:
@@ -181,7 +221,8 @@ class Link:
             end.register(self._retiring, select.POLLIN)
             end.register(notifier, select.POLLIN)
             if any(fd == self._socket.fileno() for fd, _ in end.poll(seconds * 1e3)):
-                self._wait(lambda: False, time.monotonic() + _LAST_WORDS_S)  # what it has said before is read first
+                # first read its last messages
+                self._wait(lambda: False, time.monotonic() + _LAST_WORDS_S)
         finally:
             self._leave()
 
@@ -192,31 +233,36 @@ class Link:
         try:
             with suppress(TimeoutError):
                 while talk.has_loose_ends and time.monotonic() < until:
-                    self._send(until)  # what late answers granted, among others
+                    self._send(until)  # also returns the grants of late answers
                     self._wait(lambda: talk.is_unsent or not talk.is_owed, until)
         finally:
             self._leave()
 
     def hold(self, *, writable: bool = False) -> npt.NDArray[np.uint8]:
-        """One more reader, or writer, of the arena. Raises NodeError when it cannot be had."""
+        """Add a reader or writer of the arena, and return its view.
+
+        Raises NodeError when the arena cannot be mapped.
+        """
         with self._count_lock:
             buffer = self._mapped(writable)
             self._lifetime.hold()
             return buffer
 
     def let_go(self) -> None:
-        """One less."""
+        """Remove a reader or writer of the arena."""
         with self._count_lock:
             self._lifetime.let_go()
             self._close_if_unused()
 
     def retire(self, *, at_once: bool = True) -> None:
-        """No more calls, and an end to those that wait; close as soon as nobody holds anything.
+        """Accept no more calls, end the waiting ones, and close when the arena has no reader or
+        writer.
 
-        at_once: False: a thread closes. The last to close a dead node's arena frees its pages,
-                 which takes 0.2 s for 512 MiB.
+        at_once: False: a thread closes. The last process to close a dead node's arena frees its
+                 pages, which takes 0.2 s for 512 MiB.
 
-        The socket stays open, in both directions, while somebody holds the arena: a node that cannot write to it takes the memory back.
+        While a caller holds the arena, the socket stays open in both directions. A node that cannot
+        write to the socket takes the memory back.
         """
         with self._count_lock:
             self._lifetime.retired = True
@@ -227,13 +273,15 @@ class Link:
         if not at_once:
             try:
                 threading.Thread(target=self.retire, name="kvhold-unmap", daemon=True).start()
-            except RuntimeError:  # there can be no more threads
+            except RuntimeError:  # no more threads can be started
                 self.retire()
 
     def forget_in_child(self) -> None:
-        """In a forked child: close its copy of the socket, or what the parent holds would be held for as long as the child lives.
+        """Close the copy of the socket in a forked child; otherwise the parent's holdings would
+        last as long as the child.
 
-        The parent's locks may be taken here by threads that the child does not have, so the child gets new ones.
+        Threads that the child does not have may hold the parent's locks, so the child gets new
+        ones.
         """
         self._count_lock, self._send_lock, self._lock = threading.Lock(), threading.Lock(), threading.Lock()
         self._change = threading.Condition(self._lock)
@@ -251,14 +299,16 @@ class Link:
             self._close_if_unused()
 
     def _mapped(self, writable: bool) -> npt.NDArray[np.uint8]:
-        """Two mappings: readers have one that cannot be written to, and a process that stores nothing has no other."""
+        """Return the read-only or the writable mapping; made at first use, so a process that only
+        reads has no writable one.
+        """
         if self.retired:
             raise NodeError("the connection to the node is closed")
         mapping = self._mappings.get(writable)
         if mapping is None:
             nbytes, huge = self._arena_size
             try:
-                fd = os.dup(self._arena_fd)  # `attach` takes it over, even where it fails
+                fd = os.dup(self._arena_fd)  # `attach` owns it, even if it fails
             except OSError as error:
                 raise NodeError(f"the node's arena could not be mapped: {error}") from None
             mapping = self._mappings[writable] = _Mapping(Arena.attach(fd, nbytes, huge, writable=writable))
@@ -266,7 +316,7 @@ class Link:
         return mapping.buffer
 
     def _close_if_unused(self) -> None:
-        if not self._lifetime.is_over:  # the last of them closes
+        if not self._lifetime.is_over:  # the last caller or holder closes
             return
         self._close_sockets()
         while self._mappings:
@@ -282,7 +332,7 @@ class Link:
             self._retiring = -1
 
     def _answer_of(self, call: Call) -> m.Answer | None:
-        """Its answer; None: it has none, and is given up."""
+        """Return the call's answer. If there is none, give the call up and return None."""
         if call.answer is None:
             with self._lock:
                 if call.answer is None:
@@ -292,7 +342,8 @@ class Link:
     # Sending: the thread that has the lock sends all queued requests, in order.
 
     def _send(self, until: float) -> None:
-        """Send the queued requests, or as much of them as the node takes in time: another call sends the rest.
+        """Send the queued requests, as far as the node takes them in time; another call sends the
+        rest.
 
         Raises TimeoutError, OSError.
         """
@@ -308,7 +359,10 @@ class Link:
             self._send_lock.release()
 
     def _send_some(self, data: memoryview, until: float) -> memoryview | None:
-        """Send what the node takes now, or wait until it takes something. Returns the next bytes. Raises TimeoutError, OSError."""
+        """Send what the node takes now, or wait until it takes something. Returns the next bytes.
+
+        Raises TimeoutError, OSError.
+        """
         try:
             nbytes = self._socket.send(data)
             with self._lock:
@@ -316,15 +370,20 @@ class Link:
         except BlockingIOError:
             self._wait_until_writable(until)
             with self._lock:
-                return self._conversation.to_send()  # another request, if this one was given up meanwhile
-        except BaseException as error:  # an interrupt, too: nobody knows how much of the request is sent
+                # another request, if this one was given up meanwhile
+                return self._conversation.to_send()
+        # an interrupt, too: it is not known how much of the request is sent
+        except BaseException as error:
             self._fail(error, "a call was cut short while it sent a request")
             raise
 
     # Receiving: one of the waiting callers reads for all.
 
     def _wait(self, is_done: Callable[[], bool], until: float) -> bool:
-        """Wait until `is_done()`, which is called under the lock. Returns False at the deadline. Raises the connection's error."""
+        """Wait until `is_done()`, which is called under the lock. Returns False at the deadline.
+
+        Raises the connection's error.
+        """
         me = object()
         while True:
             try:
@@ -346,7 +405,9 @@ class Link:
                     self._read(until)
                 except TimeoutError:
                     return False
-            finally:  # wherever an interrupt comes: one step makes it the reader, and one ends that
+            # also after an interrupt, wherever it comes: a single assignment makes this call the
+            # reader, or ends that
+            finally:
                 if self._reader is me:
                     self._reader = None
                     with self._lock:
@@ -354,11 +415,14 @@ class Link:
                             self._change.notify_all()
 
     def _read(self, until: float) -> None:
-        """Read the next bytes, and match answers to calls. Raises TimeoutError, OSError, ProtocolError."""
+        """Read the next bytes, and match answers to calls.
+
+        Raises TimeoutError, OSError, ProtocolError.
+        """
         if not self._readable.poll(max(0.0, until - time.monotonic()) * 1e3):
             raise TimeoutError
         if self.retired:
-            return  # nobody is to wait any more: see `_check`
+            return  # `_check` raises in every waiting call
         try:
             nbytes = self._socket.recv_into(self._incoming)
             if not nbytes:
@@ -367,13 +431,13 @@ class Link:
                 with self._lock:
                     self._conversation.deliver(number, answer)
         except BlockingIOError:
-            return  # there is nothing after all
-        except BaseException as error:  # an interrupt, too: what was read is lost
+            return  # nothing to read after all
+        except BaseException as error:  # an interrupt, too: the received bytes are lost
             self._fail(error, "a call was cut short while it read an answer")
             raise
 
     def _wait_until_writable(self, until: float) -> None:
-        """Raises TimeoutError."""
+        """Wait until the socket takes bytes, or the link is retired. Raises TimeoutError."""
         writable = select.poll()
         writable.register(self._socket, select.POLLOUT)
         writable.register(self._retiring, select.POLLIN)
@@ -391,7 +455,7 @@ class Link:
 
 
 def _event() -> int:
-    """Raises NodeError."""
+    """Make an event descriptor. Raises NodeError when there is none left."""
     try:
         return os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
     except OSError as error:
@@ -410,7 +474,10 @@ os.register_at_fork(after_in_child=_forget_links)
 
 
 def _join(path: Path, name: str, timeout_s: float, requires: bytes) -> tuple[socket.socket, m.Welcome, int]:
-    """Connect and greet. Returns the socket, the node's welcome, and the arena's descriptor. Raises NodeError."""
+    """Connect and greet. Returns the socket, the node's welcome, and the arena's descriptor.
+
+    Raises NodeError.
+    """
     try:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError as error:
@@ -424,7 +491,7 @@ def _join(path: Path, name: str, timeout_s: float, requires: bytes) -> tuple[soc
         hello = encode(m.Hello(m.MAGIC, m.PROTOCOL_VERSION, name[:_MOST_NAME], os.getpid(), requires))
         if len(hello) > LENGTH_BYTES + m.MAX_HELLO_BYTES:
             raise NodeError(f"the settings name more tiers than a node can be told of: {len(hello)} bytes of {m.MAX_HELLO_BYTES}")
-        with suppress(BrokenPipeError):  # the node has refused already, and says why
+        with suppress(BrokenPipeError):  # the node has refused already; its reason is read below
             sock.sendall(hello)
         data, fds = _receive_with_descriptors(sock)
         while len(data) < LENGTH_BYTES or len(data) < LENGTH_BYTES + body_length(data, m.MAX_HELLO_BYTES):
@@ -447,6 +514,9 @@ def _join(path: Path, name: str, timeout_s: float, requires: bytes) -> tuple[soc
         (arena,) = fds
         fds = []
         return sock, greeting, arena
+    except (FileNotFoundError, ConnectionRefusedError):
+        sock.close()
+        raise NodeError(f"no node runs on {path}. The first engine that uses kvhold starts one, or `kvhold serve --detach`") from None
     except (OSError, ProtocolError) as error:
         sock.close()
         raise NodeError(f"cannot join a node on {path}: {error}") from None
@@ -459,9 +529,12 @@ def _join(path: Path, name: str, timeout_s: float, requires: bytes) -> tuple[soc
 
 
 def _receive_with_descriptors(sock: socket.socket) -> tuple[bytes, list[int]]:
-    """Bytes, and the descriptors that came with them. Raises OSError, also where this process may have no more descriptors.
+    """Receive bytes and the descriptors sent with them.
 
-    `socket.recv_fds` would pass them on to every child, which keeps the arena alive.
+    Raises OSError, also when this process may have no more descriptors.
+
+    `socket.recv_fds` is not used: its descriptors are inherited by every child, which keeps the
+    arena alive.
     """
     fds = array("i")
     data, ancillary, flags, _ = sock.recvmsg(65536, socket.CMSG_LEN(_DESCRIPTORS * fds.itemsize), socket.MSG_CMSG_CLOEXEC)

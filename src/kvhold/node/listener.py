@@ -1,9 +1,12 @@
-"""Where clients come in: a Unix socket that takes as many as there are descriptors for, and refuses the others in words.
+"""The node's listening Unix socket.
 
-    listener = Listener(sock, make_protocol, is_full); listener.start(loop) ... listener.close()
+It accepts clients while there are descriptors, and refuses others with a reason.
 
-asyncio's own server logs a traceback for each client that it has no descriptor for, and leaves it waiting. Here one descriptor is kept
-back, so that even then a client can be told why. The loop's thread runs it.
+    listener = Listener(sock, make_protocol, refusal); listener.start(loop) ... listener.close()
+
+Without a free descriptor, asyncio's own server logs a traceback for each client and leaves it
+waiting. This listener keeps one descriptor in reserve, so that it can send the reason even then.
+The loop's thread runs it.
 """
 
 import asyncio
@@ -29,7 +32,11 @@ class Listener:
     """One listening socket."""
 
     def __init__(self, sock: socket.socket, make_protocol: Callable[[], asyncio.BaseProtocol], refusal: Callable[[], str]) -> None:
-        """sock: bound; it is this object's now. refusal: why one more client cannot be served; empty: it can."""
+        """Keep a descriptor in reserve.
+
+        sock:    bound; this object owns it
+        refusal: returns why one more client cannot be served; empty: it can
+        """
         self._socket = sock
         self._make_protocol = make_protocol
         self._refusal = refusal
@@ -45,7 +52,7 @@ class Listener:
         loop.add_reader(self._socket, self._accept)
 
     def close(self) -> None:
-        """Listen no more. Idempotent."""
+        """Stop listening. Idempotent."""
         if self._loop is not None:
             self._loop.remove_reader(self._socket)
             self._loop = None
@@ -78,7 +85,7 @@ class Listener:
         task.add_done_callback(self._joining.discard)
 
     def _refuse_with_spare(self, why: str) -> None:
-        """Give the spare descriptor to the client that waits, tell it, and take the descriptor back."""
+        """Free the spare descriptor, refuse the waiting client with it, and reserve it again."""
         assert self._loop is not None
         if self._spare >= 0:
             os.close(self._spare)
@@ -100,7 +107,7 @@ class Listener:
 
 
 def no_descriptor(error: OSError) -> str:
-    """What a client is told that there is no descriptor for."""
+    """Return the reason for a client that cannot get a descriptor."""
     return f"the node has no descriptor left ({error.strerror}); raise `ulimit -n` and restart it"
 
 

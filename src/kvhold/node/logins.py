@@ -1,11 +1,13 @@
-"""Connections that have not logged in yet, and what is said of strangers in the log.
+"""Connections that have not logged in yet, and the log lines about strangers.
 
-    crowded_out = logins.add(task, network_of(host))      # whoever must go to make room, or None
+    crowded_out = logins.add(task, network_of(host))      # the connection that must be closed, or None
     logins.remove(task)                                   # it has logged in, or has ended
 
-They have a budget of their own, in all and for each network, so they never take the place of a host that has logged in. Who is new
-always gets in: the oldest connection goes, first that of the same network, then that of the network with the most. A login takes
-milliseconds, so silent connections only crowd out each other, however often they are renewed. No I/O; one event loop.
+These connections have limits of their own, in total and per network, so they never displace a host
+that has logged in. A new connection is always accepted. At a limit the oldest one is closed: that
+of the same network if the network is at its limit, else that of the network with the most
+connections. A login takes milliseconds, so silent connections only displace each other, however
+often they are renewed. No I/O; one event loop.
 """
 
 import logging
@@ -17,24 +19,27 @@ Connection = TypeVar("Connection")
 
 MOST = 256
 MOST_OF_NETWORK = 64  # one host may start many engines at once
-_LINES = 20  # about strangers, in each period
+_LINES = 20  # log lines about strangers, per period
 _PERIOD_S = 60.0
 
 
 class Logins(Generic[Connection]):
-    """The connections that have not logged in."""
+    """The set of connections that have not logged in."""
 
     def __init__(self, *, most: int = MOST, most_of_network: int = MOST_OF_NETWORK) -> None:
         self._most = most
         self._most_of_network = most_of_network
-        self._networks: dict[str, dict[Connection, None]] = {}  # in the order of their coming
+        self._networks: dict[str, dict[Connection, None]] = {}  # oldest first
         self._network_of: dict[Connection, str] = {}
 
     def __len__(self) -> int:
         return len(self._network_of)
 
     def add(self, connection: Connection, network: str) -> Connection | None:
-        """One more. Returns the connection that has to be closed to make room; it is no longer counted."""
+        """Add a connection.
+
+        Returns the one that must be closed in its place, or None; it is no longer counted.
+        """
         victim = None
         own = self._networks.get(network, {})
         if len(own) >= self._most_of_network:
@@ -49,7 +54,7 @@ class Logins(Generic[Connection]):
         return victim
 
     def remove(self, connection: Connection) -> None:
-        """One less. Idempotent."""
+        """Remove a connection. Idempotent."""
         network = self._network_of.pop(connection, None)
         if network is not None:
             del self._networks[network][connection]
@@ -58,7 +63,7 @@ class Logins(Generic[Connection]):
 
 
 class StrangersLog:
-    """Warns of refused strangers, in a bounded number of lines: nobody fills a disk with them."""
+    """Logs refused strangers, with a limit per minute, so that they cannot fill the disk."""
 
     def __init__(self, log: logging.Logger, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._log = log
@@ -68,7 +73,7 @@ class StrangersLog:
         self._num_silent = 0
 
     def refused(self, host: str, reason: str) -> None:
-        """reason: one of our own texts, never a stranger's."""
+        """Log a refusal, if the limit allows. reason: a constant text, never a stranger's."""
         now_s = self._clock()
         if now_s - self._since_s >= _PERIOD_S:
             if self._num_silent:

@@ -1,9 +1,10 @@
-"""The node's own log file: bounded in size, and no line is repeated without end.
+"""The node's log file, with a limit on its size and on repeated lines.
 
     write_log(path, max_bytes=10 << 20, files=3)      # instead of standard error, for the process's whole life
 
-A full file is renamed to `node.log.1`, that to `node.log.2`, and so on; the oldest is removed. Standard output and error are pointed at
-the current file, so that what a library prints is bounded, too. Call it before there are threads.
+A full file is renamed to `node.log.1`, that to `node.log.2`, and so on; the oldest is removed.
+Standard output and error go to the current file, so that the limit covers the output of libraries,
+too. Call it before there are threads.
 """
 
 import logging
@@ -19,16 +20,20 @@ from kvhold.node.paths import open_beside
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _BURST = 20  # lines of one kind in one period
 _PERIOD_S = 60.0
-_MOST_KINDS = 1000  # that are counted at once
+_MOST_KINDS = 1000  # counted at once
 
 
 class RepeatFilter(logging.Filter):
-    """Lets 20 lines of one kind pass in a minute, and then says how many it held back. A kind is one place in the code."""
+    """Passes 20 lines of one kind per minute, and adds the number of dropped lines to the next.
+
+    A kind is one place in the code.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
-        self._counts: dict[tuple[str, str, int], tuple[float, int]] = {}  # of each kind: since when, and how many
+        # kind -> start of its period, number of lines
+        self._counts: dict[tuple[str, str, int], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         kind, now_s = (record.name, record.pathname, record.lineno), self._clock()
@@ -45,7 +50,10 @@ class RepeatFilter(logging.Filter):
 
 
 def write_log(path: Path, *, max_bytes: int, files: int) -> None:
-    """Log to `path` from now on. files: how many there are in all, the current one included. Raises OSError."""
+    """Log to `path` from now on. files: the number of files, including the current one.
+
+    Raises OSError.
+    """
     handler = _LogFile(path, maxBytes=max_bytes, backupCount=files - 1)
     handler.setFormatter(logging.Formatter(FORMAT))
     handler.addFilter(RepeatFilter())
@@ -56,7 +64,7 @@ def write_log(path: Path, *, max_bytes: int, files: int) -> None:
 
 
 class _LogFile(RotatingFileHandler):
-    """A rotating file for this user alone, which standard output and error are part of."""
+    """A rotating file, readable by this user only, that also receives standard output and error."""
 
     def _open(self) -> TextIOWrapper:
         fd = open_beside(Path(self.baseFilename), os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -1,9 +1,10 @@
-"""The namespaces that a node was told of, and what each is made of, for `kvhold names`.
+"""The namespaces that clients have registered with a node, and their parts, for `kvhold names`.
 
     names.learn(digest, "vllm-scheduler (pid 7)", packed)
     page, more = names.page(after=b"", prefix="")
 
-The latest are kept, at most MAX_SPACES of them and MAX_BYTES of descriptions, which stay packed here. No I/O; the node's thread.
+The latest are kept: at most MAX_SPACES namespaces, and MAX_BYTES of descriptions, which stay
+packed. No I/O; the node's thread.
 """
 
 import time
@@ -19,7 +20,7 @@ PAGE_SPACES = 16
 
 
 class Names:
-    """What one node was told."""
+    """The registered namespaces of one node."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._spaces: OrderedDict[bytes, KnownSpace] = OrderedDict()
@@ -27,7 +28,10 @@ class Names:
         self._clock = clock
 
     def learn(self, digest: bytes, client: str, description: bytes) -> None:
-        """A client has registered a namespace. A description that is missing or too large leaves what is known as it is."""
+        """Record a namespace that a client has registered.
+
+        Without a description, or with one too large, nothing changes.
+        """
         if not description or len(description) > MAX_DESCRIPTION_BYTES:
             return
         before = self._spaces.pop(digest, None)
@@ -48,5 +52,5 @@ class Names:
         return [self._spaces[digest] for digest in found[:PAGE_SPACES]], len(found) > PAGE_SPACES
 
     def digests(self) -> list[bytes]:
-        """Return all that are known."""
+        """Return the digests of the known namespaces."""
         return list(self._spaces)

@@ -12,10 +12,13 @@ from kvhold.core.errors import NodeError
 
 
 class Notifier:
-    """As `threading.Event`, with a descriptor. Any thread; after `close` nothing happens any more."""
+    """An event like `threading.Event`, with a descriptor.
+
+    Any thread may call; after `close`, calls do nothing.
+    """
 
     def __init__(self) -> None:
-        """Raises NodeError when there is no descriptor left."""
+        """Raises NodeError when no descriptor is left."""
         self._fd = -1
         self._lock = threading.Lock()
         try:
@@ -24,30 +27,30 @@ class Notifier:
             raise NodeError(f"cannot join a node: {error}") from None
 
     def fileno(self) -> int:
-        """Readable while it is set."""
+        """Return the descriptor, which is readable while the event is set."""
         return self._fd
 
     def set(self) -> None:
-        """Wake who waits."""
+        """Set the event, and wake the waiting thread."""
         with self._lock:
             if self._fd >= 0:
                 os.eventfd_write(self._fd, 1)
 
     def clear(self) -> None:
-        """Set it back."""
+        """Reset the event."""
         with self._lock, suppress(BlockingIOError):
             if self._fd >= 0:
                 os.eventfd_read(self._fd)
 
     def close(self) -> None:
-        """Only where nobody waits for it any more."""
+        """Close the descriptor. No thread may be waiting."""
         with self._lock:
             if self._fd >= 0:
                 os.close(self._fd)
                 self._fd = -1
 
     def close_in_child(self) -> None:
-        """In a forked child, where a thread of the parent's may have had the lock."""
+        """Close in a forked child, with a new lock: a thread of the parent may hold the old one."""
         self._lock = threading.Lock()
         self.close()
 

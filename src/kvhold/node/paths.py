@@ -1,4 +1,4 @@
-"""Where this user's node listens: `default_socket()`, and the checks that make the place safe."""
+"""The paths of this user's node, such as `default_socket()`, and the checks that make them safe."""
 
 import hashlib
 import logging
@@ -19,11 +19,13 @@ _MAX_PATH = 107  # sun_path of a Unix socket, less its final zero
 
 
 def default_socket() -> Path:
-    """The node's socket in the first of this user's places that nobody else has taken.
+    """Return the node's socket, in the first usable folder of this user.
 
-    `$XDG_RUNTIME_DIR/kvhold`, or `kvhold-UID` in the temporary directory. Everybody may make a folder of that name there; then it is
-    `/run/user/UID/kvhold`, or a folder of this host's in `~/.cache/kvhold/run`. The same for all engines of the user that have the same
-    environment: it depends on who owns the folders, and on nothing that changes while they run.
+    That is `$XDG_RUNTIME_DIR/kvhold`, or without that `kvhold-UID` in the temporary directory.
+    Another user may have made a folder of that name; then it is `/run/user/UID/kvhold`, or a folder
+    for this host in `~/.cache/kvhold/run`. All engines of the user with the same environment get
+    the same path: it depends on the owners and modes of the folders, which do not change while
+    engines run.
     """
     places = list(_places())
     for number, folder in enumerate(places):
@@ -31,11 +33,14 @@ def default_socket() -> Path:
             if number:
                 _warn_once(places[0], folder)
             return folder / "node.sock"
-    return places[0] / "node.sock"  # whoever uses it is told what is wrong
+    return places[0] / "node.sock"  # `prepare_folder` raises the reason
 
 
 def socket_path(configured: str) -> Path:
-    """The configured socket, or the default. Raises NodeError for a path that no Unix socket can have."""
+    """Return the configured socket, or the default.
+
+    Raises NodeError for a path that is too long for a Unix socket.
+    """
     path = Path(configured).expanduser().absolute() if configured else default_socket()
     if len(os.fsencode(path)) > _MAX_PATH:
         raise NodeError(f"node.socket {path} is too long: a Unix socket's path has at most {_MAX_PATH} bytes")
@@ -43,15 +48,21 @@ def socket_path(configured: str) -> Path:
 
 
 def lock_path(path: Path) -> Path:
-    """The file beside a socket that its node has locked, from before it listens until after it has let go of its memory."""
+    """Return the lock file beside a socket.
+
+    The node locks it before it listens, and until its memory is freed.
+    """
     return Path(f"{path}.lock")
 
 
 def clears_path(path: Path) -> Path:
-    """Return the file in which the node of a socket remembers the clears that tiers owe.
+    """Return the file in which the node of a socket records the clears that tiers have not done
+    yet.
 
-    It lies in `$XDG_STATE_HOME/kvhold` (`~/.local/state/kvhold`), because the socket's folder seldom outlives a reboot. Hosts may share a
-    home, so the name has the host's, and a digest of the socket's path. Beside the socket, with a warning, where there is no such folder.
+    It is in `$XDG_STATE_HOME/kvhold` (`~/.local/state/kvhold`), because a reboot usually removes
+    the socket's folder. Hosts may share a home, so the file's name contains the host's name, and a
+    digest of the socket's path. If that folder cannot be used, the file is beside the socket, and a
+    warning is logged.
     """
     beside = Path(f"{path}.clears")
     state = Path(os.environ.get("XDG_STATE_HOME", ""))
@@ -68,12 +79,17 @@ def clears_path(path: Path) -> Path:
 
 
 def watch_path(path: Path) -> Path:
-    """The file beside a socket that the watcher of its node has locked (`node/watcher.py`)."""
+    """Return the lock file beside a socket for the watcher of its node (`node/watcher.py`)."""
     return Path(f"{path}.watch")
 
 
 def prepare_folder(path: Path, *, any_owner: bool = False) -> None:
-    """Make the socket's folder, for this user alone. Raises NodeError when others could change what is in it; any_owner: they may."""
+    """Make the socket's folder, for this user alone.
+
+    Raises NodeError when it cannot be made or written, or others can change it.
+
+    any_owner: allow a folder that others can change
+    """
     folder = path.parent
     try:
         os.close(open_folder(folder, any_owner=any_owner))
@@ -86,10 +102,11 @@ def prepare_folder(path: Path, *, any_owner: bool = False) -> None:
 
 
 def open_beside(path: Path, flags: int) -> int:
-    """A descriptor of a file of the node's, in a folder that is there: a lock or a log. Follows no link and truncates nothing.
+    """Open a lock or log file of the node in an existing folder, and return its descriptor.
 
-    The file must be this user's, whoever the folder belongs to (`prepare_folder` looks at that). Raises OSError; `Unsafe` for what another
-    user has put there.
+    Follows no link and truncates nothing. The file must be this user's; `prepare_folder` checks the
+    folder. Raises OSError, and `Unsafe` for a link, another user's file, or anything but a regular
+    file.
     """
     folder = open_folder(path.parent, make=False, any_owner=True)
     try:
@@ -99,14 +116,14 @@ def open_beside(path: Path, flags: int) -> int:
 
 
 def peer_user(connection: socket.socket) -> int:
-    """The user id of the process at the other end of a Unix socket, from the kernel."""
+    """Return the user id of the process at the other end of a Unix socket, from the kernel."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     uid: int = struct.unpack("3i", credentials)[1]
     return uid
 
 
 def _places() -> Iterator[Path]:
-    """Where a node's folder may be, the best place first."""
+    """Yield the possible folders of a node, best first."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and os.access(runtime, os.W_OK):
         yield Path(runtime) / "kvhold"
@@ -123,7 +140,7 @@ def _places() -> Iterator[Path]:
 
 
 def _is_free_or_ours(folder: Path) -> bool:
-    """Whether the folder is this user's alone, or can be made."""
+    """Return whether the folder is this user's alone, or can be made."""
     try:
         state = folder.lstat()
     except FileNotFoundError:

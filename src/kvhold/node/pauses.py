@@ -1,27 +1,31 @@
-"""Keep Python's own collector of cycles from stopping a node's loop.
+"""Keep Python's garbage collector (of reference cycles) from stopping a node's loop.
 
-    avoid_pauses()                  # once, when the process is a node and nothing else
-    collect_young(may_look=True)    # now and then, between two turns of the loop
+    avoid_pauses()                  # once, in a process that is only a node
+    collect_young(may_look=True)    # every second, between two turns of the loop
     collect_all()                   # while no client is connected
 
-An index of a million chunks is some millions of objects. The collector looks at all of them now and then, which takes half a second.
-Even a look at young objects alone takes 160 ms if one of them is a list of a million chunks, as a long lookup makes them. So the node says
-itself when the collector may look: at young objects once a second, if they are few and no long call was made; at all objects when the
-last client has left. Objects that were not looked at in time count as old, which costs nothing. Chunks, their names and requests are in no
-cycles: they go when nothing refers to them any more.
+An index of a million chunks has some millions of objects. A full collection visits all of them,
+which takes half a second. Even a collection of young objects takes 160 ms if one of them is a list
+of a million chunks, as a long lookup makes. So the node decides when the collector runs:
 
-A thread that waits for the interpreter gets it after half a millisecond, not after five.
+- over young objects once a second, if they are few and no long call ran
+- over all objects when the last client has left
+
+Young objects that were not visited become old, which costs nothing. Chunks, their names and
+requests are in no cycles; reference counting frees them.
+
+`avoid_pauses` also reduces the interpreter's switch interval from 5 ms to 0.5 ms.
 """
 
 import gc
 import sys
 
 _MOST_YOUNG = 2000  # objects, which take a fraction of a millisecond
-_is_ours = False  # the collector
+_is_ours = False  # whether this module runs the collector
 
 
 def avoid_pauses() -> None:
-    """From here on the collector works only when it is told to."""
+    """Stop automatic collections. From then on only this module runs the collector."""
     global _is_ours
     gc.collect()
     gc.freeze()
@@ -31,9 +35,9 @@ def avoid_pauses() -> None:
 
 
 def collect_young(*, may_look: bool) -> None:
-    """Collect young objects where `avoid_pauses` was called; from here on they are old.
+    """Collect the young objects, if `avoid_pauses` was called; then count them as old.
 
-    may_look: nothing was made lately that takes long to look at
+    may_look: False: do not collect, because a long call may have made a large object
     """
     if _is_ours:
         if may_look and gc.get_count()[0] < _MOST_YOUNG:
@@ -42,7 +46,7 @@ def collect_young(*, may_look: bool) -> None:
 
 
 def collect_all() -> None:
-    """Collect all objects, where `avoid_pauses` was called."""
+    """Collect all objects, if `avoid_pauses` was called."""
     if _is_ours:
         gc.unfreeze()
         gc.collect()

@@ -1,23 +1,34 @@
-"""The process at the other end of a Unix socket: who it is, and whether it still lives.
+"""The process at the other end of a Unix socket: its identity, and whether it still lives.
 
     peer = Peer.of(connection)
     peer.pid, peer.has_ended()
 
-A socket that closes says that its process has ended, unless a child that was forked off has a copy of it. So the node also asks the
-kernel now and then. It keeps no descriptor a process: 256 engines are more than the default limit has room for.
+A socket closes when its process ends, unless a forked child has a copy of the socket. So the node
+also asks the kernel every second. It keeps no descriptor per process, because the default limit of
+descriptors is too low for 256 engines.
+
+Processes whose memory a device copies are the exception (`watch`). When a process dies, the kernel
+closes its files one after another, perhaps the socket before the device, whose copies continue
+until then. The process has ended when all files are closed.
 """
 
+import asyncio
+import errno
 import logging
 import os
 import select
 import socket
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from kvhold.core.errors import NodeError
 
 log = logging.getLogger(__name__)
 
 _CREDENTIALS = struct.Struct("3i")
+_SO_PEERPIDFD = 77  # Linux 6.5; Python's socket module does not name it
 _STATE, _START_TIME = 0, 19  # of the fields in /proc/PID/stat that follow the command
 
 
@@ -25,9 +36,10 @@ _STATE, _START_TIME = 0, 19  # of the fields in /proc/PID/stat that follow the c
 class Peer:
     """A process.
 
-    pid:      0 where it is in another PID namespace
-    uid:      its user
-    start:    when it was started, in the kernel's clock ticks, so that another process with its pid is not mistaken for it; -1: not known
+    pid:   0 if it is in another PID namespace
+    uid:   its user
+    start: its start time in the kernel's clock ticks, to tell it from a later process with the same
+           pid; -1: not known
     """
 
     pid: int
@@ -36,12 +48,15 @@ class Peer:
 
     @classmethod
     def of(cls, connection: socket.socket) -> "Peer":
-        """The process that connected, from the kernel."""
+        """Return the process that connected, from the kernel."""
         pid, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
         return cls(pid, uid, _start_of(pid) if _proc_is_ours() else -1)
 
     def has_ended(self) -> bool:
-        """Whether all its threads have ended, so that it writes no memory any more. False where that cannot be told."""
+        """Return whether all its threads have ended, so that it no longer writes memory.
+
+        False if that is not known.
+        """
         if self.pid <= 0 or self.start < 0:
             return False
         try:
@@ -55,9 +70,53 @@ class Peer:
             log.debug("process %d: %s", self.pid, error)
             return False
 
+    def watch(self, connection: socket.socket) -> "ProcessEnd":
+        """Return the end of the process that connected, to wait for.
+
+        Raises NodeError if it cannot be watched.
+        """
+        try:
+            (fd,) = struct.unpack("i", connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, struct.calcsize("i")))
+            return ProcessEnd(fd)
+        except OSError as error:
+            if error.errno != errno.ENOPROTOOPT:  # Linux before 6.5
+                raise NodeError(f"process {self.pid} cannot be watched: {error}") from None
+        if self.pid <= 0 or self.start < 0:
+            raise NodeError("the node and this process are in different PID namespaces, and Linux before 6.5 does not show its end then")
+        try:
+            fd = os.pidfd_open(self.pid)
+        except OSError as error:
+            raise NodeError(f"process {self.pid} cannot be watched: {error}") from None
+        if _start_of(self.pid) != self.start:
+            os.close(fd)
+            raise NodeError(f"process {self.pid} has ended")
+        return ProcessEnd(fd)
+
+
+class ProcessEnd:
+    """The end of a process: of all its threads, and of its device copies. Used in an event loop."""
+
+    def __init__(self, fd: int) -> None:
+        """fd: a pidfd of the process; this object owns it."""
+        self._fd = fd
+
+    def then(self, callback: Callable[[], None]) -> None:
+        """Call `callback` when the process has ended, unless `close` is called first."""
+        asyncio.get_running_loop().add_reader(self._fd, callback)
+
+    def close(self) -> None:
+        """Stop waiting. Idempotent."""
+        if self._fd >= 0:
+            asyncio.get_running_loop().remove_reader(self._fd)
+            os.close(self._fd)
+            self._fd = -1
+
 
 def _proc_is_ours() -> bool:
-    """Whether /proc numbers processes as this process does. One of another PID namespace would show other processes."""
+    """Return whether /proc belongs to this process's PID namespace.
+
+    Another one shows other processes under the same numbers.
+    """
     try:
         return Path("/proc/self").readlink() == Path(str(os.getpid()))
     except OSError:
@@ -73,7 +132,9 @@ def _start_of(pid: int) -> int:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat after the command, which may hold blanks; None: there is no such file. Raises OSError."""
+    """Return the fields of /proc/PID/stat after the command, which may contain blanks; None: no
+    such file. Raises OSError.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -81,7 +142,10 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def _is_gone(pid: int) -> bool:
-    """Whether a process without a first thread has no other one either. Raises OSError."""
+    """Return whether a process whose first thread has ended has no other threads.
+
+    Raises OSError.
+    """
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:

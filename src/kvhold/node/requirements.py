@@ -1,4 +1,6 @@
-"""An engine's or a node's settings as what is compared when they meet: `requirements_of(config)`."""
+"""The part of the settings that an engine and a node compare when the engine joins:
+`requirements_of(config)`.
+"""
 
 from hashlib import blake2b
 
@@ -11,13 +13,16 @@ from kvhold.tiers.guard import GuardConfig
 from kvhold.tiers.registry import guard_settings
 from kvhold.tiers.url import TierUrl, parse_url
 
-_OF_THE_PLACE = ("endpoint", "prefix", "service")  # options that say where a tier's values are
+_OF_THE_PLACE = ("endpoint", "prefix", "service")  # options that name the place of a tier's values
 _MOST_SHOWN = 120
 _decoder = msgspec.msgpack.Decoder(Requirements)
 
 
 def requirements_of(config: Config) -> Requirements:
-    """Of a process with these settings. Raises ConfigError for a tier's URL that is none."""
+    """Return the requirements of a process with these settings.
+
+    Raises ConfigError for an invalid tier URL.
+    """
     return Requirements(
         tiers=tuple(_terms(parse_url(text)) for text in config.tiers),
         keys=digest_of(config.encryption.keys),
@@ -27,12 +32,12 @@ def requirements_of(config: Config) -> Requirements:
 
 
 def pack(requirements: Requirements) -> bytes:
-    """For a Hello."""
+    """Encode requirements for a Hello."""
     return msgspec.msgpack.encode(requirements)
 
 
 def unpack(packed: bytes) -> Requirements:
-    """From a Hello; without any, nothing is required. Raises ProtocolError."""
+    """Decode the requirements of a Hello; empty bytes require nothing. Raises ProtocolError."""
     try:
         return _decoder.decode(packed) if packed else Requirements()
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -40,7 +45,10 @@ def unpack(packed: bytes) -> Requirements:
 
 
 def check(required: Requirements, offered: Requirements) -> tuple[str, ...]:
-    """What differs and is only to be warned about. Raises NodeError where the engine must not join."""
+    """Return the differences that only need a warning.
+
+    Raises NodeError when the engine must not join.
+    """
     missing: Missing = compare(required, offered)
     fatal = missing.refused + (missing.different if required.refuse else ())
     if fatal:

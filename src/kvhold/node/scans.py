@@ -1,24 +1,39 @@
-"""Scans of a central store, page by page: every key in memory, then the keys that are only below.
+"""Scans of a central store, page by page: all keys in memory, then the keys that only lower tiers
+have.
 
-    keys, more = await scans.page(prefix, after, most)
+    page = await scans.page(prefix, after, most)      # page.keys, page.more, page.whole
 
-A scan is remembered between two pages by the last key of the page before, and goes on from there. Keys come in no order. A scan that was
-forgotten, because many others began, starts again: then keys may come twice. No step looks at many keys, however many there are.
+Between two pages, a scan is kept under the last key of its last page, and continues from there.
+Keys come in no order. At most 64 scans are kept; a scan that was dropped starts again, and then
+keys may come twice. Each step handles few keys, so the loop is never blocked for long.
 """
 
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
+from typing import NamedTuple
 
 from kvhold.tiers.guard import Guard
 from kvhold.tiers.ram import RamTier
 from kvhold.tiers.table import KeySet
 
-_MOST_SCANS = 64  # that are remembered between two pages
+_MOST_SCANS = 64  # kept between two pages
+
+
+class Page(NamedTuple):
+    """One page of keys.
+
+    more:  more keys follow
+    whole: every tier has answered so far
+    """
+
+    keys: list[bytes]
+    more: bool
+    whole: bool
 
 
 class Scans:
-    """Those of one store."""
+    """The scans of one store."""
 
     def __init__(self, ram: RamTier, guards: Sequence[Guard]) -> None:
         self._ram = ram
@@ -28,35 +43,44 @@ class Scans:
     def __len__(self) -> int:
         return len(self._scans)
 
-    async def page(self, prefix: bytes, after: bytes, most: int) -> tuple[list[bytes], bool]:
-        """Return the next keys of a scan, `most` at most, and whether there are more. after: the last key of the page before."""
-        scan = self._scans.pop((prefix, after), None) or _Scan(self._parts(prefix))
-        page, more = await scan.take(most)
-        if more:
-            self._scans[prefix, page[-1]] = scan
+    async def page(self, prefix: bytes, after: bytes, most: int) -> Page:
+        """Return the next keys of a scan, `most` at most.
+
+        after: the last key of the page before.
+        """
+        scan = self._scans.pop((prefix, after), None)
+        if scan is None:
+            silent = set[str]()
+            scan = _Scan(self._parts(prefix, silent), silent)
+        page = await scan.take(most)
+        if page.more:
+            self._scans[prefix, page.keys[-1]] = scan
             if len(self._scans) > _MOST_SCANS:
                 await self._scans.popitem(last=False)[1].end()
         else:
             await scan.end()
-        return page, more
+        return page
 
-    async def _parts(self, prefix: bytes) -> AsyncIterator[list[bytes]]:
-        """All keys, a few at a time; one that is in two places comes twice."""
+    async def _parts(self, prefix: bytes, silent: set[str]) -> AsyncIterator[list[bytes]]:
+        """Yield all keys, a few at a time; a key in two places comes twice.
+
+        Tiers that do not answer go into `silent`.
+        """
         for entries in self._ram.parts():
             yield [entry.key for entry in entries if entry.key.startswith(prefix)]
         for guard in self._guards:
-            for part in (await guard.scan(prefix)).taken():
+            for part in (await guard.scan(prefix, silent)).taken():
                 yield part
 
 
 class _Scan:
-    def __init__(self, parts: AsyncIterator[list[bytes]]) -> None:
+    def __init__(self, parts: AsyncIterator[list[bytes]], silent: set[str]) -> None:
         self._parts = parts
+        self._silent = silent
         self._seen = KeySet()
         self._left: list[bytes] = []
 
-    async def take(self, most: int) -> tuple[list[bytes], bool]:
-        """Return the next keys, and whether there are more."""
+    async def take(self, most: int) -> Page:
         while len(self._left) <= most:
             part = await anext(self._parts, None)
             if part is None:
@@ -65,10 +89,10 @@ class _Scan:
             await asyncio.sleep(0)
         page = self._left[:most]
         del self._left[:most]
-        return page, bool(self._left)
+        return Page(page, more=bool(self._left), whole=not self._silent)
 
     async def end(self) -> None:
-        """Forget it, in steps."""
+        """Free the scan's keys, in steps."""
         self._left.clear()
         for _ in self._seen.emptied():
             await asyncio.sleep(0)

@@ -2,10 +2,13 @@
 
     asyncio.run(Node(config).serve(on_ready=print))
 
-One loop, one thread (and one that faults in the arena's pages). The node copies nothing and touches no device: engines map the arena
-and copy themselves. What goes to and comes from tiers below RAM is the mover's affair, which has a thread and a loop of its own. It
-listens on a Unix socket of mode 0600, serves only processes of its own user, and ends on SIGTERM, SIGINT, a Stop message, or, if it was
-started by an engine, when it has been without clients for a while. Only one node can have a socket: the lock file beside it says who.
+One loop in one thread serves the clients. Other threads fault in the arena's pages, scrub idle
+chunks, and run the mover, which reads and writes the tiers below RAM in a loop of its own. The node
+copies nothing and uses no device: engines map the arena and copy themselves.
+
+The node listens on a Unix socket of mode 0600 and serves only processes of its own user. It ends on
+SIGTERM, SIGINT or a Stop message. A node that an engine started also ends after some time without
+clients. Only one node can have a socket: the lock file beside the socket names its process.
 """
 
 import _thread
@@ -24,6 +27,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
+from secrets import randbits
 from typing import Any
 
 from kvhold import __version__
@@ -43,7 +47,7 @@ from kvhold.node.listener import EXHAUSTED, Listener, no_descriptor
 from kvhold.node.names import Names
 from kvhold.node.paths import clears_path, lock_path, open_beside, prepare_folder, socket_path
 from kvhold.node.pauses import collect_all, collect_young
-from kvhold.node.peers import Peer
+from kvhold.node.peers import Peer, ProcessEnd
 from kvhold.node.requirements import check, requirements_of, unpack
 from kvhold.node.session import Session
 from kvhold.tiers.files.safe import Unsafe
@@ -55,26 +59,30 @@ _WATCH_S = 1.0
 _WATCHED_AT_ONCE = 16  # in one turn of the loop
 _CLIENTS_A_PAGE = 32
 _LEAST_CLIENTS = 8
-_MOST_SAID = 900  # characters of what differs: an answer to a Hello is short
-_CHORES_AFTER_S = 1.0  # on busy cores a new thread may take 200 ms to start, and clients wait for the node
+_MOST_SAID = 900  # characters of the differences: an answer to a Hello is short
+# on busy cores a new thread may take 200 ms to start, and clients wait for the node
+_CHORES_AFTER_S = 1.0
 _LOCK_ATTEMPTS = 100
 _LOCK_PAUSE_S = 0.002
 _MOST_READ_BYTES = 256 << 10  # in one turn
 _MAX_UNREAD_BYTES = 16 << 20  # of answers that a client does not fetch
-_UNASKED = 0  # the number of what is no answer
+_UNASKED = 0  # the number of a message that is no answer
 _hello_decoder: Decoder[m.Hello] = Decoder(m.Hello)
 _request_decoder: Decoder[m.Request] = Decoder(m.Request)
 
 
 class Node:
-    """One node. `serve` runs until it is told to stop."""
+    """One node. `serve` runs until `stop` is called."""
 
     _mover: Mover | None = None
 
     def __init__(self, config: Config, *, idle_exit_s: float | None = None) -> None:
-        """idle_exit_s: end after so long without clients; None: never.
+        """Take the socket's lock, and create the arena, the state and the mover.
 
-        Raises CapacityError when the arena does not fit, ConfigError for tiers that cannot be.
+        idle_exit_s: end after this time without clients; None: never
+
+        Raises CapacityError when the arena does not fit, ConfigError for tiers that cannot be used,
+        NodeError when another node has the socket.
         """
         self.path = socket_path(config.node.socket)
         self._idle_exit_s = idle_exit_s
@@ -94,10 +102,13 @@ class Node:
             raise
         self._toucher = Toucher(self.arena.regions)
         self._scrubber = Scrubber(self.state, self._post, config.scrub_interval_s)
-        self._starting: threading.Event | None = None  # those two, of which nothing is to be started once it is set
+        # set when both threads above have been started
+        self._starting: threading.Event | None = None
 
     def _prepare(self, config: Config, arena: Arena, state: CacheState) -> None:
-        """Everything that serving clients takes, but for the host's part: socket, lock, threads. A simulation has its own of these."""
+        """Set up everything except the host's part (socket, lock, threads), which a simulation
+        replaces.
+        """
         self._config = config
         self.offers = requirements_of(config)
         self.arena = arena
@@ -107,24 +118,35 @@ class Node:
         self._loop: asyncio.AbstractEventLoop | None = None
         self.connections: set[_Connection] = set()
         self.numbers = count(1)  # of connections
+        self.run = randbits(60)  # distinguishes this node's client numbers from an earlier node's
         self._most_clients = _LEAST_CLIENTS
-        self.incoming = memoryview(bytearray(_MOST_READ_BYTES))  # of whichever connection is being read
+        self._listener: Listener | None = None
+        # once True, no client's memory is taken back: a client may still be using it
+        self.is_ending = False
+        # shared: one connection is read at a time
+        self.incoming = memoryview(bytearray(_MOST_READ_BYTES))
         self._stopped = asyncio.Event()
-        self._busy: deque[_Connection | None] = deque()  # those that have more to do, each for one turn at a time; None: the state
+        # with more work, one turn each; None: the state
+        self._busy: deque[_Connection | None] = deque()
         self._is_turning = False
-        self._was_busy = False  # something took more than one turn, since the watch looked last
+        # a task took more than one turn since the last round of `_watch_clients`
+        self._was_busy = False
         self.longest_turn_s = 0.0
-        self._recent_turns_s = (0.0, 0.0)  # since the last status the longest, and the one that took most of its thread's time
+        # the longest since the last status: wall time, thread time
+        self._recent_turns_s = (0.0, 0.0)
         self._started_s = time.monotonic()
         self._empty_since_s = time.monotonic()
 
     async def serve(self, on_ready: Callable[["Node"], None] | None = None) -> None:
-        """Listen until stopped; then drop every client, remove the socket, free the arena. Raises NodeError when it cannot listen."""
+        """Serve clients until stopped; then drop every client, remove the socket, free the arena.
+
+        Raises NodeError when it cannot listen.
+        """
         loop = self._loop = asyncio.get_running_loop()
         self._most_clients = _most_clients(raise_descriptor_limit())
-        listener, watch, chores = None, None, None
+        watch, chores = None, None
         try:
-            listener = self._listen(loop)
+            self._listener = self._listen(loop)
             watch = loop.create_task(self._watch_clients())
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self.stop)
@@ -139,11 +161,9 @@ class Node:
                 self._starting.wait()
             if watch is not None:
                 watch.cancel()
-            if listener is not None:
-                listener.close()
+            self.end_conversations()
+            if self._listener is not None:
                 self.path.unlink(missing_ok=True)
-            for connection in list(self.connections):
-                connection.close("the node stops")
             self._toucher.stop()
             self._scrubber.stop()
             if self._mover is not None:
@@ -152,7 +172,9 @@ class Node:
             self._lock.close()
 
     def _start_chores(self) -> None:
-        """Have the threads started that nobody waits for. This does not wait either: `Thread.start` does, until a thread runs."""
+        """Start the background threads from another thread: `Thread.start` blocks until the new
+        thread runs.
+        """
         self._starting = threading.Event()
         _thread.start_new_thread(self._start_threads, (self._starting,))
 
@@ -165,12 +187,23 @@ class Node:
         finally:
             started.set()
 
+    def end_conversations(self) -> None:
+        """Accept no more clients, and close all connections.
+
+        Their memory is not reused: they may still read and write it.
+        """
+        self.is_ending = True
+        if self._listener is not None:
+            self._listener.close()
+        for connection in sorted(self.connections, key=lambda one: one.number):
+            connection.close("the node stops")
+
     def stop(self) -> None:
-        """End soon."""
+        """Make `serve` end soon."""
         self._stopped.set()
 
     def status(self) -> dict[str, Any]:
-        """What `kvhold status` shows."""
+        """Return the values that `kvhold status` shows."""
         now = time.monotonic()
         (recent_s, recent_cpu_s), self._recent_turns_s = self._recent_turns_s, (0.0, 0.0)
         return (
@@ -200,14 +233,17 @@ class Node:
         )
 
     def move(self) -> None:
-        """Have the state's orders done; after every request."""
+        """Submit the state's orders to the mover, and schedule the state's chores.
+
+        Called after every request.
+        """
         if self._mover is not None:
             self._mover.submit(self.state.take_orders())
         if self.state.has_chores and None not in self._busy:
             self.go_on(None)
 
     def go_on(self, connection: "_Connection | None") -> None:
-        """Have a connection, or the state (None), do the next part of what it has under way, when it is its turn."""
+        """Schedule one turn of a connection, or of the state (None), for a part of its work."""
         self._busy.append(connection)
         self._was_busy = True
         if not self._is_turning and self._loop is not None:
@@ -215,7 +251,7 @@ class Node:
             self._loop.call_soon(self._turn)
 
     def took(self, began: tuple[float, float]) -> None:
-        """Something was done in one turn of the loop, since `began` (`_now`)."""
+        """Record the duration of one turn of the loop. began: `_now()` at its start."""
         now_s, now_cpu_s = _now()
         turn_s, cpu_s = now_s - began[0], now_cpu_s - began[1]
         longest_s, longest_cpu_s = self._recent_turns_s
@@ -226,7 +262,7 @@ class Node:
                 self.metrics.set("kvhold_loop_longest_turn_seconds", turn_s)
 
     def _turn(self) -> None:
-        """One part of one thing that is under way; the others follow, one a turn, and sockets are looked at in between."""
+        """Do one part of the first waiting task. The loop serves sockets between two turns."""
         began = _now()
         connection = self._busy.popleft()
         if connection is not None:
@@ -242,18 +278,21 @@ class Node:
         self.took(began)
 
     def joined(self, connection: "_Connection") -> None:
-        """A connection is open."""
+        """Add a connection that was opened."""
         self.connections.add(connection)
 
     def left(self, connection: "_Connection") -> None:
-        """A connection is closed."""
+        """Remove a connection that was closed."""
         self.connections.discard(connection)
         if not self.connections:
             self._empty_since_s = time.monotonic()
             collect_all()
 
     def _post(self, event: Callable[[], None]) -> None:
-        """From the mover's thread, which may live before the loop and after it."""
+        """Run `event` in the loop.
+
+        Called in the mover's thread, which may live before the loop and after it.
+        """
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._happen, event)
@@ -266,7 +305,7 @@ class Node:
         self.took(began)
 
     def _ring(self) -> None:
-        """Something has ended: clients that wait for it ask again."""
+        """Send News to clients whose hit or flush has ended or grown."""
         for connection in self.connections:
             connection.ring()
 
@@ -279,8 +318,8 @@ class Node:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener = Listener(sock, lambda: _Connection(self), self._refusal)
         try:
-            # The file gets the socket's own mode: no moment in which others may connect, and no change of the process's umask,
-            # which files of other threads would get, too.
+            # The file gets the socket's mode. So other users can never connect, and the umask,
+            # which would also affect files of other threads, stays unchanged.
             os.fchmod(sock.fileno(), 0o600)
             sock.bind(str(self.path))
             listener.start(loop)
@@ -290,7 +329,7 @@ class Node:
         return listener
 
     def _refusal(self) -> str:
-        """Why there cannot be one more client; empty: there can."""
+        """Return why another client cannot be accepted; empty: it can."""
         if len(self.connections) < self._most_clients:
             return ""
         self.metrics.add("kvhold_protocol_errors", reason="too many")
@@ -298,7 +337,10 @@ class Node:
         return f"the node has {len(self.connections)} clients, as many as its descriptors allow; raise `ulimit -n` and restart it"
 
     async def _watch_clients(self) -> None:
-        """Give back what dead processes held whose sockets are open still: children that they forked off have copies."""
+        """Drop the connections of dead processes, every second.
+
+        A forked child may keep a copy of the socket open.
+        """
         while True:
             await asyncio.sleep(_WATCH_S)
             collect_young(may_look=not self._was_busy and not self._busy)
@@ -306,23 +348,37 @@ class Node:
             for number, connection in enumerate(list(self.connections), 1):
                 try:
                     connection.drop_if_dead()
-                except Exception:  # a fault of ours with one client must not end the watch over all others
+                except Exception:  # a bug with one client must not end the watch over the others
                     log.exception("a client could not be looked after")
                 if number % _WATCHED_AT_ONCE == 0:
                     await asyncio.sleep(0)
 
     def clients(self, first: int) -> m.ClientList:
-        """A page of the clients, with what each holds, in the order in which they came. first: the number of the first one."""
+        """Return one page of the clients and their holdings, in the order of their numbers, from
+        number `first` on.
+        """
         known = sorted((c for c in self.connections if c.session is not None and c.number >= first), key=lambda c: c.number)
         return m.ClientList([c.describe() for c in known[:_CLIENTS_A_PAGE]], more=len(known) > _CLIENTS_A_PAGE)
 
     def kick(self, number: int, pid: int) -> m.ClientList:
-        """End the client of that number, or all of a process; 0: not by this. Says who it was."""
+        """End the client with that number; if it is 0, all clients of a process.
+
+        Returns them as they were.
+        """
         kicked = [c for c in self.connections if c.session is not None and (c.number == number if number else c.session.pid == pid)]
         ended = [c.describe() for c in kicked]
         for connection in kicked:
             connection.kick()
         return m.ClientList(ended)
+
+    def departed(self, run: int, number: int, pid: int) -> None:
+        """Handle a process's report that no device uses a client's memory.
+
+        Ignored if the client is another process's.
+        """
+        for connection in list(self.connections):
+            if run == self.run and connection.number == number and connection.session is not None and connection.session.pid == pid:
+                connection.depart()
 
     async def _until_stopped(self) -> None:
         while not self._stopped.is_set():
@@ -336,21 +392,26 @@ class Node:
 
 
 class _Connection(asyncio.BufferedProtocol):
-    """One client: bytes to messages, messages to its session, answers to bytes.
+    """One client's connection: bytes to messages, messages to the session, answers to bytes.
 
-    A client that breaks the rules is hung up on; but while it has a loan or a room, the node only stops listening to it: it may still
-    be writing, so its memory is given back when it has closed its own end, and not before.
+    The node closes the connection of a client that breaks the rules. While such a client has a loan
+    or a room, the node only ignores its requests. The client may still be writing, so the node
+    takes the memory back only after the client has closed its end.
     """
 
     def __init__(self, node: Node) -> None:
         self._node = node
         self.number = next(node.numbers)
         self._peer: Peer | None = None
+        self._process_end: ProcessEnd | None = None  # of a client whose memory a device copies
+        self._is_closed = False
+        self._has_departed = False  # its process has reported that no device copies for it
         self._splitter = Splitter(m.MAX_HELLO_BYTES)
         self._transport: asyncio.Transport | None = None
         self._hello_timer: asyncio.TimerHandle | None = None
         self._deaf = False
-        self._waiting: deque[bytes] = deque()  # requests that came while another one was being answered
+        # requests that came while another one was being answered
+        self._waiting: deque[bytes] = deque()
         self._answering: Running[m.Answer] | None = None
         self._answering_number = 0
         self.session: Session | None = None
@@ -358,13 +419,17 @@ class _Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._join(transport, Peer.of(transport.get_extra_info("socket")))
+
+    def _join(self, transport: asyncio.Transport, peer: Peer) -> None:
+        self._transport, self._peer = transport, peer
         self._node.joined(self)
-        self._peer = Peer.of(transport.get_extra_info("socket"))
-        if self._peer.uid != os.getuid():
+        if self._node.is_ending:  # accepted just before the listener closed
+            transport.close()
+        elif self._peer.uid != os.getuid():
             self._refuse(f"this node serves user {os.getuid()} alone; you are user {self._peer.uid}", "foreign user")
-            return
-        self._hello_timer = asyncio.get_running_loop().call_later(_HELLO_WITHIN_S, self._refuse, "no Hello", "no hello")
+        else:
+            self._hello_timer = asyncio.get_running_loop().call_later(_HELLO_WITHIN_S, self._refuse, "no Hello", "no hello")
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._node.incoming
@@ -388,17 +453,21 @@ class _Connection(asyncio.BufferedProtocol):
                     self._answer(body)
         except ProtocolError as error:
             self._refuse(str(error), "bad message")
-        except Exception:  # a fault of ours ends one client's conversation, not the node, and gives no memory away
+        # a bug ends one client's connection, not the node, and frees no memory that is in use
+        except Exception:
             log.exception("a request failed")
             self._refuse("the node failed; its log says why", "internal error")
         finally:
             if self._is_busy() and not was_busy and self._transport is not None:
-                self._transport.pause_reading()  # until all that has come is answered
+                self._transport.pause_reading()  # until the received requests are answered
                 self._node.go_on(self)
             self._node.took(began)
 
     def go_on(self) -> None:
-        """The next part of an answer, or the next request that waits. Called by the node, after `Node.go_on`."""
+        """Do the next part of an answer, or the next waiting request.
+
+        The node calls it after `Node.go_on`.
+        """
         if not self._is_over():
             try:
                 self._go_on()
@@ -410,7 +479,7 @@ class _Connection(asyncio.BufferedProtocol):
         if self._is_over():
             self._stop_answering()
             if self._transport is not None and not self._transport.is_closing():
-                self._transport.resume_reading()  # or nobody would see that the client has closed its end
+                self._transport.resume_reading()  # to notice that the client has closed its end
 
     def _go_on(self) -> None:
         if self._answering is None:
@@ -433,7 +502,7 @@ class _Connection(asyncio.BufferedProtocol):
         return self._answering is not None or bool(self._waiting)
 
     def _answer(self, body: memoryview | bytes) -> None:
-        """Answer a request, at once or, where it takes longer than a turn, in several."""
+        """Answer a request: at once, or over several turns if it takes longer than one."""
         assert self.session is not None
         number, request = split_number(body)
         answer = self.session.answer(_request_decoder.decode(request))
@@ -444,7 +513,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._node.move()
 
     def _stop_answering(self) -> None:
-        """What was to be answered lets go of what it holds."""
+        """Drop the waiting requests, and close the running one, which releases its holdings."""
         self._waiting.clear()
         if self._answering is not None:
             self._answering.close()
@@ -453,22 +522,58 @@ class _Connection(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._hello_timer is not None:
             self._hello_timer.cancel()
+        self._stop_answering()
+        self._is_closed = True
+        if self._process_end is not None and not self._has_departed and self.session is not None and self.session.touches_memory:
+            log.info("client %s (pid %d) has closed its connection; a device may still copy until it has ended", *self._who)
+            self._process_end.then(self._leave)
+        else:
+            self._leave()
+
+    def depart(self) -> None:
+        """Allow the client's memory to be taken back once its connection is closed, though its
+        process lives.
+        """
+        self._has_departed = True
+        if self._is_closed:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Take back the client's holdings, unless the node is ending.
+
+        The client no longer reads or writes them.
+        """
         try:
-            self._stop_answering()
-            if self.session is not None:
+            if self.session is not None and not self._node.is_ending:
                 self.session.gone()
                 self._node.move()
-                log.info("client %s (pid %d) left", self.session.name, self.session.pid)
+                log.info("client %s (pid %d) left", *self._who)
         finally:
+            self._stop_watching()
             self._node.left(self)
 
+    def _watch_process(self) -> None:
+        assert self._peer is not None
+        assert self._transport is not None
+        if self._process_end is None:
+            self._process_end = self._peer.watch(self._transport.get_extra_info("socket"))
+
+    def _stop_watching(self) -> None:
+        if self._process_end is not None:
+            self._process_end.close()
+            self._process_end = None
+
+    @property
+    def _who(self) -> tuple[str, int]:
+        return ("a client", 0) if self.session is None else (self.session.name, self.session.pid)
+
     def ring(self) -> None:
-        """If something has ended that the client was told is under way, have it ask again at once."""
+        """Send News if a hit or a flush that was reported as under way has ended or grown."""
         if self.session is not None and not self._is_over() and self.session.take_news():
             self._send(m.News(), _UNASKED)
 
     def describe(self) -> m.Client:
-        """Who it is, and what it holds."""
+        """Return the client and its holdings, for `kvhold clients`."""
         assert self.session is not None
         held = self._node.state.held_by(self.session)
         return m.Client(
@@ -482,24 +587,36 @@ class _Connection(asyncio.BufferedProtocol):
             rooms=held.rooms,
             nbytes=held.nbytes,
             ended=self._deaf,
+            device=self.session.uses_device,
+            pinned_bytes=self.session.pinned_bytes,
         )
 
     def kick(self) -> None:
-        """End it, and let others write what it has reserved. Its memory is its own until it closes its end, or is dead."""
+        """End the client, and let others write the chunks that it has reserved.
+
+        Its memory stays its own until it closes its end or its process ends.
+        """
         if self.session is not None:
             self._node.state.give_up(self.session)
         self._refuse("this client was ended by `kvhold kick`", "kicked")
 
     def drop_if_dead(self) -> None:
-        """Take back what it holds if its process has ended."""
-        if self._peer is not None and self._transport is not None and self._peer.has_ended():
+        """Close the connection if the client's process has ended.
+
+        Not if a device copies: a child may keep the device's files open, too. `ProcessEnd` watches
+        those.
+        """
+        if self._process_end is not None:
+            return
+        if self._peer is not None and self._transport is not None and not self._transport.is_closing() and self._peer.has_ended():
             name = self.session.name if self.session is not None else "a client"
             log.info("the process of %s (pid %d) has ended, and a child of it keeps its socket", name, self._peer.pid)
             self._transport.abort()
 
     def close(self, why: str) -> None:
-        """End it from this side."""
+        """Close the connection from the node's side."""
         log.debug("closing a connection: %s", why)
+        self._stop_watching()
         if self._transport is not None:
             self._transport.close()
 
@@ -526,20 +643,36 @@ class _Connection(asyncio.BufferedProtocol):
         self._splitter.most_bytes = m.MAX_MESSAGE_BYTES
         arena = self._node.arena
         try:
-            self._welcome(m.Welcome(m.PROTOCOL_VERSION, __version__, os.getpid(), arena.nbytes, arena.huge, different[:_MOST_SAID]))
+            self._welcome(
+                m.Welcome(
+                    m.PROTOCOL_VERSION,
+                    __version__,
+                    os.getpid(),
+                    arena.nbytes,
+                    arena.huge,
+                    different[:_MOST_SAID],
+                    run=self._node.run,
+                    number=self.number,
+                )
+            )
         except OSError as error:
             if error.errno not in EXHAUSTED:
                 raise
             self._refuse(no_descriptor(error), "too many")
             return
-        self.session = Session(self._node.state, hello, self._node, self._peer.pid if self._peer is not None else 0)
+        pid = self._peer.pid if self._peer is not None else 0
+        self.session = Session(self._node.state, hello, self._node, pid, watch_process=self._watch_process)
         self._node.metrics.add("kvhold_connections", result="accepted")
         log.info("client %s (pid %d) joined", self.session.name, self.session.pid)
 
     def _welcome(self, welcome: m.Welcome) -> None:
-        """Raises OSError where there is no descriptor for it."""
+        """Send the welcome with the arena's descriptor.
+
+        Raises OSError when the process has no descriptor left.
+        """
         assert self._transport is not None
-        # Nothing was sent before on this socket, so it takes the few bytes at once; asyncio itself cannot send descriptors.
+        # Nothing was sent before on this socket, so it accepts these few bytes at once. asyncio
+        # cannot send descriptors.
         with socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno())) as raw, suppress(BrokenPipeError):
             socket.send_fds(raw, [encode(welcome)], [self._node.arena.fd])
 
@@ -562,22 +695,30 @@ class _Connection(asyncio.BufferedProtocol):
             return
         if self.session is not None and self.session.touches_memory:
             self._deaf = True
-            self._transport.resume_reading()  # to hear of its end
+            self._transport.resume_reading()  # to notice its end
         elif self.session is not None and self._transport.get_write_buffer_size():
-            self._transport.abort()  # closing would wait for it to read, and its hits would stay pinned
+            # `close` would wait until the client reads, and its hits would stay pinned
+            self._transport.abort()
         else:
             self._transport.close()
 
 
 def _most_clients(descriptors: int) -> int:
-    """How many clients there may be, one descriptor each; the others are for tiers, the log, and reading about processes."""
+    """Return the limit of clients, one descriptor each.
+
+    The rest are for tiers, the log, and reading /proc.
+    """
     return max(_LEAST_CLIENTS, descriptors - max(64, descriptors // 8))
 
 
 def _place_arena(arena: Arena, numa: str) -> None:
-    """Say on which NUMA nodes the arena's pages will lie. Raises ConfigError for a setting that names none."""
+    """Set the NUMA nodes of the arena's pages.
+
+    Raises ConfigError for a setting that names no NUMA node with memory.
+    """
     nodes = memory_nodes()
-    if numa in ("spread", "engine"):  # an engine names its nodes when it starts one; a node that a person starts has no engine
+    # an engine names its nodes when it starts one; a node that a person starts has no engine
+    if numa in ("spread", "engine"):
         if len(nodes) < 2:
             return
         wanted = nodes
@@ -593,12 +734,15 @@ def _place_arena(arena: Arena, numa: str) -> None:
 
 
 def _now() -> tuple[float, float]:
-    """On the wall, and of this thread, in seconds."""
+    """Return wall time and this thread's CPU time, in seconds."""
     return time.perf_counter(), time.thread_time()
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove the socket of a node that is no more: whoever calls this holds its lock. Raises NodeError for anything but a socket."""
+    """Remove the socket of a node that has ended. The caller holds the lock.
+
+    Raises NodeError for anything but a socket.
+    """
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise NodeError(f"node.socket: {path} is there already, and is no socket; remove it or choose another path")
@@ -610,20 +754,26 @@ def _remove_stale(path: Path) -> None:
 
 
 def _lock(fd: int) -> None:
-    """Raises BlockingIOError if a node has it. Who only looks whether one does (`start.py`) has it for an instant."""
+    """Take the lock. Raises BlockingIOError if a node has it.
+
+    Tries for 0.2 s, because a process that only checks for a node (`start.py`) takes the lock for
+    an instant.
+    """
     for left in range(_LOCK_ATTEMPTS, 0, -1):
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if left == 1:
                 raise
-            time.sleep(_LOCK_PAUSE_S)  # for a file lock nobody can wait with a limit
+            time.sleep(_LOCK_PAUSE_S)  # flock has no timeout
         else:
             return
 
 
 class _SocketLock:
-    """Whose socket it is: a lock file beside it, with the owner's pid, held as long as the owner lives."""
+    """The ownership of a socket: a lock file beside it, which has the owner's pid and is locked
+    while the owner lives.
+    """
 
     def __init__(self, path: Path, *, any_owner: bool = False) -> None:
         prepare_folder(path, any_owner=any_owner)
@@ -646,5 +796,8 @@ class _SocketLock:
         os.write(self._fd, f"{os.getpid()}\n".encode())
 
     def close(self) -> None:
-        """Let others have the socket. The file stays: removing it would let two owners lock two files of one name."""
+        """Release the socket.
+
+        The file stays: if it were removed, two owners could lock two files of the same name.
+        """
         os.close(self._fd)

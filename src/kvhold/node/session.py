@@ -1,6 +1,6 @@
-"""One client's conversation with the node, as a state machine: a message in, an answer out, no I/O.
+"""The node's side of one client, as a state machine: a request in, an answer out, no I/O.
 
-A session is the owner of what its client holds. It ends with its connection, and with it all that it held.
+A session owns its client's holdings. They are released when its connection ends.
 """
 
 import math
@@ -21,14 +21,15 @@ from kvhold.tiers.ram import Entry
 
 _CLEAR_STEPS = 400  # some 20,000 chunks, in a fraction of a second
 _MOST_PARTS = 32  # of a snapshot, in one page
-_MOST_CHECKSUMS = m.MAX_MESSAGE_BYTES * 3 // 4  # in an answer to a claim: of 80 layers and 128 tokens a chunk, 1.2 million tokens
+# bytes, for a claim: 1.2 million tokens of 80 layers, 128 tokens per chunk
+_MOST_CHECKSUMS = m.MAX_MESSAGE_BYTES * 3 // 4
 _MAX_NAME = 100  # it is shown in every status and log line
 
 Result = TypeVar("Result")
 
 
 class _Snapshot:
-    """A snapshot on its way to a client, page by page."""
+    """A snapshot that a client fetches page by page."""
 
     def __init__(self, number: int, parts: Iterator[list[Entry]]) -> None:
         self.number = number
@@ -37,7 +38,7 @@ class _Snapshot:
         self._parts = parts
 
     def take(self) -> list[Entry]:
-        """The entries of the next page: some hundred, or none while much is being cleared."""
+        """Return the entries of the next page: some hundreds, or none if its parts were cleared."""
         self.page += 1
         entries: list[Entry] = []
         for _ in range(_MOST_PARTS):
@@ -52,7 +53,10 @@ class _Snapshot:
 
 
 class Host(Protocol):
-    """What a session asks of the node as a whole. names: the namespaces that clients have registered."""
+    """The part of the node that a session uses.
+
+    names: the namespaces that clients have registered.
+    """
 
     names: Names
 
@@ -64,19 +68,34 @@ class Host(Protocol):
 
     def kick(self, number: int, pid: int) -> m.ClientList: ...
 
+    def departed(self, run: int, number: int, pid: int) -> None: ...
+
+
+def _watch_nothing() -> None: ...
+
 
 class Session:
-    """After the handshake; `answer` takes one request at a time, in order."""
+    """One client after the handshake. `answer` takes one request at a time, in order."""
 
-    def __init__(self, state: CacheState, hello: m.Hello, node: Host, pid: int = 0) -> None:
-        """pid: as the kernel says; 0: it does not, and the client's own word is shown."""
+    def __init__(
+        self, state: CacheState, hello: m.Hello, node: Host, pid: int = 0, *, watch_process: Callable[[], None] = _watch_nothing
+    ) -> None:
+        """Start the session of a client that said `hello`.
+
+        pid:           from the kernel; 0: not known, and the client's own number is shown
+        watch_process: called when a device copies the client's memory; raises NodeError if the end
+                       of the client's process cannot be watched
+        """
         self.name = hello.name[:_MAX_NAME]
         self.pid = pid if pid > 0 else hello.pid
         self._state = state
         self._node = node
-        self._arriving: dict[int, float] = {}  # tickets that it was told are arriving, and how much news of each it waits for
-        self._unwritten: int | None = None  # the last mark that it was told is not written yet
-        self._seen = _Snapshot(0, iter(()))  # the one that is being fetched
+        self._watch_process = watch_process
+        self.uses_device, self.pinned_bytes = False, 0
+        # tickets reported as arriving -> News if more has arrived than this
+        self._arriving: dict[int, float] = {}
+        self._unwritten: int | None = None  # the last mark reported as not written
+        self._seen = _Snapshot(0, iter(()))  # the snapshot that is being fetched
         self._verbs: dict[type, Callable[[Any], m.Answer | Running[m.Answer]]] = {
             m.Register: self._register,
             m.Lookup: self._lookup,
@@ -100,14 +119,19 @@ class Session:
             m.Status: self._report,
             m.Clients: self._clients,
             m.Kick: self._kick,
+            m.UseDevice: self._use_device,
+            m.Departed: self._departed,
             m.Stop: self._end,
             m.Ping: self._ping,
         }
 
     def answer(self, request: m.Request) -> m.Answer | Running[m.Answer]:
-        """Do it; where that takes longer than a turn, the answer is the `result` of a call that is under way.
+        """Answer a request.
 
-        A request that makes no sense is refused, and the connection stays usable.
+        If that takes longer than a turn, returns a running call, whose `result` is the answer.
+
+        A request that fails with an error of ours is refused, and the connection stays usable.
+        Raises ProtocolError for a request that breaks the rules.
         """
         try:
             return self._verbs[type(request)](request)
@@ -117,7 +141,10 @@ class Session:
             return m.Refused(str(error), fatal=False)
 
     def take_news(self) -> bool:
-        """Whether something has ended, or grown, that this client was told is under way; said once."""
+        """Return whether a hit or a flush that was reported as under way has ended or grown.
+
+        Each is reported once.
+        """
         news = [ticket for ticket, told in self._arriving.items() if self._state.is_over(ticket) or self._state.num_come(ticket) > told]
         for ticket in news:
             del self._arriving[ticket]
@@ -132,12 +159,14 @@ class Session:
         return self._state.touches_memory(self)
 
     def gone(self) -> None:
-        """The connection is closed."""
+        """Release the client's holdings: its connection is closed."""
         self._state.gone(self)
-        self._verbs.clear()  # they refer to this session: a cycle, which a busy node does not look for
+        self._verbs.clear()  # breaks a reference cycle: a busy node does not collect cycles
+        # the same: it is a method of the connection, which refers to this session
+        self._watch_process = _watch_nothing
 
     def _in_turns(self, turns: Turns[Result], answer: Callable[[Result], m.Answer]) -> m.Answer | Running[m.Answer]:
-        """The answer, if one turn is enough."""
+        """Run the first turn. Returns the answer if that is enough, else the running call."""
 
         def run() -> Turns[m.Answer]:
             try:
@@ -187,7 +216,10 @@ class Session:
         return self._in_turns(turns, lambda lent: m.Gone() if lent is None else self._lent(lent))
 
     def _lent(self, lent: Lent) -> m.Answer:
-        """A claim too large for a message is refused, and costs the connection nothing: 8 bytes for each layer of each chunk."""
+        """Answer a claim. One too large for a message is refused, and the connection stays usable.
+
+        The checksums take 8 bytes for each layer of each chunk.
+        """
         nbytes = sum(len(packed) for packed in lent.checksums)
         if nbytes > _MOST_CHECKSUMS:
             self._state.release(self, lent.loan)
@@ -218,7 +250,10 @@ class Session:
         return self._in_turns(self._clear_turns(request.namespace), m.Done)
 
     def _clear_turns(self, namespace: bytes | None) -> Turns[int]:
-        """Nothing cleared is found from the first step on. The answer waits for some memory to be free; what is more is freed after it."""
+        """Clear. From the first step on no lookup finds a cleared chunk.
+
+        The answer waits until some memory is free; the rest is freed after it.
+        """
         removed = self._state.clear(namespace)
         for _ in range(_CLEAR_STEPS):
             if not self._state.step():
@@ -258,6 +293,15 @@ class Session:
 
     def _kick(self, request: m.Kick) -> m.Answer:
         return self._node.kick(request.number, request.pid)
+
+    def _use_device(self, request: m.UseDevice) -> m.Answer:
+        self._watch_process()
+        self.uses_device, self.pinned_bytes = True, max(0, request.pinned_bytes)
+        return m.Done()
+
+    def _departed(self, request: m.Departed) -> m.Answer:
+        self._node.departed(request.run, request.number, self.pid)
+        return m.Done()
 
     def _end(self, request: m.Stop) -> m.Answer:
         self._node.stop()

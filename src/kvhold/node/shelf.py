@@ -1,15 +1,19 @@
-"""What a central cache holds: frames in memory, and tiers below it. Values are opaque bytes here; their readers check them.
+"""The store of a central cache: frames in memory, and in tiers below.
+
+Values are opaque bytes; their readers check them.
 
     shelf = Shelf(config); await shelf.start()
     sizes = await shelf.probe(keys)
-    await shelf.bring(keys)                              # from lower tiers into memory, where there is room
+    await shelf.bring(keys)                              # from lower tiers into memory, if it has space
     with shelf.all_lent(keys) as values: ...             # pinned, not copied
     room = shelf.reserve(key, nbytes, ttl_s)             # memory to receive into, or why not; then commit or abandon
 
-One event loop. What is put is written to lower tiers behind the answer, bounded by `write_behind_bytes`; beyond that it is in memory alone.
+One event loop. A value is written to lower tiers after the put is answered. At most
+`write_behind_bytes` are queued; further values stay in memory only.
 
-Reads and writes of lower tiers are tasks of the store's own: a caller that is cancelled stops waiting, and no more. Memory that a tier may
-still write to (a read that was given up) stays reserved until that read has ended, however it was given up.
+Reads and writes of lower tiers are tasks of the store. If a caller is cancelled, only its waiting
+ends. A tier may still write to the memory of a read that was given up. That memory stays reserved
+until the read has ended.
 """
 
 import asyncio
@@ -37,13 +41,15 @@ class Shelf:
     """One store of opaque values."""
 
     def __init__(self, config: Config) -> None:
-        """Raises CapacityError when the memory is not to be had, ConfigError for tiers that cannot be."""
+        """Raises CapacityError when the memory cannot be allocated, ConfigError for tiers that
+        cannot be used.
+        """
         metrics = Metrics()
         stack = make_stack(config.tiers, plugins=config.plugins, metrics=metrics)
         self._prepare(config, Arena.create(config.ram_bytes or default_arena_bytes(), huge_pages=config.huge_pages), stack, metrics)
 
     def _prepare(self, config: Config, arena: Arena, stack: Stack, metrics: Metrics, clock: Callable[[], float] = time.time) -> None:
-        """Everything but the host's part. A simulation has its own memory, tiers and clock."""
+        """Set up the store. A simulation passes its own memory, tiers and clock."""
         self.metrics = metrics
         self.arena = arena
         self._stack = stack
@@ -57,19 +63,22 @@ class Shelf:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Fault in the memory in the background; see whether the tiers are there."""
+        """Start to fault in the memory and to check the tiers, both in the background."""
         self._toucher.start()
         self._begin(self._stack.check())
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Sizes of the values that are here or below."""
+        """Return the sizes of the values, in memory or below; None for a missing one."""
         sizes = await self.ram.probe(keys)
         missing = [key for key, size in zip(keys, sizes, strict=True) if size is None]
         places = await self._stack.probe(missing) if missing and len(self._stack) else {}
         return [size if size is not None else places[key].nbytes if key in places else None for key, size in zip(keys, sizes, strict=True)]
 
     async def bring(self, keys: Sequence[bytes]) -> None:
-        """Have what lower tiers hold of `keys` in memory, as far as there is room. What somebody else is bringing is waited for."""
+        """Load values of `keys` from lower tiers into memory, if it has space.
+
+        Also waits for loads that other calls began.
+        """
         if not len(self._stack):
             return
         missing = [key for key in dict.fromkeys(keys) if not self.ram.holds(key)]
@@ -84,7 +93,9 @@ class Shelf:
 
     @contextmanager
     def all_lent(self, keys: Sequence[bytes]) -> Iterator[list[memoryview | None]]:
-        """Values where they lie, pinned meanwhile; None for what is not in memory."""
+        """Yield views of the values in memory, pinned until the block ends; None for a value that
+        is not in memory.
+        """
         entries = [self.ram.find(key) for key in keys]
         for entry in entries:
             if entry is not None:
@@ -97,7 +108,12 @@ class Shelf:
                     self.ram.unpin(entry)
 
     def reserve(self, key: bytes, nbytes: int, ttl_s: float | None) -> "Entry | str":
-        """Memory for a value; or why there is none: "" where the key has one already, "busy", "full"."""
+        """Reserve memory for a value. Returns the entry, or why there is none.
+
+        "":     the key has a value already
+        "busy": another call is writing it
+        "full": there is no space
+        """
         if self.ram.holds(key):
             return "" if self.ram.find(key) else "busy"
         expires_at = ceil(self.ram.now() + ttl_s) if ttl_s is not None else 0
@@ -105,19 +121,22 @@ class Shelf:
         return "full" if entries is None else entries[0]
 
     def commit(self, entry: Entry) -> None:
-        """Its bytes are whole: visible from now on, and on its way below."""
+        """Make a value visible, and queue it for the lower tiers. Its bytes must be complete."""
         self.ram.commit(entry)
         if len(self._stack) and not entry.doomed:
             self._write_behind(entry)
 
-    async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Here and below. True where something was removed."""
+    async def delete(self, keys: Sequence[bytes], silent: set[str]) -> list[bool]:
+        """Delete values, in memory and below. Returns for each key whether a value was removed.
+
+        silent: gets the names of tiers that failed to delete
+        """
         removed = await self.ram.delete(keys)
-        below = await asyncio.gather(*(guard.delete(keys) for guard in self._stack.guards if not guard.config.read_only))
+        below = await asyncio.gather(*(guard.delete(keys, silent) for guard in self._stack.guards if not guard.config.read_only))
         return [any(answers) for answers in zip(removed, *below, strict=True)]
 
     def status(self) -> dict[str, Any]:
-        """For people and monitors."""
+        """Return sizes and counters, for people and monitors."""
         return {
             "arena_bytes": self.ram.capacity_bytes,
             "used_bytes": self.ram.used_bytes,
@@ -128,7 +147,9 @@ class Shelf:
         }
 
     async def close(self) -> None:
-        """Write what waits, for a while at most; then let go of everything."""
+        """Write the queued values, for at most `drain_timeout_s`; then close the tiers and free the
+        memory.
+        """
         self._toucher.stop()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=self._drain_timeout_s)
@@ -138,7 +159,7 @@ class Shelf:
         self.arena.close()
 
     async def _bring_from(self, guard: Guard, found: list[tuple[bytes, Place]]) -> None:
-        """Read values into memory. Only the closing of the store cancels it; then the memory is given to nobody."""
+        """Read values into memory. Only `close` cancels it; the memory is then not reused."""
         entries: list[Entry] = []
         for key, place in found:
             entry = self.reserve(key, place.nbytes, None)
@@ -175,7 +196,10 @@ class Shelf:
         self._begin(self._write(entry))
 
     async def _write(self, entry: Entry) -> None:
-        """To every tier that may be written to; held until the last of them has let go of it."""
+        """Write an entry to every tier that is not read-only.
+
+        The entry stays held until no tier uses its memory.
+        """
         pending = []
         try:
             for guard in self._stack.guards:
@@ -185,11 +209,16 @@ class Shelf:
                     ttl_s = entry.expires_at - self.ram.now() if entry.expires_at else None
                     if ttl_s is not None and ttl_s <= 0:
                         break
+                    if entry.doomed:  # deleted meanwhile, in memory and below
+                        break
                     outcome = await guard.put([(entry.key, [self.ram.view(entry)])], ttl_s=ttl_s)
                 if outcome.pending is not None:
                     pending.append(outcome.pending)
             if pending:
                 await asyncio.wait(pending)
+            # the delete reached the tier before this write
+            if entry.doomed and not self.ram.holds(entry.key):
+                await self.delete([entry.key], set())
         finally:
             self._writing_bytes -= entry.nbytes
             self.ram.unpin(entry)

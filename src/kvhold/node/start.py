@@ -1,7 +1,7 @@
 """Join this host's node, or start it: `connect()`.
 
-Whoever comes first starts it, under a file lock, as a process of its own that outlives the engine: the next engine finds the cache
-warm. It ends by itself when it has been without clients for `node.idle_exit_s`.
+The first engine starts the node, under a file lock, as a separate process that outlives the engine.
+So the next engine finds a warm cache. The node ends after `node.idle_exit_s` without clients.
 """
 
 import fcntl
@@ -27,15 +27,20 @@ from kvhold.node.requirements import pack, requirements_of
 
 log = logging.getLogger(__name__)
 
-_POLL_S = 0.01  # a lock, a socket and a child that belong to other processes tell nobody when they are ready
+# locks, sockets and children of other processes cannot be waited for; they are polled
+_POLL_S = 0.01
 _LOG_TAIL_BYTES = 2000
 
 
 def connect(config: Config | None = None, *, name: str = "python", **settings: Any) -> NodeClient:
-    """A client of this host's node; starts the node if none answers and `node.autostart` allows it. Raises NodeError.
+    """Return a client of this host's node; start the node if none listens and `node.autostart`
+    allows it.
 
-    Settings as in `Config`. The client looks for a lost node by itself, and starts a new one under the same rule. A node that was there
-    must have what the settings require: see `node.on_mismatch` and `node.require_encryption`. Raises ConfigError for a tier's bad URL.
+    The settings are those of `Config`. The client looks for a lost node by itself, and starts a new
+    one under the same rule. A running node must meet the requirements of these settings: see
+    `node.on_mismatch` and `node.require_encryption`.
+
+    Raises NodeError, and ConfigError for an invalid tier URL.
     """
     config = config or load_config(settings)
     path = socket_path(config.node.socket)
@@ -47,21 +52,27 @@ def connect(config: Config | None = None, *, name: str = "python", **settings: A
 
 
 def end_node(path: Path, *, timeout_s: float = 60.0) -> None:
-    """End the node on `path`. It may never have started, or have ended."""
+    """End the node on `path`. Does nothing if there is none."""
     with suppress(KVHoldError), NodeClient(path, ClientConfig(call_timeout_s=timeout_s), name="end") as client:
         client.stop_node()
 
 
 def ensure_node(config: Config, path: Path, given_up: threading.Event | None = None) -> None:
-    """Return when a node listens on `path`. Raises NodeError, with the end of its log, at once when it ends while starting, and when it
-    does not listen within `node.start_timeout_s` or nobody wants it any more (`given_up`); then it may go on starting."""
+    """Return when a node listens on `path`; start one if there is none.
+
+    given_up: set when the caller no longer wants the node
+
+    Raises NodeError, with the end of the node's log, when the node ends while starting. Raises
+    NodeError also when it does not listen within `node.start_timeout_s`, or `given_up` is set; it
+    may then still be starting.
+    """
     if _listens(path):
         return
     prepare_folder(path, any_owner=config.node.any_owner)
     patience = _Patience(path, time.monotonic() + config.node.start_timeout_s, given_up or threading.Event())
     try:
         lock = open_beside(Path(f"{path}.start"), os.O_RDWR | os.O_CREAT)
-        try:  # held while starting, so that of several engines one starts the node
+        try:  # held while starting, so that only one of several engines starts the node
             _wait_for(lock, patience)
             if not _has_node(patience):
                 _spawn(config, patience)
@@ -73,14 +84,14 @@ def ensure_node(config: Config, path: Path, given_up: threading.Event | None = N
 
 @dataclass(frozen=True)
 class _Patience:
-    """For a node on `path`: until then, by the monotonic clock, and unless it is given up."""
+    """The limits of waiting for a node on `path`: a time on the monotonic clock, and `given_up`."""
 
     path: Path
     until_s: float
     given_up: threading.Event
 
     def pause(self, why: Callable[[], str]) -> None:
-        """A moment. Raises NodeError at its end."""
+        """Sleep for a moment. Raises NodeError, with `why()`, when a limit is reached."""
         if time.monotonic() > self.until_s:
             raise NodeError(f"no node on {self.path} within node.start_timeout_s: {why()}")
         if self.given_up.wait(_POLL_S):
@@ -97,15 +108,22 @@ def _wait_for(lock: int, patience: _Patience) -> None:
 
 
 def _has_node(patience: _Patience) -> bool:
-    """Whether a node listens. One that has the place and does not listen is waited for: it may have been started by somebody who gave up,
-    and go on starting, or be ending; or its watcher starts it again."""
+    """Return whether a node listens.
+
+    Waits while a node has the socket's lock and does not listen. It may still be starting for an
+    engine that gave up, it may be ending, or its watcher may be starting it again.
+    """
     while not (listens := _listens(patience.path)) and _is_taken(patience.path):
         patience.pause(lambda: "another one has the place, and does not listen")
     return listens
 
 
 def _is_taken(path: Path) -> bool:
-    """Who asks has a free lock for an instant, so the node's own is left alone while a watcher is about to have it taken."""
+    """Return whether a node or its watcher has a lock.
+
+    Checking a free lock takes it for an instant. So the node's lock is not checked while a watcher
+    lives, whose next node is about to take it.
+    """
     return _is_locked(watch_path(path)) or _is_locked(lock_path(path))
 
 
@@ -136,7 +154,8 @@ def _spawn(config: Config, patience: _Patience) -> None:
         pid = os.posix_spawn(command[0], command, environ, file_actions=actions, **spawn_attributes())
     finally:
         os.close(output)
-    while not _has_ended(pid):  # with --detach it ends when its child, the node, listens or has failed
+    # with --detach it ends when its child, the node, listens or has failed
+    while not _has_ended(pid):
         patience.pause(lambda: f"it was started and does not listen yet; {_told(log_path, start)}")
     if not _has_node(patience):
         raise NodeError(f"the node ended while starting; {_told(log_path, start)}")
@@ -144,7 +163,9 @@ def _spawn(config: Config, patience: _Patience) -> None:
 
 
 def _at_home(config: Config) -> Config:
-    """The node's settings, where `node.numa = engine` names the NUMA nodes of this process: the node cannot tell them."""
+    """Replace `node.numa = engine` with the NUMA nodes of this process, which the node itself
+    cannot find out.
+    """
     if config.node.numa != "engine":
         return config
     nodes = format_list(engine_memory_nodes())
@@ -154,7 +175,7 @@ def _at_home(config: Config) -> Config:
 def _has_ended(pid: int) -> bool:
     try:
         return os.waitpid(pid, os.WNOHANG)[0] == pid
-    except ChildProcessError:  # somebody else in this process collects its children
+    except ChildProcessError:  # other code in this process waits for its children
         return True
 
 
@@ -180,7 +201,9 @@ def _as_environ(settings: Any, prefix: str = "KVHOLD_") -> dict[str, str]:
 
 
 def _told(path: Path, start: int) -> str:
-    """What the node has written to its log since `start`: the end of that."""
+    """Return a sentence with the end of the text that the node has written to its log since offset
+    `start`.
+    """
     with os.fdopen(open_beside(path, os.O_RDONLY), "rb") as file:
         file.seek(start)
         tail = file.read()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()

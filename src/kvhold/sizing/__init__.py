@@ -1,1 +1,1 @@
-"""How large KV is, what fits where, and what a cache of some size would have found: arithmetic and replays, before anything is bought."""
+"""Size a cache before buying one: KV sizes, what fits where, and hit rates from replayed traces."""

@@ -1,4 +1,4 @@
-"""How many tokens' KV fits into a place: memory as it is, a tier below it by a codec."""
+"""Count the tokens whose KV fits into memory, or into a tier with a codec."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,12 +19,16 @@ RATIOS = {
     "cachegen": 7.021,
     "cachegen-small": 9.408,
 }
-"""Plain bytes / bytes of frames, of bfloat16 KV of the small trained model, as docs/quality.md has them. A large model's differ."""
+"""Plain bytes / frame bytes of a small model's bfloat16 KV (docs/quality.md). Others differ."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """tokens: of whole chunks, that fit into `size_bytes` by a codec that makes KV `ratio` times smaller"""
+    """The capacity of one place with one codec.
+
+    ratio:  how many times smaller the codec makes KV
+    tokens: tokens that fit into `size_bytes`, in whole chunks
+    """
 
     place: str
     size_bytes: int
@@ -34,12 +38,15 @@ class Fit:
 
 
 def is_measured(codec: str, dtype: str) -> bool:
-    """Whether it is known how much smaller a codec makes KV of this type."""
+    """Return whether a codec's ratio for KV of this type is known."""
     return codec in RATIOS and (codec == "raw" or DTYPE_BYTES[dtype] == 2)
 
 
 def ratio_of(codec: str, dtype: str) -> float:
-    """How much smaller a codec makes KV of this type, where that was measured. Raises ConfigError where it was not."""
+    """Return how many times smaller a codec makes KV of this type.
+
+    Raises ConfigError if that was not measured.
+    """
     if codec not in RATIOS:
         raise ConfigError(f"codec is {codec!r}; measured are {', '.join(RATIOS)}")
     if not is_measured(codec, dtype):
@@ -48,7 +55,10 @@ def ratio_of(codec: str, dtype: str) -> float:
 
 
 def fits(place: str, size_bytes: int, chunk_bytes: int, tokens_per_chunk: int, dtype: str, codecs: Sequence[str]) -> list[Fit]:
-    """A row for each codec. chunk_bytes: of a whole chunk in memory."""
+    """Return one row per codec.
+
+    chunk_bytes: bytes of a whole chunk in memory
+    """
     ratios = {codec: ratio_of(codec, dtype) for codec in codecs}
     return [
         Fit(place, size_bytes, codec, ratio, int(size_bytes * ratio) // chunk_bytes * tokens_per_chunk) for codec, ratio in ratios.items()

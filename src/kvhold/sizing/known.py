@@ -1,6 +1,6 @@
-"""Fields of well-known models' settings that say how large their KV is, as their makers publish them in config.json.
+"""The config.json fields of well-known models that determine the size of their KV.
 
-Only what `model.py` reads. A model that is not here is given by the path of its config.json.
+Only the fields that `model.py` reads. For another model, give the path of its config.json.
 """
 
 from typing import Any

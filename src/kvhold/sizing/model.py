@@ -1,12 +1,13 @@
-"""What a model keeps of each token, from its `config.json`, without the model.
+"""Compute the KV size of a model from its `config.json`, without the model.
 
     kv = kv_of(read_settings("meta-llama/Llama-3.1-8B"))
-    kv.stored_bytes(1)                            # 131072: what kvhold stores of a token, of all ranks together
-    kv.rank_bytes(4096, tp=4)                     # what one of four tensor parallel workers keeps of so many tokens
+    kv.stored_bytes(1)                            # 131072: stored by kvhold per token, all ranks
+    kv.rank_bytes(4096, tp=4)                     # held by one of four tensor parallel workers
 
-Nothing is loaded or guessed: a field that is missing, or that says something this module does not know, is an error that names it. What no
-settings say is the size of a state (Mamba, linear attention, short convolutions), since engines choose its shape and type: layers that keep
-one are counted, and their bytes are not.
+Nothing is loaded or guessed. A missing field, or a value that this module does not know, raises an
+error that names the field. Settings do not determine the size of a state (Mamba, linear attention,
+short convolutions), because engines choose its shape and type. Layers with a state are counted, and
+their bytes are not.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,7 @@ DTYPES = {
     "fp8_e4m3": "float8_e4m3fn",
     "fp8_e5m2": "float8_e5m2",
 }
-"""Other names of types, beside those of `core.layout`."""
+"""Other names of types, in addition to those of `core.layout`."""
 
 _MOST_BYTES = 16 << 20  # of a config.json
 
@@ -39,7 +40,7 @@ _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 _WIDTH = ("hidden_size", "n_embd", "d_model")
-_PARTS = ("text_config", "language_config", "llm_config")  # of a model that takes more than text
+_PARTS = ("text_config", "language_config", "llm_config")  # of a multimodal model
 
 Kind = Literal["full", "sliding", "chunked", "state", "full+state", "none"]
 _KINDS: dict[str, Kind] = {
@@ -47,11 +48,11 @@ _KINDS: dict[str, Kind] = {
     **dict.fromkeys(("sliding_attention", "sliding", "local", "local_attention"), "sliding"),
     "chunked_attention": "chunked",
     **dict.fromkeys(("linear_attention", "mamba", "mamba2", "conv", "recurrent", "short_conv"), "state"),
-    **dict.fromkeys(("mlp", "moe"), "none"),  # of hybrids: layers without attention
+    **dict.fromkeys(("mlp", "moe"), "none"),  # in hybrid models: layers without attention
 }
 _BY_LETTER: dict[str, Kind] = {"*": "full", "M": "state", "-": "none", "E": "none"}  # of Nemotron-H's pattern
 
-_LEFT_OUT: dict[str, dict[str, Any]] = {  # what transformers takes for fields that a config.json leaves out, by model_type
+_LEFT_OUT: dict[str, dict[str, Any]] = {  # transformers' defaults for missing fields, by model_type
     "gemma": {"head_dim": 256},
     "gemma2": {"head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 2},
     "gemma3_text": {
@@ -64,7 +65,8 @@ _LEFT_OUT: dict[str, dict[str, Any]] = {  # what transformers takes for fields t
     "cohere2": {"sliding_window": 4096, "sliding_window_pattern": 4},
     **{name: {"use_sliding_window": False} for name in ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")},
 }
-_ALL_WINDOWED = ("mistral", "mixtral", "ministral", "phi3", "phimoe", "starcoder2")  # a window that is set is that of every layer
+# A configured window applies to every layer of these models.
+_ALL_WINDOWED = ("mistral", "mixtral", "ministral", "phi3", "phimoe", "starcoder2")
 
 _OF_STATES = ("mamba_d_state", "ssm_state_size", "state_size", "linear_num_key_heads", "linear_attn_config", "lru_width", "conv_L_cache")
 _NOT_UNDERSTOOD = {
@@ -76,9 +78,11 @@ _NOT_UNDERSTOOD = {
 
 @dataclass(frozen=True)
 class ModelKV:
-    """groups: layers of one kind, of all ranks together, as kvhold stores them; state_layers: how many keep a state, of unknown size
+    """The KV of a model.
 
-    notes: what else there is to know
+    groups:       layers of one kind, of all ranks together, as kvhold stores them
+    state_layers: the number of layers that keep a state of unknown size
+    notes:        further remarks, for people
     """
 
     groups: tuple[Group, ...]
@@ -86,20 +90,30 @@ class ModelKV:
     notes: tuple[str, ...] = ()
 
     def stored_bytes(self, num_tokens: int) -> int:
-        """What kvhold stores of a text: all tokens in every layer, as a later text may part from it anywhere. Equal KV is stored once."""
+        """Return the bytes that kvhold stores for a text: all tokens in every layer.
+
+        A sliding layer is stored in full, because a later text may diverge at any token. Equal KV
+        is stored once.
+        """
         return sum(group.layers * group.layer_bytes(num_tokens) for group in self.groups)
 
     def kept_bytes(self, num_tokens: int) -> int:
-        """What is needed to go on with a text, and what a hit loads: of a window only its end."""
+        """Return the bytes that a hit loads to continue a text; of sliding layers, the window."""
         return sum(group.layers * group.layer_bytes(_within(group, num_tokens)) for group in self.groups)
 
     def rank_bytes(self, num_tokens: int, tp: int) -> int:
-        """What one of `tp` tensor parallel workers keeps of a text. Raises ConfigError where the heads cannot be divided so."""
+        """Return the bytes that one of `tp` tensor parallel workers holds of a text.
+
+        Raises ConfigError if the heads cannot be divided among them.
+        """
         return sum(group.layers * group.layer_bytes(_within(group, num_tokens)) // _divided(group, tp) for group in self.groups)
 
 
 def read_settings(model: str) -> dict[str, Any]:
-    """The settings of a known name (`known.KNOWN`, with or without its owner), of a folder, or of a config.json. Raises ConfigError."""
+    """Return the settings of a known name, a folder, or a config.json.
+
+    A known name is one of `known.KNOWN`, with or without its owner. Raises ConfigError.
+    """
     path = Path(model)
     if path.is_dir():
         path /= "config.json"
@@ -114,10 +128,10 @@ def read_settings(model: str) -> dict[str, Any]:
 
 
 def kv_of(settings: Mapping[str, Any], *, dtype: str = "auto") -> ModelKV:
-    """What the layers of a model keep. Raises ConfigError that names the field.
+    """Return the KV of a model. Raises ConfigError, which names the field.
 
     settings: a config.json of transformers
-    dtype:    of the KV; "auto": as the model's
+    dtype:    of the KV; "auto": the model's
     """
     if settings.get("is_encoder_decoder"):
         raise ConfigError("is_encoder_decoder is true; only the KV of decoders is a prefix's")
@@ -174,7 +188,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _kinds(settings: Mapping[str, Any]) -> list[Kind]:
-    """What each layer is."""
+    """Return the kind of each layer."""
     layers = _number(settings, _LAYERS)
     if layers > 4096:
         raise ConfigError(f"{_LAYERS[0]} is {layers}; it must be at most 4096")
@@ -204,7 +218,7 @@ def _kinds(settings: Mapping[str, Any]) -> list[Kind]:
 
 
 def _windowed(settings: Mapping[str, Any], layers: int) -> list[Kind]:
-    """Of models that do not list their layers: which have a window."""
+    """Return the kind of each layer, for models that do not list their layers."""
     if settings.get("attention_chunk_size"):
         return ["chunked" if (i + 1) % 4 else "full" for i in range(layers)]  # Llama 4: every fourth layer sees all
     if not settings.get("sliding_window") or settings.get("use_sliding_window") is False:
@@ -243,7 +257,7 @@ def _placed(name: str, places: Any, layers: int) -> list[Kind]:
 
 
 def _geometry(settings: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Planes, heads and head_dim."""
+    """Return planes, heads and head_dim."""
     if settings.get("kv_lora_rank"):  # MLA: one latent for all heads, and the rotated part of the keys
         return 1, 1, _number(settings, ("kv_lora_rank",)) + _number(settings, ("qk_rope_head_dim",))
     heads = _number(settings, _HEADS)
@@ -280,7 +294,10 @@ def _dtype(settings: Mapping[str, Any], outer: Mapping[str, Any], wanted: str) -
 
 
 def _number(settings: Mapping[str, Any], names: Sequence[str], *, default: int | None = None) -> int:
-    """The first of these fields that is set: a whole number, 1 or more (0 or more where there is a default)."""
+    """Return the first of these fields that is set: a whole number of at least 1.
+
+    With a default, 0 is allowed.
+    """
     for name in names:
         if (value := settings.get(name)) is None:
             continue
@@ -298,11 +315,14 @@ def _within(group: Group, num_tokens: int) -> int:
 
 
 def _divided(group: Group, tp: int) -> int:
-    """Into how many parts its heads are divided among `tp` workers, of which several may hold the same."""
+    """Return the number of parts into which `tp` workers divide the heads.
+
+    Several workers may hold the same part.
+    """
     if tp < 1:
         raise ConfigError(f"tp is {tp}; it must be 1 or more")
     if group.planes == 1:
-        return 1  # a latent has no heads to divide: every worker has all of it
+        return 1  # a latent has no heads: every worker holds the whole latent
     if group.heads % tp and tp % group.heads:
         raise ConfigError(
             f"tp is {tp}; {group.heads} KV heads are divided by their divisors, or multiplied: {tp} neither divides nor is divided"

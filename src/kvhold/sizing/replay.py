@@ -1,9 +1,12 @@
-"""The same trace on a real cache, scaled down: what the simulation must agree with.
+"""Replay a trace on a real, scaled-down cache. The simulation must agree with the result.
 
-    found = serve(trace.cut(512), policy="lru", ram_chunks=2048)         # [requests, 2], as `kernels.numba_eviction.Replayed.found`
+    found = serve(trace.cut(512), policy="lru", ram_chunks=2048)
+    # [requests, 2], as `kernels.numba_eviction.Replayed.found`
 
-A `LocalCache` in this process, by its public calls, a request at a time: lookup, then reserve and commit of what is missing. A chunk has
-one token and 4 KiB, so names, tiers, policies and evictions are the real ones and only the bytes are fewer; they are never written.
+The cache is a `LocalCache` in this process, used by its public calls. Each request is looked up,
+and its missing chunks are reserved and committed, one request at a time. A chunk has one token and
+4 KiB. So names, tiers, policies and evictions are real, and only the bytes are fewer; they are
+never written.
 """
 
 from collections.abc import Callable
@@ -20,9 +23,9 @@ from kvhold.sizing.trace import Cut
 
 POLICIES = ("lru", "lfu", "fifo", "mru", "s3fifo")
 
-_CHUNK_BYTES = 4096  # as much as memory takes for one at least
-_FRAME_BYTES = 2 * _CHUNK_BYTES  # with its header, which takes a page
-_ARENA_BYTES = 2 << 20  # an arena's size is a multiple of it
+_CHUNK_BYTES = 4096  # the least that memory takes for a chunk
+_FRAME_BYTES = 2 * _CHUNK_BYTES  # with its header, which takes a page of 4 KiB
+_ARENA_BYTES = 2 << 20  # an arena's size is a multiple of this
 _PATIENT_S = 60.0
 
 _LAYOUT = Layout((Group(layers=1, planes=1, heads=1, head_dim=_CHUNK_BYTES, dtype="uint8"),), tokens_per_chunk=1, tail_tokens=0)
@@ -30,24 +33,25 @@ _SPACE = Namespace("trace", _LAYOUT)
 
 
 def as_lower(num_chunks: int) -> int:
-    """The next number of chunks that the tier below memory can be limited to here."""
+    """Return the next possible size, in chunks, of the tier below memory."""
     return _rounded(num_chunks * _FRAME_BYTES) // _FRAME_BYTES
 
 
 def serve(
     cut: Cut, *, policy: str, ram_chunks: int, lower_chunks: int = 0, on_request: Callable[[int], None] | None = None
 ) -> npt.NDArray[np.int32]:
-    """[requests, 2] chunks of each that memory had, and that came from the tier below for it.
+    """Return the chunks of each request found in memory and in the tier below: [requests, 2].
 
-    lower_chunks: of a `memory://` tier below, a number that `as_lower` gives; 0: none
-    on_request:   is told of each request that is done, by its number
+    lower_chunks: the size of a `memory://` tier below, from `as_lower`; 0: no such tier
+    on_request:   called with the number of each finished request
 
-    Raises CapacityError where this host has no memory for it, KVHoldError if the tier does not keep up.
+    Raises CapacityError if this host lacks the memory, and KVHoldError if the tier does not keep
+    up.
     """
     assert policy in POLICIES and ram_chunks >= 1 and lower_chunks == as_lower(lower_chunks)
     settings = {
         "ram_bytes": _rounded(ram_chunks * _CHUNK_BYTES),
-        "namespace_quota_bytes": ram_chunks * _CHUNK_BYTES,  # exactly so many chunks, whatever the arena's size is rounded to
+        "namespace_quota_bytes": ram_chunks * _CHUNK_BYTES,  # exact; the arena's size is rounded
         "policy": policy,
         "huge_pages": "never",
         "write_behind_bytes": 1 << 50,

@@ -1,14 +1,15 @@
-"""The lines of a trace of a real service: how long each request was, what it shared with others, and when it came.
+"""The lines of a trace of a real service: each request's length, arrival time, and shared blocks.
 
     for request in read_requests(Path("conversation_trace.jsonl"), TimedRequest):
         request.timestamp, request.hash_ids
 
-The form is that of the traces which Mooncake published (FAST'25): one JSON object a line, such as
+The format is that of the traces published by Mooncake (FAST'25): one JSON object per line, such as
 
     {"timestamp": 27000, "input_length": 1300, "output_length": 52, "hash_ids": [0, 12, 13]}
 
-with an id for each block of a prompt's tokens, 512 of them if not told otherwise; the last block may be short. Equal ids are equal text.
-What else a line has is ignored. Lines are read one at a time, so a trace's length does not matter, and everything in them is checked.
+with an id for each block of a prompt's tokens. A block has 512 tokens by default; the last one may
+be short. Equal ids mean equal text. Other fields are ignored. Lines are read one at a time, so a
+trace may have any length. Every field used is checked.
 """
 
 from collections.abc import Iterable, Iterator
@@ -28,13 +29,13 @@ _HashId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a cache sees of a line. The short block at a prompt's end may be left out."""
+    """The fields of a line that a cache needs. The short last block may be left out."""
 
     input_length: _Length
     hash_ids: list[_HashId]
 
     def fault(self, block_tokens: int) -> str:
-        """What is wrong with it; empty if nothing is."""
+        """Return the fault of this line; empty if there is none."""
         most = ceil(self.input_length / block_tokens)
         if self.input_length // block_tokens <= len(self.hash_ids) <= most:
             return ""
@@ -45,7 +46,10 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimedRequest(TraceRequest, frozen=True, kw_only=True):
-    """All that it takes to send it again. timestamp: of the arrival, in milliseconds, never less than the one before."""
+    """A line with everything needed to send the request again.
+
+    timestamp: of the arrival, in milliseconds; never less than that of the line before
+    """
 
     timestamp: float
     output_length: _Length
@@ -62,7 +66,10 @@ AnyRequest = TypeVar("AnyRequest", bound=TraceRequest)
 
 
 def read_requests(path: Path, kind: type[AnyRequest], *, block_tokens: int = BLOCK_TOKENS) -> Iterator[AnyRequest]:
-    """The requests of a file in their order; empty lines are skipped. Raises ConfigError that names the file and the line."""
+    """Yield the requests of a file in order. Empty lines are skipped.
+
+    Raises ConfigError, which names the file and the line.
+    """
     try:
         with path.open("rb") as file:
             lines = iter(lambda: file.readline(MOST_LINE_BYTES), b"")
@@ -74,7 +81,10 @@ def read_requests(path: Path, kind: type[AnyRequest], *, block_tokens: int = BLO
 def parse_requests(
     lines: Iterable[bytes], kind: type[AnyRequest], *, name: str = "trace", block_tokens: int = BLOCK_TOKENS
 ) -> Iterator[AnyRequest]:
-    """The same of lines. name: for errors."""
+    """Yield the requests of lines, as `read_requests` does.
+
+    name: names the trace in errors
+    """
     if block_tokens < 1:
         raise ConfigError(f"block_tokens is {block_tokens}; it must be 1 or more")
     decoder = msgspec.json.Decoder(kind)

@@ -1,9 +1,12 @@
-"""Hit rates of caches that nobody has built yet: policies, sizes of memory and of a tier below it, chunk sizes, codecs.
+"""Simulate hit rates of planned caches: policies, sizes of memory and of a tier below, chunk sizes,
+codecs.
 
-    row = simulate(trace.cut(256), num_tokens, Setup("lru", ram_bytes=64 << 30, token_bytes=131_072))
+    setup = Setup("lru", ram_bytes=64 << 30, token_bytes=131_072)
+    row = simulate(trace.cut(256), num_tokens, setup)
 
-Each row is one replay of all requests, in their order, by the rules in `kernels/numba_eviction.py`. What is simulated is what is held, not
-when: loads and stores take no time, and nothing is dropped because a tier is slow.
+Each row is one replay of all requests in order, by the rules in `kernels/numba_eviction.py`. The
+simulation has no time: loads and stores are instant, and no chunk is dropped because a tier is
+slow.
 """
 
 import time
@@ -17,7 +20,13 @@ BOUND = "belady"
 
 @dataclass(frozen=True)
 class Setup:
-    """One cache. token_bytes: of KV; disk_bytes: of one tier below memory, 0: none; ratio: how much smaller its codec makes KV"""
+    """One simulated cache.
+
+    ram_bytes:   of memory
+    token_bytes: KV bytes per token
+    disk_bytes:  of one tier below memory; 0: no tier
+    ratio:       how many times smaller its codec makes KV
+    """
 
     policy: str
     ram_bytes: int
@@ -27,25 +36,29 @@ class Setup:
     ratio: float = 1.0
 
     def ram_chunks(self, tokens_per_chunk: int) -> int:
-        """How many fit into memory."""
+        """Return the number of chunks that fit into memory."""
         return self.ram_bytes // (tokens_per_chunk * self.token_bytes)
 
     def disk_chunks(self, tokens_per_chunk: int) -> int:
-        """How many fit below."""
+        """Return the number of chunks that fit into the tier below."""
         return int(self.disk_bytes * self.ratio) // (tokens_per_chunk * self.token_bytes)
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one cache would have done.
+    """The result of one simulated cache.
 
-    capacity_bytes:   of memory; disk_bytes: of the tier below
-    hit_rate:         tokens found / tokens of all prompts; ram_hit_rate and disk_hit_rate are its parts
-    request_hit_rate: requests of which anything was found / all
-    bytes_read:       KV that was found, as it is in memory; bytes_written: KV that was computed and stored there
-    disk_bytes_read, disk_bytes_written: of the tier below, as its codec leaves them
-    evictions, disk_evictions: chunks that went from memory, from the tier below
-    events_per_s:     chunks of all requests / seconds that the replay took, in one thread
+    capacity_bytes:   size of memory
+    disk_bytes:       size of the tier below
+    hit_rate:         tokens found / tokens of all prompts, the sum of ram_hit_rate and
+                      disk_hit_rate
+    request_hit_rate: requests with at least one chunk found / all requests
+    bytes_read:       KV found, in its size in memory
+    bytes_written:    KV computed and stored in memory
+    disk_bytes_read, disk_bytes_written: of the tier below, in encoded size
+    evictions:        chunks evicted from memory
+    disk_evictions:   chunks evicted from the tier below
+    events_per_s:     chunks of all requests / seconds of the replay, in one thread
     """
 
     policy: str
@@ -67,10 +80,13 @@ class Row:
 
 
 def simulate(cut: Cut, num_tokens: int, setup: Setup) -> Row:
-    """Replay a trace. num_tokens: of all its prompts, with what is in no whole chunk.
+    """Replay a trace.
 
-    The bound of two tiers is that of memory of the size of both, and what memory alone would have found at best: each number is a bound by
-    itself, and bytes are those of the first.
+    num_tokens: tokens of all prompts, including those in no whole chunk
+
+    With two tiers, the bound `belady` comes from two replays: one memory with the size of both
+    tiers, and memory alone. Each hit rate is a bound by itself. Byte counts are those of the first
+    replay.
     """
     ram, disk = setup.ram_chunks(cut.tokens_per_chunk), setup.disk_chunks(cut.tokens_per_chunk)
     begun = time.perf_counter()
@@ -86,7 +102,7 @@ def simulate(cut: Cut, num_tokens: int, setup: Setup) -> Row:
 
 
 def best_hit_rate(cut: Cut, num_tokens: int) -> float:
-    """Of a cache that nothing ever leaves."""
+    """Return the hit rate of a cache that never evicts."""
     replayed = replay(cut.chunks, cut.starts, cut.parents, policy="fifo", capacity=cut.num_ids)
     return int(replayed.found.sum()) * cut.tokens_per_chunk / max(1, num_tokens)
 

@@ -1,11 +1,13 @@
-"""A trace of requests, as chunks: which prompts had what in common, without their text.
+"""A trace of requests, in chunks: the shared beginnings of prompts, without their text.
 
     trace = read_trace(Path("conversation_trace.jsonl"))
     cut = trace.cut(256)                      # the same prompts in chunks of 256 tokens
 
-A block is told by all ids up to it, as a cache names it, so that an id may come again after another one (lines: `requests.py`).
+A block is identified by all ids up to it, as in a cache. So an id may recur after a different id.
+For the format of the lines see `requests.py`.
 
-Memory: 4 bytes for each block of each request, some 120 for each that is new; a file is read line by line, up to a stated bound.
+Memory: 4 bytes per block of each request, and about 120 bytes per new block. A file is read line by
+line, up to MOST_BLOCKS blocks.
 """
 
 from array import array
@@ -20,7 +22,7 @@ import numpy.typing as npt
 from kvhold.core.errors import ConfigError
 from kvhold.sizing.requests import BLOCK_TOKENS, TraceRequest, parse_requests, read_requests
 
-MOST_BLOCKS = 50_000_000  # of all requests: up to some 6 GB, if all of them are new
+MOST_BLOCKS = 50_000_000  # of all requests; up to about 6 GB if every block is new
 
 Ids = npt.NDArray[np.int32]
 Starts = npt.NDArray[np.int64]
@@ -28,11 +30,12 @@ Starts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Cut:
-    """Prompts in whole chunks of one size; what is left at a prompt's end is no chunk.
+    """Prompts in whole chunks of one size; the rest at a prompt's end is left out.
 
-    chunks:  [events] int32, those of all requests, end to end; equal numbers are equal chunks after equal prefixes
+    chunks:  [events] int32, the chunks of all requests, concatenated; equal numbers are equal
+             chunks after equal prefixes
     starts:  [requests + 1] int64, where each request begins, and the end
-    parents: [ids] int32, the chunk before each in its prompt, -1 for a first one
+    parents: [ids] int32, the preceding chunk in the prompt; -1 for a first chunk
     """
 
     tokens_per_chunk: int
@@ -42,15 +45,15 @@ class Cut:
 
     @property
     def num_ids(self) -> int:
-        """Different chunks."""
+        """The number of different chunks."""
         return self.parents.size
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Prompts in blocks, the last of each shorter perhaps; arrays as in `Cut`.
+    """Prompts in blocks. The last block of a prompt may be short. Arrays as in `Cut`.
 
-    num_tokens: [requests] int64, of each prompt
+    num_tokens: [requests] int64, tokens of each prompt
     """
 
     block_tokens: int
@@ -61,18 +64,21 @@ class Trace:
 
     @property
     def num_requests(self) -> int:
-        """Lines."""
+        """The number of requests."""
         return self.num_tokens.size
 
     def cut(self, tokens_per_chunk: int) -> Cut:
-        """The prompts in chunks that divide a block, or are of several. Raises ConfigError for other sizes."""
+        """Return the prompts in chunks that divide a block, or that are a multiple of a block.
+
+        Raises ConfigError for other sizes.
+        """
         size, block = tokens_per_chunk, self.block_tokens
         if size < 1 or (size % block and block % size):
             raise ConfigError(f"chunk_tokens is {size}; it must divide the trace's block of {block} tokens, or be a multiple of it")
         return self._joined(size // block) if size >= block else self._divided(block // size)
 
     def _joined(self, count: int) -> Cut:
-        """`count` blocks are a chunk, which is told by its last block."""
+        """Join `count` blocks to a chunk, which is identified by its last block."""
         size = self.block_tokens * count
         places = np.arange(self.blocks.size) - np.repeat(self.starts[:-1], np.diff(self.starts))
         whole = places < np.repeat(self.num_tokens // size * count, np.diff(self.starts))
@@ -85,7 +91,10 @@ class Trace:
         return Cut(size, chunks.astype(np.int32), _starts(self.num_tokens // size), parents.astype(np.int32))
 
     def _divided(self, count: int) -> Cut:
-        """A block is `count` chunks. Of one that is shorter, those that it fills; they are another block's beginning to nobody."""
+        """Divide a block into `count` chunks.
+
+        A short block gives the chunks that it fills. No other block shares them as a beginning.
+        """
         if self.parents.size * count > np.iinfo(np.int32).max:
             raise ConfigError(f"chunk_tokens: the trace has too many blocks to divide each by {count}; read fewer requests")
         size = self.block_tokens // count
@@ -98,13 +107,19 @@ class Trace:
 
 
 def read_trace(path: Path, *, block_tokens: int = BLOCK_TOKENS, num_requests: int | None = None) -> Trace:
-    """The first `num_requests` lines of a file, or all. Raises ConfigError that names the line and what is wrong with it."""
+    """Read the first `num_requests` lines of a file, or all.
+
+    Raises ConfigError, which names the line and its fault.
+    """
     requests = read_requests(path, TraceRequest, block_tokens=block_tokens)
     return _trace_of(requests, name=str(path), block_tokens=block_tokens, num_requests=num_requests)
 
 
 def parse_trace(lines: Iterable[bytes], *, name: str = "trace", block_tokens: int = BLOCK_TOKENS, num_requests: int | None = None) -> Trace:
-    """The same of lines. name: for errors."""
+    """Read a trace from lines, as `read_trace` does.
+
+    name: names the trace in errors
+    """
     requests = parse_requests(lines, TraceRequest, name=name, block_tokens=block_tokens)
     return _trace_of(requests, name=name, block_tokens=block_tokens, num_requests=num_requests)
 
@@ -135,5 +150,5 @@ def _trace_of(requests: Iterable[TraceRequest], *, name: str, block_tokens: int,
 
 
 def _starts(counts: npt.NDArray[np.int64]) -> Starts:
-    """Where runs of these lengths begin, and the end."""
+    """Return where runs of these lengths begin, and the end."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])

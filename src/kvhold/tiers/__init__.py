@@ -1,1 +1,4 @@
-"""Where chunks live: one file a tier, `base.py` the contract, `policies/` who is evicted first."""
+"""Where chunks live.
+
+One file or folder per tier, the contract in `base.py`, eviction in `policies/`.
+"""

@@ -1,19 +1,24 @@
-"""`audit+...`: a tier whose answers are checked against what was put, and whose operations are logged.
+"""`audit+...`: check a tier's values against the values that were put, and log its operations.
 
-    tier = AuditTier(inner, AuditConfig(max_keys=10_000))       # audit+redis://host:6379/0?audit_max_keys=10000&audit_exclude=probe,scan
-    tier.checked, tier.mismatches                               # whole values compared, and those that were not what was put
+    # audit+redis://host:6379/0?audit_max_keys=10000&audit_exclude=probe,scan
+    tier = AuditTier(inner, AuditConfig(max_keys=10_000))
+    tier.checked, tier.mismatches  # whole values compared; those that differ from the put
 
-Of every value that this wrapper saw put, it keeps a digest (xxh3-128: against faults, not against forgers); the `max_keys` used last are
-kept. A whole value that comes back with another digest is no hit: its item is a TierError, it is counted, and the key is logged. Ranges
-are passed on unchecked. Operations are logged to `kvhold.audit` at INFO: keys, bytes, seconds, and what failed.
+The wrapper keeps a digest of every value that it saw put: xxh3-128, against faults and not against
+forgers. It keeps the `max_keys` digests that were used last. A whole value that comes back with
+another digest is no hit: its item is a TierError, it is counted, and its key is logged. Ranges are
+passed on unchecked. Operations are logged to `kvhold.audit` at INFO: keys, bytes, seconds,
+failures.
 
-**It tells of nothing that it does not know.** A key keeps its first value and puts do not say which that was, so each put first probes
-(one round trip more): only what was not there before is known to be there as it was put now. Calls that overlap on one key leave it
-unchecked. What it cannot see is another process that replaces a value (recodes the tier), deletes a key and puts other bytes, or puts them
-between the probe and the put: where several nodes write one tier and compute the same text with different roundings, look at a mismatch
-with that in mind.
+**Only values that are known for certain are checked.** A key keeps its first value, and a put does
+not tell which value that was. So each put first probes, at one more round trip. A digest is kept
+only if the key was absent before. If calls on one key overlap, the key is left unchecked.
 
-One event loop; a thread hashes what is large.
+The wrapper does not see changes by another process: a replaced (re-encoded) value, other bytes put
+after a delete, or a put between our probe and our put. Keep this in mind when several nodes write
+one tier and compute the same text with different rounding: a mismatch may be harmless.
+
+Runs on one event loop; a thread hashes large values.
 """
 
 import asyncio
@@ -38,24 +43,27 @@ OPERATIONS = ("check", "probe", "get", "put", "replace", "delete", "scan")
 log = logging.getLogger("kvhold.audit")
 
 _PREFIX = "audit_"
-_LARGE_BYTES = 256 << 10  # hashing this takes some 20 µs; more is not the loop's affair
+_LARGE_BYTES = 256 << 10  # hashing this takes about 20 µs; a thread hashes larger values
 
 
 @dataclass(frozen=True)
 class AuditConfig:
-    """What is kept and what is logged."""
+    """The number of digests, and the operations to log."""
 
     max_keys: int = setting(100_000, "how many values' digests are kept, about 200 bytes each", minimum=1)
     exclude: str = setting("", f"operations that are not logged, separated by commas: {', '.join(OPERATIONS)}")
 
 
 class AuditTier:
-    """Another tier, watched."""
+    """A wrapper that audits another tier."""
 
     option_names: ClassVar[frozenset[str]] = frozenset({"audit_max_keys", "audit_exclude"})
 
     def __init__(self, inner: Tier, config: AuditConfig | None = None, *, shown: str = "") -> None:
-        """shown: what the log calls the tier. Raises ConfigError for an operation to exclude that there is not."""
+        """Wrap a tier. Raises ConfigError for an unknown operation in `exclude`.
+
+        shown: the name of the tier in the log
+        """
         config = config or AuditConfig()
         self.traits: TierTraits = inner.traits
         self.checked = 0
@@ -68,7 +76,7 @@ class AuditTier:
 
     @classmethod
     def from_url(cls, inner: Tier, options: Mapping[str, str], shown: str) -> Self:
-        """Around `inner`, with the options that are its own. Raises ConfigError."""
+        """Wrap `inner`, with the options of this wrapper. Raises ConfigError."""
         values = {name.removeprefix(_PREFIX): value for name, value in options.items()}
         config = apply(AuditConfig(), values, source=shown, spell=lambda name: _PREFIX + name)
         try:
@@ -91,7 +99,7 @@ class AuditTier:
     async def get(
         self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
     ) -> list[int | TierError | None]:
-        """Tier contract; a whole value that is not the one that was put is a TierError."""
+        """Tier contract; a whole value that differs from the put one is a TierError."""
         with self._logged("get", len(keys)) as line:
             before = [self._digests.of(key) for key in keys]
             got = await self._inner.get(keys, into, starts=starts)
@@ -104,7 +112,7 @@ class AuditTier:
         return got
 
     async def put(self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None) -> list[TierError | None]:
-        """Tier contract; with a probe before it."""
+        """Tier contract; probes first."""
         keys = [key for key, _ in items]
         with self._logged("put", len(items)) as line, self._digests.changing(keys):
             digests = await self._hash([parts for _, parts in items])
@@ -118,12 +126,13 @@ class AuditTier:
         return faults
 
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
-        """Tier contract; from then on the new value is the one that was put."""
+        """Tier contract; later reads are compared with the new value."""
         keys = [key for key, _ in items]
         with self._logged("replace", len(items)) as line, self._digests.changing(keys):
             digests = await self._hash([parts for _, parts in items])
             done = await replace(self._inner, items)
-            for (key, parts), digest, outcome in reversed(list(zip(items, digests, done, strict=True))):  # of one key twice, the first
+            # reversed: if a key occurs twice, its first value counts
+            for (key, parts), digest, outcome in reversed(list(zip(items, digests, done, strict=True))):
                 if outcome is True:
                     self._digests.stored(key, digest, was_there=False)
                     line.num_bytes += size_of(parts)
@@ -142,7 +151,7 @@ class AuditTier:
         return removed
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        """Tier contract; logged when it ends."""
+        """Tier contract; logged when the scan ends."""
         with self._logged("scan", 0) as line:
             async with closing_scan(self._inner, prefix) as keys:
                 async for key in keys:
@@ -157,8 +166,9 @@ class AuditTier:
     async def _checked(
         self, keys: Sequence[bytes], into: Sequence[Parts], got: list[int | TierError | None], before: Sequence[bytes | None]
     ) -> list[int | TierError | None]:
-        """`got`, with a TierError for each value that is not what was put."""
-        # Where the digest changed meanwhile, or may be changing, the value that was read may be the one before or the one after.
+        """Return `got`, with a TierError for each value that differs from the put one."""
+        # If the digest changed since the read began, or may be changing, the read value may be the
+        # old one or the new one.
         some = [
             (i, size, digest)
             for i, digest in enumerate(before)
@@ -198,35 +208,43 @@ class AuditTier:
 
 @dataclass
 class _Line:
-    """What the log says of one operation."""
+    """The log line of one operation."""
 
     num_keys: int
     num_bytes: int = 0
     outcome: str = ""
 
     def count(self, word: str, number: int) -> None:
-        """One more thing that came of it."""
+        """Append a number to the line."""
         self.outcome += f", {number} {word}"
 
 
 class _Digests:
-    """Digests by key: those used last, of keys that one call at a time changes."""
+    """The digests of the keys that were used last. One call at a time may change a key."""
 
     def __init__(self, max_keys: int) -> None:
         self._max_keys = max_keys
         self._kept: OrderedDict[bytes, bytes] = OrderedDict()
-        self._changing: dict[bytes, int] = {}  # by how many calls
-        self._disputed: set[bytes] = set()  # changed by calls that overlap, until the last of them has ended
+        self._changing: dict[bytes, int] = {}  # key -> number of calls that change it
+        # changed by overlapping calls, until the last call ends
+        self._disputed: set[bytes] = set()
 
     def of(self, key: bytes) -> bytes | None:
-        """The digest of what is there; `None` if that is not known, or not for sure because a call is changing it."""
+        """Return the digest of the stored value.
+
+        `None` if it is unknown, or uncertain because a call is changing the value.
+        """
         if key in self._changing or key not in self._kept:
             return None
         self._kept.move_to_end(key)
         return self._kept[key]
 
     def stored(self, key: bytes, digest: bytes, *, was_there: bool) -> None:
-        """A put went well. What was there before it has kept its value; whether that was this one can be told only if it is the same."""
+        """Note a successful put.
+
+        If a value was there before, it is still there. Its digest is kept only if it equals the put
+        one.
+        """
         if not was_there:
             self._kept[key] = digest
             self._kept.move_to_end(key)
@@ -236,12 +254,16 @@ class _Digests:
             self.forget(key)
 
     def forget(self, key: bytes) -> None:
-        """Nobody knows what is there now."""
+        """Drop the digest: the stored value is no longer known."""
         self._kept.pop(key, None)
 
     @contextmanager
     def changing(self, keys: Sequence[bytes]) -> Iterator[None]:
-        """While a call changes `keys`. Forgotten at its end: those that were being changed more than once; all, if it failed."""
+        """Mark `keys` as changing within the block.
+
+        At its end, drop the digests of keys that several calls changed at the same time. Drop all
+        digests of `keys` if the block failed.
+        """
         for key in keys:
             self._changing[key] = self._changing.get(key, 0) + 1
             if self._changing[key] > 1:
@@ -261,7 +283,7 @@ class _Digests:
 
 
 def _operations(names: str) -> frozenset[str]:
-    """The operations of `probe,scan`. Raises ConfigError."""
+    """Return the operations in a list such as `probe,scan`. Raises ConfigError."""
     operations = frozenset(filter(None, (name.strip() for name in names.split(","))))
     if unknown := sorted(operations - set(OPERATIONS)):
         raise ConfigError(f"audit_exclude: there is no operation {unknown[0]!r}; known are {', '.join(OPERATIONS)}")
@@ -276,7 +298,7 @@ def _digest(parts: Parts) -> bytes:
 
 
 def _beginning(parts: Parts, nbytes: int) -> list[memoryview]:
-    """The first `nbytes` of the parts."""
+    """Return the first `nbytes` of the parts."""
     cut = []
     for part in parts:
         cut.append(part.cast("B")[:nbytes])

@@ -1,21 +1,25 @@
 """The contract of a tier: one place where chunks live.
 
-    sizes = await tier.probe(keys)                           # one round trip for all of them
-    got = await tier.get(keys, [[header, payload], ...])     # each value into memory of the caller's, in parts
-    faults = await tier.put([(key, [header, payload]), ...]) # each value from memory of the caller's, in parts
-    done = await replace(tier, [(key, [header, payload])])   # over a value that is there, where the tier can
+    sizes = await tier.probe(keys)  # one round trip for all keys
+    got = await tier.get(keys, [[header, payload], ...])  # each value into the caller's memory
+    faults = await tier.put([(key, [header, payload]), ...])  # each value from the caller's memory
+    done = await replace(tier, [(key, [header, payload])])  # over a stored value, if the tier can
 
-Called from one event loop only, never from an engine's thread; calls may overlap. Every call is per item: item i of the answer belongs
-to key i, and a bad item never loses the others. A missing value is `None`; what went wrong with one item is a TierError in its place; a
-fault of the whole place (dead, unreachable, forbidden) raises TierError, after which nothing is known about any item. Nothing else may
-escape, but for a ValueError where lists have unequal lengths, before any I/O.
+Called from one event loop only, never from an engine's thread. Calls may overlap. Every call is per
+item: item i of the answer belongs to key i, and a bad item never loses the others.
 
-**Memory.** Nobody writes to the caller's buffers, and nobody reads them, after a call has returned, raised or ended its cancellation: a
-cancelled call lets go of them before it ends, however long that takes. (`in_thread` below does so for work in threads.)
+A missing value is `None`. A fault of one item is a TierError in its place. A fault of the whole
+place (dead, unreachable, forbidden) raises TierError; then nothing is known about any item. Lists
+of unequal lengths raise ValueError before any I/O. No other exception may escape.
 
-A tier does no I/O when it is made, and connects when first used; a connection that was lost is made again by the next call. It has no
-time-outs of its own where a library does not force them on it, no retries but of what a stale connection failed, and no breaker: `guard.py`
-has these for all. `kvhold.testing.TierContract` is the conformance suite.
+**Memory.** After a call has returned or raised, the tier neither reads nor writes the caller's
+buffers. A cancelled call ends only when it no longer uses the buffers, however long that takes.
+`in_thread` below ensures this for work in threads.
+
+A tier does no I/O when it is made, and connects at its first call. After a lost connection, the
+next call connects again. A tier has no breaker, no time-outs unless a library forces them, and no
+retries except after a stale connection: `guard.py` does this for all tiers.
+`kvhold.testing.TierContract` is the conformance suite.
 """
 
 import asyncio
@@ -26,21 +30,23 @@ from typing import Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from kvhold.core.errors import TierError
 
-Parts: TypeAlias = Sequence[memoryview]  # one value, end to end; each C-contiguous, of any format
+Parts: TypeAlias = Sequence[memoryview]  # one value in pieces, each C-contiguous, of any format
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class TierTraits:
-    """What a tier can do.
+    """The capabilities of a tier.
 
-    durable:   an acknowledged put survives the death of this process, by `kill -9` too
-    shared:    others, on this host or elsewhere, may read, write and delete the same values
-    expires:   removes by itself what has outlived its `ttl_s`
-    replaces:  has `Replaces.replace`
-    batch_bytes: what one call had best carry: enough to be worth its turns between threads, and little enough that a batch is checked
-                 while the next one is read, and that some at once come within their deadline over a slow link
+    name:        of the kind of tier
+    durable:     an acknowledged put survives the death of this process, also by `kill -9`
+    shared:      others, on this host or elsewhere, may read, write and delete the same values
+    expires:     removes values by itself when their `ttl_s` has passed
+    replaces:    has `Replaces.replace`
+    batch_bytes: the best size of one call. Large enough to outweigh the switches between threads.
+                 Small enough that a batch is checked while the next one is read, and that several
+                 batches at once meet their deadline over a slow link
     """
 
     name: str
@@ -52,69 +58,88 @@ class TierTraits:
 
 
 class Tier(Protocol):
-    """Keys are KEY_BYTES long; values are opaque bytes here, one or more (frames below RAM, plain chunks in RAM)."""
+    """A place where values live.
+
+    Keys are KEY_BYTES long. Values are opaque, of one byte or more: frames below RAM, plain chunks
+    in RAM.
+    """
 
     @property
     def traits(self) -> TierTraits:
-        """What it can do: a class's own, or for a wrapper those of what it wraps."""
+        """The capabilities of the tier; for a wrapper, those of the wrapped tier."""
 
     async def check(self) -> None:
-        """One cheap round trip. Raises TierError if the tier cannot be used now; its message tells a user what is wrong and where."""
+        """Make one cheap round trip.
+
+        Raises TierError if the tier cannot be used now. Its message tells a user the fault and the
+        place.
+        """
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Size in bytes of each value that is whole and readable now, `None` for the rest. One round trip for all, no side effect."""
+        """Return the size in bytes of each value that is whole and readable now.
+
+        `None` for the others. One round trip for all keys, no side effect.
+        """
 
     async def get(
         self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
     ) -> list[int | TierError | None]:
-        """Read each value into its parts, in order, and return its size; `None` where it is missing or larger than the parts.
+        """Read each value into its parts, in order, and return its size.
 
-        starts: read ranges instead: from byte `starts[i]` on exactly as many bytes as the parts have, and return that number; `None`
-                where the value is missing or ends before that
+        The size is `None` where the value is missing or larger than the parts.
 
-        Parts that were not filled, or not to their end, may hold anything within, and nothing is written beyond them.
+        starts: read ranges instead. Each range begins at byte `starts[i]` and fills the parts
+                exactly; its length is returned. `None` where the value is missing or ends earlier
+
+        Parts that were not filled completely may hold any bytes. Nothing is written outside the
+        parts.
         """
 
     async def put(self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None) -> list[TierError | None]:
-        """Store each value whole or not at all: `None` where it is there afterwards, else why not (TierFull where there is no room).
+        """Store each value whole or not at all. Return `None` where it is stored, else the fault.
 
-        A key that is there already keeps its value. ttl_s: where the tier can, remove the values after so long; None: as its settings
-        say; infinity: never, whatever they say.
+        The fault is TierFull where there is no room. A key that is already there keeps its value.
+
+        ttl_s: remove the values after this time, if the tier can. None: as the tier's settings say;
+               infinity: never, whatever the settings say
         """
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Remove; true where something was removed."""
+        """Remove values; true where one was removed."""
 
     def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        """Every key that begins with `prefix`, each once, in no order."""
+        """Yield every key that begins with `prefix`, each once, in any order."""
 
     async def close(self) -> None:
-        """Let go of everything. Idempotent."""
+        """Release all resources. Idempotent."""
 
 
 @runtime_checkable
 class Replaces(Protocol):
-    """What a tier has besides that can put another value in the place of one, in one step."""
+    """The further method of a tier that can replace a value in one step."""
 
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
-        """Put each value in the place of the one that is there: true where that was done.
+        """Replace each stored value by a new one; true where that was done.
 
-        False where there is none, or none any more; none is made then. A TierError says why the old one stays as it is (TierFull where
-        there is no room for both for a moment), or that the answer was lost, and it is one of the two. Whoever reads meanwhile, and
-        whoever comes after a `kill -9` where the tier is durable, has the old value or the new one, whole. What time the old one had
-        left, the new one has. Of a key that is there twice, the first value counts, and both have its answer.
+        False where no value is stored, or none any longer; then none is created. A TierError means
+        that the old value stays (TierFull where both do not fit at the same time), or that the
+        answer was lost and either value may be there.
+
+        A concurrent reader gets the old value or the new one, whole. In a durable tier this also
+        holds after a `kill -9`. The new value keeps the old one's remaining time to live. If a key
+        occurs twice, its first value counts, and both items get its answer.
         """
 
 
 async def replace(tier: Tier, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
-    """`tier.replace(items)`. Raises TierError for a tier that has none."""
+    """Call `tier.replace(items)`. Raises TierError for a tier that cannot replace values."""
     if not tier.traits.replaces or not isinstance(tier, Replaces):
         raise TierError(tier.traits.name, "replace", "this kind of tier cannot put a value in the place of another in one step")
     return await tier.replace(items)
 
 
 def check_lengths(keys: Sequence[bytes], into: Sequence[Parts], starts: Sequence[int] | None) -> None:
-    """What `get` does first: raises ValueError for lists of unequal length."""
+    """Raise ValueError for lists of unequal length. `get` calls this first."""
     if len(keys) != len(into):
         raise ValueError(f"{len(keys)} keys, {len(into)} buffers")
     if starts is not None and len(starts) != len(keys):
@@ -122,12 +147,15 @@ def check_lengths(keys: Sequence[bytes], into: Sequence[Parts], starts: Sequence
 
 
 def size_of(parts: Parts) -> int:
-    """Bytes in all parts."""
+    """Return the bytes in all parts."""
     return sum(part.nbytes for part in parts)
 
 
 async def in_thread(executor: Executor, work: Callable[[], Result]) -> Result:
-    """`work()` in a thread of `executor`. When cancelled, it waits until the thread has finished, and raises CancelledError then."""
+    """Run `work()` in a thread of `executor`.
+
+    If cancelled, it waits until the thread has finished, and only then raises CancelledError.
+    """
     future = asyncio.get_running_loop().run_in_executor(executor, work)
     try:
         return await asyncio.shield(future)
@@ -138,5 +166,5 @@ async def in_thread(executor: Executor, work: Callable[[], Result]) -> Result:
             except asyncio.CancelledError:
                 continue
         if not future.cancelled():
-            future.exception()  # so that nobody misses it
+            future.exception()  # retrieve it, or asyncio logs it
         raise

@@ -1,10 +1,11 @@
-"""The tier of a central cache: a `kvhold serve --listen` on another host, shared by all that name it.
+"""The tier of a central cache: a shared `kvhold serve --listen` on another host.
 
-    kvhold://:token@cache.example:7710            kvholds://... over TLS (or ?tls=true)
+    # kvhold://:token@cache.example:7710; with TLS: kvholds://... or ?tls=true
     tier = CentralTier.from_url(parse_url(...)); await tier.put(...); await tier.close()
 
-Bytes go straight between the caller's memory and the socket. A few connections, each for one conversation at a time; one that broke or
-was cancelled is closed, and the next call opens another. One event loop. Time-outs are the caller's.
+Bytes go directly between the caller's memory and the socket. There are a few connections, and each
+carries one exchange at a time. A connection that broke, or whose call was cancelled, is closed; the
+next call opens another. Runs on one event loop. The caller sets time-outs.
 """
 
 import math
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Self, TypeAlias, TypeVar
 
 from kvhold.core.config import setting
-from kvhold.core.errors import ConfigError, ProtocolError, TierDenied, TierError, TierFull, TierUnavailable
+from kvhold.core.errors import ConfigError, ProtocolError, TierDenied, TierError, TierFull, TierIncomplete, TierUnavailable
 from kvhold.core.secrets import read_secret
 from kvhold.net import central as c
 from kvhold.net.addresses import is_loopback
@@ -26,8 +27,11 @@ from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length, encode
 from kvhold.tiers.base import Parts, TierTraits, check_lengths, size_of
 from kvhold.tiers.url import TierUrl
 
-_BATCH_BYTES = 8 << 20  # of values in one exchange: enough to amortise a round trip, small enough to use several connections
-_MOST_QUOTED = 200  # characters of what a server says
+# bytes of values in one exchange: enough to amortise a round trip, and small enough to use
+# several connections
+_BATCH_BYTES = 8 << 20
+_MOST_QUOTED = 200  # characters of a server's message
+_BELOW = "a tier below the central cache did not answer; its log and status say which"
 _greeting: Decoder[c.Greeting] = Decoder(c.Greeting)
 _answer: Decoder[c.Answer] = Decoder(c.Answer)
 
@@ -37,7 +41,7 @@ Connect: TypeAlias = Callable[[Address, ssl.SSLContext | None], Awaitable[Stream
 
 @dataclass(frozen=True)
 class CentralConfig:
-    """One central cache."""
+    """The settings of one central cache."""
 
     host: str = setting("", "where it listens")
     port: int = setting(c.DEFAULT_PORT, "its port", minimum=1)
@@ -57,7 +61,10 @@ class CentralTier:
     traits: ClassVar[TierTraits] = TierTraits(name="kvhold", shared=True, expires=True)
 
     def __init__(self, config: CentralConfig, *, connect: Connect = open_stream) -> None:
-        """connect: how the server is reached; a simulation has a way of its own. Raises ConfigError for settings that cannot be."""
+        """Make the tier; it connects at its first call. Raises ConfigError for invalid settings.
+
+        connect: opens a stream to the server; a simulation passes its own
+        """
         if not config.host:
             raise ConfigError("kvhold: no server is named; write kvhold://host:7710")
         if not config.tls and (config.ca_file or config.cert_file or config.key_file):
@@ -75,11 +82,11 @@ class CentralTier:
             )
         self._tls = client_context(config.ca_file, config.cert_file, config.key_file) if config.tls else None
         self._pool = Pool(self._open, config.connections)
-        self._questions = Pool(self._open, 2)  # small ones do not wait behind values
+        self._questions = Pool(self._open, 2)  # so that small exchanges do not wait for values
 
     @classmethod
     def from_url(cls, url: TierUrl) -> Self:
-        """From `kvhold://[:token@]host[:port]?options`. Raises ConfigError."""
+        """Make the tier from `kvhold://[:token@]host[:port]?options`. Raises ConfigError."""
         if len(url.hosts) != 1 or url.path not in ("", "/"):
             raise ConfigError(f"tiers: {url.shown}: write kvhold://host:{c.DEFAULT_PORT}")
         if url.username:
@@ -123,15 +130,22 @@ class CentralTier:
         """Tier contract."""
         if not keys:
             return []
-        removed = (await self._ask("delete", c.Delete(b"".join(keys)), c.Removed)).removed
-        self._same_length("delete", keys, removed)
-        return removed
+        answer = await self._ask("delete", c.Delete(b"".join(keys)), c.Removed)
+        self._same_length("delete", keys, answer.removed)
+        if not answer.whole:
+            raise TierIncomplete("kvhold", "delete", _BELOW)
+        return answer.removed
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        """Tier contract. Page by page. A scan that the store has forgotten starts again there, and yields keys twice."""
+        """Tier contract. Reads page by page.
+
+        If the server has forgotten the scan, it starts again there, and keys come twice.
+        """
         after, more = b"", True
         while more:
             page = await self._ask("scan", c.Scan(prefix, after), c.Keys)
+            if not page.whole:
+                raise TierIncomplete("kvhold", "scan", _BELOW)
             try:
                 keys = c.split_keys(page.keys)
             except ValueError as error:
@@ -169,7 +183,7 @@ class CentralTier:
         return question.answer
 
     def _fault(self, operation: str, error: Exception) -> TierError:
-        """Whatever a connection raises, as a fault of the tier."""
+        """Return a connection's exception as a TierError."""
         if isinstance(error, TierError):
             return error
         where = f"{self._address}: "
@@ -188,7 +202,7 @@ class CentralTier:
 
 
 class _Question(Exchange):
-    """A small one."""
+    """An exchange without values."""
 
     def __init__(self, request: c.CentralMessage) -> None:
         self.request = [encode(request)]
@@ -200,7 +214,7 @@ class _Question(Exchange):
 
 @dataclass
 class _Getting:
-    """One value, or range, on its way into `parts`."""
+    """One value, or range, to read into `parts`."""
 
     key: bytes
     parts: Parts
@@ -214,7 +228,7 @@ class _Getting:
 
 @dataclass
 class _Putting:
-    """One value on its way out of `parts`."""
+    """One value to send from `parts`."""
 
     key: bytes
     parts: Parts
@@ -225,7 +239,7 @@ class _Putting:
 
 
 class _GetBatch(Exchange):
-    """Some of a call's gets."""
+    """A batch of a call's gets."""
 
     def __init__(self, items: list[_Getting]) -> None:
         self.items = items
@@ -246,7 +260,7 @@ class _GetBatch(Exchange):
 
 
 class _PutBatch(Exchange):
-    """Some of a call's puts."""
+    """A batch of a call's puts."""
 
     def __init__(self, items: list[_Putting], ttl_s: float | None) -> None:
         self.faults = [""] * len(items)
@@ -265,7 +279,7 @@ Item = TypeVar("Item", _Getting, _Putting)
 
 
 def _batched(items: list[Item]) -> list[list[Item]]:
-    """In order, each of _BATCH_BYTES at most, or of one item."""
+    """Split items, in order, into batches of at most _BATCH_BYTES, or of one item."""
     batches: list[list[Item]] = []
     left = 0
     for item in items:
@@ -278,7 +292,7 @@ def _batched(items: list[Item]) -> list[list[Item]]:
 
 
 def _raise_if_all(batches: Sequence[Exchange]) -> None:
-    """A place that did nothing at all has failed as a whole."""
+    """Raise a fault if every batch failed: then the whole place is at fault."""
     faults = [batch.fault for batch in batches]
     if faults and None not in faults:
         raise next(fault for fault in faults if fault is not None)

@@ -1,24 +1,31 @@
-"""`faults+...`: a tier that fails on purpose, for tests and for game days.
+"""`faults+...`: a tier that fails on purpose, for tests and for rehearsals of failures.
 
-    tier = FaultTier(inner, FaultConfig("get:corrupt:0.01 put:delay:0.1:0.5s"))   # faults+disk:///kv?faults=get:corrupt:0.01&faults_seed=7
-    tier.rules = parse_rules("get:hang:@3"); ...; tier.release()                    # while it runs; counts begin anew
-    tier.injected["get:hang"]                                                       # how often each has been done
+    # faults+disk:///kv?faults=get:corrupt:0.01&faults_seed=7
+    tier = FaultTier(inner, FaultConfig("get:corrupt:0.01 put:delay:0.1:0.5s"))
+    tier.rules = parse_rules("get:hang:@3"); ...; tier.release()  # at any time; resets the counts
+    tier.injected["get:hang"]  # how often this fault was injected
 
-A rule is `operation:kind`, then when (`0.01` of all, `@3` the third alone, `0.5@3` the third, perhaps; nothing: always), then with what:
+A rule is `operation:kind[:when[:with]]`. `when` is a probability (`0.01`), a number (`@3`: the
+third alone), or both (`0.5@3`: the third, with this probability). Without `when`, the rule always
+applies.
 
-| kind | operations | does | with |
+| kind | operations | effect | with |
 |---|---|---|---|
-| error | all | raises, the tier is not called | error, unavailable, full or denied |
+| error | all | raises; the tier is not called | error, unavailable, full or denied |
 | delay | all | waits first | a time: 0.5s, 20ms |
-| hang | all | waits until it is cancelled or `release` is called, then goes on | |
-| corrupt | get | flips a bit or more of what is delivered | how many bits |
-| truncate | get, probe | delivers fewer bytes, or promises fewer | |
-| swap | get | delivers another key's value, if it has seen one that is there | |
-| stale | get, probe | tells what was so: what is there is not yet; what has gone is still (probe, if it has seen its size) | |
+| hang | all | waits until cancelled, or until `release` is called; then continues | |
+| corrupt | get | flips bits of a delivered value | the number of bits; default 1 |
+| truncate | get, probe | delivers fewer bytes, or reports a smaller size | |
+| swap | get | delivers another key's value, if another key was seen | |
+| stale | get, probe | gives an outdated answer | |
 
-`error`, `delay` and `hang` are decided once a call, and `@n` counts calls. The others are decided once a value: `@n` counts the values
-that were found there, but for `swap` and for `stale` in a probe, which count keys asked for. Chance is drawn from `seed`, so a run can be
-repeated. Whatever is done stays inside the caller's buffers and the call. One event loop.
+A `stale` answer says that a stored value is missing. In a probe, it also says that a removed value
+is still there, if its size was seen before.
+
+`error`, `delay` and `hang` are decided once per call, and `@n` counts calls. The others are decided
+once per value, and `@n` counts the values found. For `swap`, and for `stale` in a probe, `@n`
+counts the keys asked for. `seed` sets the random numbers, so that a run can be repeated. A fault
+never writes outside the caller's buffers or after the call. Runs on one event loop.
 """
 
 import asyncio
@@ -50,22 +57,20 @@ ERRORS = {each.reason: each for each in (TierError, TierUnavailable, TierFull, T
 log = logging.getLogger(__name__)
 
 _NOISE = b"\xa5"
-_SEEN_KEYS = 10_000  # whose sizes are remembered, for `swap` and `stale`
+_SEEN_KEYS = 10_000  # number of keys whose sizes are remembered, for `swap` and `stale`
 _WHEN = re.compile(r"(\d+(?:\.\d*)?|\.\d+)?(?:@(\d+))?")
 _TIME = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ms|s)")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One kind of fault of one operation.
+    """One kind of fault of one operation. Raises ConfigError for invalid values.
 
     probability: of each call, or value, from 0 to 1
     nth:         only the n-th call, or value, counted from 1
-    error:       what an error is: a key of ERRORS
-    delay_s:     how long a delay is
-    bits:        how many bits are flipped
-
-    Raises ConfigError for what cannot be.
+    error:       the error to raise: a key of ERRORS
+    delay_s:     the length of a delay
+    bits:        the number of flipped bits
     """
 
     operation: str
@@ -92,20 +97,23 @@ class Rule:
 
     @property
     def name(self) -> str:
-        """As it is counted and logged."""
+        """The name of the rule in counts and logs."""
         return f"{self.operation}:{self.kind}"
 
 
 @dataclass(frozen=True)
 class FaultConfig:
-    """What goes wrong, and the chance behind it."""
+    """The faults, and the seed of their random numbers."""
 
     rules: str = setting("", "what goes wrong: operation:kind[:when[:with]], with spaces or commas between, such as get:corrupt:0.01")
     seed: int = setting(0, "of the chance that decides", minimum=0)
 
 
 def parse_rules(text: str) -> list[Rule]:
-    """The rules of `get:corrupt:0.01 put:delay:0.1:0.5s`. Raises ConfigError that names the rule and what is allowed."""
+    """Parse rules such as `get:corrupt:0.01 put:delay:0.1:0.5s`.
+
+    Raises ConfigError that names the wrong rule and the allowed values.
+    """
     rules = []
     for part in re.split(r"[\s,]+", text.strip()) if text.strip() else ():
         try:
@@ -116,12 +124,12 @@ def parse_rules(text: str) -> list[Rule]:
 
 
 class FaultTier:
-    """Another tier, with faults."""
+    """A wrapper that injects faults into another tier."""
 
     option_names: ClassVar[frozenset[str]] = frozenset({"faults", "faults_seed"})
 
     def __init__(self, inner: Tier, config: FaultConfig | None = None) -> None:
-        """Raises ConfigError for rules that are none."""
+        """Wrap a tier. Raises ConfigError for invalid rules."""
         config = config or FaultConfig()
         self.traits: TierTraits = inner.traits
         self.injected: Counter[str] = Counter()
@@ -133,7 +141,7 @@ class FaultTier:
 
     @classmethod
     def from_url(cls, inner: Tier, options: Mapping[str, str], shown: str) -> Self:
-        """Around `inner`, with the options that are its own. Raises ConfigError."""
+        """Wrap `inner`, with the options of this wrapper. Raises ConfigError."""
         spelled = {"rules": "faults", "seed": "faults_seed"}
         values = {{v: k for k, v in spelled.items()}.get(name, name): value for name, value in options.items()}
         config = apply(FaultConfig(), values, source=shown, spell=lambda name: spelled.get(name, name))
@@ -144,7 +152,7 @@ class FaultTier:
 
     @property
     def rules(self) -> Sequence[Rule]:
-        """What goes wrong now. To set them begins every count anew."""
+        """The current rules. Setting them resets all counts."""
         return self._rules
 
     @rules.setter
@@ -153,7 +161,7 @@ class FaultTier:
         self._counts = [0] * len(self._rules)
 
     def release(self) -> None:
-        """Let every call that hangs now go on."""
+        """Let every call that hangs now continue."""
         self._released.set()
         self._released = asyncio.Event()
 
@@ -212,12 +220,12 @@ class FaultTier:
                 yield key
 
     async def close(self) -> None:
-        """Tier contract; what hangs goes on."""
+        """Tier contract; releases calls that hang."""
         self.release()
         await self._inner.close()
 
     async def _before(self, operation: str) -> None:
-        """What happens to a whole call."""
+        """Apply the faults of a whole call."""
         for rule in self._due(operation, "delay"):
             await asyncio.sleep(rule.delay_s)
         for _ in self._due(operation, "hang"):
@@ -234,19 +242,20 @@ class FaultTier:
         return self._random.randrange(size) if size and self._due("probe", "truncate") else size
 
     def _swapped(self, key: bytes, keys: Sequence[bytes]) -> bytes:
-        """The key whose value is read in place of this one's: another of the call, or of those seen."""
+        """Return the key to read instead of `key`: another key of the call, or another seen key."""
         others = [other for other in keys if other != key and other in self._seen] or [other for other in self._seen if other != key]
         return self._random.choice(others) if others and self._due("get", "swap") else key
 
     def _delivered(self, key: bytes, parts: Parts, item: int | TierError | None) -> int | TierError | None:
-        """What becomes of one value that arrived."""
+        """Apply the faults of one value that arrived. Return its new answer."""
         if not isinstance(item, int):
             return item
         if self._due("get", "stale"):
             return None
         if item and self._due("get", "truncate"):
             left = self._random.randrange(item)
-            _overwrite(parts, left, item)  # or whoever ignores the size would have all of it
+            # Without this, a caller that ignores the size would have the whole value.
+            _overwrite(parts, left, item)
             item = left
         for rule in self._due("get", "corrupt") if item else ():
             for bit in self._random.sample(range(8 * item), min(rule.bits, 8 * item)):
@@ -257,7 +266,7 @@ class FaultTier:
         return any((rule.operation, rule.kind) == (operation, kind) for rule in self._rules)
 
     def _due(self, operation: str, kind: str) -> list[Rule]:
-        """The rules of this kind that strike now. Each call counts."""
+        """Return the rules of this kind that apply now. Advances their counts."""
         due = []
         for i, rule in enumerate(self._rules):
             if (rule.operation, rule.kind) == (operation, kind):
@@ -288,7 +297,7 @@ def _parse_rule(text: str) -> Rule:
 
 
 def _with(rule: Rule, what: str) -> Rule:
-    """The rule with its last part."""
+    """Return the rule with its last part parsed."""
     error, delay_s, bits = rule.error, rule.delay_s, rule.bits
     if rule.kind == "error" and what:
         error = what
@@ -307,7 +316,7 @@ def _with(rule: Rule, what: str) -> Rule:
 
 
 def _flip(parts: Parts, bit: int) -> None:
-    """Change one bit, counted over all parts."""
+    """Flip one bit; `bit` counts over all parts."""
     at = bit // 8
     for part in parts:
         if at < part.nbytes:
@@ -317,7 +326,7 @@ def _flip(parts: Parts, bit: int) -> None:
 
 
 def _overwrite(parts: Parts, start: int, stop: int) -> None:
-    """Fill the bytes from `start` to before `stop`, counted over all parts, with what nobody put there."""
+    """Fill bytes `start` to `stop` (exclusive), counted over all parts, with a noise byte."""
     for part in parts:
         first, last = min(max(start, 0), part.nbytes), min(max(stop, 0), part.nbytes)
         part.cast("B")[first:last] = _NOISE * (last - first)

@@ -1,17 +1,23 @@
 """The shared file system tier: values as files that many hosts write, read and delete at once.
 
-    fs:///mnt/shared/kvhold
+    # fs:///mnt/shared/kvhold
     tier = SharedFilesTier.from_url(parse_url(...)); await tier.put(...); await tier.close()
 
-    new/<host>.<pid>.<n>.<r>  being written
-    <hh>/<key>                a value, the file's size its own; hh is a byte of the key
+    new/<host>.<pid>.<n>.<r>  a file that is being written
+    <hh>/<key>                a value, as large as the file; hh is a byte of the key
 
-No lock, no index, no limit of its own: whoever runs the file system says what may be there how long, and removes it. A value is written
-under a name that nobody else uses and linked to its own, which never overwrites; where links are not supported it is renamed, if nobody was
-quicker. One that takes the place of another is written in the same way, and the two exchange their names in one step, which network file
-systems may not know: there nothing is replaced. Whoever removes a file that is being read does not disturb its reader. Used from one
-loop; all I/O is in threads, those that look things up apart from those that carry. Left out: to tell a file that a third party has cut
-short from a smaller value; the frame's checksums do.
+The tier has no lock, no index and no limit. The operator of the file system decides how long values
+stay, and removes them.
+
+A value is written under a unique temporary name and then linked to its own name, which never
+overwrites. Where links are not supported, the file is renamed unless the value exists by then. A
+replacement is written in the same way, and the two files exchange their names in one step. Network
+file systems may not support the exchange; there, nothing is replaced. Removing a file does not
+disturb its readers.
+
+Used from one event loop. All I/O is in threads; lookups have threads of their own, apart from reads
+and writes. Left out: detecting a file that a third party has cut short. The frame's checksums do
+it.
 """
 
 import logging
@@ -46,7 +52,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class SharedFilesConfig:
-    """Settings of a shared file system tier."""
+    """The settings of a shared file system tier."""
 
     path: str = setting("", "folder for the values, the same for all hosts")
     direct: str = setting("auto", "O_DIRECT, which spares the page cache", choices=("auto", "never", "always"))
@@ -72,13 +78,19 @@ class SharedFilesTier:
 
     @classmethod
     def from_url(cls, url: TierUrl) -> Self:
-        """`fs:///path?options`. Raises ConfigError."""
+        """Make the tier from `fs:///path?options`. Raises ConfigError."""
         if url.netloc:
             raise ConfigError(f"{url.shown}: a folder's path is absolute: write fs:///path, with three slashes")
+        if ",/" in url.path:
+            folders = " ".join(f"fs://{folder}" for folder in url.path.split(","))
+            raise ConfigError(f"{url.shown}: a tier is one folder; name several tiers: {folders}")
         return cls(url.apply(SharedFilesConfig(path=url.path)))
 
     async def check(self) -> None:
-        """Tier contract. A folder that can only be read is fine: what cannot be put is told then."""
+        """Tier contract.
+
+        A folder that is only readable passes; puts then fail with their own fault.
+        """
         async with self._opener.use() as tree:
             (is_in_place,) = await self._run(self._lookers, tree, "check", [tree.is_in_place])
             if is_in_place is not True:
@@ -86,7 +98,7 @@ class SharedFilesTier:
                 raise TierUnavailable("fs", "check", f"{self._path} was removed, or something was mounted over it; is it mounted?")
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Tier contract. A stat a key, side by side."""
+        """Tier contract. One stat per key, side by side."""
         async with self._opener.use() as tree:
             states = await self._run(self._lookers, tree, "probe", [partial(tree.stat_file, _name(key)) for key in keys])
             _raise_if_all(states)
@@ -105,8 +117,8 @@ class SharedFilesTier:
             return await self._run(self._readers, tree, "get", calls)
 
     async def put(self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None) -> list[TierError | None]:
-        """Tier contract. ttl_s is ignored: whoever cleans the file system decides."""
-        first = dict(reversed(items))  # of a key that is there twice
+        """Tier contract. Ignores ttl_s: the operator of the file system removes values."""
+        first = dict(reversed(items))  # if a key occurs twice, its first value counts
         async with self._opener.use() as tree:
             calls = [partial(_publish, tree, _name(key), as_pieces(parts)) for key, parts in first.items()]
             answers = await self._run(self._writers, tree, "put", calls)
@@ -114,7 +126,10 @@ class SharedFilesTier:
         return [faults[key] for key, _ in items]
 
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
-        """Tier contract. The new file has the old one's time, by which others may decide what is removed."""
+        """Tier contract.
+
+        The new file keeps the old one's mtime, since a cleaner may remove files by age.
+        """
         first = dict(reversed(items))
         async with self._opener.use() as tree:
             calls = [partial(_publish_over, tree, _name(key), as_pieces(parts)) for key, parts in first.items()]
@@ -123,7 +138,7 @@ class SharedFilesTier:
         return [done[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Tier contract. A file that cannot be removed is still found, and false is its answer."""
+        """Tier contract. A file that cannot be removed is still found; its answer is false."""
         once = dict.fromkeys(keys)
         async with self._opener.use() as tree:
             answers = await self._run(self._lookers, tree, "delete", [partial(tree.remove, _name(key)) for key in once])
@@ -132,7 +147,11 @@ class SharedFilesTier:
         return [removed.pop(key, False) for key in keys]
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        """Tier contract. Lists the folders side by side before it yields; the keys of all values must fit in memory."""
+        """Tier contract.
+
+        Lists the folders side by side before it yields, so the keys of all values must fit in
+        memory.
+        """
         async with self._opener.use() as tree:
             shards = [shard_of(prefix)] if len(prefix) > NAMESPACE_BYTES else [f"{n:02x}" for n in range(256)]
             listed = await self._run(self._lookers, tree, "scan", [partial(tree.names, shard) for shard in shards])
@@ -172,7 +191,7 @@ class SharedFilesTier:
     async def _run(
         self, threads: IoThreads, tree: FileTree, operation: str, calls: Sequence[Callable[[], Answer]]
     ) -> list[Answer | TierError | None]:
-        """What each call returns, or its fault."""
+        """Run the calls in threads. Return each call's result, or its fault."""
         jobs = [_Job(call, operation=operation, path=self._path, tree=tree) for call in calls]
         await threads.run([job.run for job in jobs])
         if any(job.is_lost for job in jobs) and self._opener.lose(tree):
@@ -181,7 +200,10 @@ class SharedFilesTier:
 
 
 class _Job(Generic[Answer]):
-    """A blocking call for a thread. `answer` or `fault`; `is_lost` when the folder is no longer what its path names."""
+    """A blocking call for a thread. The result is `answer` or `fault`.
+
+    `is_lost` is set if the folder is no longer the one at its path.
+    """
 
     def __init__(self, call: Callable[[], Answer], *, operation: str, path: str, tree: FileTree | None = None) -> None:
         self.answer: Answer | None = None
@@ -204,14 +226,14 @@ class _Job(Generic[Answer]):
 
 
 def _publish(tree: FileTree, name: str, pieces: Sequence[memoryview]) -> None:
-    """Write a value unless it is there. Blocking."""
+    """Write a value unless it exists. Blocking."""
     if tree.stat_file(name) is not None:
         return
     temporary, _ = tree.write_new(pieces, allocate=False)
     try:
         tree.link(temporary, name)
     except FileExistsError:
-        pass  # somebody was quicker
+        pass  # another writer was faster
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
@@ -222,7 +244,7 @@ def _publish(tree: FileTree, name: str, pieces: Sequence[memoryview]) -> None:
 
 
 def _publish_over(tree: FileTree, name: str, pieces: Sequence[memoryview]) -> bool:
-    """Write a value in the place of one; false if there is none. Blocking."""
+    """Replace a value; return false if there is none. Blocking."""
     old = tree.stat_file(name)
     if old is None:
         return False
@@ -230,7 +252,7 @@ def _publish_over(tree: FileTree, name: str, pieces: Sequence[memoryview]) -> bo
     try:
         tree.exchange(temporary, name)
     except FileNotFoundError:
-        return False  # somebody has removed it
+        return False  # another process has removed it
     finally:
         tree.remove(temporary)
     return True
@@ -241,7 +263,7 @@ def _name(key: bytes) -> str:
 
 
 def _key(name: str) -> bytes | None:
-    """The key that a file's name says, None for a file of others."""
+    """Return the key in a file's name; None for a foreign file."""
     if len(name) != _KEY_DIGITS or name != name.lower():
         return None
     try:
@@ -251,7 +273,7 @@ def _key(name: str) -> bytes | None:
 
 
 def _raise_if_all(answers: Sequence[object]) -> None:
-    """A fault of every item is one of the whole place."""
+    """Raise the first fault if every item failed: then the whole place is at fault."""
     for answer in answers:
         if not isinstance(answer, TierError):
             return

@@ -1,10 +1,10 @@
-"""Who may use a tier next: so many calls at once, and of those that wait, the most urgent first.
+"""Limit the calls of a tier: at most `width` at once, and the most urgent waiting call first.
 
     async with gate.turn(Urgency.READ): ...
 
-Reads are what requests wait for, so they come before deletes, and those before writes; what is written anew, in the place of what is there,
-comes last, for nobody waits for it. No write takes the last turn, so that a read finds one free however much is being written. One event
-loop.
+Requests wait for reads, so reads come first, then deletes, then writes. Re-encoded chunks come
+last, because no request waits for their writes. Writes never take the last turn, so that a read
+finds one free under any write load. Runs on one event loop.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 
 
 class Urgency(IntEnum):
-    """Lower is sooner."""
+    """The urgency of a call; a lower number goes first."""
 
     READ = 0
     DELETE = 1
@@ -24,7 +24,7 @@ class Urgency(IntEnum):
 
 
 class Gate:
-    """`width` turns at once, of which writes may have all but one (if there are two or more)."""
+    """A gate with `width` turns at once. Writes may have all but one (if there are two or more)."""
 
     def __init__(self, width: int) -> None:
         self._width = width
@@ -36,7 +36,7 @@ class Gate:
 
     @asynccontextmanager
     async def turn(self, urgency: Urgency) -> AsyncIterator[None]:
-        """One turn, when it is due."""
+        """Wait for a turn, and hold it within the block."""
         await self._enter(urgency)
         try:
             yield
@@ -54,7 +54,7 @@ class Gate:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it was given its turn and will not use it
+            if turn.done() and not turn.cancelled():  # it has a turn that it will not use
                 self._leave(urgency)
             raise
 

@@ -1,23 +1,30 @@
-"""A shared tier in which `clear` holds for every host: a namespace's generation is part of its keys' names there.
+"""A shared tier in which `clear` holds for every host.
 
     tier = GenerationTier(redis, learned=drop_from_memory)
-    await tier.advance(namespace)       # a clear: from here on nobody finds what was stored before, on any host
-    await tier.refresh()                # learn what others have cleared; every probe does so for its own namespaces
+    await tier.advance(namespace)  # a clear: no host finds the older values from here on
+    await tier.refresh()  # learn the clears of other hosts; each probe does so for its namespaces
 
-The generation of a namespace is how often it was cleared in this tier. It begins at 0, and then keys are stored under their own names. In
-later generations the namespace in a key is replaced by a hash of it and the generation, so old values are simply never asked for; whoever
-cleared removes them. A clear puts a marker, which is never replaced or removed: the one with number n says that generation n has begun. A
-probe asks for the next marker in the same round trip, so no clock and no lock is needed, and two clears at once are one.
+**Generations.** The generation of a namespace is the number of its clears in this tier. In
+generation 0, keys are stored under their own names. In later generations, the namespace in a key is
+replaced by a hash of the namespace and its generation. So no host asks for older values any more.
+The host that cleared removes them.
 
-Whoever knows nothing of a namespace finds its generation from 0 on, bit by bit: if n is the latest, then the markers of n's leading bits
-(of 13: 8, 12, 13) lead to it. So these are what every host that knows n keeps there: it puts them again if the store has evicted
-them. A namespace is searched so when a host first uses it, again after the tier was away, and once in a while.
+**Markers.** A clear puts a marker, which is never replaced or removed. Marker n means that
+generation n has begun. A probe asks for the next marker in the same round trip, so no clock and no
+lock is needed. Two clears at the same time count as one.
 
-What this host holds of a namespace (memory, disks of its own) belongs to a generation, too. `numbers` says to which; a journal remembers
-it through restarts. A later generation means that somebody has cleared since: `learned` is told.
+**Search.** A host that does not know a namespace searches its generation from 0. It probes all
+numbers that are a power of two ahead, goes to the largest marker that exists, and repeats this from
+there. Generation 13 is found through markers 8, 12 and 13. Each host that knows generation 13 keeps
+these markers in the tier: it puts them again if the store has evicted them. A namespace is searched
+when a host first uses it, again after the tier was away, and once in a while.
 
-A write of an old chunk that is on its way when another host clears gets an old name, or is stopped: `learned` is called before any key
-gets a name of the new generation.
+**Chunks on this host** (in memory, on its own disks) belong to a generation too. `numbers` has
+these generations, and a journal keeps them through restarts. A later generation means that another
+host has cleared: `learned` is called.
+
+A write of an old chunk may be under way when another host clears. The write then uses an old name
+or is stopped, because `learned` is called before any key gets a name of the new generation.
 """
 
 import asyncio
@@ -34,20 +41,20 @@ from kvhold.tiers.table import KeyList
 
 Result = TypeVar("Result")
 
-ALL = bytes(NAMESPACE_BYTES)  # stands for every namespace
-_PLACE = b"\xff\xff\xff\xff"  # group and shard that no chunk has
-_SAYS = b"kvhold-clear"  # where other keys have a hash of tokens
+ALL = bytes(NAMESPACE_BYTES)  # stands for all namespaces
+_PLACE = b"\xff\xff\xff\xff"  # a group and shard that no chunk has
+_SAYS = b"kvhold-clear"  # stands where other keys have a hash of tokens
 _MARK = b"kvhold: this namespace was cleared".ljust(64)
-_TOKEN_BYTES = 16  # at the end of a marker: says who put it
-_BITS_AT_ONCE = 16  # of a number that is searched
+_TOKEN_BYTES = 16  # at the end of a marker: tells who put it
+_BITS_AT_ONCE = 16  # of a number, in one search step
 _MOST_BITS = 48
-_SPACES_AT_ONCE = 4096  # that are looked after in one `refresh`; those beyond have their turn in the next ones
-_MOST_AT_ONCE = 8  # clears of other hosts that may each be a little earlier than one of ours
-_ROUNDS = 12  # after so many refreshes each namespace is searched again
+_SPACES_AT_ONCE = 4096  # namespaces in one `refresh`; the next ones have the others
+_MOST_AT_ONCE = 8  # attempts of a clear, if clears of other hosts are a little earlier
+_ROUNDS = 12  # each namespace is searched again after so many refreshes
 
 
 class GenerationTier:
-    """Tier contract, over a tier that others share."""
+    """Tier contract, over a tier that several hosts share."""
 
     def __init__(
         self,
@@ -58,33 +65,38 @@ class GenerationTier:
         numbers: Mapping[bytes, int] | None = None,
         may_hold: Callable[[bytes], bool] = lambda space: True,
     ) -> None:
-        """Nothing is asked yet.
+        """Wrap a tier. No I/O happens yet.
 
-        learned:   told at once of each namespace that somebody else has cleared; b"" for all of them
+        learned:   called at once with each namespace that another host has cleared; b"" means all
         read_only: put no markers
-        numbers:   namespace -> to which generation belongs what this host holds, from a journal; those that are absent: 0
-        may_hold:  whether this host may hold chunks of a namespace, at its first contact with the tier; if not, it is not told then
+        numbers:   namespace -> generation of the chunks that this host holds, from a journal; 0 if
+                   absent
+        may_hold:  whether this host may hold chunks of a namespace, at its first contact with the
+                   tier; if not, `learned` is not called for that namespace then
         """
         self._read_only = read_only
         self._tier = tier
         self._learned = learned
         self._numbers: dict[bytes, int] = {ALL: 0} | dict(numbers or {})
         self._may_hold = may_hold
-        self._met: set[bytes] = set()  # namespaces whose latest generation was searched since the tier was last away
+        # namespaces whose generation was searched since the tier was last away
+        self._met: set[bytes] = set()
         self._used: dict[bytes, None] = {ALL: None}  # namespaces that this host uses
-        self._own: dict[bytes, int] = {}  # namespace -> the generation that a clear of this host is beginning
+        # namespace -> the generation that a clear of this host is beginning
+        self._own: dict[bytes, int] = {}
         self._next_round = 0
         self._spaces: dict[bytes, bytes] = {}  # name in the tier -> namespace
-        self._was_away = False  # then what memory holds may be older than a clear that we have not heard of
+        # if true, memory may hold chunks from before a clear that this host has not learned of
+        self._was_away = False
 
     @property
     def traits(self) -> TierTraits:
-        """Of the tier below."""
+        """The traits of the tier below."""
         return self._tier.traits
 
     @property
     def used_bytes(self) -> int | None:
-        """Of the tier below, if it says so."""
+        """The bytes in the tier below, or None if it does not report them."""
         return getattr(self._tier, "used_bytes", None)
 
     async def check(self) -> None:
@@ -92,7 +104,7 @@ class GenerationTier:
         await self._noticed(self._tier.check())
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Tier contract. Learns, in the same round trip, whether the keys' namespaces were cleared."""
+        """Tier contract. Learns clears of the keys' namespaces in the same round trip."""
         spaces = [ALL, *dict.fromkeys(key[:NAMESPACE_BYTES] for key in keys)]
         await self.meet(spaces)
         while True:
@@ -117,7 +129,10 @@ class GenerationTier:
     def putting(
         self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
     ) -> Callable[[], Awaitable[list[TierError | None]]]:
-        """A put whose keys have their names now: one of an old generation, if a clear is learned of before it begins."""
+        """Return a put whose keys have their names already.
+
+        If this host learns of a clear before the put begins, the values still get old names.
+        """
         named = [(self.name_of(key), parts) for key, parts in items]
         return lambda: self._noticed(self._tier.put(named, ttl_s=ttl_s))
 
@@ -126,7 +141,10 @@ class GenerationTier:
         return await self.replace_named([(self.name_of(key), parts) for key, parts in items])
 
     async def replace_named(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
-        """The same of values by their names in the tier: those they had when they were read."""
+        """Replace values by their names in the tier: the names from when they were read.
+
+        Raises TierError if the tier below cannot replace values.
+        """
         if not isinstance(self._tier, Replaces):
             raise TierError(self.traits.name, "replace", "this kind of tier cannot put a value in the place of another in one step")
         return await self._noticed(self._tier.replace(items))
@@ -136,7 +154,11 @@ class GenerationTier:
         return await self._noticed(self._tier.delete(self._names(keys)))
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        """Tier contract. The markers among the names tell of namespaces that were never asked for here."""
+        """Tier contract.
+
+        A scan of all namespaces also finds their markers, and so learns clears of namespaces that
+        this host never used.
+        """
         if len(prefix) >= NAMESPACE_BYTES:
             names, _ = await self._scanned(self.name_of(prefix))
         else:
@@ -146,14 +168,17 @@ class GenerationTier:
                 self.use(space)
                 self.name_of(space)
         for part in names.taken():
-            await asyncio.sleep(0)  # of many names perhaps none is a key's now
+            await asyncio.sleep(0)  # perhaps no name of many belongs to a key now
             for name in part:
                 key = self._key_of(name)
                 if key is not None and key.startswith(prefix):
                     yield key
 
     async def _scanned(self, prefix: bytes) -> tuple[KeyList, list[bytes]]:
-        """The names that begin with `prefix`, but for markers; and the namespaces that those are of."""
+        """Return the names that begin with `prefix`, without markers.
+
+        Also returns the namespaces of the markers.
+        """
         names, spaces = KeyList(), dict[bytes, None]()
         async for name in self._tier.scan(prefix):
             if is_marker(name):
@@ -166,10 +191,12 @@ class GenerationTier:
         """Tier contract."""
         await self._tier.close()
 
-    async def advance(self, prefix: bytes) -> KeyList:
-        """Begin the next generation of a namespace, or (an empty prefix) of all. Returns the names that are garbage then, or raises.
+    async def advance(self, prefix: bytes) -> bytes:
+        """Begin the next generation of a namespace; an empty prefix means all namespaces.
 
-        When it returns, nobody who asks the tier finds what was stored before it was called.
+        When this returns, no host that asks the tier finds a value that was stored before the call.
+        Returns the name prefix of the old values. Raises TierError if another host's clear was
+        first each time, or if the tier keeps no marker.
         """
         space = prefix or ALL
         self.use(space)
@@ -180,11 +207,31 @@ class GenerationTier:
                 break
         else:
             raise TierError(self.traits.name, "put", "too many hosts clear at once, or it keeps no marker")
-        names, _ = await self._scanned(old)
-        return names
+        return old
+
+    async def names_of(self, old: bytes) -> KeyList:
+        """Return the garbage: names that begin with `old`, as `advance` returned it.
+
+        Markers, and names that are known to be of the current generation, are left out.
+        """
+        names, spaces = await self._scanned(old)
+        await self._catch_up(spaces)
+        for space in spaces:
+            self.name_of(space)
+        garbage = KeyList()
+        for part in names.taken():
+            for name in part:
+                if self._key_of(name) is None:
+                    garbage.append(name)
+            await asyncio.sleep(0)
+        return garbage
 
     async def _begin_next(self, space: bytes, prefix: bytes) -> bool:
-        """Put the next marker. False where another host's clear was first: what that one left may be older than ours."""
+        """Put the next marker. Return false if another host put it first.
+
+        Then values from between that host's clear and ours are in the new generation too, and the
+        caller must begin one more.
+        """
         number = self._number(space) + 1
         self._own[space] = number
         try:
@@ -202,15 +249,18 @@ class GenerationTier:
         return await self._tier.delete(names)
 
     def use(self, space: bytes) -> None:
-        """Have a namespace looked after from now on: `refresh` asks for its clears, whether or not anybody probes it here."""
+        """Include a namespace in `refresh` from now on, whether or not this host probes it."""
         self._used[space] = None
 
     def has_met(self, spaces: Sequence[bytes]) -> bool:
-        """Whether `meet` has nothing to ask."""
+        """Return whether `meet` has nothing to search."""
         return ALL in self._met and self._met.issuperset(spaces)
 
     async def meet(self, spaces: Sequence[bytes]) -> None:
-        """Find out the generation of those of these that have not been searched since the tier was last away; of all, too."""
+        """Search the generations of namespaces that were not searched since the tier was last away.
+
+        The generation that stands for all namespaces is included.
+        """
         new = [space for space in dict.fromkeys([ALL, *spaces]) if space not in self._met]
         if new:
             for space in new:
@@ -219,11 +269,14 @@ class GenerationTier:
 
     @property
     def numbers(self) -> dict[bytes, int]:
-        """Namespace -> its generation, of those that were cleared: whoever was told of a clear has heard of all these."""
+        """Namespace -> its generation, for the namespaces that were cleared.
+
+        `learned` is called before a generation appears here, where this host may hold older chunks.
+        """
         return {space: number for space, number in self._numbers.items() if number}
 
     async def refresh(self) -> None:
-        """Learn what others have cleared of the namespaces in use; put markers that were evicted again."""
+        """Learn the clears of the namespaces in use, and put evicted markers again."""
         self._next_round += 1
         others = [space for space in self._used if space != ALL]
         parts = -(-len(others) // _SPACES_AT_ONCE) or 1
@@ -241,7 +294,7 @@ class GenerationTier:
         await self._catch_up(newer)
 
     def name_of(self, key: bytes) -> bytes:
-        """What a key is called in the tier now."""
+        """Return the current name of a key in the tier."""
         space = key[:NAMESPACE_BYTES]
         own, every = self._numbers.get(space, 0), self._numbers[ALL]
         if not own and not every:
@@ -255,7 +308,7 @@ class GenerationTier:
         return [self.name_of(key) for key in keys]
 
     def _key_of(self, name: bytes) -> bytes | None:
-        """The key that is called so now; None for what no key is called."""
+        """Return the key that has this name now; None if there is none."""
         if is_marker(name):
             return None
         key = self._spaces.get(name[:NAMESPACE_BYTES], name[:NAMESPACE_BYTES]) + name[NAMESPACE_BYTES:]
@@ -265,12 +318,14 @@ class GenerationTier:
         return self._numbers.get(space, 0)
 
     def _set(self, space: bytes, number: int) -> None:
-        self._numbers[space] = max(number, self._number(space))  # two calls may have searched at once
+        # two calls may have searched at the same time
+        self._numbers[space] = max(number, self._number(space))
 
     async def _catch_up(self, spaces: Sequence[bytes]) -> None:
-        """Find the latest generation of each; whoever holds something older is told before it is used.
+        """Search the latest generation of each namespace, and call `learned` before it is used.
 
-        One that a clear of this host is beginning is left to that clear, which finds out whether the marker is its own.
+        If this host is beginning a generation itself, that clear finds out whether the marker is
+        its own.
         """
         for space, number in (await self._searched(spaces)).items():
             if number > self._number(space) and self._own.get(space) != number:
@@ -281,15 +336,18 @@ class GenerationTier:
             self._met.add(space)
 
     async def _searched(self, spaces: Sequence[bytes]) -> dict[bytes, int]:
-        """The latest generation of each by its markers; of all namespaces in the same round trips."""
+        """Return the latest generation of each namespace, by its markers.
+
+        All namespaces share the round trips.
+        """
         latest = await self._climbed(dict.fromkeys(spaces, 0))
         known = {space: self._number(space) for space in spaces if self._number(space) > latest[space]}
-        if known:  # the markers that lead there are lost; there may be later ones beyond
+        if known:  # the markers on the way are lost; later ones may exist
             latest |= await self._climbed(known)
         return latest
 
     async def _climbed(self, latest: dict[bytes, int]) -> dict[bytes, int]:
-        """From each number upwards, as far as the markers lead."""
+        """Go up from each number, as far as there are markers."""
         latest, going, top = dict(latest), list(latest), dict.fromkeys(latest, _BITS_AT_ONCE)
         while going:
             steps = [(space, 1 << bit) for space in going for bit in range(top[space])]
@@ -311,7 +369,7 @@ class GenerationTier:
             raise fault
 
     async def _mark_as_first(self, space: bytes, number: int) -> bool:
-        """Put a marker; whether it was not there. Whoever cannot be sure was not the first."""
+        """Put a marker. Return true only if this host's marker is certainly the first."""
         mine = bytearray(_MARK)
         mine[-_TOKEN_BYTES:] = os.urandom(_TOKEN_BYTES)
         key, there = marker_key(space, number), bytearray(len(mine))
@@ -322,7 +380,7 @@ class GenerationTier:
         return size == len(mine) and there == mine
 
     async def _noticed(self, call: Awaitable[Result]) -> Result:
-        """The answer; that there was none is remembered."""
+        """Await a call of the tier below. If it fails, remember that the tier was away."""
         try:
             return await call
         except BaseException:
@@ -332,16 +390,19 @@ class GenerationTier:
 
 
 def marker_key(space: bytes, number: int) -> bytes:
-    """The name of the value that says that generation `number` of a namespace has begun."""
+    """Return the name of the marker that says that generation `number` has begun."""
     return space + _SAYS + number.to_bytes(HASH_BYTES - len(_SAYS), "little") + _PLACE
 
 
 def is_marker(name: bytes) -> bool:
-    """Whether a name in a tier is a marker's."""
+    """Return whether a name in a tier is the name of a marker."""
     return name.endswith(_PLACE) and name[NAMESPACE_BYTES:].startswith(_SAYS)
 
 
 def _leading(number: int) -> list[int]:
-    """The numbers of a number's leading bits, and the steps that lead there where it is very large: 13 -> 8, 12, 13."""
+    """Return the numbers through which a search finds `number`: 13 -> 8, 12, 13.
+
+    For very large numbers, the powers of two at which the search widens are included.
+    """
     leading = {number >> bit << bit for bit in range(number.bit_length())}
     return sorted(leading | {1 << bit for bit in range(_BITS_AT_ONCE - 1, number.bit_length(), _BITS_AT_ONCE)})

@@ -1,12 +1,15 @@
-"""One tier of a stack, made harmless: every call has a deadline, faults are counted and never raised, a dead tier costs nothing.
+"""Guard one tier of a stack with deadlines, fault counters and a circuit breaker.
 
     guard = Guard(tier, GuardConfig(), name="redis", metrics=metrics)
-    got = await guard.get(keys, into)                 # misses where anything went wrong
-    got.pending                                       # the call that still holds the buffers, if its deadline passed; else None
+    got = await guard.get(keys, into)  # a fault gives misses, never an exception
+    got.pending  # the call that still uses the buffers after its deadline; else None
 
-After some failures in a row the tier's breaker opens: calls answer "nothing" at once, while a task tries `check` now and then and
-closes it again. A call whose deadline has passed is cancelled and not waited for; a tier that does not let go of the caller's memory
-(a hung disk) is shown by `pending`, and the memory stays reserved for as long as that takes. One event loop.
+After `breaker_failures` failures in a row the breaker opens. Calls then return misses at once, at
+no cost. A background task tries `check`, and the first success closes the breaker.
+
+A call whose deadline has passed is cancelled, and the guard does not wait for its end. A tier that
+still uses the caller's memory (a hung disk) is reported by `pending`; the memory must stay reserved
+until that task ends. Runs on one event loop.
 """
 
 import asyncio
@@ -18,7 +21,7 @@ from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
 from kvhold.core.config import setting, size
-from kvhold.core.errors import TierDenied, TierError, TierUnavailable
+from kvhold.core.errors import TierDenied, TierError, TierIncomplete, TierUnavailable
 from kvhold.core.metrics import Metrics
 from kvhold.tiers.base import Parts, Tier, replace, size_of
 from kvhold.tiers.breaker import Breaker
@@ -32,16 +35,18 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-_SCAN_TIMEOUT_S = 60.0  # of a whole tier
+_SCAN_TIMEOUT_S = 60.0  # a scan of a whole tier
+_CLEAR_TIMEOUT_S = 60.0  # to begin a generation while other hosts clear too
 _LONGEST_PAUSE_S = 30.0
-_MOST_OWED = 1000  # clears, by a tier of one host; then it owes everything
+_MOST_GARBAGE = 10_000  # name prefixes of old generations that are remembered
+_MOST_OWED = 1000  # debts of a tier that is not shared; beyond this the whole tier is cleared
 _PER_ITEM = ("probe", "get", "put", "replace", "delete")
-_LEAVE_S = 5.0  # how long whoever cancels a call waits for it to let go
+_LEAVE_S = 5.0  # a cancelled caller waits at most this long until its memory is free
 
 
 @dataclass(frozen=True)
 class GuardConfig:
-    """What can be said of every tier, in its URL beside its own options."""
+    """The options that every tier's URL accepts, beside the tier's own options."""
 
     name: str = setting("", "what the tier is called in metrics and logs; empty: its scheme")
     read_only: bool = setting(False, "never write to it")
@@ -59,10 +64,11 @@ class GuardConfig:
 
 @dataclass(frozen=True)
 class Outcome(Generic[Result]):
-    """What came of a call, item by item.
+    """The answers of one call, item by item.
 
-    pending: it has not let go of the caller's memory yet, and ends when it has
-    failed:  of a read, for each item whether something went wrong, and it is not just absent
+    items:   one answer per key
+    pending: a task that still uses the caller's memory, and ends when it no longer does; else None
+    failed:  of a read: true for each item that failed, false for a hit or a plain miss
     """
 
     items: list[Result]
@@ -71,7 +77,7 @@ class Outcome(Generic[Result]):
 
 
 def _now() -> float:
-    """The loop's clock: the monotonic one, or that of a simulation."""
+    """Return the loop's time: the monotonic clock, or the clock of a simulation."""
     return asyncio.get_running_loop().time()
 
 
@@ -82,16 +88,17 @@ class _Call(Generic[Result]):
     deadline_s: float
     result: Result | None = None
     pending: "asyncio.Task[Any] | None" = None
+    is_vital: bool = True  # its faults count for the breaker
     began_s: float = field(default_factory=_now)
 
     def check(self, result: Any) -> None:
-        """Raise ValueError unless the tier's answer has an item for each key."""
+        """Raise ValueError unless the tier's answer has one item per key."""
         if self.operation in _PER_ITEM and (not isinstance(result, list) or len(result) != self.keys):
             raise ValueError(f"{self.operation} of {self.keys} keys was answered with {str(result)[:100]}")
 
 
 class Guard:
-    """A tier behind its breaker, its deadlines and its counters."""
+    """A tier behind a breaker, deadlines and counters."""
 
     def __init__(self, tier: Tier, config: GuardConfig, *, name: str, metrics: Metrics) -> None:
         self.name = name
@@ -103,9 +110,13 @@ class Guard:
         self._metrics = metrics
         self._breaker = Breaker(failures=config.breaker_failures, first_pause_s=config.breaker_pause_s)
         self._hidden = Hidden()
+        # name prefix of an old generation that could not be removed -> the number of its debt
+        self._garbage: dict[bytes, int] = {}
+        self._remember: Callable[[], Awaitable[None]] | None = None
         self._mending: asyncio.Task[None] | None = None
         self._paying: asyncio.Task[None] | None = None
-        self._payers: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()  # prefix -> who pays it, one at a time
+        # prefix -> lock: one call at a time pays its debt
+        self._payers: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
         self._journal_turn = asyncio.Lock()
         self._journal: ClearsJournal | None = None
         self._stuck: set[asyncio.Task[Any]] = set()
@@ -114,21 +125,24 @@ class Guard:
 
     @property
     def last_fault(self) -> str:
-        """What went wrong last; empty if nothing has."""
+        """The message of the last fault; empty if there was none."""
         return self._last_fault
 
     @property
     def available(self) -> bool:
-        """Whether calls go through now."""
+        """Whether the breaker lets calls through."""
         return self._breaker.allows
 
     async def check(self) -> TierError | None:
-        """Whether it can be used now; what is wrong, if not. Counts for the breaker."""
+        """Return the fault if the tier cannot be used now, else None. Counts for the breaker."""
         call = _Call[None]("check", 0, self.config.get_timeout_s)
         return await self._attempt(call, self._tier.check)
 
     async def probe(self, keys: Sequence[bytes], silent: set[str] | None = None) -> list[int | None]:
-        """Sizes of the values that are there; `None` for all when the tier cannot say, and then its name goes into `silent`."""
+        """Return the size of each value, `None` where it is missing.
+
+        If the tier does not answer, all are `None`, and its name is added to `silent`.
+        """
         call = _Call[list[int | None]]("probe", len(keys), self.config.probe_timeout_s)
         if keys:
             await self._run(call, lambda: self._tier.probe(keys))
@@ -140,7 +154,7 @@ class Guard:
         return found
 
     async def get(self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None) -> Outcome[int | None]:
-        """Read values, or ranges, as `Tier.get`; `None` for whatever did not arrive."""
+        """Read values, or ranges, as `Tier.get`; `None` for each item that did not arrive."""
         call = _Call[list[int | TierError | None]]("get", len(keys), self.config.get_timeout_s)
         await self._run(call, lambda: self._tier.get(keys, into, starts=starts))
         answers = call.result or [None] * len(keys)
@@ -152,7 +166,10 @@ class Guard:
         return Outcome(items, call.pending, failed)
 
     async def put(self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None) -> Outcome[bool]:
-        """Store values, as `Tier.put`; true where they are there now. What is not is counted with its reason."""
+        """Store values, as `Tier.put`; true where the value is stored now.
+
+        A value that is not stored is counted with the reason.
+        """
         call = _Call[list[TierError | None]]("put", len(items), self.config.put_timeout_s)
         tier = self._tier
         put = tier.putting(items, ttl_s=ttl_s) if isinstance(tier, GenerationTier) else lambda: tier.put(items, ttl_s=ttl_s)
@@ -170,13 +187,19 @@ class Guard:
         return Outcome(stored, call.pending)
 
     def names(self, keys: Sequence[bytes]) -> list[bytes]:
-        """What the keys' values are called in the tier now; after a clear of a shared tier, they are called otherwise."""
+        """Return the current names of the keys' values in the tier.
+
+        The names in a shared tier change with each clear.
+        """
         return [self._tier.name_of(key) for key in keys] if isinstance(self._tier, GenerationTier) else list(keys)
 
     async def replace(self, items: Sequence[tuple[bytes, Parts]], *, names: Sequence[bytes] | None = None) -> Outcome[bool | None]:
-        """Put values in the place of those that are there, as `base.replace`; `None` where the old one stays, or nobody knows.
+        """Replace stored values, as `base.replace`.
 
-        names: what they were called when they were read (`names`), so that nothing from before a clear replaces what came after it
+        `None` where the replacement failed, or where its answer was lost.
+
+        names: the values' names when they were read (from `names`), so that a value from before a
+               clear never replaces a value from after the clear
         """
         call = _Call[list[bool | TierError]]("replace", len(items), self.config.put_timeout_s)
         tier = self._tier
@@ -196,13 +219,17 @@ class Guard:
         return Outcome(done, call.pending)
 
     def drop(self, count: int, *, reason: str) -> None:
-        """Count chunks that were to be stored and are not even offered to the tier."""
+        """Count chunks that should have been stored but are not offered to the tier."""
         self._metrics.add("kvhold_tier_dropped_chunks", count, tier=self.name, reason=reason)
 
-    async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Remove; true where something was removed."""
+    async def delete(self, keys: Sequence[bytes], silent: set[str] | None = None) -> list[bool]:
+        """Remove values; true where one was removed.
+
+        If the tier fails, its name is added to `silent`.
+        """
         call = _Call[list[bool]]("delete", len(keys), self.config.put_timeout_s)
-        await self._run(call, lambda: self._tier.delete(keys))
+        if await self._run(call, lambda: self._tier.delete(keys)) is not None and silent is not None:
+            silent.add(self.name)
         removed = call.result if call.result is not None else [False] * len(keys)
         for key, gone in zip(keys, removed, strict=True):
             if gone:
@@ -211,7 +238,10 @@ class Guard:
         return removed
 
     async def scan(self, prefix: bytes, silent: set[str] | None = None) -> KeyList:
-        """Every key that begins with `prefix`, as far as the tier can say; where that may not be all, its name goes into `silent`."""
+        """Return the keys that begin with `prefix`.
+
+        If the list may be incomplete, the tier's name is added to `silent`.
+        """
         keys, fault = await self._scan(prefix)
         if fault is not None and silent is not None:
             silent.add(self.name)
@@ -224,16 +254,18 @@ class Guard:
         return visible
 
     async def clear(self, prefix: bytes) -> int:
-        """Remove every value whose key begins with `prefix`. Returns how many went.
+        """Remove every value whose key begins with `prefix`. Return the number of removed values.
 
-        Where the tier cannot do it now, none of them is found any more, and it is done when the tier can.
+        If the tier fails now, the values are hidden at once and removed when the tier can do it.
         """
         return await self.pay(await self.owe(prefix))
 
     async def owe(self, prefix: bytes) -> Debt:
-        """Hide all with this prefix until it has gone; on the disk, if there is a journal. Returns what is to `pay`.
+        """Hide all values with this prefix until they are removed. Return the debt, for `pay`.
 
-        That is everything, if a tier of this host alone owes very many clears. What is in a read-only tier stays hidden.
+        If there is a journal, the debt is on the disk when this returns. A tier that is not shared
+        and has too many debts gets one debt for all its values instead. In a read-only tier the
+        values stay hidden.
         """
         if not self.traits.shared and not self._hidden.debt(prefix) and len(self._hidden.owed) >= _MOST_OWED:
             log.warning("tier %s owes over %d clears: all that it holds is removed", self.name, _MOST_OWED)
@@ -244,22 +276,26 @@ class Guard:
         return debt
 
     async def pay(self, debt: Debt) -> int:
-        """Remove what is owed; where that cannot be done now, it is done when it can. Returns how many values went.
+        """Remove the values of a debt. Return the number of removed values.
 
-        Call it when the writes that were under way at `owe` have ended.
+        Call this when the writes that were under way at `owe` have ended. If the tier fails now, a
+        background task tries again.
         """
         if self.config.read_only:
             log.warning("tier %s is read_only: what was cleared stays there, and this host does not use it", self.name)
             return 0
         self._hidden.fall_due(debt.prefix, debt.number)
         removed = await self._pay(debt.prefix)
-        if self._hidden.due(debt.prefix) and self._paying is None:
+        if (self._hidden.due(debt.prefix) or self._garbage) and (self._paying is None or self._paying.done()):
             log.warning("tier %s could not be cleared now; what was to go is not used, and goes when it can", self.name)
             self._paying = asyncio.ensure_future(self._pay_by_and_by())
         return removed
 
     async def _write_journal(self, prefix: bytes) -> None:
-        """Have the journal say whether a prefix is owed. One at a time: the last one is right."""
+        """Write to the journal whether a prefix has a debt.
+
+        One call at a time, so that the journal ends with the latest state.
+        """
         if self._journal is not None:
             async with self._journal_turn:
                 if self._hidden.debt(prefix):
@@ -273,57 +309,72 @@ class Guard:
         journal: ClearsJournal | None = None,
         *,
         may_hold: Callable[[bytes], bool] = lambda space: True,
+        remember: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """Where others share the tier: have clears hold for all of them, and be told of theirs (`generations.py`).
+        """If the tier is shared, make clears hold for all hosts, and learn of other hosts' clears.
 
-        journal:  knows which clears this host has heard of
+        See `generations.py`.
+
+        learned:  called with each namespace that another host has cleared
+        journal:  has the generations that this host knew when the last run ended
         may_hold: see `GenerationTier`
+        remember: writes the generations that this host knows to the journal
         """
         if self.traits.shared:
+            self._remember = remember
             numbers = journal.reached(self.name) if journal is not None else None
             self._tier = GenerationTier(self._tier, learned, read_only=self.config.read_only, numbers=numbers, may_hold=may_hold)
 
     def use(self, space: bytes) -> None:
-        """This host uses a namespace: hear of its clears, where the tier is shared."""
+        """Ask for clears of this namespace from now on, if the tier is shared."""
         if isinstance(self._tier, GenerationTier):
             self._tier.use(space)
 
     async def meet(self, spaces: Sequence[bytes]) -> None:
-        """Before anything of these namespaces is used: hear of their clears, where the tier is shared and can be reached."""
+        """Learn the clears of these namespaces before any of their chunks is used.
+
+        Does nothing if the tier is not shared, or if all are known.
+        """
         if isinstance(self._tier, GenerationTier) and not self._tier.has_met(spaces):
             tier = self._tier
             await self._run(_Call[None]("check", 0, self.config.probe_timeout_s), lambda: tier.meet(spaces))
 
     @property
     def generations(self) -> dict[bytes, int]:
-        """Of a shared tier: namespace -> its generation, of those that were cleared. Whoever is to be told of them has been told."""
+        """The generation of each namespace that was cleared in a shared tier.
+
+        `learned` has been called for these clears where this host may hold older chunks.
+        """
         return self._tier.numbers if isinstance(self._tier, GenerationTier) else {}
 
     def hide(self, prefix: bytes) -> None:
-        """Owe a clear from now on; `remember` has it on the disk."""
+        """Record the debt of a clear. `remember` writes it to the disk."""
         self._hidden.owe(prefix)
 
     async def remember(self) -> None:
-        """Have all that is owed in the journal."""
+        """Write all debts to the journal that are not there yet."""
         if self._journal is not None:
             for prefix in set(self._hidden.owed) - set(self._journal.owed(self.name)):
                 await self._write_journal(prefix)
 
     def resume_clears(self, journal: ClearsJournal) -> None:
-        """Keep what is owed in a journal, and go on with what was owed when the last run ended. In the tier's loop."""
+        """Keep the debts in a journal, and continue with the debts of the last run.
+
+        Call this on the tier's loop.
+        """
         self._journal = journal
         for prefix in journal.owed(self.name):
             self._hidden.fall_due(prefix, self._hidden.owe(prefix))
-        if self._hidden.owed and self._paying is None and not self.config.read_only:
+        if self._hidden.owed and (self._paying is None or self._paying.done()) and not self.config.read_only:
             self._paying = asyncio.ensure_future(self._pay_by_and_by(first_pause_s=0.0))
 
     async def refresh(self) -> None:
-        """Learn what others have cleared, where the tier is shared and can be reached."""
+        """Learn the clears of other hosts, if the tier is shared and available."""
         if isinstance(self._tier, GenerationTier) and self.available:
             await self._run(_Call[None]("check", 0, self.config.probe_timeout_s), self._tier.refresh)
 
     def status(self) -> dict[str, Any]:
-        """For people and monitors."""
+        """Return the state of the tier for users and monitors."""
         return {
             "name": self.name,
             "kind": self.traits.name,
@@ -340,7 +391,7 @@ class Guard:
         }
 
     async def close(self) -> None:
-        """End the background's tries, and the tier. What hangs is left behind."""
+        """End the background tasks and close the tier. Calls that hang are left behind."""
         for task in (self._mending, self._paying):
             if task is not None:
                 task.cancel()
@@ -349,7 +400,11 @@ class Guard:
         await self._attempt(call, self._tier.close)
 
     async def _run(self, call: _Call[Result], work: Callable[[], Awaitable[Result]]) -> TierError | None:
-        """One call for a request. A read that failed on its way is tried once more if its deadline allows."""
+        """Make one call for a request. Return the fault, or None.
+
+        A failed call is retried once if its fault is retryable, its deadline allows, and it is not
+        a put or a replace.
+        """
         if not self.available:
             fault: TierError = TierUnavailable(self.name, call.operation, f"left alone for now: {self._last_fault}")
             self._metrics.add("kvhold_tier_errors", tier=self.name, operation=call.operation, reason="breaker open")
@@ -357,15 +412,16 @@ class Guard:
         first = await self._attempt(call, work)
         if first is None or not first.retryable or call.operation in ("put", "replace") or not self.available:
             return first
-        if call.pending is not None:  # it may still be writing where the second would
+        if call.pending is not None:  # it may still write to the buffers that a retry would fill
             return first
         if _now() - call.began_s >= call.deadline_s:
             return first
         return await self._attempt(call, work)
 
     async def _attempt(self, call: _Call[Result], work: Callable[[], Awaitable[Result]]) -> TierError | None:
-        """One call with what is left of its deadline. Returns what went wrong."""
+        """Make one call with the rest of its deadline. Return the fault, or None."""
         began_s = _now()
+        failed = self._failed if call.is_vital else self._fault
         task = asyncio.ensure_future(_awaited(work))
         try:
             await asyncio.wait((task,), timeout=max(0.0, call.deadline_s - (began_s - call.began_s)))
@@ -379,19 +435,23 @@ class Guard:
             call.pending = task
             self._watch(task)
             fault: TierError = TierUnavailable(self.name, call.operation, f"no answer within {call.deadline_s:g} s")
-            self._failed(call.operation, fault, reason="timeout")
+            failed(call.operation, fault, reason="timeout")
             return fault
         try:
             result = task.result()
             call.check(result)
         except TierError as error:
-            self._failed(call.operation, error)
+            if isinstance(error, TierIncomplete):
+                self._fault(call.operation, error)
+            else:
+                failed(call.operation, error)
             return error
-        # A tier, a plugin perhaps, that breaks its contract must not stop the others. Cancelled it is here by itself, not by us.
+        # A tier (perhaps a plugin) that breaks its contract must not stop the others. A
+        # CancelledError comes from the tier here: our own cancellation is handled above.
         except (Exception, asyncio.CancelledError) as error:
             log.exception("tier %s: %s broke the contract of a tier", self.name, call.operation)
             fault = TierError(self.name, call.operation, f"{type(error).__name__}: {error}")
-            self._failed(call.operation, fault, reason="internal")
+            failed(call.operation, fault, reason="internal")
             return fault
         call.result = result
         self._succeeded()
@@ -409,7 +469,7 @@ class Guard:
             self._metrics.set("kvhold_tier_available", 0, tier=self.name)
             log.warning("tier %s is left alone until it answers again: %s", self.name, fault)
             if self._mending is not None:
-                self._mending.cancel()  # it sleeps, from an earlier time
+                self._mending.cancel()  # it still sleeps for an earlier failure
             self._mending = asyncio.ensure_future(self._mend())
 
     def _fault(self, operation: str, fault: TierError, *, reason: str | None = None) -> None:
@@ -430,7 +490,7 @@ class Guard:
         async def collect() -> None:
             async for key in self._tier.scan(prefix):
                 if seen.add((key,)) and keys.append(key):
-                    await asyncio.sleep(0)  # others use this loop
+                    await asyncio.sleep(0)  # let other tasks run
 
         fault = await self._run(_Call[None]("scan", 0, _SCAN_TIMEOUT_S), collect)
         num_freed = 0
@@ -442,13 +502,16 @@ class Guard:
         return keys, fault
 
     async def _pay(self, prefix: bytes) -> int:
-        """Remove what is owed of one prefix; it is paid if nothing is left of it. What is stored meanwhile is not owed."""
+        """Remove the values of one prefix's debt. The debt is paid when no value is left.
+
+        Values that are stored during the removal are not part of the debt.
+        """
         turn = self._payers.get(prefix)
         if turn is None:
             turn = self._payers[prefix] = asyncio.Lock()
         async with turn:
             debt = self._hidden.due(prefix)
-            if not debt:  # whoever had the turn before has paid it
+            if not debt:  # the call before has paid it
                 return 0
             if isinstance(self._tier, GenerationTier):
                 removed = await self._pay_by_generation(self._tier, prefix, debt)
@@ -457,28 +520,55 @@ class Guard:
         return removed
 
     async def _paid(self, prefix: bytes, debt: int) -> None:
-        """It has gone: in the journal first, so that a node that ends now does not clear once more when it starts."""
+        """Settle a debt.
+
+        The journal is written first: a node that ends now must not clear once more when it starts.
+        """
         async with self._journal_turn:
             if self._journal is not None and self._hidden.debt(prefix) == debt:
                 await self._journal.remove(self.name, prefix)
             self._hidden.paid(prefix, debt)
 
     async def _pay_by_generation(self, tier: GenerationTier, prefix: bytes, debt: int) -> int:
-        """Paid when the new generation has begun: what is left of the old one is not asked for by anybody."""
-        call = _Call[KeyList]("scan", 0, _SCAN_TIMEOUT_S)
+        """Begin a new generation, which settles the debt, then remove the values of the old one.
+
+        No host asks for the old values again. If they cannot be removed now, their removal is
+        retried.
+        """
+        call = _Call[bytes]("clear", 0, _CLEAR_TIMEOUT_S)
         await self._run(call, lambda: tier.advance(prefix))
         if call.result is None:
             return 0
-        names, removed = call.result, 0
-        for batch in names.taken():
+        if self._remember is not None:
+            # Without this, a node that ends now would know of this clear only by a marker, which
+            # the store may lose.
+            await self._remember()
+        await self._paid(prefix, debt)
+        removed, is_done = await self._remove_garbage(tier, call.result)
+        if not is_done:
+            while len(self._garbage) >= _MOST_GARBAGE:
+                # the next clear of all namespaces removes it
+                self._garbage.pop(next(iter(self._garbage)))
+            self._garbage[call.result] = debt
+        return removed
+
+    async def _remove_garbage(self, tier: GenerationTier, old: bytes) -> tuple[int, bool]:
+        """Remove the values whose names begin with `old`. A fault here never opens the breaker.
+
+        Returns the number of removed values, and whether all were removed.
+        """
+        removed, scan = 0, _Call[KeyList]("scan", 0, _SCAN_TIMEOUT_S, is_vital=False)
+        await self._run(scan, lambda: tier.names_of(old))
+        if scan.result is None:
+            return 0, False
+        for batch in scan.result.taken():
             async with self.gate.turn(Urgency.DELETE):
-                deleting = _Call[list[bool]]("delete", len(batch), self.config.put_timeout_s)
+                deleting = _Call[list[bool]]("delete", len(batch), self.config.put_timeout_s, is_vital=False)
                 if await self._run(deleting, partial(tier.remove_names, batch)) is not None or deleting.result is None:
-                    return removed
+                    return removed, False
             removed += sum(deleting.result)
             self._count("delete", removed=sum(deleting.result), absent=len(batch) - sum(deleting.result))
-        await self._paid(prefix, debt)
-        return removed
+        return removed, True
 
     async def _pay_by_scan(self, prefix: bytes, debt: int) -> int:
         keys, fault = await self._scan(prefix)
@@ -487,7 +577,7 @@ class Guard:
             async with self.gate.turn(Urgency.DELETE):
                 left.update(key for key, gone in zip(batch, await self.delete(batch), strict=True) if not gone)
         removed = num_keys - len(left)
-        if left and fault is None:  # others may have removed them
+        if left and fault is None:  # others may have removed those keys
             there, fault = await self._scan(prefix)
             still = set[bytes]()
             for part in there.taken():
@@ -499,20 +589,26 @@ class Guard:
         return removed
 
     async def _pay_by_and_by(self, first_pause_s: float | None = None) -> None:
-        """While something is owed: try now and then."""
+        """Retry from time to time while a debt is due or garbage is left."""
         pause_s = self.config.breaker_pause_s if first_pause_s is None else first_pause_s
-        while self._hidden.all_due:
+        while self._hidden.all_due or self._garbage:
             await asyncio.sleep(pause_s)
             pause_s = min(_LONGEST_PAUSE_S, max(self.config.breaker_pause_s, 2 * pause_s))
             for prefix in self._hidden.all_due if self.available else ():
                 await self._pay(prefix)
-        self._paying = None
+            for old, debt in list(self._garbage.items()) if self.available else ():
+                assert isinstance(self._tier, GenerationTier)
+                _, is_done = await self._remove_garbage(self._tier, old)
+                if not is_done:
+                    break
+                if self._garbage.get(old) == debt:
+                    del self._garbage[old]
 
     async def _mend(self) -> None:
-        """While the breaker is open: try now and then."""
+        """Check the tier from time to time while the breaker is open."""
         while self._breaker.next_try_s is not None:
             await asyncio.sleep(max(0.0, self._breaker.next_try_s - _now()))
-            if self._stuck:  # it has not even let go of the last calls
+            if self._stuck:  # earlier calls still hang
                 self._breaker.failed(_now())
             else:
                 await self.check()
@@ -526,7 +622,7 @@ class Guard:
         self._stuck.discard(task)
         self._metrics.set("kvhold_tier_stuck_calls", len(self._stuck), tier=self.name)
         if not task.cancelled():
-            task.exception()  # so that nobody misses it
+            task.exception()  # retrieve it, or asyncio logs it
 
     def _count(self, operation: str, **results: int) -> None:
         for result, count in results.items():

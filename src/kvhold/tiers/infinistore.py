@@ -1,11 +1,15 @@
-"""The InfiniStore tier: values in the memory of an InfiniStore server, over RDMA, by its own client.
+"""The InfiniStore tier: values in an InfiniStore server's memory, over RDMA, by its own client.
 
-    tier = InfiniStoreTier.from_url(parse_url("infinistore://host:12345?device=mlx5_0&link_type=Ethernet"))
+    url = parse_url("infinistore://host:12345?device=mlx5_0&link_type=Ethernet")
+    tier = InfiniStoreTier.from_url(url)
     faults = await tier.put([(key, [header, payload])])
 
-`kvhold.tiers.infinistore_blocks` says how values lie there, and which loop and threads run; here are the settings and the real client
-(`pip install infinistore`, written against 0.2.35). Its server wants an RDMA device: this tier was tested up to the client's calls,
-against a store of blocks in memory, and not on a wire. The server has no authentication; run it in a network of its own.
+This module has the settings and the real client (`pip install infinistore`, written against
+0.2.35). `kvhold.tiers.infinistore_blocks` has the format of values, and its loop and threads.
+
+The server needs an RDMA device. This tier was tested up to the client's calls, against a store of
+blocks in memory, not on RDMA hardware. The server has no authentication: run it in a network of its
+own.
 """
 
 import os
@@ -20,7 +24,7 @@ _THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS", "O
 _before = {name: os.environ.get(name) for name in _THREADS}
 import infinistore  # noqa: E402
 
-for _name, _value in _before.items():  # it sets all of them to 1, for the whole process
+for _name, _value in _before.items():  # the import sets all of them to 1, for the whole process
     os.environ.pop(_name, None)
     if _value is not None:
         os.environ[_name] = _value
@@ -55,7 +59,7 @@ class InfiniStoreTier(BlockTier):
 
     @classmethod
     def from_url(cls, url: TierUrl) -> "InfiniStoreTier":
-        """`infinistore://host:port?option=value`. Raises ConfigError."""
+        """Make a tier from `infinistore://host:port?option=value`. Raises ConfigError."""
         hosts = url.hosts
         if len(hosts) != 1 or "@" in url.netloc or url.path.strip("/"):
             raise ConfigError("infinistore: write infinistore://host:port?device=mlx5_0; it has no credentials and no path")
@@ -73,7 +77,7 @@ class InfiniStoreTier(BlockTier):
             connection_type=infinistore.TYPE_RDMA,
         )
         client = infinistore.InfinityConnection(settings)
-        connection: Connection = client.conn  # its own wrapper loses a request's buffer with each failure
+        connection: Connection = client.conn  # its Python wrapper leaks a buffer with each failure
         if client.conn.init_connection(settings) < 0:
             raise TierUnavailable(self.traits.name, "connect", f"no server at {config.host}:{config.port}")
         if client.conn.setup_rdma(settings) < 0:

@@ -1,18 +1,31 @@
-"""Values in a store of RDMA blocks: what the InfiniStore tier does, over the few calls that it makes.
+"""The logic of the InfiniStore tier: values in a store of RDMA blocks.
 
-    tier = BlockTier(layout, connect)                          # connect() gives a Connection; kvhold.tiers.infinistore has the real one
+    tier = BlockTier(layout, connect, place)    # kvhold.tiers.infinistore has the real `connect`
 
-The store maps names to blocks. It knows no sizes (a read moves as many bytes as the reader asks for, whatever is stored), overwrites
-what is there, answers one code for a whole batch, and evicts block by block. So a value is blocks of equal size under names that no other
-put uses, and a head, one small block under the key's own name, which is written last: it says how many bytes there are and which
-blocks. Whoever has read a head reads the blocks of one put or misses; a value is never mixed from two.
+The store maps names to blocks. It
 
-Bytes travel through memory that is registered once, in slots; a slot belongs to an operation until the operation has ended, whoever is
-cancelled meanwhile, and the caller's memory is only ever copied. So there is no largest value, and a cancelled call ends at once.
-One loop calls; one thread of ours makes the calls that block; completions come from a thread of the client.
+- knows no sizes: a read moves as many bytes as the reader requests,
+- overwrites existing blocks,
+- answers one code for a whole batch,
+- evicts single blocks.
 
-Left out: listing (the store cannot), and blocks without a head, which a killed or cancelled writer leaves until the store evicts them. Of
-two that put one key at the same moment the later head may stay, and the blocks of the other are left too.
+So a value consists of blocks of equal size and a head. The blocks have names that no other put
+uses. The head is one small block under the key's own name; it is written last, and contains the
+size and the name of the put. A reader of a head reads the blocks of one put or misses. A value is
+never mixed from two puts.
+
+Bytes pass through slots: memory that is registered once. A slot belongs to its operation until the
+operation ends, even if the caller is cancelled. The caller's memory is copied to or from slots
+only. So values have no size limit, and a cancelled call ends at once. One event loop calls; one
+thread of the tier makes the blocking calls; a thread of the client reports completions.
+
+Left out:
+
+- Listing: the store cannot list.
+- Removing blocks without a head. A killed or cancelled writer leaves them until the store evicts
+  them.
+- If two writers put one key at the same moment, the later head may stay, and the blocks of the
+  other put are left as well.
 """
 
 import asyncio
@@ -35,18 +48,21 @@ Result = TypeVar("Result")
 Move = Callable[[list[str], list[int], int, int, Callable[[int], None]], int]
 
 HEAD_BYTES = 64
-_HEAD = struct.Struct("<8sQI16s")  # magic, bytes of the value, bytes of a block, the put's own name
+_HEAD = struct.Struct("<8sQI16s")  # magic, bytes of the value, bytes of a block, id of the put
 _MAGIC = b"kvholdI1"
 _COPY_IN_THREAD = 256 << 10  # below it, handing a copy to a thread costs more than the copy
-_LAST_MOVES_S = 5.0  # a device that has not ended by then will not
+_LAST_MOVES_S = 5.0  # how long `close` waits; a device that needs longer does not answer any more
 _NAMES_AT_ONCE = 1000
-_MOVES_AT_ONCE = 64  # the client has 128 buffers for requests and aborts beyond them
+_MOVES_AT_ONCE = 64  # the client has 128 request buffers, and aborts if it needs more
 
 _DONE, _MISSING, _NO_ROOM = 200, 404, 507
 
 
 class Connection(Protocol):
-    """The calls that are made; those of `infinistore._infinistore.Connection`. Negative is failure; a callback gets one of HTTP's codes."""
+    """The calls of `infinistore._infinistore.Connection` that the tier uses.
+
+    A negative result is a failure. A callback gets an HTTP status code.
+    """
 
     def register_mr(self, pointer: int, size: int, /) -> int: ...
     def w_rdma_async(self, names: list[str], offsets: list[int], block: int, base: int, done: Callable[[int], None], /) -> int: ...
@@ -58,7 +74,13 @@ class Connection(Protocol):
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """How values are cut. slot_bytes: a whole number of blocks, moved by one request."""
+    """Sizes of blocks and slots.
+
+    root:        prefix of all names
+    block_bytes: size of a block
+    slot_bytes:  memory of one request, a multiple of `block_bytes`
+    slots:       number of slots
+    """
 
     root: str
     block_bytes: int
@@ -94,7 +116,10 @@ class _Refused(Exception):
 
 
 class BlockTier:
-    """Values in one store of blocks. `connect` blocks, and runs in the tier's thread; it raises TierError."""
+    """Values in one store of blocks.
+
+    `connect` may block: it runs in the tier's thread. It raises TierError.
+    """
 
     traits: ClassVar[TierTraits] = TierTraits(name="infinistore", shared=True)
 
@@ -106,7 +131,7 @@ class BlockTier:
         self._connection: Connection | None = None
         self._is_lost = False
         self._memory: mmap.mmap | None = None
-        self._free: asyncio.Queue[int] = asyncio.Queue()  # offsets of slots
+        self._free: asyncio.Queue[int] = asyncio.Queue()  # offsets of the free slots
         self._moves = asyncio.Semaphore(_MOVES_AT_ONCE)
         self._opening = asyncio.Lock()
         self._thread: ThreadPoolExecutor | None = None
@@ -117,14 +142,14 @@ class BlockTier:
             raise self._lost("check")
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Tier contract: all heads at once."""
+        """Tier contract: read all heads concurrently."""
         heads = await _all([self._whole("probe", partial(self._head, key)) for key in keys])
         return [head.nbytes if head else None for head in heads]
 
     async def get(
         self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
     ) -> list[int | TierError | None]:
-        """Tier contract: the head, then the blocks that are wanted."""
+        """Tier contract: read the head, then the blocks of the range."""
         check_lengths(keys, into, starts)
         return await _all(
             [
@@ -134,14 +159,14 @@ class BlockTier:
         )
 
     async def put(self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None) -> list[TierError | None]:
-        """Tier contract. ttl_s is ignored: the store evicts what is old when it needs room."""
-        first = dict(reversed(items))  # the first value of a key that is there twice
+        """Tier contract. Ignores `ttl_s`: the store evicts old blocks when it needs room."""
+        first = dict(reversed(items))  # of a repeated key, the first value counts
         faults = await _all([self._item("put", partial(self._put, key, parts)) for key, parts in first.items()])
         answers = dict(zip(first, faults, strict=True))
         return [answers[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Tier contract: the heads first, so that nobody finds a value without its blocks."""
+        """Tier contract: remove heads before blocks, so that no reader finds a partial value."""
         unique = list(dict.fromkeys(keys))
         heads = await _all([self._whole("delete", partial(self._head, key)) for key in unique])
         removed = set()
@@ -152,12 +177,12 @@ class BlockTier:
         return [key in removed and key not in keys[:i] for i, key in enumerate(keys)]
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        """Raises TierError: the store cannot list."""
+        """Raise TierError: the store cannot list."""
         raise TierError(self.traits.name, "scan", "InfiniStore does not list its keys; clear it by its own tools")
         yield b""  # type: ignore[unreachable]  # makes this a generator
 
     async def close(self) -> None:
-        """Tier contract. Waits a while for the operations of cancelled calls: they own parts of the registered memory."""
+        """Tier contract. Wait up to `_LAST_MOVES_S` for the operations of cancelled calls."""
         async with self._opening:
             if self._connection is not None:
                 with suppress(TimeoutError):
@@ -173,7 +198,7 @@ class BlockTier:
         first, wanted = (0, head.nbytes) if start is None else (start, room)
         block = head.block_bytes
         if block > self._layout.slot_bytes:
-            return None  # written by another configuration, with blocks that fit no slot here
+            return None  # another configuration wrote blocks larger than a slot here
         target, at = _Cursor(parts), first // block * block
         while at < first + wanted:
             count = min(self._layout.slot_bytes // block, -(-(first + wanted - at) // block))
@@ -198,7 +223,7 @@ class BlockTier:
             await self._drop_blocks(key, head)
             raise
         there = await self._head(key)
-        if there is not None and there.put_id != head.put_id:  # another put was there before us, or came later by a moment
+        if there is not None and there.put_id != head.put_id:  # the head of a concurrent put stayed
             await self._drop_blocks(key, head)
 
     async def _head(self, key: bytes) -> _Head | None:
@@ -220,7 +245,10 @@ class BlockTier:
         before: Callable[[memoryview], None] | None = None,
         after: Callable[[memoryview], None] | None = None,
     ) -> None:
-        """One batch of blocks: out of a slot that `before` has filled, or into one that `after` reads. Raises _Refused."""
+        """Write blocks from a slot that `before` fills, or read blocks into a slot for `after`.
+
+        Raises _Refused.
+        """
         connection = await self._open(operation)
         memory, free = self._memory, self._free
         assert memory is not None
@@ -230,8 +258,8 @@ class BlockTier:
             loop = asyncio.get_running_loop()
             done: asyncio.Future[int] = loop.create_future()
 
-            def ended(code: int) -> None:  # in a thread of the client
-                with suppress(RuntimeError):  # the loop is closed, nobody waits
+            def ended(code: int) -> None:  # called in a thread of the client
+                with suppress(RuntimeError):  # the loop is closed
                     loop.call_soon_threadsafe(done.set_result, code)
 
             try:
@@ -247,7 +275,7 @@ class BlockTier:
             try:
                 code = await asyncio.shield(done)
             except asyncio.CancelledError:
-                # Not ours before that: the device still uses the slot, and so its memory.
+                # Until then the device still uses the slot's memory.
                 done.add_done_callback(partial(_give_back, free, at, memory))
                 raise
             try:
@@ -266,7 +294,11 @@ class BlockTier:
             await in_thread(self._thread, copy)
 
     async def _drop_blocks(self, key: bytes, head: _Head) -> None:
-        """Until there are no more: how many a head claims is not believed."""
+        """Remove the blocks of a put, in batches.
+
+        Stops at the first batch that is not there, because the head's number of blocks is not
+        trusted.
+        """
         for at in range(0, head.num_blocks, _NAMES_AT_ONCE):
             if not await self._drop(self._blocks(key, head, at, min(_NAMES_AT_ONCE, head.num_blocks - at))):
                 return
@@ -310,7 +342,7 @@ class BlockTier:
             thread.shutdown(wait=False)
 
     async def _item(self, operation: str, call: Callable[[], Awaitable[Result]]) -> Result | TierError | None:
-        """One item's answer; what the store refused is its own fault, or a miss."""
+        """Return one item's answer: None for a missing block, a TierError for another refusal."""
         try:
             return await call()
         except _Refused as refused:
@@ -328,7 +360,7 @@ class BlockTier:
         return self._lost(operation) if code < 0 else TierError(self.traits.name, operation, f"{self._place} answered {code}")
 
     def _lost(self, operation: str) -> TierError:
-        self._is_lost = self._connection is not None  # the next call makes another
+        self._is_lost = self._connection is not None  # the next call connects again
         return TierUnavailable(self.traits.name, operation, f"no answer from {self._place}")
 
     def _name(self, key: bytes) -> str:
@@ -339,18 +371,18 @@ class BlockTier:
 
 
 class _Cursor:
-    """A place in a value's parts that moves on as bytes are copied."""
+    """A position in the parts of a value. It advances as bytes are copied."""
 
     def __init__(self, parts: Parts) -> None:
         self._left: Iterator[memoryview] = (part.cast("B") for part in parts if part.nbytes)
         self._part = memoryview(b"")
 
     def fill(self, data: memoryview, inside: slice) -> None:
-        """Copy this part of `data` into the parts."""
+        """Copy the slice `inside` of `data` into the parts."""
         self._over(data[inside], lambda part, piece: np.copyto(np.frombuffer(part, np.uint8), np.frombuffer(piece, np.uint8)))
 
     def drain(self, data: memoryview) -> None:
-        """Copy from the parts into `data`, as far as they go."""
+        """Copy from the parts into `data`, until either ends."""
         self._over(data, lambda part, piece: np.copyto(np.frombuffer(piece, np.uint8), np.frombuffer(part, np.uint8)))
 
     def _over(self, data: memoryview, copy: Callable[[memoryview, memoryview], None]) -> None:
@@ -365,7 +397,7 @@ class _Cursor:
 
 
 def _give_back(free: "asyncio.Queue[int]", at: int, memory: mmap.mmap, done: "asyncio.Future[int]") -> None:
-    """Holds on to the memory until then, whatever became of its connection."""
+    """Free a slot when its operation ends. `memory` keeps the mapping alive until then."""
     free.put_nowait(at)
 
 
@@ -374,7 +406,10 @@ def _address(memory: mmap.mmap) -> int:
 
 
 async def _all(calls: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """All at once; it ends when all have ended, also when it is cancelled. Raises what the first one raised."""
+    """Run all calls concurrently, and raise the error of the first failed one.
+
+    Returns when all have ended, also when cancelled.
+    """
     tasks = [asyncio.ensure_future(call) for call in calls]
     await asyncio.gather(*tasks, return_exceptions=True)
     return [task.result() for task in tasks]

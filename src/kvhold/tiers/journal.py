@@ -1,16 +1,19 @@
-"""Which clears the tiers still owe, in a small file, so that a restart does not forget them.
+"""A small file of the clears that tiers have not done yet, so that a restart keeps them.
 
     journal = ClearsJournal(Path("/home/user/.local/state/kvhold/host-0123456789abcdef.clears"))
+    journal.begin(["disk", "redis"])          # once, at the start
+    journal.owed("redis")                     # the pending clears, after a restart
     await journal.add("redis", prefix)        # on the disk before it returns
-    journal.begin(["disk", "redis"])          # at the start, once
-    journal.owed("redis")                     # after a restart
     await journal.remove("redis", prefix)     # the tier has been cleared
-    await journal.reach({"redis": numbers})   # to which generations belongs what this host holds (`generations.py`)
+    await journal.reach({"redis": numbers})   # generations of this host's chunks
 
-One line for each clear: the tier's name, a tab, the prefix of the keys in hexadecimal. One for each generation: the same of the
-namespace, a tab, its number. The file is replaced in one step. It is bounded:
-a tier of one host that owes very many clears owes everything (`guard.py`); of a shared tier, what is beyond the bound is not written, and
-that is logged. A file that cannot be understood means that every tier owes everything: `begin` makes that a debt of each.
+Each clear has one line: the tier's name, a tab, and the prefix of the keys in hex. Each generation
+has one line: the tier's name, a tab, the namespace in hex, a tab, and the number. The file is
+replaced in one step.
+
+The file is bounded. A tier of one host with too many pending clears owes a clear of everything
+(`guard.py`). Clears of a shared tier beyond the bound are not written, and that is logged. If the
+file is invalid, `begin` makes every tier owe a clear of everything.
 """
 
 import asyncio
@@ -27,16 +30,22 @@ from kvhold.tiers.files.safe import open_folder, open_own_file
 
 log = logging.getLogger(__name__)
 
-_MOST_OWED = 100_000  # by one tier
-_MOST_REACHED = 20_000  # namespaces of one tier whose generation is remembered
+_MOST_OWED = 100_000  # pending clears of one tier
+_MOST_REACHED = 20_000  # namespaces of one tier with a stored generation
 _MOST_BYTES = 16 << 20
 
 
 class ClearsJournal:
-    """Of one cache. `owed` is read once at the start; `add` and `remove` may be awaited from one loop."""
+    """The journal of one cache.
+
+    `owed` is read once at the start. `add`, `remove` and `reach` are awaited from one loop.
+    """
 
     def __init__(self, path: Path, *, any_owner: bool = False) -> None:
-        """any_owner: the folder may belong to others. Raises ConfigError for a file that cannot be read or is not ours."""
+        """Read the file. Raises ConfigError if it cannot be read or is not ours.
+
+        any_owner: the folder may belong to others
+        """
         self._path = path
         self._any_owner = any_owner
         self._lock = threading.Lock()
@@ -61,7 +70,7 @@ class ClearsJournal:
             self._all_owe = True
 
     def begin(self, tiers: Sequence[str]) -> None:
-        """Where the file could not be understood: each of these tiers owes everything, and the file says so."""
+        """If the file was invalid, add a pending clear of everything for each of these tiers."""
         if self._all_owe:
             self._all_owe = False
             with self._lock:
@@ -70,23 +79,30 @@ class ClearsJournal:
                 self._save()
 
     def owed(self, tier: str) -> list[bytes]:
-        """The prefixes of the keys that are to be removed from a tier."""
+        """Return the key prefixes of a tier's pending clears."""
         return list(self._owed.get(tier, ()))
 
     async def add(self, tier: str, prefix: bytes) -> None:
-        """A tier owes a clear. It is on the disk when this returns; a fault is logged, since the clear itself must go on."""
+        """Add a pending clear of a tier. It is on the disk when this returns.
+
+        A fault is logged and not raised, because the clear itself must continue.
+        """
         await asyncio.to_thread(self._change, tier, prefix, owed=True)
 
     def reached(self, tier: str) -> dict[bytes, int]:
-        """Namespace -> the generation in this tier that what this host holds belongs to."""
+        """Return the generation of this host's chunks in each namespace of a tier."""
         return dict(self._reached.get(tier, {}))
 
     async def reach(self, numbers: Mapping[str, Mapping[bytes, int]]) -> None:
-        """What this host holds belongs to these generations now, or is owed: tier -> namespace -> number. Call it after `add`."""
+        """Store the generations of this host's chunks: tier -> namespace -> number.
+
+        Call it after `add`: chunks of older generations must be covered by pending clears.
+        """
         await asyncio.to_thread(self._reach, numbers)
 
     def _reach(self, numbers: Mapping[str, Mapping[bytes, int]]) -> None:
-        with self._lock:  # those beyond the bound count as 0: after a restart their next clear is learned once more
+        # Namespaces beyond the bound count as 0. A restart makes their next clear be learned again.
+        with self._lock:
             new = {tier: dict(list(of_tier.items())[:_MOST_REACHED]) for tier, of_tier in numbers.items() if of_tier}
             if new != self._reached:
                 self._reached = new
@@ -97,7 +113,7 @@ class ClearsJournal:
         return owed + [f"{tier}\t{space.hex()}\t{number}\n" for tier, of in self._reached.items() for space, number in of.items()]
 
     async def remove(self, tier: str, prefix: bytes) -> None:
-        """A tier has been cleared."""
+        """Remove a clear that a tier has done."""
         await asyncio.to_thread(self._change, tier, prefix, owed=False)
 
     def _change(self, tier: str, prefix: bytes, *, owed: bool) -> None:

@@ -3,14 +3,21 @@
     tier = MemcachedTier.from_url(parse_url("memcached://cache.example:11211?ttl_s=86400"))
     await tier.put([(key, [header, payload])]); await tier.probe([key]); await tier.get([key], [[header, payload]])
 
-The meta protocol, pipelined: `mg` without the value to probe, with it to get, `ms ... ME` (add) to put. Values go between socket and the
-caller's memory without a copy. What is larger than the server's item size (`memcached -I`, 1 MiB by default) is refused as TierFull; give
-the server `-I` of the largest frame. A value is replaced by `cas`, which changes nothing where it fails (a `ms` that fails removes what
-was there). Memcached reads no ranges: what comes before and after one is received and thrown away. A scan is the
-server's own list of its items (`lru_crawler metadump hash`; its lists by age at times leave out what moves between them). Values vanish
-when the server restarts or needs room: misses.
+Speaks the meta protocol, pipelined. Values move between the socket and the caller's memory without
+a copy.
 
-Left out: several servers (a tier each, or a proxy), SASL, and time-outs, which `guard.py` has. Runs in one event loop, in no thread.
+- **Probe, get, put:** `mg` without the value, `mg` with it, and `ms ... ME` (add).
+- **Large values:** a value beyond the server's item size (1 MiB by default) is refused as TierFull.
+  Set `memcached -I` to the size of the largest frame.
+- **Replace:** `cas`, because it changes nothing if it fails. A failed `ms` removes the old value.
+- **Ranges:** memcached has none. The tier receives the whole value and drops the rest.
+- **Scan:** the server lists its items (`lru_crawler metadump hash`). Its lists by age may omit
+  items that move between them.
+
+Values that vanish when the server restarts or needs room are misses.
+
+Left out: several servers (configure one tier for each, or a proxy), SASL, and time-outs, which
+`guard.py` has. Runs in one event loop, without threads.
 """
 
 import asyncio
@@ -33,8 +40,8 @@ from kvhold.tiers.url import TierUrl
 
 _PORT = 11211
 _SMALL_CONNECTIONS = 2
-_DRAIN_BYTES = 4 << 20  # more than that, and a new connection costs less than reading what nobody wants
-_LONGEST_RELATIVE_S = 30 * 86_400  # a longer time to live is taken for a date
+_DRAIN_BYTES = 4 << 20  # beyond it, a new connection costs less than skipping the bytes
+_LONGEST_RELATIVE_S = 30 * 86_400  # the server takes a longer time to live for a date
 _LAST_DATE_S = 2**31 - 1
 _MAX_PREFIX = 150  # a key is at most 250 bytes
 
@@ -43,12 +50,12 @@ _VALUE = re.compile(rb"VA (\d{1,15})")
 _STATE = re.compile(rb"HD t(-1|\d{1,15}) c(\d{1,20})")
 
 _REPLACE_ROUNDS = 3
-_CHANGED = 2  # what an answer is where somebody else has written it meanwhile
+_CHANGED = 2  # the answer if another client wrote the value after our look
 
 
 @dataclass(frozen=True)
 class MemcachedConfig:
-    """One memcached server. The URL gives the first field; its options may give the others."""
+    """Settings of one memcached tier. The URL gives `addresses`; options may give the others."""
 
     addresses: tuple[Address, ...] = setting((), "the server")
     prefix: str = setting("kvhold:", "what the names of our keys begin with")
@@ -74,7 +81,7 @@ class MemcachedTier:
 
     @classmethod
     def from_url(cls, url: TierUrl) -> Self:
-        """`memcached://host[:port]?...`. Raises ConfigError."""
+        """Make a tier from `memcached://host[:port]?...`. Raises ConfigError."""
         if url.path.strip("/") or "@" in url.netloc:
             raise ConfigError(f"{url.shown}: memcached has neither databases nor, here, users; write memcached://host:port")
         addresses = tuple(Address(host, port or _PORT) for host, port in url.hosts)
@@ -110,7 +117,7 @@ class MemcachedTier:
         for key, parts in items:
             if not size_of(parts):
                 faults.setdefault(key, TierError("memcached", "put", "a value of no bytes"))
-            elif key not in calls:  # of a key that is there twice the first counts
+            elif key not in calls:  # of a repeated key, the first value counts
                 head = b"ms %b %d ME T%d\r\n" % (self._name(key), size_of(parts), until)
                 calls[key] = _Call((head, *parts, b"\r\n"), _stored, size_of(parts))
         await self._run("put", list(calls.values()), self._bulk)
@@ -118,7 +125,7 @@ class MemcachedTier:
         return [faults[key] for key, _ in items]
 
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
-        """Tier contract. A value that changes between our look at it and the write is looked at again."""
+        """Tier contract. A value that changes between look and write is looked at again."""
         answers: dict[bytes, bool | TierError] = {}
         todo: dict[bytes, Parts] = {}
         for key, parts in items:
@@ -154,7 +161,7 @@ class MemcachedTier:
         return [call.answer is True for call in calls]
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        """Tier contract. The server lists all items, those of others too, and lists them for one client at a time."""
+        """Tier contract. The server lists all items, also of others, for one client at a time."""
         seen: set[bytes] = set()
         try:
             reader, writer = await asyncio.open_connection(self._address.host, self._address.port)
@@ -167,11 +174,11 @@ class MemcachedTier:
                         yield key
             finally:
                 writer.close()
-        except (OSError, ValueError, ProtocolError) as error:  # ValueError: a line without an end
+        except (OSError, ValueError, ProtocolError) as error:  # ValueError: an endless line
             raise self._fault("scan", error) from None
 
     async def close(self) -> None:
-        """Close all connections, those of running calls too."""
+        """Close all connections, including those of running calls."""
         self._small.close()
         self._bulk.close()
 
@@ -179,7 +186,7 @@ class MemcachedTier:
         return self._prefix + key.hex().encode()
 
     def _listed(self, line: bytes) -> bytes | None:
-        """The key in a line of the server's list; None if the item is not ours."""
+        """Return the key in a line of the server's list; None if the item is not ours."""
         if not line.startswith(b"key="):
             if (refusal := _refusal(line)) is not None:
                 raise refusal.fault("scan")
@@ -211,7 +218,7 @@ class MemcachedTier:
 
 @dataclass(frozen=True)
 class _Refusal:
-    """`SERVER_ERROR ...` and the like, in the place of an answer."""
+    """An error line, such as `SERVER_ERROR ...`, instead of an answer."""
 
     text: str
 
@@ -229,7 +236,7 @@ class _Exchange(Exchange):
 
 
 class _Call(_Exchange):
-    """A command that is answered with one line, which `read` understands."""
+    """A command with an answer of one line, which `read` parses."""
 
     def __init__(self, request: Sequence[Bytes], read: Callable[[bytes], _Answer], value_bytes: int = 0) -> None:
         self.request = request
@@ -240,11 +247,15 @@ class _Call(_Exchange):
         line = await stream.line()
         self.answer = _refusal(line) or self._read(line)
         if isinstance(self.answer, _Refusal) and self.answer.text.startswith(("ERROR", "CLIENT_ERROR")):
-            stream.close()  # it may take what follows for commands
+            stream.close()  # the server may take the rest of this request for commands
 
 
 class _Look(_Exchange):
-    """`mg` for what a replacement must know: true if it is there, then `left_s` (None: for ever) and `version`."""
+    """`mg` before a replacement. The answer is true if the value exists.
+
+    left_s:  its remaining time to live; None: for ever
+    version: its number for `cas`
+    """
 
     def __init__(self, name: bytes) -> None:
         self.request = (b"mg %b t c\r\n" % name,)
@@ -264,7 +275,7 @@ class _Look(_Exchange):
 
 
 class _Read(_Exchange):
-    """`mg` with the value: as `Tier.get`."""
+    """`mg` with the value. Reads it, or a range, into the parts, as `Tier.get` does."""
 
     def __init__(self, name: bytes, parts: Parts, start: int | None) -> None:
         self.request = (b"mg %b v\r\n" % name,)
@@ -340,7 +351,10 @@ def _nonsense(line: bytes) -> ProtocolError:
 
 
 def _expiry(ttl_s: float | None) -> int:
-    """As the server takes it: whole seconds, at least one, and a date where they are many."""
+    """Return the server's form of a time to live: whole seconds, or a date beyond 30 days.
+
+    At least 1 s; 0 means never.
+    """
     if ttl_s is None or ttl_s == math.inf:
         return 0
     seconds = max(1, math.ceil(min(ttl_s, _LAST_DATE_S)))

@@ -1,10 +1,11 @@
-"""`memory://?max_bytes=8GiB&codec=lossless`: frames in this host's memory, below the chunks that engines read.
+"""The memory tier, `memory://?max_bytes=8GiB&codec=lossless`: encoded frames in this host's memory.
 
     tier = MemoryTier(MemoryConfig(max_bytes=8 << 30))
 
-What is lent to engines lies in memory as it is; here, as the first of the tiers, a codec lets memory hold more of it. Its memory is
-taken at the first use, is its own, and goes with the process. Eviction and expiry are those of the RAM tier, which does the work, by copies
-in the caller's loop.
+Engines read unencoded chunks from the arena. This tier lies below the arena; its codec lets memory
+hold more chunks. It has its own memory, which is allocated at the first use and lost with the
+process. A RamTier does the work, with its eviction and expiry. Bytes are copied in the caller's
+loop.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -23,7 +24,7 @@ from kvhold.tiers.url import TierUrl
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """How much, and what goes first."""
+    """Settings of one memory tier."""
 
     max_bytes: int = size(0, "how much memory; there is no default")
     policy: str = setting("lru", "which value is evicted first", choices=tuple(POLICIES))
@@ -41,7 +42,7 @@ class MemoryTier:
 
     @classmethod
     def from_url(cls, url: TierUrl) -> Self:
-        """Raises ConfigError for a place, and where no size is given."""
+        """Make a tier from a URL. Raises ConfigError for a host or a path, or without a size."""
         if url.netloc or url.path:
             raise ConfigError(f"{url.shown}: it has no place; write memory://?max_bytes=8GiB")
         config = url.apply(MemoryConfig())
@@ -51,11 +52,11 @@ class MemoryTier:
 
     @property
     def used_bytes(self) -> int:
-        """Taken, rounding included."""
+        """Allocated bytes, rounding included."""
         return self._ram.used_bytes if self._ram is not None else 0
 
     async def check(self) -> None:
-        """Tier contract: takes the memory."""
+        """Tier contract: allocate the memory."""
         self._tier("check")
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
@@ -86,14 +87,14 @@ class MemoryTier:
             yield key
 
     async def close(self) -> None:
-        """Tier contract: gives the memory back."""
+        """Tier contract: free the memory."""
         self._ram = None
         if self._arena is not None:
             self._arena.close()
             self._arena = None
 
     def _tier(self, operation: str) -> RamTier:
-        """Raises TierUnavailable where the host has not so much memory."""
+        """Return the RAM tier. The first call allocates it, or raises TierUnavailable."""
         if self._ram is None:
             try:
                 self._arena = Arena.create(self._config.max_bytes, huge_pages="never")

@@ -1,19 +1,27 @@
 """The Mooncake tier: values in the memory of a Mooncake Store, by its own client.
 
-    tier = MooncakeTier.from_url(parse_url("mooncake://master:50051?allow_all_interfaces=true&segment_bytes=4GiB"))
+    url = parse_url("mooncake://master:50051?allow_all_interfaces=true&segment_bytes=4GiB")
+    tier = MooncakeTier.from_url(url)
     faults = await tier.put([(key, [header, payload])])
 
-The client (`pip install mooncake-transfer-engine-non-cuda`, or the CUDA build; it needs libibverbs1) blocks, so its calls run in threads of
-the tier's own; it moves bytes between the store and the caller's parts without a copy of ours. A cancelled call ends when its thread has
-ended, so nobody writes to memory that was given back. One loop calls.
+The client is `pip install mooncake-transfer-engine-non-cuda`, or the CUDA build; it needs
+libibverbs1. Its calls block, so they run in threads of the tier. The client moves bytes between the
+store and the caller's parts; the tier makes no copy. A cancelled call ends only when its thread has
+ended, so that the thread never writes to memory that the caller uses again. One event loop calls.
 
-Mind: the client **listens on all interfaces**, with no authentication, in every process that has this tier; nothing it can be told
-changes that (0.3.13), so the tier refuses to be made without `allow_all_interfaces=true`. Run it in a network of its own.
+**The client listens on all interfaces**, without authentication, in every process that has this
+tier. No option changes that (0.3.13), so the tier requires `allow_all_interfaces=true`. Run it in a
+network of its own.
 
-A value is visible when it is whole, and a key keeps its first value. A value that was just read or asked for is leased by the master
-(5 s by default) and cannot be removed until then: `delete` waits, at most `delete_wait_s`. The client cannot list keys: `scan` asks the
-master's HTTP port, where `admin` names it. With `segment_bytes` this process lends memory to the store, and what lies there ends with it.
-Left out: RDMA is written as the client documents it, with each call registering its memory, and was never run.
+- A value is visible once it is whole. A key keeps its first value.
+- The master leases a value that was just read or looked up (5 s by default). A leased value cannot
+  be removed, so `delete` waits, at most `delete_wait_s`.
+- The client cannot list keys. `scan` asks the master's HTTP port, if `admin` names it.
+- With `segment_bytes`, this process lends memory to the store. The values in it end with the
+  process.
+
+Left out: tests of RDMA. It follows the client's documentation, and each call registers its memory,
+but it was never run.
 """
 
 import asyncio
@@ -42,9 +50,9 @@ from kvhold.tiers.url import TierUrl
 Result = TypeVar("Result")
 Place = tuple[int, int]  # an address and a number of bytes
 
-# The client's error codes, as far as they mean something to us.
+# Error codes of the client.
 _NO_ROOM = -200
-_NOT_READY = -703  # somebody is writing it
+_NOT_READY = -703  # the value is being written
 _MISSING = -704
 _EXISTS = -705
 _LEASED = -706
@@ -55,7 +63,7 @@ _GONE = (_MISSING, _NOT_READY, _LEASE_EXPIRED)
 _TRIES = 3
 _CONNECT_S = 1.0
 _LEASE_POLL_S = 0.05
-_LISTING_BYTES = 1 << 30  # more than that is no listing of keys
+_LISTING_BYTES = 1 << 30  # the most that is read of a listing
 
 
 @dataclass(frozen=True)
@@ -105,34 +113,34 @@ class MooncakeTier:
 
     @classmethod
     def from_url(cls, url: TierUrl) -> "MooncakeTier":
-        """`mooncake://master:port?option=value`. Raises ConfigError."""
+        """Make a tier from `mooncake://master:port?option=value`. Raises ConfigError."""
         if "@" in url.netloc or url.path.strip("/"):
             raise ConfigError("mooncake: write mooncake://host:port?option=value; it has no credentials and no path")
         return cls(url.apply(MooncakeConfig(master=url.netloc)))
 
     async def check(self) -> None:
-        """Tier contract: ask the master after one key."""
+        """Tier contract: ask the master about one key."""
         await self._ask("check", self._alive)
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Tier contract: one call for which are there, one for the sizes of those."""
+        """Tier contract: one call tells which keys exist, another one their sizes."""
         return await self._ask("probe", lambda client: self._sizes(client, keys, "probe")) if keys else []
 
     async def get(
         self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
     ) -> list[int | TierError | None]:
-        """Tier contract: the sizes, then one call for all values, but for keys that are there twice."""
+        """Tier contract: read the sizes, then all values in one call (more if keys repeat)."""
         check_lengths(keys, into, starts)
         return await self._ask("get", lambda client: self._get(client, keys, into, starts)) if keys else []
 
     async def put(self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None) -> list[TierError | None]:
-        """Tier contract: one call for all. ttl_s is ignored: the master evicts what is old when it needs room."""
-        first = dict(reversed(items))  # the first value of a key that is there twice
+        """Tier contract: one call. Ignores `ttl_s`: the master evicts old values for room."""
+        first = dict(reversed(items))  # of a repeated key, the first value counts
         faults = await self._ask("put", lambda client: self._put(client, first)) if first else {}
         return [faults[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Tier contract. Raises TierError where a lease did not end in time."""
+        """Tier contract. Raises TierError if a lease does not end in time."""
         unique = list(dict.fromkeys(keys))
         removed: set[bytes] = set()
         until = time.monotonic() + self._config.delete_wait_s
@@ -146,7 +154,7 @@ class MooncakeTier:
         return [key in removed and key not in keys[:i] for i, key in enumerate(keys)]
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        """Tier contract, where `admin` is set; TierError where it is not."""
+        """Tier contract. Raises TierError if `admin` is not set."""
         if not self._config.admin:
             raise TierError(self.traits.name, "scan", "the client lists no keys: set the option admin to the master's HTTP host:port")
         for name in await self._ask("scan", lambda _: self._listing()):
@@ -155,7 +163,7 @@ class MooncakeTier:
                 yield key
 
     async def close(self) -> None:
-        """Tier contract. With a dead master the client takes its time: 15 s were seen."""
+        """Tier contract. With a dead master, the client has taken 15 s."""
         async with self._opening:
             client, threads = self._client, self._threads
             self._client = self._threads = None
@@ -172,7 +180,7 @@ class MooncakeTier:
     async def _open(self, operation: str) -> Any:
         async with self._opening:
             if self._client is None:
-                await self._reach_master(operation)  # quickly: `setup` tries a dead one for long
+                await self._reach_master(operation)  # fails fast: `setup` tries a dead one for long
                 if self._threads is None:
                     self._threads = ThreadPoolExecutor(self._config.threads, thread_name_prefix="kvhold-mooncake")
                 client = MooncakeDistributedStore()
@@ -205,7 +213,11 @@ class MooncakeTier:
             raise self._fault(code, "check")
 
     def _sizes(self, client: Any, keys: Sequence[bytes], operation: str) -> list[int | None]:
-        """Whether they are there first: the call that knows sizes takes 4 s to find a dead master, and then finds nothing."""
+        """Return the size of each value; None for a missing one.
+
+        Asks which keys exist first: with a dead master, the call for sizes takes 4 s and returns
+        nothing.
+        """
         names = [self._name(key) for key in keys]
         codes = dict(zip(names, client.batch_is_exist(names), strict=True))
         if any(code < 0 for code in codes.values()):
@@ -228,7 +240,7 @@ class MooncakeTier:
         with self._known(client, [into[i] for i, _, _ in reads]) as places:
             cut = {i: _cut(place, nbytes) for (i, _, nbytes), place in zip(reads, places, strict=True)}
             for _ in range(_TRIES):
-                late = []  # a large batch on a busy host may outlast its lease
+                late = []  # reads whose lease ended: a large batch on a busy host may take longer
                 for batch in _without_repeats(reads, keys):
                     names, targets = [self._name(keys[i]) for i, _, _ in batch], [cut[i] for i, _, _ in batch]
                     codes = self._read(client, names, targets, None if starts is None else [start for _, start, _ in batch])
@@ -240,14 +252,14 @@ class MooncakeTier:
         return answers
 
     def _read(self, client: Any, names: list[str], places: Sequence[Sequence[Place]], starts: Sequence[int] | None) -> list[int]:
-        """Bytes read of each value, or an error code."""
+        """Read values into places. Returns the bytes read of each value, or an error code."""
         pointers, lengths = [[at for at, _ in p] for p in places], [[nbytes for _, nbytes in p] for p in places]
         codes: list[int]
         if starts is None:
             codes = client.batch_get_into_multi_buffers(names, pointers, lengths)
             return codes
         sources = [list(accumulate(of_value[:-1], initial=start)) for of_value, start in zip(lengths, starts, strict=True)]
-        with self._session:  # the client knows its sessions by key alone
+        with self._session:  # the client has one session per key, so calls must not overlap
             opened = client.batch_get_session_start(names)
             try:
                 codes = client.batch_get_into_multi_buffer_ranges(names, pointers, lengths, sources)
@@ -266,7 +278,7 @@ class MooncakeTier:
         return faults
 
     def _remove(self, client: Any, keys: Sequence[bytes], removed: set[bytes]) -> list[bytes]:
-        """Adds to `removed`; returns those that are leased, or still being written."""
+        """Remove keys and add them to `removed`. Returns keys that are leased or being written."""
         codes = client.batch_remove([self._name(key) for key in keys])
         leased = []
         for key, code in zip(keys, codes, strict=True):
@@ -288,7 +300,10 @@ class MooncakeTier:
 
     @contextmanager
     def _known(self, client: Any, values: Sequence[Parts]) -> Iterator[list[list[Place]]]:
-        """Where the parts of each value are; known to the RDMA devices meanwhile. Empty parts are left out."""
+        """Yield the places of each value's parts, registered with the RDMA devices in the `with`.
+
+        Empty parts are left out.
+        """
         arrays = [[np.frombuffer(part.cast("B"), np.uint8) for part in parts if part.nbytes] for parts in values]
         places = [[(int(array.ctypes.data), array.nbytes) for array in of_value] for of_value in arrays]
         known: list[int] = []
@@ -322,7 +337,7 @@ class MooncakeTier:
 
 
 def _size_in(replicas: Sequence[Any]) -> int | None:
-    """The size of a value of which there is a whole replica in memory."""
+    """Return the size of a value that has a complete replica in memory; None without one."""
     for replica in replicas:
         if replica.is_memory_replica() and replica.status.name == "COMPLETE":
             nbytes: int = replica.get_memory_descriptor().buffer_descriptor.size
@@ -331,7 +346,7 @@ def _size_in(replicas: Sequence[Any]) -> int | None:
 
 
 def _cut(places: Sequence[Place], nbytes: Any) -> list[Place]:
-    """The first `nbytes` of them."""
+    """Return the first `nbytes` bytes of the places."""
     cut, left = [], int(nbytes)
     for at, length in places:
         if left:
@@ -341,7 +356,10 @@ def _cut(places: Sequence[Place], nbytes: Any) -> list[Place]:
 
 
 def _without_repeats(reads: Sequence[tuple[int, int, int]], keys: Sequence[bytes]) -> Iterator[list[tuple[int, int, int]]]:
-    """Batches in which no key is twice: of two reads of one key the client fills one and reports both as done (0.3.13)."""
+    """Yield batches without repeated keys.
+
+    Of two reads of one key in a batch, the client fills one and reports both as done (0.3.13).
+    """
     left = list(reads)
     while left:
         first = {keys[read[0]]: read for read in reversed(left)}

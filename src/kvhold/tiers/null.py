@@ -1,9 +1,9 @@
-"""`null://`: accepts every value and forgets it, to measure the path above a tier without one.
+"""The null tier, `null://`: accepts every value and keeps none, to measure the path above a tier.
 
     tier = NullTier()
 
-**It is the one exception to the contract's "there afterwards":** `put` answers that all went well, and nothing is there. It reads no
-byte, does no I/O, and cannot fail. Runs in the loop of its caller; holds nothing.
+**It breaks the contract of `put` on purpose:** `put` reports success, and no value is stored. It
+reads no byte, does no I/O, and cannot fail. Runs in the caller's loop.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -15,19 +15,19 @@ from kvhold.tiers.url import TierUrl
 
 
 class NullTier:
-    """Where nothing lives. It has no settings."""
+    """A tier without values and without settings."""
 
     traits: ClassVar[TierTraits] = TierTraits(name="null")
 
     @classmethod
     def from_url(cls, url: TierUrl) -> Self:
-        """`null://`. Raises ConfigError for anything after it."""
+        """Make a tier from `null://`. Raises ConfigError for a host, a path or an option."""
         if url.netloc or url.path or url.options:
             raise ConfigError(f"{url.shown}: there is no place and no option; write {url.scheme}://")
         return cls()
 
     async def check(self) -> None:
-        """Tier contract: passes."""
+        """Tier contract: succeed always."""
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
         """Tier contract: nothing is there."""
@@ -41,7 +41,7 @@ class NullTier:
         return [None] * len(keys)
 
     async def put(self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None) -> list[TierError | None]:
-        """Accepts all, keeps none."""
+        """Report success for each value, and keep none."""
         return [None] * len(items)
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
@@ -55,4 +55,4 @@ class NullTier:
             yield key
 
     async def close(self) -> None:
-        """Tier contract: holds nothing."""
+        """Tier contract: do nothing."""

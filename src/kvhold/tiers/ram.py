@@ -1,14 +1,21 @@
-"""The RAM tier: chunks in the arena, lent without a copy.
+"""The RAM tier: chunks in the arena, which readers use in place.
 
-    [entry] = tier.reserve_all([Wanted(key, nbytes)], num_tokens=256, first_token=0)    # nobody sees it yet
-    tier.commit(entry)                                                                  # visible; or tier.abandon(entry)
+    wanted = [Wanted(key, nbytes)]
+    [entry] = tier.reserve_all(wanted, num_tokens=256, first_token=0)    # not visible yet
+    tier.commit(entry)    # visible; or tier.abandon(entry)
     entry = tier.find(key); tier.pin_all([entry]) ... tier.unpin_all([entry])
 
-A reserved entry belongs to its writer; a committed one may be read by whoever has pinned it; only committed entries that nobody pins
-are evicted, and never one whose continuation is here or being written. A key cleared while it is pinned is *doomed*: not found any more,
-its memory free when the last pin falls. One that has outlived its time is not found any more, either. A namespace may be held to a quota:
-what it stores beyond that drives out its own chunks. Besides lending it meets the Tier contract, by copying. Synchronous and
-single-threaded: a cache's lock or a node's loop owns it.
+- A reserved entry belongs to its writer.
+- A committed entry is visible. Its bytes may be read while it is pinned.
+- Only committed, unpinned entries are evicted, and never one whose continuation is here or being
+  written.
+- An entry that is removed or cleared while it is pinned or being written is *doomed*. It is not
+  found any more, and its memory is freed when the last pin or the writer is done.
+- An expired entry is not found.
+- A namespace may have a quota. Beyond the quota, it evicts its own chunks.
+
+The methods of the Tier contract copy the bytes. Synchronous and single-threaded: the lock of a
+cache or the loop of a node protects it.
 """
 
 import asyncio
@@ -29,15 +36,16 @@ from kvhold.tiers.policies import Policy
 from kvhold.tiers.table import SPREAD, KeyTable
 
 ADMITTED, REPLACED = "admitted", "replaced"
-_REMOVE_UNITS = 8  # of a sweep, see `cache/chores.py`: what removing one entry costs
+_REMOVE_UNITS = 8  # cost of removing one entry in a sweep, see `cache/chores.py`
 
 
 @dataclass(slots=True)
 class Wanted:
-    """What memory is reserved for.
+    """A chunk to reserve memory for.
 
-    parent: the key of the chunk before it in its prompt, of the same group and shard, which is not evicted while this one is here or
-            being written; None if it is the first, or not known
+    parent: the key of the previous chunk of the prompt, of the same group and shard; None if there
+            is none or it is unknown. The parent is not evicted while this chunk is here or being
+            written.
     """
 
     key: bytes
@@ -48,10 +56,11 @@ class Wanted:
 class Entry:
     """One chunk in the arena.
 
-    taken_bytes: what it takes there, its rounding included
-    expires_at:  Unix time from which on it is not used any more; 0: never
-    checksums:   of its layers, end to end (`core.checksums`); empty where its bytes say themselves whether they are right, as frames do
-    epoch:       how many clears there had been when it was reserved
+    taken_bytes: its memory in the arena, rounding included
+    expires_at:  Unix time of its expiry; 0: never
+    checksums:   end-to-end checksums of its layers (`core.checksums`); empty for bytes that have
+                 their own checksums, such as frames
+    epoch:       number of clears before it was reserved
     """
 
     __slots__ = (
@@ -83,7 +92,7 @@ class RamTier:
     def __init__(
         self, arena: Arena, policy: Policy, metrics: Metrics, *, quota_bytes: int = 0, clock: Callable[[], float] = time.time
     ) -> None:
-        """quota_bytes: the most that one namespace may have; 0: no limit. clock: Unix time."""
+        """quota_bytes: the limit of each namespace; 0: none. clock: Unix time."""
         self._arena = arena
         self._slabs = SlabAllocator(arena.nbytes)
         self._policy = policy
@@ -91,71 +100,72 @@ class RamTier:
         self._quota_bytes = quota_bytes
         self._clock = clock
         self._entries: KeyTable[Entry] = KeyTable()
-        self._num_by: dict[bytes, int] = {}  # namespace -> entries that no clear has met
-        self._num_live = 0  # of all namespaces
+        self._num_by: dict[bytes, int] = {}  # namespace -> entries that are not cleared
+        self._num_live = 0  # entries that are not cleared, in all namespaces
         self._num_pinned = 0
         self._epoch = 0
-        self._cleared: dict[bytes, int] = {}  # prefix -> epoch: entries of an earlier one are gone, and their memory is yet to be freed
+        self._cleared: dict[bytes, int] = {}  # prefix -> epoch; entries of earlier ones are cleared
         self._sweeping = False
-        self.watch: Callable[[str, Entry], None] | None = None  # told of each that becomes visible (ADMITTED) or has gone (why)
-        self._to_be_continued: dict[bytes, int] = {}  # by how many chunks that are being written each key is continued
+        # Called with each entry that becomes visible (ADMITTED) or is removed (the reason).
+        self.watch: Callable[[str, Entry], None] | None = None
+        self._to_be_continued: dict[bytes, int] = {}  # key -> continuations that are being written
         self._used_by: dict[bytes, int] = {}  # namespace -> bytes, reserved ones included
         self._doomed = 0
 
     @property
     def num_chunks(self) -> int:
-        """Entries, reserved ones included."""
+        """Number of entries, reserved and doomed ones included."""
         return len(self._entries) + self._doomed
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes of the arena."""
+        """Size of the arena in bytes."""
         return self._slabs.capacity
 
     @property
     def used_bytes(self) -> int:
-        """Arena bytes taken, rounding included. 0 when every entry has gone: the baseline."""
+        """Allocated bytes of the arena, rounding included; 0 when there are no entries."""
         return self._slabs.used_bytes
 
     @property
     def used_by_namespace(self) -> dict[bytes, int]:
-        """Those of each namespace that has any."""
+        """Allocated bytes of each namespace that has entries, reserved ones included."""
         return dict(self._used_by)
 
     def used_bytes_of(self, namespace: bytes) -> int:
-        """Return the arena bytes of one namespace's chunks, reserved ones included."""
+        """Return the allocated bytes of one namespace, reserved entries included."""
         return self._used_by.get(namespace, 0)
 
     @property
     def num_namespaces(self) -> int:
-        """How many namespaces have chunks."""
+        """Number of namespaces that have entries."""
         return len(self._used_by)
 
     @property
     def num_pinned(self) -> int:
-        """Entries that somebody is reading."""
+        """Number of pinned entries, plus the doomed ones."""
         return self._num_pinned + self._doomed
 
     @property
     def num_clears(self) -> int:
-        """How often `clear` was called."""
+        """Number of calls of `clear`."""
         return self._epoch
 
     @property
     def num_clearing(self) -> int:
-        """Entries that were cleared, and whose memory `sweep` has not freed yet."""
+        """Number of cleared entries that `sweep` has not removed yet."""
         return len(self._entries) - self._num_live
 
     def now(self) -> float:
-        """Unix time, as entries expire by it."""
+        """Return the Unix time that expiry uses."""
         return self._clock()
 
     def view(self, entry: Entry) -> memoryview:
-        """Its bytes, for whoever has reserved or pinned it."""
+        """Return the bytes of an entry. The caller must have reserved or pinned it."""
         return self._arena.view(entry.offset, entry.nbytes)
 
     def holds(self, key: bytes) -> bool:
-        """Whether `key` is here, visible or still being written."""
+        """Return whether `key` has an entry, visible or being written."""
         entry = self._entries.get(key)
         if entry is None:
             return False
@@ -165,11 +175,11 @@ class RamTier:
         return True
 
     def is_being_written(self, entry: Entry) -> bool:
-        """Whether it is what its key will be found as once it is committed."""
+        """Return whether an entry is uncommitted and still the one of its key."""
         return not entry.committed and self._entries.get(entry.key) is entry
 
     def find(self, key: bytes) -> Entry | None:
-        """The visible entry of `key`."""
+        """Return the visible entry of `key`, or None."""
         entry = self._entries.shards[key[SPREAD]].get(key)
         if entry is None or not entry.committed:
             return None
@@ -184,9 +194,10 @@ class RamTier:
         return entry
 
     def reserve_all(self, wanted: Sequence[Wanted], *, num_tokens: int, first_token: int, expires_at: int = 0) -> list[Entry] | None:
-        """Memory for each of `wanted`, all of one namespace, evicting what must go; None (and nothing taken) when there is no room.
+        """Reserve memory for `wanted`, all of one namespace, and evict to make room.
 
-        What is visible under one of the keys is replaced, once there is room. None of the keys may be being written.
+        Returns None, and reserves nothing, if there is no room. Once there is room, the visible
+        entry of each key is replaced. None of the keys may be being written.
         """
         namespace, sizes = wanted[0].key[:NAMESPACE_BYTES], []
         for one in wanted:
@@ -213,7 +224,7 @@ class RamTier:
         return entries
 
     def commit(self, entry: Entry) -> None:
-        """Make it visible."""
+        """Make a reserved entry visible, or free it if it is doomed."""
         assert not entry.committed
         self._is_continued(entry.parent)
         if self.is_doomed(entry):  # cleared while it was written
@@ -228,7 +239,7 @@ class RamTier:
             self.watch(ADMITTED, entry)
 
     def abandon(self, entry: Entry) -> None:
-        """Give its memory back unseen."""
+        """Free a reserved entry without making it visible."""
         assert not entry.committed
         self._is_continued(entry.parent)
         if entry.doomed:
@@ -238,24 +249,27 @@ class RamTier:
         self._free(entry)
 
     def is_doomed(self, entry: Entry) -> bool:
-        """Whether it was removed or cleared, and is kept only for who reads or writes it. Safe from any thread."""
+        """Return whether an entry was removed or cleared. Safe from any thread.
+
+        Only its readers or its writer keep it.
+        """
         return entry.doomed or (bool(self._cleared) and self._was_cleared(entry))
 
     def pin(self, entry: Entry) -> None:
-        """Keep it where it is until `unpin`."""
+        """Keep an entry in place until `unpin`, and count it as used."""
         self.pin_all((entry,))
 
     def pin_all(self, entries: Sequence[Entry]) -> None:
-        """Keep them where they are until `unpin_all`. They are asked for in this order."""
+        """Keep entries in place until `unpin_all`, and count them as used in this order."""
         self.hold_all(entries)
         self._policy.touch_all([entry.key for entry in entries])
 
     def hold(self, entry: Entry) -> None:
-        """Keep it where it is until `unpin`, without its having been asked for."""
+        """Keep an entry in place until `unpin`, without counting it as used."""
         self.hold_all((entry,))
 
     def hold_all(self, entries: Iterable[Entry]) -> None:
-        """As `hold` of each."""
+        """Hold each entry, as `hold` does."""
         for entry in entries:
             assert entry.committed, "only what is visible is read"
             if not entry.pins and not entry.doomed:
@@ -263,11 +277,11 @@ class RamTier:
             entry.pins += 1
 
     def unpin(self, entry: Entry) -> None:
-        """One reader less."""
+        """Remove one pin."""
         self.unpin_all((entry,))
 
     def unpin_all(self, entries: Iterable[Entry]) -> None:
-        """One reader less of each."""
+        """Remove one pin of each entry. A doomed entry is freed with its last pin."""
         for entry in entries:
             assert entry.pins > 0
             entry.pins -= 1
@@ -280,7 +294,7 @@ class RamTier:
                 self._num_pinned -= 1
 
     def remove(self, entry: Entry, *, why: str = CLEARED) -> None:
-        """Forget it now; its memory goes when its readers (or its writer) have finished."""
+        """Remove an entry now. Its memory is freed when its readers or its writer are done."""
         assert self._entries.get(entry.key) is entry, "removed already"
         self._forget(entry)
         if entry.committed:
@@ -296,18 +310,22 @@ class RamTier:
             self._free(entry)
 
     def entries(self, prefix: bytes = b"") -> list[Entry]:
-        """Every entry whose key begins with `prefix`, reserved ones included. All in one step: for tests, and tiers of few values."""
+        """Return all entries whose key begins with `prefix`, reserved ones included.
+
+        Takes one step over all entries: only for tests and for tiers with few values.
+        """
         return [entry for entry in self._entries.values() if entry.key.startswith(prefix) and not self.is_doomed(entry)]
 
     def parts(self) -> Iterator[list[Entry]]:
-        """All visible entries, some hundred at a time, while others come and go."""
+        """Yield all visible entries, some hundred at a time. Entries may change in between."""
         for part in self._entries.parts():
             yield [entry for entry in part if entry.committed and not self.is_doomed(entry)]
 
     def clear(self, prefix: bytes) -> int:
-        """Forget all entries of a namespace, or (an empty prefix) all there are. Returns how many.
+        """Clear a namespace, or everything if the prefix is empty. Returns the number of entries.
 
-        One step, however many there are: none of them is found from here on. `sweep` frees them.
+        Takes one short step for any number of entries. From now on none of them is found. `sweep`
+        frees their memory.
         """
         self._epoch += 1
         self._cleared[prefix] = self._epoch
@@ -320,8 +338,11 @@ class RamTier:
         return removed
 
     def sweep(self) -> Iterator[int]:
-        """Free what was cleared, in steps (`cache/chores.py`), as each entry's readers and its writer have finished."""
-        if self._sweeping:  # another one goes on until nothing is left
+        """Remove the cleared entries, in steps (`cache/chores.py`). Yields the cost of each step.
+
+        The memory of an entry is freed when its readers and its writer are done.
+        """
+        if self._sweeping:  # the running sweep removes these entries, too
             return
         self._sweeping = True
         while self._cleared:
@@ -357,7 +378,7 @@ class RamTier:
         return [self._copy_in(key, parts, expires_at) for key, parts in items]
 
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
-        """Tier contract: a copy beside the old value, which then gives way."""
+        """Tier contract: copy the new value, then remove the old one."""
         first = dict(reversed(items))
         answers = {key: self._copy_over(key, parts) for key, parts in first.items()}
         return [answers[key] for key, _ in items]
@@ -378,10 +399,10 @@ class RamTier:
             for entry in part:
                 if entry.key.startswith(prefix):
                     yield entry.key
-            await asyncio.sleep(0)  # others are served meanwhile
+            await asyncio.sleep(0)  # let other tasks run
 
     async def close(self) -> None:
-        """The arena belongs to whoever made it."""
+        """Do nothing: the arena belongs to its maker."""
 
     def _copy_out(self, key: bytes, parts: Parts, start: int | None) -> int | None:
         entry = self.find(key)
@@ -410,7 +431,7 @@ class RamTier:
         old, nbytes = self.find(key), size_of(parts)
         if old is None:
             return False
-        self.hold(old)  # no victim of what takes its place
+        self.hold(old)  # so that the new value does not evict it
         wanted = Wanted(key, nbytes, old.parent)
         entries = self.reserve_all([wanted], num_tokens=old.num_tokens, first_token=old.first_token, expires_at=old.expires_at)
         self.unpin(old)
@@ -427,25 +448,26 @@ class RamTier:
         self.commit(entry)
 
     def _allocate(self, namespace: bytes, sizes: list[int]) -> list[int] | None:
-        """Offsets for all of `sizes`, which are whole classes, or for none."""
+        """Allocate all of `sizes`, each a size class, or none. Returns their offsets."""
         needed = sum(sizes)
         if needed > self._slabs.capacity or not self._make_quota(namespace, needed):
             return None  # evicting everything would not help
         while (offsets := self._slabs.allocate_all(sizes)) is None:
-            # What is short, no more; where enough is free but in pieces, one victim after another until a whole slab is.
+            # Evict only the missing bytes. If enough bytes are free, but not in one slab, evict
+            # one victim at a time until a whole slab is free.
             if not self._evict(max(1, needed - (self._slabs.capacity - self._slabs.used_bytes))):
                 return None
         return offsets
 
     def _make_quota(self, namespace: bytes, needed: int) -> bool:
-        """Evict the namespace's own chunks until `needed` bytes more are within its quota. False if that cannot be."""
+        """Evict a namespace's chunks until `needed` more bytes fit its quota. Returns success."""
         if not self._quota_bytes:
             return True
         over = self._used_by.get(namespace, 0) + needed - self._quota_bytes
         return over <= 0 or (needed <= self._quota_bytes and self._evict(over, namespace))
 
     def _is_continued(self, parent: bytes | None) -> None:
-        """One chunk less is being written that continues `parent`."""
+        """Count one chunk less that is being written and continues `parent`."""
         if parent is None:
             return
         left = self._to_be_continued[parent] - 1
@@ -459,10 +481,10 @@ class RamTier:
         return entry.epoch < find(b"", 0) or entry.epoch < find(entry.key[:NAMESPACE_BYTES], 0)
 
     def _forget(self, entry: Entry) -> None:
-        """Its key stands for nothing now."""
+        """Remove an entry from the table, and from the counts if no clear has done so."""
         del self._entries[entry.key]
         if self._cleared and self._was_cleared(entry):
-            return  # counted out by the clear
+            return
         namespace = entry.key[:NAMESPACE_BYTES]
         self._num_live -= 1
         left = self._num_by[namespace] - 1

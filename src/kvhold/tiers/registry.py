@@ -1,9 +1,13 @@
-"""Tiers by their URL's scheme: ours, those of plugins (entry points of the group "kvhold.tiers"), and `plugin://module:Class`.
+"""Make tiers from URLs. The scheme decides the class.
 
-    tier, settings = make_tier("audit+redis://host:6379/0?audit_max_keys=1000&get_timeout_s=2", plugins=())
+    url = "audit+redis://host:6379/0?audit_max_keys=1000&get_timeout_s=2"
+    tier, settings = make_tier(url, plugins=())
 
-A tier's module is imported when its scheme is used, and not before. A wrapper stands before the scheme, with a plus. Code of others runs
-only where the settings list it: an entry point by its name, a `plugin://` by its module and class.
+A scheme is one of kvhold's own, the name of a plugin (an entry point of the group "kvhold.tiers"),
+or `plugin`, as in `plugin://module:Class`. A wrapper stands before the scheme, with a plus sign.
+
+A tier's module is imported at the first use of its scheme. Plugins run only if the settings list
+them: an entry point by its name, a `plugin://` by its module and class.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +32,7 @@ _GUARD_OPTIONS = {f.name: f for f in fields(GuardConfig)}
 
 @dataclass(frozen=True)
 class _Home:
-    """Where a tier's class is, and what must be installed for it."""
+    """The location of a tier's class, and the extra that it needs."""
 
     module: str
     name: str
@@ -59,6 +63,13 @@ _TIERS = {
     "kvholds": _CENTRAL,
     "null": _Home("kvhold.tiers.null", "NullTier"),
 }
+_ELSEWHERE = {  # LMCache's schemes
+    "lm": "kvhold://HOST:PORT, a central cache (`kvhold serve --listen`)",
+    "mooncakestore": "mooncake://HOST:PORT",
+    "external": "plugin://module:Class",
+    "blackhole": "null://",
+    "file": "disk:///PATH, or fs:///PATH for a shared file system",
+}
 _WRAPPERS = {
     "audit": _Home("kvhold.tiers.audit", "AuditTier"),
     "faults": _Home("kvhold.tiers.faults", "FaultTier"),
@@ -66,15 +77,15 @@ _WRAPPERS = {
 
 
 class TierClass(Protocol):
-    """What a tier's class has beside the contract of its instances."""
+    """A tier's class: the contract of its instances, and `from_url`."""
 
     from_url: Callable[[TierUrl], Tier]
 
 
 def make_tier(text: str, *, plugins: Sequence[str] = ()) -> tuple[Tier, GuardConfig]:
-    """A tier from its URL, unused yet, and what its guard is to know. Raises ConfigError for whatever is wrong with the line.
+    """Make a tier from its URL, and the settings of its guard. Raises ConfigError.
 
-    plugins: what may be loaded of others: names of entry points, and "module:Class"
+    plugins: the plugins that may be loaded: names of entry points, and "module:Class"
     """
     url = parse_url(text)
     *wrappers, scheme = url.scheme.split("+")
@@ -92,7 +103,7 @@ def make_tier(text: str, *, plugins: Sequence[str] = ()) -> tuple[Tier, GuardCon
 
 
 def guard_settings(url: TierUrl) -> GuardConfig:
-    """The options of a URL that every tier has. Raises ConfigError."""
+    """Return a URL's options that all tiers share. Raises ConfigError."""
     return _take(url, _GUARD_OPTIONS).apply(GuardConfig())
 
 
@@ -101,26 +112,29 @@ def _make(tier_class: TierClass, url: TierUrl) -> Tier:
         return tier_class.from_url(url)
     except KVHoldError:
         raise
-    except Exception as error:  # the code of others, which does not know our errors
+    except Exception as error:  # a plugin may raise anything
         raise ConfigError(f"tiers: {url.shown}: {type(error).__name__}: {error}") from error
 
 
 def tier_schemes() -> tuple[str, ...]:
-    """All that a URL may begin with, sorted."""
+    """Return all schemes that a URL may have, sorted, without wrappers."""
     return tuple(sorted({*_TIERS, *_plugins(), PLUGIN_SCHEME}))
 
 
 def tier_options(scheme: str) -> list[tuple[str, object, str]]:
-    """`(name, default, help)` of every option of our tiers of this scheme; "" for those that every tier has.
+    """Return `(name, default, help)` of each option of one of kvhold's own tiers.
 
-    Raises ConfigError for an unknown scheme, or where what it needs is not installed.
+    scheme: the scheme of the tier; "" for the options that all tiers share
+
+    Raises ConfigError if the scheme is unknown or a package is missing.
     """
     if not scheme:
         return [(name, option.default, option.metadata["help"]) for name, option in _GUARD_OPTIONS.items()]
     if scheme not in _TIERS:
         raise ConfigError(f"there is no tier {scheme!r} of ours; known are {', '.join(sorted(_TIERS))}")
     home = _TIERS[scheme]
-    settings = getattr(_load_module(home, scheme), home.name.replace("Tier", "Config"), None)  # by this name beside each tier
+    # The settings stand beside the tier, such as DiskConfig beside DiskTier.
+    settings = getattr(_load_module(home, scheme), home.name.replace("Tier", "Config"), None)
     return [] if settings is None else [(f.name, f.default, f.metadata["help"]) for f in fields(settings)]
 
 
@@ -147,6 +161,8 @@ def _tier_class(scheme: str, url: TierUrl, plugins: Sequence[str]) -> TierClass:
             raise ConfigError(f"tiers: {url.shown}: the plugin {scheme!r} is installed; to let it run, add it to the setting `plugins`")
         point = _plugins()[scheme]
         found = _load(_Home(point.module, point.attr), url)
+    elif scheme in _ELSEWHERE:
+        raise ConfigError(f"tiers: {url.shown}: the scheme {scheme!r} is LMCache's; here write {_ELSEWHERE[scheme]}")
     else:
         near = get_close_matches(scheme, tier_schemes(), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -164,7 +180,7 @@ def _load_plugin(named: str, url: TierUrl, plugins: Sequence[str]) -> TierClass:
     return found
 
 
-def _load(home: _Home, url: TierUrl):  # type: ignore[no-untyped-def]  # the caller names what it expects
+def _load(home: _Home, url: TierUrl):  # type: ignore[no-untyped-def]  # the caller states the type
     module = _load_module(home, url.shown)
     try:
         return getattr(module, home.name)
@@ -178,7 +194,7 @@ def _load_module(home: _Home, shown: str) -> ModuleType:
     except ImportError as error:
         how = f": pip install 'kvhold[{home.extra}]'" if home.extra else ""
         raise ConfigError(f"tiers: {shown}: {error}{how}") from error
-    except Exception as error:  # the code of others
+    except Exception as error:  # a plugin may raise anything
         raise ConfigError(f"tiers: {shown}: {type(error).__name__}: {error}") from error
 
 
@@ -188,5 +204,5 @@ def _take(url: TierUrl, names: Mapping[str, object]) -> TierUrl:
 
 @cache
 def _plugins() -> dict[str, EntryPoint]:
-    """Name to entry point, none of them imported yet."""
+    """Return the installed entry points by name, without importing them."""
     return {point.name: point for point in entry_points(group=ENTRY_POINTS)}

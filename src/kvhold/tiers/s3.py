@@ -1,19 +1,30 @@
-"""The S3 tier: values as objects of a bucket, in AWS or in any store that speaks S3 (Ceph, MinIO, R2 ...).
+"""The S3 tier: values as objects of a bucket, in AWS or in another S3 store (Ceph, MinIO, R2 ...).
 
-    tier = S3Tier.from_url(parse_url("s3://bucket/prefix?endpoint=http://127.0.0.1:9000&region=us-east-1"))
+    url = parse_url("s3://bucket/prefix?endpoint=http://127.0.0.1:9000&region=us-east-1")
+    tier = S3Tier.from_url(url)
     faults = await tier.put([(key, [header, payload])])
 
-The client is obstore, whose requests run in its own threads without the GIL. A put is sent from the caller's memory as it is, part by
-part; a get arrives in obstore's memory and is copied once into the caller's. One loop calls; two threads copy large values.
+The client is obstore. Its requests run in its own threads, without the GIL. A put is sent from the
+caller's memory, part by part. A get arrives in obstore's memory and is copied once into the
+caller's. One event loop calls; two threads copy large values.
 
-An object is `prefix/<namespace>/<rest of the key>`, in hex. That a key keeps its first value is a conditional PUT (`If-None-Match: *`),
-which AWS, Ceph, MinIO, R2 and others enforce; where a store does not, `put_if_absent=false` asks before it writes, and of two writers
-at once the last one stays, whole. So it is for values of `multipart_bytes` and more, whose parts travel side by side. A value is replaced
-by a PUT with `If-Match`; not with `put_if_absent=false`, since such a store may not know that either.
-A miss needs the right to list the bucket: without it S3 answers 403 for what is not there, and `check` says so.
+An object is named `prefix/<namespace>/<rest of the key>`, in hex.
 
-Left out: `~/.aws` profiles (export the keys, or use a role) and expiry (set a lifecycle rule; and one for incomplete multipart uploads,
-which a killed process leaves, unseen but paid for). Of two that delete one key at once, both may count it.
+- **Put.** A conditional PUT (`If-None-Match: *`) keeps the first value of a key. AWS, Ceph, MinIO,
+  R2 and others enforce the condition. For other stores, `put_if_absent=false` sends a HEAD before
+  it writes. Of two concurrent writers, the last value then stays, whole. The same holds for values
+  of `multipart_bytes` and more, whose parts are sent in parallel.
+- **Replace.** A PUT with `If-Match` replaces a value. `put_if_absent=false` excludes it, because
+  such a store may ignore `If-Match` as well.
+- **Miss.** Telling a miss requires the right to list the bucket. Without it, S3 answers 403 for a
+  missing object; `check` reports that.
+
+Left out:
+
+- `~/.aws` profiles: export the keys, or use a role.
+- Expiry: set a lifecycle rule. Set another for incomplete multipart uploads. A killed process
+  leaves them; they are not listed, but cost money.
+- If two callers delete one key at once, both may count it as removed.
 """
 
 import asyncio
@@ -42,9 +53,11 @@ _COPY_IN_THREAD = 256 << 10  # below it, handing a copy to a thread costs more t
 _COPY_THREADS = 2
 _PARTS_AT_ONCE = 4
 _REPLACE_ROUNDS = 3
-_ABORT_S = 5.0  # how long a cancelled multipart upload may take to remove its parts
-_HAND_BACK_S = 0.01  # obstore's threads return from their last call; one that waits for the GIL when Python exits aborts the process
-_LAST = "z"  # sorts after all names of ours
+_ABORT_S = 5.0  # a cancelled multipart upload removes its parts within this time
+# Lets obstore's threads return from their last call: a thread that waits for the GIL when Python
+# exits aborts the process.
+_HAND_BACK_S = 0.01
+_LAST = "z"  # sorts after all names of this tier
 _NAME_CHARS = 2 * KEY_BYTES + 1
 
 
@@ -64,7 +77,7 @@ class S3Tier:
 
     @classmethod
     def from_url(cls, url: TierUrl) -> "S3Tier":
-        """`s3://bucket/prefix?option=value`. Raises ConfigError."""
+        """Make a tier from `s3://bucket/prefix?option=value`. Raises ConfigError."""
         if "@" in url.netloc:
             raise ConfigError(
                 "s3: credentials go into the environment, or the options access_key_id and secret_access_key; not before an @"
@@ -72,20 +85,23 @@ class S3Tier:
         return cls(url.apply(S3Config(bucket=url.netloc, prefix=url.path)))
 
     async def check(self) -> None:
-        """Tier contract: an empty page of a listing, which needs the bucket, the credentials and the right to list."""
+        """Tier contract: list an empty page. Tests bucket, credentials and the right to list."""
         try:
             await obstore.list(self._client(), self._root or None, offset=f"{self._root}{_LAST}").collect_async()
         except OBSTORE_FAULTS as error:
             raise self._fault(error, "check") from None
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Tier contract: a HEAD each, at once. Where the bucket itself is missing nothing is found; `check` and `put` tell."""
+        """Tier contract: one HEAD per key, concurrently.
+
+        A missing bucket gives misses only; `check` and `put` report it.
+        """
         return [_raised(found) for found in await _all([self._size(key, "probe") for key in keys])]
 
     async def get(
         self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
     ) -> list[int | TierError | None]:
-        """Tier contract: a GET each, `parallel` at once."""
+        """Tier contract: one GET per key, `parallel` at once."""
         check_lengths(keys, into, starts)
         calls = [
             self._get(key, parts, None if starts is None else starts[i]) for i, (key, parts) in enumerate(zip(keys, into, strict=True))
@@ -93,21 +109,21 @@ class S3Tier:
         return _unless_all_failed(await _all(calls))
 
     async def put(self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None) -> list[TierError | None]:
-        """Tier contract: a PUT each, `parallel` at once. ttl_s is ignored."""
-        first = dict(reversed(items))  # the first value of a key that is there twice
+        """Tier contract: one PUT per key, `parallel` at once. Ignores `ttl_s`."""
+        first = dict(reversed(items))  # of a repeated key, the first value counts
         faults = _unless_all_failed(await _all([self._put(key, parts) for key, parts in first.items()]))
         answers = dict(zip(first, faults, strict=True))
         return [answers[key] for key, _ in items]
 
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
-        """Tier contract: a HEAD and a conditional PUT each, `parallel` at once; in one piece, whatever the size."""
+        """Tier contract: a HEAD and a conditional PUT per key, `parallel` at once, in one piece."""
         first = dict(reversed(items))
         answers = _unless_all_failed(await _all([self._replace(key, parts) for key, parts in first.items()]))
         done = dict(zip(first, answers, strict=True))
         return [done[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Tier contract: S3 does not say what it removed, so those that are there are asked for first."""
+        """Tier contract: one HEAD per key first, because S3 does not report the removed objects."""
         unique = list(dict.fromkeys(keys))
         sizes = [_raised(found) for found in await _all([self._size(key, "delete") for key in unique])]
         there = {key for key, nbytes in zip(unique, sizes, strict=True) if nbytes is not None}
@@ -119,7 +135,7 @@ class S3Tier:
         return [key in there and key not in keys[:i] for i, key in enumerate(keys)]
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        """Tier contract: the pages of a listing, of one namespace where the prefix names one."""
+        """Tier contract: list the objects, of one namespace if the prefix contains a whole one."""
         async for name in self._names(prefix[:NAMESPACE_BYTES].hex() if len(prefix) >= NAMESPACE_BYTES else ""):
             key = self._key(name)
             if key is not None and key.startswith(prefix):
@@ -143,22 +159,26 @@ class S3Tier:
         return f"{self._root}{key[:NAMESPACE_BYTES].hex()}/{key[NAMESPACE_BYTES:].hex()}"
 
     def _key(self, name: str) -> bytes | None:
-        """The key whose object this is; None for what others keep below the same prefix."""
+        """Return the key of an object's name; None for an object of another program."""
         with suppress(ValueError):
             key = bytes.fromhex(name[len(self._root) :].replace("/", "", 1))
             return key if len(key) == KEY_BYTES and self._name(key) == name else None
         return None
 
     def _fault(self, error: BaseException, operation: str) -> TierError:
-        """`error` as ours. It loses its traceback: obstore may keep what it raised until it is called again, and its frames with it,
-        which have the caller's memory."""
+        """Return `error` as a TierError, and drop its traceback.
+
+        obstore may keep the error until its next call. The traceback's frames hold the caller's
+        memory.
+        """
         error.__traceback__ = None
         return fault_of(error, operation=operation, place=self._place)
 
     async def _size(self, key: bytes, operation: str) -> int | TierError | None:
         async with self._questions:
             try:
-                return (await obstore.head_async(self._client(), self._name(key)))["size"] or None  # an empty object is none of ours
+                # An empty object is not a value of ours.
+                return (await obstore.head_async(self._client(), self._name(key)))["size"] or None
             except FileNotFoundError:
                 return None
             except OBSTORE_FAULTS as error:
@@ -184,7 +204,10 @@ class S3Tier:
             return len(data)
 
     async def _whole(self, key: bytes, room: int) -> "obstore.Bytes | None":
-        """The value; None where it does not fit, which its response's header says before any of it is read."""
+        """Return the value; None if it is empty or larger than `room` bytes.
+
+        The response's header has the size, so a value that does not fit is not read.
+        """
         answer = await obstore.get_async(self._client(), self._name(key))
         if not 0 < answer.meta["size"] <= room:
             return None
@@ -226,7 +249,7 @@ class S3Tier:
                 except OBSTORE_FAULTS as error:
                     fault = self._fault(error, "replace")
                     if isinstance(error, PreconditionError):
-                        continue  # somebody has written or removed it meanwhile
+                        continue  # the object was written or removed after the HEAD
                     return False if is_missing_object(error) else fault
                 return True
         return TierError(self.traits.name, "replace", f"{self._place}: {key.hex()} changes again and again")
@@ -239,7 +262,10 @@ class S3Tier:
         return True
 
     async def _put_in_parts(self, name: str, views: list[memoryview]) -> None:
-        """A multipart upload. Cancelled, it first gives itself time to remove its parts, which obstore does when its input fails."""
+        """Upload a value in parts, in parallel.
+
+        When cancelled, wait up to `_ABORT_S`: obstore removes the parts when its input raises.
+        """
         given_up: list[bool] = []
 
         def pieces() -> Iterator[memoryview]:  # iterated by obstore's threads
@@ -257,10 +283,10 @@ class S3Tier:
             await asyncio.shield(upload)
         except asyncio.CancelledError:
             given_up.append(True)
-            with suppress(asyncio.CancelledError):  # cancelled once more: no more time
+            with suppress(asyncio.CancelledError):  # stop waiting if cancelled again
                 await asyncio.wait((upload,), timeout=_ABORT_S)
             if not upload.cancel() and not upload.cancelled():
-                upload.exception()  # so that nobody misses it
+                upload.exception()  # mark as retrieved, so that asyncio does not log it
             raise
 
     async def _names(self, folder: str) -> AsyncIterator[str]:
@@ -278,11 +304,12 @@ class S3Tier:
 
 @asynccontextmanager
 async def _lent(parts: Parts, piece_bytes: int | None) -> AsyncIterator[list[memoryview]]:
-    """The caller's memory as obstore reads it, in pieces of at most that size; ends when obstore has let go of all of it.
+    """Give the caller's memory to obstore, in pieces of at most `piece_bytes`; None: whole parts.
 
-    obstore holds an export of each view, in its own threads, until it has dropped the request that reads it. A request that was
-    cancelled, or answered before it was read to its end, is dropped a little after our call has ended. A view with exports refuses
-    to be released: that is how we know.
+    On exit, wait until obstore no longer uses the memory. Its threads hold an export of each view
+    until they drop the request. A request that was cancelled, or answered before it was read to its
+    end, is dropped shortly after the call ends. Releasing a view that still has exports raises
+    BufferError, so the loop tries until every release succeeds.
     """
     step = piece_bytes or max(1, size_of(parts))
     views = [view[at : at + step] for view in _flat(parts) for at in range(0, view.nbytes, step)]
@@ -313,7 +340,7 @@ def _flat(parts: Parts) -> list[memoryview]:
 
 
 def _fill(parts: Parts, data: memoryview) -> None:
-    """Copy `data` over the parts, without the GIL where it is long."""
+    """Copy `data` into the parts. NumPy releases the GIL for long copies."""
     source, at = np.frombuffer(data, np.uint8), 0
     for part in _flat(parts):
         step = min(part.nbytes, source.size - at)
@@ -322,7 +349,7 @@ def _fill(parts: Parts, data: memoryview) -> None:
 
 
 async def _all(calls: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """All at once. It ends when all have ended, also when it is cancelled."""
+    """Run all calls concurrently. Returns when all have ended, also when cancelled."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(call) for call in calls]
     return [task.result() for task in tasks]
@@ -335,7 +362,7 @@ def _raised(found: int | TierError | None) -> int | None:
 
 
 def _unless_all_failed(answers: list[Result]) -> list[Result]:
-    """The answers; raises what they all are if the place itself has failed."""
+    """Return the answers, or raise the first one if all are TierUnavailable or TierDenied."""
     if answers and all(isinstance(answer, TierUnavailable | TierDenied) for answer in answers):
         raise answers[0]  # type: ignore[misc]  # it is one of them
     return answers

@@ -1,11 +1,12 @@
-"""What obstore raises, as our errors: the one place where the S3 tier's faults are named.
+"""Map obstore's exceptions to TierError, with a message that says how to repair the fault.
 
     except OBSTORE_FAULTS as error:
-        return fault_of(error, operation="put", place=place)       # a TierError whose message says what to do
+        return fault_of(error, operation="put", place=place)
 
-obstore gives most faults as one class with a long text: the request, the status and the server's XML, then its own internals. From it
-are taken the status, the server's code and message, or what the system said of the connection; nothing else, so that no header, key
-or signature ends up in a log. Pure; any thread.
+obstore raises most faults as one class with a long text: the request, the status, the server's XML
+and obstore's internals. Messages use only the status, the server's code and message, or the
+system's message about the connection. So no header, key or signature gets into a log. Pure; any
+thread.
 """
 
 import re
@@ -34,7 +35,7 @@ _METADATA_PATHS = ("/latest/api/token", "/latest/meta-data/", "Error performing 
 
 @dataclass(frozen=True)
 class Place:
-    """Which bucket, where: for messages. `endpoint` is empty for AWS itself."""
+    """A tier's bucket and endpoint, for messages. `endpoint` is empty for AWS."""
 
     tier: str
     bucket: str
@@ -45,23 +46,29 @@ class Place:
 
 
 def status_of(error: BaseException) -> int | None:
-    """The HTTP status of the answer that caused `error`; None where there was no answer."""
+    """Return the HTTP status of the answer that caused `error`; None if there was no answer."""
     match = _STATUS.search(str(error))
     return int(match[1]) if match else None
 
 
 def is_missing_object(error: BaseException) -> bool:
-    """Whether the server says that there is no such object, and not that there is no such bucket. (A HEAD does not tell them apart.)"""
+    """Return whether the object is missing, and not the bucket.
+
+    The answer to a HEAD does not tell them apart; it counts as a missing object.
+    """
     return isinstance(error, FileNotFoundError) and _code_of(str(error)) in ("", "NoSuchKey", "NoSuchUpload")
 
 
 def is_conflict(error: BaseException) -> bool:
-    """Whether somebody else is writing the object, which obstore calls "already exists": it may still fail."""
+    """Return whether another client is writing the object.
+
+    obstore calls this "already exists", but the other write may still fail.
+    """
     return _code_of(str(error)) == "ConditionalRequestConflict"
 
 
 def fault_of(error: BaseException, *, operation: str, place: Place) -> TierError:
-    """`error`, one of OBSTORE_FAULTS, as a TierError."""
+    """Return the TierError for `error`, one of OBSTORE_FAULTS."""
     text = str(error)
     status, code = status_of(error), _code_of(text)
     kind: type[TierError]

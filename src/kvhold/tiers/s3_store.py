@@ -1,9 +1,10 @@
-"""Which bucket and how to reach it: the settings of the S3 tier, checked, and the obstore client that they mean.
+"""The settings of the S3 tier, their checks, and the obstore client that they describe.
 
     config = S3Config(bucket="kv", prefix="llama", endpoint="http://127.0.0.1:9000")
-    store = open_store(config)                                 # no I/O but reading `ca_file`
+    store = open_store(config)                                 # reads `ca_file`; no other I/O
 
-What `endpoint_of`, `prefix_of` and `check_config` refuse is a ConfigError that names the option. Pure but for `open_store`; any thread.
+`check_config`, `prefix_of` and `endpoint_of` raise ConfigError, which names the option. Pure except
+`open_store`; any thread.
 """
 
 import re
@@ -20,11 +21,11 @@ from kvhold.core.config import setting, size
 from kvhold.core.errors import ConfigError
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
-_SEGMENT = re.compile(r"[A-Za-z0-9_=+@,:!-][A-Za-z0-9._=+@,:!-]*")  # what no layer below writes in another way
+_SEGMENT = re.compile(r"[A-Za-z0-9_=+@,:!-][A-Za-z0-9._=+@,:!-]*")  # no layer below encodes these
 
-_LEAST_PART = 5 << 20  # S3's own rule for all parts but the last
-_NO_TIMEOUT = timedelta(days=1)  # obstore's own is 30 s for a whole request; the guard above knows better
-_RETRIES = 1  # of what a stale connection or one busy moment failed
+_LEAST_PART = 5 << 20  # S3's minimum for all parts but the last
+_NO_TIMEOUT = timedelta(days=1)  # obstore's default is 30 s per request; guard.py has time-outs
+_RETRIES = 1  # for a stale connection or a short overload
 _BACKOFF = timedelta(milliseconds=20)
 
 
@@ -57,7 +58,7 @@ class S3Config:
 
 
 def check_config(config: S3Config) -> None:
-    """Raises ConfigError for what cannot work."""
+    """Raise ConfigError for settings that cannot work."""
     if not _BUCKET.fullmatch(config.bucket):
         raise ConfigError(f"s3: {config.bucket!r} is not a bucket's name; write s3://bucket/prefix?endpoint=...")
     if bool(config.access_key_id) != bool(config.secret_access_key) or (config.session_token and not config.access_key_id):
@@ -71,7 +72,7 @@ def check_config(config: S3Config) -> None:
 
 
 def prefix_of(config: S3Config) -> str:
-    """The prefix as object names have it: empty, or with a `/` at its end. Raises ConfigError."""
+    """Return the prefix of object names: empty, or with a final `/`. Raises ConfigError."""
     segments = [segment for segment in config.prefix.split("/") if segment]
     for segment in segments:
         if not _SEGMENT.fullmatch(segment):
@@ -80,7 +81,10 @@ def prefix_of(config: S3Config) -> str:
 
 
 def endpoint_of(config: S3Config) -> str:
-    """The endpoint as obstore wants it, with the bucket in the host where that is asked for; empty for the default. Raises ConfigError."""
+    """Return the endpoint for obstore; empty for the default. Raises ConfigError.
+
+    With `virtual_hosted`, the bucket is part of the host.
+    """
     if not config.endpoint:
         return ""
     parts = _split(config.endpoint)
@@ -90,14 +94,14 @@ def endpoint_of(config: S3Config) -> str:
 
 
 def open_store(config: S3Config) -> S3Store:
-    """The client. Raises ConfigError where `ca_file` cannot be read."""
+    """Make the client. Raises ConfigError if `ca_file` cannot be read."""
     endpoint = endpoint_of(config)
     options: dict[str, Any] = {
         "virtual_hosted_style_request": config.virtual_hosted,
         "unsigned_payload": _is_unsigned(config),
     }
     given = {
-        "aws_endpoint_url_s3": endpoint,  # and not `endpoint`, over which the environment's AWS_ENDPOINT_URL_S3 would win
+        "aws_endpoint_url_s3": endpoint,  # AWS_ENDPOINT_URL_S3 would override `endpoint`
         "region": config.region,
         "access_key_id": config.access_key_id,
         "secret_access_key": config.secret_access_key,
@@ -137,7 +141,11 @@ def _split(endpoint: str) -> SplitResult:
 
 
 def _is_unsigned(config: S3Config) -> bool:
-    """Signing a body costs a SHA-256 of it, which guards against nothing where the way itself cannot be tampered with."""
+    """Return whether requests leave their body unsigned.
+
+    "auto" does so over TLS and loopback: signing costs a SHA-256 of the body, and these paths are
+    already protected against changes.
+    """
     if config.unsigned_payload != "auto":
         return config.unsigned_payload == "true"
     return not config.endpoint or _split(config.endpoint).scheme == "https" or _is_loopback(_split(config.endpoint).hostname or "")

@@ -1,10 +1,10 @@
-"""A tier's scan as a `with`, for whoever may leave it early.
+"""A tier's scan as a `with`, for callers that may leave it early.
 
     async with closing_scan(tier, prefix) as keys:
         async for key in keys: ...
 
-A generator that is left early is otherwise finished by the garbage collector, some time later, with what it holds (a cursor, a
-connection, an open folder). A tier's scan need not be a generator.
+Otherwise the garbage collector closes an unfinished generator later, and until then it keeps its
+cursor, connection or open folder. A tier's scan need not be a generator.
 """
 
 from collections.abc import AsyncIterator
@@ -15,7 +15,7 @@ from kvhold.tiers.base import Tier
 
 @asynccontextmanager
 async def closing_scan(tier: Tier, prefix: bytes) -> AsyncIterator[AsyncIterator[bytes]]:
-    """`tier.scan(prefix)`, over when the `with` is."""
+    """Run `tier.scan(prefix)`, and close it at the end of the `with`."""
     keys = tier.scan(prefix)
     try:
         yield keys

@@ -1,9 +1,10 @@
-"""The tiers below RAM, in order: one probe a tier for all the chunks of a prompt, reads and writes in turn, nothing raised.
+"""The stack of the tiers below RAM, in order, each behind its guard.
 
     stack = make_stack(["disk:///var/cache/kvhold", "redis://host:6379/0"], plugins=(), metrics=metrics)
-    places = await stack.probe(keys)                    # where each is: the first tier that has it
+    places = await stack.probe(keys)                    # the first tier that has each key
 
-A fault of one tier is that tier's alone: its guard answers for it. One event loop.
+A probe takes one call per tier for all chunks of a prompt. A tier's fault is not raised: its guard
+handles it, and the other tiers are unaffected. Runs in one event loop.
 """
 
 import asyncio
@@ -20,7 +21,11 @@ from kvhold.tiers.registry import make_tier
 
 @dataclass(frozen=True)
 class Place:
-    """Where a chunk was found: the number of its tier, from the top, and the size of its value."""
+    """The location of a chunk.
+
+    tier:   number of its tier, from the top
+    nbytes: size of its value
+    """
 
     tier: int
     nbytes: int
@@ -36,13 +41,15 @@ class Stack:
         return len(self.guards)
 
     async def check(self) -> None:
-        """Try each once, so that one that is dead is known before the first request needs it."""
+        """Check each tier once, so that a dead one is known before the first request."""
         await asyncio.gather(*(guard.check() for guard in self.guards))
 
     async def probe(self, keys: Sequence[bytes], silent: set[str] | None = None) -> dict[bytes, Place]:
-        """Where each key is, if anywhere. One call a tier, for what no tier above it has.
+        """Return the place of each key that a tier has.
 
-        silent: gets the names of tiers that did not answer
+        Takes one call per tier, for the keys that no tier above it has.
+
+        silent: receives the names of tiers that did not answer
         """
         places: dict[bytes, Place] = {}
         missing = list(keys)
@@ -55,23 +62,23 @@ class Stack:
         return places
 
     async def clear(self, prefix: bytes, *, shared: bool = True) -> int:
-        """Remove every chunk whose key begins with `prefix`, from all tiers. Returns how many values went.
+        """Remove all chunks whose key begins with `prefix`. Returns the number of removed values.
 
-        shared: false where another host has cleared the tiers that it shares
+        shared: false leaves out shared tiers, because another host has cleared them
         """
         return await self.pay(await self.owe(prefix, shared=shared))
 
     async def owe(self, prefix: bytes, *, shared: bool = True) -> list[tuple[Guard, Debt]]:
-        """Hide what is to be removed, and remember it in the journal. Returns what each tier has to remove: for `pay`."""
+        """Hide the chunks of a clear, and write it to the journal. Returns the debts for `pay`."""
         guards = [guard for guard in self.guards if shared or not guard.traits.shared]
         return list(zip(guards, await asyncio.gather(*(guard.owe(prefix) for guard in guards)), strict=True))
 
     async def pay(self, debts: Sequence[tuple[Guard, Debt]]) -> int:
-        """Remove what `owe` has hidden. Returns how many values went."""
+        """Remove the chunks that `owe` has hidden. Returns the number of removed values."""
         return sum(await asyncio.gather(*(guard.pay(debt) for guard, debt in debts)))
 
     def status(self) -> list[dict[str, Any]]:
-        """One entry a tier, from the top. Safe from any thread."""
+        """Return one entry per tier, from the top. Safe from any thread."""
         return [guard.status() for guard in self.guards]
 
     async def close(self) -> None:
@@ -80,7 +87,7 @@ class Stack:
 
 
 def make_stack(urls: Sequence[str], *, plugins: Sequence[str], metrics: Metrics) -> Stack:
-    """The stack that settings describe, unused yet. Raises ConfigError."""
+    """Make the stack of these URLs, without connecting. Raises ConfigError."""
     guards: list[Guard] = []
     for url in urls:
         tier, config = make_tier(url, plugins=plugins)

@@ -1,11 +1,12 @@
-"""Entries by key, in many small dictionaries, so that no step over them takes long.
+"""Tables of keys in many small dictionaries, so that no single step takes long.
 
     table = KeyTable(); table[key] = entry; table.get(key); del table[key]
     for part in table.parts(): ...      # a scan that may stop between two parts, while entries come and go
     keys = KeyList(); keys.append(key); keys.parts
 
-A dictionary of a million keys takes 20 ms to grow once, and must not change while it is walked. Here each of 256 grows by itself, and a
-scan copies one at a time. An entry that is there during the whole scan is in exactly one part.
+A dictionary of a million keys takes 20 ms to grow once, and must not change while it is iterated.
+Here each of 256 dictionaries grows by itself, and a scan copies one at a time. An entry that exists
+during the whole scan is in exactly one part.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,13 +17,17 @@ from kvhold.core.keys import NAMESPACE_BYTES
 
 Value = TypeVar("Value")
 
-SPREAD = NAMESPACE_BYTES  # the byte of a key that says which dictionary has it: the first one of its tokens' hash
+SPREAD = NAMESPACE_BYTES  # this byte of a key selects its dictionary: the token hash's first byte
 _MOST = 512  # values in one part
-KEYS_A_PART = 256  # of a KeyList
+KEYS_A_PART = 256  # keys in one part of a KeyList
 
 
 class KeyTable(Generic[Value]):
-    """Keys are KEY_BYTES long. `shards[key[SPREAD]]` is the dictionary of a key, for those who look up many."""
+    """Values by key. Keys are KEY_BYTES long.
+
+    shards: `shards[key[SPREAD]]` is the dictionary of a key, for callers that look up many keys
+    num:    number of keys
+    """
 
     __slots__ = ("num", "shards")
 
@@ -50,16 +55,19 @@ class KeyTable(Generic[Value]):
         self.num -= 1
 
     def get(self, key: bytes) -> Value | None:
-        """The value of a key, if it is there."""
+        """Return the value of a key, or None."""
         return self.shards[key[SPREAD]].get(key)
 
     def values(self) -> Iterator[Value]:
-        """All, while nothing changes."""
+        """Yield all values. The table must not change until the end."""
         for shard in self.shards:
             yield from shard.values()
 
     def parts(self) -> Iterator[list[Value]]:
-        """All, some hundred at a time. The table may change between two parts; a value may have gone when its part comes."""
+        """Yield all values, some hundred at a time.
+
+        The table may change between two parts, so a part may contain values that were removed.
+        """
         for shard in self.shards:
             if not shard:
                 continue
@@ -68,17 +76,17 @@ class KeyTable(Generic[Value]):
                 yield part
 
     def emptied(self) -> Iterator[list[Value]]:
-        """Take all values out, some hundred at a time."""
+        """Remove all values and yield them, some hundred at a time."""
         for shard in self.shards:
             while shard:
                 part = [shard.popitem()[1] for _ in range(min(_MOST, len(shard)))]
                 self.num -= len(part)
                 yield part
-            shard.clear()  # it gives back the memory that it grew to
+            shard.clear()  # frees the memory of the grown dictionary
 
 
 class KeySet:
-    """A set of keys, in many small sets, for the same reasons."""
+    """A set of keys, in many small sets for the same reasons."""
 
     __slots__ = ("shards",)
 
@@ -86,7 +94,7 @@ class KeySet:
         self.shards: list[set[bytes]] = [set() for _ in range(256)]
 
     def add(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Add keys. Returns those that were not there yet, in their order."""
+        """Add keys. Returns the new ones, in order."""
         new = []
         for key in keys:
             shard = self.shards[key[SPREAD]]
@@ -96,18 +104,18 @@ class KeySet:
         return new
 
     def emptied(self) -> Iterator[int]:
-        """Remove all, some hundred at a time: how many have gone."""
+        """Remove all keys, some hundred at a time, and yield the numbers."""
         for shard in self.shards:
             while shard:
                 num_keys = min(_MOST, len(shard))
                 for _ in range(num_keys):
                     shard.pop()
                 yield num_keys
-            shard.clear()  # it gives back the memory that it grew to
+            shard.clear()  # frees the memory of the grown set
 
 
 class KeyList:
-    """Keys in the order in which they came, in many short lists: one list of a million takes 7 ms to grow once."""
+    """A list of keys, in many short lists: one list of a million keys takes 7 ms to grow once."""
 
     __slots__ = ("num", "parts")
 
@@ -119,7 +127,7 @@ class KeyList:
         return self.num
 
     def append(self, key: bytes) -> bool:
-        """Add a key. Returns whether it has begun a new part, so that who adds many knows when others should have a turn."""
+        """Add a key. Returns whether it began a new part, a good time to let other tasks run."""
         begins = not self.parts or len(self.parts[-1]) == KEYS_A_PART
         if begins:
             self.parts.append([])
@@ -128,7 +136,7 @@ class KeyList:
         return begins
 
     def taken(self) -> Iterator[list[bytes]]:
-        """Take the parts out, the last one first."""
+        """Remove the parts and yield them, the last one first."""
         while self.parts:
             self.num -= len(self.parts[-1])
             yield self.parts.pop()

@@ -1,11 +1,13 @@
 """A tier's address and settings in one line: `redis://user:secret@host:6379/0?ttl_s=3600`.
 
     url = parse_url("disk:///var/cache/kvhold?max_bytes=100GiB")
-    config = url.apply(DiskConfig(path=url.path))              # the options over a tier's own dataclass; ConfigError names what is wrong
+    config = url.apply(DiskConfig(path=url.path))    # sets the options; raises ConfigError
 
-What stands before the `?` is in the form that the tier's own tools use; each option after it is a field of the tier's dataclass. A
-password or an option may be a reference, `redis://user:${env:REDIS_PASSWORD}@host` or `${file:/etc/kvhold/password}`: it is read when
-the tier is made, so the line itself holds no secret. `shown` has no secrets and is what logs, metrics and errors use.
+The part before the `?` has the form of the tier's own tools. Each option after it is a field of the
+tier's settings. A password or an option may be a reference, such as
+`redis://user:${env:REDIS_PASSWORD}@host` or `${file:/etc/kvhold/password}`. It is read when the
+tier is made, so the line itself holds no secret. `shown` has no secrets; logs, metrics and errors
+use it.
 """
 
 import re
@@ -25,8 +27,10 @@ _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://")
 
 @dataclass(frozen=True, repr=False)
 class TierUrl:
-    """Parts of the line. `netloc` is what stands between `://` and the path, for those that name several hosts there. Its `repr` shows no
-    secrets."""
+    """The parts of a tier's URL. Its `repr` shows no secrets.
+
+    netloc: the text between `://` and the path; it may name several hosts
+    """
 
     scheme: str
     netloc: str
@@ -38,24 +42,24 @@ class TierUrl:
 
     @property
     def username(self) -> str:
-        """Before the `:` of the credentials; empty if there are none. Raises ConfigError for a reference that cannot be read."""
+        """The user name; empty if there is none. Raises ConfigError for an unreadable reference."""
         return resolve(unquote(self._credentials.partition(":")[0]), where=self.shown)
 
     @property
     def password(self) -> str:
-        """After the `:` of the credentials; empty if there are none. Raises ConfigError for a reference that cannot be read."""
+        """The password; empty if there is none. Raises ConfigError for an unreadable reference."""
         return resolve(unquote(self._credentials.partition(":")[2]), where=self.shown)
 
     @property
     def has_secret(self) -> bool:
-        """Whether a password or token stands in the line itself. A reference to one is no secret."""
+        """Whether the line itself contains a password or token. A reference is no secret."""
         user, colon, password = (unquote(part) for part in self._credentials.partition(":"))
         named = [password if colon else user, *(value for name, value in self.options.items() if is_secret_name(name))]
         return any(value and not REFERENCE.fullmatch(value) for value in named)
 
     @property
     def hosts(self) -> list[tuple[str, int | None]]:
-        """`[(host, port)]`, one for each that is named, separated by commas. Raises ConfigError for a port that is none."""
+        """`(host, port)` of each host. Raises ConfigError for an invalid one."""
         return [self._host(part) for part in self.netloc.rpartition("@")[2].split(",") if part]
 
     @property
@@ -68,11 +72,14 @@ class TierUrl:
         return f"{self.scheme}://{shown}{at}{hosts}{self.path}{'?' if pairs else ''}{pairs}"
 
     def apply(self, config: Settings) -> Settings:
-        """`config` with the options in it. Raises ConfigError that names the line, the option and the nearest valid one."""
+        """Return `config` with the options set.
+
+        Raises ConfigError, which names the line, the option and the nearest valid one.
+        """
         return apply(config, {k: resolve(v, where=self.shown) for k, v in self.options.items()}, source=self.shown)
 
     def without(self, names: Mapping[str, object]) -> "TierUrl":
-        """The same less the options of these names."""
+        """Return the URL without the options of these names."""
         return replace(self, options={k: v for k, v in self.options.items() if k not in names})
 
     @property
@@ -87,8 +94,8 @@ class TierUrl:
 
 
 def parse_url(text: str) -> TierUrl:
-    """Take the line apart. Raises ConfigError, which shows no secret."""
-    text = REFERENCE.sub(lambda found: quote(found[0], safe=""), text)  # a path in one has slashes
+    """Parse a tier's URL. Raises ConfigError, which shows no secret."""
+    text = REFERENCE.sub(lambda found: quote(found[0], safe=""), text)  # a path has slashes
     if not _SCHEME.match(text):
         place = text.partition("?")[0].rpartition("@")[2]
         raise ConfigError(f"tiers: {place!r} is not a tier's URL, such as disk:///var/cache/kvhold or redis://host:6379/0")
@@ -98,7 +105,7 @@ def parse_url(text: str) -> TierUrl:
         raise ConfigError(f"tiers: {text.partition('?')[0].rpartition('@')[2]!r} is not a URL") from None
     if parts.fragment:
         raise ConfigError(f"tiers: {parts.scheme}://...: '#' begins a fragment; write it as %23")
-    if ":" in parts.netloc and "@" in parts.path:  # what was meant to be a password would be shown
+    if ":" in parts.netloc and "@" in parts.path:  # `shown` would reveal a part of a password
         raise ConfigError(f"tiers: {parts.scheme}://...: in a password, '/' is %2F and '@' is %40; in a path, '@' is %40")
     try:
         pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))

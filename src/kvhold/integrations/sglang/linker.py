@@ -9,7 +9,7 @@
 
 SGLang aborts a request whose load fails, so a load is accepted only with its pages pinned, where this process decides alone; with more
 ranks than one all must decide alike, and a load whose pages have gone fails. Calls come from SGLang's scheduler thread; copies run on two
-threads, each in a stream of its own, and a layer counts as done when its copy is. Left out: sliding windows, states and draft models
+threads, and a layer counts as done when its copy is. Left out: sliding windows, states and draft models
 (KV of plain MHA and MLA pools alone; anything else is refused at start).
 """
 
@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
@@ -27,7 +27,6 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
-from sglang.srt.utils import get_device_module
 
 from kvhold.core.api import Hit
 from kvhold.core.errors import KVHoldError, LayoutError
@@ -35,6 +34,8 @@ from kvhold.integrations.sglang.names import Part, check_keys, engine_of, namesp
 from kvhold.integrations.sglang.pools import Int64s, device_pages
 from kvhold.integrations.sglang.settings import linker_settings
 from kvhold.integrations.sglang.shelf import Shelf
+from kvhold.memory.copier import Copier, Mark, Piece, wait_for
+from kvhold.memory.device import proven_copier_for
 from kvhold.memory.placement import place_own_threads, place_this_thread
 
 log = logging.getLogger(__name__)
@@ -81,7 +82,8 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         if params.mtp_draft_device_pools or params.sidecar_draft_device_pools:
             raise LayoutError("the linker does not serve draft models' KV; switch speculative decoding off, or use the storage")
         engine, pool = engine_of(settings), params.token_to_kv_pool_allocator.get_kvcache()
-        self._pages = device_pages(pool, page_size=params.page_size, kv_dtype=engine.kv_dtype, threads=settings.config.copy_threads or 2)
+        threads = settings.config.copy_threads or 2
+        self._pages = device_pages(pool, page_size=params.page_size, kv_dtype=engine.kv_dtype, threads=threads)
         self.pools = {PoolName.KV: pool}
         part, self._one_rank = _part(params)
         replicated = len(self._pages.views) == 1 and self._pages.views[0].planes == 1
@@ -89,8 +91,11 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         namespace = namespace_of(engine, self._pages.layout, part, pool=str(PoolName.KV), replicated=replicated, salt=self._pages.identity)
         self.layer_done_counter = LayerWiseLoadCounter(self._pages.views[0].layers)
         self._cache = settings.open("sglang")
+        device = self._pages.views[0].device
+        self._copier: Copier = proven_copier_for(device, threads=threads, cache=self._cache, allow_unproven=settings.config.allow_unproven)
         self._shelf = Shelf(self._cache, namespace, settings.config)
         self._shelf.register()
+        self._copier.prepare()
         self._found: dict[str, _Found] = {}
         self._queued: dict[str, _Load] = {}
         self._under_way = 0
@@ -152,8 +157,8 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
             return -1
         loads, self._queued = list(self._queued.values()), {}
         index: int = self.layer_done_counter.update_producer()
-        ready = _recorded()
-        self._begin(self._loader, lambda: self._load_layers(index, loads, ready))
+        mark = self._copier.mark()
+        self._begin(self._loader, lambda: self._load_layers(index, loads, mark))
         return index
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
@@ -201,6 +206,7 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         self.reset()
         self._loader.shutdown(wait=True)
         self._storer.shutdown(wait=True)
+        self._copier.close()
         self._cache.close()
 
     def _begin(self, thread: ThreadPoolExecutor, work: Callable[[], None]) -> None:
@@ -213,17 +219,13 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
             self._under_way -= 1
             self._idle.notify_all()
 
-    def _load_layers(self, index: int, loads: list[_Load], ready: Any) -> None:
+    def _load_layers(self, index: int, loads: list[_Load], mark: Mark | None) -> None:
         """On the load thread: all loads of a batch, layer by layer."""
         try:
-            ready.synchronize()
             with ExitStack() as held:
-                held.enter_context(_own_stream(self._pages.views[0].device))
-                copies = [copy for load in loads for copy in self._claimed(load, held)]
+                pieces = [piece for load in loads for piece in self._claimed(load, held)]
                 for layer in range(self._pages.views[0].layers):
-                    for copy in copies:
-                        copy(layer)
-                    _wait_for_copies(self._pages.views[0].device)
+                    wait_for([self._copier.scatter(pieces, after=mark, layers=range(layer, layer + 1))])
                     self.layer_done_counter.complete(index, layer)
         except BaseException as error:
             if not isinstance(error, KVHoldError):
@@ -236,13 +238,13 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
                 if load.found is not None:
                     load.found.hit.close()
 
-    def _claimed(self, load: _Load, held: ExitStack) -> list[Callable[[int], None]]:
-        """What copies a layer of it, for each group. Raises KVHoldError when its pages have gone."""
+    def _claimed(self, load: _Load, held: ExitStack) -> list[Piece]:
+        """Its pages, claimed until the stack is closed. Raises KVHoldError when they have gone."""
         loan = None if load.found is None else self._cache.claim(load.found.hit.ticket)
         if loan is None:
             raise KVHoldError("its pages have left the cache")
         held.enter_context(loan)
-        return self._pages.plan_scatter(load.ids, loan)
+        return self._pages.pieces_of(loan, load.ids)
 
     def _offload(self, keys: list[str], ids: Int64s, events: list[Any]) -> None:
         """On the store thread. Whatever happens, the offload is reported."""
@@ -250,16 +252,14 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         try:
             for event in events:
                 event.synchronize()
-            with _own_stream(self._pages.views[0].device):
-                stored = all(self._shelf.store(keys, None, lambda _, buffer, places: self._gather(ids, buffer, places)))
+            stored = all(self._shelf.store(keys, None, lambda _, buffer, places: self._gather(ids, buffer, places)))
         except Exception:
             log.exception("kvhold: could not store pages")
         finally:
             self._offloaded.put(stored)
 
     def _gather(self, ids: Int64s, buffer: Any, places: Any) -> None:
-        self._pages.gather(ids, buffer, places)
-        _wait_for_copies(self._pages.views[0].device)
+        wait_for([self._copier.gather(self._pages.pieces(ids, buffer, places), after=None)])  # what wrote them has ended
 
     def _forget(self, rid: str) -> None:
         found = self._found.pop(rid, None)
@@ -287,18 +287,3 @@ def _part(params: Any) -> tuple[Part, bool]:
         tp = (torch.distributed.get_rank(group=group), torch.distributed.get_world_size(group=group))
     part = Part(tp=tp, pp=(params.pp_rank, params.pp_size), cp=(params.attn_cp_rank, params.attn_cp_size))
     return part, tp[1] == params.pp_size == params.attn_cp_size == 1
-
-
-def _recorded() -> Any:
-    event = get_device_module().Event()
-    event.record()
-    return event
-
-
-def _own_stream(device: str) -> Any:
-    return nullcontext() if device == "cpu" else torch.get_device_module(device).stream(torch.get_device_module(device).Stream(device))
-
-
-def _wait_for_copies(device: str) -> None:
-    if device != "cpu":
-        torch.get_device_module(device).current_stream().synchronize()

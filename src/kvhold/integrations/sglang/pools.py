@@ -29,7 +29,8 @@ from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from kvhold.core.api import ABSENT, ChunkBytes, Loan
 from kvhold.core.errors import KVHoldError, LayoutError
 from kvhold.core.layout import DTYPE_BYTES, Group, Layout
-from kvhold.memory.copy import gather_blocks, plan_scatter, scatter_blocks, warm_up
+from kvhold.memory.copier import Piece
+from kvhold.memory.copy import gather_blocks, scatter_blocks, warm_up
 from kvhold.memory.views import View, separate_pools
 
 Int64s: TypeAlias = npt.NDArray[np.int64]
@@ -212,14 +213,16 @@ class PlainPages:
         for view, place in zip(self.views, places, strict=True):
             scatter_blocks(view, ids, buffer, place, threads=self.threads)
 
-    def plan_scatter(self, ids: Int64s, loan: Loan) -> list[Callable[[int], None]]:
-        """What copies a layer of the loan's first chunks into pages, one for each group."""
-        n = len(ids)
-        places = [loan.chunks(group) for group in range(len(self.views))]
-        places = [place.first(n) for place in places]
+    def pieces(self, ids: Int64s, buffer: Bytes, places: Places) -> list[Piece]:
+        """What a copier moves between pages and chunks, one for each group."""
+        return [Piece(view, ids, buffer, place) for view, place in zip(self.views, places, strict=True)]
+
+    def pieces_of(self, loan: Loan, ids: Int64s) -> list[Piece]:
+        """The loan's first chunks and the pages that they are for. Raises KVHoldError where one is not there."""
+        places = [loan.chunks(group).first(len(ids)) for group in range(len(self.views))]
         if any((place.offsets == ABSENT).any() for place in places):
             raise KVHoldError("a page of the loan is not there")
-        return [plan_scatter(view, ids, loan.buffer, place, threads=self.threads) for view, place in zip(self.views, places, strict=True)]
+        return self.pieces(ids, loan.buffer, places)
 
     def takes_flat(self, page: object) -> bool:
         return bool(self.flat) and _is_flat(page, self.layout.groups[0].dtype, self._flat_elements)

@@ -68,4 +68,6 @@ def _settings(section: Mapping[str, Any], where: str) -> Settings:
         config = load_config(values)
     except ConfigError as error:
         raise ConfigError(f"{where.rstrip('. ').removesuffix(':')}: {error}") from None
+    if config.memory_codec != "none":
+        raise ConfigError(f"{where}memory_codec = {config.memory_codec!r}: SGLang's KV is kept as it is; leave this setting out")
     return Settings(config, embedded, KV_DTYPES.get(kv_dtype, ""))

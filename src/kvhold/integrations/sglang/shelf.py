@@ -1,13 +1,16 @@
-"""Pages of one pool by SGLang's hashes, in the cache: count, load, store.
+"""Count, load and store pages of one pool in the cache, by SGLang's hashes.
 
-    shelf = Shelf(cache, namespace, rules)
-    shelf.count(keys)                                   # how many from the first on
+    shelf = Shelf(cache, namespace, config)
+    shelf.count(keys)                                   # number of pages present, from the first on
     shelf.load(keys, scatter)                           # [True, True, False, ...], one a key
     shelf.store(keys, prefix_keys, gather)
 
-Answers are per page: page i's belongs to key i, and one that is missing costs the others nothing. A lookup of the cache's ends at the
-first page that is missing, so pages behind a gap cost a question each; SGLang asks for what it has counted, which is one question.
-No fault of the cache's gets out of here: it is logged, and the page is a miss or was not stored. Any thread.
+Answers are per page: item i belongs to key i, and a missing page does not affect the others. A
+lookup in the cache ends at the first missing page, so pages behind a gap cost one lookup each.
+SGLang normally loads the pages that it has counted, which is one lookup.
+
+No error of the cache is raised here. It is logged, and the page is a miss or is not stored. Any
+thread.
 """
 
 import logging
@@ -30,12 +33,13 @@ from kvhold.integrations.sglang.pools import Bytes
 
 log = logging.getLogger(__name__)
 
-Copy: TypeAlias = Callable[[int, Bytes, tuple[ChunkBytes, ...]], None]  # number of the first key, the arena, its chunks by group
-Take: TypeAlias = Callable[[int, Loan], None]  # number of the first key, the loan
+# the number of the first key, the arena, the arena's chunks by group
+Copy: TypeAlias = Callable[[int, Bytes, tuple[ChunkBytes, ...]], None]
+Take: TypeAlias = Callable[[int, Loan], None]  # the number of the first key, the loan
 
 
 class Tally:
-    """What was moved, as SGLang's metrics want it: for each call its pages, and GB/s. Keeps the last 1,000 that nobody took."""
+    """Pages and GB/s of each call, for SGLang's metrics. Keeps the last 1,000 calls until taken."""
 
     def __init__(self) -> None:
         self._calls: deque[tuple[int, float]] = deque(maxlen=1000)
@@ -45,7 +49,7 @@ class Tally:
             self._calls.append((num_pages, num_pages * page_bytes / max(time.monotonic() - started_s, 1e-9) / 1e9))
 
     def take(self) -> list[tuple[int, float]]:
-        """Those since the last time."""
+        """Return the calls since the last `take`."""
         return [self._calls.popleft() for _ in range(len(self._calls))]
 
 
@@ -62,16 +66,16 @@ class Shelf:
         self._page_bytes = sum(namespace.layout.chunk_bytes(group, namespace.layout.tokens_per_chunk) for group in self._groups)
 
     def register(self) -> None:
-        """Make the layout known to the cache. A node that is lost is told when it is back."""
+        """Register the layout with the cache. A lost node gets it when it is back."""
         with _FaultsAreMisses("register"):
             self._cache.register(self.namespace)
 
     def count(self, keys: Sequence[str]) -> int:
-        """How many pages are there, from the first on. Those in lower tiers are brought into memory meanwhile."""
+        """Count the pages present from the first on. Pages in lower tiers are read into memory."""
         return self._find(keys, self._until()) or 0
 
     def find(self, keys: Sequence[str]) -> Hit | None:
-        """What is there from the first page on, pinned until it is closed; None when nothing is."""
+        """Return the pages present from the first on, pinned until closed; None: none."""
         if not keys or not self._rules.load:
             return None
         with _FaultsAreMisses("lookup"):
@@ -80,7 +84,7 @@ class Shelf:
             try:
                 more = hit.arriving
                 hit.settle()
-                if more:  # for the next time that SGLang asks; it cannot wait for this one
+                if more:  # SGLang cannot wait now; the pages are in memory when it asks again
                     self._cache.prefetch(query)
             except BaseException:
                 hit.close()
@@ -91,21 +95,21 @@ class Shelf:
         return None
 
     def present(self, keys: Sequence[str], *, wait: bool = True) -> list[bool]:
-        """Which pages are there. wait: for those that lower tiers have, too."""
+        """Return which pages are present. wait: also wait for pages from lower tiers."""
         there = [False] * len(keys)
         for first, pages in self._walk(keys, self._until() if wait else 0.0):
             there[first : first + pages] = [True] * pages
         return there
 
     def load(self, keys: Sequence[str], scatter: Copy) -> list[bool]:
-        """Copy out what is there, and say which pages that was. A page that is False may have been written in part."""
+        """Copy the present pages out, return which. A False page may be partly written."""
         started_s, arrived = time.monotonic(), [False] * len(keys)
 
         def take(first: int, loan: Loan) -> None:
             first += loan.first_chunk
             places = tuple(loan.chunks(group) for group in self._groups)
             scatter(first, loan.buffer, places)
-            loan.verify(self.namespace.layout)  # what was copied by other means than ours
+            loan.verify(self.namespace.layout)  # chunks that were copied without kvhold's copier
             whole = _whole(places)
             arrived[first : first + len(whole)] = whole
 
@@ -115,7 +119,7 @@ class Shelf:
         return arrived
 
     def store(self, keys: Sequence[str], prefix_keys: Sequence[str] | None, gather: Copy) -> list[bool]:
-        """Copy in what is missing, and say which pages are there now."""
+        """Copy the missing pages in and return which pages are present afterwards."""
         if not self._rules.store:
             return [False] * len(keys)
         started_s, there = time.monotonic(), [False] * len(keys)
@@ -134,7 +138,7 @@ class Shelf:
         return there
 
     def clear(self) -> None:
-        """Forget all pages."""
+        """Clear all pages of the namespace."""
         with _FaultsAreMisses("clear"):
             self._cache.clear(self.namespace.digest)
 
@@ -142,7 +146,10 @@ class Shelf:
         return time.monotonic() + self._wait_s
 
     def _walk(self, keys: Sequence[str], until_s: float, take: Take | None = None) -> Iterator[tuple[int, int]]:
-        """Runs of pages that are there, as number of the first and how many; `take` is called for each while its loan is good."""
+        """Yield runs of present pages: (number of the first page, number of pages).
+
+        `take` is called for each loan while it is valid.
+        """
         first = 0
         while first < len(keys):
             pages = self._find(keys[first:], until_s, None if take is None else partial(take, first))
@@ -153,7 +160,7 @@ class Shelf:
             first += pages + 1
 
     def _find(self, keys: Sequence[str], until_s: float, take: Callable[[Loan], None] | None = None) -> int | None:
-        """How many pages are there, from the first on; None after a fault, after which asking on would only cost time."""
+        """Count the pages present from the first on; None after a fault, to end the walk."""
         if not keys or not self._rules.load:
             return None
         with _FaultsAreMisses("load"):
@@ -169,12 +176,15 @@ class Shelf:
 
 
 def _whole(places: tuple[ChunkBytes, ...]) -> list[bool]:
-    """Of which pages every group is among them."""
+    """[pages]: whether all groups have the page."""
     return [bool(whole) for whole in np.logical_and.reduce([place.offsets != ABSENT for place in places])]
 
 
 class _FaultsAreMisses:
-    """SGLang's threads go on without us. What they did not expect of us is logged in full."""
+    """Log any error and go on: SGLang's threads continue without the cache.
+
+    Errors other than KVHoldError are logged with their traceback.
+    """
 
     def __init__(self, operation: str) -> None:
         self._operation = operation

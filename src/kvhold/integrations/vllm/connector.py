@@ -20,8 +20,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvhold.core.config import load_config
 from kvhold.core.errors import LayoutError
+from kvhold.integrations.vllm.drafts import draft_limit
 from kvhold.integrations.vllm.events import describer_of, with_events
-from kvhold.integrations.vllm.geometry import geometry_of, mixes_adapters
+from kvhold.integrations.vllm.geometry import geometry_of, mixes_adapters, preferred_layout, unproven_platform
 from kvhold.integrations.vllm.hosts import NodePlace, check_places, place_of
 from kvhold.integrations.vllm.layerwise import refusal
 from kvhold.integrations.vllm.media import Media
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+log = logging.getLogger(__name__)
+
 
 class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
     """vLLM's KV connector, version 1 of its interface. Settings: `kv_connector_extra_config`, as in `kvhold.Config`."""
@@ -58,6 +61,9 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
         transfer.kv_load_failure_policy = "recompute"
         settings = with_events(load_config(transfer.kv_connector_extra_config), vllm_config)
         geometry = geometry_of(vllm_config, kv_cache_config, settings)
+        unproven = unproven_platform()
+        if unproven:
+            log.warning("kvhold: on %s copies have not been shown to be exact; it serves because allow_unproven is set", unproven)
         if settings.layerwise and (reason := refusal(vllm_config, geometry)):
             raise LayoutError(
                 f"layerwise: kvhold does not load inside this engine's passes, because a failed load could not be undone: {reason}"
@@ -76,14 +82,17 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
                 layerwise=settings.layerwise,
                 step_tokens=_step_tokens(vllm_config),
                 media=_media_of(vllm_config),
+                draft_limit=draft_limit(vllm_config),
             )
         else:
+            self._zeroes_first = bool(getattr(vllm_config, "use_v2_model_runner", False))
             rank, num_blocks = vllm_config.parallel_config.rank, kv_cache_config.num_blocks
             self._worker = WorkerSide(
                 settings,
                 layout_only(geometry),
                 geometry,
                 rank=rank,
+                name=f"vllm-worker on {unproven}, unproven" if unproven else "vllm-worker",
                 num_blocks=num_blocks,
                 layerwise=settings.layerwise,
                 adapters=observed_loads() if vllm_config.lora_config is not None else None,
@@ -129,6 +138,11 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.take_events()
 
     @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
+        transfer = vllm_config.kv_transfer_config
+        return None if transfer is None else preferred_layout(load_config(transfer.kv_connector_extra_config))
+
+    @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """A graph of a whole pass would not wait for its layers."""
         return load_config(extra_config).layerwise
@@ -160,7 +174,7 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.begin(self._steps())
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """vLLM calls this before each pass, and before it zeroes or copies blocks for it."""
+        """vLLM's first model runner calls this before it zeroes or copies blocks for a pass; the second one after that."""
         self.worker.end_reading()
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
@@ -175,8 +189,10 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.save_layer(layer_name)
 
     def wait_for_save(self) -> None:
-        """vLLM calls this after a pass that raised, too."""
+        """vLLM's first model runner calls this after a pass that raised, too."""
         self.worker.store(computed=sys.exception() is None)
+        if self._zeroes_first:
+            self.worker.end_reading()
 
     def get_finished(self, finished_req_ids: Iterable[str]) -> tuple[set[str] | None, set[str] | None]:
         return self.worker.take_stored(), self.worker.take_loaded()

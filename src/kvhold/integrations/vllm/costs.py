@@ -1,12 +1,15 @@
-"""What computing and loading cost this engine, from its own steps: how long each took that computed part of a prompt, and each load.
+"""Measure this engine's cost of computing and of loading, from its own steps and loads.
 
     costs.planned(output)                    # a step was scheduled
-    costs.over()                             # the oldest such step has been computed
-    work = costs.work("cmpl-1", 4000, 0)     # what a lookup tells the cache
+    costs.over()                             # the oldest planned step has been computed
+    work = costs.work("cmpl-1", 4000, 0)     # the costs that a lookup passes to the cache
 
-A step lasts from when it was planned, or from the end of the one before it where several are under way. A load lasts from when it was
-planned until its request is in a step: that is later than the copy's end, and it is what a request waits for. `work` is for any thread, the
-rest for the scheduler's, and costs it what grows with the requests in steps that compute prompts, nothing in others. No vLLM.
+A step lasts from its planning, or from the end of the step before it if several are under way. Only
+steps that compute part of a prompt are measured. A load lasts from its planning until its request
+is in a step. That is later than the end of the copy, and it is the time that a request waits.
+
+`work` is for any thread, the other methods for the scheduler's thread. Their time grows with the
+number of requests in steps that compute prompts; in other steps it is constant. No vLLM.
 """
 
 import time
@@ -24,12 +27,12 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 _SLOW_TOKEN_S = 0.002  # half a billion parameters on two cores
-_MOST_STEPS = 64  # under way; more are none: something was not computed
+_MOST_STEPS = 64  # steps under way; if there are more, some were never computed
 
 
 @dataclass(frozen=True)
 class Took:
-    """How long a request's load took, and computing the rest of its prompt; -1: there was none."""
+    """The times of one request: its load, and computing the rest of its prompt; -1: no load."""
 
     request_id: str
     load_s: float
@@ -38,10 +41,13 @@ class Took:
 
 @dataclass
 class _Step:
-    """planned_s: when; quantities: its tokens, one step, and how many tokens before them they look at, if part of a prompt is among them;
-    done: requests whose prompts are computed with it.
+    """A planned step.
 
-    Tokens come first: as long as one step is all that is known, it is thought to be they that cost, so that long prompts are rather loaded.
+    planned_s:  when it was planned
+    quantities: (tokens, 1 step, pairs of a token with an earlier token); None if the step computes
+        no part of a prompt. Tokens come first: while only one step is known, the fit assigns its
+        time to them, so that long prompts are loaded rather than computed
+    done:       requests whose prompts are computed after it
     """
 
     planned_s: float
@@ -51,7 +57,11 @@ class _Step:
 
 @dataclass
 class _Request:
-    """One of which the cache is told how long it took. began_s: when it ran first; load_began_s: when its load did; 0: not yet."""
+    """A request whose times are reported to the cache.
+
+    began_s:      when it ran first; 0: not yet
+    load_began_s: when its load was planned; 0: not yet
+    """
 
     num_tokens: int
     began_s: float = 0.0
@@ -61,10 +71,10 @@ class _Request:
 
 
 class Costs:
-    """One engine's."""
+    """The measured costs of one engine."""
 
     def __init__(self, step_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """step_tokens: the most that a step computes. clock: in seconds."""
+        """step_tokens: the most tokens that a step computes. clock: in seconds."""
         self._step_tokens = step_tokens
         self._clock = clock
         self._computing = Estimate(3)
@@ -74,39 +84,45 @@ class Costs:
         self._last_over_s = 0.0
 
     def work(self, request: str, num_tokens: int, computed_tokens: int) -> Work:
-        """A request and what it costs, as far as is known."""
+        """Return a request with its costs, as far as they are measured."""
         token_s, step_s, pair_s = self._computing.costs or (0.0, 0.0, 0.0)
         load_s, load_byte_s = self._loading.costs or (0.0, 0.0)
         return Work(request, num_tokens, computed_tokens, self._step_tokens, step_s, token_s, pair_s, load_s, load_byte_s)
 
     def compute_s(self, num_tokens: int, computed_tokens: int) -> float:
-        """How long this engine takes to compute the rest of a prompt; of what is not known yet, what a slow one takes. For any thread."""
+        """Return the seconds that this engine takes to compute the rest of a prompt. Any thread.
+
+        Before the first measurement, the answer is that of a slow engine.
+        """
         work = self.work("", num_tokens, computed_tokens)
         if not work.is_known:
             return (num_tokens - computed_tokens) * _SLOW_TOKEN_S
         return float(compute_s(work, np.array([computed_tokens]))[0])
 
     def prepare(self) -> None:
-        """Fit what was measured, a millisecond or two, before a lookup has to wait for that. For any thread."""
+        """Fit the measurements (1 to 2 ms), before a lookup has to wait for the fit. Any thread."""
         for estimate in (self._computing, self._loading):
-            estimate.costs  # noqa: B018 - it is fitted when it is asked for
+            estimate.costs  # noqa: B018 - reading it fits it
 
     def follow(self, request_id: str, num_tokens: int) -> None:
-        """`over` is to tell how long this request took, which computes so many tokens before its first one."""
+        """Have `over` report this request, which has `num_tokens` tokens to compute."""
         self._requests[request_id] = _Request(num_tokens)
 
     def load_begins(self, request_id: str, nbytes: int) -> None:
-        """A request's load is planned, of so many bytes."""
+        """Record that a request's load of `nbytes` bytes is planned."""
         if request_id in self._requests:
             self._requests[request_id].load_began_s, self._requests[request_id].load_bytes = self._clock(), nbytes
 
     def forget(self, request_id: str) -> None:
-        """It is no more. vLLM says so of one that ends with its first token before that step is over."""
+        """Forget a request that has ended, unless a step under way still reports it.
+
+        vLLM reports the end of a one-token answer before that step is over.
+        """
         if not any(request_id in step.done for step in self._steps):
             self._requests.pop(request_id, None)
 
     def planned(self, output: "SchedulerOutput") -> None:
-        """A step was scheduled; `over` says when it has been computed."""
+        """Record that a step was scheduled. `over` records that it has been computed."""
         now_s = self._clock()
         if len(self._steps) >= _MOST_STEPS:
             for lost in self._steps:
@@ -117,7 +133,7 @@ class Costs:
         self._steps.append(step)
         drafts = sum(map(len, output.scheduled_spec_decode_tokens.values()))
         if not output.scheduled_new_reqs and output.total_num_scheduled_tokens - drafts == len(output.num_scheduled_tokens):
-            return  # nothing but the next token of each, and guesses at those after it
+            return  # only the next token of each request, and its drafts
         tokens, pairs = 0, 0.0
         for request_id, computed in _computed(output):
             count = output.num_scheduled_tokens[request_id]
@@ -130,7 +146,7 @@ class Costs:
         step.quantities = (float(tokens), 1.0, pairs)
 
     def over(self) -> list[Took]:
-        """The oldest step has been computed. Returns those that it has brought to their first token."""
+        """Record the end of the oldest step. Return the requests that got their first token."""
         if not self._steps:
             return []
         step, now_s = self._steps.popleft(), self._clock()
@@ -150,7 +166,7 @@ class Costs:
 
 
 def _computed(output: "SchedulerOutput") -> Iterator[tuple[str, int]]:
-    """Each scheduled request, and its tokens that are computed before the step."""
+    """Yield each scheduled request with its tokens that were computed before the step."""
     for new in output.scheduled_new_reqs:
         yield new.req_id, new.num_computed_tokens
     yield from zip(output.scheduled_cached_reqs.req_ids, output.scheduled_cached_reqs.num_computed_tokens, strict=True)

@@ -1,27 +1,37 @@
-"""What the cache holds, as vLLM's own KV cache events, for routers that follow these.
+"""Publish the cache's contents as vLLM's own KV cache events, for routers that follow these.
 
-    settings = with_events(settings, vllm_config)                  # a node started for this engine keeps events
-    describer = describer_of(vllm_config, kv_cache_config, geometry)       # None: vLLM's kv_events_config does not ask for events
+    settings = with_events(settings, vllm_config)    # a node started for this engine keeps events
+    describer = describer_of(vllm_config, kv_cache_config, geometry)   # None: no events wanted
     announcer = Announcer(cache, lookup_thread, describer)
-    announcer.stored(request, names); announcer.found(request, prompt, hit_tokens); announcer.take()
+    announcer.stored(request, names); announcer.found(request, prompt, hit_tokens)
+    announcer.take()
 
-A router matches by vLLM's block hashes, and the cache knows its chunks by keys of its own. Both are known together only while there is a
-request: then each chunk that it stores or finds is *described*, by the hashes, tokens, adapter and extra keys that vLLM itself would
-publish. What the cache's event stream says is in memory and that is described is *announced*: `BlockStored` with medium CPU and locality
-LOCAL, of each of vLLM's KV cache groups by its number, once all shards of the chunk are there. What is announced and leaves memory is
-`BlockRemoved`. A block that stands in several chunks (a prompt's tail and the whole chunk that it grew into, or two tenants' tags, which
-vLLM's hashes do not tell apart) is announced with the first and removed with the last of them.
+Matching: a router matches by vLLM's block hashes; the cache knows chunks by its own keys. Both are
+known together only while a request exists. Each chunk that the request stores or finds is then
+*described*: by the hashes, tokens, adapter and extra keys that vLLM itself would publish.
 
-What routers are not told: what is in tiers below memory alone, as the cache's stream is about memory; what other engines have stored,
-until a request of this one finds it; and more than `_MOST_DESCRIBED` chunks that are described and not in memory. Events go out with
-vLLM's steps, so that an engine without requests says nothing until the next one.
+Announcing: a chunk that is described, and that the cache's event stream reports in memory, is
+*announced*. The event is `BlockStored` with medium CPU and locality LOCAL, for each of vLLM's KV
+cache groups by its number, once all shards of the chunk are there. When an announced chunk leaves
+memory, the event is `BlockRemoved`. Several chunks can contain the same block: a prompt's tail and
+the whole chunk that it grew into, or chunks of two tenants' tags, which vLLM's hashes do not
+distinguish. Such a block is announced with the first of these chunks and removed with the last.
 
-Where the node's events are lost (it was too busy, or is another one), its snapshot says what is there now, and the difference goes out as
-events like any other. While there is no node all that was announced is removed, since nothing of it can be loaded. `AllBlocksCleared` is
-never sent: it names no medium, and routers would forget what the GPU holds, too.
+Not announced:
 
-`take` runs on the scheduler's thread and waits for nothing; all else is done on the thread of the lookups, one after the other. What waits
-to be taken is what one question to the node has brought, and no other question is asked before it was taken.
+- chunks that are only in tiers below memory, because the cache's stream is about memory;
+- chunks that other engines stored, until a request of this engine finds them;
+- chunks beyond `_MOST_DESCRIBED` that are described and not in memory.
+
+Events go out with vLLM's steps, so an engine without requests sends nothing until its next step.
+
+Lost events: if the node loses events (it was too busy, or is another node), its snapshot gives the
+current contents. The difference goes out as ordinary events. Without a node, all announced chunks
+are removed, because none can be loaded. `AllBlocksCleared` is never sent: it names no medium, and
+routers would also forget the GPU's blocks.
+
+`take` runs on the scheduler's thread and never waits. All other work runs on the lookup thread, one
+job after the other. One call to the node is answered and taken before the next call starts.
 """
 
 import logging
@@ -59,19 +69,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_EVENT_BUFFER = 100_000  # what a node keeps for us, where the settings say nothing: some minutes of constant eviction
+_EVENT_BUFFER = 100_000  # events that a node keeps by default: minutes of constant eviction
 _MOST_DESCRIBED = 4096  # chunks, some 10 KB each for the numbers of their tokens
-_PACE_S, _RETRY_S = 0.05, 1.0  # between two questions to the node, and after one without an answer
+_PACE_S, _RETRY_S = 0.05, 1.0  # pause between two calls to the node, and after a failed call
 _NAME_BYTES = NAMESPACE_BYTES + HASH_BYTES  # of a key; its group and shard follow
 
 
 def with_events(settings: Config, config: "VllmConfig") -> Config:
-    """The settings, with a buffer of events where vLLM is to publish events and they have none."""
+    """Return the settings, with an event buffer if vLLM publishes events and no buffer is set."""
     return replace(settings, event_buffer=_EVENT_BUFFER) if _is_asked_for(config) and not settings.event_buffer else settings
 
 
 def describer_of(config: "VllmConfig", kv_cache: "KVCacheConfig", geometry: Geometry) -> "Describer | None":
-    """What describes this engine's chunks; None where vLLM is not to publish events."""
+    """Return the describer of this engine's chunks; None if vLLM does not publish events."""
     if not _is_asked_for(config):
         return None
     hashed_tokens = resolve_kv_cache_block_sizes(kv_cache, config)[1]
@@ -103,7 +113,10 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A chunk as vLLM would publish it: an event for each group, None where vLLM has no hashes of that group's blocks."""
+    """A chunk as vLLM would publish it.
+
+    stored: one event a group; None if vLLM has no hashes of that group's blocks
+    """
 
     first_token: int
     stored: tuple[BlockStored | None, ...]
@@ -111,7 +124,10 @@ class Described:
 
 @dataclass(frozen=True)
 class Describer:
-    """Makes descriptions. hashed_tokens: how many tokens each of a request's block hashes stands for."""
+    """Makes descriptions of chunks.
+
+    hashed_tokens: the number of tokens that each of a request's block hashes covers
+    """
 
     layout: Layout
     shards: int
@@ -119,7 +135,7 @@ class Describer:
     hashed_tokens: int
 
     def describe(self, request: "Request", names: ChunkNames, wanted: Callable[[bytes], bool]) -> Iterator[tuple[bytes, Described]]:
-        """The chunks `names` of the request's text that are `wanted`, by their names."""
+        """Yield name and description of each `wanted` chunk of `names` in the request's text."""
         first = names.first_token
         for chunk, num_tokens in enumerate(names.num_tokens(self.layout).tolist()):
             end = first + num_tokens
@@ -159,31 +175,35 @@ class Describer:
 
 
 class Announced:
-    """What is in memory, what of it is described, and what routers have been told. No I/O; one thread's."""
+    """The chunks in memory, their descriptions, and the announced blocks. No I/O; one thread."""
 
     def __init__(self, tables: tuple[Table, ...], shards: int) -> None:
-        """tables: a group's number with us is its place among them."""
+        """tables: ordered by kvhold's own group numbers."""
         self._tables = tables
         self._places = [frozenset(place_suffix(group, shard) for shard in range(shards)) for group in range(len(tables))]
-        self._present: dict[bytes, set[bytes]] = {}  # of all chunks in memory, other models' too: the groups and shards that are there
-        self._described: OrderedDict[bytes, Described] = OrderedDict()  # until all groups are announced
-        self._told: dict[bytes, dict[int, list[ExternalBlockHash]]] = {}  # by name and group: the blocks
-        self._blocks: Counter[tuple[int, ExternalBlockHash]] = Counter()  # by group and hash: in how many chunks that are announced
+        # of all chunks in memory, other models' included: the present groups and shards
+        self._present: dict[bytes, set[bytes]] = {}
+        # until all groups are announced
+        self._described: OrderedDict[bytes, Described] = OrderedDict()
+        # announced blocks, by name and group
+        self._told: dict[bytes, dict[int, list[ExternalBlockHash]]] = {}
+        # by group and hash: the number of announced chunks with the block
+        self._blocks: Counter[tuple[int, ExternalBlockHash]] = Counter()
         self._touched: set[bytes] = set()
 
     def wants(self, name: bytes) -> bool:
-        """Whether a description of this chunk adds anything."""
+        """Whether a description of this chunk is still needed."""
         return name not in self._described and len(self._told.get(name, ())) < len(self._tables)
 
     def describe(self, name: bytes, described: Described) -> None:
-        """A chunk's description, to be used when it is in memory."""
+        """Keep a chunk's description for when the chunk is in memory."""
         self._described[name] = described
         self._touched.add(name)
         if len(self._described) > _MOST_DESCRIBED:
             self._described.popitem(last=False)
 
     def happened(self, events: Iterable[Event]) -> None:
-        """Events of the cache, in order."""
+        """Apply events of the cache, in order."""
         for event in events:
             name, place = event.key[:_NAME_BYTES], event.key[_NAME_BYTES:]
             self._touched.add(name)
@@ -195,20 +215,20 @@ class Announced:
                     del self._present[name]
 
     def replace(self, snapshot: Iterable[Event]) -> None:
-        """This, and nothing else, is in memory."""
+        """Replace the known contents of memory by a snapshot."""
         self._touched.update(self._told)
         self._present.clear()
         self.happened(snapshot)
 
     def withdraw(self) -> None:
-        """Nothing that has been described up to now can be loaded any more."""
+        """Forget all descriptions, and remove the announced chunks: none can be loaded any more."""
         self._described.clear()
         for name in self._told:
             self._touched.add(name)
             self._present.pop(name, None)
 
     def changes(self) -> "list[KVCacheEvent]":
-        """What routers are to be told since the last call: beginnings of prompts first, and what has come before what has gone."""
+        """Return the KV events since the last call: additions first, by position in the prompt."""
         touched, self._touched = self._touched, set()
         come = [(described.first_token, name, described) for name in touched if (described := self._described.get(name)) is not None]
         come.sort(key=lambda item: item[:2])
@@ -236,7 +256,8 @@ class Announced:
             self._told[name] = told
             told[group] = stored.block_hashes
             keys = [(group, block) for block in stored.block_hashes]
-            known = next((i for i, key in enumerate(keys) if not self._blocks[key]), len(keys))  # chunks share what both begin with
+            # chunks share the blocks that both begin with
+            known = next((i for i, key in enumerate(keys) if not self._blocks[key]), len(keys))
             self._blocks.update(keys)
             if known < len(keys):
                 yield _without_first(stored, known) if known else stored
@@ -256,7 +277,7 @@ class Announced:
 
 
 def _without_first(stored: BlockStored, blocks: int) -> BlockStored:
-    """The event without its first blocks."""
+    """Return the event without its first blocks."""
     return msgspec.structs.replace(
         stored,
         block_hashes=stored.block_hashes[blocks:],
@@ -267,34 +288,37 @@ def _without_first(stored: BlockStored, blocks: int) -> BlockStored:
 
 
 class Announcer:
-    """Follows the cache's events for one engine."""
+    """Follow the cache's events for one engine."""
 
     def __init__(self, cache: Cache, thread: Executor, describer: Describer) -> None:
-        """thread: has one thread, on which all but `take` is done."""
+        """thread: an executor with one thread, which does all work but `take`."""
         self._cache = cache
         self._thread = thread
         self._describer = describer
         self._announced = Announced(describer.tables, describer.shards)
-        self._next: int | None = None  # the cache's events after this number are not known yet; None: nothing is
+        self._next: int | None = None  # the next event number to read; None: read a snapshot first
         self._complaint = ""
         self._asked: Future[list[KVCacheEvent]] | None = None
         self._due_s = 0.0
 
     def stored(self, request: "Request", names: ChunkNames) -> None:
-        """The workers are told to store these chunks."""
+        """Describe chunks that the workers are told to store."""
         self._thread.submit(self._describe, request, lambda: names)
 
     def found(self, request: "Request", prompt: Prompt, num_tokens: int) -> None:
-        """The cache has the request's first so many tokens."""
+        """Describe the request's first `num_tokens` tokens, which the cache holds."""
         if num_tokens:
             self._thread.submit(self._describe, request, lambda: _first_chunks(prompt, num_tokens))
 
     def reset(self) -> None:
-        """Nothing that is stored or being stored now will be loaded."""
+        """Remove all announced chunks: no KV stored or being stored now will be loaded."""
         self._thread.submit(self._announced.withdraw)
 
     def take(self) -> "list[KVCacheEvent]":
-        """What is new. Waits for nothing, and has the cache asked what is new by the next call, unless it was asked just now."""
+        """Return the new events. Never waits.
+
+        Starts the next call to the node, if none is under way and `_PACE_S` has passed.
+        """
         events: list[KVCacheEvent] = []
         if self._asked is not None and self._asked.done():
             events, self._asked = self._asked.result(), None
@@ -304,7 +328,7 @@ class Announcer:
         return events
 
     def _describe(self, request: "Request", names: Callable[[], ChunkNames]) -> None:
-        """Never raises: nobody would see it."""
+        """Describe chunks, on the lookup thread. Never raises: its future is never read."""
         try:
             for name, described in self._describer.describe(request, names(), self._announced.wants):
                 self._announced.describe(name, described)
@@ -312,7 +336,7 @@ class Announcer:
             log.exception("kvhold: no KV events about request %s", request.request_id)
 
     def _ask(self) -> "list[KVCacheEvent]":
-        """Never raises: the scheduler would."""
+        """Ask the node for events, on the lookup thread. Never raises: the scheduler would."""
         try:
             self._read()
             self._complaint = ""
@@ -338,7 +362,7 @@ class Announcer:
 
 
 def _first_chunks(prompt: Prompt, num_tokens: int) -> ChunkNames:
-    """Those of a hit: whole ones, and the tail that it ends with."""
+    """Return the chunks of a hit: the whole ones, and the tail at its end."""
     whole, tail = divmod(num_tokens, prompt.namespace.layout.tokens_per_chunk)
     names = prompt.chunks(last=whole, tail=False)
     if not tail:

@@ -1,20 +1,22 @@
-"""What vLLM keeps of each token, as groups of ours: which layers, how large a block of each is, and which worker has which part.
+"""Describe vLLM's KV as groups: their layers, their block sizes, and each worker's part.
 
-    geometry = geometry_of(vllm_config, kv_cache_config, settings)       # the same in the scheduler and in every worker
-    geometry.parts[0].group, geometry.parts[0].table                     # a group, and whose block table it uses
-    geometry.held_by(rank)                                               # the shards whose heads that worker has
+    geometry = geometry_of(vllm_config, kv_cache_config, settings)  # equal in scheduler and workers
+    geometry.parts[0].group, geometry.parts[0].table                # a group, and its block table
+    geometry.held_by(rank)                                          # the shards of that worker
 
-A *part* is one of vLLM's KV cache groups: all its layers have one kind of attention, one block size and one block table. Blocks are moved
-as opaque bytes, since backends arrange them as they like (the CPU's keeps K transposed, and otherwise on other instruction sets); what
-arranges them is in the packing's name. What is not proven to come back exactly is refused here, at start-up, never guessed.
+A *part* is one of vLLM's KV cache groups: its layers share one kind of attention, one block size
+and one block table. Blocks are moved as opaque bytes, because each backend arranges them in its own
+way. (The CPU's keeps K transposed, and differently on each instruction set.) The packing's name
+identifies the arrangement. A set-up whose KV is not proven to come back exactly is refused at
+start-up.
 
-Workers: each tensor parallel worker has some of the heads, and each pipeline stage some of the layers. A shard is what one worker holds,
-or a part of its heads where `head_shards` divides them further, so that engines of other widths hold the same shards. Workers that hold
-equal KV (MLA's latent, or fewer heads than workers) share a shard: one stores it, all load it.
+Workers: each tensor parallel worker has some of the heads, and each pipeline stage some of the
+layers. A shard is one worker's KV. With `head_shards` it is a part of the worker's heads, so that
+engines of other widths hold the same shards. Workers with equal KV (MLA's latent, or fewer heads
+than workers) share a shard: one worker stores it, all load it.
 """
 
 from dataclasses import dataclass
-from hashlib import blake2b
 from math import lcm, prod
 from typing import TYPE_CHECKING, Any
 
@@ -26,31 +28,51 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentio
 
 from kvhold.core.config import Config
 from kvhold.core.errors import LayoutError
-from kvhold.core.layout import Group, Layout
+from kvhold.core.layout import Group, Layout, packing_name
+from kvhold.memory.coding import ERROR_BOUND, coded_group
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _KNOWN = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, MambaSpec)
-_WITHOUT_DRAFT_LAYERS = ("ngram", "suffix")  # speculation that leaves no KV of its own
+_COMPACT_LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")  # a layer's block is one piece of memory
+_WITHOUT_DRAFT_LAYERS = ("ngram", "suffix")  # speculation without KV of its own
+_SHOWN_DRAFTERS = ("draft_model", "eagle")
+_DRAFTERS = (*_SHOWN_DRAFTERS, "eagle3", "mtp")
+_LOOK_AHEAD = ("eagle", "eagle3", "mtp")  # the drafter's KV of a token depends on the next token
 
 
 @dataclass(frozen=True)
 class Part:
-    """One of vLLM's KV cache groups, as one of ours. table: its number with vLLM; group: what one shard holds of it."""
+    """One of vLLM's KV cache groups, as a group of kvhold's layout.
+
+    table:        its number in vLLM
+    group:        one shard's share, as chunks hold it
+    engine_group: the same, as the engine's tensors hold it; differs from `group` if `memory_codec`
+        codes it
+    """
 
     table: int
     layer_names: tuple[str, ...]
     group: Group
+    engine_group: Group
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether chunks hold less than the engine's blocks."""
+        return self.group != self.engine_group
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """All of a model's KV, and how it is divided.
+    """All of a model's KV, and its division among workers.
 
-    shards:  in how many parts it is stored; per_worker: how many of these one worker holds
-    copies:  how many neighbouring tensor parallel workers hold the same; width: how many of these workers a stage has
+    shards:      number of shards of the model
+    per_worker:  number of shards that one worker holds
+    copies:      number of neighbouring tensor parallel workers that hold the same KV
+    width:       number of tensor parallel workers in a stage
+    looks_ahead: see `looks_ahead`
     """
 
     parts: tuple[Part, ...]
@@ -59,31 +81,38 @@ class Geometry:
     per_worker: int
     copies: int
     width: int
+    looks_ahead: bool = False
 
     @property
     def whole_prompt_fits(self) -> bool:
-        """A hit may cover a whole prompt, whose last token is then computed again. Not where that token would be counted twice (a state),
-        or needs one that has just left the window."""
+        """Whether a hit may cover a whole prompt, whose last token is then computed again.
+
+        False if the model would count that token twice (a state), or needs a token that has just
+        left the window.
+        """
         return all(part.group.attention == "full" for part in self.parts)
 
     def held_by(self, rank: int) -> range:
-        """The shards that worker number `rank` of the engine has."""
+        """Return the shards that worker number `rank` holds."""
         stage, place = divmod(rank, self.width)
         distinct = self.width // self.copies
         first = (stage * distinct + place // self.copies) * self.per_worker
         return range(first, first + self.per_worker)
 
     def stored_by(self, rank: int) -> range:
-        """The shards that it stores: of those who hold the same, the first does."""
+        """Return the shards to store: the first of the workers with equal KV stores it."""
         return self.held_by(rank) if rank % self.width % self.copies == 0 else range(0)
 
 
 def geometry_of(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: Config) -> Geometry:
-    """The geometry of this engine's KV. Raises LayoutError for a set-up whose KV is not proven to come back exactly.
+    """Return the geometry of this engine's KV.
 
-    settings.tokens_per_chunk is rounded up to whole blocks, and is one block where a model keeps a state.
+    settings.tokens_per_chunk is rounded up to whole blocks. It is one block if the model keeps a
+    state.
+
+    Raises LayoutError for a set-up whose KV is not proven to come back exactly.
     """
-    _refuse_unproven(config, kv_cache)
+    _refuse_unproven(config, kv_cache, settings)
     parallel = config.parallel_config
     width, copies = parallel.tensor_parallel_size, kv_cache.kv_tp_replicas
     distinct = width // copies
@@ -98,24 +127,59 @@ def geometry_of(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: Confi
             f"Use a multiple of {distinct} that divides all heads, or 0"
         )
     per_worker = divided // distinct
-    parts = tuple(
-        Part(number, tuple(group.layer_names), _group(config, group.kv_cache_spec, len(group.layer_names), per_worker))
-        for number, group in enumerate(kv_cache.kv_cache_groups)
-    )
+    parts = []
+    for number, group in enumerate(kv_cache.kv_cache_groups):
+        engine_group = _group(config, group.kv_cache_spec, len(group.layer_names), per_worker)
+        parts.append(Part(number, tuple(group.layer_names), coded_group(engine_group, settings.memory_codec), engine_group))
+    if any(part.is_coded for part in parts) and settings.rules.max_error < ERROR_BOUND:
+        raise LayoutError(
+            f"memory_codec is {settings.memory_codec}, which loses up to {ERROR_BOUND:.4f} of the largest; rules.max_error allows "
+            f"{settings.rules.max_error:g}. Raise it, or set memory_codec to none"
+        )
     return Geometry(
-        parts=parts,
-        layout=_layout(parts, settings.tokens_per_chunk),
+        parts=tuple(parts),
+        layout=_layout(tuple(parts), settings.tokens_per_chunk),
         shards=parallel.pipeline_parallel_size * divided,
         per_worker=per_worker,
         copies=copies,
         width=width,
+        looks_ahead=looks_ahead(config),
     )
 
 
-def mixes_adapters(config: "VllmConfig") -> bool:
-    """Whether a request without an adapter may be computed with another request's.
+def unproven_platform() -> str:
+    """Return the device on which copies have not been shown to be exact; empty on the CPU."""
+    return "" if current_platform.is_cpu() else str(current_platform.device_name)
 
-    vLLM's CPU build does so where both are in one batch: the KV of such a request is wrong, and nobody must find it under the model's name.
+
+def drafts(config: "VllmConfig") -> bool:
+    """Whether a second model, or further layers, compute KV beside the model's."""
+    return config.speculative_config is not None and config.speculative_config.method in _DRAFTERS
+
+
+def looks_ahead(config: "VllmConfig") -> bool:
+    """Whether the drafter's KV of a token depends on the next token.
+
+    If so, the drafter's KV in a hit's last block may belong to another continuation. That KV only
+    affects how many drafts are accepted. With greedy decoding it never changes the engine's
+    answer; with sampling it never changes the probabilities.
+    """
+    return config.speculative_config is not None and config.speculative_config.method in _LOOK_AHEAD
+
+
+def preferred_layout(settings: Config) -> str | None:
+    """Return the KV arrangement to ask vLLM for; None: any.
+
+    With `head_shards`, a shard of a block is one piece of memory only if heads are outside tokens.
+    """
+    return "LBHNC" if settings.head_shards and unproven_platform() else None
+
+
+def mixes_adapters(config: "VllmConfig") -> bool:
+    """Whether vLLM may compute a request without an adapter with another request's adapter.
+
+    vLLM's CPU build does so if both are in one batch. The KV of such a request is wrong, and must
+    not be stored under the model's name.
     """
     return config.lora_config is not None and current_platform.is_cpu()
 
@@ -163,27 +227,27 @@ def _heads(spec: Any) -> int:
 
 def _packing(config: "VllmConfig", spec: Any) -> str:
     version = ".".join(vllm.__version__.split(".")[:2])
+    device = unproven_platform()
     if isinstance(spec, MambaSpec):
-        return _fitting(f"vllm-{version}-state-{spec.mamba_type.name.lower()}")
+        return packing_name(f"vllm-{version}-state-{spec.mamba_type.name.lower()}")
+    if device:
+        latent = "mla-" if isinstance(spec, MLAAttentionSpec) else ""
+        return packing_name(f"vllm-{version}-{device}-{latent}{config.cache_config.kv_cache_layout}")
     if isinstance(spec, MLAAttentionSpec):
         return f"vllm-{version}-mla-{'amx' if torch.cpu._is_amx_tile_supported() else 'cpu'}"
     isa = _get_attn_isa(config.model_config.dtype, spec.block_size, spec.head_size, config.cache_config.cache_dtype)
     return f"vllm-{version}-cpu_attn-{isa}"
 
 
-def _fitting(name: str) -> str:
-    """The name in the 32 characters that a packing may have; the end of a longer one is its digest."""
-    return name if len(name) <= 32 else f"{name[:23]}-{blake2b(name.encode(), digest_size=4).hexdigest()}"
-
-
-def _refuse_unproven(config: "VllmConfig", kv_cache: "KVCacheConfig") -> None:
-    groups = kv_cache.kv_cache_groups
+def _refuse_unproven(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: Config) -> None:
+    groups, device = kv_cache.kv_cache_groups, unproven_platform()
     parallel, cache, speculation = config.parallel_config, config.cache_config, config.speculative_config
     specs = [group.kv_cache_spec for group in groups]
     strange = sorted({type(spec).__name__ for spec in specs if type(spec) not in _KNOWN})
     known = ", ".join(kind.__name__ for kind in _KNOWN)
     stages = parallel.pipeline_parallel_size
     layers = config.model_config.get_total_num_hidden_layers() if stages > 1 else 0
+    method = getattr(speculation, "method", None)
     reasons = {
         "the model has no KV cache": not groups,
         f"its layers are {', '.join(strange)}; {known} are supported": bool(strange),
@@ -196,7 +260,12 @@ def _refuse_unproven(config: "VllmConfig", kv_cache: "KVCacheConfig") -> None:
         "vLLM turns chunked prefill off for its MLA here: it computes the rest of a prompt without what was loaded before": (
             any(isinstance(spec, MLAAttentionSpec) for spec in specs) and not config.scheduler_config.enable_chunked_prefill
         ),
-        f"the platform is {current_platform.device_name}; cpu is supported": not current_platform.is_cpu(),
+        f"on {device} copies have not been shown to be exact (allow_unproven = true serves it if the check at start passes)": (
+            bool(device) and not settings.allow_unproven
+        ),
+        f"its KV is arranged as {cache.kv_cache_layout}; {', '.join(_COMPACT_LAYOUTS)} are supported": (
+            bool(device) and cache.kv_cache_layout not in _COMPACT_LAYOUTS
+        ),
         f"kv_cache_dtype is {cache.cache_dtype}; auto, fp8, fp8_e4m3 and fp8_e5m2 are supported": cache.cache_dtype
         not in ("auto", "fp8", "fp8_e4m3", "fp8_e5m2"),
         f"{layers} layers are not divided evenly among {stages} pipeline stages": bool(stages > 1 and layers % stages),
@@ -204,9 +273,27 @@ def _refuse_unproven(config: "VllmConfig", kv_cache: "KVCacheConfig") -> None:
         > 1,
         "decode_context_parallel_size > 1": parallel.decode_context_parallel_size > 1,
         "prefill_context_parallel_size > 1": parallel.prefill_context_parallel_size > 1,
-        f"speculative decoding by {getattr(speculation, 'method', None)}; {' and '.join(_WITHOUT_DRAFT_LAYERS)} are supported": (
-            speculation is not None and speculation.method not in _WITHOUT_DRAFT_LAYERS
+        f"speculative decoding by {method}; {', '.join(_WITHOUT_DRAFT_LAYERS + _DRAFTERS)} are supported": (
+            speculation is not None and method not in _WITHOUT_DRAFT_LAYERS + _DRAFTERS
         ),
+        f"speculative decoding by {method} has not been shown to be exact (allow_unproven = true serves it)": (
+            drafts(config) and method not in _SHOWN_DRAFTERS and not settings.allow_unproven
+        ),
+        "a drafter and several pipeline stages": drafts(config) and stages > 1,
+        "a drafter beside other than full attention has not been shown to be exact (allow_unproven = true serves it)": (
+            drafts(config) and not settings.allow_unproven and any(type(spec) is not FullAttentionSpec for spec in specs)
+        ),
+        "a drafter with another vocabulary (use_heterogeneous_vocab)": (
+            drafts(config) and bool(getattr(speculation, "use_heterogeneous_vocab", False))
+        ),
+        "drafts that are taken without a check (rejection_sample_method is synthetic)": (
+            drafts(config) and getattr(speculation, "rejection_sample_method", "") == "synthetic"
+        ),
+        "a drafter that does not draft in each pass (num_speculative_tokens_per_batch_size)": (
+            drafts(config) and getattr(speculation, "num_speculative_tokens_per_batch_size", None) is not None
+        ),
+        f"speculative decoding by {method} with sliding windows or states": looks_ahead(config)
+        and any(isinstance(spec, SlidingWindowSpec | MambaSpec) for spec in specs),
     }
     found = [reason for reason, applies in reasons.items() if applies]
     if found:

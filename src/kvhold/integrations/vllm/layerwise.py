@@ -1,15 +1,26 @@
-"""Loads and stores inside a forward pass, a layer at a time: the pass computes one layer while another is copied.
+"""Loads and stores inside a forward pass, a layer at a time.
 
-    passing = Layerwise(part, loader, copier)                # one for each worker, where `refusal` has nothing to say
-    passing.begin(loads, prepare)                            # before the pass; copied on the loader's thread from then on
-    passing.wait(layer)                                      # in the pass, before each layer's attention
-    passing.save(layer, copies)                              # ... and after it
-    passing.saved(), passing.end()                           # after the pass: whether all is copied out; which loads have failed
+The pass computes one layer while another is copied.
 
-Only where a failed load can be computed again. What a pass computes after a failed load is wrong, and must reach nobody: vLLM takes the
-request's tokens back, but has given its blocks to the prefix cache before the pass, has planned the next pass already where scheduling is
-asynchronous, and cannot name blocks of several groups; and of several workers the others would store what they computed from it. So a
-prefix cache in vLLM, asynchronous scheduling, several KV cache groups and several workers are refused.
+    passing = Layerwise(part, copier, loader, saver)   # one a worker, if `refusal` is empty
+    passing.begin(loads, prepare)                      # before the pass: the loader starts to copy
+    passing.wait(layer)                                # in the pass, before each layer's attention
+    passing.save(layer, pieces)                        # ... and after it
+    passing.saved(), passing.end()                     # after the pass: all copied? failed loads?
+
+The pass itself waits for a layer's copy, on a device. The engine's thread waits only until the copy
+was submitted.
+
+This works only if a failed load can be computed again. The results of a pass after a failed load
+are wrong and must not be used. vLLM takes the request's tokens back, but not everything else:
+
+- it has given the request's blocks to its prefix cache before the pass;
+- with asynchronous scheduling, it has planned the next pass already;
+- it cannot name blocks of several groups;
+- with several workers, the other workers would store KV that they computed from the failed load.
+
+So a prefix cache in vLLM, asynchronous scheduling, several KV cache groups and several workers are
+refused.
 """
 
 import logging
@@ -20,88 +31,114 @@ from dataclasses import dataclass, field
 from threading import Condition
 from typing import TYPE_CHECKING
 
-from kvhold.core.errors import KVHoldError
+import numpy as np
+import numpy.typing as npt
+
+from kvhold.core.api import ChunkBytes
+from kvhold.core.errors import DamagedChunks, DeviceError, KVHoldError
 from kvhold.integrations.vllm.geometry import Geometry, Part
 from kvhold.integrations.vllm.steps import Load
+from kvhold.memory.copier import Copier, Mark, Piece, Transfer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 log = logging.getLogger(__name__)
 
-CopyLayer = Callable[[int], None]  # of a layer's number in its part
-LoadLayer = Callable[[int], Sequence[int]]  # the same; returns the blocks whose bytes are damaged
-Prepare = Callable[[Load, ExitStack], list[LoadLayer]]  # claims a hit until the stack is closed; raises what goes wrong
+# claims a hit until the stack is closed; raises on failure
+Prepare = Callable[[Load, ExitStack], list[Piece]]
 
 
 def refusal(config: "VllmConfig", geometry: Geometry) -> str:
-    """Why this engine cannot load inside its passes; empty: it can."""
+    """Return why this engine cannot load inside its passes; empty: it can."""
     reasons = {
         "vLLM's prefix cache is on (--no-enable-prefix-caching)": bool(config.cache_config.enable_prefix_caching),
         "its scheduling is asynchronous (--no-async-scheduling)": bool(config.scheduler_config.async_scheduling),
         f"the model has {len(geometry.parts)} KV cache groups": len(geometry.parts) > 1,
         "the model keeps a state": any(part.group.attention == "state" for part in geometry.parts),
         f"there are {config.parallel_config.world_size} workers": config.parallel_config.world_size > 1,
+        "it speculates, and vLLM then asks for failed loads before they have ended": config.speculative_config is not None,
     }
     return "; ".join(reason for reason, applies in reasons.items() if applies)
 
 
 @dataclass
 class _Pass:
-    """One pass's loads.
+    """The loads of one pass.
 
-    reached: so many layers are there
+    mark:    the copies begin after it
+    reached: number of layers whose copies were submitted
+    copies:  copies by layer
     asked:   the layers that the pass has waited for
-    failed:  blocks of loads that have failed as a whole, by request
+    failed:  blocks of loads that failed as a whole, by request
     damaged: blocks of damaged chunks, by request; the other blocks of that load have their KV
     """
 
     loads: list[Load]
+    mark: Mark | None
     job: "Future[None] | None" = None
     reached: int = 0
+    copies: list[list[Transfer]] = field(default_factory=list)
     asked: set[int] = field(default_factory=set)
     failed: dict[str, list[int]] = field(default_factory=dict)
     damaged: dict[str, set[int]] = field(default_factory=dict)
 
     def failed_blocks(self, load: Load) -> list[int]:
-        """The blocks that did not get their KV."""
+        """Return the load's blocks that did not get their KV."""
         return self.failed.get(load.request_id) or sorted(self.damaged.get(load.request_id, ()))
 
 
 class Layerwise:
-    """One worker's passes. `begin`, `wait`, `save` and `end` are called by the engine's thread."""
+    """One worker's passes. The engine's thread calls `begin`, `wait`, `save` and `end`."""
 
-    def __init__(self, part: Part, loader: Executor, copier: Executor) -> None:
+    def __init__(self, part: Part, copier: Copier, loader: Executor, saver: Executor) -> None:
+        self._part = part
         self._numbers = {name: number for number, name in enumerate(part.layer_names)}
-        self._loader, self._copier = loader, copier
+        self._copier = copier
+        self._loader, self._saver = loader, saver
         self._changed = Condition()
         self._pass: _Pass | None = None
-        self._saving: list[Future[None]] = []
+        self._saving: list[Future[Transfer]] = []
         self._saved: set[int] = set()  # layers
 
+    def use(self, copier: Copier) -> None:
+        """Use another copier from now on."""
+        self._copier = copier
+
     def begin(self, loads: Sequence[Load], prepare: Prepare) -> None:
-        """Start the loads of the pass that is to come."""
+        """Start the loads of the next pass."""
         if loads:
-            self._pass = _Pass(list(loads))
+            self._pass = _Pass(list(loads), self._copier.mark())
             self._pass.job = self._loader.submit(self._run, self._pass, prepare)
 
     def wait(self, layer_name: str) -> None:
-        """Until the layer's KV is there, or cannot come any more."""
+        """Make the pass wait until the layer's KV has arrived or has failed."""
         one, number = self._pass, self._numbers.get(layer_name)
         if one is not None and number is not None:
             one.asked.add(number)
             with self._changed:
                 self._changed.wait_for(lambda: one.reached > number)
+            if number < len(one.copies):
+                self._copier.fence(one.copies[number])
 
-    def save(self, layer_name: str, copies: Sequence[CopyLayer]) -> None:
-        """Start to copy the layer out of its blocks, which the pass does not write any more."""
+    def save(self, layer_name: str, pieces: Sequence[Piece]) -> "Future[Transfer] | None":
+        """Start to copy the layer out of its blocks; None: nothing to copy.
+
+        The pass has finished writing the layer.
+        """
         number = self._numbers.get(layer_name)
-        if number is not None:
-            self._saving += [self._copier.submit(copy, number) for copy in copies]
-            self._saved.add(number)
+        if number is None:
+            return None
+        self._saved.add(number)
+        if not pieces:
+            return None
+        layers = range(number, number + 1)
+        saving = self._saver.submit(self._copier.gather, pieces, self._copier.mark(), layers=layers)
+        self._saving.append(saving)
+        return saving
 
     def saved(self) -> bool:
-        """Wait for the layers' copies. False: one has failed, or the pass has left a layer out."""
+        """Wait until the layers' copies are submitted. False: one failed, or a layer is missing."""
         saving, self._saving, saved, self._saved = self._saving, [], self._saved, set()
         errors = [error for future in saving if (error := future.exception()) is not None]
         for error in errors:
@@ -109,7 +146,7 @@ class Layerwise:
         return not errors and len(saved) == len(self._numbers)
 
     def end(self) -> dict[str, list[int]]:
-        """The pass is over. Its loads, by request: the blocks that did not get their KV; none, where all is well."""
+        """End the pass. Return, for each of its loads, the blocks that did not get their KV."""
         one, self._pass = self._pass, None
         if one is None or one.job is None:
             return {}
@@ -123,21 +160,35 @@ class Layerwise:
         return {load.request_id: blocks_of(load) if missed else one.failed_blocks(load) for load in one.loads}
 
     def _run(self, one: _Pass, prepare: Prepare) -> None:
-        """On the loader's thread: all the pass's loads, layer by layer. Never raises, and lets nobody wait for ever."""
+        """Copy all the pass's loads layer by layer, on the loader's thread.
+
+        Never raises, and ends every wait for a layer.
+        """
         with ExitStack() as stack:
             stack.callback(self._reach, one, len(self._numbers))
-            copies: dict[str, list[LoadLayer]] = {}
+            claims = stack.enter_context(ExitStack())
+            pieces: dict[str, list[Piece]] = {}
+            submitted: list[tuple[Load, Transfer]] = []
             for load in one.loads:
                 with _noting(one.failed, load):
-                    copies[load.request_id] = prepare(load, stack)
+                    pieces[load.request_id] = prepare(load, claims)
             for number in range(len(self._numbers)):
+                copies: list[Transfer] = []
                 for load in one.loads:
                     if load.request_id not in one.failed:
-                        with _noting(one.failed, load):
-                            for copy in copies[load.request_id]:
-                                if damaged := copy(number):
-                                    one.damaged.setdefault(load.request_id, set()).update(damaged)
+                        with _noting(one.failed, load), _keeping(claims):
+                            copies.append(self._copier.scatter(pieces[load.request_id], one.mark, layers=range(number, number + 1)))
+                            submitted.append((load, copies[-1]))
+                one.copies.append(copies)
                 self._reach(one, number + 1)
+            for load, transfer in submitted:  # before the claims end
+                with _noting(one.failed, load), _keeping(claims):
+                    self._note_damage(one, load, pieces[load.request_id], transfer.wait())
+
+    def _note_damage(self, one: _Pass, load: Load, pieces: Sequence[Piece], damage: Sequence[DamagedChunks | None]) -> None:
+        for piece, error in zip(pieces, damage, strict=True):
+            if error is not None:
+                one.damaged.setdefault(load.request_id, set()).update(blocks_of_chunks(error.chunks, self._part, piece.ids, piece.places))
 
     def _reach(self, one: _Pass, layers: int) -> None:
         with self._changed:
@@ -147,7 +198,7 @@ class Layerwise:
 
 @contextmanager
 def _noting(failed: dict[str, list[int]], load: Load) -> Iterator[None]:
-    """What goes wrong here goes wrong for this load alone."""
+    """Record an error as a failure of this load alone."""
     try:
         yield
     except KVHoldError as error:
@@ -158,8 +209,18 @@ def _noting(failed: dict[str, list[int]], load: Load) -> Iterator[None]:
         failed[load.request_id] = blocks_of(load)
 
 
+@contextmanager
+def _keeping(claims: ExitStack) -> Iterator[None]:
+    """End the claims after a DeviceError, so that they keep memory that the device may read."""
+    try:
+        yield
+    except DeviceError as error:
+        claims.__exit__(type(error), error, None)
+        raise
+
+
 def log_damage(load: Load, blocks: Collection[int]) -> None:
-    """Say that some blocks of a load are computed."""
+    """Log that some blocks of a load are computed."""
     log.warning(
         "kvhold: of the %d blocks of request %s, %d are of damaged chunks; from the first of these on its KV is computed",
         len(blocks_of(load)),
@@ -168,6 +229,16 @@ def log_damage(load: Load, blocks: Collection[int]) -> None:
     )
 
 
+def blocks_of_chunks(chunks: Sequence[int], part: Part, blocks: npt.NDArray[np.int64], places: ChunkBytes) -> list[int]:
+    """Return the blocks that get the bytes of these chunks.
+
+    blocks: the blocks of all chunks; -1 for a block that is not written
+    """
+    per_chunk = -(-places.num_tokens // part.group.block_tokens)
+    chosen = np.repeat(np.isin(np.arange(per_chunk.size), chunks), per_chunk)
+    return [int(block) for block in blocks[chosen & (blocks >= 0)]]
+
+
 def blocks_of(load: Load) -> list[int]:
-    """The blocks that it is to write."""
+    """Return the blocks that the load writes."""
     return [block for ids in load.block_ids for block in ids if block >= 0]

@@ -3,8 +3,10 @@
     prove(part, tensors, views, copier)     # LayoutError says what differs; the blocks are zero again afterwards
 
 Random bytes are written through the engine's own tensors, gathered by us and compared, byte by byte, with what torch reads there; then
-they are wiped, scattered back and compared again, and the blocks beside them must not have changed. The copier is the one that serves,
-and it gets the marks that it gets then. Nothing is served before that.
+they are wiped, scattered back and compared again, and the blocks beside them must not have changed. On a device the order of copies and
+of the engine's work is checked, too (`memory/selftest.py`). The copier is the one that serves. Nothing is served before that.
+
+    prove_coding(part, tensors, coded_views, copier)    # where `memory_codec` is set
 """
 
 from collections.abc import Sequence
@@ -16,7 +18,10 @@ import torch
 from kvhold.core.api import ChunkBytes
 from kvhold.core.errors import LayoutError
 from kvhold.integrations.vllm.geometry import Part
+from kvhold.memory.coding import coded_block
 from kvhold.memory.copier import Copier, Piece
+from kvhold.memory.device.check import TensorBlocks, all_bytes, bytes_of_block
+from kvhold.memory.selftest import check_orders
 from kvhold.memory.views import View
 
 
@@ -31,14 +36,15 @@ def prove(part: Part, tensors: Sequence[torch.Tensor], views: Sequence[View], co
     random = torch.Generator().manual_seed(1)
     for tensor in tensors:
         for block in chosen:
-            _bytes(tensor[block]).copy_(torch.randint(0, 256, _bytes(tensor[block]).shape, generator=random, dtype=torch.uint8))
-    before = [[_bytes(tensor[block]).clone() for block in chosen] for tensor in tensors]
+            place = bytes_of_block(tensor[block])
+            place.copy_(torch.randint(0, 256, place.shape, generator=random, dtype=torch.uint8))
+    before = [[bytes_of_block(tensor[block]).clone() for block in chosen] for tensor in tensors]
     try:
         for view, lot in zip(views, lots(tensors, len(views)), strict=True):
             _prove_one(part, view, lot, np.array(proved, dtype=np.int64), copier)
         for tensor, was in zip(tensors, before, strict=True):
             for block, expected in zip(chosen, was, strict=True):
-                if not torch.equal(_bytes(tensor[block]), expected):
+                if not torch.equal(bytes_of_block(tensor[block]), expected):
                     what = "changed though it was not copied" if block in beside else "did not come back as it was"
                     raise LayoutError(f"kvhold: {_name(part)}: block {block} {what}")
     finally:
@@ -47,19 +53,59 @@ def prove(part: Part, tensors: Sequence[torch.Tensor], views: Sequence[View], co
                 tensor[block].zero_()
 
 
-def _prove_one(part: Part, view: View, tensors: Sequence[torch.Tensor], blocks: npt.NDArray[np.int64], copier: Copier) -> None:
-    group = part.group
-    buffer = np.zeros(group.layers * len(blocks) * group.block_bytes, dtype=np.uint8)
-    places = ChunkBytes(np.zeros(1, dtype=np.int64), np.array([len(blocks) * group.block_tokens], dtype=np.int64))
-    piece = Piece(view, blocks, buffer, places)
-    copier.gather([piece], after=copier.mark()).wait()
-    expected = torch.cat([_bytes(tensor[int(block)]).reshape(-1) for tensor in tensors for block in blocks])
-    if not np.array_equal(buffer, expected.cpu().numpy()):
-        raise LayoutError(f"kvhold: {_name(part)}: gathered bytes are not those that the engine wrote")
+def prove_coding(part: Part, tensors: Sequence[torch.Tensor], views: Sequence[View], copier: Copier) -> None:
+    """Arguments as for `prove`; the views' chunks are coded, else there is nothing to prove.
+
+    Random numbers are encoded by the copier, and by the host's own code; both decode, too. Raises LayoutError where they differ.
+    """
+    for view, lot in zip(views, lots(tensors, len(views)), strict=True):
+        if view.coding is not None:
+            _prove_codes(part, view, lot, copier)
+
+
+def _prove_codes(part: Part, view: View, tensors: Sequence[torch.Tensor], copier: Copier) -> None:
+    block = len(tensors[0]) - 1
+    random = torch.Generator().manual_seed(3)
     for tensor in tensors:
-        for block in blocks:
-            tensor[int(block)].zero_()
-    copier.scatter([piece], after=copier.mark()).wait()
+        tensor[block].copy_(torch.randn(tensor[block].shape, generator=random) * 10)
+    known = [coded_block(view, bytes_of_block(tensor[block]).cpu().numpy().tobytes()) for tensor in tensors]
+    expected = np.frombuffer(b"".join(encoded for encoded, _ in known), np.uint8)
+    places = ChunkBytes(np.zeros(1, np.int64), np.full(1, part.group.block_tokens))
+    try:
+        with copier.scratch(expected.size) as buffer:
+            piece = Piece(view, np.array([block], np.int64), buffer, places)
+            copier.gather([piece], after=copier.mark()).wait()
+            if not np.array_equal(buffer, expected):
+                raise LayoutError(f"kvhold: {_name(part)}: memory_codec: this device encodes otherwise than the host does")
+            for tensor in tensors:
+                tensor[block].zero_()
+            transfer = copier.scatter([piece], after=copier.mark())
+            copier.fence([transfer])
+            transfer.wait()
+        found = [bytes_of_block(tensor[block]).cpu().numpy().tobytes() for tensor in tensors]
+        if found != [decoded for _, decoded in known]:
+            raise LayoutError(f"kvhold: {_name(part)}: memory_codec: this device decodes otherwise than the host does")
+    finally:
+        for tensor in tensors:
+            tensor[block].zero_()
+
+
+def _prove_one(part: Part, view: View, tensors: Sequence[torch.Tensor], blocks: npt.NDArray[np.int64], copier: Copier) -> None:
+    group = part.engine_group
+    chunk_bytes = group.layers * group.block_bytes  # one block each: a device's ring has room for a few chunks
+    places = ChunkBytes(np.arange(len(blocks)) * chunk_bytes, np.full(len(blocks), group.block_tokens))
+    with copier.scratch(len(blocks) * chunk_bytes) as buffer:
+        piece = Piece(view, blocks, buffer, places)
+        copier.gather([piece], after=copier.mark()).wait()
+        expected = all_bytes(tensors, [int(block) for block in blocks])
+        if not np.array_equal(buffer, expected.cpu().numpy()):
+            raise LayoutError(f"kvhold: {_name(part)}: gathered bytes are not those that the engine wrote")
+        for tensor in tensors:
+            for block in blocks:
+                tensor[int(block)].zero_()
+        check_orders(copier, piece, TensorBlocks(tensors, [int(block) for block in blocks], buffer.size))
+        buffer[:] = expected.cpu().numpy()
+        copier.scatter([piece], after=copier.mark()).wait()
 
 
 def lots(tensors: Sequence[torch.Tensor], count: int) -> list[list[torch.Tensor]]:
@@ -67,12 +113,6 @@ def lots(tensors: Sequence[torch.Tensor], count: int) -> list[list[torch.Tensor]
     if count == 1:
         return [list(tensors)]
     return [list(lot) for lot in zip(*(tensor.chunk(count, dim=1) for tensor in tensors), strict=True)]
-
-
-def _bytes(block: torch.Tensor) -> torch.Tensor:
-    """A block's bytes, in the order in which they lie: the axis with the longest step first. A view, not a copy."""
-    order = sorted(range(block.ndim), key=lambda axis: -block.stride(axis))
-    return block.permute(order).view(torch.uint8)
 
 
 def _name(part: Part) -> str:

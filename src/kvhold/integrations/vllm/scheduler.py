@@ -1,14 +1,22 @@
-"""The connector in the scheduler's process: asks the cache what it holds, and tells the workers what to load and store.
+"""The connector in the scheduler's process: looks up prompts, and plans loads and stores.
 
-A request's prompt (where it comes back from a preemption, with what it has generated, if that is stored, too) is hashed on a thread of
-its own as soon as it arrives, and looked up there when the scheduler first asks, so that what waits in a long queue pins nothing and finds
-what was stored meanwhile. One scheduling pass waits for a few milliseconds at most, however many lookups are under way, and is told "ask
-again" after that; a lookup that comes too late or fails is a miss. One that finds the node lost is asked again when the next node is there,
-if that takes no longer than computing the prompt. While chunks come from lower tiers the request waits in the queue, for
-`client.arrival_timeout_s` at most; then it makes do with what has come. The hit stays pinned from the lookup
-until the request is loaded, runs without it, or is gone. Where a load would bring nothing, because the engine has the tokens itself or may
-not load, no pass waits: the request runs, and what the answer says about storing is caught up with when it is there. All methods run on the
-scheduler's thread, and none but `reset` waits for the node there.
+Hashing: a prompt is hashed on the lookup thread as soon as the request arrives. A request
+back from a preemption is hashed with its generated tokens, if those are stored too.
+
+Lookup: it starts on the lookup thread when the scheduler first asks. A request in a long queue
+therefore pins nothing, and finds chunks that were stored while it waited. One scheduling pass waits
+a few milliseconds for all its lookups together; after that it gets "ask again". A lookup that is
+late or fails is a miss. A lookup that finds the node lost is repeated on the next node, if that
+takes no longer than computing the prompt.
+
+Arrival: while chunks come from lower tiers, the request waits in the queue, for
+`client.arrival_timeout_s` at most. Then it continues with the chunks that arrived. The hit stays
+pinned until the request is loaded, runs without the hit, or ends.
+
+No load: if the engine has the tokens itself, or may not load, no pass waits. The request runs, and
+its stores start when the lookup's answer arrives.
+
+All methods run on the scheduler's thread. Only `reset` waits for the node there.
 """
 
 import logging
@@ -33,6 +41,7 @@ from kvhold.core.planning import MOST_NAME
 from kvhold.core.reasons import SLOWER, WHOLE
 from kvhold.core.rules import Rules
 from kvhold.integrations.vllm.costs import Costs, Took
+from kvhold.integrations.vllm.drafts import Undrafted
 from kvhold.integrations.vllm.events import Announcer, Describer
 from kvhold.integrations.vllm.geometry import Geometry, Part
 from kvhold.integrations.vllm.media import Media
@@ -53,28 +62,32 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _NULL_BLOCK = 0  # vLLM's number for "no block"
-_MOST_CAUSES = 100  # of requests that are not cached; each is logged once
-_START_S = 1.0  # within which a node that was killed is there again, as a rule
-_PATIENCE_S = 0.003  # of one scheduling pass for all its lookups; RAM answers in less
+_MOST_CAUSES = 100  # logged reasons why requests are not cached; each is logged once
+_START_S = 1.0  # a killed node is usually back within this time
+_PATIENCE_S = 0.003  # wait of one scheduling pass for all its lookups; RAM answers in less
 
 
 @dataclass
 class _Followed:
     """A request from its arrival to its end.
 
-    request: as vLLM has it; of its tokens only those that are certain are looked at
-    rules: what the request may do; nothing, where they are not understood
-    arriving: the hit that `lookup` asks about again
-    patience_s: how long an answer may take: as long as computing the prompt would
-    asked_s: when the cache was asked last; since_s: when it was asked first for this hit
-    tried: how often it had been preempted when it was last looked up; a load is tried once for each time it starts anew, so that one
-    that keeps failing ends in computing, not in a circle
-    untold: what was scheduled of it that its tracker does not know, because the lookup has no answer yet
-    ask: asks the cache; what `lookup` does first
-    is_lost: the node was lost when the cache was asked last
-    computed_tokens: that the engine had when the cache was asked first
-    compute_s: how long computing the prompt would take, known once the node was lost
-    no_hit: why there is no hit, if the cache has not said
+    request: vLLM's object; only its certain tokens are read
+    rules: the request's permissions and storage terms
+    naming: the hashed prompt; its result is None if the request is not cached
+    lookup: the lookup that is under way
+    arriving: the hit that `lookup` refreshes, while chunks still arrive
+    patience_s: the longest wait for an answer: the time to compute the prompt
+    asked_s: time of the last call to the cache
+    since_s: time of the first call for this hit
+    first_token: where the load begins
+    tried: the request's number of preemptions at its last lookup. One load is tried after each
+        start, so that a load that keeps failing ends in computing instead of in a loop
+    untold: scheduled steps that the tracker does not know yet, because the lookup has no answer
+    ask: asks the cache; the first step of `lookup`
+    is_lost: the node was lost at the last call
+    computed_tokens: the tokens that the engine had computed at the first call
+    compute_s: time to compute the prompt; known once the node was lost
+    no_hit: why there is no hit, if the cache gave no reason
     """
 
     request: "Request"
@@ -87,7 +100,7 @@ class _Followed:
     asked_s: float = 0.0
     since_s: float = 0.0
     hit: Hit | None = None
-    first_token: int = 0  # where the load begins
+    first_token: int = 0
     loading: bool = False
     tried: int = -1
     untold: "list[_Scheduled]" = field(default_factory=list)
@@ -100,7 +113,12 @@ class _Followed:
 
 @dataclass(frozen=True)
 class _Scheduled:
-    """A step of a request: how many tokens it computes, and how many were before it. starts: it begins to run, or does so again."""
+    """One scheduled step of a request.
+
+    num_tokens: tokens that the step computes
+    computed_tokens: tokens that were computed before it
+    starts: the request starts or resumes in this step
+    """
 
     num_tokens: int
     computed_tokens: int
@@ -108,7 +126,7 @@ class _Scheduled:
 
 
 class SchedulerSide:
-    """One engine's lookups."""
+    """The lookups, loads and stores of one engine."""
 
     def __init__(
         self,
@@ -123,20 +141,26 @@ class SchedulerSide:
         layerwise: bool = False,
         step_tokens: int = 1 << 40,
         media: Media | None = None,
+        draft_limit: int | None = None,
     ) -> None:
-        """loads, stores: whether this engine may. vLLM keeps passes under way from writing to freed blocks only where it knows of loads.
+        """Join the node and start the lookup thread.
 
+        loads, stores: whether this engine may. vLLM protects freed blocks from passes under way
+            only for loads that it knows about
         stores_plain: whether the KV of requests without an adapter can be trusted
-        describer: for KV events; None: none
-        layerwise: what is in memory is loaded inside the pass that computes the rest (`layerwise.refusal` has nothing to say)
+        describer: makes KV events; None: no events
+        layerwise: load hits inside the pass that computes the rest (`layerwise.refusal` is empty)
         step_tokens: the most tokens of one prompt that a step computes
-        media: names images and the like; None: as they are in the requests
+        media: names images and other media; None: the names that the requests carry
+        draft_limit: a pass with a request longer than this runs without the drafter; None: no
+            drafter
         """
         self._config = config
         self._may_load = loads
         self._may_store = stores
         self._stores_plain = stores_plain
         self._layerwise = layerwise
+        self._undrafted = Undrafted(geometry.parts, draft_limit) if draft_limit is not None else None
         self._geometry = geometry
         self._configured = namespace
         self._namespace = namespace
@@ -144,18 +168,19 @@ class SchedulerSide:
         self._lookups = ThreadPoolExecutor(
             1, thread_name_prefix="kvhold-lookup", initializer=place_this_thread, initargs=(config.client.cores,)
         )
-        place_own_threads(config.client.cores)  # the one that keeps the connection was started by the engine's thread
+        # the connection's keeper thread was started by the engine's thread
+        place_own_threads(config.client.cores)
         self._announcer = Announcer(self._cache, self._lookups, describer) if describer is not None else None
-        self._adapters = Adapters(can_observe)  # the lookup thread's
+        self._adapters = Adapters(can_observe)  # used on the lookup thread
         self._not_named: set[str] = set()  # causes that were logged
         self._followed: dict[str, _Followed] = {}
         self.tally = Tally()
         self._costs = Costs(step_tokens)
-        self._media = media or Media()  # the lookup thread's
+        self._media = media or Media()  # used on the lookup thread
         self._loads: list[Load] = []
-        self._inside: list[str] = []  # requests that the last pass has loaded
+        self._inside: list[str] = []  # requests that the last pass loaded layer by layer
         self._last_stores: list[Store] = []
-        self._patience_s = _PATIENCE_S  # what is left of it in this pass
+        self._patience_s = _PATIENCE_S  # the wait that this pass has left
         log.info(
             "kvhold: %d tokens a chunk (%s), %d shards, node on %s",
             namespace.layout.tokens_per_chunk,
@@ -166,24 +191,28 @@ class SchedulerSide:
 
     @property
     def socket(self) -> Path:
-        """Of the node."""
+        """The path of the node's socket."""
         return self._cache.path
 
     def arrived(self, request: "Request") -> None:
-        """A new request: its prompt is hashed now."""
+        """Register a new request and start to hash its prompt."""
         try:
-            rules = rules_of(request, self._config.rules)
+            rules = rules_of(request, self._config, is_coded=any(part.is_coded for part in self._geometry.parts))
         except ConfigError as error:
             log.warning("kvhold: request %s is not cached: %s", request.request_id, error)
             self.tally.add("refused_requests", 1)
             return
-        if (before := self._followed.pop(request.request_id, None)) is not None:  # a session whose prompt goes on
+        # present already: a session that continues its prompt
+        if (before := self._followed.pop(request.request_id, None)) is not None:
             self._let_go(before)
         if rules.store or rules.load:
             self._followed[request.request_id] = _Followed(request, rules, naming=self._lookups.submit(self._name, request, rules))
 
     def matched(self, request: "Request", computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens that can be loaded beyond `computed_tokens`, None: ask again; and whether that is done beside the passes."""
+        """Return the tokens to load beyond `computed_tokens`, and whether outside the passes.
+
+        None instead of a number: ask again.
+        """
         followed = self._followed.get(request.request_id)
         if followed is None:
             return 0, False
@@ -191,24 +220,27 @@ class SchedulerSide:
             self._let_go(followed)
             self._look_up(followed, request, computed_tokens)
         if not self._would_load(followed, computed_tokens):
-            return 0, False  # whatever the answer is
+            return 0, False  # independent of the answer
         if followed.lookup is not None and not self._resolve(followed, self._patience_s):
             return None, False
         found = followed.hit.num_tokens if followed.hit is not None else 0
-        if self._layerwise:  # at least a block is computed: the pass must not write where a layer is being loaded
+        # compute at least a block: the pass must not write where a layer is being loaded
+        if self._layerwise:
             found = min(found, (request.num_tokens - 1) // self._block * self._block)
+        if self._geometry.looks_ahead:  # as vLLM does with its own prefix cache
+            found = max(0, found // self._block - 1) * self._block
         if found <= computed_tokens or request.skip_reading_prefix_cache:
-            return 0, False  # the hit stays until there are blocks: by then the engine may have evicted what it has now
+            return 0, False  # keep the hit: the engine may evict its own blocks before it allocates
         followed.first_token = computed_tokens
         return found - computed_tokens, not self._layerwise
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> None:
-        """Blocks are there for the tokens to load; or nothing is to be loaded after all."""
+        """Plan the load of `external_tokens` into `blocks`; without a load, release the hit."""
         followed = self._followed.get(request.request_id)
         if followed is None or followed.loading:
             return
         if not external_tokens or followed.hit is None:
-            if followed.lookup is None:  # an answer that is not there yet is of use all the same
+            if followed.lookup is None:  # a pending answer still decides which chunks are stored
                 self._let_go(followed)
             return
         first_chunk = followed.first_token // self._namespace.layout.tokens_per_chunk
@@ -219,6 +251,8 @@ class SchedulerSide:
             _blocks(part, tables[part.table], first, last, unused=followed.hit.num_tokens, skipped=followed.first_token)
             for part in self._geometry.parts
         ]
+        if self._undrafted is not None:
+            self._undrafted.loaded(ids)
         self._loads.append(
             Load(
                 request.request_id,
@@ -235,9 +269,11 @@ class SchedulerSide:
         followed.loading = True
 
     def plan(self, output: "SchedulerOutput") -> Steps:
-        """What the workers do in the step that was just scheduled."""
-        self.loaded(self._inside)  # scheduling is not asynchronous there: that pass is over
+        """Return the workers' loads and stores for the step that was just scheduled."""
+        self.loaded(self._inside)  # that pass is over: layerwise excludes asynchronous scheduling
         self._costs.planned(output)
+        if self._undrafted is not None:
+            self._undrafted.planned(output)
         stores, self._last_stores = self._last_stores, []
         for new in output.scheduled_new_reqs:
             self._run(stores, output, new.req_id, new.num_computed_tokens, starts=True)
@@ -251,22 +287,22 @@ class SchedulerSide:
         return Steps(loads, stores, output.total_num_scheduled_tokens > 0)
 
     def loaded(self, request_ids: Iterable[str]) -> None:
-        """The workers have finished with these loads, well or not."""
+        """Release the hits of these loads: the workers have finished them or failed."""
         for request_id in request_ids:
             if followed := self._followed.get(request_id):
                 followed.loading = False
                 self._let_go(followed)
 
     def step_over(self) -> None:
-        """The oldest step that was planned has been computed."""
+        """Report the timings of the oldest planned step, which has been computed."""
         for took in self._costs.over():
             self._lookups.submit(self._tell, took)
             self._lookups.submit(self._costs.prepare)
 
     def finished(self, request: "Request", tables: tuple[list[int], ...]) -> bool:
-        """The request has ended, one way or another. True: what it has generated last is stored from its blocks, which have to wait.
+        """Forget a request that has ended. True: keep its blocks until its last tokens are stored.
 
-        tables: the blocks it has, of each of vLLM's KV cache groups
+        tables: the request's blocks in each of vLLM's KV cache groups
         """
         followed = self._followed.pop(request.request_id, None)
         if followed is None:
@@ -280,19 +316,24 @@ class SchedulerSide:
         if not complete or followed.tracker is None or not self._stores_for(followed):
             return False
         if not late and not self._saves_decode(followed):
-            return False  # all was taken with the steps that completed it
+            return False  # each step stored the chunks that it completed
         reached = min(len(tables[part.table]) * part.group.block_tokens for part in self._geometry.parts)
         taken = followed.tracker.finish(request.all_token_ids, reached // self._block)
         if taken is None or not self._adapter_stays(followed):
             return False
-        self._last_stores.append(self._store(followed, taken, tables, last=True))
+        store = self._store(followed, taken, tables, last=True)
+        if store is None:
+            return False
+        self._last_stores.append(store)
         return True
 
     def reset(self) -> bool:
-        """Load nothing that was stored before, and store nothing that is being computed now.
+        """Invalidate all stored KV, and drop the stores that are under way.
 
-        vLLM asks for this when the weights have changed in place. Then neither adapters' and tenants' KV of before may be found, nor may
-        other engines, or this one once it has started anew, find KV of the new weights: the namespace gets a part that is new.
+        vLLM calls this when the weights have changed in place. KV of the old weights must not be
+        found, with adapters' and tenants' KV included. Other engines must not find KV of the new
+        weights, nor must this engine after a restart. Therefore the namespace gets a new random
+        tag.
         """
         before, self._namespace = self._namespace, self._configured.narrowed(tags=(("reset", token_hex(8)),))
         for followed in self._followed.values():
@@ -309,26 +350,35 @@ class SchedulerSide:
         return True
 
     def take_events(self) -> "list[KVCacheEvent]":
-        """What has come into the cache's memory and what has gone, since the last call."""
+        """Return the KV events since the last call: chunks admitted to and removed from memory."""
         return self._announcer.take() if self._announcer is not None else []
 
     def close(self) -> None:
-        """Leave the node."""
+        """Stop the lookup thread and leave the node."""
         self._lookups.shutdown(wait=True, cancel_futures=True)
         self._cache.close()
 
     @property
     def _block(self) -> int:
-        """Tokens in a block that all parts have; in a chunk, where there are no tails."""
+        """Tokens in a block that all parts share; in a chunk, if there are no tails."""
         return self._namespace.layout.tail_tokens or self._namespace.layout.tokens_per_chunk
 
     def _would_load(self, followed: _Followed, computed_tokens: int) -> bool:
-        """Not where vLLM has all but a block: the last token is computed anyhow, and with it a block takes no longer than a load."""
+        """Whether a load is allowed and worth it.
+
+        It is not worth it if vLLM has all but one block: the last token is computed in any case,
+            and the
+        rest of its block takes no longer than a load.
+        """
         least_block = min(part.group.block_tokens for part in self._geometry.parts)
         return self._loads_for(followed) and (not computed_tokens or followed.request.num_tokens - computed_tokens > least_block)
 
     def _run(self, stores: list[Store], output: "SchedulerOutput", request_id: str, computed_tokens: int, *, starts: bool) -> None:
-        """Count a scheduled request's tokens, and store what becomes whole. computed_tokens: before this step; starts: it does (again)."""
+        """Count a scheduled request's tokens and store the chunks that become whole.
+
+        computed_tokens: computed before this step
+        starts: the request starts or resumes in it
+        """
         followed = self._followed.get(request_id)
         if followed is None:
             return
@@ -337,17 +387,20 @@ class SchedulerSide:
             return
         taken = followed.tracker.take(followed.request.all_token_ids if self._saves_decode(followed) else ())
         if taken is not None and self._adapter_stays(followed):
-            stores.append(self._store(followed, taken, output.kv_connector_block_state.get_block_ids(request_id)))
+            store = self._store(followed, taken, output.kv_connector_block_state.get_block_ids(request_id))
+            if store is not None:
+                stores.append(store)
 
     def _catch_up(self, followed: _Followed, patience_s: float, *, last: bool = False) -> bool:
-        """Tell the tracker what was scheduled. False: not yet, the answer that it begins with is still to come.
+        """Pass the scheduled steps to the tracker. False: the lookup has no answer yet.
 
-        last: the request has ended: without an answer in time nothing is taken to be in the cache, which refuses what it has
+        last: the request has ended. Without an answer in time, no chunk counts as cached; the cache
+            refuses those that it has.
         """
         if followed.lookup is not None:
             if not self._resolve(followed, patience_s, last=last):
                 return False
-            self._let_go(followed)  # it runs already
+            self._let_go(followed)  # the request runs already
         untold, followed.untold = followed.untold, []
         if followed.tracker is not None:
             for step in untold:
@@ -356,15 +409,18 @@ class SchedulerSide:
                 followed.tracker.advance(step.num_tokens, step.computed_tokens)
         return True
 
-    def _store(self, followed: _Followed, names: ChunkNames, tables: Sequence[list[int]], *, last: bool = False) -> Store:
-        if self._announcer is not None:
-            self._announcer.stored(followed.request, names)
+    def _store(self, followed: _Followed, names: ChunkNames, tables: Sequence[list[int]], *, last: bool = False) -> Store | None:
+        """Build the store of these chunks; None if a block lacks the drafter's KV."""
         end = names.first_token + int(names.num_tokens(self._namespace.layout).sum())
         ids = [_blocks(part, tables[part.table], names.first_token, end) for part in self._geometry.parts]
+        if self._undrafted is not None and self._undrafted.are_among(ids):
+            return None
+        if self._announcer is not None:
+            self._announcer.stored(followed.request, names)
         return Store(followed.request.request_id, names, ids, followed.rules.terms, last, self._adapter_of(followed))
 
     def _load_bytes(self, block_ids: list[list[int]]) -> int:
-        """What all workers copy together."""
+        """The bytes that all workers copy together."""
         groups = [part.group for part in self._geometry.parts]
         blocks = [len(ids) - ids.count(-1) for ids in block_ids]
         return self._geometry.shards * sum(n * group.layers * group.block_bytes for n, group in zip(blocks, groups, strict=True))
@@ -375,21 +431,24 @@ class SchedulerSide:
         if request.num_preemptions and self._saves_decode(followed):
             followed.naming = self._lookups.submit(self._name_on, followed.naming, request, request.num_tokens)
         followed.tried = request.num_preemptions
-        followed.untold.clear()  # of a life that is over
+        followed.untold.clear()  # steps from before the preemption
         followed.asked_s = followed.since_s = time.monotonic()
         plans = followed.rules.plan and self._loads_for(followed)
         asking = (request.request_id[:MOST_NAME], request.num_tokens, computed_tokens) if plans else None
         would_load = self._would_load(followed, computed_tokens)
         have_tokens = computed_tokens if would_load else request.num_tokens
-        if plans and not would_load:  # it may run before there is an answer
+        if plans and not would_load:  # it may run before the answer arrives
             self._costs.follow(request.request_id, request.num_tokens)
-        followed.patience_s = self._config.client.arrival_timeout_s  # until the lookup thread knows better
+        followed.patience_s = self._config.client.arrival_timeout_s  # until `_ask` computes it
         followed.no_hit, followed.computed_tokens = NO_ANSWER, computed_tokens
         followed.ask = partial(self._ask, followed, followed.naming, asking, have_tokens, computed_tokens)
         followed.lookup = self._lookups.submit(followed.ask)
 
     def _name(self, request: "Request", rules: Rules) -> Prompt | None:
-        """On the lookup thread: hash the prompt. Never raises, because the scheduler would with it; what cannot be named is not cached."""
+        """Hash the prompt, on the lookup thread. None: the request is not cached.
+
+        Never raises, because the scheduler would raise it again.
+        """
         try:
             prompt, cause = prompt_of(self._namespace, request, rules, self._adapters, self._media)
             if prompt is None:
@@ -406,13 +465,16 @@ class SchedulerSide:
         return None
 
     def _say_once(self, request: "Request", cause: str) -> None:
-        """Log why a request is not cached, once for each cause; the count of `not_named` says how often."""
+        """Log why a request is not cached, once for each cause; `not_named` counts them."""
         if cause not in self._not_named and len(self._not_named) < _MOST_CAUSES:
             self._not_named.add(cause)
             log.warning("kvhold: request %s is not cached, nor are others like it: %s", request.request_id, cause)
 
     def _name_on(self, naming: "Future[Prompt | None]", request: "Request", num_tokens: int) -> Prompt | None:
-        """On the lookup thread, after the naming: the first `num_tokens` tokens of a text of which some were generated. Never raises."""
+        """Hash the first `num_tokens` tokens of prompt and generated text, on the lookup thread.
+
+        Never raises.
+        """
         prompt = naming.result()
         end = num_tokens - self._config.skip_last_n_tokens
         if prompt is not None and end > prompt.num_tokens:
@@ -423,7 +485,11 @@ class SchedulerSide:
         return prompt
 
     def _patience(self, num_tokens: int, computed_tokens: int) -> float:
-        """Seconds that a lookup may take: as long as computing would, within `call_timeout_s` and `arrival_timeout_s`."""
+        """Return the longest wait for a lookup, in seconds.
+
+        It is the time to compute the rest of the prompt, at least `call_timeout_s`, at most
+        `arrival_timeout_s`.
+        """
         client = self._config.client
         compute_s = self._costs.compute_s(num_tokens, computed_tokens)
         return max(client.call_timeout_s, min(compute_s, client.arrival_timeout_s))
@@ -436,11 +502,12 @@ class SchedulerSide:
         have_tokens: int,
         computed_tokens: int,
     ) -> Hit | None:
-        """On the lookup thread, after the naming: ask the cache. Never raises.
+        """Look up the prompt, on the lookup thread. Never raises.
 
-        asking: the request, its tokens, and those that are computed, where the hit is to be no longer than is faster
-        have_tokens: a hit that is no longer is of no use
-        computed_tokens: that the engine has computed, with which it would go on
+        asking: the request's id, its tokens and its computed tokens, if the hit is to be capped
+            where loading stops being faster; else None
+        have_tokens: a hit that is not longer than this is useless
+        computed_tokens: the tokens that the engine has computed already
         """
         prompt = None if naming.cancelled() else naming.result()
         followed.is_lost = False
@@ -459,7 +526,10 @@ class SchedulerSide:
         return None
 
     def _look_again(self, followed: _Followed, hit: Hit, settle: bool) -> Hit | None:
-        """On the lookup thread: how far has it come? Never raises."""
+        """Refresh a hit whose chunks still arrive, on the lookup thread. Never raises.
+
+        settle: end the waiting; the hit keeps the chunks that have arrived
+        """
         try:
             if settle:
                 hit.settle()
@@ -477,32 +547,38 @@ class SchedulerSide:
         return None
 
     def _note_loss(self, followed: _Followed) -> None:
-        """On the lookup thread: the node was lost."""
+        """Record that the node was lost, on the lookup thread."""
         compute_s = self._costs.compute_s(followed.request.num_tokens, followed.computed_tokens)
         followed.compute_s = min(compute_s, followed.patience_s)
         followed.is_lost = True
 
     def _asked(self, prompt: Prompt) -> Prompt:
-        """What is looked up of it: all, or all but its last token, which is computed again, where that must not be in the hit."""
+        """Return the part of the prompt to look up: all, or all but its last token.
+
+        The last token is computed again. Some models do not allow it to be part of the hit.
+        """
         if self._geometry.whole_prompt_fits or self._config.skip_last_n_tokens or not prompt.num_tokens:
             return prompt
         return prompt.until(prompt.num_tokens - 1)
 
     def _tell(self, took: Took) -> None:
-        """On the lookup thread: have the cache remember what came of a lookup. Never raises."""
+        """Report a request's timing to the cache, on the lookup thread. Never raises."""
         try:
             self._cache.came_of(took.request_id[:MOST_NAME], load_s=took.load_s, compute_s=took.compute_s)
         except KVHoldError as error:
             log.debug("kvhold: %s", error)
 
     def _resolve(self, followed: _Followed, patience_s: float, *, last: bool = False) -> bool:
-        """Take the lookup's answer if it is there in time and final, or whatever there is, if this is the `last` time. False: not yet.
-        Too late is a miss; the hit is let go."""
+        """Take the lookup's answer if it is there in time and final. False: not yet.
+
+        last: take the answer as it is. A late answer is a miss, and its hit is released.
+        """
         assert followed.lookup is not None
         assert followed.naming is not None
         began_s, hit, lookup = time.monotonic(), None, followed.lookup
         try:
-            hit = lookup.result(timeout=0 if followed.arriving else patience_s)  # what takes long anyway holds up no pass
+            # arrivals are slow: no pass waits for them
+            hit = lookup.result(timeout=0 if followed.arriving else patience_s)
             followed.lookup = None
         except FutureTimeout:
             if not last and began_s - followed.asked_s < followed.patience_s:
@@ -574,12 +650,17 @@ class SchedulerSide:
         return self._adapters.use_of(adapter) if adapter is not None else None
 
     def _adapter_stays(self, followed: _Followed) -> bool:
-        """Whether the files of the request's adapter are those that it was named by."""
+        """Whether the adapter's files are still the files that the request was named by."""
         adapter = followed.request.lora_request
         return adapter is None or self._adapters.is_unchanged(adapter)
 
     def _saves_decode(self, followed: _Followed) -> bool:
-        """Not of a session whose prompt goes on after an answer: what is added may be more than its tokens."""
+        """Whether generated tokens are stored.
+
+        Not for a session that continues its prompt after an answer: the added prompt may contain
+            more
+        than tokens.
+        """
         return self._config.save_decode and not followed.request.resumable
 
     def _loads_for(self, followed: _Followed) -> bool:
@@ -587,7 +668,8 @@ class SchedulerSide:
 
     def _let_go(self, followed: _Followed) -> None:
         if followed.lookup is not None and not followed.lookup.cancel():
-            self._lookups.submit(_close_late_hit, followed.lookup)  # that thread has answered it by then
+            # runs after the lookup, on the same thread
+            self._lookups.submit(_close_late_hit, followed.lookup)
         followed.lookup = None
         hit, followed.hit, followed.arriving = followed.arriving or followed.hit, None, None
         if hit is not None and hit.ticket:
@@ -595,15 +677,18 @@ class SchedulerSide:
 
 
 def _blocks(part: Part, table: list[int], first: int, last: int, *, skipped: int = 0, unused: int = 0) -> list[int]:
-    """The blocks of tokens `first` to before `last`, as many as chunks from `first` to before `unused` have; -1 for those without a
-    place: that end before `skipped`, that begin after `last`, or that the engine has let go of (they have left a window)."""
+    """Return the blocks of the tokens from `first` to before `last`, padded with -1.
+
+    The list is as long as the chunks from `first` to before `unused`. -1 stands for a block that is
+    not to be written: it ends before `skipped`, begins after `last`, or left the engine's window.
+    """
     size = part.group.block_tokens
     begin, end = max(first, skipped) // size, -(-last // size)
     there = np.array(table[begin:end], dtype=np.int64)
     there[there == _NULL_BLOCK] = -1
     ids: list[int] = there.tolist()
     if part.group.attention == "state":
-        ids += [-1] * (end - begin - len(ids))  # the state of what follows is not there yet
+        ids += [-1] * (end - begin - len(ids))  # the engine has no state for later blocks yet
     return [-1] * (begin - first // size) + ids + [-1] * (-(-unused // size) - end)
 
 

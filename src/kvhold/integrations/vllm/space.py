@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvhold.core.config import Config, RulesConfig
-from kvhold.core.errors import KVHoldError, LayoutError
+from kvhold.core.config import Config
+from kvhold.core.errors import ConfigError, KVHoldError, LayoutError
 from kvhold.core.keys import Namespace, Prompt
 from kvhold.core.naming import Facts
 from kvhold.core.rules import Rules, request_rules
@@ -15,6 +15,7 @@ from kvhold.integrations.vllm.media import Media, MediaError
 from kvhold.integrations.vllm.naming import engine_facts
 from kvhold.integrations.vllm.naming.adapters import Adapters
 from kvhold.integrations.weights import code_identity, model_identity
+from kvhold.memory.coding import ERROR_BOUND
 from kvhold.node import NodeClient, connect
 
 if TYPE_CHECKING:
@@ -63,9 +64,18 @@ def join(config: Config, namespace: Namespace, *, name: str) -> NodeClient:
     return client
 
 
-def rules_of(request: "Request", settings: RulesConfig) -> Rules:
-    """What the request may do with the cache: `kv_transfer_params: {"kvhold": {...}}`. Raises ConfigError for what is not understood."""
-    return request_rules((request.kv_transfer_params or {}).get("kvhold"), settings)
+def rules_of(request: "Request", config: Config, *, is_coded: bool) -> Rules:
+    """What the request may do with the cache: `kv_transfer_params: {"kvhold": {...}}`.
+
+    is_coded: whether chunks hold less than the engine does (`memory_codec`)
+
+    Raises ConfigError for what is not understood, or cannot be kept with that codec.
+    """
+    rules = request_rules((request.kv_transfer_params or {}).get("kvhold"), config.rules)
+    most = rules.terms.max_error
+    if is_coded and most is not None and most < ERROR_BOUND:
+        raise ConfigError(f"kvhold.max_error = {most:g}: the engine's memory_codec {config.memory_codec} loses up to {ERROR_BOUND:.4f}")
+    return rules
 
 
 def prompt_of(namespace: Namespace, request: "Request", rules: Rules, adapters: Adapters, media: Media) -> tuple[Prompt | None, str]:

@@ -1,9 +1,12 @@
-"""What the connector counts for vLLM: in its log, and for Prometheus beside its own metrics.
+"""The connector's counters for vLLM: for its log, and for Prometheus beside vLLM's own metrics.
 
-    tally = Tally(); tally.looked_up(1000, sources={"ram": 768}, reason="never_stored"); stats = tally.take()
+    tally = Tally()
+    tally.looked_up(1000, sources={"ram": 768}, reason="never_stored")
+    stats = tally.take()
 
-Every token of every lookup is counted once: as found, by the tier that it came from, or as missed, by the reason. Every byte that is copied
-between blocks and the arena is counted once, where it was copied. So the figures add up: looked up = found + missed.
+Every token of every lookup is counted once: as a hit, by its tier, or as a miss, by the reason. So
+looked up = found + missed. Every byte copied between blocks and the arena is counted once, where it
+is copied.
 """
 
 import threading
@@ -33,10 +36,14 @@ METRICS: dict[str, tuple[str, str]] = {
 
 
 class Tally:
-    """Counts until they are taken. Any thread.
+    """Counters until they are taken. Any thread.
 
-    What the cache cannot see is named here: `below_minimum`, less than a block; `not_named`, the KV depends on what kvhold cannot tell;
-    `no_answer`, no node, or too late; `not_awaited`, the node was being started again, and that took longer than computing.
+    The connector adds the miss reasons that the cache cannot know:
+
+    - `below_minimum`: less than a block
+    - `not_named`: the KV depends on something that kvhold cannot identify
+    - `no_answer`: no node, or too late
+    - `not_awaited`: the node was restarting, and waiting took longer than computing
     """
 
     def __init__(self) -> None:
@@ -44,14 +51,14 @@ class Tally:
         self._counts: dict[str, float] = {}
 
     def add(self, name: str, value: float, label: str = "") -> None:
-        """Count `value` more of a metric."""
+        """Add `value` to a metric."""
         assert bool(METRICS[name][0]) == bool(label), "a metric has a label or none"
         with self._lock:
             key = f"{name}:{label}" if label else name
             self._counts[key] = self._counts.get(key, 0) + value
 
     def looked_up(self, num_tokens: int, *, sources: Mapping[str, int], reason: str) -> None:
-        """A lookup of a prompt of `num_tokens` has its answer. reason: of what was not found."""
+        """Count the answer of a lookup of `num_tokens` tokens. reason: why the rest is missing."""
         found = sum(sources.values())
         self.add("lookup_tokens", num_tokens)
         for source, tokens in sources.items():
@@ -60,14 +67,14 @@ class Tally:
             self.add("missed_tokens", num_tokens - found, reason)
 
     def take(self) -> "Stats | None":
-        """What was counted since the last call; None if nothing."""
+        """Return the counts since the last call; None if there are none."""
         with self._lock:
             counts, self._counts = self._counts, {}
         return Stats(counts) if counts else None
 
 
 class Stats(KVConnectorStats):
-    """Counts on their way to whoever logs them: `{"name" or "name:label": number}`."""
+    """Counts for vLLM's logger: `{"name" or "name:label": number}`."""
 
     def reset(self) -> None:
         self.data: dict[str, float] = {}
@@ -85,7 +92,7 @@ class Stats(KVConnectorStats):
 
 
 class PromMetrics(KVConnectorPromMetrics):
-    """The same as counters `vllm:kvhold_...`, with vLLM's own labels."""
+    """The same counts as counters `vllm:kvhold_...`, with vLLM's own labels."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

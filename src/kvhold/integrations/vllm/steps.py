@@ -1,4 +1,4 @@
-"""What the scheduler tells the workers to do in one step."""
+"""The loads and stores that the scheduler sends to the workers in one step."""
 
 from dataclasses import dataclass, field
 
@@ -11,14 +11,16 @@ from kvhold.integrations.vllm.naming.adapters import AdapterUse
 
 @dataclass(frozen=True)
 class Load:
-    """Bring a hit into blocks: beside the forward passes, or inside the one of this step.
+    """Load a hit into blocks: beside the forward passes, or inside this step's pass.
 
-    ticket:      of the hit, to be claimed by each worker for its shards
+    ticket:      the hit's ticket, which each worker claims for its shards
     first_chunk: number of the first chunk needed
-    block_ids:   of each part of the geometry: the engine's blocks, from that chunk's first on; -1 for a block that is not to be written
+    block_ids:   for each part of the geometry: the engine's blocks, from that chunk's first block
+        on; -1 for a block that is not to be written
     inside:      the step's pass computes the rest of the request, and waits for each layer
-    adapter:     whose KV it is; None: the model's own
-    patience_s:  how long the claim may take before computing is better; 0: as long as any call
+    patience_s:  the longest wait for the claim, after which computing is better; 0: the deadline of
+        any call
+    adapter:     the adapter of the KV; None: the model itself
     """
 
     request_id: str
@@ -32,12 +34,13 @@ class Load:
 
 @dataclass(frozen=True)
 class Store:
-    """Take chunks out of blocks, after the forward pass that completes them.
+    """Copy chunks out of blocks, after the forward pass that completes them.
 
-    block_ids: of each part of the geometry: the blocks of `names`, in order; -1 for one that the engine has let go of already
-    terms:     on which they are kept
-    last:      the request has ended, and its blocks are kept until the workers say that they have them
-    adapter:   whose KV it is; None: the model's own
+    block_ids: for each part of the geometry: the blocks of `names`, in order; -1 for a block that
+        the engine has freed already
+    terms:     the terms of storage
+    last:      the request has ended; its blocks are kept until the workers have copied them
+    adapter:   the adapter of the KV; None: the model itself
     """
 
     request_id: str
@@ -50,7 +53,10 @@ class Store:
 
 @dataclass
 class Steps(KVConnectorMetadata):
-    """One step's work. computes: whether the engine computes anything in it; where it does not, it has time to wait for a load."""
+    """The work of one step.
+
+    computes: whether the engine computes anything in it. If not, it can wait for loads.
+    """
 
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)

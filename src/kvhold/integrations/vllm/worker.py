@@ -1,18 +1,22 @@
 """The connector in a worker's process: copies between the engine's blocks and the node's arena.
 
-Loads run on a thread of their own, beside the forward passes: their requests wait outside them. Stores run on a second one: memory is
-reserved during the pass, and the blocks are read right after it, while the engine samples and plans. The next pass waits for that, because
-in it the blocks may be another request's. A failed load's blocks are reported and computed; a failed store is a later miss. Damaged chunks
-fail their own blocks alone: vLLM computes from the first of them on, and keeps what is before.
+Loads run on a thread of their own, beside the forward passes; their requests wait outside the
+passes. Stores run on a second thread. Memory is reserved during the pass. The blocks are read right
+after it, while the engine samples and plans. The next pass waits for these reads, because it may
+give the blocks to another request.
+
+If a load fails, its blocks are reported and vLLM computes them. If a store fails, a later lookup
+misses. Damaged chunks fail only their own blocks: vLLM keeps the blocks before the first failed one
+and computes from there on.
 """
 
 import logging
 import queue
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,19 +25,21 @@ import numpy.typing as npt
 
 from kvhold.core.api import ABSENT, ChunkBytes, Loan, Room
 from kvhold.core.config import Config
-from kvhold.core.errors import DamagedChunks, KVHoldError, LayoutError
+from kvhold.core.errors import DeviceError, KVHoldError, LayoutError
 from kvhold.core.keys import Namespace
 from kvhold.integrations.vllm.geometry import Geometry, Part
-from kvhold.integrations.vllm.layerwise import CopyLayer, Layerwise, LoadLayer, blocks_of, log_damage
+from kvhold.integrations.vllm.layerwise import Layerwise, blocks_of, blocks_of_chunks, log_damage
 from kvhold.integrations.vllm.naming.adapters import AdapterUse
 from kvhold.integrations.vllm.naming.loads import AdapterLoads
-from kvhold.integrations.vllm.proof import lots, prove
+from kvhold.integrations.vllm.proof import lots, prove, prove_coding
 from kvhold.integrations.vllm.space import join
 from kvhold.integrations.vllm.stats import Tally
 from kvhold.integrations.vllm.steps import Load, Steps, Store
 from kvhold.memory.arena import Region, Toucher
-from kvhold.memory.copier import Copier, HostCopier, Mark, Piece, Transfer
-from kvhold.memory.copy import plan_gather, plan_scatter, warm_up
+from kvhold.memory.coding import coded_view, infinite_chunks
+from kvhold.memory.copier import Copier, HostCopier, Mark, Piece, Transfer, wait_for
+from kvhold.memory.copy import warm_up
+from kvhold.memory.device import copier_for
 from kvhold.memory.host import available_bytes
 from kvhold.memory.placement import place_own_threads, place_this_thread
 from kvhold.memory.views import View, opaque_blocks
@@ -43,13 +49,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_WARM_BYTES = 1 << 30  # of the engine's blocks, the first ones it will use
-_IDLE_WAIT_S = 0.005  # for a load, in a step that computes nothing: about what vLLM would sleep and step in vain; new requests wait as long
+_WARM_BYTES = 1 << 30  # the engine's first blocks, which it will use first
+# Wait for a load in a step that computes nothing: about as long as vLLM would sleep and step in
+# vain. New requests wait as long.
+_IDLE_WAIT_S = 0.005
 
 
 @dataclass(frozen=True)
 class _Loaded:
-    """A load's end. `failed_blocks` did not get their KV."""
+    """A load that has ended. `failed_blocks` did not get their KV."""
 
     request_id: str
     failed_blocks: list[int]
@@ -57,12 +65,35 @@ class _Loaded:
 
 @dataclass(frozen=True)
 class _Reserving:
-    """Memory that is being asked for, for what a pass completes of one shard."""
+    """A pending reservation of memory, for the chunks of one shard that a pass completes.
+
+    pieces: the copies' pieces, if they are copied a layer at a time inside the pass
+    layers: the copies of these layers
+    """
 
     store: Store
     shard: int
     room: "Future[Room | None]"
-    copies: list[CopyLayer] = field(default_factory=list)  # of what is copied a layer at a time, inside the pass
+    pieces: list[Piece] = field(default_factory=list)
+    layers: "list[Future[Transfer]]" = field(default_factory=list)
+
+    def layer_copies(self) -> list[Transfer]:
+        """Return the layer copies that were submitted. Call it after the pass."""
+        return [layer.result() for layer in self.layers if layer.exception() is None]
+
+
+@dataclass
+class _Reading:
+    """Submitted copies of one shard.
+
+    is_whole: they cover all granted chunks
+    is_lost: the device failed and may still write
+    """
+
+    transfers: list[Transfer]
+    pieces: list[Piece] = field(default_factory=list)
+    is_whole: bool = False
+    is_lost: bool = False
 
 
 class WorkerSide:
@@ -75,16 +106,21 @@ class WorkerSide:
         geometry: Geometry,
         *,
         rank: int = 0,
+        name: str = "vllm-worker",
         num_blocks: int,
         layerwise: bool = False,
         adapters: AdapterLoads | None = None,
         copier: Copier | None = None,
     ) -> None:
-        """rank: this worker's number in its engine; num_blocks: the engine's blocks, the same for all its KV cache groups.
+        """Join the node and start the copy threads.
 
-        layerwise: load and store a layer at a time, inside the passes (`layerwise.refusal` has nothing to say)
-        adapters: what vLLM has loaded in this process; None: there are no adapters
-        copier: of the device that the blocks are on; None: the host's
+        rank: this worker's number in its engine
+        num_blocks: the engine's blocks, the same for all its KV cache groups
+        name: the name that `kvhold clients` shows
+        layerwise: load and store a layer at a time, inside the passes (`layerwise.refusal` is
+            empty)
+        adapters: the adapters that vLLM has loaded in this process; None: no adapters
+        copier: the copier of the blocks' device; None: the host's
         """
         self._config = config
         self._namespace = namespace
@@ -93,37 +129,42 @@ class WorkerSide:
         self._num_blocks = num_blocks
         self._adapters = adapters or AdapterLoads()
         self._threads = config.copy_threads or 2
-        self._copier = copier or HostCopier(self._threads)
-        self._views: dict[int, list[View]] = {}  # of each shard, a view a part
+        self._copier: Copier = copier or HostCopier(self._threads)
+        self._is_copier_given = copier is not None
+        self._views: dict[int, list[View]] = {}  # by shard: one view for each part
         self.tally = Tally()
         self._toucher: Toucher | None = None
-        self._cache = join(config, namespace, name="vllm-worker")
+        self._cache = join(config, namespace, name=name)
         placed: dict[str, Any] = {"initializer": place_this_thread, "initargs": (config.client.cores,)}
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="kvhold-load", **placed)
         self._storer = ThreadPoolExecutor(1, thread_name_prefix="kvhold-store", **placed)
+        self._settler = self._storer  # on the host, the thread that reads has finished the copy
         self._layerwise: Layerwise | None = None
         if layerwise:
             self._layer_saver = ThreadPoolExecutor(1, thread_name_prefix="kvhold-layer", **placed)
-            self._layerwise = Layerwise(geometry.parts[0], self._loader, self._layer_saver)
+            self._layerwise = Layerwise(geometry.parts[0], self._copier, self._loader, self._layer_saver)
         self._reserved: list[_Reserving] = []
-        self._reading: list[tuple[_Reserving, Future[Transfer | None]]] = []  # blocks that no pass may write to yet
+        # no pass may write to their blocks yet
+        self._reading: list[tuple[_Reserving, Future[_Reading]]] = []
         self._read_until = 0.0
         self._finished: queue.SimpleQueue[_Loaded] = queue.SimpleQueue()
-        self._loading = 0  # loads that were started and not taken
+        self._loading = 0  # started loads that `take_loaded` has not returned
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._stored_last: set[str] = set()
 
     @property
     def socket(self) -> Path:
-        """Of the node."""
+        """The path of the node's socket."""
         return self._cache.path
 
     def register(self, kv_caches: dict[str, "torch.Tensor"]) -> None:
-        """Learn where the engine's blocks are, and prove that copies of them are exact.
+        """Learn where the engine's blocks are, and prove that copies are exact.
 
-        Raises LayoutError when they are not as the scheduler's side was told, or do not come back as they were.
+        Raises LayoutError if the tensors differ from the scheduler side's geometry, or if a copy
+        does not come back unchanged.
         """
+        self._choose_copier(str(next(iter(kv_caches.values())).device))
         self._views = {shard: [] for shard in self._held}
         for part in self._geometry.parts:
             tensors = [self._blocks_of(kv_caches[name]) for name in part.layer_names]
@@ -131,17 +172,37 @@ class WorkerSide:
                 raise LayoutError(
                     f"head_shards: the heads of {part.layer_names[0]} are not an axis that can be divided by {len(self._held)}"
                 )
-            views = [opaque_blocks(part.group, lot, block_axis=0) for lot in lots(tensors, len(self._held))]
-            prove(part, tensors, views, self._copier)
+            plain = [opaque_blocks(part.engine_group, lot, block_axis=0) for lot in lots(tensors, len(self._held))]
+            prove(part, tensors, plain, self._copier)
+            views = [coded_view(view, self._config.memory_codec) for view in plain]
+            prove_coding(part, tensors, views, self._copier)
             for shard, view in zip(self._held, views, strict=True):
                 self._views[shard].append(view)
         views = [view for of_shard in self._views.values() for view in of_shard]
         warm_up(views[0].device, views)
         self._warm_pages(views)
-        place_own_threads(self._config.client.cores)  # the keeper's, the touchers' and those that copy were started by the engine's thread
+        # the keeper's thread, the touchers and the copy threads were started by the engine's thread
+        place_own_threads(self._config.client.cores)
+
+    def _choose_copier(self, device: str) -> None:
+        """Choose and prepare the copier of a device.
+
+        Raises LayoutError for a device without a copier, and DeviceError.
+        """
+        if self._is_copier_given or device == "cpu":
+            return
+        self._copier = copier_for(device, threads=self._threads, cache=self._cache)
+        # settling waits for the device; reading must not wait behind it
+        self._settler = ThreadPoolExecutor(1, thread_name_prefix="kvhold-settle")
+        self._copier.prepare()
+        if self._layerwise is not None:
+            self._layerwise.use(self._copier)
 
     def _blocks_of(self, tensor: "torch.Tensor") -> "torch.Tensor":
-        """A layer's tensor with the engine's blocks as its first axis; a kernel's smaller blocks become a second one."""
+        """Return a layer's tensor with the engine's blocks as its first axis.
+
+        A kernel's smaller blocks become the second axis.
+        """
         if tensor.shape[0] == self._num_blocks:
             return tensor
         if tensor.shape[0] % self._num_blocks:
@@ -149,27 +210,32 @@ class WorkerSide:
         return tensor.unflatten(0, (self._num_blocks, -1))
 
     def _warm_pages(self, views: list[View]) -> None:
-        """Have the arena mapped, and the engine's first blocks faulted in, before the first hit has to wait for that (0.7 ms a MiB)."""
+        """Map the arena and fault in the engine's first blocks.
+
+        Otherwise the first hit waits for the page faults (0.7 ms a MiB).
+        """
         try:
-            self._cache.arena_buffer.size  # noqa: B018 - the first use maps it
+            self._cache.arena_buffer.size  # noqa: B018 - the first access maps it
         except KVHoldError as error:
             log.debug("kvhold: %s", error)
         if views[0].device == "cpu":
-            first = {int(address): view for view in views for address in view.table[:, 0]}  # groups may lie over each other
+            # groups may share memory: each address counts once
+            first = {int(address): view for view in views for address in view.table[:, 0]}
             most = min(_WARM_BYTES, available_bytes() // 16) // len(first)
             regions = [Region(at, min(most, view.num_rows * view.block_stride)).whole_pages() for at, view in first.items()]
             self._toucher = Toucher(regions).start()
 
     def begin(self, steps: Steps) -> None:
-        """Before the pass: ask for memory for what it will complete."""
+        """Before the pass: reserve memory for the chunks that it will complete."""
         self.end_reading()
         self._reserved = [
             _Reserving(store, shard, self._storer.submit(self._reserve, store, shard)) for store in steps.stores for shard in self._stored
         ]
-        self._stored_last.update(store.request_id for store in steps.stores if store.last)  # after this pass, well or not
+        # they are reported after this pass, even if it fails
+        self._stored_last.update(store.request_id for store in steps.stores if store.last)
 
     def start_loads(self, steps: Steps) -> None:
-        """Start the loads; they end in `take_loaded`."""
+        """Start the loads. `take_loaded` reports their ends."""
         beside = [load for load in steps.loads if not load.inside]
         mark = self._copier.mark() if beside else None
         for load in beside:
@@ -179,49 +245,56 @@ class WorkerSide:
             self._layerwise.begin([load for load in steps.loads if load.inside], self._prepare)
 
     def wait_for_layer(self, layer_name: str) -> None:
-        """In the pass, before the layer's attention: what is loaded inside it has come so far."""
+        """In the pass, before the layer's attention: wait for this layer of the pass's loads."""
         if self._layerwise is not None:
             self._layerwise.wait(layer_name)
 
     def save_layer(self, layer_name: str) -> None:
-        """In the pass, after the layer's attention: what the pass completes is copied out of this layer, where there is memory by now."""
+        """In the pass, after the layer's attention: copy this layer of the completed chunks.
+
+        Chunks without reserved memory by then are copied after the pass.
+        """
         if self._layerwise is None:
             return
         for one in self._reserved:
             if layer_name == self._geometry.parts[0].layer_names[0] and one.room.done() and (room := one.room.result()) is not None:
                 try:
-                    one.copies[:] = self._plan_gather(one.store, one.shard, room)
-                except Exception:  # the pass must not fail with us
+                    one.pieces[:] = self._pieces_of(one.store, one.shard, room)
+                except Exception:  # an error here must not fail the pass
                     log.exception("kvhold: chunks of request %s are not copied inside the pass", one.store.request_id)
-            self._layerwise.save(layer_name, one.copies)
+            if (saving := self._layerwise.save(layer_name, one.pieces)) is not None:
+                one.layers.append(saving)
 
     def store(self, *, computed: bool = True) -> None:
-        """After the pass: copy what it completed, and have it committed. All stores of a pass share one deadline.
+        """After the pass: copy and commit the chunks that it completed.
 
-        computed: False when the pass failed; then its blocks hold no KV, and its stores are dropped
+        All stores of a pass share one deadline.
+
+        computed: False if the pass failed. Its blocks hold no KV, and its stores are dropped.
         """
         reserved, self._reserved = self._reserved, []
         if self._layerwise is not None:
             if not self._layerwise.saved():
                 for one in reserved:
-                    one.copies.clear()  # then all layers are copied now
+                    one.pieces.clear()  # copy all layers now
             for failed in self._layerwise.end().values():
                 self.tally.add("failed_loads" if failed else "loads", 1)
                 self._failed_blocks.update(failed)
-                computed = computed and not failed  # what was computed from blocks that were not loaded is not KV
+                computed = computed and not failed  # KV computed from failed blocks is wrong
         self._read_until = time.monotonic() + self._config.client.call_timeout_s
         mark = self._copier.mark() if reserved and computed else None
         self._reading = [(one, self._storer.submit(self._read, one, mark)) for one in reserved] if computed else []
-        for one, read in self._reading:  # after all reading, which the next pass waits for
-            self._storer.submit(_settle, one.room, read)
+        for one, read in self._reading:  # after all reads, because the next pass waits for those
+            self._settler.submit(_settle, one, read)
         if not computed:
             for one in reserved:
                 self._drop(one)
 
     def end_reading(self) -> None:
-        """Before anything is written to blocks: have the last pass's copies submitted, and the engine's later work begin after them.
+        """Before blocks are written: submit the last pass's copies, and fence the later work.
 
-        What has not begun in time (the node hangs) is dropped, what has is waited for.
+        A copy that has not begun in time (the node hangs) is dropped. A copy that has begun is
+        waited for.
         """
         reading, self._reading = self._reading, []
         if not reading:
@@ -231,39 +304,45 @@ class WorkerSide:
             if read in late and read.cancel():
                 one.room.cancel()
         wait([read for read in late if not read.cancelled()])
-        transfers = [read.result() for _, read in reading if not read.cancelled()]
-        self._copier.fence([transfer for transfer in transfers if transfer is not None])
+        for one, read in reading:
+            self._copier.fence(one.layer_copies() if read.cancelled() else read.result().transfers)
 
     def _drop(self, one: _Reserving) -> None:
-        """Do not ask for memory any more, or give it back."""
+        """Cancel a pending reservation, or release its memory."""
         if not one.room.cancel():
-            self._storer.submit(_settle, one.room, None)
+            self._settler.submit(_settle, one, None)
 
-    def _read(self, one: _Reserving, mark: Mark | None) -> Transfer | None:
-        """On the store thread, after memory was reserved there: submit the copies; None if there is nothing to commit."""
+    def _read(self, one: _Reserving, mark: Mark | None) -> _Reading:
+        """Submit the copies, on the store thread. The memory was reserved there before."""
+        reading = _Reading(one.layer_copies())
         room = one.room.result()
         if room is None or not self._is_of(one.store.adapter):
-            return None
-        transfer = None
+            return reading
         try:
-            pieces = [] if one.copies else self._pieces_of(one.store, one.shard, room)
-            if not one.copies and not pieces:
-                return None
-            transfer = self._copier.gather(pieces, after=mark)
+            reading.pieces = one.pieces or self._pieces_of(one.store, one.shard, room)
+            if not reading.pieces:
+                return reading
+            if not one.pieces:
+                reading.transfers.append(self._copier.gather(reading.pieces, after=mark))
+            reading.is_whole = True
             self._count_stored(one.shard, room)
-        except Exception:  # nobody would see it
+        except DeviceError:
+            reading.is_lost = True
+        except Exception:  # the future's exception is never read
             log.exception("kvhold: could not store chunks of request %s", one.store.request_id)
-        return transfer  # what was submitted is waited for, whatever came after it
+        return reading  # even after an error the submitted copies are waited for
 
     def take_stored(self) -> set[str]:
-        """Requests that have ended and whose blocks are not needed any more."""
+        """Return the ended requests whose blocks are not needed any more."""
         stored, self._stored_last = self._stored_last, set()
         return stored
 
     def take_loaded(self, *, idle: bool = False) -> set[str]:
-        """Requests whose loads have ended since the last call. Their failed blocks are in `take_failed_blocks` from now on.
+        """Return the requests whose loads have ended since the last call.
 
-        idle: the engine has nothing to compute; wait a moment for a load that is under way
+        Their failed blocks are then in `take_failed_blocks`.
+
+        idle: the engine has nothing to compute; wait 5 ms for a load that is under way
         """
         ended: set[str] = set()
         while self._loading:
@@ -274,29 +353,32 @@ class WorkerSide:
             self._loading -= 1
             ended.add(loaded.request_id)
             if loaded.failed_blocks and len(self._geometry.parts) > 1:
-                self._failed_requests.add(loaded.request_id)  # vLLM does not take blocks' numbers where there are several groups
+                # with several groups, vLLM accepts no block numbers
+                self._failed_requests.add(loaded.request_id)
             else:
                 self._failed_blocks.update(loaded.failed_blocks)
         return ended
 
     def take_failed_blocks(self) -> set[int]:
-        """Blocks of ended loads that hold no KV."""
+        """Return the blocks of ended loads that hold no KV."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
     def take_failed_requests(self) -> set[str]:
-        """Requests of ended loads whose blocks hold no KV, where there are several KV cache groups."""
+        """Return the requests of failed loads, if there are several KV cache groups."""
         failed, self._failed_requests = self._failed_requests, set()
         return failed
 
     def close(self) -> None:
-        """Finish what is under way, then leave the node."""
+        """Finish the work that is under way, then leave the node."""
         if self._toucher is not None:
             self._toucher.stop()
         self._loader.shutdown(wait=True)
         self._storer.shutdown(wait=True)
+        self._settler.shutdown(wait=True)
         if self._layerwise is not None:
             self._layer_saver.shutdown(wait=True)
+        self._copier.close()
         self._cache.close()
 
     def _reserve(self, store: Store, shard: int) -> Room | None:
@@ -309,14 +391,14 @@ class WorkerSide:
         return None
 
     def _groups(self, store: Store) -> npt.NDArray[np.bool_] | None:
-        """[parts, chunks]: of which chunks each part still has all its blocks; None: of all."""
+        """[parts, chunks]: whether a part still has all blocks of a chunk; None: all have all."""
         if all(min(ids, default=0) >= 0 for ids in store.block_ids):
             return None
         num_tokens = store.names.num_tokens(self._namespace.layout)
         return np.array([_whole(part, ids, num_tokens) for part, ids in zip(self._geometry.parts, store.block_ids, strict=True)])
 
     def _pieces_of(self, store: Store, shard: int, room: Room) -> list[Piece]:
-        """The granted chunks and their blocks."""
+        """Return the granted chunks with their blocks."""
         pieces = []
         for number, (view, ids) in enumerate(zip(self._views[shard], store.block_ids, strict=True)):
             places = room.chunks(number)
@@ -329,34 +411,31 @@ class WorkerSide:
         self.tally.add("stored_bytes", nbytes)
         self.tally.add("stored_chunks", len(room.granted))
 
-    def _plan_gather(self, store: Store, shard: int, room: Room) -> list[CopyLayer]:
-        """Copies of what is granted, a layer at a time."""
-        (view,), (ids,), places = self._views[shard], store.block_ids, room.chunks(0)
-        return [plan_gather(view, np.array(ids, dtype=np.int64), room.buffer, places)] if (places.offsets != ABSENT).any() else []
+    def _prepare(self, load: Load, stack: ExitStack) -> list[Piece]:
+        """Claim a hit that is loaded inside a pass, on the load thread.
 
-    def _prepare(self, load: Load, stack: ExitStack) -> list[LoadLayer]:
-        """On the load thread: claim a hit that is loaded inside a pass. Raises KVHoldError when it is gone."""
+        Raises KVHoldError if the hit is gone.
+        """
         self._check_adapter(load)
-        copies: list[LoadLayer] = []
-        part = self._geometry.parts[0]
+        pieces: list[Piece] = []
         for shard in self._held:
             loan = self._cache.claim(load.ticket, shard, first_chunk=load.first_chunk, deadline_s=load.patience_s or None)
             if loan is None:
                 raise KVHoldError("the hit is gone")
             stack.enter_context(loan)
-            (view,), (ids,), places = self._views[shard], load.block_ids, loan.chunks(0)
-            blocks = np.array(ids, dtype=np.int64)
-            _check_covered(part, blocks, places)
-            copy = plan_scatter(view, blocks, loan.buffer, places, threads=self._threads)
-            copies.append(_checked(copy, part, blocks, places))
-            self._count_loaded(view, blocks)
-        return copies
+            pieces += self._pieces_into(load, shard, loan)
+        return pieces
 
     def _count_loaded(self, view: View, blocks: npt.NDArray[np.int64]) -> None:
         self.tally.add("loaded_bytes", int((blocks >= 0).sum()) * view.group.layers * view.group.block_bytes)
 
     def _load(self, load: Load, mark: Mark | None) -> None:
-        """On the load thread: claim, copy, report; whatever happens, the request is reported. mark: what the copies come after."""
+        """Claim a hit, copy it and report the end, on the load thread.
+
+        The end is reported after any error, too.
+
+        mark: the copies begin after this point of the engine's work
+        """
         began_s = time.monotonic()
         failed, damaged = blocks_of(load), list[int]()
         loans: list[Loan] = []
@@ -372,6 +451,10 @@ class WorkerSide:
                 failed = sorted(set(damaged))
                 if failed:
                     log_damage(load, failed)
+        except DeviceError:
+            for loan in loans:
+                loan.keep()
+            loans.clear()
         except KVHoldError as error:
             log.warning("kvhold: the KV of request %s did not arrive and is computed: %s", load.request_id, error)
         except Exception:
@@ -380,36 +463,47 @@ class WorkerSide:
             self.tally.add("failed_loads" if failed else "loads", 1)
             self.tally.add("load_seconds", time.monotonic() - began_s)
             self._finished.put(_Loaded(load.request_id, failed))
-            for loan in loans:  # the engine need not wait for the node to hear of that
+            for loan in loans:  # released after the report: the engine need not wait for it
                 loan.close()
 
     def _is_of(self, adapter: AdapterUse | None) -> bool:
-        """Whether vLLM computes with the adapter as it was named."""
+        """Whether vLLM computes with the adapter files that the KV is named by."""
         return adapter is None or self._adapters.match(adapter)
 
     def _check_adapter(self, load: Load) -> None:
-        """Raise KVHoldError where KV of this adapter must not be mixed with what vLLM computes."""
+        """Raise KVHoldError if the load's KV must not be mixed with the KV that vLLM computes."""
         if not self._is_of(load.adapter):
             raise KVHoldError("vLLM has loaded its adapter from other files than the KV is named by, or has not loaded it yet")
 
     def _scatter(self, load: Load, shard: int, loan: Loan, mark: Mark | None) -> list[int]:
-        """Copy one shard's chunks into their blocks. Returns the blocks of damaged chunks; all others have their KV."""
-        pieces = []
-        for number, (view, ids) in enumerate(zip(self._views[shard], load.block_ids, strict=True)):
-            piece = Piece(view, np.array(ids, dtype=np.int64), loan.buffer, loan.chunks(number))
-            _check_covered(self._geometry.parts[number], piece.blocks, piece.places)
-            pieces.append(piece)
+        """Copy one shard's chunks into their blocks. Returns the blocks of damaged chunks.
+
+        All other blocks have their KV.
+        """
+        pieces = self._pieces_into(load, shard, loan)
         damage = self._copier.scatter(pieces, after=mark).wait()
         damaged: list[int] = []
         for part, piece, error in zip(self._geometry.parts, pieces, damage, strict=True):
             if error is not None:
-                damaged += _blocks_of_chunks(error.chunks, part, piece.blocks, piece.places)
-            self._count_loaded(piece.view, piece.blocks)
+                damaged += blocks_of_chunks(error.chunks, part, piece.ids, piece.places)
         return damaged
+
+    def _pieces_into(self, load: Load, shard: int, loan: Loan) -> list[Piece]:
+        """Return a hit's chunks of one shard, with their blocks.
+
+        Raises KVHoldError if a chunk is absent.
+        """
+        pieces = []
+        for number, (view, ids) in enumerate(zip(self._views[shard], load.block_ids, strict=True)):
+            piece = Piece(view, np.array(ids, dtype=np.int64), loan.buffer, loan.chunks(number))
+            _check_covered(self._geometry.parts[number], piece.ids, piece.places)
+            self._count_loaded(view, piece.ids)
+            pieces.append(piece)
+        return pieces
 
 
 def _whole(part: Part, ids: list[int], num_tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """[chunks]: whether all blocks of each chunk are there."""
+    """[chunks]: whether all blocks of each chunk are present."""
     counts = -(-num_tokens // part.group.block_tokens)
     ends = np.cumsum(counts)
     there = np.array(ids, dtype=np.int64) >= 0
@@ -417,49 +511,50 @@ def _whole(part: Part, ids: list[int], num_tokens: npt.NDArray[np.int64]) -> npt
 
 
 def _check_covered(part: Part, blocks: npt.NDArray[np.int64], places: ChunkBytes) -> None:
-    """Every block that the engine waits for must get its bytes; one that nobody writes would be wrong KV."""
+    """Raise KVHoldError if a block of the load gets no bytes: its KV would be wrong."""
     per_chunk = -(-places.num_tokens // part.group.block_tokens)
     absent = np.repeat(places.offsets == ABSENT, per_chunk)
     if (absent & (blocks >= 0)).any():
         raise KVHoldError(f"the hit has no KV for {int((absent & (blocks >= 0)).sum())} blocks of KV cache group {part.table}")
 
 
-def _blocks_of_chunks(chunks: Sequence[int], part: Part, blocks: npt.NDArray[np.int64], places: ChunkBytes) -> list[int]:
-    """The blocks that get the bytes of these chunks. blocks: of all chunks; -1 for one that is not written."""
-    per_chunk = -(-places.num_tokens // part.group.block_tokens)
-    chosen = np.repeat(np.isin(np.arange(per_chunk.size), chunks), per_chunk)
-    return [int(block) for block in blocks[chosen & (blocks >= 0)]]
-
-
-def _checked(copy: CopyLayer, part: Part, blocks: npt.NDArray[np.int64], places: ChunkBytes) -> LoadLayer:
-    """The same copy; it returns the blocks of damaged chunks."""
-
-    def load_layer(layer: int) -> list[int]:
-        try:
-            copy(layer)
-        except DamagedChunks as error:
-            return _blocks_of_chunks(error.chunks, part, blocks, places)
-        return []
-
-    return load_layer
-
-
 def _nbytes(view: View, places: ChunkBytes) -> int:
-    """Of the chunks that have a place."""
+    """The bytes of the chunks that have a place."""
     there = places.num_tokens[places.offsets != ABSENT]
     return sum(view.group.layers * view.group.layer_bytes(int(num_tokens)) for num_tokens in there)
 
 
-def _settle(reserved: "Future[Room | None]", read: "Future[Transfer | None] | None") -> None:
-    """On the store thread, whose exceptions nobody would see: commit what was copied; give the rest back."""
-    room = None if reserved.cancelled() else reserved.result()
+@cache
+def _warn_of_infinity() -> None:
+    """Warn once in this process."""
+    log.warning("kvhold: KV with an infinity or a NaN cannot be kept with memory_codec; such chunks are not stored")
+
+
+def _settle(one: _Reserving, read: "Future[_Reading] | None") -> None:
+    """Commit the copied chunks and release the rest, on the settle thread.
+
+    Logs its exceptions, because its future is never read.
+    """
+    room = None if one.room.cancelled() else one.room.result()
     if room is None:
+        return
+    reading = _Reading(one.layer_copies()) if read is None or read.cancelled() else read.result()
+    try:
+        wait_for(reading.transfers)
+    except DeviceError:
+        reading.is_lost = True
+    except Exception:
+        reading.is_whole = False
+        log.exception("kvhold: chunks of request %s were not stored", one.store.request_id)
+    if reading.is_lost:
+        room.keep()
         return
     with room:
         try:
-            transfer = None if read is None or read.cancelled() else read.result()
-            if transfer is not None:
-                transfer.wait()
-                room.commit()
+            if reading.is_whole:
+                infinite = {chunk for piece in reading.pieces for chunk in infinite_chunks(piece.planned)}
+                if infinite:
+                    _warn_of_infinity()
+                room.commit([chunk for chunk in room.granted if chunk not in infinite])
         except KVHoldError as error:
             log.warning("kvhold: chunks were not stored: %s", error)

@@ -13,6 +13,7 @@ import click
 
 from kvhold.lab.bench.compare.command import command as compare
 from kvhold.lab.bench.compare_engines.command import command as compare_engines
+from kvhold.lab.bench.gpu.command import command as gpu
 from kvhold.lab.bench.load.command import command as load
 from kvhold.lab.bench.planner.command import command as planner
 from kvhold.lab.bench.quality.command import command as quality
@@ -208,6 +209,7 @@ def overload(clients: int, chunks: int, tokens: int, json_file: Path | None) -> 
 
 command.add_command(compare, "compare")
 command.add_command(compare_engines, "compare-engines")
+command.add_command(gpu, "gpu")
 command.add_command(load, "load")
 command.add_command(planner, "planner")
 command.add_command(quality, "quality")

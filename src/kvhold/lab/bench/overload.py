@@ -280,11 +280,11 @@ def scan_store(folder: str) -> None:
         return measured
 
     async def scan(shelf: Shelf) -> int:
-        page, more = await shelf.scans.page(b"", b"", _PAGE_KEYS)
-        num_keys = len(page)
-        while more:
-            page, more = await shelf.scans.page(b"", page[-1], _PAGE_KEYS)
-            num_keys += len(page)
+        page = await shelf.scans.page(b"", b"", _PAGE_KEYS)
+        num_keys = len(page.keys)
+        while page.more:
+            page = await shelf.scans.page(b"", page.keys[-1], _PAGE_KEYS)
+            num_keys += len(page.keys)
         return num_keys
 
     avoid_pauses()

@@ -42,13 +42,12 @@ class Place:
 
 @dataclass
 class Memory:
-    """One node's arena, and who has which part of it. ending: nobody gets any more of it, and clients have not noticed yet."""
+    """One node's arena, and who has which part of it."""
 
     number: int
     data: bytearray
     address: int
     allocations: dict[int, int] = field(default_factory=dict)  # offset -> number of the allocation that has it now
-    ending: bool = False
 
 
 class Checker:
@@ -119,7 +118,7 @@ class Checker:
         if place is None or place.node is None:
             return
         now = place.node.allocations.get(place.offset)
-        if now != place.allocation and not (now is None and place.node.ending):
+        if now != place.allocation:
             self._world.find(f"{who}: memory at {place.offset} is not its own any more (was {place.allocation}, is {now})")
 
     def place(self, kind: str, node: int, number: int, offset: int) -> Place | None:

@@ -16,7 +16,6 @@ from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES
 from kvhold.lab.simulation.world import SimLoop, World
 from kvhold.tiers.generations import ALL, GenerationTier, is_marker, marker_key
 from kvhold.tiers.guard import Guard
-from kvhold.tiers.table import KeyList
 
 _GRACE_S = 5.0  # for a journal on a slow disk, and threads
 
@@ -218,13 +217,13 @@ class HostClears:
                 shared.forget(space)
             return is_first
 
-        async def advancing(prefix: bytes) -> KeyList:
+        async def advancing(prefix: bytes) -> bytes:
             clears = self.shared.clears
             waiting = [clear for clear in clears if clear.host == self._host and clear.prefix == prefix and not clear.number]
-            names: KeyList = await advance(prefix)
+            old: bytes = await advance(prefix)
             for clear in waiting:
                 clear.number = tier._number(clear.space)
-            return names
+            return old
 
         tier._set, tier.advance, tier._begin_next = known, advancing, beginning
 

@@ -20,18 +20,20 @@ from kvhold.core.checksums import pack, unpack
 from kvhold.core.errors import DeadlineExceeded, KVHoldError, NodeError, ProtocolError
 from kvhold.core.keys import Namespace, Prompt, make_key, split_hashes
 from kvhold.core.terms import FREE, Terms
-from kvhold.lab.simulation.checker import kv
+from kvhold.lab.simulation.checker import Place, kv
+from kvhold.lab.simulation.device import SimDevice
 from kvhold.lab.simulation.link import SimLink, join
 from kvhold.lab.simulation.node import SimNode
 from kvhold.lab.simulation.world import SimLoop, World
 from kvhold.net import messages as m
-from kvhold.node.membership import Duty, Membership
+from kvhold.node.membership import Departures, Duty, Membership
 
 Kind = TypeVar("Kind", bound=m.Message)
 
 _CONNECT_TIMEOUT_S = 5.0
 _TEND_S = 0.5
 _PATIENCE_S = 5.0  # of an engine whose client has no node
+_WITH_DEVICE = 0.3
 _LAYOUT_IS_UNKNOWN = "was not registered"  # in the refusal of a request for a namespace that the node has not been told
 
 
@@ -95,12 +97,17 @@ class Client:
         self.reconnect_s = world.random.choice((0.05, 0.5))
         self._find_node = find_node
         self._mailbox = mailbox
+        self._device = SimDevice(world, checker, self.name) if world.random.random() < _WITH_DEVICE else None
+        self._at_end: list[Callable[[], object]] = []
+        self._ended = False
+        self._departures = Departures()
         self._begin()
 
     def _begin(self) -> None:
-        self.membership: Membership[SimLink] = Membership("the node's socket")
+        self.membership: Membership[SimLink] = Membership("the node's socket", departures=self._departures)
         self._wake = Signal(self.loop)  # as the keeper's of `NodeClient`
         self._joined = asyncio.Event()
+        self._with_device: set[SimLink] = set()  # links whose node knows of the device
         self._told: set[bytes] = set()  # namespaces that a node knows from this client
         self.loop.create_task(self._keep(self.membership))
 
@@ -112,11 +119,39 @@ class Client:
         """The process ends at once. forked_s: a child that it forked keeps its sockets for so long."""
         self.alive = False
         self.world.kill(self.loop)
+        self._die()
         for end in [link.end for link in self.links if not link.end.closed]:
             if forked_s:
                 end.fork()
                 self.world.later(forked_s, end.close)
             end.close()
+
+    def exit(self) -> None:
+        """Its work is done: leave, and end."""
+        self.leave()
+        self._die()
+
+    def _die(self) -> None:
+        if self._device is not None:
+            self._device.end(self._end)  # its copies go on for a while, and only then the process has ended
+        else:
+            self._end()
+
+    def has_ended(self) -> bool:
+        """Whether its process is dead."""
+        return self._ended
+
+    def when_ended(self, callback: Callable[[], object]) -> None:
+        """Call that when its process is dead."""
+        if self._ended:
+            callback()
+        else:
+            self._at_end.append(callback)
+
+    def _end(self) -> None:
+        self._ended = True
+        for callback in self._at_end:
+            callback()
 
     def leave(self) -> None:
         """As `NodeClient.close`."""
@@ -181,6 +216,8 @@ class Client:
         """Never raises, unless it is interrupted."""
         if held:
             link.let_go()
+            if link.closed:
+                self._wake.set()
         within_s = self.membership.return_within_s(link, self.call_timeout_s)
         if request is not None and within_s is not None:
             with suppress(KVHoldError):
@@ -216,6 +253,10 @@ class Client:
             try:
                 if duty is Duty.TEND:
                     await link.tend(min(self.heartbeat_s, _TEND_S))
+                elif duty is Duty.DEPART:
+                    for departed in self._departures.due(link):
+                        await self.call(link, departed, m.Done)
+                        self._departures.told(departed)
                 elif duty is Duty.PING:
                     await self.call(link, m.Ping(), m.Done)
             except KVHoldError as error:
@@ -255,6 +296,7 @@ class Client:
         link.hold(writable=True)
         granted: m.Granted | None = None
         try:
+            device = await self._reached_by_device(link)
             granted = await self.call(link, m.Reserve(prompt.namespace.layout.fingerprint, names, shard, terms), m.Granted)
             room = granted.room
             ready: dict[int, bytes] = {}
@@ -264,7 +306,13 @@ class Client:
                 for group, row in enumerate(granted.offsets):
                     if row[chunk] != ABSENT:
                         key = make_key(names.namespace, chain_hash, group, shard)
-                        sums += await self._write(link, room, row[chunk], key, prompt.namespace, group, tokens)
+                        value = kv(key, prompt.namespace.layout.chunk_bytes(group, tokens))
+                        layers = prompt.namespace.layout.groups[group].layers
+                        place = self.checker.place("room", link.node.number, room, row[chunk])
+                        if device is not None:
+                            sums += await device.store(link.node.data, row[chunk], place, value, layers)
+                        else:
+                            sums += await self._write(link, row[chunk], place, key, value, layers)
                 if sums and self.world.random.random() >= leave:
                     ready[chunk] = sums
                 if ready and self.world.random.random() < 0.3:
@@ -279,12 +327,22 @@ class Client:
             ready.clear()
             await self.call(link, request, m.Done)
 
-    async def _write(self, link: SimLink, room: int, offset: int, key: bytes, space: Namespace, group: int, tokens: int) -> bytes:
+    async def _reached_by_device(self, link: SimLink) -> SimDevice | None:
+        """The device, if it copies into this node's arena and out of it. Where the node does not take that, the host copies."""
+        if self._device is None:
+            return None
+        if link not in self._with_device:
+            link.uses_device = True
+            try:
+                await self.call(link, m.UseDevice(), m.Done)
+            except KVHoldError:
+                return None
+            self._with_device.add(link)
+        return self._device
+
+    async def _write(self, link: SimLink, offset: int, place: Place | None, key: bytes, value: bytes, layers: int) -> bytes:
         """One chunk, layer by layer. Returns its checksums."""
-        value = kv(key, space.layout.chunk_bytes(group, tokens))
-        layers = space.layout.groups[group].layers
         size = len(value) // layers
-        place = self.checker.place("room", link.node.number, room, offset)
         for layer in range(layers):
             await self._pause()
             self.checker.touches(place, f"{self.name} writes {key.hex()[-16:]}")
@@ -336,6 +394,7 @@ class Client:
         link.hold()
         lent: m.Lent | None = None
         try:
+            device = await self._reached_by_device(link)
             lent = await self.call(link, m.Claim(ticket, shard, first, arriving), m.Lent)
             if num_tokens and sum(lent.num_tokens) < num_tokens - first * layout.tokens_per_chunk:
                 self.world.find(f"{self.name}: a hit of {num_tokens} tokens came to {lent.num_tokens} from chunk {first} on")
@@ -353,29 +412,39 @@ class Client:
                     chain_hash = hashes[number] if tail is None else list(split_hashes(prompt.tails))[tail]
                     key = make_key(prompt.namespace.digest, chain_hash, group, shard)
                     value = kv(key, layout.chunk_bytes(group, tokens))
-                    if not await self._read(link, lent.loan, row[chunk], key, value, sums[at * layers : (at + 1) * layers]):
+                    of_chunk = sums[at * layers : (at + 1) * layers]
+                    if not await self._read(link, device, lent.loan, row[chunk], key, value, of_chunk):
                         with suppress(KVHoldError):
                             await self.call(link, m.Damaged(lent.loan, [row[chunk]]), m.Done)
                         return
         finally:
             await self.give_back(link, m.Release(lent.loan) if lent is not None else None, held=True)
 
-    async def _read(self, link: SimLink, loan: int, offset: int, key: bytes, value: bytes, sums: Sequence[int]) -> bool:
-        """One chunk, layer by layer, each compared. False where a checksum says that it is damaged."""
+    async def _read(
+        self, link: SimLink, device: SimDevice | None, loan: int, offset: int, key: bytes, value: bytes, sums: Sequence[int]
+    ) -> bool:
+        """One chunk, each layer of which is compared. False where a checksum says that it is damaged."""
         place = self.checker.place("loan", link.node.number, loan, offset)
+        if device is not None:
+            data = await device.load(link.node.data, offset, place, len(value), sums)
+            return self._is_right(link, offset, key, data, value)
         size = len(value) // len(sums)
         for layer, stated in enumerate(sums):
             await self._pause()
             self.checker.touches(place, f"{self.name} reads {key.hex()[-16:]}")
             data = bytes(link.node.data[offset + layer * size : offset + (layer + 1) * size])
-            if checksum(data) != stated:
-                if (link.node.number, offset) not in self.checker.flipped:
-                    self.world.find(f"{self.name}: {key.hex()[-16:]} at {offset} is damaged, and nobody damaged it on purpose")
-                return False
-            if data != value[layer * size : (layer + 1) * size]:
-                self.world.find(f"{self.name}: a wrong byte in {key.hex()[-16:]}, layer {layer}, at {offset}")
+            expected = value[layer * size : (layer + 1) * size]
+            if not self._is_right(link, offset, key, data if checksum(data) == stated else None, expected):
                 return False
         return True
+
+    def _is_right(self, link: SimLink, offset: int, key: bytes, data: bytes | None, expected: bytes) -> bool:
+        """Whether a reader has what is expected. None: a checksum says that it is damaged."""
+        if data is None and (link.node.number, offset) not in self.checker.flipped:
+            self.world.find(f"{self.name}: {key.hex()[-16:]} at {offset} is damaged, and nobody damaged it on purpose")
+        if data is not None and data != expected:
+            self.world.find(f"{self.name}: a wrong byte in {key.hex()[-16:]} at {offset}")
+        return data == expected
 
     async def _pause(self) -> None:
         if self.world.random.random() < 0.5:

@@ -32,7 +32,10 @@ class Process(Protocol):
     loop: SimLoop
     name: str
     number: int
-    alive: bool
+
+    def has_ended(self) -> bool: ...
+
+    def when_ended(self, callback: Callable[[], object]) -> None: ...
 
     def was_kicked(self) -> bool: ...
 
@@ -63,6 +66,8 @@ class SimLink:
         self.world = process.world
         self.conversation = Conversation(self.world.now)
         self.breaks_the_rules = False
+        self.welcome = m.Welcome(0, "", 0, 0, False)
+        self.uses_device = False
         self._lifetime = Lifetime()
         self._mapped: set[bool] = set()  # by whether it can be written to
         self._waiting: list[asyncio.Future[None]] = []
@@ -70,7 +75,7 @@ class SimLink:
         self.end.most_bytes = self.world.random.choice(_BUFFERS)
         self.end.on_change = self._changed
         self.end.on_closed = self.world.descriptors.put_back
-        far.has_peer_ended = lambda: not process.alive
+        far.process = process
         self.world.later(self.world.delay(), node.listening.arrive, far)
 
     async def greet(self, within_s: float) -> None:
@@ -86,6 +91,7 @@ class SimLink:
                     greeting = _greeting.decode(body)
                     if isinstance(greeting, m.Refused):
                         raise NodeRefused(greeting.reason)
+                    self.welcome = greeting
                     return
                 continue
             if self.world.now >= until:
@@ -96,6 +102,11 @@ class SimLink:
     def retired(self) -> bool:
         """Whether there are no more calls."""
         return self._lifetime.retired
+
+    @property
+    def closed(self) -> bool:
+        """Whether nobody reads or writes the arena through it any more."""
+        return self.end.closed
 
     @property
     def silent_s(self) -> float:

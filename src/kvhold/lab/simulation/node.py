@@ -4,15 +4,18 @@ What `Node` does beyond that (its arena's pages, its socket, its lock, signals) 
 """
 
 import asyncio
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from kvhold.cache import mover as mover_module
 from kvhold.cache.mover import Mover
 from kvhold.cache.state import CacheState
 from kvhold.core.config import Config
+from kvhold.core.errors import NodeError
 from kvhold.core.metrics import Metrics
 from kvhold.core.reasons import EVICTED
 from kvhold.lab.simulation.checker import Checker
@@ -20,12 +23,12 @@ from kvhold.lab.simulation.listening import ListeningLoop, ListeningSocket
 from kvhold.lab.simulation.scrub import SimScrubber
 from kvhold.lab.simulation.store import SimTier, Store
 from kvhold.lab.simulation.wire import SimTransport
-from kvhold.lab.simulation.world import World
+from kvhold.lab.simulation.world import SimLoop, World
 from kvhold.net import messages as m
 from kvhold.net.wire import encode, split_number
 from kvhold.node import server
 from kvhold.node.listener import Listener
-from kvhold.node.peers import Peer
+from kvhold.node.peers import Peer, ProcessEnd
 from kvhold.tiers.faults import FaultConfig, FaultTier
 from kvhold.tiers.guard import Guard, GuardConfig
 from kvhold.tiers.journal import ClearsJournal
@@ -79,14 +82,48 @@ class _SimJournal(ClearsJournal):
         self._disk[:] = self._lines()
 
 
+class ClientProcess(Protocol):
+    """A client's process, as the kernel knows it."""
+
+    def has_ended(self) -> bool: ...
+
+    def when_ended(self, callback: Callable[[], object]) -> None: ...
+
+
+class _SimProcessEnd(ProcessEnd):
+    def __init__(self, process: ClientProcess, loop: SimLoop) -> None:
+        self._process = process
+        self._loop = loop
+        self._closed = False
+
+    def then(self, callback: Callable[[], None]) -> None:
+        self._process.when_ended(partial(self._loop.call_soon, self._ended, callback))
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _ended(self, callback: Callable[[], None]) -> None:
+        if not self._closed:
+            callback()
+
+
 @dataclass(frozen=True)
 class _SimPeer(Peer):
     """A client's process, as the kernel would tell."""
 
-    ended: Callable[[], bool]
+    process: ClientProcess
+    node: "SimNode"
 
     def has_ended(self) -> bool:
-        return self.ended()
+        return not self.node.world.descriptors.are_short and self.process.has_ended()
+
+    def watch(self, connection: Any) -> ProcessEnd:
+        try:
+            self.node.world.descriptors.take()
+        except OSError as error:
+            raise NodeError(f"it cannot be watched: {error}") from None
+        self.node.world.descriptors.put_back()
+        return _SimProcessEnd(self.process, self.node.loop)
 
 
 class SimNode(server.Node):
@@ -112,6 +149,7 @@ class SimNode(server.Node):
         )
         state.turn_units = draw.turn_units
         self._prepare(draw.config, arena, state)  # type: ignore[arg-type]
+        self.run = world.random.getrandbits(60)
         self._loop = self.loop
         self.memory = checker.watch(number, state, arena.data)
         self.tiers = [FaultTier(self._make_tier(store), FaultConfig(seed=world.random.getrandbits(30))) for store in stores]
@@ -174,19 +212,20 @@ class SimNode(server.Node):
 
     def end_gently(self, drain_s: float, ended: Callable[[], None]) -> None:
         """As SIGTERM does: connections close, the mover writes what waits, and its tasks are cancelled wherever they are."""
-        self.memory.ending = True
-        for connection in sorted(self.connections, key=lambda one: one.number):
-            self.loop.call_soon(connection.close, "the node stops")
 
         def end(_: Any = None) -> None:
             self.kill()
             ended()
 
-        if self._mover is None:
-            self.world.later(0.001, end)
-        else:
-            ending = self.mover_loop.create_task(self._mover.end(drain_s))
-            ending.add_done_callback(lambda done: self.world.later(0.0, end, done))
+        def end_mover() -> None:
+            self.end_conversations()
+            if self._mover is None:
+                self.world.later(0.001, end)
+            else:
+                ending = self.mover_loop.create_task(self._mover.end(drain_s))
+                ending.add_done_callback(lambda done: self.world.later(0.0, end, done))
+
+        self.loop.call_soon(end_mover)
 
     def kill(self) -> None:
         """As `kill -9` does: threads stop, sockets close, the arena is the clients' alone."""
@@ -194,6 +233,7 @@ class SimNode(server.Node):
         for connection in self.connections:
             if connection._transport is not None:
                 connection._transport._end.close()  # type: ignore[attr-defined]
+        assert self._listener is not None
         self._listener.close()
         self.world.kill(self.loop)
         self.world.kill(self.mover_loop)
@@ -214,11 +254,7 @@ class _SimConnection(server._Connection):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, SimTransport)
-        self._transport = transport
-        self._node.joined(self)
-        has_ended, descriptors = transport._end.has_peer_ended, self._sim.world.descriptors
-        self._peer = _SimPeer(0, 0, 0, lambda: not descriptors.are_short and has_ended())
-        self._hello_timer = self._sim.loop.call_later(server._HELLO_WITHIN_S, self._refuse, "no Hello", "no hello")
+        self._join(transport, _SimPeer(0, os.getuid(), 0, transport._end.process, self._sim))
 
     def _welcome(self, welcome: m.Welcome) -> None:
         assert self._transport is not None

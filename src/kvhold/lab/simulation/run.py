@@ -410,6 +410,7 @@ class Simulation:
             store.most_bytes = 1 << 30
         if not world.run(lambda: not self.stopping, most_s=_REST_S):
             world.find("the node does not stop")
+        self.world.descriptors.abound()  # once more: another host's trouble went on meanwhile
         if self.node is None:
             self._start_node()
         node = self.node
@@ -430,7 +431,7 @@ class Simulation:
         self._check_answers(node)
         for client in self.clients:
             if client.alive:
-                client.leave()
+                client.exit()
 
     def _check_answers(self, node: SimNode) -> None:
         links = [link for client in self.clients if client.alive for link in client.links if link.node is node]
@@ -451,7 +452,7 @@ class Simulation:
     def _rest(self, node: SimNode, since: str) -> None:
         def rests() -> bool:
             guards = node.stack.guards if node._mover is not None else []
-            owing = [guard for guard in guards if guard._hidden.owed and not guard.config.read_only]
+            owing = [guard for guard in guards if (guard._hidden.owed or guard._garbage) and not guard.config.read_only]
             return node.settled and not owing and not any(guard._stuck for guard in guards)
 
         if self.world.findings:

@@ -24,7 +24,7 @@ class End:
         self.copies = 1
         self.closed = False
         self.most_bytes = 1 << 20  # that the other end has not read, and `push` takes
-        self.has_peer_ended: Callable[[], bool] = lambda: False  # whether the process at the other end is dead
+        self.process: Any = None  # at the other end, of a node's end
         self.on_closed: Callable[[], None] | None = None
         self.on_change: Callable[[], None] | None = None  # of an end without `on_data`: there is something to pull, or room to push
         self.on_data: Callable[[bytes], None] | None = None

@@ -60,8 +60,11 @@ class Driver:
         ]
         last: dict[str, Any] = {}
         preempted: dict[str, int] = {}
+        num_passes = 0
         while self._engine.is_busy():
-            last.update((output.request_id, output) for output in self._engine.step())
+            outputs = self._engine.step()
+            num_passes += bool(outputs)
+            last.update((output.request_id, output) for output in outputs)
             preempted.update((name, request.num_preemptions) for name, request in self._engine.core.scheduler.requests.items())
         self._engine.drain()
         assert len(last) == len(names), f"{len(names)} questions, {len(last)} answers"
@@ -69,6 +72,7 @@ class Driver:
             token_ids=[list(last[name].outputs[0].token_ids) for name in names],
             cached=[last[name].num_cached_tokens or 0 for name in names],
             num_preemptions=sum(preempted.values()),
+            num_passes=num_passes,
             choices=[[_choice(best) for best in last[name].outputs[0].logprobs] for name in names] if operation.choices else [],
         )
 

@@ -124,11 +124,13 @@ class Answered(_Reply, frozen=True, kw_only=True, tag="answered"):
 
     cached:  prompt tokens that were not computed
     choices: of each token; empty unless asked for
+    num_passes: steps of the engine that gave a token, or several where drafts were right
     """
 
     token_ids: list[list[int]]
     cached: list[int]
     num_preemptions: int
+    num_passes: int = 0
     choices: list[list[Choice]] = []
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 from kvhold.lab.verify.messages import Started
 
+ITSELF = "{model}"  # stands for the model's own folder or name
+
 
 @dataclass(frozen=True)
 class Path:
@@ -40,6 +42,10 @@ PATHS: dict[str, Path] = {
     "fp8-kv": Path("KV cache in fp8", {"kv_cache_dtype": "fp8"}),
     "ngram": Path(
         "speculation from the prompt", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}}
+    ),
+    "draft": Path(
+        "speculation by a draft model: the model itself",
+        {"speculative_config": {"method": "draft_model", "model": ITSELF, "num_speculative_tokens": 3}},
     ),
     "layerwise": Path(
         "loads and stores inside the passes, a layer at a time",

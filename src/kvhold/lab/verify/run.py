@@ -22,7 +22,7 @@ from kvhold.lab.engines.process import EngineFailed
 from kvhold.lab.verify.engine import EngineRefused, Engines
 from kvhold.lab.verify.messages import Answered, Ask, Choice, Question, Start, Started
 from kvhold.lab.verify.notes import FOLDER, Verdict, read_verdict
-from kvhold.lab.verify.paths import PATHS, Path
+from kvhold.lab.verify.paths import ITSELF, PATHS, Path
 from kvhold.lab.verify.prompts import Sizes, crowd_tokens, make_batches, make_crowd
 from kvhold.lab.verify.rows import UNSUPPORTED, Row
 from kvhold.lab.verify.ties import at_near_tie
@@ -238,6 +238,9 @@ class Verification:
 
     def _engine_of(self, path: Path) -> dict[str, Any]:
         arguments = dict(path.engine)
+        speculation = arguments.get("speculative_config", {})
+        if speculation.get("model") == ITSELF:
+            arguments["speculative_config"] = speculation | {"model": self._subject.model}
         if path.in_pieces:
             arguments["max_num_batched_tokens"] = max(16, self._sizes().block * 3 // 2)
         if path.crowded:

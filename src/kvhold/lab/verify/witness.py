@@ -12,6 +12,7 @@ processes only; one thread, the engine's.
 
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -66,19 +67,21 @@ class WitnessedConnector(KVHoldConnector):
     """The real connector; the witness only reads."""
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
-        transfer = vllm_config.kv_transfer_config
-        settings = transfer.kv_connector_extra_config
-        transfer.kv_connector_extra_config = {name: value for name, value in settings.items() if name != FOLDER}
-        super().__init__(vllm_config, role, kv_cache_config)
-        transfer.kv_connector_extra_config = settings  # the other role's is made from it, too
+        with _without_folder(vllm_config) as folder:
+            super().__init__(vllm_config, role, kv_cache_config)
         self._watcher: _Watcher | None = None
         self._reader: _Reader | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._watcher = _Watcher(kv_cache_config.kv_cache_groups)
         if role == KVConnectorRole.WORKER:
-            self._reader = _Reader(kv_cache_config, Notes(Path(settings[FOLDER]), worker=vllm_config.parallel_config.rank))
+            self._reader = _Reader(kv_cache_config, Notes(folder, worker=vllm_config.parallel_config.rank))
 
     # The scheduler's process.
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
+        with _without_folder(vllm_config):
+            return super().get_required_kvcache_layout(vllm_config)
 
     @property
     def _watching(self) -> "_Watcher":
@@ -144,6 +147,18 @@ class WitnessedConnector(KVHoldConnector):
         super().shutdown()
         if self._reader is not None:
             self._reader.notes.close()
+
+
+@contextmanager
+def _without_folder(vllm_config: "VllmConfig") -> Iterator[Path]:
+    """The witness's own setting, hidden from the connector for a moment: the other role's is made from the same config."""
+    transfer = vllm_config.kv_transfer_config
+    settings = transfer.kv_connector_extra_config
+    transfer.kv_connector_extra_config = {name: value for name, value in settings.items() if name != FOLDER}
+    try:
+        yield Path(settings[FOLDER])
+    finally:
+        transfer.kv_connector_extra_config = settings
 
 
 @dataclass

@@ -1,4 +1,8 @@
-"""The disk tier: `tier.py` spreads keys over disks, `store.py` is one of them, `folder.py` its files, `index.py` its account."""
+"""The disk tier.
+
+`tier.py` spreads the keys over disks. `store.py` is one disk, `folder.py` has its files, and
+`index.py` counts their bytes.
+"""
 
 from kvhold.tiers.disk.tier import DiskConfig, DiskTier
 

@@ -1,15 +1,18 @@
-"""One folder of values on a local disk: their names, and the lock that makes it ours. Blocking; every call is for a thread.
+"""One folder of values on a local disk: file names, and the lock of its owner.
 
-    folder = Folder.open("/var/cache/kvhold", direct="auto", sync=False)     # TierUnavailable names who owns it
-    for found in folder.batches(): ...                                       # what is there; torn and temporary files are removed
+    folder = Folder.open("/var/cache/kvhold", direct="auto", sync=False)  # TierUnavailable: owned
+    for found in folder.batches(): ...  # also removes torn and temporary files
     folder.write(name, pieces, stamp_ns=..., reuse=None); folder.read(...); folder.remove(name)
 
-    kvhold.lock               held by flock(2) while somebody owns the folder; says who
-    new/<host>.<pid>.<n>.<r>  being written
-    <hh>/<key>-<size>-<time>  a value; hh is a byte of the key. The size tells a torn file, the time makes each writing a name of its own,
-                              so that no removal of an old file can meet a new one; mtime is when it was used last
+    kvhold.lock               held by flock(2) while a process owns the folder; has its pid
+    new/<host>.<pid>.<n>.<r>  a file that is being written
+    <hh>/<key>-<size>-<time>  a value; hh is a byte of the key
 
-A value is written under a temporary name and renamed when it is whole. Files and folders that are not ours are left alone and not counted.
+The size in a name detects a torn file. The time gives each write its own name, so that the removal
+of an old file never hits a new one. A file's mtime is its last use.
+
+A value is written under a temporary name and renamed when it is whole. Other files and folders are
+left alone and not counted. Blocking; call it from a thread.
 """
 
 import fcntl
@@ -32,7 +35,7 @@ _VALUE = re.compile(rf"([0-9a-f]{{{2 * KEY_BYTES}}})-(\d{{1,15}})-([0-9a-f]{{1,1
 
 @dataclass(frozen=True)
 class FoundValue:
-    """A whole value's file. Times are in nanoseconds since 1970."""
+    """The file of a whole value. Times are in nanoseconds since 1970."""
 
     key: bytes
     name: str
@@ -43,7 +46,7 @@ class FoundValue:
 
 
 class Folder:
-    """Made by `open`, ended by `close`; no call may be running then."""
+    """A folder that this process owns, from `open` to `close`. No call may overlap `close`."""
 
     def __init__(self, tree: FileTree, lock: int) -> None:
         self.path = tree.path
@@ -53,7 +56,10 @@ class Folder:
 
     @classmethod
     def open(cls, path: str, *, direct: str, sync: bool, any_owner: bool = False) -> Self:
-        """Make it ours, and make it if it is not there. Raises TierUnavailable, TierDenied or TierError."""
+        """Own the folder, and make it if it is missing.
+
+        Raises TierUnavailable (another process owns it, by its pid), TierDenied or TierError.
+        """
         try:
             tree = FileTree.open(path, direct=direct, sync=sync, any_owner=any_owner)
             try:
@@ -66,12 +72,12 @@ class Folder:
 
     @property
     def free_bytes(self) -> int:
-        """What the file system still has for us."""
+        """The bytes that the file system has free for this user."""
         state = self._tree.state()
         return state.f_bavail * state.f_frsize
 
     def is_in_place(self) -> bool:
-        """Whether the folder is still what its path names."""
+        """Return whether the folder is still the one at its path."""
         return self._tree.is_in_place()
 
     def try_to_write(self) -> None:
@@ -79,7 +85,10 @@ class Folder:
         self._tree.try_to_write()
 
     def batches(self) -> Iterator[list[FoundValue]]:
-        """Every whole value, by the folder that it is in. Temporary and torn files are removed; two files of one key are in one batch."""
+        """Yield all whole values, one batch per subfolder. Remove temporary and torn files.
+
+        Two files of one key are in the same batch.
+        """
         for name in self._tree.names(NEW):
             if writer_of(name) is not None:
                 self.remove(f"{NEW}/{name}")
@@ -88,10 +97,14 @@ class Folder:
                 yield list(self._whole_values(shard))
 
     def write(self, name: str, pieces: Sequence[memoryview], *, stamp_ns: int, reuse: str | None) -> int:
-        """Make the file `name` of all pieces, whole or not at all, and return what it occupies. Raises OSError.
+        """Write all pieces to the file `name`, whole or not at all.
 
-        reuse: a file nobody needs any more, written over and renamed; where the size fits, that is twice as fast as removing it and
-               making another
+        Return the bytes that it occupies.
+
+        Raises OSError.
+
+        reuse: a file that is not needed any more, to overwrite and rename. If the size fits, this
+               is twice as fast as removing the file and making another
         """
         temporary, state = self._tree.write_new(pieces, allocate=True, used_ns=stamp_ns, reuse=reuse)
         try:
@@ -102,15 +115,18 @@ class Folder:
         return self._occupied_bytes(state)
 
     def read(self, name: str, pieces: Sequence[memoryview], *, at: int | None, size: int, stamp_ns: int) -> int | None:
-        """Fill the pieces from the file `name` of `size` bytes; None if it is not there, or not whole. Raises OSError."""
+        """Fill the pieces from the file `name` of `size` bytes. Return the number of bytes.
+
+        None if the file is missing or not whole. Raises OSError.
+        """
         return self._tree.read(name, pieces, at=at, size=size, used_ns=stamp_ns)
 
     def remove(self, name: str) -> None:
-        """Remove a file; harmless if it has gone already. Raises OSError."""
+        """Remove a file; harmless if it is already gone. Raises OSError."""
         self._tree.remove(name)
 
     def close(self) -> None:
-        """Let others have it. Once."""
+        """Release the folder for other processes. Call it once."""
         os.close(self._lock)
         self._tree.close()
 
@@ -128,12 +144,15 @@ class Folder:
             yield FoundValue(key, name, state.st_size, self._occupied_bytes(state), int(match[3], 16), state.st_mtime_ns)
 
     def _occupied_bytes(self, state: os.stat_result) -> int:
-        """What a file takes from its file system; the rounded size where that counts lazily."""
+        """Return the bytes that a file occupies.
+
+        At least its size rounded up to blocks, since some file systems count blocks late.
+        """
         return max(state.st_blocks * 512, -(-state.st_size // self.block_bytes) * self.block_bytes)
 
 
 def value_name(key: bytes, nbytes: int, stamp_ns: int) -> str:
-    """Where a value of `key` is written that begins at `stamp_ns`."""
+    """Return the file name for a value of `key` whose write began at `stamp_ns`."""
     return f"{shard_of(key)}/{key.hex()}-{nbytes}-{stamp_ns:x}"
 
 

@@ -1,12 +1,18 @@
-"""What one folder of values holds, and the exact account of its bytes. No I/O; the tier's loop is its only user.
+"""The values of one folder, and the exact number of their bytes.
 
-    planned = index.reserve(key, nbytes)        # a place, and the victims that must go first; None: no room; beside `old`, if given
-    index.commit(planned.entry, occupied_bytes) # visible; or index.abandon(planned.entry)
-    index.swap(old, entry, occupied_bytes)      # in its place
-    index.take(entry) ... index.finish(entry)   # not found any more ... its file has gone; or index.restore(entry): it could not be removed
+No I/O; used by the tier's loop only.
 
-`used_bytes` is what files occupy, those being written and those that are on their way out included: a deleted file that somebody still
-reads occupies its place until the last reader has finished. What is read or written is never a victim.
+    planned = index.reserve(key, written_ns, nbytes)  # a place and its victims; None: no room
+    index.commit(planned.entry, occupied_bytes)  # visible from here on
+    index.abandon(planned.entry)  # or: the file was not written
+    index.swap(old, entry, occupied_bytes)  # or: it replaces `old`, if reserved beside `old`
+    index.take(entry)  # not found from here on; then one of:
+    index.finish(entry)  # its file is removed
+    index.restore(entry)  # its file could not be removed
+
+`used_bytes` includes files that are being written or removed. A removed file that is still being
+read occupies its space until its last reader has finished. A file that is being read or written is
+never a victim.
 """
 
 from collections.abc import Container, Iterator, Sequence
@@ -16,13 +22,13 @@ from kvhold.tiers.disk.folder import FoundValue, value_name
 from kvhold.tiers.disk.rows import NONE, Rows, Sorting
 from kvhold.tiers.policies import Policy, make_policy
 
-_IN_ROWS = ("lru", "fifo", "mru")  # policies whose order is that of the rows
+_IN_ROWS = ("lru", "fifo", "mru")  # policies that use the order of the rows
 
 
 class Entry:
-    """One value's file, made when it is asked for; the same one as long as somebody reads it.
+    """One value's file. Made on demand; while the file is being read, always the same object.
 
-    `occupied_bytes` is an estimate until it is committed.
+    `occupied_bytes` is an estimate until the entry is committed.
     """
 
     __slots__ = ("key", "leaving", "nbytes", "occupied_bytes", "readers", "removed", "written_ns")
@@ -33,12 +39,12 @@ class Entry:
         self.written_ns = written_ns
         self.occupied_bytes = occupied_bytes
         self.readers = 0
-        self.leaving = False  # taken, and what it occupies will soon be free
+        self.leaving = False  # taken, and its bytes will soon be free
         self.removed = False
 
     @property
     def name(self) -> str:
-        """Its file's. No other file of the folder ever has it."""
+        """The file's name. No other file of the folder ever has this name."""
         return value_name(self.key, self.nbytes, self.written_ns)
 
 
@@ -51,16 +57,19 @@ class Planned:
 
 
 class Index:
-    """The values of one folder, at most `limit_bytes` of it."""
+    """The values of one folder, with at most `limit_bytes` in total."""
 
     def __init__(self, policy: str, limit_bytes: int, block_bytes: int) -> None:
-        """policy: its name. With one other than lru, fifo and mru a value takes some 400 bytes more."""
+        """Make an empty index.
+
+        policy: its name. Policies other than lru, fifo and mru take about 400 bytes more per value
+        """
         self.limit_bytes = limit_bytes
         self._order = policy
         self._policy: Policy | None = None if policy in _IN_ROWS else make_policy(policy)
         self._block_bytes = block_bytes
         self._rows = Rows()
-        self._busy: dict[bytes, Entry] = {}  # those that somebody reads
+        self._busy: dict[bytes, Entry] = {}  # key -> entry that is being read or held
         self._used_bytes = 0
         self._leaving_bytes = 0
 
@@ -69,46 +78,52 @@ class Index:
 
     @property
     def index_bytes(self) -> int:
-        """What it takes in memory, but for a policy that keeps an order of its own."""
+        """The memory of this index, in bytes, without a policy's own order."""
         return self._rows.index_bytes
 
     @property
     def used_bytes(self) -> int:
-        """What all files occupy, rounded to blocks, with what is reserved."""
+        """The bytes of all files, rounded up to blocks, including reserved places."""
         return self._used_bytes
 
     @property
     def excess_bytes(self) -> int:
-        """How much more than the limit there is when all that leaves has left."""
+        """The bytes above the limit that stay after all removals under way."""
         return max(0, self._used_bytes - self._leaving_bytes - self.limit_bytes)
 
     def find(self, key: bytes) -> Entry | None:
-        """The visible entry of `key`."""
+        """Return the visible entry of `key`, or None."""
         row = self._rows.find(key)
         return None if row == NONE else self._entry(row)
 
     def holds(self, entry: Entry) -> bool:
-        """Whether its file is the one that is visible."""
+        """Return whether the entry's file is the visible one of its key."""
         found = self.find(entry.key)
         return found is not None and (found.written_ns, found.nbytes) == (entry.written_ns, entry.nbytes)
 
     def keys(self, prefix: bytes) -> Iterator[list[bytes]]:
-        """Visible keys that begin with `prefix`, a few at a time, while others come and go."""
+        """Yield the visible keys that begin with `prefix`, a few at a time.
+
+        Keys may come and go between.
+        """
         return self._rows.keys(prefix)
 
     def entries(self) -> Iterator[Entry]:
-        """All that is visible."""
+        """Iterate over all visible entries."""
         return (self._entry(row) for row in list(self._rows.oldest()))
 
     def add(self, entry: Entry, used_ns: int) -> None:
-        """A file that was there already. `sort` when all are there."""
+        """Add a file that was there before. Call `sort` after the last one."""
         self._used_bytes += entry.occupied_bytes
         self._show(entry, used_ns)
 
     def add_found(self, found: Sequence[FoundValue], *, before_ns: int | None = None, writing: Container[bytes] = ()) -> list[str]:
-        """Files that a folder has. Returns the names of those that are older than another of the same key, and of no use.
+        """Add files that were found in the folder. Return the names of outdated files.
 
-        before_ns: those written from then on are ours, and known; writing: keys whose new file is being written
+        A file is outdated if a newer file of the same key exists.
+
+        before_ns: skip files that were written from this time on; they are ours and known already
+        writing:   keys whose new file is being written
         """
         older: list[str] = []
         for value in found:
@@ -126,17 +141,22 @@ class Index:
         return older
 
     def sort(self) -> None:
-        """Put all in the order in which they were used. A policy with an order of its own has them as they came."""
+        """Sort all entries by time of use.
+
+        A policy with an order of its own keeps the order of arrival.
+        """
         self._rows.sort()
 
     def sorting(self) -> Sorting:
-        """As `sort`, in steps, while values come and go."""
+        """Return the same sort in steps; values may come and go between the steps."""
         return Sorting(self._rows)
 
     def reserve(self, key: bytes, written_ns: int, nbytes: int, *, beside: Entry | None = None) -> Planned | None:
-        """A place for a file of `nbytes`. None, and nothing taken, when it cannot be had.
+        """Reserve a place for a file of `nbytes`.
 
-        beside: the entry whose place it is to take, and which must be no victim: somebody reads it
+        Return None, and take nothing, if there is no room.
+
+        beside: the entry to be replaced. It must be held or read, so that it is no victim
         """
         assert beside is not None or self._rows.find(key) == NONE
         occupied = -(-nbytes // self._block_bytes) * self._block_bytes
@@ -149,7 +169,10 @@ class Index:
         return Planned(Entry(key, nbytes, written_ns, occupied), victims)
 
     def evict(self, nbytes: int) -> list[Entry] | None:
-        """Take victims that free at least `nbytes`; None, and none taken, if there are not enough."""
+        """Take victims that free at least `nbytes`.
+
+        Return None, and take none, if there are not enough.
+        """
         if nbytes <= 0:
             return []
         victims = self._victims(nbytes)
@@ -158,22 +181,22 @@ class Index:
         return victims or None
 
     def commit(self, entry: Entry, occupied_bytes: int) -> None:
-        """Its file is there and occupies so much."""
+        """Make an entry visible: its file is written and occupies `occupied_bytes`."""
         self._used_bytes += occupied_bytes - entry.occupied_bytes
         entry.occupied_bytes = occupied_bytes
         self._show(entry, entry.written_ns)
 
     def swap(self, old: Entry, entry: Entry, occupied_bytes: int) -> None:
-        """The file of `entry` is there, and takes the place of `old`, whose own is to be removed now."""
+        """Make `entry` visible in the place of `old`, whose file must be removed next."""
         self._take(old, evicted=False)
         self.commit(entry, occupied_bytes)
 
     def abandon(self, entry: Entry) -> None:
-        """Its file is not there."""
+        """Free a reserved place: its file was not written."""
         self._used_bytes -= entry.occupied_bytes
 
     def read(self, entry: Entry, used_ns: int) -> None:
-        """Somebody reads it, until `unread`."""
+        """Note a read of the entry: protect it until `unread`, and count it as used."""
         self.hold(entry)
         if self._policy is not None:
             self._policy.touch(entry.key)
@@ -181,12 +204,12 @@ class Index:
             self._rows.touch(row, used_ns)
 
     def hold(self, entry: Entry) -> None:
-        """It is no victim until `unread`, and was not asked for."""
+        """Protect the entry from eviction until `unread`, without counting it as used."""
         entry.readers += 1
         self._busy[entry.key] = entry
 
     def unread(self, entry: Entry) -> None:
-        """One reader less."""
+        """End one `read` or `hold`."""
         assert entry.readers > 0
         entry.readers -= 1
         if not entry.readers and self._busy.get(entry.key) is entry:
@@ -195,11 +218,11 @@ class Index:
             self._used_bytes -= entry.occupied_bytes
 
     def take(self, entry: Entry) -> None:
-        """It is not found any more: it was deleted, or its file was found broken."""
+        """Hide the entry: it was deleted, or its file was found broken."""
         self._take(entry, evicted=False)
 
     def finish(self, entry: Entry) -> None:
-        """The file of an entry that was taken has gone."""
+        """Note that the file of a taken entry is removed."""
         assert not entry.removed
         entry.removed = True
         self._leave(entry)
@@ -207,7 +230,11 @@ class Index:
             self._used_bytes -= entry.occupied_bytes
 
     def restore(self, entry: Entry) -> None:
-        """The file of an entry that was taken could not be removed: found again, or counted until the next start if its key is new."""
+        """Note that the file of a taken entry could not be removed.
+
+        The entry is visible again. If its key has a new entry, the old file's bytes are only
+        counted, until the next start.
+        """
         self._leave(entry)
         if self._rows.find(entry.key) == NONE:
             self._show(entry, entry.written_ns)

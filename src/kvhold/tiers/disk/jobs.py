@@ -1,8 +1,9 @@
-"""What the threads of a disk do: one small object a job, which carries its result back to the loop.
+"""The jobs of a disk's threads: one small object per job, which brings its result back to the loop.
 
     job = Write(...); await threads.run([job.run]); job.fault, job.occupied_bytes
 
-`run` never raises an OSError: it becomes `fault`. With `stop` set, a job cleans up what was planned and moves no bytes.
+`run` never raises an OSError: the error becomes `fault`. With `stop` set, a job only cleans up and
+moves no bytes.
 """
 
 import logging
@@ -19,12 +20,13 @@ from kvhold.tiers.files.faults import as_tier_error
 
 _log = logging.getLogger(__name__)
 
-SERVES_FROM = 20_000  # values: a larger folder is served when so many are known, and the rest is listed meanwhile
+# values: a larger folder is used when this many are listed; the rest is listed later
+SERVES_FROM = 20_000
 
 
 @dataclass(frozen=True)
 class StoreSettings:
-    """What DiskConfig says of each disk; `max_bytes` is this one's share."""
+    """The settings of one disk, from DiskConfig; `max_bytes` is this disk's share."""
 
     max_bytes: int
     reserve_bytes: int
@@ -36,7 +38,7 @@ class StoreSettings:
 
 
 class Open:
-    """Own a folder and build its index. `folder` and `index`, or `fault`."""
+    """Own a folder and build its index. The result is `folder` and `index`, or `fault`."""
 
     def __init__(self, path: str, settings: StoreSettings) -> None:
         self._path = path
@@ -49,7 +51,7 @@ class Open:
         self.fault: TierError | None = None
 
     def run(self, stop: Event) -> None:
-        """Blocking; reads every file's size and time."""
+        """Read the size and time of each file. Blocking."""
         folder = None
         try:
             folder = Folder.open(self._path, direct=self._settings.direct, sync=self._settings.sync, any_owner=self._settings.any_owner)
@@ -80,7 +82,10 @@ class Open:
 
 
 class OpenMore:
-    """List more of a folder that is served already. `found`, None at the end; or `fault`."""
+    """List more of a folder that is already in use.
+
+    The result is `found` (None at the end), or `fault`.
+    """
 
     def __init__(self, rest: Iterator[list[FoundValue]], path: str) -> None:
         self.found: list[FoundValue] | None = None
@@ -97,7 +102,7 @@ class OpenMore:
 
 
 class RemoveNames:
-    """Remove files that a newer one has taken the place of."""
+    """Remove outdated files, which newer files have replaced."""
 
     def __init__(self, folder: Folder, names: Sequence[str]) -> None:
         self._folder = folder
@@ -111,7 +116,7 @@ class RemoveNames:
 
 
 class Check:
-    """Whether a folder is in place, and a file can be made in it."""
+    """Check that a folder is in its place, and that a file can be made there."""
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
@@ -128,7 +133,7 @@ class Check:
 
 
 class Remove:
-    """Remove an entry's file. `gone`, or `fault`."""
+    """Remove an entry's file. The result is `gone`, or `fault`."""
 
     def __init__(self, folder: Folder, entry: Entry) -> None:
         self.entry = entry
@@ -137,7 +142,10 @@ class Remove:
         self._folder = folder
 
     def run(self, stop: Event) -> None:
-        """Blocking; `stop` or not, since the entry was taken from the index."""
+        """Remove the file even if `stop` is set, since the entry was taken from the index.
+
+        Blocking.
+        """
         try:
             self._folder.remove(self.entry.name)
             self.gone = True
@@ -147,7 +155,10 @@ class Remove:
 
 
 class Read:
-    """Read an entry's file, or a range of it. `answer` is the tier's; `is_broken` when the file is not what the index says."""
+    """Read an entry's file, or a range. `answer` is the tier's answer.
+
+    `is_broken` is set if the file differs from its index entry.
+    """
 
     def __init__(self, folder: Folder, entry: Entry, pieces: Sequence[memoryview], *, at: int | None, stamp_ns: int) -> None:
         self.entry = entry
@@ -175,7 +186,7 @@ class Read:
 
 
 class Write:
-    """Make an entry's file when its victims have gone. `occupied_bytes`, or `fault`."""
+    """Remove the victims and write an entry's file. The result is `occupied_bytes`, or `fault`."""
 
     def __init__(
         self, folder: Folder, entry: Entry, pieces: Sequence[memoryview], *, stamp_ns: int, victims: list[Remove], may_reuse: bool
@@ -191,8 +202,8 @@ class Write:
         self._may_reuse = may_reuse
 
     def run(self, stop: Event) -> None:
-        """Blocking. A victim of the same size is written over."""
-        stopped = stop.is_set()  # asked once: what is decided here holds to the end
+        """Overwrite a victim that occupies the same bytes; remove the others. Blocking."""
+        stopped = stop.is_set()  # read once, so that it does not change within this job
         reused = None if stopped or not self._may_reuse else self._victim_to_reuse()
         for victim in self.victims:
             if victim is not reused:
@@ -203,7 +214,7 @@ class Write:
         if self.fault is None:
             self._write(reused)
             if reused is not None:
-                reused.run(stop)  # gone already, if all went well
+                reused.run(stop)  # usually gone already
 
     def _victim_to_reuse(self) -> Remove | None:
         return next((victim for victim in self.victims if victim.entry.occupied_bytes == self.entry.occupied_bytes), None)

@@ -1,11 +1,12 @@
-"""What an index remembers of each file, in arrays: about 100 bytes a value, and no object.
+"""The rows of an index, one per file, in arrays: about 100 bytes per value, and no objects.
 
     rows = Rows(); row = rows.add(key, nbytes=..., occupied_bytes=..., written_ns=..., used_ns=...)
     rows.find(key); rows.touch(row, used_ns); rows.remove(row)
-    for row in rows.oldest(): ...        # in order of use, the one used longest ago first
+    for row in rows.oldest(): ...  # in order of use, least recently used first
 
-Keys are found by open addressing with linear probing in tables of row numbers; a removed row leaves a mark there until its table is made
-again. There are 256 tables, so that none takes long to make. The order of use is a list that is linked in two arrays. Pure; one user.
+Keys are found by open addressing with linear probing, in tables of row numbers. A removed row
+leaves a mark until its table is rebuilt. There are 256 tables, so that each rebuild is short. The
+order of use is a linked list in two arrays. No I/O; one user.
 """
 
 from array import array
@@ -17,17 +18,17 @@ import numpy as np
 from kvhold.core.keys import KEY_BYTES, NAMESPACE_BYTES
 
 NONE, _REMOVED = -1, -2
-_BLOCK = 512  # bytes, as file systems count what a file occupies
+_BLOCK = 512  # bytes; the unit in which file systems count a file's space
 _TABLES = 256
-_SMALLEST = 16  # places of a table
-_MOST_KEYS = 500  # in one step
+_SMALLEST = 16  # number of places in a new table
+_MOST_KEYS = 500  # rows in one step
 _MOST_TIMES = 50_000
 _MOST_ORDERED = 500
 _MIX = 0x9E3779B97F4A7C15
 
 
 class Rows:
-    """Row numbers are used again after `remove`."""
+    """Rows in arrays. A row's number is used again after `remove`."""
 
     def __init__(self) -> None:
         self.num = 0
@@ -39,12 +40,12 @@ class Rows:
         self._before = array("i")  # in the order of use
         self._after = array("i")
         self._oldest = self._newest = NONE
-        self._ordered_to = NONE  # up to this row the order is that of `order_next`
+        self._ordered_to = NONE  # the rows up to this one are ordered by `order_next`
         self._free = array("i")
         self._tables = [_Table() for _ in range(_TABLES)]
 
     def find(self, key: bytes) -> int:
-        """The row of a key, or NONE."""
+        """Return the row of a key, or NONE."""
         number = _hash(key)
         table = self._tables[number % _TABLES].rows
         mask = len(table) - 1
@@ -56,7 +57,7 @@ class Rows:
         return NONE
 
     def add(self, key: bytes, *, nbytes: int, occupied_bytes: int, written_ns: int, used_ns: int) -> int:
-        """A new row, the one used last. The key is not there yet."""
+        """Add a row as the most recently used one. The key must be new."""
         number = _hash(key)
         table = self._tables[number % _TABLES]
         if 3 * (table.num_filled + 1) > 2 * len(table.rows):
@@ -71,7 +72,7 @@ class Rows:
         return row
 
     def remove(self, row: int) -> None:
-        """Forget it."""
+        """Remove a row."""
         number = _hash(self.key(row))
         self._tables[number % _TABLES].remove(row, number // _TABLES)
         self._unlink(row)
@@ -80,27 +81,27 @@ class Rows:
         self.num -= 1
 
     def touch(self, row: int, used_ns: int) -> None:
-        """It was used now."""
+        """Make a row the most recently used one."""
         self._used_ns[row] = used_ns
         self._unlink(row)
         self._link(row, self._newest)
 
     def oldest(self) -> Iterator[int]:
-        """All, the one used longest ago first. Nothing may change meanwhile."""
+        """Iterate over the rows, least recently used first. Do not change rows during this."""
         row = self._oldest
         while row != NONE:
             yield row
             row = self._after[row]
 
     def newest(self) -> Iterator[int]:
-        """All, the one used last first."""
+        """Iterate over the rows, most recently used first."""
         row = self._newest
         while row != NONE:
             yield row
             row = self._before[row]
 
     def sort(self) -> None:
-        """Put all in the order of their times of use, in one step. `Sorting` does it in many."""
+        """Sort all rows by time of use, in one step. `Sorting` does it in many steps."""
         sorting = Sorting(self)
         for _ in sorting.look():
             pass
@@ -109,7 +110,10 @@ class Rows:
             pass
 
     def used_ns(self) -> "Iterator[np.ndarray[Any, Any]]":
-        """When each row was used, some thousand rows at a time: int64 [rows], NONE where there is no value."""
+        """Yield the times of use in row order, some thousand rows at a time.
+
+        Each part is int64 [rows], with NONE where a row is free.
+        """
         for begin in range(0, len(self._nbytes), _MOST_TIMES):
             end = begin + _MOST_TIMES
             used_ns = np.array(self._used_ns[begin:end], np.int64)
@@ -117,11 +121,14 @@ class Rows:
             yield used_ns
 
     def begin_order(self) -> None:
-        """From here on `order_next` says what the order of use begins with."""
+        """Start a new order of use; `order_next` gives its rows from the start."""
         self._ordered_to = NONE
 
     def order_next(self, row: int, used_ns: int) -> None:
-        """Put a row behind those that were given before; not if it was removed or used since `used_ns`."""
+        """Put a row behind the rows that were given before.
+
+        Does nothing if the row was removed, or used since `used_ns`.
+        """
         if self._nbytes[row] == NONE or self._used_ns[row] != used_ns:
             return
         self._unlink(row)
@@ -129,31 +136,34 @@ class Rows:
         self._ordered_to = row
 
     def keys(self, prefix: bytes) -> Iterator[list[bytes]]:
-        """All keys that begin with `prefix`, some hundred rows at a time. Rows may come and go between two parts."""
+        """Yield the keys that begin with `prefix`, some hundred rows at a time.
+
+        Rows may come and go between two parts.
+        """
         for begin in range(0, len(self._nbytes), _MOST_KEYS):
             rows = range(begin, min(begin + _MOST_KEYS, len(self._nbytes)))
             keys = [self.key(row) for row in rows if self._nbytes[row] != NONE]
             yield [key for key in keys if key.startswith(prefix)]
 
     def key(self, row: int) -> bytes:
-        """Of a row."""
+        """Return the key of a row."""
         return bytes(self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES])
 
     def nbytes(self, row: int) -> int:
-        """The size of its value."""
+        """Return the size of the row's value."""
         return self._nbytes[row]
 
     def occupied_bytes(self, row: int) -> int:
-        """What its file occupies."""
+        """Return the bytes that the row's file occupies."""
         return self._blocks[row] * _BLOCK
 
     def written_ns(self, row: int) -> int:
-        """When its file was written."""
+        """Return the time when the row's file was written."""
         return self._written_ns[row]
 
     @property
     def index_bytes(self) -> int:
-        """What all this takes in memory."""
+        """The memory of all arrays, in bytes."""
         arrays = [self._nbytes, self._blocks, self._written_ns, self._used_ns, self._before, self._after, self._free]
         arrays += [table.rows for table in self._tables]
         return self._keys.__sizeof__() + sum(each.__sizeof__() for each in arrays)
@@ -165,7 +175,7 @@ class Rows:
         return len(self._nbytes) - 1
 
     def _link(self, row: int, before: int) -> None:
-        """Put a row into the order of use, behind another; `before` = NONE: at its beginning."""
+        """Put a row into the order of use after the row `before`; NONE: at the start."""
         after = self._oldest if before == NONE else self._after[before]
         self._before[row], self._after[row] = before, after
         if before == NONE:
@@ -191,7 +201,7 @@ class Rows:
             self._before[after] = before
 
     def _hashes_of(self, rows: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
-        """As `_hash` of each row's key: [rows] of uint64."""
+        """Return `_hash` of each row's key: uint64 [rows]."""
         keys = np.frombuffer(self._keys, np.uint8).reshape(-1, KEY_BYTES)[rows]
         head, ends, space = (
             np.ascontiguousarray(keys[:, begin : begin + 8]).view("<u8").reshape(-1) for begin in (NAMESPACE_BYTES, KEY_BYTES - 8, 0)
@@ -200,12 +210,14 @@ class Rows:
 
 
 class Sorting:
-    """Puts rows in the order of their times of use, in steps; between two of them rows may be added, used and removed.
+    """Sorts rows by time of use, in steps. Between two steps, rows may be added, used and removed.
 
-        for _ in sorting.look(): ...; sorting.sort(); for _ in sorting.link(): ...      # `sort` may run in a thread
+        for _ in sorting.look(): ...
+        sorting.sort()  # may run in a thread
+        for _ in sorting.link(): ...
 
-    What is used from the end of `look` on stays behind all that is put in order. From the first step of `link` on, the
-    victims of `lru` and `fifo` are right; those of `mru` are when it ends.
+    A row that is used after `look` has ended stays behind all sorted rows. The victims of `lru` and
+    `fifo` are right from the first step of `link`; those of `mru` are right when `link` ends.
     """
 
     def __init__(self, rows: Rows) -> None:
@@ -214,20 +226,20 @@ class Sorting:
         self._order = self._used_ns = np.empty(0, np.int64)
 
     def look(self) -> Iterator[None]:
-        """Note the times."""
+        """Note the times of use."""
         for part in self._rows.used_ns():
             self._noted.append(part)
             yield
 
     def sort(self) -> None:
-        """Order what was noted. It does not look at the rows."""
+        """Sort the noted times. Does not access the rows."""
         used_ns = np.concatenate([self._used_ns, *self._noted])
         live = np.flatnonzero(used_ns != NONE)
         self._order = live[np.argsort(used_ns[live], kind="stable")]
         self._used_ns = used_ns[self._order]
 
     def link(self) -> Iterator[None]:
-        """Put the rows in this order."""
+        """Put the rows in the sorted order."""
         self._rows.begin_order()
         for begin in range(0, len(self._order), _MOST_ORDERED):
             end = begin + _MOST_ORDERED
@@ -237,7 +249,7 @@ class Sorting:
 
 
 class _Table:
-    """Row numbers by the places that their keys' hashes say."""
+    """A hash table of row numbers."""
 
     __slots__ = ("num_filled", "rows")
 
@@ -246,7 +258,7 @@ class _Table:
         self.num_filled = 0  # places that are not NONE
 
     def add(self, row: int, number: int) -> None:
-        """Add a row whose key has a hash."""
+        """Add a row whose key has the hash `number`."""
         mask = len(self.rows) - 1
         place = number & mask
         while self.rows[place] >= 0:
@@ -255,7 +267,7 @@ class _Table:
         self.rows[place] = row
 
     def remove(self, row: int, number: int) -> None:
-        """Leave a mark where a row is."""
+        """Replace a row by a mark."""
         mask = len(self.rows) - 1
         place = number & mask
         while self.rows[place] != row:
@@ -263,7 +275,7 @@ class _Table:
         self.rows[place] = _REMOVED
 
     def make_again(self, hashes_of: "Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]") -> None:
-        """Without marks of removed rows, and twice as large if it is full."""
+        """Rebuild the table without marks, and larger if it is too full."""
         rows = np.array(self.rows, np.int32)
         rows = rows[rows >= 0]
         size, self.num_filled = len(self.rows), len(rows)
@@ -273,7 +285,7 @@ class _Table:
         places = (hashes_of(rows) // np.uint64(_TABLES) & np.uint64(size - 1)).astype(np.int64)
         while len(rows):
             free = table[places] == NONE
-            table[places[free]] = rows[free]  # of several for one place, one gets it
+            table[places[free]] = rows[free]  # if several rows want a place, one gets it
             left = table[places] != rows
             rows, places = rows[left], (places[left] + 1) & (size - 1)
         self.rows = array("i", table.tobytes())

@@ -1,10 +1,12 @@
-"""One disk of the disk tier: the index in the loop, the folder in threads, and what ties them.
+"""One disk of the disk tier: an index used by the event loop, and a folder used by threads.
 
     store = DiskStore("/mnt/a/kvhold", settings)
     await store.put(items); await store.get(keys, into, None); await store.close()
 
-Opened by the first call, and again by the next one after its folder was lost. What a call has planned with the index it settles when its
-threads have finished, cancelled or not, so that the account is right whatever happens.
+The first call opens the folder. If the folder is lost, the next call opens it again.
+
+A call plans its changes in the index before its threads start, and settles them when the threads
+have finished, also when the call was cancelled. So the byte count is always right.
 """
 
 import asyncio
@@ -27,16 +29,17 @@ _log = logging.getLogger(__name__)
 
 _DAY_NS = 86_400 * 10**9
 
-_FOUND = 64  # files of a listed folder that are added to the index in one step
-_SCANS = 3  # at most, where values that were passed over are found again
+_FOUND = 16  # listed files that are added to the index in one step
+_SCANS = 3  # at most; a scan is repeated if a failed removal shows a value again
 
 
 class _Opened:
-    """A folder, its index, and what is under way.
+    """An open folder, its index, and the work under way.
 
-    writing:      of keys, new values and those that are to take the place of one
-    leaving:      the removal of files, by the `id` of its job: of values that are not found any more, and not gone yet
-    num_restored: of removals that failed, after which the value is found again
+    writing:      key -> done when its write ends; for new values and for replacements
+    leaving:      `id` of a removal job -> its key, and done when the job ends; the value is not
+                  found any more, but its file may still be there
+    num_restored: number of removals that failed, after which the value is found again
     """
 
     def __init__(self, folder: Folder, index: Index, last_ns: int) -> None:
@@ -48,17 +51,17 @@ class _Opened:
         self._last_ns = last_ns
 
     def stamp_ns(self) -> int:
-        """Now, and later than any stamp before."""
+        """Return the current time, later than any stamp before."""
         self._last_ns = max(self._last_ns + 1, time.time_ns())
         return self._last_ns
 
     def close(self) -> None:
-        """Let others have the folder."""
+        """Release the folder, so that another process can own it."""
         self.folder.close()
 
 
 class DiskStore:
-    """Values in one folder. The methods are those of a tier, for keys that belong here."""
+    """The values in one folder. The methods are those of a tier, for this folder's keys."""
 
     def __init__(self, path: str, settings: StoreSettings) -> None:
         self._path = path
@@ -73,25 +76,25 @@ class DiskStore:
 
     @property
     def used_bytes(self) -> int:
-        """What the files occupy; 0 while it is not open."""
+        """The bytes that the files occupy; 0 while the folder is not open."""
         return self._opener.place.index.used_bytes if self._opener.place else 0
 
     @property
     def limit_bytes(self) -> int:
-        """What they may occupy; 0 while it is not open."""
+        """The bytes that the files may occupy; 0 while the folder is not open."""
         return self._opener.place.index.limit_bytes if self._opener.place else 0
 
     @property
     def index_bytes(self) -> int:
-        """What its index takes in memory."""
+        """The memory of the index, in bytes; 0 while the folder is not open."""
         return self._opener.place.index.index_bytes if self._opener.place else 0
 
     def weight(self, key: bytes) -> bytes:
-        """The disk for which this is greatest keeps the key."""
+        """Return the key's weight. The disk with the greatest weight keeps the key."""
         return blake2b(key, key=self._path_digest, digest_size=8).digest()
 
     async def check(self) -> None:
-        """Raise TierError if nothing can be written, or the folder is no longer there."""
+        """Raise TierError if the folder cannot be written, or is no longer in its place."""
         async with self._opener.use() as opened:
             job = Check(opened.folder)
             await self._writers.run([job.run])
@@ -102,12 +105,15 @@ class DiskStore:
                 raise job.fault
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Sizes, from the index."""
+        """Return the sizes from the index."""
         async with self._opener.use() as opened:
             return [entry.nbytes if (entry := opened.index.find(key)) else None for key in keys]
 
     async def keys(self, prefix: bytes) -> AsyncIterator[list[bytes]]:
-        """All keys that begin with `prefix`, when the folder is listed, a few at a time. One may come twice."""
+        """Yield the keys that begin with `prefix`, a few at a time, after the folder is listed.
+
+        A key may come twice, because the scan is repeated after a failed removal.
+        """
         async with self._opener.use() as opened:
             await self._all_listed()
         num_restored = -1
@@ -118,11 +124,12 @@ class DiskStore:
             num_restored = opened.num_restored
             for keys in opened.index.keys(prefix):
                 yield keys
-                await asyncio.sleep(0)  # others use this loop
-            await self._left(opened)  # once a scan has ended, a crash brings back nothing that it has not found
+                await asyncio.sleep(0)  # let other tasks run
+            # After the scan, a crash brings back no value that the scan did not report.
+            await self._left(opened)
 
     async def get(self, keys: Sequence[bytes], into: Sequence[Parts], starts: Sequence[int] | None) -> list[int | TierError | None]:
-        """Read. A file that is not what the index says is a miss, and forgotten."""
+        """Read values. A file that differs from its index entry is a miss, and is removed."""
         answers: list[int | TierError | None] = [None] * len(keys)
         todo = list(range(len(keys)))
         async with self._opener.use() as opened:
@@ -141,11 +148,15 @@ class DiskStore:
                         self._settle_read(opened, job)
                 for i in todo:
                     answers[i] = jobs[i].answer if i in jobs else None
-                todo = [i for i, job in jobs.items() if job.is_broken and opened.index.find(keys[i])]  # another has taken its place
+                # Another file has replaced the broken one: read again.
+                todo = [i for i, job in jobs.items() if job.is_broken and opened.index.find(keys[i])]
         return answers
 
     async def put(self, items: Sequence[tuple[bytes, Parts]]) -> list[TierError | None]:
-        """Write what is not there. What another call is writing is waited for, and tried again if that fails."""
+        """Write the values that are not there.
+
+        If another call is writing a key, wait for that write, and try again if it fails.
+        """
         faults: list[TierError | None] = [None] * len(items)
         todo = list(range(len(items)))
         async with self._opener.use() as opened:
@@ -164,7 +175,9 @@ class DiskStore:
         return faults
 
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
-        """Write each beside the file that is there, and let it take its place; then remove that."""
+        """Write each new file beside the old one, let it take the old one's place, then remove the
+        old file.
+        """
         answers: dict[bytes, bool | TierError] = {}
         async with self._opener.use() as opened:
             await self._written(opened, [key for key, _ in items])
@@ -178,9 +191,13 @@ class DiskStore:
         return [answers[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Remove. What is being written in the place of one, or is being evicted, is waited for, or a crash could bring it back."""
+        """Remove values.
+
+        Waits for replacements and evictions of these keys first: a crash could bring such a value
+        back.
+        """
         async with self._opener.use() as opened:
-            await self._all_listed()  # or a file that is listed later would come back
+            await self._all_listed()  # else a file that is listed later would come back
             await self._left(opened, set(keys))
             await self._written(opened, [key for key in keys if opened.index.find(key)])
             jobs: dict[int, Remove] = {}
@@ -193,7 +210,7 @@ class DiskStore:
             return [i in jobs and jobs[i].gone for i in range(len(keys))]
 
     async def close(self) -> None:
-        """Let go of the folder when the calls under way have ended."""
+        """Release the folder when the calls under way have ended."""
         self._closing = True
         if self._listing is not None:
             await asyncio.wait((self._listing,))
@@ -218,8 +235,11 @@ class DiskStore:
         return opened
 
     async def _list_rest(self, opened: _Opened, rest: Iterator[list[FoundValue]], began_ns: int) -> None:
-        """While the folder is served: what is not listed yet is a miss, and may be written again."""
-        async with self._opener.use() as held:  # it stays open
+        """List the rest of the folder while the folder is in use.
+
+        A value that is not listed yet is a miss, and may be written again.
+        """
+        async with self._opener.use() as held:  # `use` keeps it open
             if held is opened:
                 await self._list_more(opened, rest, began_ns)
 
@@ -244,7 +264,7 @@ class DiskStore:
                 older += index.add_found(more.found[at : at + _FOUND], before_ns=began_ns, writing=opened.writing)
                 if not self._settings.max_bytes:
                     index.limit_bytes += index.used_bytes - before_bytes
-                await asyncio.sleep(0)  # others use this loop
+                await asyncio.sleep(0)  # let other tasks run
             if older:
                 await self._writers.run([RemoveNames(opened.folder, older).run])
         else:
@@ -254,7 +274,7 @@ class DiskStore:
         _log.info("disk: %s: all %d values are listed, %s", self._path, len(index), format_size(index.used_bytes))
 
     async def _sort(self, index: Index) -> None:
-        """While calls come and go."""
+        """Sort the index by time of use, in steps, while other calls run."""
         sorting = index.sorting()
         for _ in sorting.look():
             await asyncio.sleep(0)
@@ -263,14 +283,17 @@ class DiskStore:
             await asyncio.sleep(0)
 
     def _lose(self, opened: _Opened) -> None:
-        """The next call opens the folder anew."""
+        """Give up the folder. The next call opens it again."""
         if self._opener.lose(opened):
             _log.warning("disk: %s was lost with %d values; the next call opens it anew", self._path, len(opened.index))
 
     def _plan(
         self, opened: _Opened, items: Sequence[tuple[bytes, Parts]], todo: Sequence[int], faults: list[TierError | None]
     ) -> tuple[dict[int, Write], list[int]]:
-        """A place for each item of `todo` that is not there (or its fault), and which of them others are writing now."""
+        """Reserve a place for each item of `todo` that is not there, or note its fault.
+
+        Returns the write jobs by position, and the positions that other calls are writing now.
+        """
         jobs: dict[int, Write] = {}
         waiting = []
         for i in todo:
@@ -287,14 +310,19 @@ class DiskStore:
                     continue
                 opened.writing[key] = asyncio.get_running_loop().create_future()
                 victims = self._leave(opened, planned.victims)
-                may_reuse = not self._settings.sync  # a power cut could leave new bytes under the old name
+                # Not with `sync`: a power cut could leave new bytes under the old name.
+                may_reuse = not self._settings.sync
                 jobs[i] = Write(opened.folder, planned.entry, pieces, stamp_ns=stamp_ns, victims=victims, may_reuse=may_reuse)
         return jobs, waiting
 
     def _plan_over(
         self, opened: _Opened, values: Mapping[bytes, Parts], answers: dict[bytes, bool | TierError]
     ) -> list[tuple[Entry, Write]]:
-        """What is there and a place for what is to take its own; or the answer."""
+        """Reserve a place beside each stored value for its replacement.
+
+        Returns pairs of the old entry and the write job. An item without a stored value, or without
+        room, gets its answer at once.
+        """
         jobs: list[tuple[Entry, Write]] = []
         for key, parts in values.items():
             old, nbytes, stamp_ns = opened.index.find(key), size_of(parts), opened.stamp_ns()
@@ -316,7 +344,10 @@ class DiskStore:
         return jobs
 
     def _settle_over(self, opened: _Opened, old: Entry, job: Write, answers: dict[bytes, bool | TierError]) -> Entry | None:
-        """The new one takes the place of the old one. Returns the one whose file is of no more use."""
+        """Let the new file take the old one's place.
+
+        Return the entry of the file to remove, or None.
+        """
         index, key = opened.index, old.key
         self._settle_removed(opened, job.victims)
         index.unread(old)
@@ -331,13 +362,13 @@ class DiskStore:
             index.swap(old, job.entry, job.occupied_bytes)
             answers[key] = True
             return old
-        answers[key] = False  # its file was found to be broken meanwhile
+        answers[key] = False  # a read has found the old file broken, and removed it
         index.commit(job.entry, job.occupied_bytes)
         index.take(job.entry)
         return job.entry
 
     async def _written(self, opened: _Opened, keys: Sequence[bytes]) -> None:
-        """Until nobody is writing any of these."""
+        """Wait until no call is writing any of these keys."""
         while others := {opened.writing[key] for key in keys if key in opened.writing}:
             await asyncio.wait(others)
 
@@ -362,12 +393,18 @@ class DiskStore:
         return job.fault
 
     async def _left(self, opened: _Opened, keys: Collection[bytes] | None = None) -> None:
-        """Wait until the files that are being removed now are gone, or found again. keys: of these; None: of all."""
+        """Wait until the removals under way have ended, each with the file gone or found again.
+
+        keys: only removals of these keys; None: all
+        """
         if others := [gone for key, gone in opened.leaving.values() if keys is None or key in keys]:
             await asyncio.wait(others)
 
     def _leave(self, opened: _Opened, entries: Iterable[Entry]) -> list[Remove]:
-        """How the files of entries that were taken are to be removed; then `_settle_removed`."""
+        """Return the jobs that remove the files of taken entries.
+
+        Call `_settle_removed` after the jobs.
+        """
         jobs = [Remove(opened.folder, entry) for entry in entries]
         for job in jobs:
             opened.leaving[id(job)] = job.entry.key, asyncio.get_running_loop().create_future()
@@ -383,7 +420,10 @@ class DiskStore:
             opened.leaving.pop(id(job))[1].set_result(None)
 
     async def _trim(self, opened: _Opened) -> None:
-        """Evict what is too much: a file may occupy more than its size says, and a folder may come with more than its limit."""
+        """Evict the bytes above the limit.
+
+        A file may occupy more than its size, and a folder may exceed its limit when it is opened.
+        """
         victims = opened.index.evict(opened.index.excess_bytes)
         await self._remove(opened, self._leave(opened, victims or ()))
 

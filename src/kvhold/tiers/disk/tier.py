@@ -1,17 +1,27 @@
-"""The disk tier: values as files on this host's own disks, one folder a disk, one process a folder.
+"""The disk tier: values as files on this host's own disks.
 
-    disk:///var/cache/kvhold?max_bytes=100GiB&policy=lru            # several disks: disk:///mnt/a/kv,/mnt/b/kv?max_bytes=1TiB
+One folder per disk, one process per folder.
+
+    # disk:///var/cache/kvhold?max_bytes=100GiB&policy=lru
+    # several disks: disk:///mnt/a/kv,/mnt/b/kv?max_bytes=1TiB
     tier = DiskTier.from_url(parse_url(...)); await tier.put(...); await tier.close()
 
-A key's disk is a stable function of the key and of the paths (rendezvous hashing), so a dead disk loses its own keys alone and an added
-one moves only its share. An acknowledged put survives `kill -9`; with `sync=true`, a power cut too. Without it, a file may come back
-from a power cut with other bytes, which the frame's checksums and key tell. The index is in memory, about 100 bytes a value
-(`rows.py`), rebuilt from the files' names when a folder is opened; a large folder is served while the rest of it is listed. Only the loop
-touches the index; files are read and written in threads, those of gets and of puts apart.
+**Disks.** Rendezvous hashing of the key and the paths chooses a key's disk. So a dead disk loses
+only its own keys, and an added disk takes only its share.
 
-Files, not segments: for 8 MiB values O_DIRECT read both at the same rate (2.4 GB/s), wrote a new file at 2.5 and a segment at 4.8;
-a file that is written over instead of removing the victim's and making another reached 4.1 (removing and making: 1.6), so that is done.
-Left out: moving values when paths change (those of a path that is gone are lost), and compaction, which files do not need.
+**Durability.** An acknowledged put survives `kill -9`; with `sync=true`, also a power cut. Without
+`sync`, a file may have other bytes after a power cut. The frame's checksums and key detect this.
+
+**Index.** It is in memory, about 100 bytes per value (`rows.py`), and is rebuilt from the file
+names when a folder is opened. A large folder is used while its rest is listed. Only the event loop
+touches the index. Threads read and write files; gets and puts have separate threads.
+
+**Files, not segments.** With 8 MiB values and O_DIRECT, both are read at 2.4 GB/s. A segment is
+written at 4.8 GB/s, a new file at 2.5. With an eviction, removing the victim and making a new file
+reaches 1.6; overwriting the victim's file reaches 4.1. So victims are overwritten.
+
+Left out: moving values when the paths change (the values of a removed path are lost), and
+compaction, which files do not need.
 """
 
 import asyncio
@@ -51,7 +61,7 @@ class DiskConfig:
 
 
 class DiskTier:
-    """Values on disks of this host."""
+    """Values on the disks of this host."""
 
     def __init__(self, config: DiskConfig) -> None:
         paths = [normpath(path) for path in config.path.split(",")]
@@ -61,7 +71,8 @@ class DiskTier:
             raise ConfigError(f"disk: policy = {config.policy!r}: must be one of {', '.join(POLICIES)}")
         if 0 < config.max_bytes < len(paths) or config.io_threads < 1:
             raise ConfigError("disk: max_bytes and io_threads must leave something for each path")
-        # Out of the page cache a batch comes in a millisecond, and what it takes beside that is what counts.
+        # A batch from the page cache takes about a millisecond, so the fixed cost of a call counts
+        # most. A larger batch spreads this cost.
         batch_bytes = _CACHED_BATCH_BYTES if config.direct == "never" else TierTraits.batch_bytes
         self.traits = TierTraits(name="disk", durable=True, replaces=True, batch_bytes=batch_bytes)
         settings = StoreSettings(
@@ -77,28 +88,31 @@ class DiskTier:
 
     @classmethod
     def from_url(cls, url: TierUrl) -> Self:
-        """`disk:///path[,/path...]?options`. Raises ConfigError."""
+        """Make the tier from `disk:///path[,/path...]?options`. Raises ConfigError."""
         if url.netloc:
             raise ConfigError(f"{url.shown}: a disk's path is absolute: write disk:///path, with three slashes")
         return cls(url.apply(DiskConfig(path=url.path)))
 
     @property
     def used_bytes(self) -> int:
-        """What the files occupy on their file systems, those of folders that are open."""
+        """The bytes that the files occupy, in folders that are open."""
         return sum(store.used_bytes for store in self._stores)
 
     @property
     def index_bytes(self) -> int:
-        """What the indexes take in memory, but for a policy's own order (`lfu`, `s3fifo`)."""
+        """The memory of the indexes, in bytes, without a policy's own order (`lfu`, `s3fifo`)."""
         return sum(store.index_bytes for store in self._stores)
 
     @property
     def limit_bytes(self) -> int:
-        """The most they may occupy, of folders that are open."""
+        """The bytes that the files may occupy, in folders that are open."""
         return sum(store.limit_bytes for store in self._stores)
 
     async def check(self) -> None:
-        """Tier contract. Opens what is not open; fine if at least one disk is, with a warning for each of the others."""
+        """Tier contract. Opens folders that are not open.
+
+        Passes if at least one disk works, and logs a warning for each of the others.
+        """
         faults = await _all(self._fault_of(store.check()) for store in self._stores)
         for fault in faults:
             if fault is not None and all(faults):
@@ -122,17 +136,20 @@ class DiskTier:
         return await self._spread(keys, get, lambda fault: fault)
 
     async def put(self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None) -> list[TierError | None]:
-        """Tier contract. ttl_s is ignored: what nobody asks for is evicted."""
+        """Tier contract. Ignores ttl_s: eviction removes values that are not used."""
         keys = [key for key, _ in items]
         return await self._spread(keys, lambda store, chosen: store.put(_pick(items, chosen)), lambda fault: fault)
 
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
-        """Tier contract. The new file is whole before the old one is removed; after a crash the newer one counts."""
+        """Tier contract.
+
+        The new file is whole before the old one is removed. After a crash, the newer counts.
+        """
         keys = [key for key, _ in items]
         return await self._spread(keys, lambda store, chosen: store.replace(_pick(items, chosen)), lambda fault: fault)
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Tier contract. A file that cannot be removed stays found, and false is its answer."""
+        """Tier contract. A file that cannot be removed is still found; its answer is false."""
         return await self._spread(keys, lambda store, chosen: store.delete(_pick(keys, chosen)), lambda fault: False)
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
@@ -156,7 +173,12 @@ class DiskTier:
         call: Callable[[DiskStore, Sequence[int]], Awaitable[list[Answer]]],
         lost: Callable[[TierError], Answer],
     ) -> list[Answer]:
-        """Ask each disk for its keys (given by position), side by side. `lost` answers for those of a dead one; raises if all are dead."""
+        """Call each disk with the positions of its keys, side by side.
+
+        Raise TierError if all disks fail.
+
+        lost: the answer for each key of a disk that failed
+        """
         if len(self._stores) == 1:
             return await call(self._stores[0], range(len(keys)))
         shares: dict[DiskStore, list[int]] = {}
@@ -186,7 +208,11 @@ class DiskTier:
 
 
 async def _all(work: Iterable[Awaitable[Answer]]) -> list[Answer]:
-    """What each returns, side by side. It ends when all have ended, cancelled or not: a bare `gather` ends with the first that is."""
+    """Await all, side by side, and return their results. Raise the first fault at the end.
+
+    Ends only when all have ended, also when cancelled. Without `return_exceptions`, `gather` would
+    end at the first cancelled one.
+    """
     tasks = [asyncio.ensure_future(call) for call in work]
     await asyncio.gather(*tasks, return_exceptions=True)
     return [task.result() for task in tasks]

@@ -1,5 +1,10 @@
-"""Values in files, for the tiers whose place is a file system (`disk/`, `fs.py`).
+"""Values in files, for the tiers on a file system (`disk/`, `fs.py`).
 
-`transfer.py` bytes between memory and a file; `tree.py` one folder of ours; `threads.py` the threads that wait for them; `opener.py` opens
-a place once for many calls; `names.py` temporary names; `faults.py` what an OSError means.
+- `transfer.py`: moves bytes between memory and a file
+- `tree.py`: one folder of ours
+- `threads.py`: threads for blocking file work
+- `opener.py`: opens a place once for many calls
+- `names.py`: temporary names
+- `safe.py`: opens only folders and files that other users cannot change
+- `faults.py`: turns an OSError into a TierError
 """

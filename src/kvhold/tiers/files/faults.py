@@ -16,7 +16,7 @@ _GONE = frozenset({ENOENT, ENOTDIR, ENODEV, ENXIO, ESTALE, ENOTCONN, ESHUTDOWN})
 
 
 def as_tier_error(error: OSError, *, tier: str, operation: str, where: str) -> TierError:
-    """What to tell a user about `where`, a folder or a file."""
+    """Return the TierError for an OSError at `where`, with advice for the user."""
     if isinstance(error, Unsafe):
         return TierDenied(tier, operation, f"{error}; or set any_owner=true, if those users may read and forge what is not encrypted")
     detail = f"{where}: {error.strerror or error}"

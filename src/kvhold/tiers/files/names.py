@@ -1,8 +1,8 @@
-"""Names of files: temporary ones that nobody else uses, on this host or on another, and the folder that a key belongs to.
+"""File names: unique temporary names across hosts, and the subfolder of a key.
 
-name = temporary_name()                                  # <host>-<space of pids>.<pid>.<counter>.<chance>
-is_leftover(name, age_s=..., stale_s=...)                # whether its writer is no more
-shard_of(key)                                            # "3f"
+name = temporary_name()  # <host>-<pid namespace>.<pid>.<counter>.<random>
+is_leftover(name, age_s=..., stale_s=...)  # whether its writer has ended
+shard_of(key)  # "3f"
 """
 
 import os
@@ -19,17 +19,20 @@ _CHANCE_BYTES = 8
 
 
 def shard_of(key: bytes) -> str:
-    """One of 256 folders: the first byte of the tokens' hash, since many keys share their namespace."""
+    """Return the key's subfolder, one of 256.
+
+    It is the first byte of the tokens' hash, since many keys share their namespace.
+    """
     return key[NAMESPACE_BYTES : NAMESPACE_BYTES + 1].hex()
 
 
 def temporary_name() -> str:
-    """A new one each time."""
+    """Return a new unique name."""
     return f"{_host()}.{os.getpid()}.{next(_COUNTER)}.{token_hex(_CHANCE_BYTES)}"
 
 
 def writer_of(name: str) -> tuple[str, int] | None:
-    """Host and pid that made a temporary name; None for a name of others."""
+    """Return the host and pid in a temporary name; None for a foreign name."""
     fields = name.split(".")
     if len(fields) != 4 or not (fields[1].isdecimal() and fields[2].isdecimal()) or len(fields[3]) != 2 * _CHANCE_BYTES:
         return None
@@ -37,7 +40,10 @@ def writer_of(name: str) -> tuple[str, int] | None:
 
 
 def is_leftover(name: str, *, age_s: float, stale_s: float) -> bool:
-    """Whether nobody will finish a temporary file: its process, of this host, has ended, or it is very old."""
+    """Return whether a temporary file is abandoned.
+
+    Its process on this host has ended, or the file is older than `stale_s`.
+    """
     writer = writer_of(name)
     if writer is None:
         return False
@@ -47,7 +53,7 @@ def is_leftover(name: str, *, age_s: float, stale_s: float) -> bool:
 
 @cache
 def _host() -> str:
-    """This host and, since containers may share its name, this space of pids."""
+    """Return this host's name and its pid namespace, since containers may share a host name."""
     space = Path("/proc/self/ns/pid").stat().st_ino
     return "".join(c if c.isalnum() else "-" for c in gethostname())[:64] + f"-{space}"
 

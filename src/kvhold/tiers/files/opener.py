@@ -1,10 +1,11 @@
-"""Opens a place once for the many calls that use it, and closes it after the last of them.
+"""Open a place once for the many calls that use it, and close it after the last one.
 
     opener = Opener(open_folder, Folder.close, closed=TierUnavailable(...))
-    async with opener.use() as folder: ...        # opened by the first call, and by the next one after `lose`
+    async with opener.use() as folder: ...  # opened by the first call, and by the next after `lose`
     opener.lose(folder); await opener.close()
 
-Used from one event loop. `open` runs in a task of its own: a caller who is cancelled must not lose a lock that a thread has just got.
+Used from one event loop. `open` runs in its own task: a cancelled caller must not lose a lock that
+a thread has just taken.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ class _Held(Generic[Place]):
 
 
 class Opener(Generic[Place]):
-    """`closed` is what calls raise after `close`."""
+    """Opens and closes one place. After `close`, calls raise the error `closed`."""
 
     def __init__(self, open: Callable[[], Coroutine[Any, Any, Place]], close: Callable[[Place], None], *, closed: TierError) -> None:
         self._open = open
@@ -39,12 +40,12 @@ class Opener(Generic[Place]):
 
     @property
     def place(self) -> Place | None:
-        """What is open now."""
+        """The place if it is open now, else None."""
         return self._held.place if self._held else None
 
     @asynccontextmanager
     async def use(self) -> AsyncIterator[Place]:
-        """It stays open within. Raises what `open` raises."""
+        """Keep the place open within the block. Raises the errors of `open`."""
         held = await self._get()
         held.users += 1
         try:
@@ -54,7 +55,12 @@ class Opener(Generic[Place]):
             self._close_if_unused(held)
 
     def lose(self, place: Place) -> bool:
-        """The next call opens anew; the place is closed when those that use it have ended. False if it was lost already."""
+        """Give up the place, so that the next call opens it again.
+
+        Return false if it was given up before.
+
+        It is closed when its users have ended.
+        """
         held = self._held
         if held is None or held.place is not place:
             return False
@@ -65,7 +71,7 @@ class Opener(Generic[Place]):
         return True
 
     async def close(self) -> None:
-        """When the calls under way have ended. Idempotent."""
+        """Close the place when the calls under way have ended. Idempotent."""
         self._is_closed = True
         if self._opening is not None:
             await asyncio.wait((self._opening,))
@@ -75,21 +81,21 @@ class Opener(Generic[Place]):
             await held.closed.wait()
 
     async def _get(self) -> _Held[Place]:
-        while True:  # what was opened for us may be lost again before it is our turn
+        while True:  # the place may be lost again before this task runs
             if self._is_closed:
                 raise self._closed_error
             if self._held is not None:
                 return self._held
             if self._opening is None:
                 self._opening = asyncio.create_task(self._open_once())
-                self._opening.add_done_callback(lambda task: task.cancelled() or task.exception())  # when all callers were cancelled
+                self._opening.add_done_callback(lambda task: task.cancelled() or task.exception())
             await asyncio.shield(self._opening)
 
     async def _open_once(self) -> None:
         try:
             self._held = _Held(await self._open())
         finally:
-            self._opening = None  # in the task, not after it: whoever sees a task here can wait for it
+            self._opening = None  # cleared within the task, so that a visible task can be awaited
 
     def _close_if_unused(self, held: _Held[Place]) -> None:
         if held.is_retired and not held.users and not held.closed.is_set():

@@ -1,12 +1,15 @@
-"""Folders and files that nobody else can change: checked when they are opened, not before.
+"""Open folders and files that no other user can change. The check is made on the open descriptor.
 
-    folder = open_folder("/var/cache/kvhold")                      # a descriptor; made with mode 0700 if it is not there
+    folder = open_folder("/var/cache/kvhold")  # a descriptor; made with mode 0700 if it is missing
     lock = open_own_file("kvhold.lock", os.O_RDWR | os.O_CREAT, dir_fd=folder)
 
-A folder is safe when it belongs to this user or to root, others cannot write to it, and nobody can put another one in its place: no
-folder above it is writable by everybody, unless it is sticky (as `/tmp` is), and no symbolic link on the way is somebody else's. A file is
-opened without following a link, and must be a regular file of this user's with one name. The check is of the descriptor that is then
-used, so nothing can be exchanged in between. Blocking. Raises OSError; `Unsafe` is one, and says what to do.
+A folder is safe if it belongs to this user or to root, others cannot write to it, and no other user
+can replace it. So no folder above it may be writable by all users, unless it is sticky (as `/tmp`
+is), and no symbolic link on the way may belong to another user. A file is opened without following
+a link. It must be a regular file of this user, with one name.
+
+The checked descriptor is the one that is used, so that no exchange is possible between check and
+use. Blocking. Raises OSError. Its subclass `Unsafe` says how to repair the fault.
 """
 
 import errno
@@ -18,11 +21,11 @@ import stat
 from contextlib import suppress
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_MOST_LINKS = 40  # on the way to a folder, as in Linux
+_MOST_LINKS = 40  # symbolic links on the way to a folder, as in Linux
 
 
 class Unsafe(PermissionError):
-    """A folder or file that another user could have put there, or could change."""
+    """A folder or file that another user could have made, or could change."""
 
     def __init__(self, message: str) -> None:
         super().__init__(errno.EPERM, message)
@@ -32,10 +35,10 @@ class Unsafe(PermissionError):
 
 
 def open_folder(path: str | os.PathLike[str], *, make: bool = True, any_owner: bool = False) -> int:
-    """A descriptor of a safe folder. `path` is absolute.
+    """Open a safe folder and return its descriptor. `path` is absolute.
 
-    make:      make it, and what is missing above it, with mode 0700
-    any_owner: skip the checks, because the folder is meant to be another user's or a group's
+    make:      make the folder, and missing ones above it, with mode 0700
+    any_owner: skip the checks, because the folder is meant to belong to another user or to a group
     """
     folder = os.open("/", FOLDER)
     parts = _parts(os.fspath(path))
@@ -60,7 +63,7 @@ def open_folder(path: str | os.PathLike[str], *, make: bool = True, any_owner: b
         if not any_owner:
             check_folder(os.fstat(folder), os.fspath(path))
         if fcntl.fcntl(folder, fcntl.F_GETFL) & os.O_PATH:
-            os.close(os.open(".", FOLDER, dir_fd=folder))  # it cannot be read: have the system say why
+            os.close(os.open(".", FOLDER, dir_fd=folder))  # raises the system's own error
         _let_owner_in(folder)
     except BaseException:
         os.close(folder)
@@ -69,12 +72,13 @@ def open_folder(path: str | os.PathLike[str], *, make: bool = True, any_owner: b
 
 
 def open_own_file(name: str, flags: int, *, dir_fd: int, shown: str = "", any_owner: bool = False) -> int:
-    """A descriptor of a regular file in an open folder, made with mode 0600 if `flags` say so.
+    """Open a regular file in an open folder and return its descriptor.
 
-    shown:     what errors call it
-    any_owner: it may belong to another user
+    If `flags` has O_CREAT, a missing file is made with mode 0600. `O_TRUNC` is not allowed: it
+    would empty the file before the check.
 
-    `O_TRUNC` is not for here: it would empty a file before it is checked.
+    shown:     the file's name in errors
+    any_owner: allow a file of another user
     """
     assert not flags & os.O_TRUNC
     shown = shown or name
@@ -99,7 +103,7 @@ def open_own_file(name: str, flags: int, *, dir_fd: int, shown: str = "", any_ow
 
 
 def check_folder(state: os.stat_result, path: str) -> None:
-    """Raise Unsafe unless the folder is this user's or root's, and others cannot write to it."""
+    """Raise Unsafe unless this user or root owns the folder and others cannot write there."""
     if state.st_uid not in (0, os.geteuid()):
         raise Unsafe(
             f"{path} belongs to {user_name(state.st_uid)}, who could change what is in it; "
@@ -115,14 +119,14 @@ def check_folder(state: os.stat_result, path: str) -> None:
 
 
 def user_name(uid: int) -> str:
-    """For messages."""
+    """Return a user's name for messages."""
     with suppress(KeyError):
         return f"user {pwd.getpwuid(uid).pw_name}"
     return f"user {uid}"
 
 
 def _parts(path: str) -> list[str]:
-    """The components of a path, the first one at the end."""
+    """Return the components of a path, the first one at the end."""
     return [part for part in reversed(path.split("/")) if part not in ("", ".")]
 
 
@@ -132,7 +136,10 @@ def _check_above(state: os.stat_result, path: str) -> None:
 
 
 def _link_target(name: str, folder: int, walked: str, *, any_owner: bool) -> str | None:
-    """Where a symbolic link leads; None for anything else. Raises Unsafe for a link of another user's."""
+    """Return the target of a symbolic link; None for anything else.
+
+    Raises Unsafe for a link of another user.
+    """
     try:
         state = os.stat(name, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:
@@ -148,7 +155,8 @@ def _step_into(name: str, folder: int, *, make: bool) -> int:
     flags = FOLDER | os.O_NOFOLLOW
     try:
         return os.open(name, flags, dir_fd=folder)
-    except PermissionError:  # one that can be passed and not listed, as a home often is
+    # The folder can be passed but not listed, as home folders often are.
+    except PermissionError:
         return os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     except FileNotFoundError:
         if not make:
@@ -161,14 +169,14 @@ def _step_into(name: str, folder: int, *, make: bool) -> int:
 
 
 def _let_owner_in(folder: int) -> None:
-    """Give this user back the rights to a folder of theirs that a umask has taken."""
+    """Restore this user's rights to an own folder if a umask has removed them."""
     state = os.fstat(folder)
     if state.st_uid == os.geteuid() and state.st_mode & stat.S_IRWXU != stat.S_IRWXU:
         os.fchmod(folder, stat.S_IMODE(state.st_mode) | stat.S_IRWXU)
 
 
 def _is_private_group(gid: int) -> bool:
-    """Whether it is the group that many systems make for each user alone."""
+    """Return whether this is the user's private group, which many systems make."""
     try:
         group, user = grp.getgrgid(gid), pwd.getpwuid(os.geteuid())
     except KeyError:

@@ -1,11 +1,14 @@
-"""A few threads that do the blocking file work of many calls, in turn.
+"""A few threads that do the blocking file work of many calls in turn.
 
     threads = IoThreads("kvhold-disk-read", 4)
-    await threads.run([job.run for job in jobs])            # job.run(stop): the result stays with the job
+    await threads.run([job.run for job in jobs])  # job.run(stop): the result stays with the job
 
-`in_thread` for a batch: a call that is cancelled waits until no thread works for it any more. Each job runs exactly once, those of a
-cancelled call too, with `stop` set: they then clean up and do nothing else. A call's jobs run side by side; a thread that has worked for
-one call for a while goes to the end of the queue, so that a large batch does not keep a small one waiting. Used from one event loop.
+This is `in_thread` for a batch: a cancelled call ends only when no thread works on its jobs. Each
+job runs exactly once. The remaining jobs of a cancelled call run with `stop` set, and then only
+clean up.
+
+A call's jobs run side by side. After 5 ms for one call, a thread goes to the end of the queue, so
+that a large batch does not delay a small one. Used from one event loop.
 """
 
 import asyncio
@@ -16,20 +19,23 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from typing import TypeAlias
 
-_TURN_S = 0.005  # a job that was begun is finished; this is when the next one waits
+_TURN_S = 0.005  # a job is never interrupted; after this time the next one waits
 
 Job: TypeAlias = Callable[[Event], None]
 
 
 class IoThreads:
-    """Threads start when they are needed."""
+    """A pool of threads, which start on demand."""
 
     def __init__(self, name: str, num_threads: int) -> None:
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._num_threads = num_threads
 
     async def run(self, jobs: Sequence[Job]) -> None:
-        """Run all jobs. A job that raises loses the rest of its own work only; the first such exception is raised at the end."""
+        """Run all jobs.
+
+        A job that raises does not stop the others; the first exception is raised at the end.
+        """
         todo, stop, errors = deque(jobs), Event(), list[BaseException]()
         loop, cancelled = asyncio.get_running_loop(), False
         width = min(self._num_threads, len(todo))

@@ -1,11 +1,12 @@
-"""Bytes between a value's parts and one file, past the page cache where that pays.
+"""Move bytes between a value's parts and one file, past the page cache where that is faster.
 
-    fill_file(fd, pieces, direct=True)                           # all of it, or OSError
-    done = fill_parts(fd, pieces, nbytes, at=0, direct=True)     # less than nbytes: the file ended
+    fill_file(fd, pieces, direct=True)  # all bytes, or OSError
+    done = fill_parts(fd, pieces, nbytes, at=0, direct=True)  # fewer than nbytes: the file ended
 
-O_DIRECT carries as many leading bytes as lie on whole pages of memory and file; what follows (a tail that is no whole page, parts that are
-not aligned) goes through the page cache by the same descriptor, and so does everything where a file system has no O_DIRECT. Blocking,
-for threads; the system calls release the GIL. It knows no names and no folders.
+O_DIRECT moves as many leading bytes as are aligned to whole pages, in memory and in the file. The
+rest (a partial last page, unaligned parts) goes through the page cache by the same descriptor. On a
+file system without O_DIRECT, all bytes do. Blocking; for threads. The system calls release the GIL.
+This module knows no names and no folders.
 """
 
 import fcntl
@@ -17,20 +18,23 @@ import numpy as np
 
 from kvhold.tiers.base import Parts
 
-PAGE_BYTES = 4096  # what O_DIRECT wants of addresses, lengths and offsets, on every disk we know of
-LEAST_DIRECT_BYTES = 128 << 10  # below it the page cache is faster, both ways
+PAGE_BYTES = 4096  # alignment of addresses, lengths and offsets for O_DIRECT
+LEAST_DIRECT_BYTES = 128 << 10  # below this, the page cache is faster, for reads and writes
 
 _MOST_PIECES = 1024  # IOV_MAX
 _UNSUPPORTED = frozenset({EINVAL, EOPNOTSUPP, ENOSYS})
 
 
 def as_pieces(parts: Parts) -> list[memoryview]:
-    """The parts as flat bytes, less the empty ones."""
+    """Return the parts as flat bytes, without empty ones."""
     return [part.cast("B") for part in parts if part.nbytes]
 
 
 def direct_bytes(pieces: Sequence[memoryview], nbytes: int, at: int) -> int:
-    """How many of the first `nbytes` may go by O_DIRECT to or from file offset `at`: 0, or enough of them to be worth it."""
+    """Return how many of the first `nbytes` can use O_DIRECT at file offset `at`.
+
+    0 for less than LEAST_DIRECT_BYTES, or if less than half of the bytes are aligned.
+    """
     if at % PAGE_BYTES or nbytes < LEAST_DIRECT_BYTES:
         return 0
     total = 0
@@ -45,7 +49,7 @@ def direct_bytes(pieces: Sequence[memoryview], nbytes: int, at: int) -> int:
 
 
 def fill_file(fd: int, pieces: Sequence[memoryview], *, direct: bool) -> None:
-    """Write all pieces from the file's start on. Raises OSError if it cannot write them all."""
+    """Write all pieces from the start of the file. Raises OSError if it is cut short."""
     nbytes = sum(piece.nbytes for piece in pieces)
     done = _transfer(os.pwritev, fd, pieces, nbytes, at=0, direct=direct)
     if done != nbytes:
@@ -53,12 +57,18 @@ def fill_file(fd: int, pieces: Sequence[memoryview], *, direct: bool) -> None:
 
 
 def fill_parts(fd: int, pieces: Sequence[memoryview], nbytes: int, *, at: int, direct: bool) -> int:
-    """Read `nbytes` from offset `at` on into the first of the pieces. Returns how many there were; nothing is written beyond them."""
+    """Read `nbytes` from offset `at` into the pieces. Return the number of bytes read.
+
+    Nothing is written beyond the first `nbytes` of the pieces.
+    """
     return _transfer(os.preadv, fd, pieces, nbytes, at=at, direct=direct)
 
 
 def preallocate(fd: int, nbytes: int) -> None:
-    """Take the space now, so that a full disk is told before anything is written, and in few extents. No-op where it is not known."""
+    """Reserve the space now, so that a full disk fails before any write, and with few extents.
+
+    Does nothing where the file system does not support this.
+    """
     if nbytes:
         try:
             os.posix_fallocate(fd, 0, nbytes)
@@ -68,7 +78,7 @@ def preallocate(fd: int, nbytes: int) -> None:
 
 
 def set_direct(fd: int, on: bool) -> bool:
-    """Whether a file, from now on, is read and written past the page cache."""
+    """Turn O_DIRECT on or off. Return whether it is on now."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
@@ -82,12 +92,12 @@ def set_direct(fd: int, on: bool) -> bool:
 def _transfer(
     call: Callable[[int, Sequence[memoryview], int], int], fd: int, pieces: Sequence[memoryview], nbytes: int, *, at: int, direct: bool
 ) -> int:
-    """`preadv` or `pwritev` until `nbytes` are through or the file ends."""
+    """Call `preadv` or `pwritev` until `nbytes` are moved or the file ends."""
     limit = direct_bytes(pieces, nbytes, at) if direct else 0
     is_direct = limit > 0 and set_direct(fd, True)
     done = 0
     while done < nbytes:
-        if is_direct and (done >= limit or done % PAGE_BYTES):  # the second after a short transfer
+        if is_direct and (done >= limit or done % PAGE_BYTES):  # second: short transfer
             is_direct = set_direct(fd, False)
         batch = _cut(pieces, done, limit if is_direct else nbytes)
         try:
@@ -95,7 +105,7 @@ def _transfer(
         except OSError as error:
             if not is_direct or error.errno != EINVAL:
                 raise
-            limit = 0  # this file system wants other alignments
+            limit = 0  # this file system needs another alignment
             continue
         if moved == 0:
             break
@@ -104,7 +114,7 @@ def _transfer(
 
 
 def _cut(pieces: Sequence[memoryview], start: int, stop: int) -> list[memoryview]:
-    """The bytes from `start` to `stop` of all pieces, or as many as one call takes."""
+    """Return the bytes `start` to `stop` of all pieces, or as many as one call can take."""
     cut, at = [], 0
     for piece in pieces:
         first, last = max(start - at, 0), min(stop - at, piece.nbytes)

@@ -1,11 +1,12 @@
-"""One folder of ours: temporary files in `new/`, whole ones elsewhere, all named relative to a descriptor of the folder.
+"""One folder of ours. Temporary files are in `new/`, whole ones elsewhere.
 
-    tree = FileTree.open(path, direct="auto", sync=False)                       # OSError
-    temporary = tree.write_new(pieces, nbytes, ...); tree.rename(temporary, "3f/name")
+    tree = FileTree.open(path, direct="auto", sync=False)
+    temporary, state = tree.write_new(pieces, allocate=True); tree.rename(temporary, "3f/name")
     tree.read("3f/name", pieces, at=None, size=None); tree.remove("3f/name"); tree.close()
 
-Blocking; every call is for a thread, and raises OSError. Nothing follows a symbolic link below the folder. The folder must be safe
-(`safe.py`), unless it is said that it may be anybody's.
+All names are relative to a descriptor of the folder. Blocking: every call is for a thread, and
+raises OSError. No call follows a symbolic link below the folder. The folder must be safe
+(`safe.py`), unless `any_owner` is set.
 """
 
 import ctypes
@@ -24,11 +25,12 @@ from kvhold.tiers.files.transfer import fill_file, fill_parts, preallocate, set_
 NEW = "new"  # the folder for temporary files
 
 _RENAME_EXCHANGE = 2
-_FILE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # the last so that a pipe of somebody's does not hold us
+# O_NONBLOCK: opening a named pipe must not block
+_FILE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class FileTree:
-    """Made by `open`, ended by `close`; no call may be running then."""
+    """An open folder, from `open` to `close`. No call may overlap `close`."""
 
     def __init__(self, path: str, root: int, *, direct: bool, sync: bool, any_owner: bool) -> None:
         self.path = path
@@ -36,14 +38,14 @@ class FileTree:
         self._any_owner = any_owner
         self._direct = direct
         self._sync = sync
-        self._renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # Python has none
+        self._renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
 
     @classmethod
     def open(cls, path: str, *, direct: str, sync: bool, any_owner: bool = False) -> Self:
-        """The folder, made if it is not there. Raises `Unsafe` for one that others could change.
+        """Open the folder, and make it if it is missing. Raises `Unsafe` if others could change it.
 
-        direct:    `always` raises EOPNOTSUPP where there is no O_DIRECT; `auto` does without
-        any_owner: the folder may belong to others, who may write to it
+        direct:    `always` raises EOPNOTSUPP where there is no O_DIRECT; `auto` works without
+        any_owner: the folder may belong to others, and others may write to it
         """
         root = open_folder(path, any_owner=any_owner)
         tree = cls(path, root, direct=direct != "never", sync=sync, any_owner=any_owner)
@@ -56,7 +58,10 @@ class FileTree:
         return tree
 
     def is_in_place(self) -> bool:
-        """Whether the folder is still what its path names; not if it was removed, or something was mounted over it."""
+        """Return whether the folder is still the one at its path.
+
+        False if it was removed, or if a file system was mounted over it.
+        """
         try:
             mine, there = os.fstat(self._root), Path(self.path).stat()
         except OSError:
@@ -64,11 +69,11 @@ class FileTree:
         return (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino)
 
     def state(self) -> os.statvfs_result:
-        """Of the file system."""
+        """Return the state of the file system."""
         return os.fstatvfs(self._root)
 
     def names(self, folder: str) -> list[str]:
-        """What is in a folder below, or in `.`; nothing if it is not there."""
+        """Return the names in a subfolder, or in `.`; none if it is missing."""
         try:
             fd = os.open(folder, FOLDER | os.O_NOFOLLOW, dir_fd=self._root)
         except (FileNotFoundError, NotADirectoryError):
@@ -79,7 +84,7 @@ class FileTree:
             os.close(fd)
 
     def stat_file(self, name: str) -> os.stat_result | None:
-        """Of a regular file; None for anything else."""
+        """Return the state of a regular file; None for anything else."""
         try:
             state = os.stat(name, dir_fd=self._root, follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):
@@ -87,12 +92,15 @@ class FileTree:
         return state if stat.S_ISREG(state.st_mode) else None
 
     def open_file(self, name: str, flags: int) -> int:
-        """A descriptor of a file right in the folder, made if it is not there. Raises `Unsafe` for anything but a file of ours."""
+        """Open a file directly in the folder, and make it if it is missing. Return its descriptor.
+
+        Raises `Unsafe` unless it is a regular file of this user.
+        """
         shown = f"{self.path}/{name}"
         return open_own_file(name, flags | os.O_CREAT, dir_fd=self._root, shown=shown, any_owner=self._any_owner)
 
     def try_to_write(self) -> None:
-        """Raise if no file can be made here."""
+        """Raise OSError if no file can be made here."""
         temporary, fd = self._create()
         os.close(fd)
         self.remove(temporary)
@@ -100,11 +108,14 @@ class FileTree:
     def write_new(
         self, pieces: Sequence[memoryview], *, allocate: bool, used_ns: int | None = None, reuse: str | None = None
     ) -> tuple[str, os.stat_result]:
-        """A new temporary file of all pieces: its name and state. Nothing is left behind if that fails.
+        """Write all pieces to a new temporary file.
 
-        allocate: take the space before writing. Not on network file systems, where the C library would write a byte to each block
-        used_ns:  its mtime
-        reuse:    a file nobody needs any more, which is renamed and written over
+        Return its name and state. A failure leaves no file.
+
+        allocate: reserve the space before writing. Not on network file systems, where the C library
+                  would write a byte to each block
+        used_ns:  the file's mtime
+        reuse:    a file that is not needed any more, to rename and overwrite
         """
         temporary, fd = self._create(reuse)
         try:
@@ -121,14 +132,14 @@ class FileTree:
                     os.fsync(fd)
                 return temporary, os.fstat(fd)
             finally:
-                os.close(fd)  # a network file system may tell here what it could not write
+                os.close(fd)  # a network file system may report failed writes here
         except OSError:
-            with suppress(OSError):  # the first one tells more; the next start tries again
+            with suppress(OSError):  # the first error tells more; the next start removes the file
                 self.remove(temporary)
             raise
 
     def rename(self, old: str, new: str) -> None:
-        """Whatever had the name `new` is gone. The folder of `new` is made if it is not there."""
+        """Rename a file, and replace any file named `new`. A missing folder of `new` is made."""
         try:
             os.rename(old, new, src_dir_fd=self._root, dst_dir_fd=self._root)
         except FileNotFoundError:
@@ -137,7 +148,10 @@ class FileTree:
         self._sync_folder(new.rpartition("/")[0])
 
     def exchange(self, one: str, other: str) -> None:
-        """Each gets the other's name, in one step. Raises FileNotFoundError where one is not there, EOPNOTSUPP where it cannot be."""
+        """Exchange the names of two files in one step.
+
+        Raises FileNotFoundError if one is missing, EOPNOTSUPP if the file system cannot do it.
+        """
         if self._renameat2 is None or self._renameat2(self._root, one.encode(), self._root, other.encode(), _RENAME_EXCHANGE):
             code = ENOSYS if self._renameat2 is None else ctypes.get_errno()
             if code in (ENOSYS, EINVAL, EOPNOTSUPP):
@@ -147,7 +161,10 @@ class FileTree:
             self._sync_folder(name.rpartition("/")[0])
 
     def link(self, old: str, new: str) -> None:
-        """A second name for `old`. Raises FileExistsError rather than overwrite; OSError where links are not supported."""
+        """Give the file `old` a second name.
+
+        Raises FileExistsError if `new` exists, OSError if links are not supported.
+        """
         try:
             os.link(old, new, src_dir_fd=self._root, dst_dir_fd=self._root, follow_symlinks=False)
         except FileNotFoundError:
@@ -158,9 +175,11 @@ class FileTree:
     def read(
         self, name: str, pieces: Sequence[memoryview], *, at: int | None, size: int | None = None, used_ns: int | None = None
     ) -> int | None:
-        """Fill the pieces: with the whole file, or from offset `at` on to their end. Returns the number of bytes.
+        """Fill the pieces with the whole file, or from offset `at` to their end.
 
-        None if there is no such file, if it is not of `size` where that is given, if it does not fit or ends too early.
+        Return the number of bytes.
+
+        None if the file is missing, is not of `size` (if given), does not fit, or ends too early.
         """
         try:
             fd = os.open(name, os.O_RDONLY | _FILE, dir_fd=self._root)
@@ -176,14 +195,14 @@ class FileTree:
             if fill_parts(fd, pieces, nbytes, at=start, direct=self._direct) != nbytes:
                 return None
             if used_ns is not None:
-                with suppress(OSError):  # only the order after a restart would suffer
+                with suppress(OSError):  # a failure only affects the order after a restart
                     os.utime(fd, ns=(used_ns, used_ns))
             return nbytes
         finally:
             os.close(fd)
 
     def remove(self, name: str) -> bool:
-        """Remove a file; false if it has gone already."""
+        """Remove a file; return false if it is already gone."""
         try:
             os.unlink(name, dir_fd=self._root)
         except FileNotFoundError:
@@ -191,13 +210,13 @@ class FileTree:
         return True
 
     def close(self) -> None:
-        """Once."""
+        """Close the folder. Call it once."""
         os.close(self._root)
 
     def _create(self, reuse: str | None = None) -> tuple[str, int]:
         temporary = f"{NEW}/{temporary_name()}"
         if reuse is not None:
-            with suppress(FileNotFoundError):  # removed behind our back; then a new one
+            with suppress(FileNotFoundError):  # if another process has removed it, make a new file
                 self.rename(reuse, temporary)
                 return temporary, self._open_renamed(temporary)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE
@@ -227,7 +246,7 @@ class FileTree:
             os.mkdir(name, mode=0o700, dir_fd=self._root)
             fd = os.open(name, FOLDER | os.O_NOFOLLOW, dir_fd=self._root)
             try:
-                os.fchmod(fd, 0o700)  # whatever the umask is
+                os.fchmod(fd, 0o700)  # independent of the umask
             finally:
                 os.close(fd)
             self._sync_folder(".")

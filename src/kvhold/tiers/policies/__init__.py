@@ -1,4 +1,4 @@
-"""Who is evicted first, by name: `make_policy("lru")`."""
+"""Eviction policies by name: `make_policy("lru")`."""
 
 from collections.abc import Callable
 
@@ -21,5 +21,5 @@ __all__ = ["POLICIES", "FifoPolicy", "LfuPolicy", "LruPolicy", "MruPolicy", "Pol
 
 
 def make_policy(name: str) -> Policy:
-    """A new policy. The names are POLICIES; the settings loader has checked them already."""
+    """Make a policy. `name` is one of POLICIES; the settings loader has checked it."""
     return POLICIES[name]()

@@ -1,20 +1,22 @@
-"""The contract of an eviction policy: which chunk goes first.
+"""The contract of an eviction policy, which decides the order of eviction.
 
-    policy.insert(key, nbytes, parent)                # it is here; parent: the chunk before it in its prompt
-    policy.touch(key); policy.touch_all(keys)         # asked for
-    for key in policy.victims(nbytes, pinned):        # who must go to free so many bytes, in order
+    policy.insert(key, nbytes, parent)                # parent: the previous chunk of the prompt
+    policy.touch(key); policy.touch_all(keys)         # the chunks were used
+    for key in policy.victims(nbytes, pinned):        # keys to evict, in order, for `nbytes` bytes
         policy.remove(key, evicted=True)
 
-**A prefix never goes before its continuation.** A chunk's KV is of use only with the KV of all text before it. So only a chunk that no
-other one here continues is a victim, and when all that continue a chunk are victims, it may be one in the same answer, after them. A
-continuation that is pinned keeps its whole prefix, as far as that is here. This holds in every policy; a policy orders what is left: the
-leaves of a forest, with a tree for each first chunk and a branch where prompts part.
+**No policy evicts a prefix before its continuation.** The KV of a chunk is useful only with the KV
+of all text before it. So a victim has no continuation here. If all continuations of a chunk are
+victims, the chunk may follow them in the same answer. A pinned continuation protects its whole
+prefix, as far as the links reach. The chunks form a forest: one tree for each first chunk, with a
+branch where prompts differ. A policy orders the leaves of this forest.
 
-Parents may come before or after their continuations, may be absent, and may come back: links are by name. A tier that does not know a
-chunk's parent says None, and that chunk is then ordered alone.
+Links are by key: a parent may be inserted before or after its continuations, be absent, or come
+back. A tier that does not know a chunk's parent gives None; the chunk is then ordered on its own.
 
-Pure bookkeeping over keys; not thread-safe, its tier is the single writer. `kvhold.testing.PolicyContract` is its conformance suite;
-`chains.py` has all of this but the order, for policies to build on.
+Pure bookkeeping over keys. Not thread-safe: the tier is the single writer.
+`kvhold.testing.PolicyContract` is the conformance suite. `chains.py` implements everything but the
+order.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,35 +24,45 @@ from typing import Protocol
 
 
 class Policy(Protocol):
-    """Keys are KEY_BYTES long; their first NAMESPACE_BYTES are their namespace, and a chunk's parent is in its own."""
+    """An eviction policy.
+
+    Keys are KEY_BYTES long. Their first NAMESPACE_BYTES are the namespace, which a chunk and its
+    parent share.
+    """
 
     def insert(self, key: bytes, nbytes: int, parent: bytes | None = None) -> None:
-        """A chunk is here. For a known key nothing changes, but that a parent that was unknown becomes known.
+        """Add a chunk. For a known key, only an unknown parent is set.
 
-        parent: the key of the chunk before it, of the same group and shard; None if it is the first, or not known. One that is itself
-                a continuation of `key` (which no hash chain gives) is ignored.
+        parent: the key of the previous chunk, of the same group and shard; None if there is none or
+                it is unknown. A parent that is a continuation of `key` (no hash chain has one) is
+                ignored.
         """
 
     def touch(self, key: bytes) -> None:
-        """It was asked for. Unknown keys are ignored: the chunk may have gone in between."""
+        """Count a chunk as used. Ignores unknown keys: the chunk may have been removed."""
 
     def touch_all(self, keys: Iterable[bytes]) -> None:
-        """They were asked for, one after the other: as `touch` of each, but in one pass."""
+        """Count chunks as used, in this order: as `touch` of each, but in one pass."""
 
     def remove(self, key: bytes, *, evicted: bool = False) -> None:
-        """It has gone: evicted as a victim, or else cleared, so that its going says nothing about its worth. Unknown keys are ignored."""
+        """Remove a chunk. Ignores unknown keys.
+
+        evicted: true for a victim; false for a cleared chunk, whose removal says nothing about its
+                 use
+        """
 
     def victims(self, nbytes: int, pinned: Callable[[bytes], bool], namespace: bytes | None = None) -> list[bytes]:
-        """Keys to evict, in order, that free at least `nbytes` and no more of them than that takes; empty if there are not enough.
+        """Return keys to evict, in order: just enough to free `nbytes`; empty if impossible.
 
-        None of them is pinned, and each comes after all its continuations that are here. `pinned` is asked for known keys alone.
-        Removes nothing: the tier evicts and calls `remove`. An empty answer changes nothing at all.
+        No key is pinned, and each follows all its continuations here. `pinned` is called with known
+        keys only. Removes nothing: the tier evicts and calls `remove`. An empty answer changes
+        nothing.
 
-        namespace: only keys of this one, as a quota asks for
+        namespace: choose only among its keys, for a quota
         """
 
     def nbytes(self, namespace: bytes | None = None) -> int:
-        """Bytes of all known keys, or of those in one namespace."""
+        """Return the bytes of all known keys, or of one namespace."""
 
     def __len__(self) -> int:
-        """How many keys it knows."""
+        """Return the number of known keys."""

@@ -1,14 +1,19 @@
-"""What all policies share: who continues whom, who may go, and how many bytes each namespace has.
+"""The shared part of all policies: chains of chunks, candidates for eviction, bytes per namespace.
 
     class FifoPolicy(ChainPolicy):
         def _inserted(self, chunk: Chunk) -> None:
-            self._rank(chunk, self._now())            # the lower the rank, the earlier it goes
+            self._rank(chunk, self._now())            # the lowest rank is evicted first
 
-A policy ranks chunks; here the *leaves*, those that nothing here continues, are kept in queues by rank, one for each namespace and one
-for all. A chunk that becomes a leaf takes the place of the rank that it has had all along. Insert, touch and remove cost O(log leaves)
-at most (touching a chunk that is no leaf, O(1)); victims costs O((victims + pinned leaves before them) log leaves), however many chunks
-they protect. No single call takes long, however many leaves there are: tables and queues are made of small parts, and each call tidies a
-little. Loop and thread: see base.py.
+A policy ranks chunks. This module keeps the *leaves*, chunks without a continuation here, in queues
+by
+rank: one for each namespace and one for all. A chunk that becomes a leaf enters the queue at the
+      rank
+that it already has.
+
+Insert, touch and remove cost O(log leaves) at most; touching a chunk that is no leaf costs O(1).
+`victims` costs O((victims + pinned leaves before them) log leaves), independent of the number of
+chunks that the leaves protect. No single call takes long: tables and queues consist of small parts,
+and each call removes some stale places. Threads: see base.py.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,16 +27,16 @@ from kvhold.tiers.table import KeyTable
 
 _BUCKET_BITS = 8  # ranks of one bucket: 256
 _SWEPT_AT_ONCE = 128  # places
-_SWEPT_A_CALL = 3  # places for each call: a queue holds at most some two places a leaf
+_SWEPT_A_CALL = 3  # places per call: keeps a queue at some two places per leaf at most
 
 
 class Chunk:
     """One known key.
 
-    rank:  lower goes first; no two chunks have the same
-    queue: number of the queue it waits in; 0 for policies that have one alone
-    uses:  for the policy to count in
-    place: its present entry in the heaps; None while it is no leaf
+    rank:  the lowest is evicted first; unique
+    queue: number of its queue; 0 for policies with a single queue
+    uses:  a counter for the policy
+    place: its current entry in the heaps; None if it is no leaf
     space: the queues of its namespace
     """
 
@@ -48,14 +53,15 @@ class Chunk:
         self.place: Place | None = None
 
 
-Place: TypeAlias = tuple[int, int, Chunk]  # a rank, and whose; compared by the rank, which is unique
+Place: TypeAlias = tuple[int, int, Chunk]  # rank and chunk; compared by the rank, which is unique
 
 
 class Queue:
-    """Chunks of one namespace, or all, that one policy ranks together: how many, their bytes, and the leaves among them.
+    """Chunks of one namespace, or of all, that are ranked together: their number, bytes and leaves.
 
-    Places are in buckets of neighbouring ranks, each a heap. A chunk that gets another place leaves its old one behind; such places are
-    dropped when they are met, and bucket by bucket as other calls come.
+    Places are in buckets of neighbouring ranks, each a heap. A chunk that gets a new place leaves a
+    stale one behind. Stale places are dropped when they are popped, and bucket by bucket in later
+    calls.
     """
 
     __slots__ = ("_buckets", "_credit", "_order", "_to_sweep", "nbytes", "num_chunks")
@@ -64,17 +70,17 @@ class Queue:
         self.num_chunks = 0
         self.nbytes = 0
         self._buckets: dict[tuple[int, int], list[Place]] = {}
-        self._order: list[tuple[int, int]] = []  # a heap of the buckets' names, some of which are gone
+        self._order: list[tuple[int, int]] = []  # a heap of bucket names; some are obsolete
         self._to_sweep: list[tuple[int, int]] = []
         self._credit = 0
 
     @property
     def num_places(self) -> int:
-        """Those that were left behind included."""
+        """Number of places, stale ones included."""
         return sum(map(len, self._buckets.values()))
 
     def push(self, place: Place) -> None:
-        """Add a leaf's new place."""
+        """Add the new place of a leaf."""
         name = place[0], place[1] >> _BUCKET_BITS
         bucket = self._buckets.get(name)
         if bucket is None:
@@ -84,7 +90,7 @@ class Queue:
         self.tidy()
 
     def pop(self) -> Place | None:
-        """Take out the leaf of the lowest rank."""
+        """Remove and return the place of the leaf with the lowest rank; None if there is none."""
         while self._order:
             bucket = self._buckets.get(self._order[0], [])
             while bucket:
@@ -95,13 +101,13 @@ class Queue:
         return None
 
     def tidy(self) -> None:
-        """Drop a few of the places that were left behind."""
+        """Drop some stale places."""
         self._credit += _SWEPT_A_CALL
         if self._credit < _SWEPT_AT_ONCE:
             return
         while self._credit > 0:
             if not self._to_sweep:
-                self._credit = 0  # enough for now: the next round begins with the next call
+                self._credit = 0  # the next round begins in a later call
                 self._to_sweep = list(self._buckets)
                 if len(self._order) > 2 * len(self._buckets):
                     self._order = sorted(self._to_sweep)
@@ -109,7 +115,7 @@ class Queue:
             self._credit -= 1 + self._sweep(self._to_sweep.pop())
 
     def take_buckets(self) -> list[list[Place]]:
-        """Empty the queue. Returns what it consisted of."""
+        """Empty the queue. Returns its buckets."""
         buckets, self._buckets, self._order, self._to_sweep = list(self._buckets.values()), {}, [], []
         return buckets
 
@@ -126,16 +132,18 @@ class Queue:
 
 
 class ChainPolicy:
-    """All of a policy but its order. A policy overrides `_inserted` and whichever of the other hooks it needs."""
+    """A policy without an order. Subclasses override `_inserted`, and other hooks if needed."""
 
     num_queues: ClassVar[int] = 1
 
     def __init__(self) -> None:
         self._chunks: KeyTable[Chunk] = KeyTable()
-        self._continued: KeyTable[int] = KeyTable()  # by how many known chunks each key is continued, whether it is known itself or not
+        # Key, known or not -> number of known chunks that continue it.
+        self._continued: KeyTable[int] = KeyTable()
         self._all = [Queue() for _ in range(self.num_queues)]
         self._spaces: dict[bytes, list[Queue]] = {}
-        self._dropped: list[list[Place]] = []  # of namespaces that have no chunks any more, to be freed a little at a time
+        # Buckets of namespaces without chunks, freed one per call.
+        self._dropped: list[list[Place]] = []
         self._now: Callable[[], int] = count(1).__next__  # a number higher than all before
 
     def insert(self, key: bytes, nbytes: int, parent: bytes | None = None) -> None:
@@ -201,34 +209,34 @@ class ChainPolicy:
         return len(self._chunks)
 
     def _inserted(self, chunk: Chunk) -> None:
-        """Give a new chunk its first rank, with `_rank`."""
+        """Give a new chunk its first rank, by `_rank`."""
         raise NotImplementedError
 
     def _touched(self, chunks: Sequence[Chunk]) -> None:
-        """They were asked for, one after the other."""
+        """Update chunks that were used, in this order."""
 
     def _removed(self, chunk: Chunk, *, evicted: bool) -> None:
-        """It is not known any more."""
+        """Update the policy after a chunk was removed."""
 
     def _walk(self, queues: list[Queue], pinned: Callable[[bytes], bool]) -> "Walk":
-        """How victims are chosen: the lowest rank first."""
+        """Return the search for victims: by default, the lowest rank first."""
         return Walk(self, queues, pinned)
 
     def _rank(self, chunk: Chunk, minor: int, major: int = 0) -> None:
-        """Rank `chunk` by `major`, then by `minor`, which must differ from those of all others."""
+        """Rank a chunk by `major`, then by `minor`. Each chunk needs its own `minor`."""
         chunk.rank = (major, minor)
         if chunk.place is not None:
             self._place(chunk)
 
     def _move(self, chunk: Chunk, queue: int) -> None:
-        """To the end of a queue, of its own or another."""
+        """Move a chunk to the end of a queue, its own or another one."""
         self._count(chunk, -1)
         chunk.queue = queue
         self._count(chunk, 1)
         self._rank(chunk, self._now())
 
     def _above(self, chunk: Chunk) -> Iterator[Chunk]:
-        """Its prefix, as far as that is here: the chunk before it, the one before that ..."""
+        """Yield the known chunks of its prefix, the nearest first."""
         while chunk.parent is not None and (above := self._chunks.get(chunk.parent)) is not None:
             yield above
             chunk = above
@@ -245,13 +253,13 @@ class ChainPolicy:
         return space
 
     def _count(self, chunk: Chunk, sign: int) -> None:
-        """One chunk more (1) or less (-1)."""
+        """Add a chunk to the counts (sign 1) or subtract it (-1)."""
         for queue in (self._all[chunk.queue], chunk.space[chunk.queue]):
             queue.num_chunks += sign
             queue.nbytes += sign * chunk.nbytes
 
     def _place(self, chunk: Chunk) -> None:
-        """It is a leaf, of this rank."""
+        """Put a leaf into its queues, at its rank."""
         chunk.place = place = (*chunk.rank, chunk)
         self._all[chunk.queue].push(place)
         chunk.space[chunk.queue].push(place)
@@ -278,14 +286,20 @@ class ChainPolicy:
             self._place(above)
 
     def _continues(self, chunk: Chunk, first: Chunk) -> bool:
-        """Whether `chunk` is `first` or a continuation of it. Short: whoever inserts a prompt in order, either way, walks no step."""
+        """Return whether `chunk` is `first` or one of its continuations.
+
+        Takes no step for a prompt that is inserted in order, forwards or backwards.
+        """
         if chunk is first or first.key not in self._continued:
             return chunk is first
         return any(above.parent == first.key for above in (chunk, *self._above(chunk)))
 
 
 class Walk:
-    """One search for victims: leaves in order, and those that become leaves by it. A `with` leaves the policy as it was."""
+    """One search for victims: leaves in order, also those that become leaves in the search.
+
+    The exit from the `with` restores the policy.
+    """
 
     def __init__(self, policy: ChainPolicy, queues: list[Queue], pinned: Callable[[bytes], bool]) -> None:
         self.queues = queues
@@ -295,7 +309,7 @@ class Walk:
         self._pinned = pinned
         self._seen: list[Place] = []
         self._opened: list[Chunk] = []
-        self._fewer: dict[bytes, int] = {}  # by how many of the taken each key was continued
+        self._fewer: dict[bytes, int] = {}  # key -> taken chunks that continue it
 
     def __enter__(self) -> Self:
         return self
@@ -308,7 +322,7 @@ class Walk:
                 self.queues[place[2].queue].push(place)
 
     def next(self, queue: int) -> Chunk | None:
-        """The next leaf of a queue that nobody has pinned; each comes once."""
+        """Return the next unpinned leaf of a queue, each once; None at the end."""
         while (place := self.queues[queue].pop()) is not None:
             self._seen.append(place)
             if not self._pinned(place[2].key):
@@ -316,7 +330,7 @@ class Walk:
         return None
 
     def take(self, chunk: Chunk) -> None:
-        """It is a victim. If it was the last that continued another, that one is a leaf from here on."""
+        """Take a chunk as a victim. A parent without other continuations becomes a leaf."""
         self.taken.append(chunk.key)
         self.freed_bytes += chunk.nbytes
         if chunk.parent is None:
@@ -329,8 +343,8 @@ class Walk:
             self.queues[above.queue].push(place)
 
     def choose(self) -> Chunk | None:
-        """The next victim, not yet taken."""
+        """Return the next victim, not yet taken; None if there is none."""
         return self.next(0)
 
     def settle(self) -> None:
-        """The victims are found and will go: a policy may now move those that it passed over."""
+        """Accept the victims. A policy may now move the chunks that the search passed over."""

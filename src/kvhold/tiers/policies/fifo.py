@@ -1,10 +1,10 @@
-"""First in, first out: the oldest chunk goes first, whoever asks for it."""
+"""First in, first out: evicts the oldest chunk first, used or not."""
 
 from kvhold.tiers.policies.chains import ChainPolicy, Chunk
 
 
 class FifoPolicy(ChainPolicy):
-    """Being asked for changes nothing."""
+    """Ranks chunks by the time of insertion."""
 
     def _inserted(self, chunk: Chunk) -> None:
         self._rank(chunk, self._now())

@@ -1,6 +1,7 @@
-"""Least frequently used: the chunk that was asked for least often goes first; of equals, the one that has been so often longest.
+"""Least frequently used: evicts the chunk with the fewest uses first.
 
-Uses are counted for as long as the chunk is here and are forgotten with it; they do not age.
+Of chunks with equal uses, the one that reached this number first is evicted first. A chunk's uses
+are counted while it is here, and forgotten when it is removed. They do not age.
 """
 
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from kvhold.tiers.policies.chains import ChainPolicy, Chunk
 
 
 class LfuPolicy(ChainPolicy):
-    """Ranked by uses, then by when that number was reached."""
+    """Ranks chunks by uses, then by the time when that number was reached."""
 
     def _inserted(self, chunk: Chunk) -> None:
         self._rank(chunk, self._now(), major=chunk.uses)

@@ -1,4 +1,4 @@
-"""Least recently used: the chunk that nobody asked for longest goes first."""
+"""Least recently used: evicts the chunk with the oldest use first."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from kvhold.tiers.policies.chains import ChainPolicy, Chunk
 
 
 class LruPolicy(ChainPolicy):
-    """A new chunk and one that was asked for are the newest."""
+    """Ranks chunks by their last use; the insertion counts as one."""
 
     def _inserted(self, chunk: Chunk) -> None:
         self._rank(chunk, self._now())

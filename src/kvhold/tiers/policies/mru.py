@@ -1,7 +1,7 @@
-"""Most recently used: the chunk that was asked for last goes first.
+"""Most recently used: evicts the chunk with the latest use first.
 
-For texts that come round in turn and together are larger than the tier: whatever goes first, LRU would miss every time, and this keeps
-a part of them.
+For texts that are used in turn and are together larger than the tier. LRU would miss each of them
+every time; MRU keeps a part.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from kvhold.tiers.policies.chains import ChainPolicy, Chunk
 
 
 class MruPolicy(ChainPolicy):
-    """A new chunk and one that was asked for are the newest."""
+    """Ranks chunks by their last use, in reverse; the insertion counts as one."""
 
     def _inserted(self, chunk: Chunk) -> None:
         self._rank(chunk, -self._now())

@@ -1,9 +1,15 @@
-"""S3-FIFO (Yang et al., SOSP 2023): three queues; what is asked for once leaves early, so one long scan does not wipe the cache.
+"""S3-FIFO (Yang et al., SOSP 2023): evicts chunks without a second use early.
 
-New keys enter a small queue (a tenth of the bytes held). A key asked for again while there moves to the main queue when its turn
-comes, and its prefix with it, which was asked for whenever it was; one that was not is the victim, and its name is kept in a ghost
-queue, so that it enters the main queue if it comes back soon. In the main queue a key asked for since its last turn goes round once
-more. A key that was cleared leaves no ghost: it did not go for want of use.
+So one long scan does not replace the whole cache. There are three queues:
+
+- **Small**, for new keys, a tenth of the bytes. When the turn of a key comes and it was used, it
+  moves to the main queue. Its prefix moves with it, because each use of the key is a use of its
+  prefix. A key without a use is the victim.
+- **Ghost**, for the names of victims of the small queue. A key that comes back while its name is
+  there enters the main queue.
+- **Main**. When the turn of a key comes and it was used, it goes to the end of the queue.
+
+A cleared key gets no ghost, because it was not removed for lack of use.
 """
 
 from collections import OrderedDict
@@ -14,11 +20,11 @@ from kvhold.tiers.policies.chains import ChainPolicy, Chunk, Queue, Walk
 
 _SMALL, _MAIN = 0, 1
 _SMALL_SHARE = 0.1
-_MOST_FREQUENT = 3  # the paper's two bits
+_MOST_FREQUENT = 3  # the paper counts uses in two bits
 
 
 class S3FifoPolicy(ChainPolicy):
-    """Touch is O(1); those passed over add to the cost of victims, amortised over their touches."""
+    """Touch costs O(1). Used chunks add to the cost of `victims`, amortised over their touches."""
 
     num_queues: ClassVar[int] = 2
 
@@ -46,7 +52,7 @@ class S3FifoPolicy(ChainPolicy):
         return _S3FifoWalk(self, queues, pinned)
 
     def _move_on(self, chunk: Chunk) -> None:
-        """Its turn came and it had been asked for."""
+        """Move a used chunk whose turn has come, with its prefix if it is in the small queue."""
         if chunk.queue == _MAIN:
             chunk.uses -= 1
             self._move(chunk, _MAIN)
@@ -59,13 +65,16 @@ class S3FifoPolicy(ChainPolicy):
 
 
 class _S3FifoWalk(Walk):
-    """From the small queue while it holds more than its share, else from the main one; those asked for move on instead."""
+    """Takes victims from the small queue while it exceeds its share, else from the main queue.
+
+    Used chunks are passed over and move on instead.
+    """
 
     def __init__(self, policy: S3FifoPolicy, queues: list[Queue], pinned: Callable[[bytes], bool]) -> None:
         super().__init__(policy, queues, pinned)
         self._moving = policy
         self._passed: tuple[dict[Chunk, None], ...] = ({}, {})
-        self._small_bytes = queues[_SMALL].nbytes  # less the taken and the passed
+        self._small_bytes = queues[_SMALL].nbytes  # without taken and passed chunks
         self._all_bytes = queues[_SMALL].nbytes + queues[_MAIN].nbytes
 
     def choose(self) -> Chunk | None:
@@ -78,7 +87,7 @@ class _S3FifoWalk(Walk):
                 self._moving._move_on(chunk)
 
     def _cold(self, queue: int) -> Chunk | None:
-        """The next one that nobody asked for."""
+        """Return the next unused chunk; note the used ones before it as passed."""
         while (chunk := self.next(queue)) is not None:
             if queue == _SMALL:
                 self._small_bytes -= chunk.nbytes
@@ -88,7 +97,7 @@ class _S3FifoWalk(Walk):
         return None
 
     def _warm(self, queue: int) -> Chunk | None:
-        """The last resort, when nothing cold is left: the oldest of those passed over."""
+        """Return the oldest chunk that was passed over: the last resort, without unused chunks."""
         for chunk in self._passed[queue]:
             del self._passed[queue][chunk]
             return chunk

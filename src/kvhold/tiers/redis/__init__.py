@@ -1,4 +1,4 @@
-"""Chunks in Redis or Valkey. `tier.py` is the tier; `settings.py` says how it is addressed; `stream.py` and `pool.py` know no Redis."""
+"""Chunks in Redis or Valkey. `tier.py` has the tier, `settings.py` its URLs and options."""
 
 from kvhold.tiers.redis.settings import RedisConfig
 from kvhold.tiers.redis.tier import RedisTier

@@ -1,10 +1,17 @@
-"""Values in parts: put, read, counted and mended. `split.py` has their format.
+"""Values that are stored in parts. `split.py` has their format.
 
     stored = await large.put(name, parts, ttl_ms); nbytes = await large.read(name, head, 0, parts)
 
-The parts go first, under a time to live of an hour; then the head, which makes the value visible, under the same; then the time is taken
-from the parts, and from the head last. So whatever is cut short disappears by itself, and a head never outlives its parts, but where a
-server evicts one of them: such a value is a miss, and whoever meets it removes the head, if it is still the same. Event loop.
+A put without a time to live has three steps:
+
+1. Upload the parts, which expire after hours.
+2. Write the head, which expires after one hour and makes the value visible.
+3. Remove the expiry of the parts, and of the head last.
+
+So the remains of an interrupted put expire, and a head never outlives its parts, unless the server
+evicts a part. Such a value is a miss. Its reader removes the head if that is unchanged. With a time
+to live, step 3 is left out: the head expires in time and the parts two hours later. Runs in the
+event loop.
 """
 
 from collections.abc import Sequence
@@ -23,20 +30,23 @@ _UNFINISHED_MS = 3600_000
 
 
 class LargeValues:
-    """Those that are stored in parts of at most `part_bytes`."""
+    """Puts, reads, replaces and removes values in parts of at most `part_bytes`."""
 
     def __init__(self, router: Router, part_bytes: int) -> None:
         self._router = router
         self._part_bytes = part_bytes
 
     async def sizes(self, names: Sequence[bytes]) -> list[int | None]:
-        """Of names where strings of HEAD_BYTES are: the size of each value, None where a part is missing or the string is gone."""
+        """Return the size of the value at each name, whose string has HEAD_BYTES.
+
+        None if a part is missing or the string is not there any more.
+        """
         peeks = [peek(name) for name in names]
         await self._router.run("probe", peeks, bulk=False)
         return [await self._size(call.name, call.reply) if isinstance(call.reply, bytes) else None for call in peeks]
 
     async def read(self, name: bytes, head: Head | None, start: int | None, parts: Parts) -> int | TierError | None:
-        """Read the value, or the range from `start` on, into its parts: as `Tier.get`."""
+        """Read a value, or the range from `start` on, into `parts`, as `Tier.get` does."""
         if head is None:
             return None
         wanted = size_of(parts)
@@ -56,23 +66,23 @@ class LargeValues:
             if (fault := fault_in(call, "get")) is not None:
                 return fault
         if any(call.reply is None for call in reads):
-            with suppress(TierError):  # the next one to meet it tries again
+            with suppress(TierError):  # the next reader tries again
                 await self.mend(name, head)
             return None
         return nbytes
 
     async def put(self, name: bytes, value: Parts, ttl_ms: int | None) -> bool | TierError:
-        """Store it: true if that was done, false if the name has a string already."""
+        """Store a value. Returns true if stored, false if the name has a string, or the fault."""
         head = Head.new(size_of(value), self._part_bytes)
         try:
             return await self._put(name, head, value, ttl_ms)
         except TierError as error:
-            with suppress(TierError):  # else they go by themselves
+            with suppress(TierError):  # otherwise they expire
                 await self.remove_parts(name, head)
             return error
 
     async def replace(self, name: bytes, value: Parts) -> bool | TierError:
-        """Let it take the place of the value that is there, if there is one."""
+        """Replace an existing value. Returns whether there was one, or the fault."""
         head = Head.new(size_of(value), self._part_bytes)
         names = head.part_names(name)
         try:
@@ -80,23 +90,23 @@ class LargeValues:
             done = await replace_string(self._router, name, [memoryview(head.pack())], parts=names)
             if done is False:
                 await self.remove_parts(name, head)
-        except TierError as error:  # perhaps they are in use now, perhaps they go by themselves
+        except TierError as error:  # keep the parts: they may be in use now; otherwise they expire
             return error
         return done
 
     async def mend(self, name: bytes, head: Head) -> None:
-        """Remove a head some of whose parts are gone, unless another value stands there now."""
+        """Remove a head that lacks parts, and its parts. A value that replaced the head stays."""
         await self._router.run("delete", [_RemoveHead(name, head)], bulk=False)
         await self.remove_parts(name, head)
 
     async def remove_parts(self, name: bytes, head: Head) -> None:
-        """Those of a value that is visible no more, or never was."""
+        """Remove the parts of a value that is not visible."""
         await self._router.run("delete", [Call(part, "UNLINK", part) for part in head.part_names(name)], bulk=False)
 
     async def _put(self, name: bytes, head: Head, value: Parts, ttl_ms: int | None) -> bool:
         names = head.part_names(name)
         await self._upload(names, head, value)
-        # From here on no part goes before the head may.
+        # From now on, no part expires before the head.
         lasting = 2 * _UNFINISHED_MS + (ttl_ms or 0)
         await self._all([Call(part, "PEXPIRE", part, lasting) for part in names], 1)
         written = Call(name, request=set_pieces(name, [memoryview(head.pack())], "PX", ttl_ms or _UNFINISHED_MS, "NX"))
@@ -107,7 +117,7 @@ class LargeValues:
         if written.fault is not None or written.reply != b"OK":
             raise written.fault or fault_of(written.reply, "put")
         if ttl_ms is None:
-            with suppress(TierError):  # it is there, if not for long
+            with suppress(TierError):  # the value is stored, but may still expire
                 await self._all([Call(part, "PERSIST", part) for part in names], 1)
                 await self._all([Call(name, "PERSIST", name)], 1)
         return True
@@ -136,12 +146,15 @@ class LargeValues:
 
 
 def peek(name: bytes) -> Call:
-    """The first bytes of a string: HEAD_BYTES, and one more where there is one, which shows that it is no head."""
+    """Make a call that reads a string's first HEAD_BYTES + 1 bytes: a longer string is no head."""
     return Call(name, "GETRANGE", name, 0, HEAD_BYTES)
 
 
 class _RemoveHead(Call):
-    """Goes alone over its connection, for it speaks twice: what it saw must not have changed when it removes it."""
+    """Remove a head if it is unchanged.
+
+    WATCH and read, then MULTI ... EXEC, alone on its connection.
+    """
 
     def __init__(self, name: bytes, head: Head) -> None:
         self._head = head.pack()

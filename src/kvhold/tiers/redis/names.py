@@ -1,8 +1,9 @@
-"""Names of keys at the server: `kvhold:{6b65...}`, the key in hex between braces.
+"""Names of keys at the server: `kvhold:{6b65...}`, with the key in hex between braces.
 
     names = Names("kvhold:"); names.of(key); names.key(name); names.pattern(b"first bytes")
 
-In hex no byte means anything to a glob or a terminal. In a cluster the braces keep what else belongs to a key in the key's slot. Pure.
+Hex has no special characters for globs and terminals. In a cluster, the braces keep the parts of a
+value in the slot of its key. Pure.
 """
 
 import re
@@ -21,11 +22,11 @@ class Names:
         self._length = len(self.of(bytes(KEY_BYTES)))
 
     def of(self, key: bytes) -> bytes:
-        """Where the value of `key` is."""
+        """Return the name of the value of `key`."""
         return b"%b{%b}" % (self._prefix, key.hex().encode())
 
     def key(self, name: bytes) -> bytes | None:
-        """The key with this name; None if it is nobody's."""
+        """Return the key of a name; None if the name is not one of this tier's."""
         start = len(self._prefix)
         if len(name) != self._length or not name.startswith(self._prefix + b"{") or name[-1:] != b"}":
             return None
@@ -36,5 +37,5 @@ class Names:
         return key if self.of(key) == name else None
 
     def pattern(self, prefix: bytes) -> bytes:
-        """What SCAN matches for the keys that begin with `prefix`; it may match other names, too."""
+        """Return the SCAN pattern for keys that begin with `prefix`; other names may match, too."""
         return b"%b{%b*" % (_GLOB.sub(rb"\\\1", self._prefix), prefix.hex().encode())

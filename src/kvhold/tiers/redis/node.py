@@ -1,10 +1,11 @@
-"""One server: its connections, ready for commands.
+"""One server: a pool of connections that are ready for commands.
 
-    node = Node(address, login, open=tls_context, connections=4)
+    node = Node(address, login, tls=Tls(config), connections=4)
     await node.run("get", calls, bulk=True)
 
-A new connection authenticates, chooses the database and, where a sentinel named the server, sees that it is the primary before any
-command goes over it. Small commands have connections of their own, so that a lookup never waits behind values. Runs in the event loop.
+A new connection authenticates and chooses the database. If a sentinel named the server, the
+connection also checks that it is the primary. Small commands have connections of their own, so that
+a lookup never waits behind values. Runs in the event loop.
 """
 
 import asyncio
@@ -22,14 +23,14 @@ _SMALL_CONNECTIONS = 2
 
 
 class Tls:
-    """The TLS context of a configuration, made when first needed, for that reads files."""
+    """The TLS context of a configuration, made at the first use, because that reads files."""
 
     def __init__(self, config: RedisConfig) -> None:
         self._config = config
         self._context: ssl.SSLContext | None = None
 
     async def context(self) -> ssl.SSLContext | None:
-        """None where TLS is not wanted. Raises TierDenied where its files cannot be used."""
+        """Return the context; None without TLS. Raises TierDenied if its files cannot be used."""
         if self._config.tls and self._context is None:
             try:
                 self._context = await asyncio.to_thread(_make_context, self._config)
@@ -40,7 +41,7 @@ class Tls:
 
 @dataclass(frozen=True)
 class Login:
-    """What a new connection says first. primary_only: it must be to a primary."""
+    """The first commands of a new connection. primary_only: refuse a server that is no primary."""
 
     username: str = ""
     password: str = ""
@@ -59,11 +60,11 @@ class Node:
         self._bulk = Pool(self._open, connections)
 
     async def run(self, operation: str, exchanges: Sequence[Exchange], *, bulk: bool) -> None:
-        """Every exchange has its reply or its fault then. Never raises TierError."""
+        """Run all exchanges, and set the reply or the fault of each. Never raises TierError."""
         await run(self._bulk if bulk else self._small, exchanges, fault=lambda error: self._fault(operation, error))
 
     def close(self) -> None:
-        """Close its connections, those in use too, for good."""
+        """Close all connections for good, including those in use."""
         self._small.close()
         self._bulk.close()
 
@@ -93,14 +94,14 @@ class Node:
         if isinstance(reply, ErrorReply):
             found = fault_of(reply, "connect")
             if name == "AUTH" and not isinstance(found, TierUnavailable):
-                # Its text may repeat what was sent, so only the code is told.
+                # The text may repeat the password, so the message has only the code.
                 raise TierDenied("redis", "connect", f"{self.address} refuses this user and password ({reply.code})")
             if name == "SELECT" and not isinstance(found, (TierUnavailable, TierDenied)):
                 raise TierDenied("redis", "connect", f"{self.address} has no database {self._login.db}: {reply.text}")
             if name == "CLIENT" and reply.code == "NOAUTH":
                 raise TierDenied("redis", "connect", f"{self.address} wants a password: write redis://:password@... ({reply.code})")
             if name == "CLIENT" and not isinstance(found, TierUnavailable):
-                return  # a name is a courtesy to whoever looks at the server; not every user may set one
+                return  # the name is only for the server's operator; not every user may set one
             raise found
         if name == "ROLE" and not (isinstance(reply, list) and reply and reply[0] == b"master"):
             raise TierUnavailable("redis", "connect", f"{self.address} is not a primary now")

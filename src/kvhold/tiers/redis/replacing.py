@@ -1,10 +1,11 @@
-"""A string in the place of another that is there, in one transaction.
+"""Replace an existing string by another, in one transaction.
 
-    done = await replace_string(router, name, parts)                          # false where there is none
-    done = await replace_string(router, name, [head], parts=part_names)       # a head whose parts are there already
+    done = await replace_string(router, name, parts)                       # false if there is none
+    done = await replace_string(router, name, [head], parts=part_names)    # the parts are written
 
-Both the old string and the new one may be the head of a value in parts (`large.py`). The new parts then get the time that the value has
-left, and the old ones another minute, so that whoever has just read the old head still finds them. Event loop.
+The old and the new string may each be the head of a value in parts (`large.py`). The new parts then
+get the remaining time to live of the value, and one hour more. The old parts expire after a minute,
+so that readers of the old head still find them. Runs in the event loop.
 """
 
 from collections.abc import Sequence
@@ -18,12 +19,17 @@ from kvhold.tiers.redis.split import HEAD_BYTES, Head
 
 _ROUNDS = 3
 _LATE_READERS_MS = 60_000
-_SPARE_MS = 3600_000  # that parts last longer than their head
-_CHANGED = 0  # the reply where somebody else wrote in between
+_SPARE_MS = 3600_000  # parts live this much longer than their head
+_CHANGED = 0  # the reply if another client wrote between WATCH and EXEC
 
 
 async def replace_string(router: Router, name: bytes, value: Parts, *, parts: Sequence[bytes] = ()) -> bool | TierError:
-    """Whether there was one. parts: names of the parts whose head `value` is. Raises TierError where the place itself failed."""
+    """Replace the string at `name` by `value`. Returns whether there was one, or the fault.
+
+    parts: names of the value's parts, if `value` is a head
+
+    Raises TierError if the server itself failed.
+    """
     for _ in range(_ROUNDS):
         call = _Replace(name, value, parts)
         await router.run("replace", [call], bulk=True)
@@ -39,7 +45,10 @@ async def replace_string(router: Router, name: bytes, value: Parts, *, parts: Se
 
 
 class _Replace(Call):
-    """Goes alone over its connection, for it speaks twice. The reply is OK, None where there was nothing, _CHANGED, or an error."""
+    """The transaction: WATCH and read, then MULTI ... EXEC, alone on its connection.
+
+    The reply is OK, None if there was no string, _CHANGED, or an error.
+    """
 
     def __init__(self, name: bytes, value: Parts, parts: Sequence[bytes]) -> None:
         look = command("WATCH", name) + command("GETRANGE", name, 0, HEAD_BYTES) + command("PTTL", name)
@@ -61,12 +70,12 @@ class _Replace(Call):
         self.reply = _outcome(queued, await read_reply(stream))
 
     def _commands(self, seen: bytes, left_ms: int) -> list[Sequence[Bytes]]:
-        """What is done together."""
+        """Return the commands of the transaction."""
         commands: list[Sequence[Bytes]] = [set_pieces(self.name, self._value, "XX", "KEEPTTL")]
         commands += [[command("PERSIST", part) if left_ms < 0 else command("PEXPIRE", part, left_ms + _SPARE_MS)] for part in self._parts]
         old = Head.parse(seen)
         leaving = old.part_names(self.name) if old is not None else []
-        # Sent twice, because a connection broke, it finds its own parts.
+        # If a broken connection made it run twice, the old parts are the new ones: keep them.
         commands += [[command("PEXPIRE", part, _LATE_READERS_MS)] for part in leaving if part not in self._parts]
         return commands
 

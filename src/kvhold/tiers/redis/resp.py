@@ -1,10 +1,11 @@
-"""Redis' protocol, version 2, as far as a tier needs it: commands out, replies in, nothing believed.
+"""The part of Redis' protocol, version 2, that a tier needs. Replies are not trusted.
 
     stream.send([command("STRLEN", name)]); length = await read_reply(stream)
     stream.send(set_pieces(name, parts, "NX")); reply = await read_reply(stream)
 
-A reply that breaks the rules is a ProtocolError; the stream is then of no more use. What a reply announces is bounded before anything is
-allocated for it. An error reply is a value, for it belongs to one command alone. Runs in the event loop.
+An invalid reply raises ProtocolError; the stream cannot be used after that. Announced sizes are
+checked before memory is allocated. An error reply is a value, because it concerns one command only.
+Runs in the event loop.
 """
 
 import re
@@ -17,9 +18,9 @@ from kvhold.net.pool import Exchange
 from kvhold.net.stream import Bytes, Stream
 from kvhold.tiers.base import Parts, size_of
 
-_MAX_SMALL_BYTES = 1 << 20  # of a string in a reply that is not a value
-_MAX_ITEMS = 1 << 16  # of a list
-_MAX_DEPTH = 5  # of lists in lists
+_MAX_SMALL_BYTES = 1 << 20  # strings in replies, except values
+_MAX_ITEMS = 1 << 16  # items of a list
+_MAX_DEPTH = 5  # depth of nested lists
 _INTEGER = re.compile(rb"-?\d{1,19}")
 
 _DENIED = ("NOAUTH", "WRONGPASS", "NOPERM", "DENIED")
@@ -34,7 +35,7 @@ class ErrorReply:
 
     @property
     def code(self) -> str:
-        """Its first word."""
+        """The first word of the error."""
         return self.text.partition(" ")[0]
 
 
@@ -42,9 +43,9 @@ Reply: TypeAlias = int | bytes | ErrorReply | list["Reply"] | None
 
 
 class Call(Exchange):
-    """One command with a small reply, or a value that is sent.
+    """One command with a small reply. It may send a value.
 
-    name: the key that it is about, which says where it goes
+    name: the command's key, which decides the server
     """
 
     def __init__(self, name: bytes, *words: bytes | str | int, request: Sequence[Bytes] = (), value_bytes: int = 0) -> None:
@@ -56,16 +57,16 @@ class Call(Exchange):
     async def take(self, stream: Stream) -> None:
         self.reply = await read_reply(stream)
         if isinstance(self.reply, ErrorReply) and self.reply.text.startswith("ERR Protocol error"):
-            stream.close()  # as the server does now: what follows must not suffer for this one
+            stream.close()  # the server closes it, too; later calls must not get it from the pool
 
     def forget(self) -> None:
-        """As if it had never been sent."""
+        """Drop the reply and the fault, before the call is sent again."""
         self.fault = None
         self.reply = None
 
 
 class Asking(Exchange):
-    """A call to a node that is about to take over its key: the node answers only if it is told so first."""
+    """A call to a node that is taking over the key's slot; accepted only after ASKING."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -73,25 +74,25 @@ class Asking(Exchange):
         self.value_bytes = call.value_bytes
 
     async def take(self, stream: Stream) -> None:
-        await read_reply(stream)  # an error here comes again with the command itself
+        await read_reply(stream)  # the command itself would give the same error
         await self.call.take(stream)
 
 
 def command(*words: bytes | str | int) -> bytes:
-    """A command of short words."""
+    """Encode a command of short words."""
     data = [word if isinstance(word, bytes) else str(word).encode() for word in words]
     return b"*%d\r\n" % len(data) + b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in data])
 
 
 def set_pieces(name: bytes, value: Parts, *options: bytes | str | int) -> list[Bytes]:
-    """`SET name value options`, with the value where it is."""
+    """Encode `SET name value options` without copying the value."""
     head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (3 + len(options), len(name), name, size_of(value))
     tail = b"\r\n" + command(*options).partition(b"\r\n")[2] if options else b"\r\n"
     return [head, *value, tail]
 
 
 async def read_reply(stream: Stream, depth: int = 0) -> Reply:
-    """One small reply of any kind."""
+    """Read one small reply of any type. Raises ProtocolError."""
     line = await stream.line()
     kind, rest = line[:1], line[1:]
     if kind == b":":
@@ -108,7 +109,10 @@ async def read_reply(stream: Stream, depth: int = 0) -> Reply:
 
 
 async def read_string_head(stream: Stream) -> int | ErrorReply | None:
-    """The length of the string that follows on the stream, with its CRLF; None for no string; or the error in its place."""
+    """Read the length of a string. The string and its CRLF follow on the stream.
+
+    Returns None for a null string, and an error reply as it is.
+    """
     line = await stream.line()
     if line[:1] == b"-":
         return ErrorReply(_readable(line[1:]))
@@ -121,7 +125,7 @@ async def read_string_head(stream: Stream) -> int | ErrorReply | None:
 
 
 def fault_of(reply: Reply, operation: str) -> TierError:
-    """Whose fault a reply tells of that should not have come."""
+    """Return the TierError for an error reply or an unexpected reply."""
     if not isinstance(reply, ErrorReply):
         return TierError("redis", operation, f"the server answered {str(reply)[:40]!r}, which is no answer to that")
     if reply.code == "OOM":
@@ -152,7 +156,7 @@ async def _read_list(stream: Stream, length: int, depth: int) -> list[Reply] | N
 
 
 def _integer(text: bytes) -> int:
-    if not _INTEGER.fullmatch(text):  # int() takes more than the protocol: blanks, a plus, underscores
+    if not _INTEGER.fullmatch(text):  # int() also accepts blanks, a plus, underscores
         raise ProtocolError(f"{_readable(text)!r}, where a number should be")
     return int(text)
 

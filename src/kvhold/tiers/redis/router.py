@@ -1,11 +1,14 @@
-"""Calls to the servers that hold their keys, whatever happens to the servers meanwhile.
+"""Send calls to the servers that hold their keys, and follow keys that move.
 
     router = Router(make_topology(config))
-    await router.run("get", calls, bulk=True)          # each call has then its reply or its fault
+    await router.run("get", calls, bulk=True)          # each call now has its reply or its fault
 
-A key that has moved is followed, a few times. Where a server failed, or is a primary no more, the topology is asked anew, and what has
-another server now goes there, once. A call that is cancelled leaves doubt behind: perhaps its server will never answer again, and the
-next call asks who serves its keys. Runs in the event loop.
+- A redirect is followed, at most `_MAX_ROUNDS` times.
+- If a server failed or is no primary any more, the topology is asked again. Calls whose key has
+  another server now are sent there, once.
+- A cancelled call also makes the next call ask the topology again, because its server may be dead.
+
+Runs in the event loop.
 """
 
 import asyncio
@@ -19,20 +22,23 @@ from kvhold.tiers.redis.node import Node
 from kvhold.tiers.redis.resp import Asking, Call, ErrorReply, fault_of
 from kvhold.tiers.redis.topology import Topology
 
-_MAX_ROUNDS = 8  # a redirect each
+_MAX_ROUNDS = 8  # one redirect per round
 
 _log = logging.getLogger(__name__)
 
 
 class Router:
-    """A topology, and how calls go through it."""
+    """Routes calls through a topology."""
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
         self._ailing: set[Node] = set()
 
     async def run(self, operation: str, calls: Sequence[Call], *, bulk: bool) -> None:
-        """Every call has its reply or its fault then. Raises TierError where nothing is known about any, for the place itself failed."""
+        """Send all calls, and set the reply or the fault of each.
+
+        Raises TierError if every call failed because of its server.
+        """
         try:
             await self._run(operation, calls, bulk=bulk)
         except asyncio.CancelledError:
@@ -43,7 +49,7 @@ class Router:
             raise next(fault for fault in faults if fault)
 
     async def _run(self, operation: str, calls: Sequence[Call], *, bulk: bool) -> None:
-        failed: dict[Call, Node] = {}  # at a node that is not to be tried again
+        failed: dict[Call, Node] = {}  # call -> node that failed it, which is not tried again
         asking: dict[Call, Node] = {}
         pending = list(calls)
         for _ in range(_MAX_ROUNDS):
@@ -62,7 +68,10 @@ class Router:
             call.fault = TierUnavailable("redis", operation, f"sent from server to server, {_MAX_ROUNDS} times")
 
     async def _placed(self, calls: Sequence[Call], failed: dict[Call, Node], asking: dict[Call, Node]) -> dict[Node, dict[Call, Exchange]]:
-        """Calls by server, each with what is sent for it. One that has failed and has no other server keeps its fault."""
+        """Group calls by server, each with its exchange.
+
+        A failed call that has no other server keeps its fault and is left out.
+        """
         groups: dict[Node, dict[Call, Exchange]] = {}
         for call in calls:
             if call in asking:
@@ -79,7 +88,7 @@ class Router:
         return groups
 
     def _goes_on(self, call: Call, node: Node, failed: dict[Call, Node], asking: dict[Call, Node]) -> bool:
-        """Whether another server may know better."""
+        """Return whether to send a call again, to another server."""
         code = call.reply.code if isinstance(call.reply, ErrorReply) and call.fault is None else ""
         if code in ("MOVED", "ASK") and isinstance(call.reply, ErrorReply):
             to = self.topology.moved(call.name, call.reply, node)
@@ -95,7 +104,7 @@ class Router:
         return True
 
     def _note(self, node: Node, fails: bool) -> None:
-        """A log line when a server begins to fail, and when it is back."""
+        """Log when a server begins to fail, and when it answers again."""
         if fails and node not in self._ailing:
             self._ailing.add(node)
             _log.warning("redis: %s does not answer; what it holds is missed until it does", node.address)
@@ -105,13 +114,13 @@ class Router:
 
 
 def outage(call: Call, operation: str) -> TierError | None:
-    """The fault of a call that was not answered for a reason that is not its own."""
+    """Return the fault of a call that its server caused, not the call itself; else None."""
     fault = fault_in(call, operation)
     return fault if isinstance(fault, (TierUnavailable, TierDenied)) or call.fault is not None else None
 
 
 def fault_in(call: Call, operation: str) -> TierError | None:
-    """What went wrong with one call."""
+    """Return the fault of a call: its own, or the one of its error reply; else None."""
     if call.fault is not None:
         return call.fault
     return fault_of(call.reply, operation) if isinstance(call.reply, ErrorReply) else None

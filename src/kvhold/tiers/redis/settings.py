@@ -1,9 +1,16 @@
-"""Where the servers are and how to talk to them: RedisConfig, out of a tier's URL.
+"""The settings of a Redis tier: RedisConfig, made from a tier's URL.
 
     config = config_from(parse_url("rediss://user:secret@cache.example:6380/0?ttl_s=86400&ca_file=/etc/ssl/redis.pem"))
 
-Forms: `redis://[user:password@]host[:port][/db]`, `rediss://` (TLS), `unix:///path/redis.sock`, `redis-cluster://host:port,host:port` (a
-few of its nodes), `redis-sentinel://host:port,host:port[/db]?service=name` (the sentinels). `valkey` in place of `redis` means the same.
+Forms:
+
+- `redis://[user:password@]host[:port][/db]`
+- `rediss://...`, with TLS
+- `unix:///path/redis.sock`
+- `redis-cluster://host:port,host:port`, with some of the cluster's nodes
+- `redis-sentinel://host:port,host:port[/db]?service=name`, with the sentinels
+
+`valkey` instead of `redis` means the same.
 """
 
 from dataclasses import dataclass, replace
@@ -16,12 +23,15 @@ from kvhold.tiers.url import TierUrl
 
 _PORT = 6379
 _SENTINEL_PORT = 26379
-_MAX_VALUE_BYTES = 512 << 20  # proto-max-bulk-len, as servers have it by default
+_MAX_VALUE_BYTES = 512 << 20  # the default of servers' proto-max-bulk-len
 
 
 @dataclass(frozen=True)
 class RedisConfig:
-    """One place in Redis or Valkey. The URL's parts give the first fields; its options may give all the others."""
+    """Settings of one Redis tier.
+
+    The URL's parts give the first fields; its options may give the others.
+    """
 
     addresses: tuple[Address, ...] = setting((), "the server; or some nodes of the cluster, or the sentinels")
     username: str = setting("", "the ACL user")
@@ -44,7 +54,7 @@ class RedisConfig:
     max_value_bytes: int = size(_MAX_VALUE_BYTES, "larger values are stored in parts; at most the server's proto-max-bulk-len")
 
     def check(self) -> None:
-        """Raises ConfigError for what cannot be."""
+        """Raise ConfigError for invalid or contradicting settings."""
         if not all(isinstance(address, Address) for address in self.addresses):
             raise ConfigError("redis: addresses = ...: servers are named before the '?', as in redis://host:port/0")
         if not self.addresses:
@@ -66,7 +76,7 @@ class RedisConfig:
 
 
 def config_from(url: TierUrl) -> RedisConfig:
-    """The settings in a URL. Raises ConfigError."""
+    """Return the settings in a URL. Raises ConfigError."""
     kind = url.scheme.replace("valkeys", "rediss").replace("valkey", "redis")
     base = RedisConfig(username=url.username, password=url.password, tls=kind == "rediss", cluster=kind == "redis-cluster")
     if kind == "unix":

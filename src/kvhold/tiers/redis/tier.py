@@ -3,17 +3,21 @@
     tier = RedisTier.from_url(parse_url("redis://:secret@cache.example:6379/0?ttl_s=86400"))
     await tier.put([(key, [header, payload])]); await tier.probe([key]); await tier.get([key], [[header, payload]])
 
-A value is one string under one name, `kvhold:{<key in hex>}`, written by one `SET ... NX`: there is no other key about it that could
-disagree with it, and no reader meets half of one. `split.py` says what happens to values larger than a string may be. A probe is one
-pipelined STRLEN a key; values go between socket and the caller's memory without a copy in between (`stream.py`).
+A value is one string under the name `kvhold:{<key in hex>}`, written by one `SET ... NX`. There is
+no second key that could disagree with it, and readers never see a part of a value. `split.py`
+describes values that are larger than a string may be. A probe is one STRLEN per key, pipelined.
+Values move between the socket and the caller's memory without a copy (`net/stream.py`).
 
-**Primaries only.** A replica lags behind: it would miss what was just stored, and bring back what was deleted. A failover may lose the
-latest values, since replication is asynchronous: they are misses. What a replica has, it has whole.
+**Primaries only.** A replica lags behind its primary: it would miss new values and return deleted
+ones. Replication is asynchronous, so a failover may lose the latest values; they are misses. A
+value on a replica is always whole.
 
-The user at the server needs get, getrange, getdel, strlen, set, unlink, pexpire, persist, watch, unwatch, multi, exec, scan, ping and
-select, and to replace values pttl, on the keys of the prefix; in a cluster `cluster|slots`, with Sentinel `role`. Redis 6.2 or later. Where
-the server evicts (maxmemory-policy), what is gone is a miss. Runs in one event loop, in no thread. Left out: replicas, and time-outs, which
-`guard.py` has.
+The server's user needs the commands get, getrange, getdel, strlen, set, unlink, pexpire, persist,
+watch, unwatch, multi, exec, scan, ping and select on the keys of the prefix. Replacing also needs
+pttl, a cluster `cluster|slots`, and Sentinel `role`. Needs Redis 6.2 or later. A value that the
+server evicts (maxmemory-policy) is a miss. Runs in one event loop, without threads.
+
+Left out: replicas, and time-outs, which `guard.py` has.
 """
 
 import math
@@ -37,7 +41,7 @@ from kvhold.tiers.url import TierUrl
 _SCAN_COUNT = 1000  # names looked at in one round trip
 _MAX_TTL_MS = 100 * 365 * 86_400_000
 _PROBE_ROUNDS = 3
-_PUT_ROUNDS = 3  # where a value that is there turns out to be broken, it is put again
+_PUT_ROUNDS = 3  # a put is repeated after an unreadable old value was removed
 
 
 class RedisTier:
@@ -55,11 +59,11 @@ class RedisTier:
 
     @classmethod
     def from_url(cls, url: TierUrl) -> Self:
-        """`settings.py` has the forms. Raises ConfigError."""
+        """Make a tier from a URL; `settings.py` lists the forms. Raises ConfigError."""
         return cls(config_from(url))
 
     async def check(self) -> None:
-        """Every primary answers, and lets us look at a key."""
+        """Tier contract: ping every primary, and read a key's length."""
         name = self._names.of(b"")
         self._topology.doubt()
         for node in await self._topology.primaries():
@@ -67,7 +71,7 @@ class RedisTier:
         await self._router.run("check", [Call(name, "STRLEN", name)], bulk=False)
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Tier contract. What a server of a cluster holds that does not answer now, is missing."""
+        """Tier contract. Values on a cluster's server that does not answer are missing."""
         sizes: list[int | None] = [None] * len(keys)
         todo = list(range(len(keys)))
         for _ in range(_PROBE_ROUNDS):
@@ -79,7 +83,8 @@ class RedisTier:
                 break
             for i, nbytes in zip(unsure, await self._large.sizes([self._names.of(keys[i]) for i in unsure]), strict=True):
                 sizes[i] = nbytes
-            todo = [i for i in unsure if sizes[i] is None]  # a part is missing, or the head was replaced by a string in between
+            # A part is missing, or a string replaced the head after STRLEN.
+            todo = [i for i in unsure if sizes[i] is None]
             if not todo:
                 break
         return sizes
@@ -99,7 +104,8 @@ class RedisTier:
             await self._router.run("get", list(peeks.values()), bulk=False)
         calls = [peeks.get(i, read) for i, read in enumerate(reads)]
         got = [await self._got(call, parts, start) for call, parts, start in zip(calls, into, froms, strict=True)]
-        for i in (i for i, start in enumerate(froms) if start is not None and not size_of(into[i])):  # of no bytes, nothing was read
+        # An empty range read nothing, so the probe tells whether it is within the value.
+        for i in (i for i, start in enumerate(froms) if start is not None and not size_of(into[i])):
             (nbytes,) = await self.probe([keys[i]])
             got[i] = None if nbytes is None or (froms[i] or 0) > nbytes else 0
         return got
@@ -110,7 +116,7 @@ class RedisTier:
         faults: dict[bytes, TierError | None] = {}
         todo: dict[bytes, Parts] = {}
         for key, parts in items:
-            todo.setdefault(key, parts)  # of a key that is there twice the first counts
+            todo.setdefault(key, parts)  # of a repeated key, the first value counts
         for _ in range(_PUT_ROUNDS):
             taken = await self._put_once(todo, ttl_ms, faults)
             broken = await self._unreadable(taken, faults) if taken else []
@@ -121,7 +127,7 @@ class RedisTier:
         return [faults[key] for key, _ in items]
 
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
-        """Tier contract. One after another: each takes two round trips with a connection to itself."""
+        """Tier contract. Items go one by one: each takes two round trips alone on a connection."""
         answers: dict[bytes, bool | TierError] = {}
         for key, parts in items:
             if key not in answers:
@@ -135,7 +141,7 @@ class RedisTier:
         for i, (key, length) in enumerate(zip(keys, lengths, strict=True)):
             name = self._names.of(key)
             if length == HEAD_BYTES:
-                calls[i] = Call(name, "GETDEL", name)  # perhaps a head: then its parts go, too
+                calls[i] = Call(name, "GETDEL", name)  # may be a head: its parts are removed below
             elif length != 0:
                 calls[i] = Call(name, "UNLINK", name)
         await self._router.run("delete", list(calls.values()), bulk=False)
@@ -147,8 +153,8 @@ class RedisTier:
         return [i in calls and calls[i].reply not in (0, None) for i in range(len(keys))]
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        """Tier contract. Goes through all names of the database, those of others too."""
-        seen: set[bytes] = set()  # a server may name a key twice
+        """Tier contract. Scans all names of the database, including those of other programs."""
+        seen: set[bytes] = set()  # SCAN may return a key twice
         for node in await self._topology.primaries():
             cursor = b"0"
             while True:
@@ -162,7 +168,7 @@ class RedisTier:
                     break
 
     async def close(self) -> None:
-        """Close all connections, those of running calls too."""
+        """Close all connections, including those of running calls."""
         self._topology.close()
 
     async def _ping(self, node: Node) -> None:
@@ -170,7 +176,7 @@ class RedisTier:
             raise fault_of(reply, "check")
 
     async def _lengths(self, keys: Sequence[bytes], operation: str) -> list[Reply]:
-        """What STRLEN says of each key: an error reply for what is no string, None where the server cannot be asked."""
+        """Return each key's STRLEN reply: an ErrorReply if it is no string, None after a fault."""
         names = [self._names.of(key) for key in keys]
         calls = [Call(name, "STRLEN", name) for name in names]
         await self._router.run(operation, calls, bulk=False)
@@ -179,7 +185,7 @@ class RedisTier:
     def _read(self, name: bytes, parts: Parts, start: int | None) -> Call:
         if start is None:
             return ReadWhole(name, parts)
-        # A range within the first bytes of a string could come out of a head and look right.
+        # A range within the first HEAD_BYTES could be read from a head and look like a value.
         return ReadRange(name, start, parts) if start + size_of(parts) > HEAD_BYTES and size_of(parts) else peek(name)
 
     async def _got(self, call: Call, parts: Parts, start: int | None) -> int | TierError | None:
@@ -195,7 +201,7 @@ class RedisTier:
         return fill(parts, call.reply[start : start + wanted])
 
     async def _put_once(self, todo: dict[bytes, Parts], ttl_ms: int | None, faults: dict[bytes, TierError | None]) -> list[bytes]:
-        """Put each, note what became of it, and return the keys that have something already."""
+        """Put each value and set its entry in `faults`. Returns the keys that had one before."""
         taken: list[bytes] = []
         small: dict[bytes, Call] = {}
         options = ("NX",) if ttl_ms is None else ("NX", "PX", ttl_ms)
@@ -226,10 +232,11 @@ class RedisTier:
         return await replace_string(self._router, name, parts)
 
     async def _unreadable(self, keys: Sequence[bytes], faults: dict[bytes, TierError | None]) -> list[bytes]:
-        """Those keys whose value was found without some of its parts, and removed: they can be put again.
+        """Remove values that lack parts, and return their keys, which can be put again.
 
-        Without this a key that holds something else, or half of a value, would count as stored for ever and never be found. What was
-        there and has gone since, was put and removed."""
+        Sets a fault for a key that holds no string. Otherwise such keys would count as stored and
+        never be found. A key that is empty by now was stored and then removed, so its put stands.
+        """
         broken: list[bytes] = []
         for key, length in zip(keys, await self._lengths(keys, "put"), strict=True):
             if isinstance(length, ErrorReply):
@@ -239,7 +246,7 @@ class RedisTier:
         return broken
 
     async def _mended(self, name: bytes) -> bool:
-        """Whether there was a head without all of its parts; it is removed."""
+        """Remove the head at `name` if parts are missing. Returns whether there was such a head."""
         if await self._large.sizes([name]) != [None]:
             return False
         look = peek(name)
@@ -263,6 +270,6 @@ class RedisTier:
 
 
 def _may_be_in_parts(read: ReadRange) -> bool:
-    """Whether a range that was too short could have been read out of a head."""
+    """Return whether a range that came back short could have been read from a head."""
     start = read.start
     return read.reply is None and read.fault is None and read.short_bytes == max(0, HEAD_BYTES - start)

@@ -1,10 +1,11 @@
-"""Which server holds a key: always the one; the primary that sentinels name; or the owner of its slot in a cluster.
+"""Find the server of a key: a single server, Sentinel's primary, or the owner of a cluster's slot.
 
     topology = make_topology(config)
     node = await topology.node_of(name); topology.doubt()
 
-Sentinels and cluster nodes are asked when first needed, and again after `doubt`: a call that failed, was cancelled or was sent away. All
-that are known are asked at once and the first good answer counts, so that a dead one costs nothing. Only primaries are used. Runs in the
+Sentinels and cluster nodes are asked at the first use, and again after `doubt`, which follows a
+call that failed, was cancelled or was redirected. All known ones are asked concurrently and the
+first good answer counts, so that a dead one costs no time. Only primaries are used. Runs in the
 event loop.
 """
 
@@ -25,19 +26,19 @@ Answer = TypeVar("Answer")
 
 
 class Topology(Protocol):
-    """Servers and what they hold."""
+    """The servers of a tier, and the keys that each one holds."""
 
     async def node_of(self, name: bytes) -> Node:
-        """The server for a key. Raises TierError where that cannot be found out."""
+        """Return the server of a key. Raises TierError if no server answers the question."""
 
     async def primaries(self) -> Sequence[Node]:
-        """All servers that hold keys. Raises TierError."""
+        """Return all servers that hold keys. Raises TierError."""
 
     def doubt(self) -> None:
-        """Ask again before the next key."""
+        """Ask the servers again before the next key."""
 
     def moved(self, name: bytes, reply: ErrorReply, by: Node) -> Node | None:
-        """The server that `by` names in a MOVED or ASK reply about a key; None where that makes no sense."""
+        """Return the server that a MOVED or ASK reply of `by` names; None if it is invalid."""
 
     def close(self) -> None:
         """Close all connections."""
@@ -51,18 +52,18 @@ class Single:
         self._node = Node(config.addresses[0], login, tls=Tls(config), connections=config.connections)
 
     async def node_of(self, name: bytes) -> Node:
-        """It."""
+        """Return the server."""
         return self._node
 
     async def primaries(self) -> Sequence[Node]:
-        """It."""
+        """Return the server."""
         return (self._node,)
 
     def doubt(self) -> None:
-        """There is nothing to ask."""
+        """Do nothing: the address is fixed."""
 
     def moved(self, name: bytes, reply: ErrorReply, by: Node) -> Node | None:
-        """A single server moves nothing."""
+        """Return None: a single server does not redirect."""
         return None
 
     def close(self) -> None:
@@ -70,7 +71,7 @@ class Single:
 
 
 class Discovered:
-    """What Sentinel and Cluster have in common: nodes that come and go, and a question that is asked by one caller at a time."""
+    """The base of Sentinels and Cluster: nodes that change, and one question at a time."""
 
     def __init__(self, config: RedisConfig, login: Login) -> None:
         self._config = config
@@ -81,7 +82,7 @@ class Discovered:
         self._known = False
 
     def doubt(self) -> None:
-        """Ask again before the next key."""
+        """Ask the servers again before the next key."""
         self._known = False
 
     def close(self) -> None:
@@ -104,14 +105,14 @@ class Discovered:
         return self._nodes[address]
 
     def _keep(self, addresses: Iterable[Address]) -> None:
-        """Close the nodes that are no longer of use."""
+        """Close all nodes but those at `addresses`."""
         kept = set(addresses)
         for address in [address for address in self._nodes if address not in kept]:
             self._nodes.pop(address).close()
 
 
 class Sentinels(Discovered):
-    """The primary that the sentinels name. A server that is not, or no longer, a primary is refused when it is connected to."""
+    """The primary that the sentinels name. Connecting to a server that is no primary fails."""
 
     def __init__(self, config: RedisConfig) -> None:
         super().__init__(config, Login(config.username, config.password, config.db, primary_only=True))
@@ -120,17 +121,17 @@ class Sentinels(Discovered):
         self._primary: Address | None = None
 
     async def node_of(self, name: bytes) -> Node:
-        """The primary."""
+        """Return the primary."""
         await self._learn()
         assert self._primary is not None
         return self._node(self._primary)
 
     async def primaries(self) -> Sequence[Node]:
-        """The primary."""
+        """Return the primary."""
         return (await self.node_of(b""),)
 
     def moved(self, name: bytes, reply: ErrorReply, by: Node) -> Node | None:
-        """Single servers move nothing."""
+        """Return None: a single server does not redirect."""
         return None
 
     def close(self) -> None:
@@ -153,14 +154,14 @@ class Sentinels(Discovered):
 
 
 class Cluster(Discovered):
-    """The owners of the slots."""
+    """The owners of a cluster's slots."""
 
     def __init__(self, config: RedisConfig) -> None:
         super().__init__(config, Login(config.username, config.password))
         self._owners: list[Address | None] = [None] * NUM_SLOTS
 
     async def node_of(self, name: bytes) -> Node:
-        """The owner of the key's slot."""
+        """Return the owner of the key's slot."""
         await self._learn()
         owner = self._owners[slot_of(name)]
         if owner is None:
@@ -168,12 +169,16 @@ class Cluster(Discovered):
         return self._node(owner)
 
     async def primaries(self) -> Sequence[Node]:
-        """Every owner of a slot."""
+        """Return all owners of slots."""
         await self._learn()
         return [self._node(address) for address in dict.fromkeys(self._owners) if address]
 
     def moved(self, name: bytes, reply: ErrorReply, by: Node) -> Node | None:
-        """`MOVED 3999 host:port`: remembered, and all slots asked for again before the next call. `ASK` is for this once."""
+        """Return the server that a redirect, such as `MOVED 3999 host:port`, names.
+
+        MOVED is remembered, and all slots are asked for again before the next call. ASK is for one
+        call.
+        """
         host, colon, port = reply.text.rpartition(" ")[2].rpartition(":")
         address = _address(host.strip("[]").encode() or by.address.host.encode(), port.encode())
         if not colon or address is None:
@@ -206,14 +211,17 @@ class Cluster(Discovered):
 
 
 def make_topology(config: RedisConfig) -> Topology:
-    """The one that a configuration asks for."""
+    """Make the topology of a configuration."""
     if config.service:
         return Sentinels(config)
     return Cluster(config) if config.cluster else Single(config)
 
 
 def slot_of(name: bytes) -> int:
-    """The slot of a key: CRC16 of what stands in its first braces, if anything does (the Redis Cluster specification)."""
+    """Return the slot of a key (the Redis Cluster specification).
+
+    It is the CRC16 of the text in the first braces, or of the whole key if there is none.
+    """
     start = name.find(b"{")
     end = name.find(b"}", start + 1)
     tag = name[start + 1 : end] if 0 <= start and start + 1 < end else name
@@ -221,7 +229,7 @@ def slot_of(name: bytes) -> int:
 
 
 async def ask(node: Node, *words: bytes | str) -> Reply:
-    """The reply to one small command. Raises the TierError where there is none."""
+    """Return the reply to one small command. Raises the call's TierError if there is none."""
     call = Call(b"", *words)
     await node.run("connect", [call], bulk=False)
     if call.fault is not None:
@@ -230,7 +238,10 @@ async def ask(node: Node, *words: bytes | str) -> Reply:
 
 
 async def first_good(questions: Sequence[Coroutine[Any, Any, Answer]]) -> Answer:
-    """The first answer that comes; the others are cancelled. Raises TierError if none comes: of what was raised, what a user can mend."""
+    """Return the first answer, and cancel the other questions.
+
+    If all fail, raises the TierError that a user can most likely repair: a non-retryable one first.
+    """
     tasks = [asyncio.ensure_future(question) for question in questions]
     faults: list[TierError] = []
     try:
@@ -247,7 +258,7 @@ async def first_good(questions: Sequence[Coroutine[Any, Any, Answer]]) -> Answer
 
 
 def _address(host: Reply, port: Reply) -> Address | None:
-    """Of what a server says; None where that is none."""
+    """Return the address in a server's reply; None if it is invalid."""
     text = str(port, "ascii", "replace") if isinstance(port, bytes) else str(port)
     if not isinstance(host, bytes) or not host or len(host) > 255 or not text.isdecimal() or not 0 < int(text) < 65536:
         return None

@@ -1,8 +1,9 @@
-"""Reading values into the caller's memory: the commands whose replies are not small.
+"""Read values into the caller's memory: the commands with large replies.
 
-    read = ReadWhole(name, parts); await router.run("get", [read]); read.reply
+    read = ReadWhole(name, parts); await router.run("get", [read], bulk=True); read.reply
 
-What a server announces is held against what the caller has room for before a byte is received. Runs in the event loop.
+The announced size is compared with the size of the parts before the value is received. Runs in the
+event loop.
 """
 
 from kvhold.core.errors import ProtocolError
@@ -11,11 +12,15 @@ from kvhold.tiers.base import Parts, size_of
 from kvhold.tiers.redis.resp import Call, read_string_head
 from kvhold.tiers.redis.split import HEAD_BYTES, looks_like_head
 
-_DRAIN_BYTES = 4 << 20  # more than that, and a new connection costs less than reading what nobody wants
+_DRAIN_BYTES = 4 << 20  # beyond it, a new connection costs less than skipping the bytes
 
 
 class ReadWhole(Call):
-    """`GET`. The reply is the size; None for a miss or what is larger than the parts; the bytes of the head of a value in parts."""
+    """`GET` of a value.
+
+    The reply is its size; None if it is missing or larger than the parts; the head's bytes if the
+    value is stored in parts.
+    """
 
     def __init__(self, name: bytes, parts: Parts) -> None:
         self.parts = parts
@@ -40,7 +45,10 @@ class ReadWhole(Call):
 
 
 class ReadRange(Call):
-    """`GETRANGE` of as many bytes as the parts have. The reply is their number, or None where there are fewer: `short_bytes`."""
+    """`GETRANGE` of as many bytes as the parts have.
+
+    The reply is their number. If there are fewer, it is None, and `short_bytes` has their number.
+    """
 
     def __init__(self, name: bytes, start: int, parts: Parts) -> None:
         self.parts = parts
@@ -66,7 +74,7 @@ class ReadRange(Call):
 
 
 def fill(parts: Parts, data: bytes) -> int | None:
-    """Copy `data`, little, into the parts, and return its size; None where it does not fit, or is nothing."""
+    """Copy `data` (small) into the parts. Returns its size; None if it does not fit or is empty."""
     if len(data) > size_of(parts) or not data:
         return None
     at = 0

@@ -1,14 +1,16 @@
-"""What vLLM has loaded adapters from, in this worker's process.
+"""Record the files that vLLM has loaded adapters from, in this worker's process.
 
     loads = observed_loads()                # before the engine loads any adapter
     loads.match(use)                        # may this KV be loaded or stored under the adapter's name?
 
-vLLM names an adapter by a number, loads it when a request or the API asks for it, evicts it, and
-loads it from its files again. A connector is told none of that, so the method that loads one is
-wrapped. Each load is noted with the content of its files: their digest before it, where nothing
-about them has changed until after it. KV is loaded and stored only where all loads of the number
-had the content that the adapter is named by, and the files are as they were at the last of them. A
-vLLM without that method has no notes (`can_observe`).
+vLLM names an adapter by a number. It loads the adapter when a request or the API needs it, evicts
+it, and loads it from its files again. A connector is not told about these loads, so kvhold wraps
+the method that loads an adapter. Each load is recorded with the digest of its files, if they did
+not change during the load.
+
+KV is loaded and stored only if all loads of the number had the content that the adapter is named
+by, and the files are unchanged since the last load. A vLLM without that method has no records
+(`can_observe`).
 """
 
 import logging
@@ -24,14 +26,17 @@ from kvhold.integrations.weights import adapter_identity
 
 log = logging.getLogger(__name__)
 
-_MOST_LOADS = 100_000  # that are remembered; once there were more, no adapter's KV is loaded or stored
-_MOST_DIGESTS = 1000  # that are remembered
+_MOST_LOADS = 100_000  # remembered loads; beyond them no adapter's KV is loaded or stored
+_MOST_DIGESTS = 1000  # remembered digests
 _METHOD = "_load_adapter"
 
 
 @dataclass(frozen=True)
 class _Load:
-    """What a load found. identity: None where the files have changed meanwhile, or cannot be told."""
+    """One load of an adapter.
+
+    identity: the files' digest; None if they changed during the load, or cannot be read
+    """
 
     path: str
     stamp: Stamp
@@ -44,11 +49,11 @@ class AdapterLoads:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._last: dict[int, _Load] = {}  # by number
-        self._mixed: set[int] = set()  # numbers of which loads have found different contents
-        self._digests: dict[tuple[str, Stamp], str] = {}  # of files that had long been as they were
+        self._mixed: set[int] = set()  # numbers whose loads had different contents
+        self._digests: dict[tuple[str, Stamp], str] = {}  # of files that had settled before
 
     def match(self, use: AdapterUse) -> bool:
-        """Whether vLLM computes with the content that the KV is named by, or will once it has loaded it."""
+        """Whether vLLM computes with the content that the KV is named by, or will after a load."""
         with self._lock:
             if use.number in self._mixed or len(self._last) >= _MOST_LOADS:
                 return False
@@ -61,7 +66,7 @@ class AdapterLoads:
             return False
 
     def note(self, number: int, load: _Load) -> None:
-        """vLLM has loaded an adapter."""
+        """Record that vLLM has loaded an adapter."""
         with self._lock:
             before = self._last.get(number)
             if load.identity is None or (before is not None and before.identity != load.identity):
@@ -70,7 +75,7 @@ class AdapterLoads:
                 self._last[number] = load
 
     def observing(self, load: Callable[..., Any]) -> Callable[..., Any]:
-        """The same method of vLLM's, which notes what it loads."""
+        """Wrap vLLM's method so that it records its loads."""
 
         @wraps(load)
         def load_and_note(manager: Any, request: Any) -> Any:
@@ -83,14 +88,14 @@ class AdapterLoads:
         return load_and_note
 
     def _content(self, path: str) -> tuple[Stamp, str | None]:
-        """What the files are now. Never raises: the engine would with it."""
+        """Return the files' stamp and digest now. Never raises, because the engine would fail."""
         try:
             stamp = stamp_of(path)
             if (known := self._digests.get((path, stamp))) is not None:
                 return stamp, known
             is_old = has_settled(path)
             identity = adapter_identity(path)
-            if is_old and stamp_of(path) == stamp:  # what changes from now on changes the stamp
+            if is_old and stamp_of(path) == stamp:  # any later change changes the stamp
                 self._digests = {(path, stamp): identity} | dict(list(self._digests.items())[:_MOST_DIGESTS])
             return stamp, identity
         except (LayoutError, OSError) as error:
@@ -100,19 +105,19 @@ class AdapterLoads:
         return (), None
 
     def _found(self, path: str, before: tuple[Stamp, str | None]) -> _Load:
-        """What a load that has just ended has found."""
+        """Return the record of a load that has just ended."""
         stamp, identity = before
         same = identity is not None and self._content(path) == before
         return _Load(path, stamp, identity if same else None)
 
 
 def can_observe() -> bool:
-    """Whether this vLLM loads adapters by the method that is wrapped."""
+    """Whether this vLLM has the method that kvhold wraps."""
     return _manager() is not None
 
 
 def observed_loads() -> AdapterLoads:
-    """The loads of this process, observed from the first call on."""
+    """Return the loads of this process, observed from the first call on."""
     manager = _manager()
     if manager is not None and not hasattr(getattr(manager, _METHOD), "kvhold_loads"):
         method = _loads.observing(getattr(manager, _METHOD))
@@ -129,4 +134,4 @@ def _manager() -> Any:
     return WorkerLoRAManager if callable(getattr(WorkerLoRAManager, _METHOD, None)) else None
 
 
-_loads = AdapterLoads()  # of this process, whichever of its engines they were for
+_loads = AdapterLoads()  # shared by all engines of this process

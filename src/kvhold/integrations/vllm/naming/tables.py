@@ -166,7 +166,7 @@ TABLES: dict[str, Table] = {
         " suffix_decoding_max_spec_factor suffix_decoding_min_token_prob enable_adaptive_verification dspark_draft_topk",
         {
             ELSEWHERE: "target_model_config target_parallel_config draft_model_config draft_parallel_config",
-            LOADING: "draft_load_config",
+            LOADING: "draft_load_config",  # where something is drafted by a model, a fact of its own (walk.py)
             MEMORY: "suffix_decoding_max_cached_requests",
             SAMPLING: "rejection_sample_method synthetic_acceptance_rates synthetic_acceptance_length draft_sample_method",
         },

@@ -18,9 +18,10 @@ from kvhold.core.config import Config
 from kvhold.core.errors import ConfigError, LayoutError
 from kvhold.core.naming import Facts, Rules, Table, text_of, walk
 from kvhold.integrations.machine import processor_facts, version_facts
+from kvhold.integrations.vllm.geometry import drafts
 from kvhold.integrations.vllm.naming.environment import environment_facts
 from kvhold.integrations.vllm.naming.tables import ELSEWHERE, TABLES
-from kvhold.integrations.weights import file_digest
+from kvhold.integrations.weights import code_identity, file_digest, model_identity
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -49,7 +50,7 @@ def engine_facts(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: Conf
     found: dict[str, str] = {}
     rules = _rules(left_out, per_shard=settings.head_shards > 0)
     walk(config, "vllm", rules, found)
-    _add_conditional(config, found)
+    _add_conditional(config, rules, found)
     _add_groups(config, kv_cache, rules, found)
     found |= build_facts() | environment_facts()
     found["vllm.quant_config"] = _class_of(config.quant_config)
@@ -74,7 +75,18 @@ def shared_names(settings: Config) -> tuple[str, ...]:
 def build_facts() -> dict[str, str]:
     """The versions of what computes, and the processor."""
     found = {f"versions.{name}": repr(str(module.__version__)) for name, module in _MODULES.items()}
-    return {**found, **version_facts(*_LIBRARIES), **processor_facts(), "cpu.device": repr(str(current_platform.device_name))}
+    return {**found, **version_facts(*_LIBRARIES), **processor_facts(), **_device_facts()}
+
+
+def _device_facts() -> dict[str, str]:
+    """What chooses kernels on the device. vLLM asks the driver for it, and not CUDA, which only workers start."""
+    facts = {"cpu.device": repr(str(current_platform.device_name))}
+    if not current_platform.is_cpu():
+        facts["device.name"] = repr(str(current_platform.get_device_name()))
+        facts["device.capability"] = repr(str(current_platform.get_device_capability()))
+        facts["versions.cuda"] = repr(str(torch.version.cuda))
+        facts["versions.hip"] = repr(str(torch.version.hip))
+    return facts
 
 
 def _rules(left_out: tuple[str, ...], *, per_shard: bool) -> Rules:
@@ -94,19 +106,42 @@ def _is_shared(name: str, left_out: tuple[str, ...]) -> bool:
     return any(name == one or name.startswith(one if one.endswith(".") else f"{one}.") for one in left_out)
 
 
-def _add_conditional(config: "VllmConfig", found: dict[str, str]) -> None:
+def _add_conditional(config: "VllmConfig", rules: Rules, found: dict[str, str]) -> None:
     """Fields that matter to some engines only."""
     model = config.model_config
     if any("longrope" in text for name, text in found.items() if name.startswith("vllm.model_config.hf")):
         found["vllm.model_config.max_model_len"] = text_of(model.max_model_len, "max_model_len")  # chooses long or short factors
     if str(config.load_config.load_format) == "dummy":
         found["vllm.model_config.seed"] = text_of(model.seed, "seed")  # makes the weights
+    if drafts(config):
+        _add_draft_model(config.speculative_config, rules, found)
     scales = getattr(model.multimodal_config, "mm_encoder_fp8_scale_path", None)
     if scales:
         try:
             found["vllm.mm_encoder_fp8_scales"] = file_digest(Path(scales))
         except OSError as error:
             raise LayoutError(f"mm_encoder_fp8_scale_path: cannot read {scales}: {error.strerror}") from None
+
+
+def _add_draft_model(speculation: Any, rules: Rules, found: dict[str, str]) -> None:
+    """The model that drafts has KV beside the model's. Raises LayoutError for weights or code that cannot be told."""
+    draft, where = speculation.draft_model_config, "vllm.draft_model_config"
+    try:
+        if draft.model_weights:
+            raise LayoutError(f"its weights are at {draft.model_weights}")
+        weights = model_identity(draft.model, draft.revision)
+    except LayoutError as error:
+        raise LayoutError(f"the draft model {draft.model} cannot be told by its content: {error}") from None
+    walk(draft, where, rules, found)
+    found[f"{where}.weights"] = repr(weights)
+    found[f"{where}.max_model_len"] = text_of(draft.max_model_len, "max_model_len")  # may choose long or short factors
+    if speculation.draft_load_config is not None:
+        walk(speculation.draft_load_config, "vllm.draft_load_config", rules, found)
+        if str(speculation.draft_load_config.load_format) == "dummy":
+            found[f"{where}.seed"] = text_of(draft.seed, "seed")
+    if draft.trust_remote_code:
+        for code in code_identity(draft.model, getattr(draft.hf_config, "auto_map", None), draft.code_revision):
+            found[f"{where}.code.{code}"] = "'used'"
 
 
 def _add_groups(config: "VllmConfig", kv_cache: "KVCacheConfig", rules: Rules, found: dict[str, str]) -> None:

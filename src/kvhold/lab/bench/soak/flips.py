@@ -31,7 +31,7 @@ from kvhold.core.keys import Namespace, Prompt, make_key
 from kvhold.core.layout import Group, Layout
 from kvhold.lab.bench.places import PLACES, open_place
 from kvhold.lab.bench.servers import running_node
-from kvhold.memory.copy import gather_blocks, plan_gather, plan_scatter, scatter_blocks
+from kvhold.memory.copy import gather_blocks, plan_copy, scatter_blocks
 from kvhold.memory.views import per_layer
 from kvhold.node import NodeClient
 from kvhold.testing.damage import OpenArena
@@ -111,9 +111,9 @@ class _Engine:
             if self.chance.random() < 0.5:
                 gather_blocks(self.view, blocks, room.buffer, room.chunks())
             else:
-                copy = plan_gather(self.view, blocks, room.buffer, room.chunks())
+                planned = plan_copy(self.view, blocks, room.buffer, room.chunks())
                 for layer in range(self.view.layers):
-                    copy(layer)
+                    planned.gather(range(layer, layer + 1))
             before_commit(int(room.chunks().offsets[0]))
             room.commit()
 
@@ -142,9 +142,9 @@ class _Engine:
         if way == 0:
             scatter_blocks(self.view, self.into, loan.buffer, places, threads=2)
         elif way == 1:
-            copy = plan_scatter(self.view, self.into, loan.buffer, places)
+            planned = plan_copy(self.view, self.into, loan.buffer, places)
             for layer in range(self.view.layers):
-                copy(layer)
+                planned.scatter(range(layer, layer + 1))
         else:
             scatter_blocks(self.view, self.into, loan.buffer, ChunkBytes(places.offsets, places.num_tokens))
             loan.verify(self.layout)

@@ -1,0 +1,81 @@
+"""Where the parts run: `Target("cuda")`, `Target("cpu")` or `Target("fake")`."""
+
+import mmap
+import time
+from collections.abc import Callable, Mapping
+from statistics import median
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvhold.memory.copier import Copier, HostCopier
+from kvhold.memory.device import DeviceCopier, Driver, PinnedArenas, Settings
+from kvhold.testing.device import FakeDevice, FakeDriver
+
+Kind: TypeAlias = Literal["cuda", "cpu", "fake"]
+
+ROUNDS = 7
+
+
+class Target:
+    """A device, and how kvhold copies to it. small: sizes for a machine without a GPU."""
+
+    def __init__(self, kind: Kind) -> None:
+        """Raises DeviceError; ImportError where there is no cuda-bindings."""
+        self.kind = kind
+        self.small = kind != "cuda"
+        self.device = torch.device("cuda:0" if kind == "cuda" else "cpu")
+        self.driver: Driver | None = None
+        if kind == "cuda":
+            from kvhold.memory.device.cuda import CudaDriver
+
+            self.driver = CudaDriver(self.device)
+        elif kind == "fake":
+            self.driver = FakeDriver(FakeDevice(seed=1))
+
+    @property
+    def name(self) -> str:
+        """Of the device."""
+        return torch.cuda.get_device_name() if self.kind == "cuda" else {"cpu": "the CPU", "fake": "a fake device on the CPU"}[self.kind]
+
+    def copier(self, read_only: npt.NDArray[np.uint8], writable: npt.NDArray[np.uint8], settings: Settings | None = None) -> Copier:
+        """For an arena, by both mappings. It is pinned when this returns."""
+        if self.driver is None:
+            return HostCopier(threads=2)
+        arenas = PinnedArenas(self.driver)
+        arenas.add(read_only, writable)
+        arenas.wait()
+        return DeviceCopier(self.driver, arenas, settings)
+
+    def arena(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Memory as a node's arena is: uint8 [nbytes], in whole pages that are there."""
+        buffer = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+        buffer[::4096] = 0
+        return buffer
+
+    def goal(self, ratio: float) -> float | None:
+        """A goal for GPUs."""
+        return ratio if self.kind == "cuda" else None
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """Host memory: uint8 [nbytes]."""
+        return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self.kind == "cuda")
+
+    def synchronize(self) -> None:
+        """Until the device has nothing left to do."""
+        if self.kind == "cuda":
+            torch.cuda.synchronize()
+
+    def seconds(self, calls: Mapping[str, Callable[[], object]], rounds: int = ROUNDS) -> dict[str, float]:
+        """Median seconds of each, in turn, until the device has nothing left to do; after one round that does not count."""
+        taken: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(1 + rounds):
+            for name, call in calls.items():
+                self.synchronize()
+                began_s = time.perf_counter()
+                call()
+                self.synchronize()
+                taken[name].append(time.perf_counter() - began_s)
+        return {name: median(times[1:]) for name, times in taken.items()}

@@ -1,0 +1,97 @@
+"""Check a device's copies at start, for engines that provide no blocks for the check.
+
+    check_copies(copier, "cuda:0")
+
+The check copies torch tensors with the copier that will serve, on the same device, through the same
+rings and the same kind of host memory. vLLM's connector does the same with the engine's own tensors
+(`integrations/vllm/proof.py`).
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvhold.core.api import ChunkBytes
+from kvhold.core.errors import LayoutError
+from kvhold.core.layout import Group
+from kvhold.memory.copier import Copier, Piece, Stage
+from kvhold.memory.selftest import check_orders
+from kvhold.memory.views import opaque_blocks
+
+_LAYERS, _BLOCKS, _BLOCK_BYTES = 4, 6, 64 << 10
+
+
+def check_copies(copier: Copier, device: str) -> None:
+    """Copy random blocks out and back, and check the order of copies and kernels.
+
+    Raises LayoutError or DeviceError.
+    """
+    group = Group(
+        layers=_LAYERS, planes=1, heads=1, head_dim=_BLOCK_BYTES, dtype="uint8", packing="check", block_tokens=1, block_bytes=_BLOCK_BYTES
+    )
+    tensors = [torch.zeros(_BLOCKS, _BLOCK_BYTES, dtype=torch.uint8, device=device) for _ in range(_LAYERS)]
+    blocks, chunk_bytes = np.arange(0, _BLOCKS, 2, dtype=np.int64), _LAYERS * _BLOCK_BYTES
+    places = ChunkBytes(np.arange(blocks.size) * chunk_bytes, np.ones(blocks.size, np.int64))
+    with copier.scratch(blocks.size * chunk_bytes) as buffer:
+        piece = Piece(opaque_blocks(group, tensors, block_axis=0), blocks, buffer, places)
+        known = TensorBlocks(tensors, [int(block) for block in blocks], buffer.size)
+        for stage in copier.stages():
+            known.write(stage, 1)
+            copier.gather([piece], after=copier.mark()).wait()
+            if not np.array_equal(buffer, known.bytes_of(1)):
+                raise LayoutError(f"copies on {device} are not exact: gathered bytes are not those of the blocks")
+        check_orders(copier, piece, known)
+    if any(tensor[1::2].any() for tensor in tensors):
+        raise LayoutError(f"copies on {device} are not exact: blocks beside those that were copied have changed")
+
+
+class TensorBlocks:
+    """Some blocks of torch tensors, one tensor per layer, for `check_orders`."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], blocks: Sequence[int], nbytes: int) -> None:
+        """Make random bytes for each version.
+
+        nbytes: of all these blocks in all layers
+        """
+        self._tensors, self._blocks = tensors, list(blocks)
+        random = torch.Generator().manual_seed(2)
+        of_host = [torch.randint(0, 256, (nbytes,), generator=random, dtype=torch.uint8) for _ in range(5)]
+        self._on_host = [version.numpy() for version in of_host]
+        self._versions = [version.to(tensors[0].device) for version in of_host]
+
+    def write(self, stage: Stage, version: int) -> None:
+        """See `Blocks`."""
+
+        def kernel() -> None:
+            rest = self._versions[version]
+            for block in self._blocks:
+                for tensor in self._tensors:
+                    place = bytes_of_block(tensor[block])
+                    place.copy_(rest[: place.numel()].view(place.shape))
+                    rest = rest[place.numel() :]
+
+        stage.compute(kernel)
+
+    def read(self, stage: Stage) -> Callable[[], npt.NDArray[np.uint8]]:
+        """See `Blocks`."""
+        seen: list[torch.Tensor] = []
+        stage.compute(lambda: seen.append(all_bytes(self._tensors, self._blocks)))
+        return lambda: seen[0].cpu().numpy()
+
+    def bytes_of(self, version: int) -> npt.NDArray[np.uint8]:
+        """See `Blocks`."""
+        found: npt.NDArray[np.uint8] = self._on_host[version]
+        return found
+
+
+def all_bytes(tensors: Sequence[torch.Tensor], blocks: Sequence[int]) -> torch.Tensor:
+    """Return the bytes of the blocks of all layers, block by block: uint8 [bytes]."""
+    return torch.cat([bytes_of_block(tensor[block]).reshape(-1) for block in blocks for tensor in tensors])
+
+
+def bytes_of_block(block: torch.Tensor) -> torch.Tensor:
+    """Return a view of a block's bytes in memory order: the axis with the longest step first."""
+    order = sorted(range(block.ndim), key=lambda axis: -block.stride(axis))
+    return block.permute(order).view(torch.uint8)

@@ -1,0 +1,317 @@
+"""The copier of a device: copies go through a ring of device memory, or directly for large pieces.
+
+    store:  blocks --kernel--> ring --copy engine--> arena
+            blocks --copy engine--> arena                       if the ring is full
+    load:   arena --copy engine--> ring --kernel--> blocks
+            arena --copy engine--> blocks                       large pieces
+
+A copy engine needs some microseconds for each piece. So small pieces (a block of one layer) go
+through the ring: a kernel collects them there, and one copy moves a whole chunk. Stores of any size
+go through the ring, because its kernel ends in microseconds: the engine may write the blocks again
+while the bytes still cross the bus. If the ring is full, a store goes directly, and a load waits.
+
+Coded chunks (`memory/coding.py`) always go through the ring, where the kernel encodes or decodes
+them. If it is full, their stores wait, too.
+
+`Transfer.wait` compares the bytes of a load with their checksums on the host, after the device has
+read them. This finds damage that occurred before the copy. The commit takes the checksums of a
+store.
+
+A fault of the device is permanent. It is logged once, and no copy is submitted afterwards. Copies
+that were submitted before are still fenced, and waited for.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import TypeAlias, cast
+
+from kvhold.core.errors import CapacityError, DamagedChunks, DeviceError, KVHoldError
+from kvhold.core.sizes import format_size
+from kvhold.kernels import gather, scatter
+from kvhold.memory.copier import Mark, Piece, Stage, Transfer
+from kvhold.memory.device.batches import Batch, batches
+from kvhold.memory.device.crossover import direct_bytes
+from kvhold.memory.device.driver import Driver, Event, Lane
+from kvhold.memory.device.pinning import Buffer, PinnedArenas, Reach
+from kvhold.memory.device.ring import Ring, Slice
+
+log = logging.getLogger(__name__)
+
+Mappings: TypeAlias = Callable[[], tuple[Buffer, Buffer]]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes of a copier.
+
+    store_ring_bytes: device memory for staging stores
+    load_ring_bytes:  device memory for staging loads
+    batch_bytes:      of chunks that are copied together; batches let kernels and copies overlap
+    direct_bytes:     pieces of this size and more are loaded directly (`DeviceCopier.measure`)
+    """
+
+    store_ring_bytes: int = 256 << 20
+    load_ring_bytes: int = 128 << 20
+    batch_bytes: int = 16 << 20
+    direct_bytes: int = 32 << 10
+
+
+class DeviceCopier:
+    """See `Copier`. Views are on the driver's device. Buffers not in `arenas` are copied slower."""
+
+    def __init__(self, driver: Driver, arenas: PinnedArenas, settings: Settings | None = None, *, mappings: Mappings | None = None) -> None:
+        """Make a copier. Its rings are allocated at their first use.
+
+        mappings: returns both mappings of the current arena, to pin them
+        """
+        self._driver = driver
+        self._arenas = arenas
+        self._settings = settings or Settings()
+        self._mappings = mappings
+        # One lock per ring, because a load may wait long for its ring.
+        self._locks = {Lane.STORE: threading.Lock(), Lane.LOAD: threading.Lock()}
+        self._rings: dict[Lane, Ring] = {}
+        self._fault: DeviceError | None = None
+        self._goes_by = ""  # see `stages`
+
+    def stages(self) -> Iterator[Stage]:
+        """See `Copier`. The paths are through the ring, and directly."""
+        try:
+            for way in ("ring", "direct") if self._driver.has_direct_copies and not self.stores_block else ("ring",):
+                self._goes_by = way
+                yield self._driver
+        finally:
+            self._goes_by = ""
+
+    @property
+    def stores_block(self) -> bool:
+        """See `Copier`."""
+        return bool(self._arenas.refusal)
+
+    def measure(self, device: str) -> None:
+        """Measure from which size on pieces are loaded directly. Call it before serving."""
+        self._settings = replace(self._settings, direct_bytes=direct_bytes(self, device))
+
+    @property
+    def fault(self) -> str:
+        """The permanent fault of the device; empty: none."""
+        return str(self._fault or "")
+
+    def mark(self) -> Event | None:
+        """See `Copier`."""
+        try:
+            with self._noting_faults():
+                return self._driver.record()
+        except DeviceError:
+            return None
+
+    def fence(self, transfers: Sequence[Transfer]) -> None:
+        """See `Copier`."""
+        for transfer in transfers:
+            assert isinstance(transfer, DeviceTransfer), "a transfer of another copier"
+            for event in transfer.touched:
+                with suppress(DeviceError), self._noting_faults(before=False):
+                    self._driver.hold(event)
+
+    def gather(self, pieces: Sequence[Piece], after: Mark | None, *, layers: range | None = None) -> "DeviceTransfer":
+        """See `Copier`. Raises DeviceError."""
+        return self._submit(self._gather_batch, Lane.STORE, pieces, after, layers)
+
+    def scatter(self, pieces: Sequence[Piece], after: Mark | None, *, layers: range | None = None) -> "DeviceTransfer":
+        """See `Copier`. Raises DeviceError, and CapacityError for a chunk larger than the ring."""
+        return self._submit(self._scatter_batch, Lane.LOAD, pieces, after, layers)
+
+    def scratch(self, nbytes: int) -> AbstractContextManager[Buffer]:
+        """See `Copier`."""
+        return self._arenas.scratch(nbytes)
+
+    def prepare(self) -> None:
+        """Start to pin the current arena. Otherwise the first copy does."""
+        self._pin_arenas_of([])
+
+    def close(self) -> None:
+        """Unpin the arenas, before they are unmapped. All transfers must have ended."""
+        self._arenas.close()
+
+    def _submit(self, submit: "_Submit", lane: Lane, pieces: Sequence[Piece], after: Mark | None, layers: range | None) -> "DeviceTransfer":
+        self._pin_arenas_of(pieces)
+        marks = [] if after is None else [cast(Event, after)]
+        # Half a ring, so that one batch can be copied while a kernel works on another.
+        most_bytes = min(self._settings.batch_bytes, self._ring_bytes(lane) // 2)
+        transfer = DeviceTransfer(pieces, self._arenas, lambda: self._noting_faults(before=False))
+        try:
+            for number, piece in enumerate(pieces):
+                of_piece = range(piece.view.layers) if layers is None else layers
+                for batch in batches(piece, number, of_piece, most_bytes):
+                    with self._locks[lane], self._noting_faults():
+                        submit(batch, marks, transfer)
+        except BaseException:
+            transfer.wait()  # before the caller gives the memory back
+            raise
+        return transfer
+
+    def _pin_arenas_of(self, pieces: Sequence[Piece]) -> None:
+        """Add the current arena if a piece lies in an unknown one: a join maps a new arena."""
+        if self._mappings is None or (pieces and all(self._arenas.knows(piece.buffer) for piece in pieces)):
+            return
+        try:
+            self._arenas.add(*self._mappings())
+        except KVHoldError as error:
+            log.debug("kvhold: the arena is not pinned: %s", error)
+
+    def _gather_batch(self, batch: Batch, marks: list[Event], transfer: "DeviceTransfer") -> None:
+        """Submit the copies of one batch from the blocks to the arena."""
+        part = self._part_for_store(batch)
+        if part is None:
+            self._check_direct(batch)
+            with self._reaching(batch, transfer) as reach:
+                read = self._driver.copy(Lane.STORE, marks, batch.copies_of_runs(reach))
+            transfer.add(touched=read, ended=read)
+            return
+        with part:
+            staged = batch.staged(self._ring(Lane.STORE).memory, part.start)
+            read = self._driver.launch(Lane.GATHER, marks, lambda: gather(staged, layers=batch.layers))
+            part.until(read)
+            transfer.add(touched=read, ended=read)
+            with self._reaching(batch, transfer) as reach:
+                written = self._driver.copy(Lane.STORE, [read], batch.copies_of_chunks(reach, staged))
+            part.until(written)
+            transfer.add(ended=written)
+
+    def _part_for_store(self, batch: Batch) -> Slice | None:
+        """Return a slice of the ring for the batch. None: copy it directly."""
+        ring = self._ring(Lane.STORE)
+        if not batch.is_whole or self._goes_by == "direct":
+            return None
+        return ring.take_when_free(batch.nbytes) if batch.is_coded and ring.fits(batch.nbytes) else ring.take(batch.nbytes)
+
+    def _scatter_batch(self, batch: Batch, marks: list[Event], transfer: "DeviceTransfer") -> None:
+        """Submit the copies of one batch from the arena to the blocks."""
+        with self._reaching(batch, transfer) as reach:
+            if self._loads_directly(batch, reach):
+                written = self._driver.copy(Lane.LOAD, marks, batch.copies_of_runs(reach))
+                transfer.add(touched=written, ended=written, checked=(written, batch))
+                return
+        ring = self._ring(Lane.LOAD)
+        if not ring.fits(batch.nbytes):
+            raise CapacityError(f"a chunk of {format_size(batch.nbytes)} does not fit into the device's ring of {format_size(ring.nbytes)}")
+        with ring.take_when_free(batch.nbytes) as part:
+            staged = batch.staged(ring.memory, part.start)
+            with self._reaching(batch, transfer) as reach:
+                read = self._driver.copy(Lane.LOAD, [], batch.copies_of_chunks(reach, staged))
+            part.until(read)
+            transfer.add(ended=read, checked=(read, batch))
+            written = self._driver.launch(Lane.SCATTER, [*marks, read], lambda: scatter(staged, layers=batch.layers))
+            part.until(written)
+            transfer.add(touched=written, ended=written)
+
+    def _reaching(self, batch: Batch, transfer: "DeviceTransfer") -> AbstractContextManager[Reach]:
+        """See `PinnedArenas.reaching`, for the batch's chunks."""
+        return self._arenas.reaching(transfer.arenas[batch.number], batch.piece.buffer, batch.begin, batch.end)
+
+    def _loads_directly(self, batch: Batch, reach: Reach) -> bool:
+        """Return whether the batch is loaded without the ring."""
+        if batch.is_coded:
+            return False
+        if self._goes_by:
+            return self._goes_by == "direct"
+        return reach.pinned and self._driver.has_direct_copies and batch.smallest_piece >= self._settings.direct_bytes
+
+    def _check_direct(self, batch: Batch) -> None:
+        if not self._driver.has_direct_copies or batch.is_coded:
+            raise CapacityError(f"chunks of {format_size(batch.nbytes)} do not go through the device's ring now")
+
+    def _ring(self, lane: Lane) -> Ring:
+        """Return the ring of a direction. It is allocated at its first use."""
+        if lane not in self._rings:
+            self._rings[lane] = Ring(self._driver.new_ring(self._ring_bytes(lane)))
+            self._driver.drain()  # kernels may still use the memory for its previous owner
+        return self._rings[lane]
+
+    def _ring_bytes(self, lane: Lane) -> int:
+        return self._settings.store_ring_bytes if lane is Lane.STORE else self._settings.load_ring_bytes
+
+    @contextmanager
+    def _noting_faults(self, *, before: bool = True) -> Iterator[None]:
+        """Record a DeviceError that the `with` block raises.
+
+        before: first raise the recorded fault, if any; False to wait for copies even after a fault
+        """
+        if before and self._fault is not None:
+            raise self._fault
+        try:
+            yield
+        except DeviceError as error:
+            if self._fault is None:
+                log.error("kvhold: nothing is cached any more in this process: %s", error)
+            self._fault = error
+            raise
+
+
+class DeviceTransfer:
+    """Copies that were submitted together. One thread waits, once."""
+
+    def __init__(self, pieces: Sequence[Piece], arenas: PinnedArenas, noting_faults: Callable[[], AbstractContextManager[None]]) -> None:
+        self.touched: list[Event] = []
+        """Events after which the blocks have been read, or written."""
+        self.arenas = [arenas.hold(piece.buffer) for piece in pieces]
+        """The arena of each piece, held until `wait` returns."""
+        self._damage: list[set[int]] = [set() for _ in pieces]
+        self._pinned = arenas
+        self._noting_faults = noting_faults
+        self._ends: list[Event] = []
+        self._checks: list[tuple[Event, Batch]] = []
+
+    def add(self, *, touched: Event | None = None, ended: Event, checked: tuple[Event, Batch] | None = None) -> None:
+        """Record the events of a batch.
+
+        touched: after it the blocks have been read, or written
+        ended:   after it a copy has ended
+        checked: an event, and a batch whose checksums are compared after it
+        """
+        self._ends.append(ended)
+        if touched is not None:
+            self.touched.append(touched)
+        if checked is not None:
+            self._checks.append(checked)
+
+    def done(self) -> bool:
+        """See `Transfer`."""
+        with self._noting_faults():
+            return all(event.fired() for event in self._ends)
+
+    def wait(self) -> list[DamagedChunks | None]:
+        """See `Transfer`.
+
+        Raises DeviceError. The device may then still read and write the arena, which stays pinned.
+        """
+        faults: list[DeviceError] = []
+        for event, batch in self._checks:
+            if self._ends_well(event, faults):
+                damage = batch.piece.planned.verify(batch.layers, batch.chunks)
+                self._damage[batch.number].update(damage.chunks if damage else ())
+        for event in self._ends:
+            self._ends_well(event, faults)
+        if faults:
+            raise faults[0]
+        arenas, self.arenas, self._checks = self.arenas, [], []
+        for arena in arenas:
+            if arena is not None:
+                self._pinned.release(arena)
+        return [DamagedChunks(sorted(chunks)) if chunks else None for chunks in self._damage]
+
+    def _ends_well(self, event: Event, faults: list[DeviceError]) -> bool:
+        """Wait for an event. Returns False after a fault, which is added to `faults`."""
+        try:
+            with self._noting_faults():
+                event.wait()
+        except DeviceError as error:
+            faults.append(error)
+            return False
+        return True
+
+
+_Submit: TypeAlias = Callable[[Batch, list[Event], DeviceTransfer], None]

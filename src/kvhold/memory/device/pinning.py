@@ -1,0 +1,342 @@
+"""Pin the arena for a device, in the background, and unpin it before it is unmapped.
+
+    arenas = PinnedArenas(driver)
+    arenas.add(read_only, writable)             # after a join: both mappings of the node's arena
+    held = arenas.hold(buffer)                  # before a transfer
+    with arenas.reaching(held, buffer, begin, end) as reach:    # the address; is it pinned?
+    arenas.release(held)                        # after the transfer
+    arenas.close()
+
+A device copies pinned memory at the full speed of the bus, without the calling thread. Pinning
+locks pages, which takes about 0.1 s per GiB, and one call for a large arena fails. So a thread for
+each arena pins one slice after another, while the arena serves already. It pauses between slices,
+because the driver's other calls wait during a pin. Memory that is not pinned yet is copied slower.
+
+The same thread unpins the arena when it is no longer used, and keeps its mappings until then. If
+memory were unmapped while it is pinned, the device would mistake new memory at its address for it.
+
+Only the writable mapping is pinned: a device's writes need it, and reads can use it, too. A copy
+must lie within one slice, or in memory without any pinned part. `batches.py` divides pieces
+accordingly.
+"""
+
+import logging
+import mmap
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvhold.core.errors import CapacityError, DeviceError, DeviceRefused, KVHoldError
+from kvhold.core.sizes import format_size
+from kvhold.memory.device.driver import Driver
+
+SLICE_BYTES = 256 << 20  # one call pins them, in 25 ms
+
+Buffer = npt.NDArray[np.uint8]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How a device reaches a buffer.
+
+    address:     of the buffer's first byte, for the device
+    pinned:      the requested bytes are pinned
+    slice_bytes: a copy of pinned memory may not cross a multiple of this, counted from `address`
+    """
+
+    address: int
+    pinned: bool
+    slice_bytes: int
+
+
+@dataclass(eq=False)
+class Arena:
+    """One node's arena, or scratch memory.
+
+    read_only, writable: the two mappings
+    report:          called with `pinned_bytes` after each slice
+    pinned_bytes:    pinned so far, from the beginning
+    is_pinning:      a slice is being pinned, or will be next
+    unpinned_copies: number of unpinned copies that are being submitted
+    is_settled:      no more slices will be pinned
+    fault:           why the arena may not be copied; empty: it may
+    users:           number of running transfers
+    is_ending:       unpin as soon as there are no users
+    changed:         notified when a field changes; its lock protects the fields
+    thread:          pins and unpins the arena; None for scratch memory
+    """
+
+    read_only: Buffer
+    writable: Buffer
+    report: Callable[[int], None] = lambda _: None
+    pinned_bytes: int = 0
+    is_pinning: bool = False
+    unpinned_copies: int = 0
+    is_settled: bool = False
+    fault: str = ""
+    users: int = 0
+    is_ending: bool = False
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    thread: threading.Thread | None = None
+
+    @property
+    def base(self) -> int:
+        """The address of the pinned mapping."""
+        return _address(self.writable)
+
+    def has(self, buffer: Buffer) -> bool:
+        """Return whether `buffer` begins where one of the two mappings does."""
+        return _address(buffer) in (_address(self.read_only), self.base)
+
+    def is_steady(self, begin: int, end: int) -> bool:
+        """Return whether these bytes are pinned, or cannot become pinned during a copy."""
+        if self.fault or end <= self.pinned_bytes or self.is_settled:
+            return True
+        return not self.is_pinning and begin >= self.pinned_bytes
+
+    def end(self) -> None:
+        """Unpin the arena as soon as there are no users."""
+        with self.changed:
+            self.is_ending = True
+            self.changed.notify_all()
+
+
+class PinnedArenas:
+    """The arena of the last joined node, and earlier arenas while their copies run. Any thread."""
+
+    def __init__(self, driver: Driver, *, slice_bytes: int = SLICE_BYTES, report: Callable[[int], None] = lambda _: None) -> None:
+        """Begin without arenas.
+
+        slice_bytes: how much one call pins
+        report:      called with the number of pinned bytes of an arena
+        """
+        self._driver = driver
+        self._slice_bytes = slice_bytes
+        self._report = report
+        self._lock = threading.Lock()
+        self._arenas: list[Arena] = []  # the newest last; changed in place, for the finalizer
+        self._refusal = ""
+        weakref.finalize(self, _end_all, self._arenas)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of the newest arena that are pinned."""
+        with self._lock:
+            return self._arenas[-1].pinned_bytes if self._arenas else 0
+
+    @property
+    def refusal(self) -> str:
+        """Why the device refuses to pin host memory; empty: it does not refuse."""
+        return self._refusal
+
+    def note_refusal(self, reason: str) -> None:
+        """Record that the device refuses to pin more. Later arenas are not pinned."""
+        self._refusal = reason
+
+    def add(self, read_only: Buffer, writable: Buffer) -> None:
+        """Start to pin an arena, and end earlier ones. Does nothing for an arena that is known."""
+        assert read_only.size == writable.size, "two mappings of one arena"
+        with self._lock:
+            if any(arena.writable is writable for arena in self._arenas):
+                return
+            for old in self._arenas:
+                old.end()
+            arena = Arena(read_only, writable, self._report)
+            self._arenas[:] = [*(old for old in self._arenas if old.users), arena]
+            arena.thread = threading.Thread(
+                target=_live, args=(self._driver, arena, self._slice_bytes, weakref.ref(self)), name="kvhold-pin", daemon=True
+            )
+        arena.thread.start()
+
+    def knows(self, buffer: Buffer) -> bool:
+        """Return whether `buffer` is a mapping of a known arena."""
+        with self._lock:
+            return any(arena.has(buffer) for arena in self._arenas)
+
+    def hold(self, buffer: Buffer) -> Arena | None:
+        """Count a transfer of the buffer's arena, until `release`. None: no known arena."""
+        with self._lock:
+            for arena in reversed(self._arenas):
+                if arena.has(buffer):
+                    with arena.changed:
+                        arena.users += 1
+                    return arena
+        return None
+
+    def release(self, arena: Arena) -> None:
+        """End the transfer that `hold` counted."""
+        with arena.changed:
+            arena.users -= 1
+            arena.changed.notify_all()
+        with self._lock:
+            self._arenas[:] = [each for each in self._arenas if each.users or not each.is_ending]
+
+    @contextmanager
+    def reaching(self, arena: Arena | None, buffer: Buffer, begin: int, end: int) -> Iterator[Reach]:
+        """Yield how the device reaches bytes `begin` to `end` of a buffer, to submit a copy.
+
+        Waits for a slice that is being pinned. If the bytes are not pinned, no slice is pinned
+        until the block ends: a device refuses a copy of memory that is just being registered.
+
+        Raises DeviceError if nothing may be copied, and CapacityError if some of the bytes are
+        pinned and the others never will be.
+        """
+        if arena is None:
+            yield Reach(_address(buffer), False, self._slice_bytes)
+            return
+        with arena.changed:
+            arena.changed.wait_for(lambda: arena.is_steady(begin, end))
+            if arena.fault:
+                raise DeviceError(arena.fault)
+            is_pinned = end <= arena.pinned_bytes
+            if not is_pinned and begin < arena.pinned_bytes:
+                raise CapacityError(f"chunks that lie over the end of the {format_size(arena.pinned_bytes)} that the device takes")
+            arena.unpinned_copies += not is_pinned
+        try:
+            yield Reach(arena.base, True, self._slice_bytes) if is_pinned else Reach(_address(buffer), False, self._slice_bytes)
+        finally:
+            with arena.changed:
+                arena.unpinned_copies -= not is_pinned
+                arena.changed.notify_all()
+
+    def wait(self) -> None:
+        """Wait until the newest arena is pinned, or was refused."""
+        with self._lock:
+            arena = self._arenas[-1] if self._arenas else None
+        if arena is not None:
+            with arena.changed:
+                arena.changed.wait_for(lambda: arena.is_settled)
+
+    @contextmanager
+    def scratch(self, nbytes: int) -> Iterator[Buffer]:
+        """Yield pinned memory, uint8 [nbytes] of zeros. Its transfers must end before the block."""
+        buffer = np.frombuffer(mmap.mmap(-1, max(1, nbytes)), np.uint8)  # whole pages
+        arena = Arena(buffer, buffer)
+        with self._lock:
+            self._arenas.insert(0, arena)
+        _pin(self._driver, arena, self._slice_bytes, weakref.ref(self))
+        try:
+            yield buffer[:nbytes]
+        finally:
+            with self._lock:
+                self._arenas[:] = [each for each in self._arenas if each is not arena]
+            _unpin(self._driver, arena, self._slice_bytes)
+
+    def close(self) -> None:
+        """Unpin all arenas, and wait for it.
+
+        An arena stays pinned and mapped if `release` was not called for all its transfers.
+        """
+        with self._lock:
+            arenas = list(self._arenas)
+            self._arenas.clear()
+        for arena in arenas:
+            arena.end()
+        for arena in arenas:
+            if arena.thread is not None:
+                with arena.changed:
+                    is_used = arena.users > 0
+                if is_used:
+                    log.warning("kvhold: copies are under way still; the arena stays pinned")
+                else:
+                    arena.thread.join()
+
+
+def _live(driver: Driver, arena: Arena, slice_bytes: int, owner: "weakref.ref[PinnedArenas]") -> None:
+    """Run an arena's thread.
+
+    It refers to its owner only weakly; otherwise the owner would never be collected.
+    """
+    _pin(driver, arena, slice_bytes, owner)
+    with arena.changed:
+        arena.changed.wait_for(lambda: arena.is_ending and not arena.users)
+    _unpin(driver, arena, slice_bytes)
+
+
+def _pin(driver: Driver, arena: Arena, slice_bytes: int, owner: "weakref.ref[PinnedArenas]") -> None:
+    arenas = owner()
+    refused_before = arenas is None or arenas.refusal
+    del arenas
+    refusal = "" if refused_before else _pin_slices(driver, arena, slice_bytes)
+    if refusal and (arenas := owner()) is not None:
+        arenas.note_refusal(refusal)
+    with arena.changed:
+        arena.is_settled = True
+        arena.changed.notify_all()
+
+
+def _pin_slices(driver: Driver, arena: Arena, slice_bytes: int) -> str:
+    """Pin as much as the device accepts.
+
+    Returns why it refuses more; empty: the whole arena is pinned, or is ending.
+    """
+    size = arena.writable.size
+    for begin in range(0, size, slice_bytes):
+        end = min(begin + slice_bytes, size)
+        with arena.changed:
+            if arena.is_ending:
+                return ""
+            arena.is_pinning = True
+            arena.changed.wait_for(lambda: not arena.unpinned_copies)
+        began_s = time.monotonic()
+        refusal = ""
+        try:
+            driver.pin(arena.base + begin, end - begin)
+        except DeviceRefused as error:
+            refusal = str(error)
+            log.warning("kvhold: the device takes %s of the host's memory, so copies are slower: %s", format_size(begin), error)
+        except DeviceError as error:
+            refusal = arena.fault = f"the arena could not be pinned: {error}"
+            log.error("kvhold: %s", refusal)
+        with arena.changed:
+            arena.is_pinning = False
+            if not refusal:
+                arena.pinned_bytes = end
+            arena.changed.notify_all()
+        if refusal:
+            return refusal
+        _tell(arena)
+        if arena.thread is not None:
+            time.sleep(time.monotonic() - began_s)
+    log.info("kvhold: %s are pinned", format_size(size))
+    return ""
+
+
+def _tell(arena: Arena) -> None:
+    try:
+        arena.report(arena.pinned_bytes)
+    except KVHoldError as error:
+        log.debug("kvhold: %s are pinned; the node was not told: %s", format_size(arena.pinned_bytes), error)
+
+
+def _unpin(driver: Driver, arena: Arena, slice_bytes: int) -> None:
+    """Unpin an arena whose transfers have ended, and to which no new one can come."""
+    for begin in range(0, arena.pinned_bytes, slice_bytes):
+        try:
+            driver.unpin(arena.base + begin)
+        except DeviceError as error:
+            log.warning("kvhold: the arena could not be unpinned: %s", error)
+            _never_unmapped.append(arena)
+            return
+    arena.pinned_bytes = 0
+
+
+_never_unmapped: list[Arena] = []
+"""Arenas that could not be unpinned. They stay mapped, so that no memory reuses their addresses."""
+
+
+def _end_all(arenas: list[Arena]) -> None:
+    for arena in arenas:
+        arena.end()
+
+
+def _address(buffer: Buffer) -> int:
+    return int(buffer.__array_interface__["data"][0])
