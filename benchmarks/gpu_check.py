@@ -1,9 +1,12 @@
-"""Check kvhold on a GPU: `python benchmarks/gpu_check.py [--part NAME ...] [--json gpu.json]`, from the root of the repository.
+"""Check kvhold on a GPU: `python benchmarks/gpu_check.py [--part NAME ...] [--json gpu.json]`, from
+the root of the repository.
 
-It is `kvhold bench gpu`, for a machine that has torch and a GPU but neither kvhold nor a network. Packages that kvhold needs and the
-machine lacks are taken from `.gpu/site`, which is filled beforehand on a machine with a network:
+It is `kvhold bench gpu`, for a machine that has torch and a GPU but neither kvhold nor a network.
+Packages that kvhold needs and the machine lacks are taken from `.gpu/site`, which is filled
+beforehand on a machine with a network:
 
-    python benchmarks/gpu_check.py --bring 3.12 [PACKAGE ...]    # its version of Python, and what else it lacks
+    python benchmarks/gpu_check.py --bring 3.12 [PACKAGE ...]    # its version of Python, and what
+    else it lacks
 """
 
 import subprocess
@@ -27,7 +30,18 @@ def bring(version: str, *more: str) -> int:
         "--platform",
         "manylinux2014_x86_64",
     ]
-    command = [sys.executable, "-m", "pip", "install", "--upgrade", "--no-deps", "--only-binary=:all:", *options, *PACKAGES, *more]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--upgrade",
+        "--no-deps",
+        "--only-binary=:all:",
+        *options,
+        *PACKAGES,
+        *more,
+    ]
     return subprocess.run(command, check=False).returncode
 
 

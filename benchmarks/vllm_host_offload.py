@@ -1,12 +1,15 @@
 """A peer for `kvhold bench vllm`: vLLM's own OffloadingConnector, on a CPU.
 
     {"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
-     "kv_connector_extra_config": {"spec_name": "HostMemorySpec", "spec_module_path": "vllm_host_offload", "cpu_bytes_to_use": 1000000000}}
+     "kv_connector_extra_config": {"spec_name": "HostMemorySpec", "spec_module_path":
+     "vllm_host_offload", "cpu_bytes_to_use": 1000000000}}
 
-with this folder on PYTHONPATH. vLLM's `CPUOffloadingSpec` holds everything but the copies on any platform, and refuses to copy on a CPU;
-this is that spec, with its scheduler's side, its index and its eviction as they are, and copies in host memory. Meant to be as quick as
-that connector can be here: memory touched before use, blocks that follow each other moved in one piece, two threads a load, stores beside
-the next pass as vLLM submits them. Not a product: it is here to be compared with. For vLLM 0.32, whole blocks, one block a chunk.
+with this folder on PYTHONPATH. vLLM's `CPUOffloadingSpec` holds everything but the copies on any
+platform, and refuses to copy on a CPU; this is that spec, with its scheduler's side, its index and
+its eviction as they are, and copies in host memory. Meant to be as quick as
+that connector can be here: memory touched before use, blocks that follow each other moved in one
+piece, two threads a load, stores beside the next pass as vLLM submits them. Not a product: it is
+here to be compared with. For vLLM 0.32, whole blocks, one block a chunk.
 """
 
 import queue
@@ -34,11 +37,16 @@ _STORE_THREADS = 1  # beside a pass that wants all cores
 
 
 class HostMemorySpec(CPUOffloadingSpec):
-    """vLLM's spec for offloading to host memory, where the engine's blocks are in host memory too."""
+    """vLLM's spec for offloading to host memory, where the engine's blocks are in host
+    memory too.
+    """
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if self.blocks_per_chunk != 1:
-            raise ValueError(f"blocks_per_chunk = {self.blocks_per_chunk}: this spec moves one block a chunk; leave it out")
+            raise ValueError(
+                f"blocks_per_chunk = {self.blocks_per_chunk}: this spec moves one block a "
+                "chunk; leave it out"
+            )
         if self._worker is None:
             self._worker = HostMemoryWorker(kv_caches, self.num_chunks)
         return self._worker
@@ -49,17 +57,25 @@ class HostMemoryWorker(OffloadingWorker):
 
     def __init__(self, kv_caches: CanonicalKVCaches, num_chunks: int) -> None:
         self._blocks: list[Rows] = [cache.tensor.numpy() for cache in kv_caches.tensors]
-        self._chunks: list[Rows] = [np.ones((num_chunks, blocks.shape[1]), np.int8) for blocks in self._blocks]  # ones: every page is there
+        self._chunks: list[Rows] = [
+            np.ones((num_chunks, blocks.shape[1]), np.int8) for blocks in self._blocks
+        ]  # ones: every page is there
         self._loads = ThreadPoolExecutor(_LOAD_THREADS, thread_name_prefix="peer-load")
         self._stores = ThreadPoolExecutor(_STORE_THREADS, thread_name_prefix="peer-store")
         self._running: dict[int, _Transfer] = {}
         self._finished: queue.SimpleQueue[int] = queue.SimpleQueue()
 
-    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
-        return self._submit(self._stores, _STORE_THREADS, job_id, (self._blocks, src_spec), (self._chunks, dst_spec))
+    def submit_store(
+        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
+    ) -> bool:
+        return self._submit(
+            self._stores, _STORE_THREADS, job_id, (self._blocks, src_spec), (self._chunks, dst_spec)
+        )
 
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
-        return self._submit(self._loads, _LOAD_THREADS, job_id, (self._chunks, src_spec), (self._blocks, dst_spec))
+        return self._submit(
+            self._loads, _LOAD_THREADS, job_id, (self._chunks, src_spec), (self._blocks, dst_spec)
+        )
 
     def get_finished(self) -> list[TransferResult]:
         ended = []
@@ -70,7 +86,11 @@ class HostMemoryWorker(OffloadingWorker):
                 return ended
             transfer = self._running.pop(job_id)
             success = all(part.exception() is None for part in transfer.parts)
-            ended.append(TransferResult(job_id, success, transfer.nbytes, time.perf_counter() - transfer.began_s))
+            ended.append(
+                TransferResult(
+                    job_id, success, transfer.nbytes, time.perf_counter() - transfer.began_s
+                )
+            )
 
     def wait(self, job_ids: set[int]) -> None:
         for job_id in job_ids:
@@ -97,9 +117,13 @@ class HostMemoryWorker(OffloadingWorker):
         nbytes = len(source_spec.block_ids) * sum(rows.shape[1] for rows in self._blocks)
         transfer = self._running[job_id] = _Transfer(nbytes, threads)
         for first in range(threads):
-            part = pool.submit(_copy, source_rows[first::threads], target_rows[first::threads], pieces)
+            part = pool.submit(
+                _copy, source_rows[first::threads], target_rows[first::threads], pieces
+            )
             transfer.parts.append(part)
-            part.add_done_callback(lambda _: self._finished.put(job_id) if transfer.one_less() else None)
+            part.add_done_callback(
+                lambda _: self._finished.put(job_id) if transfer.one_less() else None
+            )
         return True
 
 

@@ -24,8 +24,14 @@ def test_every_defect_has_its_line(name: str) -> None:
 
 @pytest.mark.parametrize("page_name", PAGES)
 def test_every_test_and_file_that_is_named_exists(page_name: str) -> None:
-    written = "\n".join(path.read_text() for folder in ("tests", "src/kvhold/testing") for path in (ROOT / folder).rglob("*.py"))
-    for name in re.findall(r"`((?:test_|Test|PolicyContract|TierContract)\w*)(?:\.\.\.)?`", page(page_name)):
+    written = "\n".join(
+        path.read_text()
+        for folder in ("tests", "src/kvhold/testing")
+        for path in (ROOT / folder).rglob("*.py")
+    )
+    for name in re.findall(
+        r"`((?:test_|Test|PolicyContract|TierContract)\w*)(?:\.\.\.)?`", page(page_name)
+    ):
         assert re.search(rf"(?:def|class|=) ?{name}", written) or name in written, name
     for name in re.findall(r"`(tests/[\w/*.]+)`", page(page_name)):
         assert list(ROOT.glob(name)), name

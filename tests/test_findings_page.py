@@ -1,4 +1,7 @@
-"""The page of findings names each finding, and tests that exist. The tool that runs them tells failures that prove nothing from others."""
+"""The page of findings names each finding, and tests that exist.
+
+The tool that runs them tells failures that prove nothing from others.
+"""
 
 import ast
 import subprocess
@@ -37,14 +40,19 @@ def test_every_finding_has_its_section() -> None:
 
 
 @pytest.mark.parametrize("finding", PAGE, ids=lambda finding: finding.id)
-def test_every_test_that_is_named_exists_and_one_of_them_proves_the_finding(finding: Finding) -> None:
+def test_every_test_that_is_named_exists_and_one_of_them_proves_the_finding(
+    finding: Finding,
+) -> None:
     assert finding.proves
     assert [test for test in finding.proves + finding.keeps if not exists(test)] == []
     assert len(set(finding.proves + finding.keeps)) == len(finding.proves + finding.keeps)
 
 
 SHARED = [*sorted((check_findings.ROOT / "tests/findings").glob("*.py"))]
-SHARED += [check_findings.ROOT / "tests" / name for name in ("vllm/scheduling.py", "tiers/memory.py", "cache/below.py")]
+SHARED += [
+    check_findings.ROOT / "tests" / name
+    for name in ("vllm/scheduling.py", "tiers/memory.py", "cache/below.py")
+]
 
 
 def on_old_commit(module: str) -> str | None:
@@ -62,24 +70,36 @@ def on_old_commit(module: str) -> str | None:
 def test_what_tests_of_findings_import_is_on_the_old_commit_too(file: Path) -> None:
     if on_old_commit("kvhold") is None:
         pytest.skip("this checkout has no history")
-    imports = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ImportFrom)]
+    imports = [
+        node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ImportFrom)
+    ]
     for node in imports:
         if (module := node.module or "").split(".")[0] == "kvhold":
             there = on_old_commit(module)
             assert there is not None, module
-            missing = [name.name for name in node.names if name.name not in there and on_old_commit(f"{module}.{name.name}") is None]
+            missing = [
+                name.name
+                for name in node.names
+                if name.name not in there and on_old_commit(f"{module}.{name.name}") is None
+            ]
             assert missing == [], module
 
 
 def test_what_closes_a_finding_is_said_for_each() -> None:
     sections = check_findings.PAGE.read_text().split("\n### ")[1:]
-    assert [section.partition(":")[0] for section in sections if "\n- Was: " not in section or "\n- Closed by: " not in section] == []
+    assert [
+        section.partition(":")[0]
+        for section in sections
+        if "\n- Was: " not in section or "\n- Closed by: " not in section
+    ] == []
 
 
 def test_a_test_that_does_not_exist_is_noticed() -> None:
     here = "tests/test_findings_page.py"
     assert exists(f"{here}::test_every_finding_has_its_section")
-    assert exists("tests/findings/test_reliability.py::TestC7::test_the_index_of_a_disk_takes_few_bytes_a_value")
+    assert exists(
+        "tests/findings/test_reliability.py::TestC7::test_the_index_of_a_disk_takes_few_bytes_a_value"
+    )
     for name in (
         f"{here}::test_nothing",
         "tests/nowhere.py::test_x",
@@ -99,7 +119,12 @@ def test_a_test_that_does_not_exist_is_noticed() -> None:
         (lambda: load_config({"no_such_setting": 1}, environ={}), CANNOT_RUN),
         (lambda: pytest.MonkeyPatch().setattr(layout, "no_such_name", 1), CANNOT_RUN),
         (lambda: types.SimpleNamespace().missing, CANNOT_RUN),
-        (lambda: pytest.fail("said by a child: ImportError: cannot import name 'x' from 'kvhold.net' (y)"), CANNOT_RUN),
+        (
+            lambda: pytest.fail(
+                "said by a child: ImportError: cannot import name 'x' from 'kvhold.net' (y)"
+            ),
+            CANNOT_RUN,
+        ),
         (lambda: load_config(environ={"KVHOLD_SERVICE_HOSTS": "x"}), FAILED),
         (lambda: pytest.fail("Timeout (>5.0s) from pytest-timeout."), FAILED),
         (lambda: pytest.fail("1 != 2"), FAILED),
@@ -107,7 +132,9 @@ def test_a_test_that_does_not_exist_is_noticed() -> None:
         (lambda: len(5), FAILED),
     ],
 )
-def test_failures_for_a_missing_interface_are_told_from_others(act: Callable[[], Any], result: str) -> None:
+def test_failures_for_a_missing_interface_are_told_from_others(
+    act: Callable[[], Any], result: str
+) -> None:
     with pytest.raises(BaseException) as caught:  # noqa: PT011 - of whatever kind
         act()
     assert why_failed(caught, str(caught.value), "call").result == result
@@ -124,8 +151,21 @@ def test_failures_for_a_missing_interface_are_told_from_others(act: Callable[[],
         (MISSING, MISSING, ["does not exist", "no test of its fails"]),
     ],
 )
-def test_a_finding_needs_a_test_that_fails_there_and_passes_here(old: str, now: str, wrong: list[str]) -> None:
-    found = complaints([Row("A1", "test", True, Result(old, "it does not exist"), Result(now, "it does not exist"))], ["A1"])
+def test_a_finding_needs_a_test_that_fails_there_and_passes_here(
+    old: str, now: str, wrong: list[str]
+) -> None:
+    found = complaints(
+        [
+            Row(
+                "A1",
+                "test",
+                True,
+                Result(old, "it does not exist"),
+                Result(now, "it does not exist"),
+            )
+        ],
+        ["A1"],
+    )
     assert len(found) == len(wrong)
     assert all(part in line for part, line in zip(wrong, found, strict=True))
 
@@ -133,7 +173,10 @@ def test_a_finding_needs_a_test_that_fails_there_and_passes_here(old: str, now: 
 def test_other_tests_of_a_finding_may_fail_there_or_not(tmp_path: Path) -> None:
     rows = [Row("A1", "test", True, Result(FAILED), Result(PASSED))]
     for old in (PASSED, FAILED, CANNOT_RUN):
-        assert complaints([*rows, Row("A1", "other", False, Result(old), Result(PASSED))], ["A1"]) == []
+        assert (
+            complaints([*rows, Row("A1", "other", False, Result(old), Result(PASSED))], ["A1"])
+            == []
+        )
 
 
 def test_results_are_written_as_pytest_has_them(tmp_path: Path) -> None:

@@ -5,7 +5,19 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "vllm", "sglang", "transformers", "numba", "llvmlite", "triton", "matplotlib", "yaml", "pytest", "hypothesis")
+HEAVY = (
+    "torch",
+    "vllm",
+    "sglang",
+    "transformers",
+    "numba",
+    "llvmlite",
+    "triton",
+    "matplotlib",
+    "yaml",
+    "pytest",
+    "hypothesis",
+)
 
 
 def modules_after(statement: str) -> set[str]:

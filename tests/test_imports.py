@@ -1,4 +1,6 @@
-"""The table of allowed imports holds for kvhold, and the contract that checks it can tell when it does not."""
+"""The table of allowed imports holds for kvhold, and the contract that checks it can tell when it
+does not.
+"""
 
 import os
 import subprocess
@@ -28,9 +30,21 @@ FOR_TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from house
 
 
 def lint(folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as run; run()", "--no-cache", "--no-logo"]
+    command = [
+        sys.executable,
+        "-c",
+        "from importlinter.cli import lint_imports_command as run; run()",
+        "--no-cache",
+        "--no-logo",
+    ]
     path = os.pathsep.join([str(folder), str(REPOSITORY), str(REPOSITORY / "src")])
-    return subprocess.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": path, "COLUMNS": "200"}, capture_output=True, text=True)
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path, "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+    )
 
 
 @pytest.fixture
@@ -39,8 +53,12 @@ def house(tmp_path: Path) -> Path:
     for package in ("", "core", "tiers"):
         (tmp_path / "house" / package).mkdir()
         (tmp_path / "house" / package / "__init__.py").touch()
-    (tmp_path / "house" / "__init__.py").write_text("from house.tiers import disk\n__version__ = '1'\n")
-    (tmp_path / "house" / "tiers" / "disk.py").write_text("from house import __version__\nimport house.core\n")
+    (tmp_path / "house" / "__init__.py").write_text(
+        "from house.tiers import disk\n__version__ = '1'\n"
+    )
+    (tmp_path / "house" / "tiers" / "disk.py").write_text(
+        "from house import __version__\nimport house.core\n"
+    )
     (tmp_path / "pyproject.toml").write_text(TABLE)
     return tmp_path
 
@@ -58,16 +76,40 @@ def test_a_package_of_the_table_may_still_be_missing(house: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "source", "fault"),
     [
-        pytest.param("core/keys.py", "import house.tiers.disk", "core may not import tiers: house.core.keys:1", id="at the top"),
-        pytest.param("core/keys.py", LATE, "core may not import tiers: house.core.keys:2", id="in a function"),
-        pytest.param("core/keys.py", FOR_TYPES, "core may not import tiers: house.core.keys:3", id="for types only"),
-        pytest.param("cache/__init__.py", "import house.core", "cache may not import core: house.cache:1", id="by way of another"),
-        pytest.param("core/keys.py", "from house import disk", "core may not import the root package house", id="through the root"),
+        pytest.param(
+            "core/keys.py",
+            "import house.tiers.disk",
+            "core may not import tiers: house.core.keys:1",
+            id="at the top",
+        ),
+        pytest.param(
+            "core/keys.py", LATE, "core may not import tiers: house.core.keys:2", id="in a function"
+        ),
+        pytest.param(
+            "core/keys.py",
+            FOR_TYPES,
+            "core may not import tiers: house.core.keys:3",
+            id="for types only",
+        ),
+        pytest.param(
+            "cache/__init__.py",
+            "import house.core",
+            "cache may not import core: house.cache:1",
+            id="by way of another",
+        ),
+        pytest.param(
+            "core/keys.py",
+            "from house import disk",
+            "core may not import the root package house",
+            id="through the root",
+        ),
         pytest.param("attic/__init__.py", "", "attic has no row", id="unknown package"),
         pytest.param("attic.py", "", "attic has no row", id="unknown module"),
     ],
 )
-def test_an_import_or_package_outside_the_table_is_named(house: Path, module: str, source: str, fault: str) -> None:
+def test_an_import_or_package_outside_the_table_is_named(
+    house: Path, module: str, source: str, fault: str
+) -> None:
     file = house / "house" / module
     file.parent.mkdir(exist_ok=True)
     file.write_text(source)

@@ -1,4 +1,6 @@
-"""The page about metrics names every metric, label and reason that there is, and none that is not."""
+"""The page about metrics names every metric, label and reason that there is, and none
+that is not.
+"""
 
 import ast
 import re
@@ -27,12 +29,18 @@ def rows(heading: str) -> dict[str, list[str]]:
 
 
 def engine_counts() -> tuple[dict[str, str], set[str]]:
-    """Of `stats.py`, which needs vLLM to be imported: `METRICS` with their labels, and the words of the engine's own reasons."""
+    """Of `stats.py`, which needs vLLM to be imported: `METRICS` with their labels, and the words of
+    the engine's own reasons.
+    """
     tree = ast.parse((ROOT / "src/kvhold/integrations/vllm/stats.py").read_text())
     metrics: dict[str, str] = {}
     reasons: set[str] = set()
     for node in tree.body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == "METRICS":
+        if (
+            isinstance(node, ast.AnnAssign)
+            and isinstance(node.target, ast.Name)
+            and node.target.id == "METRICS"
+        ):
             assert node.value is not None
             metrics = {name: label for name, (label, _) in ast.literal_eval(node.value).items()}
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
@@ -48,7 +56,9 @@ def test_every_metric_of_an_engine_has_its_row() -> None:
     assert metrics
     assert page.keys() == {f"vllm:kvhold_{name}" for name in metrics}
     for name, label in metrics.items():
-        assert re.findall(r"`(\w+)`", page[f"vllm:kvhold_{name}"][0]) == ([label] if label else []), name
+        assert re.findall(r"`(\w+)`", page[f"vllm:kvhold_{name}"][0]) == (
+            [label] if label else []
+        ), name
 
 
 def test_every_metric_of_the_node_has_its_row() -> None:
@@ -64,7 +74,15 @@ def test_every_reason_has_its_row() -> None:
     assert rows("Why tokens are missed").keys() == REASONS.keys() | reasons
 
 
-@pytest.mark.parametrize("name", ["kvhold_store_skipped_chunks", "kvhold_claims_failed", "kvhold_protocol_errors", "kvhold_connections"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "kvhold_store_skipped_chunks",
+        "kvhold_claims_failed",
+        "kvhold_protocol_errors",
+        "kvhold_connections",
+    ],
+)
 def test_every_label_that_is_counted_is_named(name: str) -> None:
     """Those that stand in the code as they are."""
     row = rows("What the node counts")[name][1]
@@ -77,8 +95,17 @@ def test_every_label_that_is_counted_is_named(name: str) -> None:
 
 def test_every_reason_to_refuse_a_client_is_named() -> None:
     row = rows("What the node counts")["kvhold_protocol_errors"][1]
-    calls = [node for node in ast.walk(ast.parse((ROOT / "src/kvhold/node/server.py").read_text())) if isinstance(node, ast.Call)]
-    ends = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr in ("_refuse", "_hang_up", "call_later")]
+    calls = [
+        node
+        for node in ast.walk(ast.parse((ROOT / "src/kvhold/node/server.py").read_text()))
+        if isinstance(node, ast.Call)
+    ]
+    ends = [
+        call
+        for call in calls
+        if isinstance(call.func, ast.Attribute)
+        and call.func.attr in ("_refuse", "_hang_up", "call_later")
+    ]
     kinds = [call.args[-1].value for call in ends if isinstance(call.args[-1], ast.Constant)]
     assert len(kinds) > 5
     assert all(f"`{kind}`" in row for kind in kinds), kinds

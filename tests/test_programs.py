@@ -1,4 +1,6 @@
-"""What brings servers for tests and benchmarks: it finds what is missing, and installs nothing where it may not."""
+"""What brings servers for tests and benchmarks: it finds what is missing, and installs nothing
+where it may not.
+"""
 
 import os
 import sys
@@ -63,7 +65,9 @@ def test_it_says_why_an_installation_failed_and_what_is_missing_still(folder: Pa
     assert said[2].endswith("left out: redis-cli (apt-get install redis-tools)")
 
 
-def test_it_installs_nothing_where_it_was_told_not_to_or_may_not(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_installs_nothing_where_it_was_told_not_to_or_may_not(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert not may_install({})  # no apt
     program(folder, "apt-get", _APT.format(folder=folder))
     assert may_install({})
@@ -71,12 +75,17 @@ def test_it_installs_nothing_where_it_was_told_not_to_or_may_not(folder: Path, m
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     said: list[str] = []
     provide(["redis-server"], said.append)
-    assert said == ["missing, and what needs it is left out: redis-server (apt-get install redis-server)"]
+    assert said == [
+        "missing, and what needs it is left out: redis-server (apt-get install redis-server)"
+    ]
     assert not (folder / "calls").exists()
 
 
 def test_ports_may_be_asked_for_by_several_threads_at_once() -> None:
-    """As servers do that start side by side. A generator, which has one caller, hands the numbers out."""
+    """As servers do that start side by side.
+
+    A generator, which has one caller, hands the numbers out.
+    """
     usual_s = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:

@@ -1,4 +1,6 @@
-"""`make setup` never fetches a CUDA build unasked, keeps what a user brought, and does nothing when nothing changed."""
+"""`make setup` never fetches a CUDA build unasked, keeps what a user brought, and does nothing when
+nothing changed.
+"""
 
 import subprocess
 import sys
@@ -62,7 +64,12 @@ def test_a_cuda_build_is_refused_and_the_message_names_every_way_out() -> None:
     with pytest.raises(SetupError) as stopped:
         bring_torch(env, LINUX, with_vllm=True)
     assert env.installed == {}
-    for way_out in ("PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "KVHOLD_SETUP_VLLM=0", "KVHOLD_SETUP_ALLOW_CUDA_TORCH=1"):
+    for way_out in (
+        "PIP_EXTRA_INDEX_URL",
+        "PIP_FIND_LINKS",
+        "KVHOLD_SETUP_VLLM=0",
+        "KVHOLD_SETUP_ALLOW_CUDA_TORCH=1",
+    ):
         assert way_out in str(stopped.value)
 
 
@@ -74,7 +81,9 @@ def test_a_cuda_build_is_refused_and_the_message_names_every_way_out() -> None:
         (Settings(host="Darwin arm64"), True),
     ],
 )
-def test_any_build_of_torch_will_do_where_it_was_agreed_to_or_cannot_be_cuda(settings: Settings, with_vllm: bool) -> None:
+def test_any_build_of_torch_will_do_where_it_was_agreed_to_or_cannot_be_cuda(
+    settings: Settings, with_vllm: bool
+) -> None:
     env = EnvironmentWithFakePip({PLAIN})
     assert bring_torch(env, settings, with_vllm=with_vllm) == TORCH
 
@@ -87,7 +96,9 @@ def test_a_users_own_vllm_and_torch_stay() -> None:
 
 def test_a_fault_of_the_network_is_not_taken_for_a_missing_build() -> None:
     env = EnvironmentWithFakePip(
-        set(), failure="WARNING: Retrying (total=4) after connection broken\nERROR: No matching distribution found"
+        set(),
+        failure="WARNING: Retrying (total=4) after connection broken\nERROR: No matching "
+        "distribution found",
     )
     with pytest.raises(PipError, match="Retrying"):
         bring_torch(env, Settings(allow_cuda_torch=True), with_vllm=True)
@@ -136,18 +147,30 @@ def test_sglang_comes_alone_and_into_a_folder_that_is_on_no_path(tmp_path: Path)
     assert env.arguments == ()
 
 
-@pytest.mark.parametrize(("settings", "with_vllm"), [(Settings(host="Linux x86_64", sglang=False), True), (LINUX, False)])
-def test_sglang_is_left_out_and_taken_away_where_nobody_wants_it(settings: Settings, with_vllm: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("settings", "with_vllm"), [(Settings(host="Linux x86_64", sglang=False), True), (LINUX, False)]
+)
+def test_sglang_is_left_out_and_taken_away_where_nobody_wants_it(
+    settings: Settings, with_vllm: bool, tmp_path: Path
+) -> None:
     env = EnvironmentWithATarget({f"sglang=={SGLANG}"}, root=tmp_path)
     assert bring_sglang(env, LINUX, with_vllm=True)
     assert not bring_sglang(env, settings, with_vllm=with_vllm)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_platform_without_sglang_goes_on_and_a_fault_of_the_network_does_not(tmp_path: Path) -> None:
+def test_a_platform_without_sglang_goes_on_and_a_fault_of_the_network_does_not(
+    tmp_path: Path,
+) -> None:
     assert not bring_sglang(EnvironmentWithATarget(set(), root=tmp_path), LINUX, with_vllm=True)
     with pytest.raises(PipError):
-        bring_sglang(EnvironmentWithATarget(set(), root=tmp_path, failure="Retrying after connection broken"), LINUX, with_vllm=True)
+        bring_sglang(
+            EnvironmentWithATarget(
+                set(), root=tmp_path, failure="Retrying after connection broken"
+            ),
+            LINUX,
+            with_vllm=True,
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -175,7 +198,9 @@ def bare_venv(tmp_path: Path) -> Environment:
     return env
 
 
-def test_an_unchanged_environment_is_left_alone(bare_venv: Environment, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unchanged_environment_is_left_alone(
+    bare_venv: Environment, capsys: pytest.CaptureFixture[str]
+) -> None:
     (bare_venv.root / "kvhold-setup.stamp").write_text(stamp_of(bare_venv, LINUX))
     set_up(bare_venv.root, LINUX)
     assert "up to date" in capsys.readouterr().out
@@ -183,7 +208,9 @@ def test_an_unchanged_environment_is_left_alone(bare_venv: Environment, capsys: 
 
 
 def test_other_settings_are_another_environment(bare_venv: Environment) -> None:
-    assert stamp_of(bare_venv, LINUX) != stamp_of(bare_venv, Settings(host="Linux x86_64", vllm=False))
+    assert stamp_of(bare_venv, LINUX) != stamp_of(
+        bare_venv, Settings(host="Linux x86_64", vllm=False)
+    )
 
 
 def test_a_folder_that_is_no_environment_is_not_overwritten(tmp_path: Path) -> None:
@@ -195,7 +222,10 @@ def test_a_folder_that_is_no_environment_is_not_overwritten(tmp_path: Path) -> N
 
 @pytest.mark.vllm
 def test_the_vllm_here_is_a_real_one_and_runs_on_this_torch() -> None:
-    code = "import torch; from vllm.platforms import current_platform; print(torch.__version__, current_platform.device_type)"
+    code = (
+        "import torch; from vllm.platforms import current_platform; print(torch.__version__, "
+        "current_platform.device_type)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     torch, device_type = done.stdout.split()[-2:]

@@ -1,4 +1,6 @@
-"""Weights are named by their content, and what was noted about it is believed only if it is whole and this user's own."""
+"""Weights are named by their content, and what was noted about it is believed only if it is whole
+and this user's own.
+"""
 
 import os
 from pathlib import Path
@@ -48,14 +50,20 @@ def identities(models: list[str]) -> list[str]:
 
 
 class TestNotes:
-    def test_whole_ones_spare_the_second_reading(self, models: list[str], notes: Path, hashed: list[str]) -> None:
+    def test_whole_ones_spare_the_second_reading(
+        self, models: list[str], notes: Path, hashed: list[str]
+    ) -> None:
         first = identities(models)
         hashed.clear()
         assert identities(models) == first
         assert hashed == []
 
-    @pytest.mark.parametrize("damage", ["", "0" * 32, "0" * 32 + " " + "0" * 32, "\0" * 65, "z" * 65, "0" * 10_000])
-    def test_damaged_ones_are_not_believed(self, models: list[str], notes: Path, damage: str) -> None:
+    @pytest.mark.parametrize(
+        "damage", ["", "0" * 32, "0" * 32 + " " + "0" * 32, "\0" * 65, "z" * 65, "0" * 10_000]
+    )
+    def test_damaged_ones_are_not_believed(
+        self, models: list[str], notes: Path, damage: str
+    ) -> None:
         """A power failure may leave an empty file, or one of zeros."""
         first = identities(models)
         for note in notes.iterdir():
@@ -79,7 +87,9 @@ class TestNotes:
         assert identities(models) == first
         assert len(hashed) == 4, "all were read again"
 
-    def test_a_link_in_their_place_is_not_followed(self, models: list[str], notes: Path, hashed: list[str], tmp_path: Path) -> None:
+    def test_a_link_in_their_place_is_not_followed(
+        self, models: list[str], notes: Path, hashed: list[str], tmp_path: Path
+    ) -> None:
         identities(models)
         notes.rename(tmp_path / "elsewhere")
         notes.symlink_to(tmp_path / "elsewhere")
@@ -93,7 +103,9 @@ class TestNotes:
         identities(models)
         assert notes.stat().st_mode & 0o777 == 0o700
 
-    def test_a_file_that_has_just_changed_is_not_noted(self, models: list[str], notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_file_that_has_just_changed_is_not_noted(
+        self, models: list[str], notes: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Its times may stay as they are when it changes again."""
         monkeypatch.setattr(weights, "_SETTLED_NS", 10**18)
         identities(models)
@@ -118,17 +130,30 @@ class TestNotes:
 class TestFiles:
     @pytest.mark.parametrize(
         "file",
-        ["tokenizer-codec.safetensors", "vocab_embeddings.BIN", "tokenizer.pt", "vocab.npz", "tokenization/tokenizer.py", "LICENSE.gguf"],
+        [
+            "tokenizer-codec.safetensors",
+            "vocab_embeddings.BIN",
+            "tokenizer.pt",
+            "vocab.npz",
+            "tokenization/tokenizer.py",
+            "LICENSE.gguf",
+        ],
     )
-    def test_weights_and_code_count_whatever_their_names_say(self, models: list[str], notes: Path, file: str) -> None:
+    def test_weights_and_code_count_whatever_their_names_say(
+        self, models: list[str], notes: Path, file: str
+    ) -> None:
         before = model_identity(models[0], None)
         path = Path(models[0], file)
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"more")
         assert model_identity(models[0], None) != before
 
-    @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer.model", "vocab.txt", "README.md"])
-    def test_tokenizers_and_documents_do_not(self, models: list[str], notes: Path, file: str) -> None:
+    @pytest.mark.parametrize(
+        "file", ["tokenizer.json", "tokenizer.model", "vocab.txt", "README.md"]
+    )
+    def test_tokenizers_and_documents_do_not(
+        self, models: list[str], notes: Path, file: str
+    ) -> None:
         before = model_identity(models[0], None)
         Path(models[0], file).write_bytes(b"more")
         assert model_identity(models[0], None) == before

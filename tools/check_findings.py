@@ -1,19 +1,23 @@
 """Run the tests that docs/findings.md names on commit 5f474b0 and on today's code.
 
-    python tools/check_findings.py [--finding A1 ...] [--first-only] [--json FILE]     # in kvhold's environment
+    python tools/check_findings.py [--finding A1 ...] [--first-only] [--json FILE]     # in kvhold's
+    environment
 
-Today's tests run on the sources of both commits. For each test one row is printed: the finding, the test, and its result on
-either commit. On the old commit a test *passes*, *fails* (with the assertion or exception in one line), or *cannot run*: then an
-import, an attribute, an argument or a setting of its is missing there, and its failure proves nothing.
+Today's tests run on the sources of both commits. For each test one row is printed: the finding, the
+test, and its result on either commit. On the old commit a test *passes*, *fails* (with the
+assertion or exception in one line), or *cannot run*: then an import, an attribute, an argument or a
+setting of its is missing there, and its failure proves nothing.
 
-The exit status is 1 if the page names a test that does not exist, if a test of a finding's first list does not fail there and
-pass here, or if a finding has no such test. Other tests that fail now are shown, and do not count. Tests that need vLLM are
-skipped without it: the findings about vLLM are then not shown to be closed, and the exit status is 1.
+The exit status is 1 if the page names a test that does not exist, if a test of a finding's first
+list does not fail there and pass here, or if a finding has no such test. Other tests that fail now
+are shown, and do not count. Tests that need vLLM are
+skipped without it: the findings about vLLM are then not shown to be closed, and the exit status is
+    1.
 
 The first lists take some four minutes, all tests half an hour, mostly because of real engines.
-The old commit is checked out into a temporary worktree, and its kernels are compiled there, unless the first lists alone are run.
-Each file of tests runs in one process of its own on each commit. A test that gives no answer within `--limit-s` has failed with
-that reason.
+The old commit is checked out into a temporary worktree, and its kernels are compiled there, unless
+the first lists alone are run. Each file of tests runs in one process of its own on each commit. A
+test that gives no answer within `--limit-s` has failed with that reason.
 """
 
 import argparse
@@ -39,10 +43,20 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "findings.md"
 COMMIT = "5f474b0"
-FINDINGS = [*(f"A{n}" for n in range(1, 7)), *(f"B{n}" for n in range(1, 7)), *(f"C{n}" for n in range(1, 11))]
+FINDINGS = [
+    *(f"A{n}" for n in range(1, 7)),
+    *(f"B{n}" for n in range(1, 7)),
+    *(f"C{n}" for n in range(1, 11)),
+]
 PROVES, KEEPS = f"Fails on {COMMIT} for this reason", "More tests"
 
-PASSED, FAILED, CANNOT_RUN, SKIPPED, MISSING = "passed", "failed", "cannot run", "skipped", "missing"
+PASSED, FAILED, CANNOT_RUN, SKIPPED, MISSING = (
+    "passed",
+    "failed",
+    "cannot run",
+    "skipped",
+    "missing",
+)
 _WORST_FIRST = (FAILED, CANNOT_RUN, MISSING, SKIPPED, PASSED)
 _REPORT = "CHECK_FINDINGS_REPORT"
 _START_S = 120.0  # imports of an engine, beside the limits of the tests
@@ -51,7 +65,9 @@ _LONGEST_REASON = 160
 
 @dataclass
 class Finding:
-    """One section of the page. proves: tests that fail on the old commit for the finding's own reason; keeps: all others."""
+    """One section of the page. proves: tests that fail on the old commit for the finding's own
+    reason; keeps: all others.
+    """
 
     id: str
     title: str
@@ -79,7 +95,9 @@ class Row:
 
     @property
     def shows_it(self) -> bool:
-        """Whether the test fails on the old commit for a reason that proves something, and passes now."""
+        """Whether the test fails on the old commit for a reason that proves something, and passes
+        now.
+        """
         return self.old.result == FAILED and self.now.result == PASSED
 
 
@@ -94,7 +112,13 @@ def read_page(text: str) -> list[Finding]:
         for line in body.splitlines():
             if line.startswith("- "):
                 label = line[2:]
-                current = finding.proves if label.startswith(PROVES) else finding.keeps if label.startswith(KEEPS) else []
+                current = (
+                    finding.proves
+                    if label.startswith(PROVES)
+                    else finding.keeps
+                    if label.startswith(KEEPS)
+                    else []
+                )
             current += re.findall(r"`(tests/[^`]+\.py::[^`]+)`", line)
         found.append(finding)
     return found
@@ -118,22 +142,48 @@ def exists(test: str) -> bool:
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--finding", nargs="+", metavar="ID", choices=FINDINGS, default=FINDINGS, help="these alone")
-    parser.add_argument("--first-only", action="store_true", help=f"only the tests under '{PROVES}'")
-    parser.add_argument("--limit-s", type=int, default=600, help="time for one test; default: %(default)s")
+    parser.add_argument(
+        "--finding", nargs="+", metavar="ID", choices=FINDINGS, default=FINDINGS, help="these alone"
+    )
+    parser.add_argument(
+        "--first-only", action="store_true", help=f"only the tests under '{PROVES}'"
+    )
+    parser.add_argument(
+        "--limit-s", type=int, default=600, help="time for one test; default: %(default)s"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to a file")
     options = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the worktree goes
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # so that the worktree goes
     findings = [finding for finding in read_page(PAGE.read_text()) if finding.id in options.finding]
-    wanted = {test for finding in findings for test in (finding.proves if options.first_only else finding.proves + finding.keeps)}
+    wanted = {
+        test
+        for finding in findings
+        for test in (finding.proves if options.first_only else finding.proves + finding.keeps)
+    }
     there = sorted(test for test in wanted if exists(test))
     with tempfile.TemporaryDirectory(prefix="kvf-") as scratch, old_worktree(Path(scratch)) as old:
         if not options.first_only:
-            subprocess.run([sys.executable, "tools/compile_kernels.py"], cwd=old, env=_environ(old / "src"), check=True)
-        now, before = (Runner(sources, Path(scratch), options.limit_s).run(there) for sources in (ROOT / "src", old / "src"))
+            subprocess.run(
+                [sys.executable, "tools/compile_kernels.py"],
+                cwd=old,
+                env=_environ(old / "src"),
+                check=True,
+            )
+        now, before = (
+            Runner(sources, Path(scratch), options.limit_s).run(there)
+            for sources in (ROOT / "src", old / "src")
+        )
     missing = Result(MISSING, "it does not exist")
     rows = [
-        Row(finding.id, test, test in finding.proves, before.get(test, missing), now.get(test, missing))
+        Row(
+            finding.id,
+            test,
+            test in finding.proves,
+            before.get(test, missing),
+            now.get(test, missing),
+        )
         for finding in findings
         for test in finding.proves + finding.keeps
         if test in wanted
@@ -141,9 +191,17 @@ def main(arguments: list[str] | None = None) -> int:
     show(rows)
     wrong = complaints(rows, options.finding)
     if options.json is not None:
-        content = {"commit": COMMIT, "rows": [asdict(row) | {"shows_it": row.shows_it} for row in rows], "wrong": wrong}
+        content = {
+            "commit": COMMIT,
+            "rows": [asdict(row) | {"shows_it": row.shows_it} for row in rows],
+            "wrong": wrong,
+        }
         options.json.write_text(json.dumps(content, indent=1) + "\n")
-    print("\n".join(wrong) or f"each of {len(findings)} findings has a test that fails on {COMMIT} for its reason and passes now")
+    print(
+        "\n".join(wrong)
+        or f"each of {len(findings)} findings has a test that fails on {COMMIT} for its "
+        "reason and passes now"
+    )
     return bool(wrong)
 
 
@@ -151,7 +209,10 @@ def show(rows: Sequence[Row]) -> None:
     """Print the rows as a table; `*` marks tests of a finding's first list."""
     print(f"{'finding':8} {'on ' + COMMIT:12} {'now':12} test")
     for row in rows:
-        print(f"{row.finding + ('*' if row.proves else ''):8} {row.old.result:12} {row.now.result:12} {row.test}")
+        print(
+            f"{row.finding + ('*' if row.proves else ''):8} {row.old.result:12} "
+            f"{row.now.result:12} {row.test}"
+        )
         for when, result in (("there", row.old), ("now", row.now)):
             if result.reason:
                 print(f"{'':34} {when}: {result.reason}")
@@ -159,16 +220,21 @@ def show(rows: Sequence[Row]) -> None:
 
 def complaints(rows: Sequence[Row], findings: Sequence[str]) -> list[str]:
     """The errors of the page and of the code, a line each."""
-    wrong = [f"{row.finding}: {row.test}: {row.now.reason}" for row in rows if row.now.result == MISSING]
+    wrong = [
+        f"{row.finding}: {row.test}: {row.now.reason}" for row in rows if row.now.result == MISSING
+    ]
     wrong += [
-        f"{row.finding}: {row.test} must fail on {COMMIT} for a reason that proves something, and pass now: "
+        f"{row.finding}: {row.test} must fail on {COMMIT} for a reason that proves "
+        "something, and pass now: "
         f"{row.old.result} there, {row.now.result} now"
         for row in rows
         if row.proves and not row.shows_it and MISSING not in (row.old.result, row.now.result)
     ]
     shown = {row.finding for row in rows if row.proves and row.shows_it}
     return wrong + [
-        f"{finding}: no test of its fails on {COMMIT} for its reason and passes now" for finding in findings if finding not in shown
+        f"{finding}: no test of its fails on {COMMIT} for its reason and passes now"
+        for finding in findings
+        if finding not in shown
     ]
 
 
@@ -205,14 +271,19 @@ class Runner:
         return results
 
     def _run_file(self, file: str, listed: Sequence[str]) -> dict[str, Result]:
-        """The results of one file's tests, run in one process. After a test that hangs, the others run in a new process."""
+        """The results of one file's tests, run in one process.
+
+        After a test that hangs, the others run in a new process.
+        """
         items: dict[str, Result] = {}
         left = list(listed)
         while left:
             lines, ending = self._run_pytest(left)
             for line in lines:
                 before = items.get(line["item"])
-                if "result" in line and (before is None or before.result in (PASSED, SKIPPED)):  # a teardown may fail after the test
+                if "result" in line and (
+                    before is None or before.result in (PASSED, SKIPPED)
+                ):  # a teardown may fail after the test
                     items[line["item"]] = Result(line["result"], line["reason"])
             unfinished = next((line["item"] for line in lines if line["item"] not in items), None)
             if unfinished is None:
@@ -220,19 +291,47 @@ class Runner:
             items[unfinished] = Result(FAILED, ending)
             left = [test for test in left if not any(_is_of(item, test) for item in items)]
         collected = items.get(file)  # of the file as a whole: it could not be imported
-        return {test: collected or _joined([result for item, result in items.items() if _is_of(item, test)]) for test in listed}
+        return {
+            test: collected
+            or _joined([result for item, result in items.items() if _is_of(item, test)])
+            for test in listed
+        }
 
     def _run_pytest(self, tests: Sequence[str]) -> tuple[list[dict[str, Any]], str]:
         """The lines that `Recorder` wrote, and why a test that began has no result."""
-        report, output, folder = self.scratch / "report", self.scratch / "output", Path(tempfile.mkdtemp(dir=self.scratch))
+        report, output, folder = (
+            self.scratch / "report",
+            self.scratch / "output",
+            Path(tempfile.mkdtemp(dir=self.scratch)),
+        )
         report.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "pytest", "-p", "tools.check_findings", "-p", "no:cacheprovider", "-q", f"--basetemp={folder}/t"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "tools.check_findings",
+            "-p",
+            "no:cacheprovider",
+            "-q",
+            f"--basetemp={folder}/t",
+        ]
         command += [f"--timeout={self.limit_s}", "--timeout-method=signal", *tests]
         environ = _environ(self.sources) | {_REPORT: str(report)}
         with output.open("wb") as file:
-            process = subprocess.Popen(command, cwd=self.root, env=environ, stdout=file, stderr=file, start_new_session=True)
+            process = subprocess.Popen(
+                command,
+                cwd=self.root,
+                env=environ,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
         try:
-            ending = f"the process of the test ended with status {process.wait(_START_S + self.limit_s * len(tests))}"
+            ending = (
+                "the process of the test ended with status "
+                f"{process.wait(_START_S + self.limit_s * len(tests))}"
+            )
         except subprocess.TimeoutExpired:
             ending = f"no answer within {self.limit_s} s"
         finally:
@@ -240,8 +339,14 @@ class Runner:
         said = output.read_text(errors="replace")
         if "while loading conftest" in said:
             reason = _line(re.findall(r"^E +(.+)$", said, re.MULTILINE)[-1])
-            return [{"item": tests[0].partition("::")[0], "result": CANNOT_RUN, "reason": reason}], ending
-        lines = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
+            return [
+                {"item": tests[0].partition("::")[0], "result": CANNOT_RUN, "reason": reason}
+            ], ending
+        lines = (
+            [json.loads(line) for line in report.read_text().splitlines()]
+            if report.exists()
+            else []
+        )
         if not lines or lines[0] != {"sources": str(self.sources)}:
             raise SystemExit(f"pytest did not run on {self.sources}:\n{said[-3000:]}")
         return lines[1:], ending
@@ -258,11 +363,16 @@ def _joined(results: Sequence[Result]) -> Result:
     worst = min((result.result for result in results), key=_WORST_FIRST.index)
     same = [result for result in results if result.result == worst]
     reason = next((result.reason for result in same if result.reason), "")
-    return Result(worst, reason if len(results) == 1 or not reason else f"{len(same)} of {len(results)}: {reason}")
+    return Result(
+        worst,
+        reason if len(results) == 1 or not reason else f"{len(same)} of {len(results)}: {reason}",
+    )
 
 
 def _end(process: "subprocess.Popen[bytes]", folder: Path) -> None:
-    """Kill the processes of a run: its session, and detached nodes, whose command lines name its folder."""
+    """Kill the processes of a run: its session, and detached nodes, whose command lines name its
+    folder.
+    """
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -284,11 +394,15 @@ def pytest_configure(config: pytest.Config) -> None:
     """Called by pytest."""
     import kvhold
 
-    config.pluginmanager.register(Recorder(Path(os.environ[_REPORT]), Path(kvhold.__file__).parents[1]))
+    config.pluginmanager.register(
+        Recorder(Path(os.environ[_REPORT]), Path(kvhold.__file__).parents[1])
+    )
 
 
 class Recorder:
-    """Writes a line for each test that begins, and one for each that has ended, with the reason in a line."""
+    """Writes a line for each test that begins, and one for each that has ended, with the reason in
+    a line.
+    """
 
     def __init__(self, file: Path, sources: Path) -> None:
         self._file = file
@@ -299,24 +413,41 @@ class Recorder:
         self._write(item=nodeid, begun=True)
 
     @pytest.hookimpl(hookwrapper=True)
-    def pytest_runtest_makereport(self, item: pytest.Item, call: "pytest.CallInfo[None]") -> Iterator[None]:
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: "pytest.CallInfo[None]"
+    ) -> Iterator[None]:
         """A test's setup, call or teardown has ended."""
         outcome: Any = yield
         report: pytest.TestReport = outcome.get_result()
         if report.skipped:
-            self._write(item=item.nodeid, result=SKIPPED, reason=_line(str(call.excinfo and call.excinfo.value)))
+            self._write(
+                item=item.nodeid,
+                result=SKIPPED,
+                reason=_line(str(call.excinfo and call.excinfo.value)),
+            )
         elif report.failed:
             assert call.excinfo is not None
-            self._write(item=item.nodeid, **asdict(why_failed(call.excinfo, report.longreprtext, report.when or "")))
+            self._write(
+                item=item.nodeid,
+                **asdict(why_failed(call.excinfo, report.longreprtext, report.when or "")),
+            )
         elif report.when == "call":
             self._write(item=item.nodeid, result=PASSED, reason="")
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """A file was imported, or could not be."""
         if report.failed:
-            errors = [line[1:].strip() for line in report.longreprtext.splitlines() if re.match(r"E  +\w", line)]
+            errors = [
+                line[1:].strip()
+                for line in report.longreprtext.splitlines()
+                if re.match(r"E  +\w", line)
+            ]
             self._write(item=report.nodeid, begun=True)
-            self._write(item=report.nodeid, result=CANNOT_RUN, reason=_line(errors[-1] if errors else report.longreprtext))
+            self._write(
+                item=report.nodeid,
+                result=CANNOT_RUN,
+                reason=_line(errors[-1] if errors else report.longreprtext),
+            )
         elif report.skipped:
             self._write(item=report.nodeid, result=SKIPPED, reason=_line(str(report.longrepr)))
 
@@ -326,15 +457,22 @@ class Recorder:
 
 
 _LACKS = re.compile(
-    r"ModuleNotFoundError: No module named 'kvhold[^\n]*|ImportError: cannot import name [^\n]*'kvhold[^\n]*|No such (option|command)[^\n]*"
+    r"ModuleNotFoundError: No module named 'kvhold[^\n]*|ImportError: cannot import name "
+    r"[^\n]*'kvhold[^\n]*|No such (option|command)[^\n]*"
 )
-_WRONG_CALL = re.compile(r"unexpected keyword argument|positional argument|required keyword-only argument")
+_WRONG_CALL = re.compile(
+    r"unexpected keyword argument|positional argument|required keyword-only argument"
+)
 
 
 def why_failed(caught: "pytest.ExceptionInfo[BaseException]", text: str, when: str) -> Result:
-    """Tell a failure that proves something from one for a missing interface. text: pytest's account."""
+    """Tell a failure that proves something from one for a missing interface. text: pytest's
+    account.
+    """
     error = caught.value
-    said = "\n".join(line for line in str(error).splitlines() if not line.startswith(" "))  # without pytest's explanation of an assert
+    said = "\n".join(
+        line for line in str(error).splitlines() if not line.startswith(" ")
+    )  # without pytest's explanation of an assert
     shown = _line(f"{'' if when == 'call' else f'in {when}: '}{type(error).__name__}: {said}")
     if timeout := re.search(r"Timeout \(>([\d.]+)s\)", str(error)):
         return Result(FAILED, f"no answer within {float(timeout[1]):g} s")
@@ -342,7 +480,11 @@ def why_failed(caught: "pytest.ExceptionInfo[BaseException]", text: str, when: s
         (isinstance(error, ImportError) and "kvhold" in f"{error.name} {error}")
         or (isinstance(error, AttributeError) and (_is_ours(error.obj) or "kvhold" in str(error)))
         or (isinstance(error, TypeError) and _WRONG_CALL.search(str(error)))
-        or (type(error).__name__ == "ConfigError" and "there is no setting" in str(error) and not str(error).startswith("environment"))
+        or (
+            type(error).__name__ == "ConfigError"
+            and "there is no setting" in str(error)
+            and not str(error).startswith("environment")
+        )
     )
     if lacking:
         return Result(CANNOT_RUN, shown)
@@ -352,8 +494,14 @@ def why_failed(caught: "pytest.ExceptionInfo[BaseException]", text: str, when: s
 
 
 def _is_ours(owner: Any) -> bool:
-    """Whether it is a module, a class or an object of kvhold's, or one that stands for such in a test."""
-    name = owner.__name__ if inspect.ismodule(owner) else (owner if inspect.isclass(owner) else type(owner)).__module__
+    """Whether it is a module, a class or an object of kvhold's, or one that stands for such in a
+    test.
+    """
+    name = (
+        owner.__name__
+        if inspect.ismodule(owner)
+        else (owner if inspect.isclass(owner) else type(owner)).__module__
+    )
     return name.split(".")[0] in ("kvhold", "tests") or isinstance(owner, SimpleNamespace)
 
 

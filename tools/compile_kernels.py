@@ -2,8 +2,9 @@
 
     python tools/compile_kernels.py      # in kvhold's environment; what `make unit` runs first
 
-Numba keeps what it compiles beside the sources. On a fresh checkout that takes a minute of one core, and as many test processes as there
-are would each spend it. Where all is there already it takes two seconds.
+Numba keeps what it compiles beside the sources. On a fresh checkout that takes a minute of one
+core, and as many test processes as there are would each spend it. Where all is there already it
+takes two seconds.
 """
 
 import os
@@ -18,12 +19,19 @@ _KERNELS = Path(__file__).parents[1] / "src" / "kvhold" / "kernels"
 
 
 def main() -> None:
-    """Import each module that compiles at import, in processes that live side by side; what others import as well comes first."""
+    """Import each module that compiles at import, in processes that live side by side; what others
+    import as well comes first.
+    """
     began = time.monotonic()
-    names = sorted((path.stem for path in _KERNELS.glob("numba_*.py")), key=_imported_by, reverse=True)
+    names = sorted(
+        (path.stem for path in _KERNELS.glob("numba_*.py")), key=_imported_by, reverse=True
+    )
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as processes:
         list(processes.map(_compile, names))
-    print(f"{len(names)} modules of kernels are compiled: {time.monotonic() - began:.1f} s", file=sys.stderr)
+    print(
+        f"{len(names)} modules of kernels are compiled: {time.monotonic() - began:.1f} s",
+        file=sys.stderr,
+    )
 
 
 def _compile(name: str) -> None:

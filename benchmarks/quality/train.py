@@ -1,10 +1,12 @@
 """Train the small model that `kvhold bench quality` asks: some ten minutes of one core.
 
-    python benchmarks/quality/train.py            # writes benchmarks/quality/model: config.json, model.safetensors
+    python benchmarks/quality/train.py  # writes benchmarks/quality/model: config.json,
+    model.safetensors
 
-A Llama (RoPE, grouped heads, head_dim 64) learns the three kinds of questions of `kvhold.lab.bench.quality.tasks`, contexts short at
-first. The same seed gives the same steps: one thread, whatever the machine has. Tests are drawn from another seed. Nothing is read from
-anywhere.
+A Llama (RoPE, grouped heads, head_dim 64) learns the three kinds of questions of
+`kvhold.lab.bench.quality.tasks`, contexts short at
+first. The same seed gives the same steps: one thread, whatever the machine has. Tests are drawn
+from another seed. Nothing is read from anywhere.
 """
 
 import argparse
@@ -20,7 +22,16 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvhold.lab.bench.quality.model import RECALL_MARK, RECALL_VERSION
-from kvhold.lab.bench.quality.tasks import BEGIN, KINDS, NO_KIND, NUM_KEYS, VOCAB_SIZE, Asked, Exams, draw
+from kvhold.lab.bench.quality.tasks import (
+    BEGIN,
+    KINDS,
+    NO_KIND,
+    NUM_KEYS,
+    VOCAB_SIZE,
+    Asked,
+    Exams,
+    draw,
+)
 
 SEED = 11
 FOLDER = Path(__file__).resolve().parent / "model"
@@ -28,7 +39,9 @@ FOLDER = Path(__file__).resolve().parent / "model"
 
 @dataclass(frozen=True)
 class Phase:
-    """steps of batches of `num_exams` contexts of one length, drawn anew each step between `shortest` and `longest`."""
+    """steps of batches of `num_exams` contexts of one length, drawn anew each step between
+    `shortest` and `longest`.
+    """
 
     steps: int
     num_exams: int
@@ -45,8 +58,9 @@ PHASES = (
     Phase(350, 12, 160, 512, Asked(lookups=24, hops=10, runs=2)),
 )
 
-# What heads begin with: how much larger queries and keys are than what they see, in how many pairs of channels the look at the token
-# before is, and how steep; what layers add is smaller than drawn, or it would drown the embeddings.
+# What heads begin with: how much larger queries and keys are than what they see, in how many pairs
+# of channels the look at the token before is, and how steep; what layers add is smaller than drawn,
+# or it would drown the embeddings.
 ALIKE, STEEP_PAIRS, STEEP, QUIET = 1.2, 5, 7.0, 0.12
 PEAK_RATE, WARM_UP_STEPS, LAST_RATE = 1.5e-3, 50, 0.03
 
@@ -78,23 +92,33 @@ def model_of_seed(seed: int) -> Any:
 def start_recalling(model: Any) -> None:
     """Set the first half of each layer's heads so that recall can begin; the rest stays as drawn.
 
-    In layer 0 they look at the token before and write it beside the token's own embedding; above, they look for a token beside which the
-    one they stand on is written, and hand it on. From random weights these two have to find each other, which takes many times as many
-    steps as all of the training here; what recall is good for (which key, two hops, runs, long contexts) is learnt.
+    In layer 0 they look at the token before and write it beside the token's own embedding; above,
+    they look for a token beside which the one they stand on is written, and hand it on. From random
+    weights these two have to find each other, which takes many times as many steps as all of the
+    training here; what recall is good for (which key, two hops, runs, long contexts) is learnt.
     """
     config = model.config
     size, rotary = config.head_dim, config.head_dim // 2
     first = slice(0, size)  # the first head of keys and values
-    heads = [slice(at * size, (at + 1) * size) for at in range(config.num_attention_heads // config.num_key_value_heads)]
+    heads = [
+        slice(at * size, (at + 1) * size)
+        for at in range(config.num_attention_heads // config.num_key_value_heads)
+    ]
     angles = config.rope_parameters["rope_theta"] ** (-torch.arange(rotary) / rotary)
     near = torch.zeros(2, rotary)
     near[0, :STEEP_PAIRS] = STEEP
-    before = torch.stack([near[0] * angles.cos(), -near[0] * angles.sin()])  # rotated back by one token
+    before = torch.stack(
+        [near[0] * angles.cos(), -near[0] * angles.sin()]
+    )  # rotated back by one token
     with torch.no_grad():
         shared = torch.randn(config.hidden_size)
-        model.model.embed_tokens.weight.add_(shared * config.initializer_range)  # a direction that says only "here is a token"
+        model.model.embed_tokens.weight.add_(
+            shared * config.initializer_range
+        )  # a direction that says only "here is a token"
         direction = shared / shared.norm() / (config.hidden_size / 2) ** 0.5
-        reads, writes = (torch.nn.init.orthogonal_(torch.empty(size, config.hidden_size)) for _ in range(2))
+        reads, writes = (
+            torch.nn.init.orthogonal_(torch.empty(size, config.hidden_size)) for _ in range(2)
+        )
         for number, layer in enumerate(model.model.layers):
             attention = layer.self_attn
             attention.o_proj.weight *= QUIET
@@ -111,16 +135,29 @@ def start_recalling(model: Any) -> None:
                     attention.o_proj.weight[:, head] = QUIET * reads.T
 
 
-def batches(rng: np.random.Generator, phases: tuple[Phase, ...] = PHASES) -> Iterator[tuple[int, Exams]]:
+def batches(
+    rng: np.random.Generator, phases: tuple[Phase, ...] = PHASES
+) -> Iterator[tuple[int, Exams]]:
     """Number of the phase, and a batch."""
     for number, phase in enumerate(phases):
         for _ in range(phase.steps):
             num_tokens = int(rng.integers(phase.shortest, phase.longest + 1))
-            yield number, draw(rng, num_exams=phase.num_exams, num_tokens=num_tokens, asked=phase.asked, num_keys=phase.num_keys)
+            yield (
+                number,
+                draw(
+                    rng,
+                    num_exams=phase.num_exams,
+                    num_tokens=num_tokens,
+                    asked=phase.asked,
+                    num_keys=phase.num_keys,
+                ),
+            )
 
 
 def answers_of(model: Any, exams: Exams) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits before each answer [answers, vocabulary], the answers [answers], their kinds [answers]."""
+    """Logits before each answer [answers, vocabulary], the answers [answers], their kinds
+    [answers].
+    """
     tokens = torch.from_numpy(np.concatenate([exams.contexts, exams.questions], axis=1))
     start = exams.contexts.shape[1]
     rows, places = (torch.from_numpy(index) for index in np.nonzero(exams.kinds != NO_KIND))
@@ -141,7 +178,11 @@ def train(seed: int, say: Any = print) -> Any:
     model.train()
     for step, (number, exams) in enumerate(batches(rng)):
         share = step / total
-        rate = PEAK_RATE * min(1.0, (step + 1) / WARM_UP_STEPS) * (LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * share)) / 2)
+        rate = (
+            PEAK_RATE
+            * min(1.0, (step + 1) / WARM_UP_STEPS)
+            * (LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * share)) / 2)
+        )
         for group in optimizer.param_groups:
             group["lr"] = rate
         logits, answers, kinds = answers_of(model, exams)
@@ -153,11 +194,14 @@ def train(seed: int, say: Any = print) -> Any:
         seen += exams.contexts.size + exams.questions.size
         if step % 50 == 49 or step == total - 1:
             right = logits.argmax(-1) == answers
-            shares = {name: right[kinds == mark].float().mean().item() for name, mark in KINDS.items()}
+            shares = {
+                name: right[kinds == mark].float().mean().item() for name, mark in KINDS.items()
+            }
             took, worked = time.perf_counter() - begun, time.process_time()
             shown = "  ".join(f"{name} {share:5.3f}" for name, share in shares.items())
             say(
-                f"{step + 1:5} phase {number}  loss {loss.item():6.4f}  {shown}  {took:5.0f} s, {worked:5.0f} of CPU, {seen:,} tokens",
+                f"{step + 1:5} phase {number}  loss {loss.item():6.4f}  {shown}  "
+                f"{took:5.0f} s, {worked:5.0f} of CPU, {seen:,} tokens",
                 flush=True,
             )
     return model.eval()
@@ -173,10 +217,20 @@ def main() -> None:
     model.to(torch.bfloat16).save_pretrained(options.folder)
     (options.folder / "generation_config.json").unlink(missing_ok=True)  # nothing is generated
     with torch.no_grad():
-        exams = draw(np.random.default_rng(options.seed + 1), num_exams=64, num_tokens=384, asked=Asked(lookups=20, hops=6, runs=2))
+        exams = draw(
+            np.random.default_rng(options.seed + 1),
+            num_exams=64,
+            num_tokens=384,
+            asked=Asked(lookups=20, hops=6, runs=2),
+        )
         logits, answers, kinds = answers_of(model.float(), exams)
     right = logits.argmax(-1) == answers
-    print("of 384-token contexts: " + ", ".join(f"{name} {right[kinds == mark].float().mean():.4f}" for name, mark in KINDS.items()))
+    print(
+        "of 384-token contexts: "
+        + ", ".join(
+            f"{name} {right[kinds == mark].float().mean():.4f}" for name, mark in KINDS.items()
+        )
+    )
 
 
 if __name__ == "__main__":

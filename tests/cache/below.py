@@ -1,4 +1,6 @@
-"""Caches over tiers for the tests of this folder, and the proof that they are back at their baseline."""
+"""Caches over tiers for the tests of this folder, and the proof that they are back at their
+baseline.
+"""
 
 import time
 from collections.abc import Callable, Iterator
@@ -30,14 +32,22 @@ def eventually(condition: Callable[[], Any]) -> Any:
 
 
 def on_disk(folder: Path, **options: object) -> str:
-    """A disk's line for settings; without other options, of one that nobody gives up because the machine is busy."""
+    """A disk's line for settings; without other options, of one that nobody gives up because the
+    machine is busy.
+    """
     patient = dict.fromkeys(("probe_timeout_s", "get_timeout_s", "put_timeout_s"), PATIENT_S)
-    return f"disk://{folder}/kv?max_bytes=1GiB" + "".join(f"&{name}={value}" for name, value in (patient | options).items())
+    return f"disk://{folder}/kv?max_bytes=1GiB" + "".join(
+        f"&{name}={value}" for name, value in (patient | options).items()
+    )
 
 
 def cache_over(*tiers: str, **settings: Any) -> LocalCache:
     """A cache of 16 MiB that knows both namespaces, and waits long for what arrives."""
-    defaults = {"ram_bytes": "16MiB", "huge_pages": "never", "client": {"arrival_timeout_s": PATIENT_S}}
+    defaults = {
+        "ram_bytes": "16MiB",
+        "huge_pages": "never",
+        "client": {"arrival_timeout_s": PATIENT_S},
+    }
     cache = open_cache(**defaults | {"tiers": list(tiers), "plugins": [PLUGIN]} | settings)
     for space in (SPACE, HYBRID_SPACE):
         cache.register(space)
@@ -95,5 +105,7 @@ def bad_frames(cache: Cache) -> dict[str, float]:
     """How many frames failed which check."""
     counters = cache.status()["tier_counters"]
     return {
-        name.partition("reason=")[2].rstrip("}"): value for name, value in counters.items() if name.startswith("kvhold_tier_bad_frames")
+        name.partition("reason=")[2].rstrip("}"): value
+        for name, value in counters.items()
+        if name.startswith("kvhold_tier_bad_frames")
     }

@@ -1,6 +1,7 @@
 """What a cache counts adds up, at every moment.
 
-What was asked for was found or missed; what was reserved was stored or abandoned, or is being written; what came has gone or is here.
+What was asked for was found or missed; what was reserved was stored or abandoned, or is being
+written; what came has gone or is here.
 """
 
 from kvhold.cache.state import CacheState
@@ -34,22 +35,46 @@ def total(state: CacheState, name: str) -> float:
 def assert_counters_reconcile(state: CacheState) -> None:
     """All laws, exactly."""
     samples = list(state.metrics.samples())
-    assert {s.labels[0] for s in samples if s.metric.name == "kvhold_hit_tokens"} <= {"ram", *state.tier_names}
-    assert {s.labels[0] for s in samples if s.metric.name == "kvhold_missed_tokens"} <= REASONS.keys() - {WHOLE}
-    assert all(s.value > 0 for s in samples if s.metric.name in ("kvhold_hit_tokens", "kvhold_missed_tokens"))
-    assert total(state, "kvhold_lookup_tokens") == total(state, "kvhold_hit_tokens") + total(state, "kvhold_missed_tokens")
+    assert {s.labels[0] for s in samples if s.metric.name == "kvhold_hit_tokens"} <= {
+        "ram",
+        *state.tier_names,
+    }
+    assert {
+        s.labels[0] for s in samples if s.metric.name == "kvhold_missed_tokens"
+    } <= REASONS.keys() - {WHOLE}
+    assert all(
+        s.value > 0
+        for s in samples
+        if s.metric.name in ("kvhold_hit_tokens", "kvhold_missed_tokens")
+    )
+    assert total(state, "kvhold_lookup_tokens") == total(state, "kvhold_hit_tokens") + total(
+        state, "kvhold_missed_tokens"
+    )
 
     here = [entry for entry in state.ram.entries() if entry.committed]
-    writing = [e for held in state._holdings.values() for room in held.rooms.values() for entries in room.chunks.values() for e in entries]
+    writing = [
+        e
+        for held in state._holdings.values()
+        for room in held.rooms.values()
+        for entries in room.chunks.values()
+        for e in entries
+    ]
     for unit, now_here, now_writing in (
         ("chunks", len(here), len(writing)),
         ("bytes", sum(entry.nbytes for entry in here), sum(entry.nbytes for entry in writing)),
     ):
         came = total(state, f"kvhold_stored_{unit}") + total(state, f"kvhold_promoted_{unit}")
-        went = sum(total(state, f"kvhold_{how}_{unit}") for how in ("evicted", "expired", "cleared"))
+        went = sum(
+            total(state, f"kvhold_{how}_{unit}") for how in ("evicted", "expired", "cleared")
+        )
         assert came == went + now_here
         reserved = total(state, f"kvhold_reserved_{unit}")
-        assert reserved == total(state, f"kvhold_stored_{unit}") + total(state, f"kvhold_abandoned_{unit}") + now_writing
+        assert (
+            reserved
+            == total(state, f"kvhold_stored_{unit}")
+            + total(state, f"kvhold_abandoned_{unit}")
+            + now_writing
+        )
 
 
 def finish_chores(state):

@@ -1,4 +1,6 @@
-"""Through a cache and a real tier below it: what comes back is exact, or it is a miss, whatever happens to it down there."""
+"""Through a cache and a real tier below it: what comes back is exact, or it is a miss, whatever
+happens to it down there.
+"""
 
 import random
 import time
@@ -15,7 +17,17 @@ from kvhold.core.errors import KVHoldError
 from kvhold.core.keys import KEY_BYTES, Namespace, make_key
 from kvhold.core.layout import Layout
 from kvhold.memory.slab import ALIGNMENT
-from kvhold.testing.cache import LAYOUTS, PLAIN, CacheContract, MakeCache, a_prompt, check, demanded_bytes, read, store
+from kvhold.testing.cache import (
+    LAYOUTS,
+    PLAIN,
+    CacheContract,
+    MakeCache,
+    a_prompt,
+    check,
+    demanded_bytes,
+    read,
+    store,
+)
 from tests.cache.below import (
     HYBRID_SPACE,
     PATIENT_S,
@@ -62,7 +74,9 @@ def test_what_was_evicted_comes_back_byte_for_byte(layout: Layout, tmp_path: Pat
     with a_cache_over(on_disk(tmp_path)) as cache:
         space = Namespace("model", layout, shards=2)
         cache.register(space)
-        prompts = [a_prompt(space, num_tokens, seed) for seed, num_tokens in enumerate((92, 96, 17, 1))]
+        prompts = [
+            a_prompt(space, num_tokens, seed) for seed, num_tokens in enumerate((92, 96, 17, 1))
+        ]
         expected = []
         for prompt in prompts:
             for shard in (0, 1):
@@ -70,7 +84,9 @@ def test_what_was_evicted_comes_back_byte_for_byte(layout: Layout, tmp_path: Pat
             expected.append(read(cache, prompt))
         forget(cache)
         assert cache.status()["chunks"] == 0
-        assert [read(cache, prompt, shard) for prompt in prompts for shard in (0, 1)] == [n for n in expected for _ in (0, 1)]
+        assert [read(cache, prompt, shard) for prompt in prompts for shard in (0, 1)] == [
+            n for n in expected for _ in (0, 1)
+        ]
         assert expected[0] >= 80
         assert cache.status()["counters"]["kvhold_promoted_chunks"] > 0
 
@@ -87,7 +103,9 @@ def test_what_a_small_arena_evicts_by_itself_comes_back(tmp_path: Path) -> None:
 
 def test_an_ending_cache_writes_what_waits_and_the_next_one_has_it(tmp_path: Path) -> None:
     prompts = [a_prompt(HYBRID_SPACE, 90, seed) for seed in range(8)]
-    slow = "faults+" + on_disk(tmp_path, faults="put:delay:@1:1s", batch_bytes="64KiB", concurrent_calls=1)
+    slow = "faults+" + on_disk(
+        tmp_path, faults="put:delay:@1:1s", batch_bytes="64KiB", concurrent_calls=1
+    )
     with cache_over(slow, drain_timeout_s=PATIENT_S) as cache:
         for prompt in prompts:
             store(cache, prompt)
@@ -100,7 +118,9 @@ def test_an_ending_cache_writes_what_waits_and_the_next_one_has_it(tmp_path: Pat
 
 def test_what_arrives_is_lent_as_it_comes(tmp_path: Path) -> None:
     prompt = a_prompt(SPACE, 165)
-    with a_cache_over("faults+" + on_disk(tmp_path, faults="get:delay:1:10ms", batch_bytes=1, concurrent_calls=1)) as cache:
+    with a_cache_over(
+        "faults+" + on_disk(tmp_path, faults="get:delay:1:10ms", batch_bytes=1, concurrent_calls=1)
+    ) as cache:
         store(cache, prompt)
         forget(cache)
         ends = []
@@ -121,16 +141,25 @@ def test_what_does_not_come_in_time_is_not_lent(place: Place) -> None:
         eventually(lambda: at_rest(cache))
         place.hold("get")
         with cache.lookup(prompt.query(), wait_s=0) as hit:
-            lent = [loan.num_tokens.tolist() for loan in loans_as_they_come(cache, hit, 16, until_s=time.monotonic())]
+            lent = [
+                loan.num_tokens.tolist()
+                for loan in loans_as_they_come(cache, hit, 16, until_s=time.monotonic())
+            ]
             assert (lent, hit.num_tokens, hit.reason) == ([[16, 16]], 32, "deadline")
         place.let_go("get")
         is_at_baseline(cache)
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("fault", ["corrupt:0.1", "corrupt:0.1:40", "truncate:0.1", "swap:0.1", "stale:0.1"])
-def test_faults_in_reads_make_hits_shorter_and_never_wrong(fault: str, seed: int, tmp_path: Path) -> None:
-    with a_cache_over("faults+" + on_disk(tmp_path, faults=f"get:{fault}", faults_seed=seed)) as cache:
+@pytest.mark.parametrize(
+    "fault", ["corrupt:0.1", "corrupt:0.1:40", "truncate:0.1", "swap:0.1", "stale:0.1"]
+)
+def test_faults_in_reads_make_hits_shorter_and_never_wrong(
+    fault: str, seed: int, tmp_path: Path
+) -> None:
+    with a_cache_over(
+        "faults+" + on_disk(tmp_path, faults=f"get:{fault}", faults_seed=seed)
+    ) as cache:
         prompts = [a_prompt(HYBRID_SPACE, 90, seed) for seed in range(20)]
         for prompt in prompts:
             store(cache, prompt)
@@ -141,7 +170,9 @@ def test_faults_in_reads_make_hits_shorter_and_never_wrong(fault: str, seed: int
             assert bad_frames(cache) == {}
         else:
             assert sum(bad_frames(cache).values()) > 0
-            removed = tier_counter(cache, "kvhold_tier_items", tier="disk", operation="delete", result="removed")
+            removed = tier_counter(
+                cache, "kvhold_tier_items", tier="disk", operation="delete", result="removed"
+            )
             assert removed == sum(bad_frames(cache).values()), "each bad frame is removed"
 
 
@@ -164,7 +195,13 @@ class TestFrames:
     def frame(self, chunk: int, **changes: object) -> bytes:
         """A frame as the cache would write it, but for what is changed."""
         key = self.key(chunk)
-        fields = {"key": key, "layout": PLAIN, "num_tokens": 16, "first_token": 16 * chunk, "align": ALIGNMENT} | changes
+        fields = {
+            "key": key,
+            "layout": PLAIN,
+            "num_tokens": 16,
+            "first_token": 16 * chunk,
+            "align": ALIGNMENT,
+        } | changes
         layout = fields["layout"]
         chunk_bytes = memoryview(demanded_bytes(key, layout.chunk_bytes(0, fields["num_tokens"])))
         frame = frame_chunk(chunk_bytes, Raw(), **fields)  # type: ignore[arg-type]
@@ -186,7 +223,9 @@ class TestFrames:
         ],
         ids=["first token", "tokens", "layout", "key"],
     )
-    def test_one_of_another_identity_is_refused_counted_and_removed(self, place: Place, changes: dict[str, object], reason: str) -> None:
+    def test_one_of_another_identity_is_refused_counted_and_removed(
+        self, place: Place, changes: dict[str, object], reason: str
+    ) -> None:
         with a_cache_over(place.url()) as cache:
             for chunk in range(3):
                 place.values[self.key(chunk)] = self.frame(chunk)
@@ -204,7 +243,9 @@ class TestFrames:
             assert read(cache, a_prompt(SPACE, 48)) == 48
             assert bad_frames(cache) == {}
 
-    @pytest.mark.parametrize("value", [b"", b"x", b"KVF", bytes(100), bytes(4096 + 12288), bytes(1 << 20)], ids=len)
+    @pytest.mark.parametrize(
+        "value", [b"", b"x", b"KVF", bytes(100), bytes(4096 + 12288), bytes(1 << 20)], ids=len
+    )
     def test_what_is_no_frame_is_refused_alone(self, place: Place, value: bytes) -> None:
         with a_cache_over(place.url()) as cache:
             for chunk in range(3):
@@ -220,7 +261,10 @@ class TestFrames:
         luck = random.Random(7)
         with a_cache_over(place.url()) as cache:
             good = self.frame(0)
-            for bit in [*range(0, 8 * 300, 97), *(luck.randrange(8 * len(good)) for _ in range(60))]:
+            for bit in [
+                *range(0, 8 * 300, 97),
+                *(luck.randrange(8 * len(good)) for _ in range(60)),
+            ]:
                 bad = bytearray(good)
                 bad[bit // 8] ^= 1 << bit % 8
                 place.values = {self.key(0): bytes(bad)}
@@ -230,7 +274,10 @@ class TestFrames:
     @pytest.mark.parametrize("align", [ALIGNMENT, 512])
     def test_one_that_has_expired_is_a_miss_and_removed(self, place: Place, align: int) -> None:
         with a_cache_over(place.url()) as cache:
-            place.values = {self.key(0): self.frame(0), self.key(1): self.frame(1, expires_at=int(time.time()) - 1, align=align)}
+            place.values = {
+                self.key(0): self.frame(0),
+                self.key(1): self.frame(1, expires_at=int(time.time()) - 1, align=align),
+            }
             assert read(cache, a_prompt(SPACE, 48)) == 16
             assert self.key(1) not in place.values
             assert bad_frames(cache) == {}
@@ -255,9 +302,13 @@ class TestFrames:
             assert place.calls["put"] == place.calls["delete"] == place.calls["scan"] == 0
 
 
-def test_eight_threads_that_store_look_up_clear_and_let_go_see_only_what_the_keys_demand(tmp_path: Path) -> None:
+def test_eight_threads_that_store_look_up_clear_and_let_go_see_only_what_the_keys_demand(
+    tmp_path: Path,
+) -> None:
     rules = "get:corrupt:0.02,get:error:0.02,put:error:0.02,get:delay:0.05:20ms"
-    url = "faults+" + on_disk(tmp_path, faults=rules, concurrent_calls=2, batch_bytes="128KiB", breaker_failures=1000)
+    url = "faults+" + on_disk(
+        tmp_path, faults=rules, concurrent_calls=2, batch_bytes="128KiB", breaker_failures=1000
+    )
     with a_cache_over(url, ram_bytes="8MiB", write_behind_bytes="512KiB") as cache:
         with ThreadPoolExecutor(8) as pool:
             found = list(pool.map(lambda seed: live(cache, seed), range(8)))
@@ -278,7 +329,9 @@ def live(cache: LocalCache, seed: int) -> int:
         elif step < 0.8:
             store(cache, prompt)
         elif step < 0.85:
-            with cache.lookup(prompt.query(), wait_s=0) as hit:  # let go while it arrives, or claimed before all has
+            with cache.lookup(
+                prompt.query(), wait_s=0
+            ) as hit:  # let go while it arrives, or claimed before all has
                 if luck.random() < 0.5 and (loan := cache.claim(hit.ticket)) is not None:
                     with loan:
                         check(loan, prompt, int(loan.num_tokens.sum()))

@@ -27,7 +27,16 @@ from kvhold.tiers.memcached import _expiry
 from kvhold.tiers.memory import MemoryConfig, MemoryTier
 from kvhold.tiers.redis import RedisTier
 from kvhold.tiers.url import parse_url
-from tests.cache.below import HYBRID_SPACE, PATIENT_S, SPACE, a_cache_over, cache_over, eventually, forget, on_disk
+from tests.cache.below import (
+    HYBRID_SPACE,
+    PATIENT_S,
+    SPACE,
+    a_cache_over,
+    cache_over,
+    eventually,
+    forget,
+    on_disk,
+)
 from tests.tiers import memory
 from tests.tiers.conftest import start_or_skip
 from tests.tiers.memory import PLUGIN, SHARED_PLUGIN, Place, SharedMemoryTier, a_place
@@ -64,7 +73,10 @@ class TestRestarts:
     def test_a_tier_that_was_down_is_cleared_when_it_is_back_after_a_restart(
         self, place: Place, tmp_path: Path, shared: bool, namespace: bytes | None
     ) -> None:
-        url, options = (place.shared_url if shared else place.url)(breaker_pause_s=0.01), {"clears_file": str(tmp_path / "clears")}
+        url, options = (
+            (place.shared_url if shared else place.url)(breaker_pause_s=0.01),
+            {"clears_file": str(tmp_path / "clears")},
+        )
         with cache_over(url, plugins=PLUGINS, **options) as cache:
             store(cache, PROMPT)
             settle(cache)
@@ -84,7 +96,9 @@ class TestRestarts:
             assert cache.status()["tiers"][0]["clears_owed"] == 0
             assert read(cache, PROMPT) == 64
 
-    def test_a_clear_that_was_interrupted_goes_on_after_a_restart(self, place: Place, tmp_path: Path) -> None:
+    def test_a_clear_that_was_interrupted_goes_on_after_a_restart(
+        self, place: Place, tmp_path: Path
+    ) -> None:
         options = {"clears_file": str(tmp_path / "clears")}
         with cache_over(place.url(), drain_timeout_s=0, **options) as cache:
             store(cache, PROMPT)
@@ -102,7 +116,10 @@ class TestRestarts:
         journal = ClearsJournal(path)
         await journal.add("disk", NAMESPACE)
         await journal.add("redis", b"")
-        assert (ClearsJournal(path).owed("disk"), ClearsJournal(path).owed("redis")) == ([NAMESPACE], [b""])
+        assert (ClearsJournal(path).owed("disk"), ClearsJournal(path).owed("redis")) == (
+            [NAMESPACE],
+            [b""],
+        )
         await journal.remove("disk", NAMESPACE)
         assert ClearsJournal(path).owed("disk") == []
         assert path.stat().st_mode & 0o777 == 0o600
@@ -110,7 +127,9 @@ class TestRestarts:
         journal = ClearsJournal(path)
         journal.begin(["disk", "redis"])
         assert (journal.owed("disk"), journal.owed("redis")) == ([b""], [b""])
-        await journal.remove("disk", b"")  # one has paid, and the other still owes, after a restart too
+        await journal.remove(
+            "disk", b""
+        )  # one has paid, and the other still owes, after a restart too
         assert (ClearsJournal(path).owed("disk"), ClearsJournal(path).owed("redis")) == ([], [b""])
         path.unlink()
         path.symlink_to(tmp_path / "elsewhere")
@@ -139,7 +158,11 @@ class TestRestarts:
             time.sleep(0.2)
             write(journal)
 
-        write, prompts, file = ClearsJournal._write, [PROMPT, a_prompt(HYBRID_SPACE, 64)], str(tmp_path / "clears")
+        write, prompts, file = (
+            ClearsJournal._write,
+            [PROMPT, a_prompt(HYBRID_SPACE, 64)],
+            str(tmp_path / "clears"),
+        )
         monkeypatch.setattr(ClearsJournal, "_write", write_slowly)
         with cache_over(place.url(), clears_file=file, drain_timeout_s=0.0) as cache:
             for prompt in prompts:
@@ -152,7 +175,9 @@ class TestRestarts:
 
     def test_a_second_clear_is_not_paid_by_the_first(self, place: Place, tmp_path: Path) -> None:
         later = SPACE.prompt(np.arange(64, dtype=np.int32) + 5000)
-        with cache_over(place.url(breaker_pause_s=0.01), clears_file=str(tmp_path / "clears")) as cache:
+        with cache_over(
+            place.url(breaker_pause_s=0.01), clears_file=str(tmp_path / "clears")
+        ) as cache:
             store(cache, PROMPT)
             settle(cache)
             place.hold("delete")
@@ -169,9 +194,14 @@ class TestRestarts:
             place.faults = {}
             eventually(lambda: not place.values and not cache.status()["tiers"][0]["clears_owed"])
 
-    def test_a_clear_of_a_shared_tier_is_known_after_a_restart_though_its_marker_is_lost(self, place: Place, tmp_path: Path) -> None:
+    def test_a_clear_of_a_shared_tier_is_known_after_a_restart_though_its_marker_is_lost(
+        self, place: Place, tmp_path: Path
+    ) -> None:
         """What was cleared is still there: the node ended before it could be removed."""
-        url, options = place.shared_url(), {"plugins": PLUGINS, "clears_file": str(tmp_path / "clears"), "drain_timeout_s": 0.0}
+        url, options = (
+            place.shared_url(),
+            {"plugins": PLUGINS, "clears_file": str(tmp_path / "clears"), "drain_timeout_s": 0.0},
+        )
         with cache_over(url, **options) as cache:
             store(cache, PROMPT)
             settle(cache)
@@ -185,7 +215,9 @@ class TestRestarts:
         with cache_over(url, **options) as cache:
             assert read(cache, PROMPT) == 0
 
-    async def test_of_two_that_write_generations_down_the_older_numbers_are_not_written_last(self, tmp_path: Path) -> None:
+    async def test_of_two_that_write_generations_down_the_older_numbers_are_not_written_last(
+        self, tmp_path: Path
+    ) -> None:
         """One that began earlier, of a refresh, has other tiers' debts to write down first."""
 
         class SlowGuard:
@@ -198,7 +230,12 @@ class TestRestarts:
 
         began, go, guard = asyncio.Event(), asyncio.Event(), SlowGuard()
         journal = ClearsJournal(tmp_path / "clears")
-        mover: Any = SimpleNamespace(_journal=journal, _shared=[guard], _stack=SimpleNamespace(guards=[guard]), _remembering=asyncio.Lock())
+        mover: Any = SimpleNamespace(
+            _journal=journal,
+            _shared=[guard],
+            _stack=SimpleNamespace(guards=[guard]),
+            _remembering=asyncio.Lock(),
+        )
         refresh = asyncio.ensure_future(Mover._remember(mover))
         await began.wait()
         guard.generations = {NAMESPACE: 1}
@@ -209,18 +246,24 @@ class TestRestarts:
         assert ClearsJournal(tmp_path / "clears").reached("tier") == {NAMESPACE: 1}
 
     @pytest.mark.parametrize("shared", [False, True])
-    def test_a_read_only_tier_is_not_used_after_a_clear(self, place: Place, tmp_path: Path, shared: bool) -> None:
+    def test_a_read_only_tier_is_not_used_after_a_clear(
+        self, place: Place, tmp_path: Path, shared: bool
+    ) -> None:
         url = place.shared_url if shared else place.url
         with cache_over(url(), plugins=PLUGINS) as cache:
             store(cache, PROMPT)
         for restarted in (False, True):  # a restart does not change it
-            with cache_over(url(read_only=True), plugins=PLUGINS, clears_file=str(tmp_path / "clears")) as cache:
+            with cache_over(
+                url(read_only=True), plugins=PLUGINS, clears_file=str(tmp_path / "clears")
+            ) as cache:
                 assert read(cache, PROMPT) == (0 if restarted else 64)
                 cache.clear(NAMESPACE)
                 assert read(cache, PROMPT) == 0
         assert chunks(place) == 4
 
-    async def test_a_clear_that_is_done_is_not_done_again_after_a_restart(self, place: Place, tmp_path: Path) -> None:
+    async def test_a_clear_that_is_done_is_not_done_again_after_a_restart(
+        self, place: Place, tmp_path: Path
+    ) -> None:
         class Watched(ClearsJournal):
             async def remove(self, tier: str, prefix: bytes) -> None:
                 seen.append(guard.status()["clears_owed"])
@@ -230,7 +273,10 @@ class TestRestarts:
         guard = Guard(memory.MemoryTier(place), GuardConfig(), name="tier", metrics=Metrics())
         guard.resume_clears(Watched(tmp_path / "clears"))
         await guard.clear(NAMESPACE)
-        assert (seen, guard.status()["clears_owed"]) == ([1], 0)  # whoever sees that nothing is owed finds that in the journal
+        assert (seen, guard.status()["clears_owed"]) == (
+            [1],
+            0,
+        )  # whoever sees that nothing is owed finds that in the journal
 
     @pytest.mark.parametrize("shared", [False, True])
     async def test_very_many_debts_are_paid_and_none_of_a_shared_tier_becomes_a_clear_of_everything(
@@ -252,7 +298,9 @@ class TestRestarts:
 
 
 class TestOtherHosts:
-    def test_what_another_host_has_in_memory_is_not_used_once_it_hears_of_the_clear(self, place: Place) -> None:
+    def test_what_another_host_has_in_memory_is_not_used_once_it_hears_of_the_clear(
+        self, place: Place
+    ) -> None:
         url = place.shared_url(clears_check_s=0.01)
         with a_cache_over(url, plugins=PLUGINS) as one, a_cache_over(url, plugins=PLUGINS) as other:
             for cache in (one, other):
@@ -269,7 +317,9 @@ class TestOtherHosts:
             assert read(other, PROMPT) == 64
 
     @pytest.mark.parametrize("space", [NAMESPACE, ALL])
-    def test_a_clear_between_a_hosts_first_store_and_its_first_contact_is_learned(self, place: Place, space: bytes) -> None:
+    def test_a_clear_between_a_hosts_first_store_and_its_first_contact_is_learned(
+        self, place: Place, space: bytes
+    ) -> None:
         with cache_over(place.shared_url(clears_check_s=1000), plugins=PLUGINS) as other:
             place.hold("probe")
             store(other, PROMPT)
@@ -280,9 +330,14 @@ class TestOtherHosts:
             settle(other)
             assert chunks(place) == 0
 
-    def test_a_host_hears_of_clears_though_nothing_that_it_stores_is_written(self, place: Place) -> None:
+    def test_a_host_hears_of_clears_though_nothing_that_it_stores_is_written(
+        self, place: Place
+    ) -> None:
         url = place.shared_url(clears_check_s=0.01)
-        with cache_over(url, plugins=PLUGINS) as one, cache_over(url, plugins=PLUGINS, write_behind_bytes=1) as other:
+        with (
+            cache_over(url, plugins=PLUGINS) as one,
+            cache_over(url, plugins=PLUGINS, write_behind_bytes=1) as other,
+        ):
             store(other, PROMPT)
             assert read(other, PROMPT) == 64
             one.clear(NAMESPACE)
@@ -294,7 +349,10 @@ class TestOtherHosts:
     def test_what_cannot_be_removed_now_is_hidden_no_longer_than_its_generation_lives_and_goes_later(
         self, place: Place, failing: str, space: bytes | None
     ) -> None:
-        with cache_over(place.shared_url(clears_check_s=1000, breaker_pause_s=0.01, breaker_failures=1000), plugins=PLUGINS) as cache:
+        with cache_over(
+            place.shared_url(clears_check_s=1000, breaker_pause_s=0.01, breaker_failures=1000),
+            plugins=PLUGINS,
+        ) as cache:
             store(cache, PROMPT)
             settle(cache)
             old = {name for name in place.values if not is_marker(name)}
@@ -306,7 +364,9 @@ class TestOtherHosts:
             forget(cache)
             before = place.calls[failing]
             eventually(lambda: place.calls[failing] > before + 2)
-            assert read(cache, PROMPT) == 64, "what was stored since is found, however often it is tried again"
+            assert read(cache, PROMPT) == 64, (
+                "what was stored since is found, however often it is tried again"
+            )
             assert old < set(place.values)
             place.faults = {}
             eventually(lambda: not old & set(place.values))
@@ -321,7 +381,9 @@ class TestOtherHosts:
             assert read(other, PROMPT) == 64
             one.clear()
             assert chunks(place) == 0
-            longer = a_prompt(SPACE, 128)  # the other has its beginning in memory, and stores the rest
+            longer = a_prompt(
+                SPACE, 128
+            )  # the other has its beginning in memory, and stores the rest
             store(other, longer)
             settle(other)
             forget(one)
@@ -336,7 +398,11 @@ class TestOtherHosts:
                 store(writer, PROMPT)
                 settle(writer)
                 (reader if number % 3 else writer).clear(NAMESPACE if number % 5 else None)
-                eventually(lambda reader=reader, writer=writer: read(reader, PROMPT) == read(writer, PROMPT) == 0)
+                eventually(
+                    lambda reader=reader, writer=writer: (
+                        read(reader, PROMPT) == read(writer, PROMPT) == 0
+                    )
+                )
                 settle(one)
                 settle(other)
 
@@ -365,7 +431,9 @@ class TestDisksBesideASharedTier:
         self, place: Place, tmp_path: Path, namespace: bytes | None, when: str, remembers: bool
     ) -> None:
         url, disk = place.shared_url(clears_check_s=0.01), on_disk(tmp_path)
-        options = {"plugins": PLUGINS} | ({"clears_file": str(tmp_path / "clears")} if remembers else {})
+        options = {"plugins": PLUGINS} | (
+            {"clears_file": str(tmp_path / "clears")} if remembers else {}
+        )
 
         def clear() -> None:
             with cache_over(url, plugins=PLUGINS) as one:
@@ -390,9 +458,13 @@ class TestDisksBesideASharedTier:
             if remembers:
                 eventually(lambda: "\t1\n" in (tmp_path / "clears").read_text())
         with cache_over(disk, url, **options) as other:
-            assert read(other, PROMPT) == 64 or not remembers  # whoever does not remember drops it once more
+            assert (
+                read(other, PROMPT) == 64 or not remembers
+            )  # whoever does not remember drops it once more
 
-    def test_a_clear_during_which_the_shared_tier_was_away_is_learned_when_it_is_back(self, place: Place, tmp_path: Path) -> None:
+    def test_a_clear_during_which_the_shared_tier_was_away_is_learned_when_it_is_back(
+        self, place: Place, tmp_path: Path
+    ) -> None:
         url = place.shared_url(clears_check_s=0.01, breaker_pause_s=0.01)
         with cache_over(on_disk(tmp_path), url, plugins=PLUGINS) as other:
             store(other, PROMPT)
@@ -410,7 +482,9 @@ class TestGenerations:
     def tiers(place: Place, count: int = 2) -> list[GenerationTier]:
         return [GenerationTier(SharedMemoryTier(place), lambda prefix: None) for _ in range(count)]
 
-    async def test_a_write_that_was_on_its_way_when_another_host_cleared_is_found_by_nobody(self, place: Place) -> None:
+    async def test_a_write_that_was_on_its_way_when_another_host_cleared_is_found_by_nobody(
+        self, place: Place
+    ) -> None:
         one, other = self.tiers(place)
         key = make_key(1)
         await one.probe([key])
@@ -418,9 +492,16 @@ class TestGenerations:
         await other.advance(key[:NAMESPACE_BYTES])
         assert await one.probe([key]) == [None]
         await write()
-        assert await one.probe([key]) == await other.probe([key]) == await self.tiers(place)[0].probe([key]) == [None]
+        assert (
+            await one.probe([key])
+            == await other.probe([key])
+            == await self.tiers(place)[0].probe([key])
+            == [None]
+        )
 
-    async def test_whoever_comes_later_finds_the_latest_generation_however_many_there_were(self, place: Place) -> None:
+    async def test_whoever_comes_later_finds_the_latest_generation_however_many_there_were(
+        self, place: Place
+    ) -> None:
         one, other = self.tiers(place)
         key = make_key(1)
         for _ in range(40):
@@ -429,7 +510,9 @@ class TestGenerations:
         assert await other.probe([key]) == [3]
         assert [found async for found in other.scan(key[:NAMESPACE_BYTES])] == [key]
 
-    async def test_a_scan_of_everything_gives_keys_of_namespaces_that_only_others_have_cleared(self, place: Place) -> None:
+    async def test_a_scan_of_everything_gives_keys_of_namespaces_that_only_others_have_cleared(
+        self, place: Place
+    ) -> None:
         one, other = self.tiers(place)
         keys = [make_key(number, bytes([65 + number]) * NAMESPACE_BYTES) for number in range(3)]
         for key in keys[:2]:
@@ -446,7 +529,9 @@ class TestGenerations:
         await one.refresh()
         assert await other.probe([key]) == [None]
 
-    async def test_a_host_that_starts_later_finds_the_generation_though_old_markers_expired(self, place: Place) -> None:
+    async def test_a_host_that_starts_later_finds_the_generation_though_old_markers_expired(
+        self, place: Place
+    ) -> None:
         one, other = self.tiers(place)
         space = make_key(1)[:NAMESPACE_BYTES]
         for number in range(1, 40):
@@ -481,7 +566,9 @@ class TestGenerations:
         await clear
         assert (told, one.numbers) == ([], {key[:NAMESPACE_BYTES]: 1})
 
-    async def test_of_two_clears_at_once_each_host_learns_of_the_other_ones(self, place: Place) -> None:
+    async def test_of_two_clears_at_once_each_host_learns_of_the_other_ones(
+        self, place: Place
+    ) -> None:
         told: list[bytes] = []
         space = make_key(1)[:NAMESPACE_BYTES]
         [other] = self.tiers(place, 1)
@@ -498,7 +585,9 @@ class TestGenerations:
         await other.refresh()
         assert other.numbers == {space: 2}  # what it stored between the two clears goes
 
-    async def test_no_name_of_a_generation_is_used_until_it_is_known_whose_clear_began_it(self, place: Place) -> None:
+    async def test_no_name_of_a_generation_is_used_until_it_is_known_whose_clear_began_it(
+        self, place: Place
+    ) -> None:
         told: list[bytes] = []
         key, stored, go_on = make_key(1), asyncio.Event(), asyncio.Event()
         [other] = self.tiers(place, 1)
@@ -517,7 +606,10 @@ class TestGenerations:
         await stored.wait()
         await one.probe([key])
         await one.refresh()
-        assert (told, one.name_of(key)) == ([], key)  # what memory holds may be older than the other clear
+        assert (told, one.name_of(key)) == (
+            [],
+            key,
+        )  # what memory holds may be older than the other clear
         go_on.set()
         await clear
         assert told == [key[:NAMESPACE_BYTES]]
@@ -545,7 +637,9 @@ class TestGenerations:
         assert (redis._ttl_ms(None), redis._ttl_ms(inf)) == (86_400_000, None)
         assert (_expiry(60), _expiry(inf)) == (60, 0)
 
-    async def test_a_clear_of_everything_is_learned_by_a_host_of_very_many_namespaces(self, place: Place) -> None:
+    async def test_a_clear_of_everything_is_learned_by_a_host_of_very_many_namespaces(
+        self, place: Place
+    ) -> None:
         told: list[bytes] = []
         one, other = self.tiers(place, 1)[0], GenerationTier(SharedMemoryTier(place), told.append)
         for number in range(4200):
@@ -559,7 +653,9 @@ class TestGenerations:
             await other.refresh()
         assert told == [b"", (7).to_bytes(NAMESPACE_BYTES, "big")]
 
-    async def test_what_was_read_before_a_clear_replaces_nothing_that_came_after_it(self, place: Place) -> None:
+    async def test_what_was_read_before_a_clear_replaces_nothing_that_came_after_it(
+        self, place: Place
+    ) -> None:
         guard = Guard(SharedMemoryTier(place), GuardConfig(), name="tier", metrics=Metrics())
         guard.share(lambda prefix: None)
         key = make_key(1)
@@ -567,10 +663,14 @@ class TestGenerations:
         names = guard.names([key])
         await guard.clear(key[:NAMESPACE_BYTES])
         await guard.put([(key, [memoryview(b"new")])])
-        assert (await guard.replace([(key, [memoryview(b"old, recoded")])], names=names)).items == [False]
+        assert (await guard.replace([(key, [memoryview(b"old, recoded")])], names=names)).items == [
+            False
+        ]
         assert b"old, recoded" not in place.values.values()
 
-    async def test_the_owner_of_memory_is_told_before_a_key_has_a_new_name(self, place: Place) -> None:
+    async def test_the_owner_of_memory_is_told_before_a_key_has_a_new_name(
+        self, place: Place
+    ) -> None:
         told: list[bytes] = []
         key = make_key(1)
         one = GenerationTier(SharedMemoryTier(place), lambda prefix: told.append(one.name_of(key)))

@@ -1,4 +1,6 @@
-"""Tiers with a codec and encrypted ones: what comes back, what is refused, and whose budget and key decide."""
+"""Tiers with a codec and encrypted ones: what comes back, what is refused, and whose budget and key
+decide.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,15 +44,21 @@ def second() -> Iterator[Place]:
 
 class TestCodecs:
     @pytest.mark.parametrize("space", [SPACE, HYBRID_SPACE], ids=["one group", "hybrid"])
-    def test_lossless_gives_every_byte_back_from_a_disk(self, tmp_path: Path, space: Namespace) -> None:
+    def test_lossless_gives_every_byte_back_from_a_disk(
+        self, tmp_path: Path, space: Namespace
+    ) -> None:
         with a_cache_over(on_disk(tmp_path, codec="lossless")) as cache:
             store(cache, a_prompt(space, 150))
             forget(cache)
             assert read(cache, a_prompt(space, 150)) == 150
-            assert tier_counter(cache, "kvhold_encoded_chunks", tier="disk", codec="lossless") == 10 * len(space.layout.groups)
+            assert tier_counter(
+                cache, "kvhold_encoded_chunks", tier="disk", codec="lossless"
+            ) == 10 * len(space.layout.groups)
 
     @pytest.mark.parametrize("codec", ["int8", "fp8"])
-    def test_a_codec_with_a_loss_keeps_to_its_bound_and_takes_half_the_room(self, place: Place, codec: str) -> None:
+    def test_a_codec_with_a_loss_keeps_to_its_bound_and_takes_half_the_room(
+        self, place: Place, codec: str
+    ) -> None:
         with wide_cache(place.url(codec=codec)) as cache:
             prompt = a_prompt(WIDE_SPACE, 256)
             store_values(cache, prompt)
@@ -65,11 +73,21 @@ class TestCodecs:
         with a_cache_over(place.url(codec="fp8")) as cache:
             store(cache, a_prompt(HYBRID_SPACE, 64))
             forget(cache)
-            by_group = {int.from_bytes(key[-4:-2], "little"): read_header(value).codec for key, value in place.values.items()}
-            assert by_group[HYBRID.groups.index(next(g for g in HYBRID.groups if g.attention == "state"))] == "lossless"
+            by_group = {
+                int.from_bytes(key[-4:-2], "little"): read_header(value).codec
+                for key, value in place.values.items()
+            }
+            assert (
+                by_group[
+                    HYBRID.groups.index(next(g for g in HYBRID.groups if g.attention == "state"))
+                ]
+                == "lossless"
+            )
 
     def test_each_tier_has_its_own(self, place: Place, second: Place) -> None:
-        with wide_cache(place.url(codec="int8"), second.url(codec="lossless", name="below")) as cache:
+        with wide_cache(
+            place.url(codec="int8"), second.url(codec="lossless", name="below")
+        ) as cache:
             prompt = a_prompt(WIDE_SPACE, 256)
             store_values(cache, prompt)
             forget(cache)
@@ -112,7 +130,10 @@ class TestCodecs:
             eventually(lambda: key not in place.values)
 
     def test_an_unknown_codec_is_an_error_at_the_start(self, place: Place) -> None:
-        with pytest.raises(ConfigError, match=r"tier plugin: codec 'los1ess' is unknown; .* did you mean 'lossless'"):
+        with pytest.raises(
+            ConfigError,
+            match=r"tier plugin: codec 'los1ess' is unknown; .* did you mean 'lossless'",
+        ):
             cache_over(place.url(codec="los1ess"))
 
 
@@ -135,7 +156,9 @@ class TestBudgets:
         ],
         ids=str,
     )
-    def test_the_next_better_codec_is_taken_where_one_loses_too_much(self, place: Place, codec: str, terms: Terms, used: str) -> None:
+    def test_the_next_better_codec_is_taken_where_one_loses_too_much(
+        self, place: Place, codec: str, terms: Terms, used: str
+    ) -> None:
         with wide_cache(place.url(codec=codec)) as cache:
             prompt = a_prompt(WIDE_SPACE, 128)
             store_values(cache, prompt, terms)
@@ -153,7 +176,9 @@ class TestEncryption:
             monkeypatch.setenv(name, bytes([number + 1] * 32).hex())
 
     def test_nothing_below_memory_can_be_read_and_all_comes_back(self, tmp_path: Path) -> None:
-        with a_cache_over(on_disk(tmp_path, encrypt="true"), encryption={"keys": self.KEYS}) as cache:
+        with a_cache_over(
+            on_disk(tmp_path, encrypt="true"), encryption={"keys": self.KEYS}
+        ) as cache:
             store(cache, a_prompt(SPACE, 150))
             forget(cache)
             files = [file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()]
@@ -163,7 +188,9 @@ class TestEncryption:
 
     @pytest.mark.parametrize("codec", ["lossless", "int8"])
     def test_after_the_codec(self, place: Place, codec: str) -> None:
-        with wide_cache(place.url(codec=codec, encrypt="true"), encryption={"keys": self.KEYS}) as cache:
+        with wide_cache(
+            place.url(codec=codec, encrypt="true"), encryption={"keys": self.KEYS}
+        ) as cache:
             prompt = a_prompt(WIDE_SPACE, 256)
             store_values(cache, prompt)
             forget(cache)
@@ -181,7 +208,9 @@ class TestEncryption:
         place.values[first] = bytes(value)
 
     @pytest.mark.parametrize("change", ["flipped bit", "cut short", "another chunk's"])
-    def test_what_was_altered_or_swapped_is_a_miss_and_counted(self, place: Place, change: str) -> None:
+    def test_what_was_altered_or_swapped_is_a_miss_and_counted(
+        self, place: Place, change: str
+    ) -> None:
         with a_cache_over(place.url(encrypt="true"), encryption={"keys": self.KEYS}) as cache:
             store(cache, a_prompt(SPACE, 160))
             forget(cache)
@@ -216,7 +245,10 @@ class TestEncryption:
             forget(cache)
             assert worst_error(cache, prompt) == 0
             forget(cache)
-            mine, yours = (make_key(space.digest, one.hash_at(0), 0, 0) for space, one in ((ours, prompt), (theirs, other)))
+            mine, yours = (
+                make_key(space.digest, one.hash_at(0), 0, 0)
+                for space, one in ((ours, prompt), (theirs, other))
+            )
             place.values[mine] = place.values[yours]
             with cache.lookup(prompt.query(), wait_s=PATIENT_S) as hit:
                 assert hit.num_tokens == 0
@@ -228,7 +260,9 @@ class TestEncryption:
         with wide_cache(place.url(encrypt="true"), encryption={"keys": ["a=env:KEY_A"]}) as cache:
             store_values(cache, old, Terms(tenant="a"))
             cache.flush()
-        with wide_cache(place.url(encrypt="true"), encryption={"keys": ["a=env:NEW_A", "a=env:KEY_A"]}) as cache:
+        with wide_cache(
+            place.url(encrypt="true"), encryption={"keys": ["a=env:NEW_A", "a=env:KEY_A"]}
+        ) as cache:
             assert worst_error(cache, old) == 0
             store_values(cache, new, Terms(tenant="a"))
             cache.flush()
@@ -242,7 +276,10 @@ class TestEncryption:
             store_values(cache, a_prompt(WIDE_SPACE, 64), Terms(tenant="c"))
             cache.flush()
             assert place.values == {}
-            assert tier_counter(cache, "kvhold_tier_dropped_chunks", tier="plugin", reason="no key") == 1
+            assert (
+                tier_counter(cache, "kvhold_tier_dropped_chunks", tier="plugin", reason="no key")
+                == 1
+            )
 
     def test_a_key_that_goes_up_goes_with_its_tenant(self, place: Place, second: Place) -> None:
         space = Namespace("wide", WIDE, tags=(("tenant", "a"),))

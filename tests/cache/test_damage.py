@@ -1,4 +1,6 @@
-"""Bytes in memory that change after they were stored are a miss, and are not sealed as right on their way below."""
+"""Bytes in memory that change after they were stored are a miss, and are not sealed as right on
+their way below.
+"""
 
 from collections.abc import Iterator
 
@@ -37,13 +39,17 @@ def stored(ram: RamTier) -> Entry:
     entry = reserved(ram)
     ram.view(entry)[:] = bytes(number % 251 for number in range(NBYTES))
     size = NBYTES // PLAIN.groups[0].layers
-    entry.checksums = pack([xxh3_64_intdigest(ram.view(entry)[at : at + size]) for at in range(0, NBYTES, size)])
+    entry.checksums = pack(
+        [xxh3_64_intdigest(ram.view(entry)[at : at + size]) for at in range(0, NBYTES, size)]
+    )
     ram.commit(entry)
     return entry
 
 
 def reserved(ram: RamTier) -> Entry:
-    entries = ram.reserve_all([Wanted(KEY, NBYTES)], num_tokens=PLAIN.tokens_per_chunk, first_token=0)
+    entries = ram.reserve_all(
+        [Wanted(KEY, NBYTES)], num_tokens=PLAIN.tokens_per_chunk, first_token=0
+    )
     assert entries is not None
     return entries[0]
 
@@ -75,7 +81,9 @@ def test_checksums_go_below_and_come_up_with_the_chunk(ram: RamTier, codec: str)
 
 
 def test_a_raw_frame_states_what_the_writer_took(ram: RamTier) -> None:
-    """A5: the checksum was taken when the chunk was written below, so earlier damage was sealed as valid."""
+    """A5: the checksum was taken when the chunk was written below, so earlier damage was sealed as
+    valid.
+    """
     entry = stored(ram)
     ram.view(entry)[5] ^= 1
     value = frame(ram, entry, "raw")
@@ -106,7 +114,9 @@ def test_the_mover_drops_and_removes_a_damaged_chunk() -> None:
             assert (hit.num_tokens, hit.reason) == (0, "damaged")
         status = cache.status()
         assert status["counters"]["kvhold_damaged_chunks{found_by=writer}"] == 1
-        assert status["tier_counters"]["kvhold_tier_dropped_chunks{tier=memory,reason=damaged}"] == 1
+        assert (
+            status["tier_counters"]["kvhold_tier_dropped_chunks{tier=memory,reason=damaged}"] == 1
+        )
 
 
 def test_damage_in_memory_is_a_miss_and_the_good_copy_below_comes_up() -> None:

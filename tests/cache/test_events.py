@@ -42,7 +42,9 @@ class Follower:
                 self.resets += 1
                 self.start()
                 continue
-            assert [event.number for event in batch.events] == list(range(self.next + 1, batch.next + 1))
+            assert [event.number for event in batch.events] == list(
+                range(self.next + 1, batch.next + 1)
+            )
             for event in batch.events:
                 self.see(event)
             self.next = batch.next
@@ -63,7 +65,9 @@ def visible(cache: Cache) -> set[bytes]:
 
 
 def live(cache: Cache, follower: Follower, seed: int, *, steps: int = 60, pause: int = 3) -> None:
-    """Random traffic that overfills memory; the follower looks now and then, and then it is right."""
+    """Random traffic that overfills memory; the follower looks now and then, and then
+    it is right.
+    """
     luck = random.Random(seed)
     for step in range(steps):
         space = luck.choice([SPACE, HYBRID_SPACE])
@@ -75,9 +79,18 @@ def live(cache: Cache, follower: Follower, seed: int, *, steps: int = 60, pause:
             assert follower.there.keys() == visible(cache)
 
 
-@given(st.integers(1, 6), st.lists(st.tuples(st.integers(0, 12), st.integers(-3, 15)), max_size=12), st.integers(1, 5))
-def test_a_log_gives_what_came_after_a_number_or_says_that_it_cannot(limit: int, steps: list[tuple[int, int]], most: int) -> None:
-    log, entry = EventLog(limit), SimpleNamespace(key=bytes(40), num_tokens=16, first_token=0, parent=None)
+@given(
+    st.integers(1, 6),
+    st.lists(st.tuples(st.integers(0, 12), st.integers(-3, 15)), max_size=12),
+    st.integers(1, 5),
+)
+def test_a_log_gives_what_came_after_a_number_or_says_that_it_cannot(
+    limit: int, steps: list[tuple[int, int]], most: int
+) -> None:
+    log, entry = (
+        EventLog(limit),
+        SimpleNamespace(key=bytes(40), num_tokens=16, first_token=0, parent=None),
+    )
     begin, added = log.last, 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "MOST", most)
@@ -111,9 +124,17 @@ def test_an_event_names_the_chunk_its_place_and_the_one_before_it() -> None:
         for event in events:
             parts = split_key(event.key)
             chunk = event.first_token // 16
-            assert (event.kind, event.tier, event.namespace) == ("admitted", "ram", HYBRID_SPACE.digest)
+            assert (event.kind, event.tier, event.namespace) == (
+                "admitted",
+                "ram",
+                HYBRID_SPACE.digest,
+            )
             assert event.num_tokens == (16, 16, 8)[chunk]
-            assert event.parent == (make_key(HYBRID_SPACE.digest, prompt.hash_at(chunk - 1), parts.group, 0) if chunk else b"")
+            assert event.parent == (
+                make_key(HYBRID_SPACE.digest, prompt.hash_at(chunk - 1), parts.group, 0)
+                if chunk
+                else b""
+            )
         cache.clear()
         gone = cache.events(events[-1].number).events
         assert {event.kind for event in gone} == {"cleared"}

@@ -1,4 +1,6 @@
-"""What is kept for a time only may expire between any two looks of one call: a hit has all it needs, and its memory is nobody else's."""
+"""What is kept for a time only may expire between any two looks of one call: a hit has all it
+needs, and its memory is nobody else's.
+"""
 
 import math
 from types import SimpleNamespace
@@ -21,7 +23,10 @@ from kvhold.tiers.ram import RamTier
 from kvhold.tiers.stack import Place
 from tests.cache.test_state import GROUPS, SLOT, SLOTS
 
-LAYOUTS = {"full": Layout(GROUPS[:1], tokens_per_chunk=2), "hybrid": Layout(GROUPS, tokens_per_chunk=2)}
+LAYOUTS = {
+    "full": Layout(GROUPS[:1], tokens_per_chunk=2),
+    "hybrid": Layout(GROUPS, tokens_per_chunk=2),
+}
 WORKS = {
     "unplanned": None,
     "declined": Work("declined", 9, 0, 64, 1e-9, 1e-9, 0.0, 0.0, 0.0),
@@ -45,7 +50,9 @@ class Bench:
     def __init__(self, layout: Layout, *, num_tiers: int) -> None:
         self.clock, self.layout, self.space = Clock(), layout, Namespace("m", layout)
         metrics = Metrics()
-        ram = RamTier(SimpleNamespace(nbytes=SLOTS * SLOT), make_policy("lru"), metrics, clock=self.clock)
+        ram = RamTier(
+            SimpleNamespace(nbytes=SLOTS * SLOT), make_policy("lru"), metrics, clock=self.clock
+        )
         self.state = CacheState(ram, metrics, num_tiers=num_tiers, write_behind_bytes=1 << 40)
         self.state.tier_names = ["below"][:num_tiers]
         self.state.register(layout)
@@ -69,7 +76,9 @@ class Bench:
                     case WriteOrder():
                         self.state.written(order.number)
                     case ProbeOrder():
-                        self.state.probed(order.search, {key: Place(0, 1) for key in order.keys if key in below})
+                        self.state.probed(
+                            order.search, {key: Place(0, 1) for key in order.keys if key in below}
+                        )
                     case ClearOrder():
                         self.state.cleared(order.prefix)
                     case _:
@@ -82,7 +91,9 @@ class Bench:
         if found.ticket:
             lent = self.state.claim("a", found.ticket, 0, 0)
             for group, offsets in enumerate(lent.offsets):
-                needed = [offsets[chunk] for chunk in needed_chunks(self.layout, group, found.num_tokens)]
+                needed = [
+                    offsets[chunk] for chunk in needed_chunks(self.layout, group, found.num_tokens)
+                ]
                 assert ABSENT not in needed
                 taken |= set(needed)
         self.clock.looks = 0
@@ -104,7 +115,9 @@ def layout(request: pytest.FixtureRequest) -> Layout:
 
 @pytest.mark.parametrize("work", WORKS.values(), ids=WORKS)
 @pytest.mark.parametrize("num_tiers", [0, 1])
-def test_what_expires_while_it_is_looked_up_is_no_part_of_a_hit_or_stays(layout: Layout, num_tiers: int, work: Work | None) -> None:
+def test_what_expires_while_it_is_looked_up_is_no_part_of_a_hit_or_stays(
+    layout: Layout, num_tiers: int, work: Work | None
+) -> None:
     hits = set()
     for looks in range(MOST_LOOKS):
         bench = Bench(layout, num_tiers=num_tiers)
@@ -122,7 +135,9 @@ def test_what_expires_while_it_is_looked_up_is_no_part_of_a_hit_or_stays(layout:
 
 @pytest.mark.parametrize("work", WORKS.values(), ids=WORKS)
 @pytest.mark.parametrize("prefetched", [False, True])
-def test_what_expires_behind_a_gap_that_a_tier_fills_ends_the_hit_there(layout: Layout, prefetched: bool, work: Work | None) -> None:
+def test_what_expires_behind_a_gap_that_a_tier_fills_ends_the_hit_there(
+    layout: Layout, prefetched: bool, work: Work | None
+) -> None:
     for looks in range(MOST_LOOKS):
         bench = Bench(layout, num_tiers=1)
         bench.store(first=1)
@@ -142,7 +157,9 @@ def test_a_chunk_that_a_query_names_twice_is_let_go_as_often_as_it_was_pinned() 
     bench = Bench(LAYOUTS["full"], num_tiers=1)
     bench.store()
     query = bench.prompt(0).query()
-    hashes = query.hashes[:HASH_BYTES] * 2 + bytes(HASH_BYTES)  # and one that is nowhere, so that tiers are asked
+    hashes = query.hashes[:HASH_BYTES] * 2 + bytes(
+        HASH_BYTES
+    )  # and one that is nowhere, so that tiers are asked
     twice = msgspec.structs.replace(query, hashes=hashes, tail_hashes=b"", tail_lengths=())
     reader = bench.state.lookup("b", bench.prompt(0).query())
     found = bench.state.lookup("a", twice)

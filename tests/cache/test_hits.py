@@ -1,4 +1,6 @@
-"""The longest hit is what its definition says, token by token, for every mix of attentions and every pattern of missing chunks."""
+"""The longest hit is what its definition says, token by token, for every mix of attentions and
+every pattern of missing chunks.
+"""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,19 +18,27 @@ groups = st.one_of(
 
 
 def needs(group: Group, first_token: int, end_token: int, num_tokens: int) -> bool:
-    """Whether a hit of `num_tokens` needs the chunk of these tokens: to go on, what of the past does the group look at?"""
+    """Whether a hit of `num_tokens` needs the chunk of these tokens: to go on, what of the past
+    does the group look at?
+    """
     if group.attention == "full":
         return first_token < num_tokens
     if group.attention == "state":
         return end_token == num_tokens
-    return any(num_tokens - group.window <= token < num_tokens for token in range(first_token, end_token))
+    return any(
+        num_tokens - group.window <= token < num_tokens for token in range(first_token, end_token)
+    )
 
 
 @st.composite
 def cases(draw):
-    """A layout, how many whole chunks a prompt has, the tails that may follow, and which pieces are present."""
+    """A layout, how many whole chunks a prompt has, the tails that may follow, and which pieces are
+    present.
+    """
     size = draw(st.integers(1, 6))
-    layout = Layout(groups=tuple(draw(st.lists(groups, min_size=1, max_size=3))), tokens_per_chunk=size)
+    layout = Layout(
+        groups=tuple(draw(st.lists(groups, min_size=1, max_size=3))), tokens_per_chunk=size
+    )
     num_whole = draw(st.integers(0, 6))
     tails = sorted(draw(st.sets(st.integers(1, size - 1)))) if size > 1 else []
     pieces = [(g, "chunk", i) for g in range(len(layout.groups)) for i in range(num_whole)]
@@ -46,7 +56,10 @@ def test_the_longest_hit_is_the_longest_prefix_of_which_every_group_has_what_it_
         whole, rest = divmod(num_tokens, size)
         for g, group in enumerate(layout.groups):
             for i in range(whole):
-                if needs(group, i * size, (i + 1) * size, num_tokens) and (g, "chunk", i) not in present:
+                if (
+                    needs(group, i * size, (i + 1) * size, num_tokens)
+                    and (g, "chunk", i) not in present
+                ):
                     return False
             if rest and (g, "tail", tails.index(rest)) not in present:
                 return False
@@ -58,11 +71,20 @@ def test_the_longest_hit_is_the_longest_prefix_of_which_every_group_has_what_it_
         return (group, "chunk", chunk) in present
 
     full = [g for g, group in enumerate(layout.groups) if group.attention == "full"]
-    reach = next((i for i in range(num_whole) if any((g, "chunk", i) not in present for g in full)), num_whole)
-    whole, tail = longest_hit(layout, reach, num_whole, tails, has_chunk, lambda g, i: (g, "tail", i) in present)
+    reach = next(
+        (i for i in range(num_whole) if any((g, "chunk", i) not in present for g in full)),
+        num_whole,
+    )
+    whole, tail = longest_hit(
+        layout, reach, num_whole, tails, has_chunk, lambda g, i: (g, "tail", i) in present
+    )
 
-    lengths = [i * size for i in range(1, num_whole + 1)] + [num_whole * size + tail for tail in tails]
-    assert whole * size + (tails[tail] if tail is not None else 0) == max(filter(is_hit, lengths), default=0)
+    lengths = [i * size for i in range(1, num_whole + 1)] + [
+        num_whole * size + tail for tail in tails
+    ]
+    assert whole * size + (tails[tail] if tail is not None else 0) == max(
+        filter(is_hit, lengths), default=0
+    )
     assert not asked_of_full, "the reach has said that already"
 
 
@@ -71,4 +93,6 @@ def test_the_chunks_needed_are_those_the_group_looks_at(group, size, num_tokens)
     layout = Layout(groups=(group,), tokens_per_chunk=size)
     count = -(-num_tokens // size)
     ends = [min((i + 1) * size, num_tokens) for i in range(count)]
-    assert list(needed_chunks(layout, 0, num_tokens)) == [i for i in range(count) if needs(group, i * size, ends[i], num_tokens)]
+    assert list(needed_chunks(layout, 0, num_tokens)) == [
+        i for i in range(count) if needs(group, i * size, ends[i], num_tokens)
+    ]

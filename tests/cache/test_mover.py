@@ -1,4 +1,6 @@
-"""What the mover does with a tier that is slow, hangs, fails or lies: nothing waits for it, nothing is lost, nothing comes back."""
+"""What the mover does with a tier that is slow, hangs, fails or lies: nothing waits for it, nothing
+is lost, nothing comes back.
+"""
 
 import logging
 import threading
@@ -46,7 +48,9 @@ def second() -> Iterator[Place]:
 
 def keys_of(num_tokens: int, seed: int = 0) -> list[bytes]:
     prompt = a_prompt(SPACE, num_tokens, seed)
-    return [make_key(SPACE.digest, prompt.hash_at(chunk), 0, 0) for chunk in range(num_tokens // 16)]
+    return [
+        make_key(SPACE.digest, prompt.hash_at(chunk), 0, 0) for chunk in range(num_tokens // 16)
+    ]
 
 
 def put_below(cache: LocalCache, num_tokens: int, seed: int = 0) -> None:
@@ -68,7 +72,9 @@ class TestProbes:
             [asked] = place.asked["probe"]
             assert len(asked) == 3 * 63
 
-    def test_one_a_tier_and_the_second_only_for_what_the_first_lacks(self, place: Place, second: Place) -> None:
+    def test_one_a_tier_and_the_second_only_for_what_the_first_lacks(
+        self, place: Place, second: Place
+    ) -> None:
         with a_cache_over(place.url(), second.url()) as cache:
             put_below(cache, 64)
             keys = keys_of(64)
@@ -91,12 +97,19 @@ class TestProbes:
             assert read(cache, a_prompt(SPACE, 48)) == 48
             assert place.calls["probe"] == before
 
-    def test_one_that_hangs_makes_the_lookup_a_miss_in_time_and_what_memory_has_a_hit(self, place: Place) -> None:
+    def test_one_that_hangs_makes_the_lookup_a_miss_in_time_and_what_memory_has_a_hit(
+        self, place: Place
+    ) -> None:
         with a_cache_over(place.url(probe_timeout_s=0.02)) as cache:
             place.hold("probe")
             store(cache, a_prompt(SPACE, 32))
             assert read(cache, a_prompt(SPACE, 64)) == 32
-            assert tier_counter(cache, "kvhold_tier_errors", tier="plugin", operation="probe", reason="timeout") > 0
+            assert (
+                tier_counter(
+                    cache, "kvhold_tier_errors", tier="plugin", operation="probe", reason="timeout"
+                )
+                > 0
+            )
             place.let_go("probe")
 
 
@@ -133,7 +146,9 @@ class TestReads:
             assert [each.result(60) for each in reads] == [160] * 4
             assert sorted(fetched_keys(place)) == sorted(keys_of(160))
 
-    def test_a_hit_grows_while_it_arrives_and_is_exact_when_it_is_claimed_early(self, place: Place) -> None:
+    def test_a_hit_grows_while_it_arrives_and_is_exact_when_it_is_claimed_early(
+        self, place: Place
+    ) -> None:
         with a_cache_over(place.url(batch_bytes=1, concurrent_calls=1)) as cache:
             put_below(cache, 64)
             store(cache, a_prompt(SPACE, 32))
@@ -149,9 +164,13 @@ class TestReads:
                     place.let_go("get")
             eventually(lambda: at_rest(cache))
             with cache.lookup(a_prompt(SPACE, 64).query(), wait_s=0) as hit:
-                assert (hit.num_tokens, hit.arriving) == (64, False), "what was ordered came all the same"
+                assert (hit.num_tokens, hit.arriving) == (64, False), (
+                    "what was ordered came all the same"
+                )
 
-    def test_a_lookup_that_is_let_go_while_it_arrives_leaves_nothing_held(self, place: Place) -> None:
+    def test_a_lookup_that_is_let_go_while_it_arrives_leaves_nothing_held(
+        self, place: Place
+    ) -> None:
         with a_cache_over(place.url()) as cache:
             put_below(cache, 64)
             for operation in ("probe", "get"):
@@ -165,7 +184,9 @@ class TestReads:
                 eventually(lambda: at_rest(cache))
                 forget(cache)
 
-    def test_a_lookup_waits_no_longer_than_it_is_told_and_takes_what_has_come(self, place: Place) -> None:
+    def test_a_lookup_waits_no_longer_than_it_is_told_and_takes_what_has_come(
+        self, place: Place
+    ) -> None:
         with a_cache_over(place.url()) as cache:
             put_below(cache, 64)
             store(cache, a_prompt(SPACE, 32))
@@ -175,7 +196,9 @@ class TestReads:
                 assert (hit.num_tokens, hit.arriving) == (32, False)
             place.let_go("get")
 
-    def test_an_interrupted_wait_gives_its_ticket_back(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_interrupted_wait_gives_its_ticket_back(
+        self, place: Place, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         with a_cache_over(place.url()) as cache:
             put_below(cache, 64)
             place.hold("get")
@@ -201,7 +224,9 @@ class TestReads:
             assert place.calls == before
             assert cache.status()["pinned_chunks"] == 0
 
-    def test_what_a_read_that_hangs_was_to_fill_stays_reserved_until_it_lets_go(self, place: Place) -> None:
+    def test_what_a_read_that_hangs_was_to_fill_stays_reserved_until_it_lets_go(
+        self, place: Place
+    ) -> None:
         with a_cache_over(place.url()) as cache:
             put_below(cache, 64)
             place.deaf = True
@@ -218,7 +243,9 @@ class TestReads:
             eventually(lambda: cache.status()["used_bytes"] == 0)
             assert cache.status()["tiers"][0]["stuck_calls"] == 0
 
-    def test_a_second_lookup_while_a_read_hangs_ends_and_a_third_after_it_finds_all(self, place: Place) -> None:
+    def test_a_second_lookup_while_a_read_hangs_ends_and_a_third_after_it_finds_all(
+        self, place: Place
+    ) -> None:
         with a_cache_over(place.url()) as cache:
             put_below(cache, 64)
             place.deaf = True
@@ -231,7 +258,9 @@ class TestReads:
             eventually(lambda: at_rest(cache))
             assert read(cache, a_prompt(SPACE, 64)) == 64
 
-    def test_a_tier_that_fails_in_reads_makes_misses_and_its_breaker_opens(self, place: Place) -> None:
+    def test_a_tier_that_fails_in_reads_makes_misses_and_its_breaker_opens(
+        self, place: Place
+    ) -> None:
         with a_cache_over(place.url(breaker_failures=2, breaker_pause_s=1000)) as cache:
             put_below(cache, 64)
             place.faults["get"] = TierUnavailable("memory", "get", "gone")
@@ -243,11 +272,20 @@ class TestReads:
             store(cache, a_prompt(SPACE, 64, seed=1))
             assert cache.flush()
             assert place.calls == before, "it is not touched"
-            assert tier_counter(cache, "kvhold_tier_dropped_chunks", tier="plugin", reason="unavailable") == 4
+            assert (
+                tier_counter(
+                    cache, "kvhold_tier_dropped_chunks", tier="plugin", reason="unavailable"
+                )
+                == 4
+            )
 
-    def test_for_a_tier_that_is_left_alone_nothing_is_hashed(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_for_a_tier_that_is_left_alone_nothing_is_hashed(
+        self, place: Place, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         framed: list[object] = []
-        monkeypatch.setattr("kvhold.cache.landing.Writer.framed", lambda *arguments: framed.append(arguments))
+        monkeypatch.setattr(
+            "kvhold.cache.landing.Writer.framed", lambda *arguments: framed.append(arguments)
+        )
         with a_cache_over(place.url(breaker_failures=1, breaker_pause_s=1000)) as cache:
             place.faults["probe"] = TierUnavailable("memory", "probe", "gone")
             assert read(cache, a_prompt(SPACE, 64)) == 0
@@ -255,8 +293,12 @@ class TestReads:
             assert cache.flush()
             assert framed == []
 
-    @pytest.mark.parametrize("fault", [ValueError("x"), AssertionError(), TierFull("memory", "get", "x")], ids=repr)
-    def test_whatever_a_tier_raises_lookups_and_stores_go_on(self, place: Place, fault: Exception) -> None:
+    @pytest.mark.parametrize(
+        "fault", [ValueError("x"), AssertionError(), TierFull("memory", "get", "x")], ids=repr
+    )
+    def test_whatever_a_tier_raises_lookups_and_stores_go_on(
+        self, place: Place, fault: Exception
+    ) -> None:
         with a_cache_over(place.url(breaker_failures=1000)) as cache:
             put_below(cache, 64)
             place.faults = dict.fromkeys(("probe", "get", "put", "delete", "scan"), fault)
@@ -266,9 +308,13 @@ class TestReads:
             assert read(cache, a_prompt(SPACE, 48, seed=1)) == 48
             cache.clear()
             place.faults = {}
-            assert read(cache, a_prompt(SPACE, 64)) == 0, "it could not be cleared there, and is not used"
+            assert read(cache, a_prompt(SPACE, 64)) == 0, (
+                "it could not be cleared there, and is not used"
+            )
 
-    def test_what_a_tier_has_and_cannot_give_is_found_in_the_next_one(self, place: Place, second: Place) -> None:
+    def test_what_a_tier_has_and_cannot_give_is_found_in_the_next_one(
+        self, place: Place, second: Place
+    ) -> None:
         with a_cache_over(place.url(), second.url()) as cache:
             put_below(cache, 64)
             place.unreadable = set(keys_of(64)[1:3])
@@ -286,7 +332,11 @@ class TestReads:
 
     @pytest.mark.parametrize("step", ["of", "accept"])
     def test_a_batch_that_fails_in_a_way_nobody_foresaw_is_a_miss_and_leaves_nothing(
-        self, place: Place, step: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+        self,
+        place: Place,
+        step: str,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
     ) -> None:
         def fails(*_: object, **__: object) -> None:
             raise MemoryError("no header")
@@ -296,7 +346,9 @@ class TestReads:
             with monkeypatch.context() as patched:
                 patched.setattr(Landing, step, fails)
                 assert read(cache, a_prompt(SPACE, 64)) == 0
-            eventually(lambda: any(record.message == "the mover failed" for record in caplog.records))
+            eventually(
+                lambda: any(record.message == "the mover failed" for record in caplog.records)
+            )
             assert at_rest(cache)
             assert read(cache, a_prompt(SPACE, 64)) == 64
 
@@ -320,11 +372,19 @@ class TestWrites:
             keys = keys_of(160)
             assert place.asked["put"] == [keys[at : at + 3] for at in range(0, 10, 3)]
 
-    def test_what_is_too_much_is_dropped_and_the_rest_is_written(self, place: Place, caplog: pytest.LogCaptureFixture) -> None:
-        with a_cache_over(place.url(), write_behind_bytes=3 * CHUNK_BYTES) as cache, caplog.at_level(logging.WARNING):
+    def test_what_is_too_much_is_dropped_and_the_rest_is_written(
+        self, place: Place, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with (
+            a_cache_over(place.url(), write_behind_bytes=3 * CHUNK_BYTES) as cache,
+            caplog.at_level(logging.WARNING),
+        ):
             place.hold("put")
             store(cache, a_prompt(SPACE, 160))
-            assert cache.status()["counters"]["kvhold_tier_dropped_chunks{tier=all,reason=queue full}"] == 7
+            assert (
+                cache.status()["counters"]["kvhold_tier_dropped_chunks{tier=all,reason=queue full}"]
+                == 7
+            )
             place.let_go("put")
             assert cache.flush()
             assert sorted(place.values) == sorted(keys_of(48))
@@ -350,7 +410,9 @@ class TestWrites:
             cache.flush()
             assert [key for keys in place.asked["put"] for key in keys] == keys_of(96)
 
-    def test_each_tier_gets_all_and_a_slow_one_holds_up_no_other(self, place: Place, second: Place) -> None:
+    def test_each_tier_gets_all_and_a_slow_one_holds_up_no_other(
+        self, place: Place, second: Place
+    ) -> None:
         with a_cache_over(place.url(), second.url()) as cache:
             place.hold("put")
             store(cache, a_prompt(SPACE, 64))
@@ -361,7 +423,9 @@ class TestWrites:
             assert cache.flush()
             assert place.values == second.values
 
-    def test_what_came_from_the_second_tier_is_written_to_the_first(self, place: Place, second: Place) -> None:
+    def test_what_came_from_the_second_tier_is_written_to_the_first(
+        self, place: Place, second: Place
+    ) -> None:
         with a_cache_over(place.url(), second.url()) as cache:
             put_below(cache, 64)
             kept, place.values = place.values, {}
@@ -408,13 +472,18 @@ class TestWrites:
             place.let_go("put")
             eventually(lambda: cache.status()["used_bytes"] == 0)
 
-    def test_a_batch_that_cannot_be_framed_is_counted_and_the_next_is_written(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_batch_that_cannot_be_framed_is_counted_and_the_next_is_written(
+        self, place: Place, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         with a_cache_over(place.url()) as cache:
             with monkeypatch.context() as patched:
                 patched.setattr("kvhold.cache.landing.Writer.framed", lambda *_: 1 / 0)
                 store(cache, a_prompt(SPACE, 32))
                 assert cache.flush()
-            assert tier_counter(cache, "kvhold_tier_dropped_chunks", tier="plugin", reason="internal") == 2
+            assert (
+                tier_counter(cache, "kvhold_tier_dropped_chunks", tier="plugin", reason="internal")
+                == 2
+            )
             store(cache, a_prompt(SPACE, 32, seed=1))
             assert cache.flush()
             assert sorted(place.values) == sorted(keys_of(32, seed=1))
@@ -430,7 +499,9 @@ class LateThread(threading.Thread):
         super().run()
 
 
-def test_what_is_stored_before_the_mover_s_thread_has_begun_is_written_too(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_stored_before_the_mover_s_thread_has_begun_is_written_too(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(mover.threading, "Thread", LateThread)
     LateThread.begins.clear()
     with a_cache_over(place.url()) as cache:
@@ -458,8 +529,13 @@ class TestClears:
             assert read(cache, a_prompt(HYBRID_SPACE, 64)) == 64
 
     @pytest.mark.parametrize("held", ["probe", "put"])
-    def test_neither_what_waits_nor_what_is_being_written_comes_back(self, place: Place, held: str) -> None:
-        with a_cache_over(place.url(batch_bytes=1, concurrent_calls=1)) as cache, ThreadPoolExecutor(1) as pool:
+    def test_neither_what_waits_nor_what_is_being_written_comes_back(
+        self, place: Place, held: str
+    ) -> None:
+        with (
+            a_cache_over(place.url(batch_bytes=1, concurrent_calls=1)) as cache,
+            ThreadPoolExecutor(1) as pool,
+        ):
             place.hold(held)
             store(cache, a_prompt(SPACE, 64))
             place.wait_for(held)
@@ -511,7 +587,9 @@ class TestClears:
             place.let_go("delete")
             assert cache.flush(0, deadline_s=60)
 
-    def test_what_a_tier_could_not_clear_is_not_used_and_goes_when_it_can(self, place: Place) -> None:
+    def test_what_a_tier_could_not_clear_is_not_used_and_goes_when_it_can(
+        self, place: Place
+    ) -> None:
         with a_cache_over(place.url(breaker_pause_s=0.01)) as cache:
             put_below(cache, 64)
             place.faults = {"scan": TierUnavailable("memory", "scan", "away")}
@@ -560,8 +638,12 @@ class TestEnds:
             ending.join(60)
             assert sorted(place.values) == sorted(keys_of(64))
 
-    def test_for_as_long_as_the_settings_say_and_then_it_says_what_was_not(self, place: Place, caplog: pytest.LogCaptureFixture) -> None:
-        with cache_over(place.url(batch_bytes=1, concurrent_calls=1), drain_timeout_s=0.01) as cache:
+    def test_for_as_long_as_the_settings_say_and_then_it_says_what_was_not(
+        self, place: Place, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with cache_over(
+            place.url(batch_bytes=1, concurrent_calls=1), drain_timeout_s=0.01
+        ) as cache:
             place.hold("put")
             store(cache, a_prompt(SPACE, 64))
             place.wait_for("put")

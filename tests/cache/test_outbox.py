@@ -36,15 +36,26 @@ def test_queueing_and_writing_reads_each_chunk_a_fixed_number_of_times(num_chunk
     state: Any = SimpleNamespace(ram=SimpleNamespace(now=lambda: 0), written=written.append)
     with a_place() as place:
         place.hold("probe")  # so that all of them wait at once
-        guard = Guard(MemoryTier(place), GuardConfig(probe_timeout_s=60, batch_bytes=64 << 10), name="memory", metrics=metrics)
+        guard = Guard(
+            MemoryTier(place),
+            GuardConfig(probe_timeout_s=60, batch_bytes=64 << 10),
+            name="memory",
+            metrics=metrics,
+        )
         mover = Mover(state, Stack([guard]), metrics, lambda event: event())
         entries: list[Any] = [CountedEntry(number) for number in range(num_chunks)]
-        mover.submit([WriteOrder(number, entry, layout=None) for number, entry in enumerate(entries)])  # type: ignore[arg-type]
+        mover.submit(
+            [WriteOrder(number, entry, layout=None) for number, entry in enumerate(entries)]
+        )  # type: ignore[arg-type]
         place.wait_for("probe", 3)
         assert metrics.value("kvhold_tier_queued_chunks", tier="memory") == num_chunks
         assert metrics.value("kvhold_tier_queued_bytes", tier="memory") == 4096 * num_chunks
         place.let_go("probe")
         mover.close(drain_timeout_s=60)
     assert sorted(written) == list(range(num_chunks))
-    assert metrics.value("kvhold_tier_queued_chunks", tier="memory") == metrics.value("kvhold_tier_queued_bytes", tier="memory") == 0
+    assert (
+        metrics.value("kvhold_tier_queued_chunks", tier="memory")
+        == metrics.value("kvhold_tier_queued_bytes", tier="memory")
+        == 0
+    )
     assert CountedEntry.reads <= 8 * num_chunks

@@ -1,4 +1,6 @@
-"""What is decided for a lookup whose engine says what computing costs it: wait for all, for a part, for nothing; and what is told of it."""
+"""What is decided for a lookup whose engine says what computing costs it: wait for all, for a part,
+for nothing; and what is told of it.
+"""
 
 import math
 
@@ -56,11 +58,18 @@ class World(Bench):
     def answer_probes(self, orders, below=lambda key: True, tier=0):
         for order in orders:
             assert isinstance(order, ProbeOrder)
-            self.state.probed(order.search, {key: Place(tier, 100) for key in order.keys if below(key)})
+            self.state.probed(
+                order.search, {key: Place(tier, 100) for key in order.keys if below(key)}
+            )
 
     def read(self, orders):
         """Every chunk in its time; returns how many."""
-        arrivals = [arrival for order in orders if isinstance(order, FetchOrder) for arrival in order.arrivals]
+        arrivals = [
+            arrival
+            for order in orders
+            if isinstance(order, FetchOrder)
+            for arrival in order.arrivals
+        ]
         for arrival in arrivals:
             self.now += self.chunk_s
             self.state.fetched(arrival.entry, True)
@@ -107,7 +116,12 @@ def test_of_a_tier_that_nobody_knows_a_little_is_read_first_and_then_more():
     final = world.finish(found)
     assert (final.num_tokens, final.reason) == (16, WHOLE)
     [decision] = world.state.planner.explain("")
-    assert (decision.request, decision.chosen_tokens, decision.hit_tokens, decision.found) == ("slow", 16, 16, {"tier-1": 16})
+    assert (decision.request, decision.chosen_tokens, decision.hit_tokens, decision.found) == (
+        "slow",
+        16,
+        16,
+        {"tier-1": 16},
+    )
     assert decision.waited_s == pytest.approx(8 * world.chunk_s)
 
 
@@ -119,7 +133,9 @@ def test_what_comes_more_slowly_than_it_is_computed_is_not_waited_for_nor_even_l
     assert world.orders() == []
     [decision] = world.state.planner.explain("fast")
     assert world.state.metrics.value("kvhold_plans_unasked") == 1
-    assert decision.why.startswith("tiers were not asked") and decision.alternatives["compute"].compute_s == pytest.approx(1.6e-3)
+    assert decision.why.startswith("tiers were not asked") and decision.alternatives[
+        "compute"
+    ].compute_s == pytest.approx(1.6e-3)
     found = world.ask(work=SLOW)
     world.work_off()
     assert world.finish(found).num_tokens == 16
@@ -128,11 +144,20 @@ def test_what_comes_more_slowly_than_it_is_computed_is_not_waited_for_nor_even_l
 def test_the_largest_query_is_planned_for_and_a_larger_one_is_refused():
     world = World()
     world.learn()
-    largest = Group(layers=MOST_LAYERS, planes=1, heads=1, head_dim=MOST_CHUNK_BYTES // MOST_LAYERS // 16, dtype="uint8")
+    largest = Group(
+        layers=MOST_LAYERS,
+        planes=1,
+        heads=1,
+        head_dim=MOST_CHUNK_BYTES // MOST_LAYERS // 16,
+        dtype="uint8",
+    )
     layout = Layout((largest,), tokens_per_chunk=16)
     world.state.register(layout)
     space = Namespace(model="model", layout=layout, shards=4096)
-    assert world.state.lookup("a", space.prompt(np.zeros(16 * 255, np.int32)).query(), FAST).reason == SLOWER
+    assert (
+        world.state.lookup("a", space.prompt(np.zeros(16 * 255, np.int32)).query(), FAST).reason
+        == SLOWER
+    )
     with pytest.raises(ProtocolError, match=rf"a query of {257 * 4096} keys"):
         world.state.lookup("a", space.prompt(np.zeros(16 * 257, np.int32)).query(), FAST)
 
@@ -165,9 +190,15 @@ def test_a_hit_in_memory_that_costs_more_to_load_than_to_compute_is_not_loaded()
     assert (found.num_tokens, found.ticket, found.reason) == (0, 0, SLOWER)
     assert world.state.status()["pinned_chunks"] == 0
     assert world.ask(work=Work("large", 16, 0, 64, 0.0, 1e-2, 0.0, 0.01, 0.0)).num_tokens == 16
-    assert world.ask(work=Work("has", 16, 16, 64, 0.0, 1e-4, 0.0, 0.01, 0.0)).num_tokens == 16, "what the engine has needs no load"
+    assert world.ask(work=Work("has", 16, 16, 64, 0.0, 1e-4, 0.0, 0.01, 0.0)).num_tokens == 16, (
+        "what the engine has needs no load"
+    )
     assert [decision.hit_tokens for decision in world.state.planner.explain("")] == [16, 16, 0]
-    assert world.state.metrics.value("kvhold_plans", choice="none") == world.state.metrics.value("kvhold_plans", choice="all") == 1
+    assert (
+        world.state.metrics.value("kvhold_plans", choice="none")
+        == world.state.metrics.value("kvhold_plans", choice="all")
+        == 1
+    )
 
 
 def test_who_waits_for_what_takes_longer_than_thought_makes_do_with_what_is_here():
@@ -199,12 +230,20 @@ def test_who_waits_for_what_takes_longer_than_thought_makes_do_with_what_is_here
 
 def test_a_tier_that_turns_out_to_be_slow_is_not_waited_for_to_the_end():
     world = World(chunk_s=0.3)  # all of it in 2.4 s
-    began_s, found = world.now, world.ask(work=Work("first", 16, 0, 64, 0.0, 0.1, 0.0, 0.0, 0.0))  # or computed in 1.6 s
+    began_s, found = (
+        world.now,
+        world.ask(work=Work("first", 16, 0, 64, 0.0, 0.1, 0.0, 0.0, 0.0)),
+    )  # or computed in 1.6 s
     read = 0
     while world.state.refresh(found.ticket).arriving:
         orders = world.orders()
         world.answer_probes([order for order in orders if isinstance(order, ProbeOrder)])
-        for arrival in [arrival for order in orders if isinstance(order, FetchOrder) for arrival in order.arrivals]:
+        for arrival in [
+            arrival
+            for order in orders
+            if isinstance(order, FetchOrder)
+            for arrival in order.arrivals
+        ]:
             world.now += world.chunk_s
             world.state.fetched(arrival.entry, True)
             read += 1
@@ -215,7 +254,9 @@ def test_a_tier_that_turns_out_to_be_slow_is_not_waited_for_to_the_end():
 
 
 @pytest.mark.parametrize(("compute_s", "loads"), [(2.0, True), (0.6, False)])
-def test_where_only_single_chunks_were_read_all_is_waited_for_if_it_comes_in_time_at_their_pace(compute_s: float, loads: bool):
+def test_where_only_single_chunks_were_read_all_is_waited_for_if_it_comes_in_time_at_their_pace(
+    compute_s: float, loads: bool
+):
     world = World(chunk_s=0.1)
     for seed in range(100, 106):
         world.ask(SIZE, seed=seed)
@@ -227,7 +268,9 @@ def test_where_only_single_chunks_were_read_all_is_waited_for_if_it_comes_in_tim
     [order] = world.orders()
     assert len(order.arrivals) == 8
     world.now += 0.55  # they come side by side
-    assert world.state.refresh(found.ticket).arriving == loads, "0.8 s, if it was the bytes that took so long"
+    assert world.state.refresh(found.ticket).arriving == loads, (
+        "0.8 s, if it was the bytes that took so long"
+    )
     assert world.read([order]) == 8
     assert world.state.refresh(found.ticket).num_tokens == (16 if loads else 0)
     world.state.gone("a")
@@ -285,7 +328,10 @@ def test_a_probe_that_hangs_is_waited_for_no_longer_than_computing_takes():
     final = world.state.refresh(found.ticket)
     assert (final.arriving, final.reason) == (False, SLOWER)
     [decision] = world.state.planner.explain("slow")
-    assert decision.why.startswith("what was on its way") and (decision.waited_s, decision.hit_tokens) == (20, 0)
+    assert decision.why.startswith("what was on its way") and (
+        decision.waited_s,
+        decision.hit_tokens,
+    ) == (20, 0)
     world.state.gone("a")
 
 
@@ -318,7 +364,10 @@ def test_what_an_engine_tells_of_the_end_is_remembered_and_decisions_are_bounded
     assert len(planner.explain("request-5")) == 20
     [last] = planner.explain("request-599")
     assert (last.load_s, last.compute_s) == (0.5, -1.0)
-    assert planner.explain("request-5")[-1].request == "request-580" and planner.explain("request-77") == [], "forgotten"
+    assert (
+        planner.explain("request-5")[-1].request == "request-580"
+        and planner.explain("request-77") == []
+    ), "forgotten"
     assert planner.explain("")[0].request == "request-599"
     world.state.gone("a")
 
@@ -331,7 +380,9 @@ def test_what_an_engine_tells_of_the_end_is_remembered_and_decisions_are_bounded
     in_memory=st.integers(0, 8),
     engine_has=st.integers(0, 16),
 )
-def test_no_decision_is_worse_than_the_better_of_loading_all_and_computing_all(token_s, load_s, chunk_s, in_memory, engine_has):
+def test_no_decision_is_worse_than_the_better_of_loading_all_and_computing_all(
+    token_s, load_s, chunk_s, in_memory, engine_has
+):
     """With the tiers' speed known, as it then turns out to be."""
     world = World(chunk_s=chunk_s)
     world.learn()

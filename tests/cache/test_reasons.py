@@ -1,4 +1,6 @@
-"""Each way in which a hit ends has its word, its tokens are counted under it, and each hit says where its KV came from."""
+"""Each way in which a hit ends has its word, its tokens are counted under it, and each hit says
+where its KV came from.
+"""
 
 from collections.abc import Iterator
 
@@ -13,7 +15,16 @@ from kvhold.core.keys import Namespace
 from kvhold.core.layout import Group, Layout
 from kvhold.core.terms import Terms
 from kvhold.testing.cache import PLAIN, a_prompt, flood, store
-from tests.cache.below import HYBRID_SPACE, PATIENT_S, SPACE, at_rest, cache_over, eventually, forget, set_deadlines
+from tests.cache.below import (
+    HYBRID_SPACE,
+    PATIENT_S,
+    SPACE,
+    at_rest,
+    cache_over,
+    eventually,
+    forget,
+    set_deadlines,
+)
 from tests.cache.laws import assert_counters_reconcile
 from tests.tiers.memory import Place, a_place
 
@@ -49,7 +60,9 @@ def missed(cache: LocalCache, reason: str) -> float:
     return float(cache.status()["counters"].get(f"kvhold_missed_tokens{{reason={reason}}}", 0))
 
 
-def ended(cache: LocalCache, space: Namespace, num_tokens: int, *, wait_s: float | None = None) -> tuple[int, str]:
+def ended(
+    cache: LocalCache, space: Namespace, num_tokens: int, *, wait_s: float | None = None
+) -> tuple[int, str]:
     """How far the hit of a prompt goes, and why; what it misses is counted under that."""
     prompt = a_prompt(space, num_tokens)
     with cache.lookup(prompt.query(), wait_s=wait_s) as hit:
@@ -94,7 +107,11 @@ class TestInMemory:
         wide, narrow = (Group(**shape, attention="sliding", window=window) for window in (64, 8))
         space = Namespace("model", Layout((Group(**shape), wide, narrow), tokens_per_chunk=16))
         cache.register(space)
-        store(cache, a_prompt(space, 64), groups=np.array([[True] * 4, [True] * 4, [False, False, False, True]]))
+        store(
+            cache,
+            a_prompt(space, 64),
+            groups=np.array([[True] * 4, [True] * 4, [False, False, False, True]]),
+        )
         assert ended(cache, space, 80) == (64, "never_stored")
 
     def test_it_was_evicted(self, cache: LocalCache) -> None:
@@ -134,7 +151,10 @@ class TestInMemory:
         for number in range(35):
             gone.add(bytes([number]), "evicted")
             assert len(gone) <= 20
-            assert all(gone.why(bytes([recent])) == "evicted" for recent in range(max(0, number - 9), number + 1))
+            assert all(
+                gone.why(bytes([recent])) == "evicted"
+                for recent in range(max(0, number - 9), number + 1)
+            )
         gone.add(bytes([34]), "cleared")
         assert (gone.why(bytes([0])), gone.why(bytes([34]))) == (None, "cleared")
 
@@ -156,7 +176,9 @@ class TestBelow:
         [(0, {BELOW: 64}), (1, {"ram": 32, BELOW: 32}), (2, {"ram": 48, BELOW: 16})],
         ids=["of full attention all", "of sliding attention the window", "of a state the end"],
     )
-    def test_of_a_chunk_of_several_groups_the_slowest_counts(self, above: LocalCache, group: int, from_below: dict[str, int]) -> None:
+    def test_of_a_chunk_of_several_groups_the_slowest_counts(
+        self, above: LocalCache, group: int, from_below: dict[str, int]
+    ) -> None:
         prompt = a_prompt(HYBRID_SPACE, 64)
         store(above, prompt)
         forget(above)
@@ -196,7 +218,9 @@ class TestBelow:
         assert ended(above, SPACE, 32) == (16, "tier_down")
 
     @pytest.mark.parametrize("operation", ["probe", "get"])
-    def test_it_does_not_come_in_time(self, place: Place, above: LocalCache, operation: str) -> None:
+    def test_it_does_not_come_in_time(
+        self, place: Place, above: LocalCache, operation: str
+    ) -> None:
         store(above, a_prompt(SPACE, 32))
         forget(above)
         place.hold(operation)
@@ -211,7 +235,9 @@ class TestBelow:
         hit.close()
         assert missed(above, "deadline") == 32
 
-    def test_the_tier_does_not_answer_in_its_own_time(self, place: Place, above: LocalCache) -> None:
+    def test_the_tier_does_not_answer_in_its_own_time(
+        self, place: Place, above: LocalCache
+    ) -> None:
         store(above, a_prompt(SPACE, 32))
         forget(above)
         place.deaf = True
@@ -227,7 +253,9 @@ class TestBelow:
         key = prompt.chunk_key(1)
         place.values[key] = place.values[key][:-1] + bytes([place.values[key][-1] ^ 1])
         assert ended(above, SPACE, 48) == (16, "bad_frame")
-        assert ended(above, SPACE, 48) == (16, "bad_frame"), "it was removed, and that is remembered"
+        assert ended(above, SPACE, 48) == (16, "bad_frame"), (
+            "it was removed, and that is remembered"
+        )
 
     def test_the_tier_has_dropped_it_meanwhile(self, place: Place, above: LocalCache) -> None:
         prompt = a_prompt(SPACE, 32)
@@ -249,13 +277,21 @@ class TestBelow:
             assert ended(above, SPACE, 32, wait_s=PATIENT_S) == (0, "no_room")
 
     def test_a_group_is_missing_below(self, place: Place, above: LocalCache) -> None:
-        store(above, a_prompt(HYBRID_SPACE, 32), groups=np.array([[True] * 2, [False] * 2, [True] * 2]))
+        store(
+            above,
+            a_prompt(HYBRID_SPACE, 32),
+            groups=np.array([[True] * 2, [False] * 2, [True] * 2]),
+        )
         forget(above)
         assert ended(above, HYBRID_SPACE, 32) == (0, "incomplete")
 
     def test_a_group_is_missing_below_and_in_memory(self, above: LocalCache) -> None:
         store(above, a_prompt(HYBRID_SPACE, 32))
-        store(above, a_prompt(HYBRID_SPACE, 48), groups=np.array([[True] * 3, [True] * 3, [False] * 3]))
+        store(
+            above,
+            a_prompt(HYBRID_SPACE, 48),
+            groups=np.array([[True] * 3, [True] * 3, [False] * 3]),
+        )
         assert ended(above, HYBRID_SPACE, 48) == (32, "incomplete")
 
     def test_it_has_expired_below(self, place: Place, above: LocalCache) -> None:
@@ -273,7 +309,9 @@ class TestBelow:
         assert ended(above, SPACE, 32) == (0, "cleared")
         place.let_go("scan")
 
-    def test_bytes_that_move_are_counted_as_tiers_see_them(self, place: Place, above: LocalCache) -> None:
+    def test_bytes_that_move_are_counted_as_tiers_see_them(
+        self, place: Place, above: LocalCache
+    ) -> None:
         for seed in range(3):
             store(above, a_prompt(SPACE, 72, seed))
         forget(above)
@@ -285,4 +323,8 @@ class TestBelow:
         assert counters[f"kvhold_tier_bytes{{tier={BELOW},operation=put}}"] == nbytes
         assert counters[f"kvhold_tier_bytes{{tier={BELOW},operation=get}}"] == nbytes
         promoted = sum(PLAIN.chunk_bytes(0, n) for n in (16, 16, 16, 16, 8)) * 3
-        assert above.status()["counters"]["kvhold_promoted_bytes"] == promoted == above.status()["counters"]["kvhold_stored_bytes"]
+        assert (
+            above.status()["counters"]["kvhold_promoted_bytes"]
+            == promoted
+            == above.status()["counters"]["kvhold_stored_bytes"]
+        )

@@ -1,4 +1,6 @@
-"""What a tier holds is written anew by another codec while it is read: nothing is lost twice, no budget is broken, nothing is torn."""
+"""What a tier holds is written anew by another codec while it is read: nothing is lost twice, no
+budget is broken, nothing is torn.
+"""
 
 import threading
 import time
@@ -64,14 +66,20 @@ def recoded(cache: LocalCache, codec: str, tier: str = "plugin", **of: Any) -> R
     assert counts.done
     assert counts.seen == sum(getattr(counts, name) for name in RESULTS)
     for name in RESULTS:
-        assert tier_counter(cache, "kvhold_recoded_chunks", tier=tier, result=name) >= getattr(counts, name)
+        assert tier_counter(cache, "kvhold_recoded_chunks", tier=tier, result=name) >= getattr(
+            counts, name
+        )
     eventually(lambda: cache.status()["recodings"] == 0)
     return counts
 
 
 def only(counts: Recoded) -> dict[str, Any]:
     """What is not nothing."""
-    return {name: value for name, value in asdict(counts).items() if value and not name.startswith("bytes_")}
+    return {
+        name: value
+        for name, value in asdict(counts).items()
+        if value and not name.startswith("bytes_")
+    }
 
 
 def filled(cache: LocalCache, prompt: Prompt, terms: Terms = FREE) -> Prompt:
@@ -90,7 +98,11 @@ class TestThereAndBack:
             assert worst_error(cache, prompt) == 0
             assert only(recoded(cache, "lossless", "below")) == {"done": True, "seen": 4, "same": 4}
             back = recoded(cache, "raw", "below")
-            assert (back.replaced, back.bytes_before, back.bytes_after) == (4, counts.bytes_after, counts.bytes_before)
+            assert (back.replaced, back.bytes_before, back.bytes_after) == (
+                4,
+                counts.bytes_after,
+                counts.bytes_before,
+            )
             forget(cache)
             assert worst_error(cache, prompt) == 0
             assert bad_frames(cache) == {}
@@ -102,7 +114,11 @@ class TestThereAndBack:
             assert recoded(cache, "fp8", "below").replaced == 4
             error = worst_error(cache, prompt)
             assert 0 < error < 0.05
-            assert only(recoded(cache, "int8", "below")) == {"done": True, "seen": 4, "kept_lossy": 4}
+            assert only(recoded(cache, "int8", "below")) == {
+                "done": True,
+                "seen": 4,
+                "kept_lossy": 4,
+            }
             for codec in ("lossless", "raw"):
                 assert recoded(cache, codec, "below").replaced == 4
                 forget(cache)
@@ -110,7 +126,9 @@ class TestThereAndBack:
 
     def test_every_group_and_tail_of_a_hybrid_model(self, line: str) -> None:
         with a_cache_over(line) as cache:
-            prompts = [a_prompt(space, 150, seed) for space in (SPACE, HYBRID_SPACE) for seed in range(3)]
+            prompts = [
+                a_prompt(space, 150, seed) for space in (SPACE, HYBRID_SPACE) for seed in range(3)
+            ]
             for prompt in prompts:
                 store(cache, prompt)
             forget(cache)
@@ -124,7 +142,11 @@ class TestThereAndBack:
             store(cache, a_prompt(HYBRID_SPACE, 64))
             forget(cache)
             assert only(recoded(cache, "int8")) == {"done": True, "seen": 12, "replaced": 12}
-            states = {read_header(value).codec for key, value in place.values.items() if HYBRID.groups[key[-4]].attention == "state"}
+            states = {
+                read_header(value).codec
+                for key, value in place.values.items()
+                if HYBRID.groups[key[-4]].attention == "state"
+            }
             assert states == {"lossless"}
             assert recoded(cache, "int8").same == 12
 
@@ -139,7 +161,12 @@ class TestWhich:
             assert recoded(cache, "lossless", namespace=other.digest).seen == 2
             by_space = {key[:16]: read_header(value).codec for key, value in place.values.items()}
             assert by_space == {WIDE_SPACE.digest: "raw", other.digest: "lossless"}
-            assert only(recoded(cache, "lossless")) == {"done": True, "seen": 4, "replaced": 2, "same": 2}
+            assert only(recoded(cache, "lossless")) == {
+                "done": True,
+                "seen": 4,
+                "replaced": 2,
+                "same": 2,
+            }
 
     def test_one_prompt_alone(self, place: Place) -> None:
         with wide_cache(place.url()) as cache:
@@ -147,30 +174,54 @@ class TestWhich:
             filled(cache, mine)
             filled(cache, other)
             query = a_prompt(WIDE_SPACE, 192, seed=1).query()
-            assert only(recoded(cache, "lossless", query=query)) == {"done": True, "seen": 3, "replaced": 3}
-            assert sorted(read_header(value).codec for value in place.values.values()) == ["lossless"] * 3 + ["raw"] * 5
-            assert recoded(cache, "lossless", query=a_prompt(WIDE_SPACE, 256, seed=9).query()).seen == 0
+            assert only(recoded(cache, "lossless", query=query)) == {
+                "done": True,
+                "seen": 3,
+                "replaced": 3,
+            }
+            assert (
+                sorted(read_header(value).codec for value in place.values.values())
+                == ["lossless"] * 3 + ["raw"] * 5
+            )
+            assert (
+                recoded(cache, "lossless", query=a_prompt(WIDE_SPACE, 256, seed=9).query()).seen
+                == 0
+            )
 
-    def test_a_namespace_that_is_not_known_may_only_be_written_without_a_loss(self, place: Place) -> None:
+    def test_a_namespace_that_is_not_known_may_only_be_written_without_a_loss(
+        self, place: Place
+    ) -> None:
         hidden = Namespace("hidden", WIDE, tags=(("kvhold.max_error", "0.0"),))
         with wide_cache(place.url()) as cache:
             filled(cache, a_prompt(hidden, 128))
         with wide_cache(place.url()) as cache:
-            with pytest.raises(ConfigError, match=rf"namespace {hidden.digest.hex()} is not known here, so its budget is not either"):
+            with pytest.raises(
+                ConfigError,
+                match=rf"namespace {hidden.digest.hex()} is not known here, so its budget is not "
+                r"either",
+            ):
                 cache.recode("plugin", "int8", namespace=hidden.digest)
             assert recoded(cache, "int8").seen == 0, "all that are known"
             assert recoded(cache, "lossless", namespace=hidden.digest).replaced == 2
             assert worst_error(cache, a_prompt(hidden, 128)) == 0
 
-    def test_frames_of_a_layout_that_nobody_has_registered_stay_as_they_are(self, place: Place) -> None:
+    def test_frames_of_a_layout_that_nobody_has_registered_stay_as_they_are(
+        self, place: Place
+    ) -> None:
         with wide_cache(place.url()) as cache:
             filled(cache, a_prompt(WIDE_SPACE, 128))
         before = dict(place.values)
         with a_cache_over(place.url()) as cache:
-            assert only(recoded(cache, "lossless", namespace=WIDE_SPACE.digest)) == {"done": True, "seen": 2, "unknown": 2}
+            assert only(recoded(cache, "lossless", namespace=WIDE_SPACE.digest)) == {
+                "done": True,
+                "seen": 2,
+                "unknown": 2,
+            }
             assert place.values == before
 
-    def test_frames_of_a_codec_that_is_not_there_stay_as_they_are(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_frames_of_a_codec_that_is_not_there_stay_as_they_are(
+        self, place: Place, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         with wide_cache(place.url(codec="int8")) as cache:
             filled(cache, a_prompt(WIDE_SPACE, 128))
             before = dict(place.values)
@@ -190,7 +241,9 @@ class TestBudgets:
             ({"kvhold.max_bits": "3.0"}, "cachegen-fine", "cachegen"),
         ],
     )
-    def test_a_namespaces_budget_is_kept(self, place: Place, tags: dict[str, str], codec: str, used: str) -> None:
+    def test_a_namespaces_budget_is_kept(
+        self, place: Place, tags: dict[str, str], codec: str, used: str
+    ) -> None:
         space = Namespace("wide", WIDE, tags=tuple(tags.items()))
         with wide_cache(place.url()) as cache:
             prompt = filled(cache, a_prompt(space, 128))
@@ -202,11 +255,18 @@ class TestBudgets:
             assert worst_error(cache, prompt) <= float(tags.get("kvhold.max_error", 1))
             assert recoded(cache, codec, namespace=space.digest).replaced == 0
 
-    def test_of_the_budgets_that_a_namespace_was_named_with_the_strictest_holds(self, place: Place) -> None:
+    def test_of_the_budgets_that_a_namespace_was_named_with_the_strictest_holds(
+        self, place: Place
+    ) -> None:
         with wide_cache(place.url()) as cache:
             filled(cache, a_prompt(WIDE_SPACE, 128, seed=1), Terms(max_error=0.001))
             filled(cache, a_prompt(WIDE_SPACE, 128, seed=2))
-            assert only(recoded(cache, "int8")) == {"done": True, "seen": 4, "replaced": 4, "over_budget": 4}
+            assert only(recoded(cache, "int8")) == {
+                "done": True,
+                "seen": 4,
+                "replaced": 4,
+                "over_budget": 4,
+            }
             assert codecs_of(place) == {"lossless"}
 
 
@@ -217,10 +277,14 @@ class TestEncryption:
             monkeypatch.setenv(name, bytes([number + 1] * 32).hex())
 
     def cache(self, place: Place) -> LocalCache:
-        return wide_cache(place.url(encrypt="true"), encryption={"keys": ("=env:COMMON", "a=env:KEY_A")})
+        return wide_cache(
+            place.url(encrypt="true"), encryption={"keys": ("=env:COMMON", "a=env:KEY_A")}
+        )
 
     @pytest.mark.parametrize("tags", [(), (("tenant", "a"),)], ids=["common key", "a tenant's"])
-    def test_what_was_sealed_stays_sealed(self, place: Place, tags: tuple[tuple[str, str], ...]) -> None:
+    def test_what_was_sealed_stays_sealed(
+        self, place: Place, tags: tuple[tuple[str, str], ...]
+    ) -> None:
         space = Namespace("wide", WIDE, tags=tags)
         with self.cache(place) as cache:
             cache.register(space)
@@ -231,7 +295,9 @@ class TestEncryption:
             assert all(value.startswith(b"\x89kvseal\n") for value in place.values.values())
             assert worst_error(cache, prompt) == 0
 
-    def test_a_namespace_whose_tenant_is_not_known_is_not_taken_for_damaged(self, place: Place) -> None:
+    def test_a_namespace_whose_tenant_is_not_known_is_not_taken_for_damaged(
+        self, place: Place
+    ) -> None:
         space = Namespace("wide", WIDE, tags=(("tenant", "a"),))
         with self.cache(place) as cache:
             prompt = filled(cache, a_prompt(space, 128), Terms(tenant="a"))
@@ -241,7 +307,9 @@ class TestEncryption:
                 cache.recode("plugin", "lossless", namespace=space.digest)
             assert recoded(cache, "lossless").seen == 0
             assert place.values == before
-            assert recoded(cache, "lossless", query=prompt.query()).replaced == 2, "a prompt names its tenant"
+            assert recoded(cache, "lossless", query=prompt.query()).replaced == 2, (
+                "a prompt names its tenant"
+            )
             assert worst_error(cache, prompt) == 0
 
     def test_a_namespace_of_several_tenants_is_left_alone(self, place: Place) -> None:
@@ -260,7 +328,12 @@ class TestWhatGoesWrong:
             one, other, *_ = sorted(place.values)
             place.values[one] = place.values[one][:-1] + bytes([place.values[one][-1] ^ 1])
             place.values[other] = b"no frame"
-            assert only(recoded(cache, "lossless")) == {"done": True, "seen": 4, "replaced": 2, "bad": 2}
+            assert only(recoded(cache, "lossless")) == {
+                "done": True,
+                "seen": 4,
+                "replaced": 2,
+                "bad": 2,
+            }
             assert bad_frames(cache) == {"checksum": 1, "length": 1}
             assert set(place.values).isdisjoint({one, other})
 
@@ -280,7 +353,12 @@ class TestWhatGoesWrong:
             expiring = {read_header(value).expires_at > 0 for value in place.values.values()}
             assert expiring == {True, False}, "a frame keeps its time"
             cache._state.ram._clock = lambda: time.time() + 2000
-            assert only(recoded(cache, "raw")) == {"done": True, "seen": 4, "replaced": 2, "missing": 2}
+            assert only(recoded(cache, "raw")) == {
+                "done": True,
+                "seen": 4,
+                "replaced": 2,
+                "missing": 2,
+            }
             assert len(place.values) == 2
             assert worst_error(cache, lasting) == 0
 
@@ -294,11 +372,18 @@ class TestWhatGoesWrong:
                 for key in gone:
                     del place.values[key]
                 place.let_go("replace")
-                assert only(recoding.wait()) == {"done": True, "seen": 4, "replaced": 2, "missing": 2}
+                assert only(recoding.wait()) == {
+                    "done": True,
+                    "seen": 4,
+                    "replaced": 2,
+                    "missing": 2,
+                }
             assert set(place.values).isdisjoint(gone)
 
     def test_a_tier_that_dies_in_the_middle_keeps_the_rest_as_it_was(self, place: Place) -> None:
-        with wide_cache(place.url(batch_bytes="64KiB", breaker_failures=1, breaker_pause_s=0.01)) as cache:
+        with wide_cache(
+            place.url(batch_bytes="64KiB", breaker_failures=1, breaker_pause_s=0.01)
+        ) as cache:
             prompt = filled(cache, a_prompt(WIDE_SPACE, 512))
             place.hold("replace")
             with cache.recode("plugin", "lossless") as recoding:
@@ -321,14 +406,19 @@ class TestWhatGoesWrong:
             filled(cache, a_prompt(WIDE_SPACE, 128))
             place.faults["replace"] = TierUnavailable("memory", "replace", "pulled out")
             counts = recoded(cache, "lossless")
-            assert (counts.failed, counts.stopped) == (2, "tier plugin failed: memory: replace: pulled out")
+            assert (counts.failed, counts.stopped) == (
+                2,
+                "tier plugin failed: memory: replace: pulled out",
+            )
             assert codecs_of(place) == {"raw"}
 
     def test_a_scan_that_fails_is_said(self, place: Place) -> None:
         with wide_cache(place.url()) as cache:
             filled(cache, a_prompt(WIDE_SPACE, 128))
             place.faults["scan"] = TierUnavailable("memory", "scan", "pulled out")
-            assert recoded(cache, "lossless").stopped == "tier plugin failed: memory: scan: pulled out"
+            assert (
+                recoded(cache, "lossless").stopped == "tier plugin failed: memory: scan: pulled out"
+            )
 
     def test_one_that_is_closed_stops_and_the_next_one_begins(self, place: Place) -> None:
         with wide_cache(place.url(batch_bytes="64KiB")) as cache:
@@ -358,26 +448,42 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("tier", "codec", "told"),
         [
-            ("plugni", "lossless", r"tier 'plugni' is unknown; known are plugin, shelf, hole; did you mean 'plugin'"),
+            (
+                "plugni",
+                "lossless",
+                r"tier 'plugni' is unknown; known are plugin, shelf, hole; did you mean 'plugin'",
+            ),
             ("plugin", "los1ess", r"codec 'los1ess' is unknown.*did you mean 'lossless'"),
             ("shelf", "lossless", r"tier shelf: it is read_only"),
-            ("hole", "lossless", r"tier hole: null cannot put a value in the place of another in one step"),
+            (
+                "hole",
+                "lossless",
+                r"tier hole: null cannot put a value in the place of another in one step",
+            ),
         ],
     )
-    def test_what_cannot_be_is_said_at_once(self, place: Place, tier: str, codec: str, told: str) -> None:
-        with a_cache_over(place.url(), place.url(name="shelf", read_only="true"), "null://?name=hole") as cache:
+    def test_what_cannot_be_is_said_at_once(
+        self, place: Place, tier: str, codec: str, told: str
+    ) -> None:
+        with a_cache_over(
+            place.url(), place.url(name="shelf", read_only="true"), "null://?name=hole"
+        ) as cache:
             with pytest.raises(ConfigError, match=told):
                 cache.recode(tier, codec)
             assert cache.status()["recodings"] == 0
 
     def test_what_came_up_from_a_tier_with_a_loss_loses_no_more(self, place: Place) -> None:
-        with a_cache_over(place.url(), place.url(name="below", codec="int8"), "null://?name=hole") as cache:
+        with a_cache_over(
+            place.url(), place.url(name="below", codec="int8"), "null://?name=hole"
+        ) as cache:
             with pytest.raises(ConfigError, match="may have come up from tier below, whose codec"):
                 cache.recode("plugin", "fp8")
             assert recoded(cache, "lossless").done
             assert recoded(cache, "fp8", "below").done
 
-    def test_nor_does_what_came_up_from_a_tier_that_was_recoded_with_a_loss(self, place: Place) -> None:
+    def test_nor_does_what_came_up_from_a_tier_that_was_recoded_with_a_loss(
+        self, place: Place
+    ) -> None:
         with a_cache_over(place.url(), place.url(name="below")) as cache:
             assert recoded(cache, "fp8").done
             assert recoded(cache, "fp8", "below").done
@@ -385,7 +491,10 @@ class TestRefusals:
                 cache.recode("plugin", "fp8")
 
     def test_a_cache_without_tiers_says_so(self) -> None:
-        with a_cache_over() as cache, pytest.raises(ConfigError, match="this cache has memory alone"):
+        with (
+            a_cache_over() as cache,
+            pytest.raises(ConfigError, match="this cache has memory alone"),
+        ):
             cache.recode("disk", "lossless")
 
     def test_names_of_impossible_sizes_and_layouts_that_are_not_there(self, place: Place) -> None:
@@ -393,7 +502,12 @@ class TestRefusals:
             with pytest.raises(ProtocolError, match="has 3 bytes"):
                 cache.recode("plugin", "lossless", namespace=b"abc")
             with pytest.raises(ProtocolError, match="not that of the prompt"):
-                cache.recode("plugin", "lossless", namespace=HYBRID_SPACE.digest, query=a_prompt(SPACE, 32).query())
+                cache.recode(
+                    "plugin",
+                    "lossless",
+                    namespace=HYBRID_SPACE.digest,
+                    query=a_prompt(SPACE, 32).query(),
+                )
             with pytest.raises(LayoutError, match="was not registered"):
                 cache.recode("plugin", "lossless", query=a_prompt(WIDE_SPACE, 64).query())
 
@@ -441,7 +555,9 @@ class TestBesideRequests:
             is_at_baseline(cache)
 
     @pytest.mark.parametrize("smaller", [True, False])
-    def test_a_hit_whose_frames_change_their_size_on_the_way_is_whole(self, place: Place, smaller: bool) -> None:
+    def test_a_hit_whose_frames_change_their_size_on_the_way_is_whole(
+        self, place: Place, smaller: bool
+    ) -> None:
         with wide_cache(place.url()) as cache:
             prompt = filled(cache, a_prompt(WIDE_SPACE, 256))
             raw = dict(place.values)
@@ -482,6 +598,8 @@ def test_a_budget_is_read_from_a_namespaces_tags_alone_where_they_say_one() -> N
     from kvhold.core.rules import terms_of
 
     assert terms_of(()) == FREE
-    assert terms_of((("kvhold.max_error", "0.02"), ("tenant", "a"))) == replace(FREE, max_error=0.02, tenant="a")
+    assert terms_of((("kvhold.max_error", "0.02"), ("tenant", "a"))) == replace(
+        FREE, max_error=0.02, tenant="a"
+    )
     for bad in ("much", "2", "nan", "-1"):
         assert terms_of((("kvhold.max_error", bad),)) is None

@@ -26,7 +26,10 @@ def scrubber(cache: LocalCache) -> Scrubber:
 
 
 def a_pass(scrubber: Scrubber) -> int:
-    """Steps from the end of one pass to the end of the next. Returns the bytes that were compared."""
+    """Steps from the end of one pass to the end of the next.
+
+    Returns the bytes that were compared.
+    """
     while scrubber.step() is not None:
         pass
     compared = 0
@@ -64,7 +67,9 @@ def test_damaged_chunks_are_removed_and_counted(cache: LocalCache, scrubber: Scr
     assert "kvhold_damaged_chunks{found_by=reader}" not in counters
 
 
-def test_chunks_that_are_read_are_left_to_their_readers(cache: LocalCache, scrubber: Scrubber) -> None:
+def test_chunks_that_are_read_are_left_to_their_readers(
+    cache: LocalCache, scrubber: Scrubber
+) -> None:
     store(cache, a_prompt(SPACE, 64, 1))
     store(cache, a_prompt(SPACE, 64, 2))
     with cache.lookup(a_prompt(SPACE, 64, 1).query()):
@@ -72,7 +77,9 @@ def test_chunks_that_are_read_are_left_to_their_readers(cache: LocalCache, scrub
     assert a_pass(scrubber) == 8 * PLAIN.chunk_bytes(0, 16)
 
 
-def test_chunks_come_and_go_during_a_pass(cache: LocalCache, scrubber: Scrubber, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_come_and_go_during_a_pass(
+    cache: LocalCache, scrubber: Scrubber, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("kvhold.cache.scrub._BATCH_BYTES", 1)
     for seed in range(4):
         store(cache, a_prompt(SPACE, 64, seed))
@@ -93,7 +100,12 @@ def test_its_thread_finds_damage_by_itself_and_ends_with_the_cache() -> None:
         offset = offset_of(cache, 1, 0)
         cache._arena.view(offset, 1)[0] ^= 1
         with cache._lock:  # told of each that the thread posts
-            found = cache._lock.wait_for(lambda: cache._state.metrics.value("kvhold_damaged_chunks", found_by="scrubber") == 1, 60)
+            found = cache._lock.wait_for(
+                lambda: (
+                    cache._state.metrics.value("kvhold_damaged_chunks", found_by="scrubber") == 1
+                ),
+                60,
+            )
         assert found
     assert not cache._scrubber._thread.is_alive()
 

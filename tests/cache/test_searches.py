@@ -1,7 +1,9 @@
-"""Lookups that go below RAM, as a state machine over a scripted world: it answers orders in any order, late, never, wrongly or well.
+"""Lookups that go below RAM, as a state machine over a scripted world: it answers orders in any
+order, late, never, wrongly or well.
 
-The arena is a model of one: for each slot, what was written there last. What a tier reads into memory is written there at once, as the
-worst of tiers would, so memory that is handed on too early shows up as somebody else's bytes.
+The arena is a model of one: for each slot, what was written there last. What a tier reads into
+memory is written there at once, as the worst of tiers would, so memory that is handed on too early
+shows up as somebody else's bytes.
 """
 
 from collections import Counter
@@ -13,7 +15,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+    run_state_machine_as_test,
+)
 
 from kvhold.cache.hits import needed_chunks
 from kvhold.cache.orders import Arrival, ClearOrder, FetchOrder, ProbeOrder, WriteOrder
@@ -23,13 +33,23 @@ from kvhold.core.config import Config
 from kvhold.core.keys import HASH_BYTES, Namespace, make_key
 from kvhold.core.layout import Group, Layout
 from kvhold.core.planning import Work
-from kvhold.core.reasons import CLEARED, DEADLINE, NEVER_STORED, NOT_NEEDED, REASONS, TIER_DOWN, WHOLE
+from kvhold.core.reasons import (
+    CLEARED,
+    DEADLINE,
+    NEVER_STORED,
+    NOT_NEEDED,
+    REASONS,
+    TIER_DOWN,
+    WHOLE,
+)
 from kvhold.tiers.stack import Place
 from tests.cache.laws import Index, assert_counters_reconcile, finish_chores
 from tests.cache.test_state import LAYOUT, SHARDS, SLOT, SPACES, TEXTS, prompt_of
 
 OWNERS = ("a", "b", "c")
-WORKS = (  # what computing costs an engine: nobody says; it does not know; hardly anything; a lot, and loads something; it has most already
+# what computing costs an engine: nobody says; it does not know; hardly anything; a lot, and loads
+# something; it has most already
+WORKS = (
     None,
     None,
     Work("unknown", 9),
@@ -49,7 +69,9 @@ def needed_keys(prompt, num_tokens, shards=SHARDS):
     """All keys that a hit of `num_tokens` needs."""
     layout = prompt.namespace.layout
     whole, rest = divmod(num_tokens, layout.tokens_per_chunk)
-    hashes = [prompt.hash_at(i) for i in range(whole)] + ([prompt.tails[-HASH_BYTES:]] if rest else [])
+    hashes = [prompt.hash_at(i) for i in range(whole)] + (
+        [prompt.tails[-HASH_BYTES:]] if rest else []
+    )
     return {
         make_key(prompt.namespace.digest, h, group, shard)
         for shard in range(shards)
@@ -61,15 +83,24 @@ def needed_keys(prompt, num_tokens, shards=SHARDS):
 
 def all_keys(prompt, shards=SHARDS):
     layout = prompt.namespace.layout
-    hashes = [prompt.hash_at(i) for i in range(prompt.num_whole)] + ([prompt.tails[-HASH_BYTES:]] if prompt.tail_lengths else [])
-    return [make_key(prompt.namespace.digest, h, g, s) for h in hashes for g in range(len(layout.groups)) for s in range(shards)]
+    hashes = [prompt.hash_at(i) for i in range(prompt.num_whole)] + (
+        [prompt.tails[-HASH_BYTES:]] if prompt.tail_lengths else []
+    )
+    return [
+        make_key(prompt.namespace.digest, h, g, s)
+        for h in hashes
+        for g in range(len(layout.groups))
+        for s in range(shards)
+    ]
 
 
 def longest(prompt, present, shards=SHARDS):
     """By the definition: try every length."""
     for num_tokens in range(len(prompt.tokens), 0, -1):
         ends_with_tail = num_tokens % prompt.namespace.layout.tokens_per_chunk
-        if (not ends_with_tail or num_tokens == len(prompt.tokens)) and needed_keys(prompt, num_tokens, shards) <= present:
+        if (not ends_with_tail or num_tokens == len(prompt.tokens)) and needed_keys(
+            prompt, num_tokens, shards
+        ) <= present:
             return num_tokens
     return 0
 
@@ -98,7 +129,11 @@ class World(RuleBasedStateMachine):
     @initialize(target=numbers)
     def begin(self):
         arena = SimpleNamespace(nbytes=self.slots_in_all * SLOT)
-        config = Config(tiers=("disk:///x", "redis://y"), write_behind_bytes=self.write_behind_bytes, event_buffer=10_000)
+        config = Config(
+            tiers=("disk:///x", "redis://y"),
+            write_behind_bytes=self.write_behind_bytes,
+            event_buffer=10_000,
+        )
         self.state = new_state(config, arena)
         self.index = Index(self.state)
         self.now = 1_000_000.0
@@ -107,8 +142,16 @@ class World(RuleBasedStateMachine):
         self.state.register(LAYOUT)
         self.memory = np.zeros(self.slots_in_all, dtype=np.int64)
         self.ids = count(1)
-        self.content: dict[int, bytes] = {}  # what stands in memory -> the key whose bytes these are
-        self.below = {key for space in SPACES for text in TEXTS for n in range(1, 10) for key in all_keys(space.prompt(text[:n]))}
+        self.content: dict[
+            int, bytes
+        ] = {}  # what stands in memory -> the key whose bytes these are
+        self.below = {
+            key
+            for space in SPACES
+            for text in TEXTS
+            for n in range(1, 10)
+            for key in all_keys(space.prompt(text[:n]))
+        }
         self.probes: list[ProbeOrder] = []
         self.reads: list[Read] = []
         self.writes: dict[int, WriteOrder] = {}
@@ -127,22 +170,42 @@ class World(RuleBasedStateMachine):
             names = prompt_of(*prompt).chunks()
             granted = self.state.reserve(owner, LAYOUT, names, shard)
             self.take_orders()
-            got = [(chunk, g) for g, row in enumerate(granted.offsets) for chunk, at in enumerate(row) if at != ABSENT]
+            got = [
+                (chunk, g)
+                for g, row in enumerate(granted.offsets)
+                for chunk, at in enumerate(row)
+                if at != ABSENT
+            ]
             chunks = sorted({chunk for chunk, _ in got})
             for chunk, g in got:
                 chain_hash = names.hashes[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES]
-                self.write(self.state.ram._entries[make_key(names.namespace, chain_hash, g, shard)], good=True)
+                self.write(
+                    self.state.ram._entries[make_key(names.namespace, chain_hash, g, shard)],
+                    good=True,
+                )
             self.nothing_in_use_was_written_by_others()
             self.state.commit(owner, granted.room, chunks)
             self.take_orders()
 
-    @rule(target=numbers, owner=owners, prompt=prompts, work=st.sampled_from(WORKS), have_tokens=st.sampled_from([0, 0, 3, 9]))
+    @rule(
+        target=numbers,
+        owner=owners,
+        prompt=prompts,
+        work=st.sampled_from(WORKS),
+        have_tokens=st.sampled_from([0, 0, 3, 9]),
+    )
     def lookup(self, owner, prompt, work=None, have_tokens=0):
         asked_before = self.state.metrics.value("kvhold_lookup_tokens")
         found = self.state.lookup(owner, prompt_of(*prompt).query(), work, have_tokens=have_tokens)
         self.take_orders()
         asked = self.state.metrics.value("kvhold_lookup_tokens") - asked_before
-        assert asked == (0 if found.arriving else prompt[2] if prompt[2] <= len(TEXTS[prompt[1]]) else len(TEXTS[prompt[1]]))
+        assert asked == (
+            0
+            if found.arriving
+            else prompt[2]
+            if prompt[2] <= len(TEXTS[prompt[1]])
+            else len(TEXTS[prompt[1]])
+        )
         if not found.arriving:
             assert (found.reason == WHOLE) == (found.num_tokens == asked)
             assert sum(found.sources.values()) == found.num_tokens
@@ -168,7 +231,9 @@ class World(RuleBasedStateMachine):
         if search is not None and search.work is not None:
             assert found.num_tokens in (0, longest(prompt_of(*self.searched[number][1]), present))
             assert not found.arriving or not (over or settle)
-            assert search.work.is_known or found.arriving == (not over and not settle), "who knows nothing waits for all"
+            assert search.work.is_known or found.arriving == (not over and not settle), (
+                "who knows nothing waits for all"
+            )
         elif search is not None:
             assert found.num_tokens == longest(prompt_of(*self.searched[number][1]), present)
             assert found.arriving == (not over and not settle)
@@ -176,7 +241,13 @@ class World(RuleBasedStateMachine):
         assert not (settle and found.arriving)
         self.answers_for_itself(number, found)
 
-    @rule(owner=owners, number=numbers, shard=st.integers(0, SHARDS), first=st.integers(0, 3), arriving=st.booleans())
+    @rule(
+        owner=owners,
+        number=numbers,
+        shard=st.integers(0, SHARDS),
+        first=st.integers(0, 3),
+        arriving=st.booleans(),
+    )
     def claim(self, owner, number, shard, first, arriving=False):
         waits = number in self.state._searches and self.state._searches[number].owner is not None
         lent = self.state.claim(owner, number, shard, first, arriving=arriving)
@@ -184,10 +255,15 @@ class World(RuleBasedStateMachine):
         if lent is not None:
             prompt = prompt_of(*self.searched[number][1])
             entries = self.state._holdings[owner].loans[lent.loan]
-            num_tokens = sum(lent.num_tokens) + first * LAYOUT.tokens_per_chunk if lent.num_tokens else 0
+            num_tokens = (
+                sum(lent.num_tokens) + first * LAYOUT.tokens_per_chunk if lent.num_tokens else 0
+            )
             assert {entry.key for entry in entries} <= needed_keys(prompt, num_tokens)
             self.lent_bytes += sum(entry.nbytes for entry in entries)
-            self.loans[lent.loan] = (owner, [(entry.key, entry.offset, entry.nbytes) for entry in entries])
+            self.loans[lent.loan] = (
+                owner,
+                [(entry.key, entry.offset, entry.nbytes) for entry in entries],
+            )
 
     @rule(number=numbers)
     def release(self, number):
@@ -229,7 +305,10 @@ class World(RuleBasedStateMachine):
         found = self.lookup(owner, prompt)
         for order in [order for order in self.probes if order.search == found]:
             self.probes.remove(order)
-            self.state.probed(order.search, {key: Place(key[9] % 2, HOLDS) for key in order.keys if key in self.below})
+            self.state.probed(
+                order.search,
+                {key: Place(key[9] % 2, HOLDS) for key in order.keys if key in self.below},
+            )
             self.take_orders()
         for read in [read for read in self.reads if given_up and not read.given_up][:1]:
             read.given_up = True
@@ -242,11 +321,18 @@ class World(RuleBasedStateMachine):
         if self.probes:
             order = self.probes.pop(which % len(self.probes))
             assert order.keys and len(set(order.keys)) == len(order.keys)
-            places = {} if lost else {key: Place(key[9] % 2, HOLDS) for key in order.keys if key in self.below}
+            places = (
+                {}
+                if lost
+                else {key: Place(key[9] % 2, HOLDS) for key in order.keys if key in self.below}
+            )
             self.state.probed(order.search, places)
             self.take_orders()
 
-    @rule(which=any_of, answer=st.sampled_from(["well", "well", "well", "fails", "expires", "given up"]))
+    @rule(
+        which=any_of,
+        answer=st.sampled_from(["well", "well", "well", "fails", "expires", "given up"]),
+    )
     def answer_read(self, which, answer):
         if self.reads:
             read = self.reads[which % len(self.reads)]
@@ -273,7 +359,9 @@ class World(RuleBasedStateMachine):
     @rule(which=any_of)
     def answer_write(self, which):
         if self.writes:
-            self.state.written(self.writes.pop(sorted(self.writes)[which % len(self.writes)]).number)
+            self.state.written(
+                self.writes.pop(sorted(self.writes)[which % len(self.writes)]).number
+            )
             self.take_orders()
 
     @rule(which=any_of)
@@ -293,12 +381,16 @@ class World(RuleBasedStateMachine):
         if found.arriving or not found.ticket:
             return
         assert sum(found.sources.values()) == found.num_tokens
-        assert (found.reason == WHOLE) == (found.num_tokens == len(prompt_of(*self.searched[number][1]).tokens))
+        assert (found.reason == WHOLE) == (
+            found.num_tokens == len(prompt_of(*self.searched[number][1]).tokens)
+        )
         assert found.reason in REASONS
 
     def end_read(self, read, answer):
         entry = read.arrival.entry
-        assert (self.memory[slots(entry)] == read.garbage).all(), "somebody wrote where a tier was still writing"
+        assert (self.memory[slots(entry)] == read.garbage).all(), (
+            "somebody wrote where a tier was still writing"
+        )
         if read.given_up:
             self.state.let_go(entry)
         elif answer == "fails" or entry.key not in self.below:
@@ -335,12 +427,19 @@ class World(RuleBasedStateMachine):
         for owner, pieces in self.loans.values():
             for key, offset, nbytes in pieces:
                 there = self.memory[offset // SLOT : -(-(offset + nbytes) // SLOT)]
-                assert all(self.content[int(number)] == key for number in there), f"what {owner} reads is another's"
+                assert all(self.content[int(number)] == key for number in there), (
+                    f"what {owner} reads is another's"
+                )
         for entry in self.state.ram.entries():
             if entry.committed:
-                assert all(self.content[int(number)] == entry.key for number in self.memory[slots(entry)])
+                assert all(
+                    self.content[int(number)] == entry.key for number in self.memory[slots(entry)]
+                )
         for order in self.writes.values():
-            assert all(self.content[int(number)] == order.entry.key for number in self.memory[slots(order.entry)])
+            assert all(
+                self.content[int(number)] == order.entry.key
+                for number in self.memory[slots(order.entry)]
+            )
 
     @invariant()
     def every_pin_is_somebody_s(self):
@@ -348,7 +447,13 @@ class World(RuleBasedStateMachine):
         for search in self.state._searches._searches.values():
             pins.update(map(id, search.pinned.values()))
         for ticket in self.state._tickets.values():
-            pins.update(id(entry) for groups in ticket.shards.values() for row in groups for entry in row if entry is not None)
+            pins.update(
+                id(entry)
+                for groups in ticket.shards.values()
+                for row in groups
+                for entry in row
+                if entry is not None
+            )
         for held in self.state._holdings.values():
             pins.update(id(entry) for entries in held.loans.values() for entry in entries)
         pins.update(id(order.entry) for order in self.writes.values())
@@ -368,10 +473,17 @@ class World(RuleBasedStateMachine):
             used |= {entry.offset: entry.nbytes for entry in search.pinned.values()}
         for ticket in self.state._tickets.values():
             for groups in ticket.shards.values():
-                used |= {entry.offset: entry.nbytes for row in groups for entry in row if entry is not None}
+                used |= {
+                    entry.offset: entry.nbytes
+                    for row in groups
+                    for entry in row
+                    if entry is not None
+                }
         for _, pieces in self.loans.values():
             used |= {offset: nbytes for _, offset, nbytes in pieces}
-        assert self.state.ram.used_bytes == sum(-(-nbytes // SLOT) * SLOT for nbytes in used.values())
+        assert self.state.ram.used_bytes == sum(
+            -(-nbytes // SLOT) * SLOT for nbytes in used.values()
+        )
         assert self.state.status()["arriving_chunks"] == len(self.reads)
 
     @invariant()
@@ -384,11 +496,15 @@ class World(RuleBasedStateMachine):
     def whoever_waits_waits_for_something(self):
         probing = [order.search for order in self.probes]
         on_their_way = {read.arrival.entry.key for read in self.reads if not read.given_up}
-        assert len(on_their_way) == sum(not read.given_up for read in self.reads), "a chunk is read once at a time"
+        assert len(on_their_way) == sum(not read.given_up for read in self.reads), (
+            "a chunk is read once at a time"
+        )
         for number, search in self.state._searches._searches.items():
             assert search.probing == (number in probing)
             assert search.awaited <= on_their_way
-            assert search.owner is not None or not search.over, "what nobody waits for goes when it is over"
+            assert search.owner is not None or not search.over, (
+                "what nobody waits for goes when it is over"
+            )
 
     @invariant()
     def what_waits_to_be_written_is_counted_exactly_and_bounded(self):
@@ -402,7 +518,9 @@ class World(RuleBasedStateMachine):
         if not self.clears:
             return
         for read in self.reads:
-            if not read.given_up and any(read.arrival.entry.key.startswith(order.prefix) for order in self.clears):
+            if not read.given_up and any(
+                read.arrival.entry.key.startswith(order.prefix) for order in self.clears
+            ):
                 assert read.arrival.entry.doomed
 
     def teardown(self):
@@ -423,7 +541,9 @@ class World(RuleBasedStateMachine):
         finish_chores(self.state)
         self.take_orders()
         self.answer_clear(0)
-        assert self.state.ram.used_bytes == self.state.ram.num_chunks == self.state.ram.num_pinned == 0
+        assert (
+            self.state.ram.used_bytes == self.state.ram.num_chunks == self.state.ram.num_pinned == 0
+        )
         assert self.state.all_done(self.state.mark)
 
 
@@ -435,7 +555,9 @@ class TightWorld(World):
 
 
 @pytest.mark.parametrize("world", [World, TightWorld])
-def test_whatever_order_the_world_answers_in_everybody_gets_what_is_theirs_and_nothing_is_left(world):
+def test_whatever_order_the_world_answers_in_everybody_gets_what_is_theirs_and_nothing_is_left(
+    world,
+):
     run_state_machine_as_test(world, settings=settings(max_examples=100, stateful_step_count=50))
 
 
@@ -446,7 +568,9 @@ _FULL = Group(layers=1, planes=1, heads=1, head_dim=8, dtype="int8")
 _GROUPS = {
     "full": (_FULL,),
     "two full": (_FULL, Group(layers=2, planes=1, heads=1, head_dim=8, dtype="int8")),
-    "sliding": (Group(layers=1, planes=1, heads=1, head_dim=8, dtype="int8", attention="sliding", window=4),),
+    "sliding": (
+        Group(layers=1, planes=1, heads=1, head_dim=8, dtype="int8", attention="sliding", window=4),
+    ),
     "full, sliding, state": (
         _FULL,
         Group(layers=1, planes=1, heads=1, head_dim=8, dtype="int8", attention="sliding", window=5),
@@ -461,7 +585,9 @@ _GROUPS = {
 def test_what_comes_is_the_longest_hit_that_memory_and_tiers_have_together(groups, data):
     layout = Layout(groups, tokens_per_chunk=_SIZE)
     shards = data.draw(st.integers(1, 2))
-    prompt = Namespace("m", layout, shards=shards).prompt(np.arange(data.draw(st.integers(1, 17)), dtype=np.int32))
+    prompt = Namespace("m", layout, shards=shards).prompt(
+        np.arange(data.draw(st.integers(1, 17)), dtype=np.int32)
+    )
     keys = all_keys(prompt, shards)
     lost = data.draw(st.sets(st.sampled_from(keys), max_size=3))
     here = data.draw(st.sets(st.sampled_from(keys))) - lost
@@ -500,10 +626,14 @@ class Bench:
     """A state with one namespace of one full group, and short ways to say what happens."""
 
     def __init__(self, *, num_slots=60, write_behind_bytes=0):
-        self.layout = Layout((Group(layers=1, planes=1, heads=1, head_dim=1500, dtype="int8"),), tokens_per_chunk=2)
+        self.layout = Layout(
+            (Group(layers=1, planes=1, heads=1, head_dim=1500, dtype="int8"),), tokens_per_chunk=2
+        )
         self.space = Namespace("m", self.layout)
         arena = SimpleNamespace(nbytes=num_slots * SLOT)
-        self.state = new_state(Config(tiers=("disk:///x", "redis://y"), write_behind_bytes=write_behind_bytes), arena)
+        self.state = new_state(
+            Config(tiers=("disk:///x", "redis://y"), write_behind_bytes=write_behind_bytes), arena
+        )
         self.state.register(self.layout)
 
     def prompt(self, num_tokens, seed=0):
@@ -556,13 +686,20 @@ def test_reads_are_ordered_from_the_prompt_s_start_as_far_as_there_is_room_and_n
     bench = Bench()
     found = bench.state.lookup("a", bench.prompt(10).query())
     [probe] = bench.state.take_orders()
-    bench.state.probed(found.ticket, {key: Place(0, 1) for key in probe.keys if key != probe.keys[2]})
+    bench.state.probed(
+        found.ticket, {key: Place(0, 1) for key in probe.keys if key != probe.keys[2]}
+    )
     [fetch] = bench.state.take_orders()
     assert [arrival.entry.first_token for arrival in fetch.arrivals] == [0, 2]
 
 
-@pytest.mark.parametrize(("have", "below", "ordered"), [(0, 5, 5), (9, 5, 5), (10, 5, 0), (11, 5, 0), (4, 2, 0), (3, 2, 2), (9, 0, 0)])
-def test_what_tiers_have_is_read_only_where_it_goes_beyond_what_is_there_already(have, below, ordered):
+@pytest.mark.parametrize(
+    ("have", "below", "ordered"),
+    [(0, 5, 5), (9, 5, 5), (10, 5, 0), (11, 5, 0), (4, 2, 0), (3, 2, 2), (9, 0, 0)],
+)
+def test_what_tiers_have_is_read_only_where_it_goes_beyond_what_is_there_already(
+    have, below, ordered
+):
     bench = Bench()
     found = bench.state.lookup("a", bench.prompt(10).query(), have_tokens=have)
     [probe] = bench.state.take_orders()
@@ -571,7 +708,11 @@ def test_what_tiers_have_is_read_only_where_it_goes_beyond_what_is_there_already
     assert len(arrivals) == ordered
     if not ordered:
         final = bench.state.refresh(found.ticket)
-        assert (final.num_tokens, final.arriving, final.reason) == (0, False, NOT_NEEDED if below else NEVER_STORED)
+        assert (final.num_tokens, final.arriving, final.reason) == (
+            0,
+            False,
+            NOT_NEEDED if below else NEVER_STORED,
+        )
 
 
 def test_what_memory_has_is_a_hit_even_where_it_is_there_already():
@@ -584,7 +725,12 @@ def test_what_memory_has_is_a_hit_even_where_it_is_there_already():
     bench.state.probed(found.ticket, {key: Place(0, 1) for key in probe.keys})
     assert bench.state.take_orders() == []
     final = bench.state.refresh(found.ticket)
-    assert (final.num_tokens, final.arriving, final.reason, final.sources) == (4, False, NOT_NEEDED, {"ram": 4})
+    assert (final.num_tokens, final.arriving, final.reason, final.sources) == (
+        4,
+        False,
+        NOT_NEEDED,
+        {"ram": 4},
+    )
     bench.state.release("a", final.ticket)
 
 
@@ -642,7 +788,9 @@ def test_a_lookup_while_a_given_up_read_still_holds_its_memory_waits_for_nothing
     two = bench.state.lookup("b", prompt.query())
     [probe] = bench.state.take_orders()
     bench.state.probed(probe.search, {key: Place(0, 100) for key in probe.keys})
-    assert bench.state.refresh(two.ticket) == Found(two.ticket, 2, sources={"ram": 2}, reason=DEADLINE)
+    assert bench.state.refresh(two.ticket) == Found(
+        two.ticket, 2, sources={"ram": 2}, reason=DEADLINE
+    )
     bench.state.let_go(arrivals[1].entry)
     three, again = bench.arriving(prompt, "c")
     assert [arrival.entry.key for arrival in again] == [arrivals[1].entry.key]
@@ -692,7 +840,10 @@ def test_what_has_come_is_lent_while_the_rest_goes_on_arriving():
     assert bench.state.claim("b", ticket, 0, 0, arriving=True).num_tokens == []
     assert bench.state.num_come(ticket) == 0
     bench.state.fetched(arrivals[1].entry, True)
-    assert (bench.state.claim("b", ticket, 0, 0, arriving=True).num_tokens, bench.state.num_come(ticket)) == ([], 1)
+    assert (
+        bench.state.claim("b", ticket, 0, 0, arriving=True).num_tokens,
+        bench.state.num_come(ticket),
+    ) == ([], 1)
     bench.state.fetched(arrivals[0].entry, True)
     first = bench.state.claim("b", ticket, 0, 0, arriving=True)
     assert first.num_tokens == [2, 2]

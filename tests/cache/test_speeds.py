@@ -1,4 +1,6 @@
-"""A tier's speed is found from reads, whatever their sizes and however they overlap; what is silent is thought to stay silent."""
+"""A tier's speed is found from reads, whatever their sizes and however they overlap; what is silent
+is thought to stay silent.
+"""
 
 import numpy as np
 import pytest
@@ -27,8 +29,14 @@ def test_nothing_is_known_of_a_tier_that_was_never_read() -> None:
     assert speed.is_known and speed.most_bytes == 8 * MB
 
 
-@given(st.floats(1e-4, 0.05), st.floats(1e-9, 1e-6), st.permutations([3 << 13 << doubled for doubled in range(11)]))
-def test_latency_and_bandwidth_of_an_idle_tier(call_s: float, byte_s: float, sizes: list[int]) -> None:
+@given(
+    st.floats(1e-4, 0.05),
+    st.floats(1e-9, 1e-6),
+    st.permutations([3 << 13 << doubled for doubled in range(11)]),
+)
+def test_latency_and_bandwidth_of_an_idle_tier(
+    call_s: float, byte_s: float, sizes: list[int]
+) -> None:
     speed, now_s = TierSpeed(), 100.0
     for nbytes in sizes:
         now_s = read(speed, nbytes, now_s, call_s=call_s, byte_s=byte_s) + 1
@@ -48,8 +56,12 @@ def test_a_busy_tier_is_measured_while_it_is_busy_and_what_is_ordered_waits_behi
     assert speed.costs is not None
     assert speed.costs[1] == pytest.approx(byte_s, rel=0.05)
     speed.ordered(10 * MB, now_s)
-    assert speed.wait_s(np.array([MB]))[0] == pytest.approx(speed.costs[0] + 11 * MB * byte_s, rel=0.05)
-    assert speed.left_s(speed.ordered_bytes, now_s) == pytest.approx(speed.costs[0] + 10 * MB * byte_s, rel=0.05)
+    assert speed.wait_s(np.array([MB]))[0] == pytest.approx(
+        speed.costs[0] + 11 * MB * byte_s, rel=0.05
+    )
+    assert speed.left_s(speed.ordered_bytes, now_s) == pytest.approx(
+        speed.costs[0] + 10 * MB * byte_s, rel=0.05
+    )
 
 
 def test_a_failed_read_says_nothing_about_speed() -> None:
@@ -66,29 +78,46 @@ def test_who_waits_for_a_silent_tier_is_told_that_it_stays_silent() -> None:
         now_s = read(speed, nbytes, now_s, call_s=0.0, byte_s=1e-7) + 1
     speed.ordered(MB, now_s)
     expected = MB * 1e-7
-    left = [speed.left_s(speed.ordered_bytes, now_s + part * expected) for part in (0, 0.25, 1, 1.4, 5, 50)]
-    assert left == pytest.approx([part * expected for part in (1, 0.75, 0.25, 0.25, 5, 50)], rel=0.05)
+    left = [
+        speed.left_s(speed.ordered_bytes, now_s + part * expected)
+        for part in (0, 0.25, 1, 1.4, 5, 50)
+    ]
+    assert left == pytest.approx(
+        [part * expected for part in (1, 0.75, 0.25, 0.25, 5, 50)], rel=0.05
+    )
     assert speed.left_s(speed.ended_bytes, now_s) == 0
 
 
 def test_what_comes_more_slowly_than_thought_is_thought_to_go_on_so() -> None:
     speed = TierSpeed()
-    now_s = read(speed, MB, 0.0, call_s=0.3, byte_s=0.0) + 1  # one read: a slow answer, as far as anybody knows
+    now_s = (
+        read(speed, MB, 0.0, call_s=0.3, byte_s=0.0) + 1
+    )  # one read: a slow answer, as far as anybody knows
     speed.ordered(8 * MB, now_s)
     speed.ended(MB, now_s + 0.3)
-    assert speed.left_s(speed.ordered_bytes, now_s + 0.3, more_bytes=40 * MB) == 0, "all of it in one answer"
+    assert speed.left_s(speed.ordered_bytes, now_s + 0.3, more_bytes=40 * MB) == 0, (
+        "all of it in one answer"
+    )
     speed.ended(MB, now_s + 0.6)
     assert speed.left_s(speed.ordered_bytes, now_s + 0.6) == pytest.approx(6 * 0.3)
-    assert speed.left_s(speed.ordered_bytes, now_s + 0.6, more_bytes=40 * MB) == pytest.approx(46 * 0.3)
+    assert speed.left_s(speed.ordered_bytes, now_s + 0.6, more_bytes=40 * MB) == pytest.approx(
+        46 * 0.3
+    )
 
 
 def test_of_a_tier_that_was_hardly_ever_read_what_is_late_may_take_far_longer() -> None:
     speed = TierSpeed()
     now_s = read(speed, MB, 0.0, call_s=0.3, byte_s=0.0) + 1
     speed.ordered(2 * MB, now_s)
-    assert speed.left_s(speed.ordered_bytes, now_s + 0.4) == pytest.approx(0.1 * 0.75), "not late yet"
-    assert speed.left_s(speed.ordered_bytes, now_s + 0.5) == pytest.approx(2 * 0.3), "if it was the bytes that took so long"
-    assert speed.left_s(speed.ordered_bytes, now_s + 1.0) == pytest.approx(8 * 1.0), "that is late, too"
+    assert speed.left_s(speed.ordered_bytes, now_s + 0.4) == pytest.approx(0.1 * 0.75), (
+        "not late yet"
+    )
+    assert speed.left_s(speed.ordered_bytes, now_s + 0.5) == pytest.approx(2 * 0.3), (
+        "if it was the bytes that took so long"
+    )
+    assert speed.left_s(speed.ordered_bytes, now_s + 1.0) == pytest.approx(8 * 1.0), (
+        "that is late, too"
+    )
 
 
 def test_reads_of_one_size_say_little_of_how_long_a_far_larger_one_takes() -> None:
@@ -96,14 +125,24 @@ def test_reads_of_one_size_say_little_of_how_long_a_far_larger_one_takes() -> No
     for _ in range(6):
         now_s = read(speed, MB, now_s, call_s=0.3, byte_s=0.0) + 1
     speed.ordered(MB, now_s)
-    assert speed.left_s(speed.ordered_bytes, now_s + 0.5) == pytest.approx(0.5), "as large as the others, and late"
+    assert speed.left_s(speed.ordered_bytes, now_s + 0.5) == pytest.approx(0.5), (
+        "as large as the others, and late"
+    )
     speed.ended(MB, now_s + 0.5)
     speed.ordered(8 * MB, now_s + 1)
-    assert speed.left_s(speed.ordered_bytes, now_s + 1.4) == pytest.approx(0.1 * 0.75, rel=0.01), "not late yet"
+    assert speed.left_s(speed.ordered_bytes, now_s + 1.4) == pytest.approx(0.1 * 0.75, rel=0.01), (
+        "not late yet"
+    )
     assert speed.left_s(speed.ordered_bytes, now_s + 1.46) == pytest.approx(8 * 0.3, rel=0.01)
-    assert speed.left_s(speed.ordered_bytes, now_s + 1.7) == pytest.approx(8 * 0.3, rel=0.01), "if it was the bytes that took so long"
-    assert speed.left_s(speed.ordered_bytes, now_s + 1.7, more_bytes=8 * MB) == pytest.approx(16 * 0.3, rel=0.01), "and of the rest, too"
-    assert speed.left_s(speed.ordered_bytes, now_s + 1 + 1.6 * 2.4) == pytest.approx(8 * 1.6 * 2.4), "that is late, too"
+    assert speed.left_s(speed.ordered_bytes, now_s + 1.7) == pytest.approx(8 * 0.3, rel=0.01), (
+        "if it was the bytes that took so long"
+    )
+    assert speed.left_s(speed.ordered_bytes, now_s + 1.7, more_bytes=8 * MB) == pytest.approx(
+        16 * 0.3, rel=0.01
+    ), "and of the rest, too"
+    assert speed.left_s(speed.ordered_bytes, now_s + 1 + 1.6 * 2.4) == pytest.approx(
+        8 * 1.6 * 2.4
+    ), "that is late, too"
     speed.ended(8 * MB, now_s + 2.4)
     speed.ordered(8 * MB, now_s + 3)
     assert speed.left_s(speed.ordered_bytes, now_s + 6) == pytest.approx(3), "sizes differ now"
@@ -117,7 +156,9 @@ def test_of_reads_under_way_together_the_first_may_end_late() -> None:
         speed.ordered(8 * MB, now_s)
     now_s += 31 * MB * byte_s
     speed.ended(8 * MB, now_s)
-    assert speed.left_s(speed.ordered_bytes, now_s, more_bytes=8 * MB) == pytest.approx(32 * MB * byte_s, rel=0.05)
+    assert speed.left_s(speed.ordered_bytes, now_s, more_bytes=8 * MB) == pytest.approx(
+        32 * MB * byte_s, rel=0.05
+    )
 
 
 def test_a_slow_tier_is_tried_anew_less_often() -> None:

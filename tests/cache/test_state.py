@@ -1,7 +1,9 @@
-"""Owners come, reserve, write, commit, look up, claim and vanish in any order: the state machine keeps its promises at every step.
+"""Owners come, reserve, write, commit, look up, claim and vanish in any order: the state machine
+keeps its promises at every step.
 
-The arena here is a model of one: for each slot, who wrote it last. A reader must find what the committed writer of its key left there,
-a writer what it wrote itself, whatever happened in between; so no two pieces of memory in use ever overlap.
+The arena here is a model of one: for each slot, who wrote it last. A reader must find what the
+committed writer of its key left there, a writer what it wrote itself, whatever happened in between;
+so no two pieces of memory in use ever overlap.
 """
 
 from dataclasses import dataclass, field
@@ -12,7 +14,16 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+    run_state_machine_as_test,
+)
 
 from kvhold.cache.hits import needed_chunks
 from kvhold.cache.state import new_state
@@ -29,12 +40,16 @@ SHARDS = 2
 
 GROUPS = (
     Group(layers=1, planes=1, heads=1, head_dim=1500, dtype="int8"),  # a slot a chunk
-    Group(layers=1, planes=1, heads=1, head_dim=3000, dtype="int8", attention="sliding", window=4),  # two slots
+    Group(
+        layers=1, planes=1, heads=1, head_dim=3000, dtype="int8", attention="sliding", window=4
+    ),  # two slots
     Group(layers=1, planes=1, heads=1, head_dim=10, dtype="float32", attention="state"),
 )
 LAYOUT = Layout(groups=GROUPS, tokens_per_chunk=2)
 TEXTS = [np.array(text, dtype=np.int32) for text in ([1] * 7, [1] * 4 + [2] * 5, [3] * 6)]
-SPACES = [Namespace(model="m", layout=LAYOUT, shards=SHARDS, cache_salt=salt) for salt in ("", "other")]
+SPACES = [
+    Namespace(model="m", layout=LAYOUT, shards=SHARDS, cache_salt=salt) for salt in ("", "other")
+]
 
 
 @dataclass(frozen=True)
@@ -151,7 +166,13 @@ class Life(RuleBasedStateMachine):
         ticket = self.found(owner, prompt)
         return multiple() if ticket is None else ticket
 
-    @rule(target=loans, owner=owners, ticket=tickets, shard=st.integers(0, SHARDS), first=st.integers(0, 3))
+    @rule(
+        target=loans,
+        owner=owners,
+        ticket=tickets,
+        shard=st.integers(0, SHARDS),
+        first=st.integers(0, 3),
+    )
     def claim(self, owner, ticket, shard, first):
         loan = self.lent(owner, ticket, shard, first)
         return multiple() if loan is None else loan
@@ -172,7 +193,11 @@ class Life(RuleBasedStateMachine):
     def read_one_while_others_are_stored(self, owner, prompts):
         self.store(owner, prompts[0])
         ticket = self.found(owner, prompts[0])
-        loans = [] if ticket is None else [self.lent(owner, ticket, shard, 0) for shard in range(SHARDS)]
+        loans = (
+            []
+            if ticket is None
+            else [self.lent(owner, ticket, shard, 0) for shard in range(SHARDS)]
+        )
         for prompt in prompts[1:]:
             self.store(owner, prompt)
             self.memory_in_use_holds_what_its_user_put_there()
@@ -201,32 +226,65 @@ class Life(RuleBasedStateMachine):
         """unwanted: groups of chunks that are not asked for; None: `groups` is not given."""
         names = prompt.chunks(min(first, prompt.num_whole), tail=tail)
         sizes = names.num_tokens(LAYOUT)
-        asked = [(g, i) not in (unwanted or ()) for g in range(len(GROUPS)) for i in range(len(names))]
+        asked = [
+            (g, i) not in (unwanted or ()) for g in range(len(GROUPS)) for i in range(len(names))
+        ]
         keys = [
-            [make_key(names.namespace, names.hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES], g, shard) for i in range(len(names))]
+            [
+                make_key(
+                    names.namespace, names.hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES], g, shard
+                )
+                for i in range(len(names))
+            ]
             for g in range(len(GROUPS))
         ]
-        stalled = {p.offset for room in self.live_rooms if room.stalled for pieces in room.chunks.values() for p in pieces}
+        stalled = {
+            p.offset
+            for room in self.live_rooms
+            if room.stalled
+            for pieces in room.chunks.values()
+            for p in pieces
+        }
         entries = self.state.ram.entries()
-        held, evicted = {entry.key for entry in entries if entry.committed or entry.offset not in stalled}, self.evicted
-        granted = self.state.reserve(owner, LAYOUT, names, shard, groups=None if unwanted is None else bytes(asked))
+        held, evicted = (
+            {entry.key for entry in entries if entry.committed or entry.offset not in stalled},
+            self.evicted,
+        )
+        granted = self.state.reserve(
+            owner, LAYOUT, names, shard, groups=None if unwanted is None else bytes(asked)
+        )
         chunks, full = {}, False
-        last = max((i for row in granted.offsets for i, at in enumerate(row) if at != ABSENT), default=0)
+        last = max(
+            (i for row in granted.offsets for i, at in enumerate(row) if at != ABSENT), default=0
+        )
         for chunk in range(len(names)):
-            missing = {g for g in range(len(GROUPS)) if asked[g * len(names) + chunk] and keys[g][chunk] not in held}
+            missing = {
+                g
+                for g in range(len(GROUPS))
+                if asked[g * len(names) + chunk] and keys[g][chunk] not in held
+            }
             got = {g for g, row in enumerate(granted.offsets) if row[chunk] != ABSENT}
             asked_of_it = {g for g in range(len(GROUPS)) if asked[g * len(names) + chunk]}
             if got:
                 assert not full, "nothing after what found no room"
                 assert missing <= got <= asked_of_it, "all that a chunk is missing or none"
-                assert got == missing or self.evicted > evicted, "and only what is missing, or had to go meanwhile"
+                assert got == missing or self.evicted > evicted, (
+                    "and only what is missing, or had to go meanwhile"
+                )
                 here = {entry.key for entry in self.state.ram.entries()}
-                assert {keys[g][chunk] for g in asked_of_it} <= here or chunk < last, "nothing of it went for the rest of it"
+                assert {keys[g][chunk] for g in asked_of_it} <= here or chunk < last, (
+                    "nothing of it went for the rest of it"
+                )
             full = full or (bool(missing) and not got)
             if not got:
                 continue
             chunks[chunk] = [
-                Piece(keys[g][chunk], granted.offsets[g][chunk], LAYOUT.chunk_bytes(g, int(sizes[chunk])), next(self.writes))
+                Piece(
+                    keys[g][chunk],
+                    granted.offsets[g][chunk],
+                    LAYOUT.chunk_bytes(g, int(sizes[chunk])),
+                    next(self.writes),
+                )
                 for g in sorted(got)
             ]
             for piece in chunks[chunk]:
@@ -250,7 +308,8 @@ class Life(RuleBasedStateMachine):
         ticket = Ticket(owner, found.ticket, expected)
         for shard in range(SHARDS):
             ticket.shards[shard] = [
-                [None if key is None else self.visible(key) for key in row] for row in self.needed_keys(prompt, expected, shard)
+                [None if key is None else self.visible(key) for key in row]
+                for row in self.needed_keys(prompt, expected, shard)
             ]
         self.live_tickets.add(ticket)
         return ticket
@@ -261,9 +320,15 @@ class Life(RuleBasedStateMachine):
             assert lent is None
             return None
         groups = ticket.shards[shard]
-        assert lent.offsets == [[ABSENT if piece is None else piece.offset for piece in row[first:]] for row in groups]
+        assert lent.offsets == [
+            [ABSENT if piece is None else piece.offset for piece in row[first:]] for row in groups
+        ]
         assert sum(lent.num_tokens) == max(0, ticket.num_tokens - first * LAYOUT.tokens_per_chunk)
-        loan = Loan(owner, lent.loan, [piece for row in groups for piece in row[first:] if piece is not None])
+        loan = Loan(
+            owner,
+            lent.loan,
+            [piece for row in groups for piece in row[first:] if piece is not None],
+        )
         self.live_loans.add(loan)
         return loan
 
@@ -274,7 +339,9 @@ class Life(RuleBasedStateMachine):
         for chunk in chosen & room.chunks.keys():
             for piece in room.chunks.pop(chunk):
                 entry = self.state.ram.find(piece.key)
-                if entry is not None and entry.offset == piece.offset:  # not cleared while it was written
+                if (
+                    entry is not None and entry.offset == piece.offset
+                ):  # not cleared while it was written
                     self.committed[piece.write] = piece.key
         if not room.chunks:
             self.live_rooms.discard(room)
@@ -296,7 +363,12 @@ class Life(RuleBasedStateMachine):
         pins: dict[tuple[bytes, int], int] = {}
         for piece in self.pinned():
             pins[piece.key, piece.offset] = pins.get((piece.key, piece.offset), 0) + 1
-        writing = {(p.key, p.offset) for room in self.live_rooms for pieces in room.chunks.values() for p in pieces}
+        writing = {
+            (p.key, p.offset)
+            for room in self.live_rooms
+            for pieces in room.chunks.values()
+            for p in pieces
+        }
         for entry in self.state.ram.entries():
             if entry.committed:
                 assert self.committed[self.memory[entry.offset // SLOT]] == entry.key
@@ -311,14 +383,23 @@ class Life(RuleBasedStateMachine):
 
     @invariant()
     def what_is_out_is_counted(self):
-        assert self.state.holdings() == {"tickets": len(self.live_tickets), "loans": len(self.live_loans), "rooms": len(self.live_rooms)}
+        assert self.state.holdings() == {
+            "tickets": len(self.live_tickets),
+            "loans": len(self.live_loans),
+            "rooms": len(self.live_rooms),
+        }
         for owner in "abc":
-            writes_or_reads = any(holding.owner == owner for holding in self.live_rooms | self.live_loans)
+            writes_or_reads = any(
+                holding.owner == owner for holding in self.live_rooms | self.live_loans
+            )
             assert self.state.touches_memory(owner) == writes_or_reads
 
     @invariant()
     def memory_is_used_for_what_is_visible_written_or_read_and_for_nothing_else(self):
-        used = {(entry.key, entry.offset): -(-entry.nbytes // SLOT) for entry in self.state.ram.entries()}
+        used = {
+            (entry.key, entry.offset): -(-entry.nbytes // SLOT)
+            for entry in self.state.ram.entries()
+        }
         writing = [p for room in self.live_rooms for pieces in room.chunks.values() for p in pieces]
         for piece in [*self.pinned(), *writing]:
             used[piece.key, piece.offset] = -(-piece.nbytes // SLOT)
@@ -331,7 +412,12 @@ class Life(RuleBasedStateMachine):
             assert self.state.holdings() == {"tickets": 0, "loans": 0, "rooms": 0}
             self.state.clear(None)
             finish_chores(self.state)
-            assert self.state.ram.used_bytes == self.state.ram.num_chunks == self.state.ram.num_pinned == 0
+            assert (
+                self.state.ram.used_bytes
+                == self.state.ram.num_chunks
+                == self.state.ram.num_pinned
+                == 0
+            )
 
     # The definition
 
@@ -348,15 +434,21 @@ class Life(RuleBasedStateMachine):
 
     def visible(self, key):
         entry = self.state.ram.find(key)
-        return entry and Piece(key, entry.offset, entry.nbytes, int(self.memory[entry.offset // SLOT]))
+        return entry and Piece(
+            key, entry.offset, entry.nbytes, int(self.memory[entry.offset // SLOT])
+        )
 
     def needed_keys(self, prompt, num_tokens, shard):
         """[group][chunk], None where a hit of `num_tokens` does not need the chunk."""
         whole, rest = divmod(num_tokens, LAYOUT.tokens_per_chunk)
-        hashes = [prompt.hash_at(i) for i in range(whole)] + ([prompt.tails[-HASH_BYTES:]] if rest else [])
+        hashes = [prompt.hash_at(i) for i in range(whole)] + (
+            [prompt.tails[-HASH_BYTES:]] if rest else []
+        )
         return [
             [
-                make_key(prompt.namespace.digest, h, g, shard) if i in needed_chunks(LAYOUT, g, num_tokens) else None
+                make_key(prompt.namespace.digest, h, g, shard)
+                if i in needed_chunks(LAYOUT, g, num_tokens)
+                else None
                 for i, h in enumerate(hashes)
             ]
             for g in range(len(GROUPS))
@@ -366,7 +458,13 @@ class Life(RuleBasedStateMachine):
         for num_tokens in range(len(prompt.tokens), 0, -1):
             if num_tokens % LAYOUT.tokens_per_chunk and num_tokens != len(prompt.tokens):
                 continue
-            keys = [key for shard in range(SHARDS) for row in self.needed_keys(prompt, num_tokens, shard) for key in row if key]
+            keys = [
+                key
+                for shard in range(SHARDS)
+                for row in self.needed_keys(prompt, num_tokens, shard)
+                for key in row
+                if key
+            ]
             if all(self.visible(key) for key in keys):
                 return num_tokens
         return 0

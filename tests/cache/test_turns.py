@@ -90,7 +90,9 @@ class TestCommit:
         state = new_state(Config(tiers=("null://",)), SimpleNamespace(nbytes=64 << 20))
         state.register(LAYOUT)
         names = prompt_of(40).chunks()
-        turns = state.commit_turns("writer", state.reserve("writer", LAYOUT, names, 0).room, range(len(names)))
+        turns = state.commit_turns(
+            "writer", state.reserve("writer", LAYOUT, names, 0).room, range(len(names))
+        )
         next(turns)
         turns.close()
         state.gone("writer")
@@ -98,7 +100,9 @@ class TestCommit:
 
 
 class TestClear:
-    def test_touches_few_entries_in_one_step_and_nothing_is_found_after_it(self, removed: list[bytes]) -> None:
+    def test_touches_few_entries_in_one_step_and_nothing_is_found_after_it(
+        self, removed: list[bytes]
+    ) -> None:
         state = new_state(Config(), SimpleNamespace(nbytes=64 << 20))
         state.register(LAYOUT)
         prompts = [prompt_of(500) for _ in range(3)]
@@ -199,7 +203,9 @@ class TestLongLookups:
         assert steps > 5
         assert running.result.num_tokens == 3400
         finish_chores(state)
-        assert state.ram.num_pinned == 2 * 1700 + 2 * 3, "all of full attention, the last window of the other group"
+        assert state.ram.num_pinned == 2 * 1700 + 2 * 3, (
+            "all of full attention, the last window of the other group"
+        )
         lent = state.claim("reader", running.result.ticket, 1, 0)
         assert lent is not None and len(lent.offsets[0]) == 1700
         state.gone("reader")
@@ -247,10 +253,14 @@ class TestLongLookups:
             lent = state.claim("reader", running.result.ticket, 0, 0)
             assert lent is not None
             keys = {entry.offset: entry.key for entry in state.ram.entries()}
-            assert len({keys[offset] for offset in lent.offsets[0]}) == running.result.num_tokens // 2
+            assert (
+                len({keys[offset] for offset in lent.offsets[0]}) == running.result.num_tokens // 2
+            )
         state.gone("reader")
 
-    def test_a_ticket_that_is_released_while_it_is_claimed_keeps_its_pins_until_the_claim_ends(self) -> None:
+    def test_a_ticket_that_is_released_while_it_is_claimed_keeps_its_pins_until_the_claim_ends(
+        self,
+    ) -> None:
         state = new_cache()
         prompt = prompt_of(300)
         store(state, prompt)
@@ -264,7 +274,9 @@ class TestLongLookups:
             pass
         assert claiming.result is not None
         finish_chores(state)
-        assert state.ram.num_pinned == len([place for row in claiming.result.offsets for place in row if place >= 0])
+        assert state.ram.num_pinned == len(
+            [place for row in claiming.result.offsets for place in row if place >= 0]
+        )
         state.gone("worker")
         finish_chores(state)
         assert state.ram.used_bytes == 0
@@ -293,9 +305,13 @@ def test_a_long_lookup_below_memory_begins_in_steps_and_asks_for_what_is_missing
     assert state.holdings()["tickets"] == 0
 
 
-@pytest.mark.parametrize("num_chunks", [62, 63, 140, 375])  # of 4 keys: as many as one turn takes, one more, and more turns
+@pytest.mark.parametrize(
+    "num_chunks", [62, 63, 140, 375]
+)  # of 4 keys: as many as one turn takes, one more, and more turns
 @pytest.mark.parametrize("units", [1, 400])
-def test_chunks_that_a_lookup_has_found_are_not_evicted_between_its_steps(num_chunks: int, units: int) -> None:
+def test_chunks_that_a_lookup_has_found_are_not_evicted_between_its_steps(
+    num_chunks: int, units: int
+) -> None:
     state = new_cache()
     prompt = prompt_of(num_chunks)
     store(state, prompt)
@@ -307,7 +323,9 @@ def test_chunks_that_a_lookup_has_found_are_not_evicted_between_its_steps(num_ch
                 state.ram.remove(entry, why=EVICTED)
     assert (steps == 1) == (num_chunks == 62)
     lent = state.claim("reader", running.result.ticket, 0, 0) if running.result.ticket else None
-    for place in [place for row in lent.offsets for place in row if place >= 0] if lent is not None else []:
+    for place in (
+        [place for row in lent.offsets for place in row if place >= 0] if lent is not None else []
+    ):
         assert place in {entry.offset for entry in state.ram.entries() if entry.committed}
     state.gone("reader")
     finish_chores(state)
@@ -370,7 +388,10 @@ class TestLongSearches:
         assert state.take_news(), "clients that wait are to be told"
         found = state.refresh(ticket)
         assert found.num_tokens == 2 * self.NUM_CHUNKS
-        assert found.sources == {"ram": 2 * self.IN_RAM, "tier-1": 2 * (self.NUM_CHUNKS - self.IN_RAM)}
+        assert found.sources == {
+            "ram": 2 * self.IN_RAM,
+            "tier-1": 2 * (self.NUM_CHUNKS - self.IN_RAM),
+        }
         lent = state.claim("worker", ticket, 1, 0)
         assert lent is not None and len(lent.num_tokens) == self.NUM_CHUNKS
         state.gone("worker")
@@ -378,7 +399,9 @@ class TestLongSearches:
         self.assert_baseline(state)
 
     @pytest.mark.parametrize("steps", range(0, 60, 5))
-    def test_that_are_let_go_in_the_middle_leave_nothing_and_what_was_ordered_arrives(self, steps: int) -> None:
+    def test_that_are_let_go_in_the_middle_leave_nothing_and_what_was_ordered_arrives(
+        self, steps: int
+    ) -> None:
         state, ticket = self.begin()
         for _ in range(steps):
             state.step(20)
@@ -412,7 +435,10 @@ class TestLongSearches:
         claiming = Running(state.claim_turns("worker", ticket, 0, 0))
         done = [False, False]
         for _ in range(1000):
-            done = [one.step(10) if not was else True for one, was in zip((refreshing, claiming), done, strict=True)]
+            done = [
+                one.step(10) if not was else True
+                for one, was in zip((refreshing, claiming), done, strict=True)
+            ]
             if all(done):
                 break
         assert refreshing.result.num_tokens == 2 * self.NUM_CHUNKS
@@ -474,10 +500,15 @@ def test_a_store_of_many_chunks_is_done_in_steps_and_one_given_up_leaves_nothing
 
 
 @pytest.mark.parametrize(("num_chunks", "shards"), [(20, 65_535), (600_000, 2)])
-def test_a_query_of_more_keys_than_fit_is_refused_before_it_is_looked_up(num_chunks: int, shards: int) -> None:
+def test_a_query_of_more_keys_than_fit_is_refused_before_it_is_looked_up(
+    num_chunks: int, shards: int
+) -> None:
     state = new_cache()
     with pytest.raises(ProtocolError, match="keys"):
-        state.lookup("reader", Query(SPACES[0].digest, LAYOUT.fingerprint, shards, bytes(num_chunks * HASH_BYTES)))
+        state.lookup(
+            "reader",
+            Query(SPACES[0].digest, LAYOUT.fingerprint, shards, bytes(num_chunks * HASH_BYTES)),
+        )
 
 
 def test_a_snapshot_in_parts_holds_what_stays_though_the_rest_comes_and_goes() -> None:
@@ -549,7 +580,9 @@ class TestLeaving:
         state.gone("writer")
         assert len(abandoned) < 300
         again = state.reserve("other", LAYOUT, names, 0)
-        assert all(offset >= 0 for offsets in again.offsets for offset in offsets), "in memory of its own"
+        assert all(offset >= 0 for offsets in again.offsets for offset in offsets), (
+            "in memory of its own"
+        )
         finish_chores(state)
         assert len(abandoned) == 1000
         assert state.ram.used_bytes == nbytes
@@ -561,7 +594,9 @@ class TestLeaving:
         room = state.reserve("writer", LAYOUT, prompt_of(500).chunks(), 0).room
         turns = state.abandon_turns("writer", room)
         next(turns)
-        assert state.held_by("writer").nbytes == state.ram.used_bytes > 0, "the rest is still its own"
+        assert state.held_by("writer").nbytes == state.ram.used_bytes > 0, (
+            "the rest is still its own"
+        )
         turns.close()
         state.gone("writer")
         finish_chores(state)
@@ -569,7 +604,9 @@ class TestLeaving:
 
 
 class TestPrefetch:
-    def test_of_a_long_prompt_looks_for_few_keys_in_one_step(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_of_a_long_prompt_looks_for_few_keys_in_one_step(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         state = new_state(Config(tiers=("null://",)), SimpleNamespace(nbytes=64 << 20))
         state.register(LAYOUT)
         prompt = prompt_of(2000)

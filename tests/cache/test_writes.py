@@ -14,7 +14,9 @@ from kvhold.core.layout import Group, Layout
 from kvhold.core.terms import Terms
 
 SLOT = 4096
-LAYOUT = Layout((Group(layers=1, planes=1, heads=1, head_dim=2048, dtype="int8"),), tokens_per_chunk=2)
+LAYOUT = Layout(
+    (Group(layers=1, planes=1, heads=1, head_dim=2048, dtype="int8"),), tokens_per_chunk=2
+)
 CHUNK_BYTES = LAYOUT.chunk_bytes(0, 2)
 SPACE = Namespace("m", LAYOUT)
 
@@ -92,14 +94,22 @@ def test_a_mark_is_reached_when_all_before_it_is_written_in_whatever_order():
     state = new(chunks_in_queue=8)
     first, one = commit(state, 2)
     second, two = commit(state, 2, seed=1)
-    assert (state.all_done(0), state.all_done(first), state.all_done(second)) == (True, False, False)
+    assert (state.all_done(0), state.all_done(first), state.all_done(second)) == (
+        True,
+        False,
+        False,
+    )
     for order in reversed(two):
         state.written(order.number)
     assert (state.all_done(first), state.all_done(second)) == (False, False)
     state.written(one[0].number)
     assert not state.all_done(first)
     state.written(one[1].number)
-    assert (state.all_done(first), state.all_done(second), state.all_done(state.mark)) == (True, True, True)
+    assert (state.all_done(first), state.all_done(second), state.all_done(state.mark)) == (
+        True,
+        True,
+        True,
+    )
 
 
 def test_a_mark_does_not_wait_for_what_came_after_it():

@@ -1,4 +1,6 @@
-"""Prompts of normal numbers in a layout that every codec accepts, and what caches give back of them."""
+"""Prompts of normal numbers in a layout that every codec accepts, and what caches give back of
+them.
+"""
 
 from typing import Any
 
@@ -13,7 +15,9 @@ from kvhold.testing.values import as_float64, from_float64
 from tests.cache.below import PATIENT_S, cache_over
 from tests.tiers.memory import Place
 
-WIDE = Layout(groups=(Group(layers=2, planes=2, heads=2, head_dim=64, dtype="bfloat16"),), tokens_per_chunk=64)
+WIDE = Layout(
+    groups=(Group(layers=2, planes=2, heads=2, head_dim=64, dtype="bfloat16"),), tokens_per_chunk=64
+)
 WIDE_SPACE = Namespace("wide", WIDE)
 
 
@@ -35,7 +39,9 @@ def store_values(cache: LocalCache, prompt: Prompt, terms: Terms = FREE) -> None
 
 
 def worst_error(cache: LocalCache, prompt: Prompt) -> float:
-    """Of what a whole hit brings: the largest |decoded - original| over the largest |original|, of any layer."""
+    """Of what a whole hit brings: the largest |decoded - original| over the largest |original|, of
+    any layer.
+    """
     errors = []
     with cache.lookup(prompt.query(), wait_s=PATIENT_S) as hit:
         assert hit.num_tokens == len(prompt.chunks()) * 64, hit.reason
@@ -44,8 +50,12 @@ def worst_error(cache: LocalCache, prompt: Prompt) -> float:
         with loan:
             for chunk, at in enumerate(loan.chunks(0).offsets):
                 before = as_float64(values_of(prompt, chunk), "bfloat16").reshape(2, -1)
-                after = as_float64(bytes(loan.buffer[at : at + WIDE.chunk_bytes(0, 64)]), "bfloat16").reshape(2, -1)
-                errors.append((np.abs(after - before).max(axis=1) / np.abs(before).max(axis=1)).max())
+                after = as_float64(
+                    bytes(loan.buffer[at : at + WIDE.chunk_bytes(0, 64)]), "bfloat16"
+                ).reshape(2, -1)
+                errors.append(
+                    (np.abs(after - before).max(axis=1) / np.abs(before).max(axis=1)).max()
+                )
     return float(max(errors))
 
 

@@ -1,4 +1,6 @@
-"""`kvhold doctor`: it finds nothing wrong with what works, says in plain words what is wrong with what does not, and exits accordingly."""
+"""`kvhold doctor`: it finds nothing wrong with what works, says in plain words what is wrong with
+what does not, and exits accordingly.
+"""
 
 import json
 import re
@@ -10,10 +12,14 @@ from click.testing import CliRunner
 
 from kvhold.cli.doctor import command
 
-PATIENT = "probe_timeout_s=60&get_timeout_s=60&put_timeout_s=60"  # a busy machine is no fault of the tier
+PATIENT = (
+    "probe_timeout_s=60&get_timeout_s=60&put_timeout_s=60"  # a busy machine is no fault of the tier
+)
 
 
-def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *tiers: str) -> tuple[int, list[dict[str, Any]]]:
+def look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *tiers: str
+) -> tuple[int, list[dict[str, Any]]]:
     """The exit status, and what was found of each tier (the node's finding is the first)."""
     monkeypatch.setenv("KVHOLD_NODE_SOCKET", str(tmp_path / "node.sock"))
     monkeypatch.setenv("KVHOLD_TIERS", " ".join(tiers))
@@ -21,8 +27,12 @@ def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *tiers: str) -> tuple[
     return result.exit_code, json.loads(result.stdout)
 
 
-def test_what_works_is_well_and_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    status, (node, disk) = look(tmp_path, monkeypatch, f"disk://{tmp_path}/d?max_bytes=64MiB&{PATIENT}")
+def test_what_works_is_well_and_nothing_is_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, (node, disk) = look(
+        tmp_path, monkeypatch, f"disk://{tmp_path}/d?max_bytes=64MiB&{PATIENT}"
+    )
     assert (status, node["ok"], disk["ok"], disk["says"]) == (0, True, True, [])
     assert set(disk["ms"]) == {"check", "put", "probe", "get", "get a layer", "delete"}
     assert not [path for path in (tmp_path / "d").rglob("*") if path.stat().st_size > 4096]
@@ -47,7 +57,9 @@ def test_what_works_is_well_and_nothing_is_left_behind(tmp_path: Path, monkeypat
         ("fs:///a,/b", "a tier is one folder; name several tiers: fs:///a fs:///b"),
     ],
 )
-def test_what_does_not_work_is_said_in_plain_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, told: str) -> None:
+def test_what_does_not_work_is_said_in_plain_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, told: str
+) -> None:
     good = f"disk://{tmp_path}/good?{PATIENT}"
     status, (_, bad, disk) = look(tmp_path, monkeypatch, url.format(tmp_path), good)
     assert (status, bad["ok"], disk["ok"]) == (1, False, True)
@@ -55,7 +67,9 @@ def test_what_does_not_work_is_said_in_plain_words(tmp_path: Path, monkeypatch: 
     assert "hush" not in json.dumps(bad)
 
 
-def test_a_socket_that_nobody_serves_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_socket_that_nobody_serves_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "node.sock").touch()
     status, (node, _) = look(tmp_path, monkeypatch)
     assert (status, node["ok"]) == (1, False)
@@ -65,10 +79,15 @@ def test_people_read_a_line_a_thing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("KVHOLD_NODE_SOCKET", str(tmp_path / "node.sock"))
     result = CliRunner().invoke(command, ["--tier", f"disk://{tmp_path}/d?{PATIENT}"])
     assert result.exit_code == 0
-    assert [line[:5] for line in result.stdout.splitlines() if not line.startswith(" ")] == ["ok   ", "ok   "]
+    assert [line[:5] for line in result.stdout.splitlines() if not line.startswith(" ")] == [
+        "ok   ",
+        "ok   ",
+    ]
 
 
-def test_variables_of_lmcache_are_answered_with_the_names_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_lmcache_are_answered_with_the_names_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("LMCACHE_CHUNK_SIZE", "LMCACHE_NOBODY_KNOWS"):
         monkeypatch.setenv(name, "256")
     status, (_, _, environment) = look(tmp_path, monkeypatch)

@@ -1,4 +1,6 @@
-"""A reader and a key maker written from docs/format.md alone, sharing no line with kvhold: if the page is right, they agree with it."""
+"""A reader and a key maker written from docs/format.md alone, sharing no line with kvhold: if the
+page is right, they agree with it.
+"""
 
 import struct
 from hashlib import blake2b
@@ -57,33 +59,74 @@ def encode(value: object) -> bytes:
 
 
 def layout_fingerprint(layout: dict) -> bytes:
-    names = ["layers", "planes", "heads", "head_dim", "dtype", "attention", "window", "packing", "block_tokens", "block_bytes", "rotary"]
+    names = [
+        "layers",
+        "planes",
+        "heads",
+        "head_dim",
+        "dtype",
+        "attention",
+        "window",
+        "packing",
+        "block_tokens",
+        "block_bytes",
+        "rotary",
+    ]
     groups = [[group[name] for name in names] for group in layout["groups"]]
     content = encode(["kvhold-layout-1", layout["tokens_per_chunk"], layout["tail_tokens"], groups])
     return blake2b(content, digest_size=16).digest()
 
 
 def namespace_digest(space: dict, fingerprint: bytes) -> bytes:
-    fields = [space[name] for name in ["model", "revision", "dtype", "quantization", "shards", "lora", "cache_salt", "hashing"]]
+    fields = [
+        space[name]
+        for name in [
+            "model",
+            "revision",
+            "dtype",
+            "quantization",
+            "shards",
+            "lora",
+            "cache_salt",
+            "hashing",
+        ]
+    ]
     tags = [list(tag) for tag in sorted(map(tuple, space["tags"]))]
     facts = sorted(map(list, space.get("facts", [])))
-    facts_digest = blake2b(encode(["kvhold-facts-1", facts]), digest_size=32).digest() if facts else b""
-    return blake2b(encode(["kvhold-namespace-2", fields, tags, fingerprint, facts_digest]), digest_size=16).digest()
+    facts_digest = (
+        blake2b(encode(["kvhold-facts-1", facts]), digest_size=32).digest() if facts else b""
+    )
+    return blake2b(
+        encode(["kvhold-namespace-2", fields, tags, fingerprint, facts_digest]), digest_size=16
+    ).digest()
 
 
-def chunk_hash(namespace: bytes, parent: bytes, tokens: list[int], extra: bytes = b"", inserts: list | None = None) -> bytes:
+def chunk_hash(
+    namespace: bytes,
+    parent: bytes,
+    tokens: list[int],
+    extra: bytes = b"",
+    inserts: list | None = None,
+) -> bytes:
     """inserts: [start, length, digest] of each that this chunk touches."""
     person = b"kvhold-chunk-1\0\0"
     if inserts:
         person, extra = b"kvhold-insert-1\0", encode([extra, inserts])
-    message = parent + struct.pack("<I", len(tokens)) + struct.pack(f"<{len(tokens)}i", *tokens) + extra
+    message = (
+        parent + struct.pack("<I", len(tokens)) + struct.pack(f"<{len(tokens)}i", *tokens) + extra
+    )
     return blake2b(message, digest_size=20, salt=namespace, person=person).digest()
 
 
 def decode_chunk(frame: bytes, *, dtype: str, shape: list[int]) -> bytes:
     """All layers of a frame of one of our codecs, decoded an element at a time."""
     fields = read_frame(frame)
-    decoders = {"raw": lambda encoded, *_: encoded, "lossless": decode_lossless, "int8": decode_int8, "fp8": decode_fp8}
+    decoders = {
+        "raw": lambda encoded, *_: encoded,
+        "lossless": decode_lossless,
+        "int8": decode_int8,
+        "fp8": decode_fp8,
+    }
     others = {
         "cachegen": decode_cachegen,
         "kivi4": decode_kivi4,
@@ -95,7 +138,11 @@ def decode_chunk(frame: bytes, *, dtype: str, shape: list[int]) -> bytes:
     payload, layers = frame[int(str(fields["header_bytes"])) :], []
     for row in fields["layers"]:  # type: ignore[attr-defined]
         encoded = payload[row["offset"] : row["offset"] + row["length"]]
-        layers.append(encoded[1:] if encoded[0] == 0 and fields["codec"] != "raw" else decode(encoded, dtype, shape))
+        layers.append(
+            encoded[1:]
+            if encoded[0] == 0 and fields["codec"] != "raw"
+            else decode(encoded, dtype, shape)
+        )
     return b"".join(layers)
 
 
@@ -159,7 +206,11 @@ def decode_int8(encoded: bytes, dtype: str, shape: list[int]) -> bytes:
     heads, head_dim = shape[0] * shape[1] * shape[2], shape[3]
     runs = -(-head_dim // 128)
     scales = np.frombuffer(encoded, "<f4", heads * runs, 1)
-    codes = np.frombuffer(encoded, np.int8, heads * head_dim, 1 + 4 * len(scales)).astype(np.float32).reshape(heads, head_dim)
+    codes = (
+        np.frombuffer(encoded, np.int8, heads * head_dim, 1 + 4 * len(scales))
+        .astype(np.float32)
+        .reshape(heads, head_dim)
+    )
     each = np.repeat(scales.reshape(heads, runs), 128, axis=1)[:, :head_dim]
     return _rounded(codes * np.float32(1 / 127) * each, dtype)
 
@@ -168,7 +219,11 @@ def decode_fp8(encoded: bytes, dtype: str, shape: list[int]) -> bytes:
     planes, tokens, heads, head_dim = shape
     kinds = planes * heads * (head_dim if encoded[0] == 1 else 1)
     scales = np.frombuffer(encoded, "<f4", kinds, 1).reshape(planes, 1, heads, -1)
-    codes = np.frombuffer(encoded, np.uint8, planes * tokens * heads * head_dim, 1 + 4 * kinds).astype(np.int32).reshape(shape)
+    codes = (
+        np.frombuffer(encoded, np.uint8, planes * tokens * heads * head_dim, 1 + 4 * kinds)
+        .astype(np.int32)
+        .reshape(shape)
+    )
     assert len(encoded) == 1 + 4 * kinds + codes.size
     exponent, mantissa = codes >> 3 & 15, (codes & 7) / 8
     values = np.where(exponent == 0, mantissa * 2.0**-6, (1 + mantissa) * 2.0 ** (exponent - 7))
@@ -192,7 +247,9 @@ def _decode_binned(data: bytes, at: int, dtype: str, shape: list[int]) -> tuple[
     sharing, has_shifts, num_kinds = data[at + 4 : at + 7]
     at += 7
     groups_of_head, runs_of_head = -(-head_dim // 2**sharing), -(-head_dim // 128)
-    group = [head * groups_of_head + i // 2**sharing for head in range(heads) for i in range(head_dim)]
+    group = [
+        head * groups_of_head + i // 2**sharing for head in range(heads) for i in range(head_dim)
+    ]
     run = [head * runs_of_head + i // 128 for head in range(heads) for i in range(head_dim)]
     channels = data[at : at + heads * groups_of_head]
     at += len(channels)
@@ -203,7 +260,9 @@ def _decode_binned(data: bytes, at: int, dtype: str, shape: list[int]) -> tuple[
     halves = [0] * (tokens * heads * runs_of_head)
     if has_shifts:
         count = len(halves)
-        halves = [half for byte in data[at : at + (count + 1) // 2] for half in (byte & 15, byte >> 4)]
+        halves = [
+            half for byte in data[at : at + (count + 1) // 2] for half in (byte & 15, byte >> 4)
+        ]
         at += (count + 1) // 2
     slots, numbers = [], data[at : at + num_kinds]
     at += num_kinds
@@ -214,7 +273,13 @@ def _decode_binned(data: bytes, at: int, dtype: str, shape: list[int]) -> tuple[
         for m, frequency in enumerate(frequencies):
             often[m] = often[-m] = frequency
         often[128] = 1024 - sum(often)
-        slots.append([(symbol, often[symbol], place) for symbol in range(256) for place in range(often[symbol])])
+        slots.append(
+            [
+                (symbol, often[symbol], place)
+                for symbol in range(256)
+                for place in range(often[symbol])
+            ]
+        )
         assert len(slots[-1]) == 1024
     (count,) = struct.unpack_from("<I", data, at)
     exceptions = iter(struct.unpack_from(f"<{count}b", data, at + 4))
@@ -238,8 +303,14 @@ def _decode_binned(data: bytes, at: int, dtype: str, shape: list[int]) -> tuple[
                 symbol, often, place = slots[kind][x % 1024]
                 x = often * (x // 1024) + place
                 states[i % 32] = x if x >= 1 << 16 else (x << 16) + next(rest)
-                number = next(exceptions) if symbol == 128 else (symbol + offsets[its_group] + 128) % 256 - 128
-                values[token, i] = np.float32(number) * np.float32(base * 2.0 ** (channels[its_group] >> 4 & 7))
+                number = (
+                    next(exceptions)
+                    if symbol == 128
+                    else (symbol + offsets[its_group] + 128) % 256 - 128
+                )
+                values[token, i] = np.float32(number) * np.float32(
+                    base * 2.0 ** (channels[its_group] >> 4 & 7)
+                )
         assert states == [1 << 16] * 32 and next(rest, None) is None
     assert next(exceptions, None) is None
     return _rounded(values.reshape(-1), dtype), at
@@ -252,9 +323,14 @@ def decode_kivi4(encoded: bytes, dtype: str, shape: list[int], bits: int = 4) ->
     row = -(-width * bits // 8)
     ends, at = _elements(encoded, 1, dtype, full * 2 * width)
     ends = ends.reshape(full, 2, width)
-    codes = [_codes(encoded[at + token * row : at + (token + 1) * row], width, bits) for token in range(full * 32)]
+    codes = [
+        _codes(encoded[at + token * row : at + (token + 1) * row], width, bits)
+        for token in range(full * 32)
+    ]
     at += full * 32 * row
-    plain = b"".join(_between(*ends[token // 32], code, bits, dtype) for token, code in enumerate(codes))
+    plain = b"".join(
+        _between(*ends[token // 32], code, bits, dtype) for token, code in enumerate(codes)
+    )
     rest = (tokens - 32 * full) * width * ELEMENT_BYTES[dtype]
     plain += encoded[at : at + rest]
     if planes == 2:
@@ -271,14 +347,19 @@ def decode_k8v4(encoded: bytes, dtype: str, shape: list[int]) -> bytes:
     planes, tokens, heads, head_dim = shape
     keys = 1 + tokens * heads * (4 * -(-head_dim // 128) + head_dim)
     assert planes == 2
-    return decode_int8(encoded[:keys], dtype, [1, *shape[1:]]) + _decode_values(encoded[keys:], dtype, shape, bits=4)
+    return decode_int8(encoded[:keys], dtype, [1, *shape[1:]]) + _decode_values(
+        encoded[keys:], dtype, shape, bits=4
+    )
 
 
 def decode_turboquant4(encoded: bytes, dtype: str, shape: list[int]) -> bytes:
     assert encoded[0] == 1
     heads, head_dim = shape[0] * shape[1] * shape[2], shape[3]
     runs = [(begin, min(head_dim, begin + 128)) for begin in range(0, head_dim, 128)]
-    scales, at = np.frombuffer(encoded, "<f4", heads * len(runs), 1).reshape(heads, -1), 1 + 4 * heads * len(runs)
+    scales, at = (
+        np.frombuffer(encoded, "<f4", heads * len(runs), 1).reshape(heads, -1),
+        1 + 4 * heads * len(runs),
+    )
     above = [0.1284, 0.3881, 0.6568, 0.9424, 1.2562, 1.6181, 2.0690, 2.7326]
     levels = np.array(above + [-level for level in above], np.float32)
     signs = int.from_bytes(blake2b(b"kvhold-signs-1", digest_size=16).digest(), "little")
@@ -287,16 +368,23 @@ def decode_turboquant4(encoded: bytes, dtype: str, shape: list[int]) -> bytes:
         for run, (begin, end) in enumerate(runs):
             places = next(2**k for k in range(8) if 2**k >= end - begin)
             count = (places + 1) // 2
-            row = np.array([levels[encoded[at + i % count] >> 4 * (i // count) & 15] for i in range(places)], np.float32)
+            row = np.array(
+                [levels[encoded[at + i % count] >> 4 * (i // count) & 15] for i in range(places)],
+                np.float32,
+            )
             at += count
             apart = places // 2
             while apart:
                 pairs = row.reshape(-1, 2, apart)
-                row = np.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], axis=1).reshape(-1)
+                row = np.stack(
+                    [pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], axis=1
+                ).reshape(-1)
                 apart //= 2
             turned = np.array([-1 if signs >> i & 1 else 1 for i in range(end - begin)], np.float32)
             values = row[: end - begin] * scales[head, run] * turned
-            plain[(head * head_dim + begin) * size : (head * head_dim + end) * size] = _rounded(values, dtype)
+            plain[(head * head_dim + begin) * size : (head * head_dim + end) * size] = _rounded(
+                values, dtype
+            )
     for run, (begin, end) in enumerate(runs):
         for head in np.flatnonzero(scales[:, run] == -1):
             place = (int(head) * head_dim + begin) * size
@@ -321,10 +409,15 @@ def _decode_values(data: bytes, dtype: str, shape: list[int], bits: int) -> byte
 
 
 def _codes(row: bytes, width: int, bits: int) -> np.ndarray:
-    return np.array([row[i % len(row)] >> bits * (i // len(row)) & (1 << bits) - 1 for i in range(width)], np.float32)
+    return np.array(
+        [row[i % len(row)] >> bits * (i // len(row)) & (1 << bits) - 1 for i in range(width)],
+        np.float32,
+    )
 
 
-def _between(least: np.ndarray, largest: np.ndarray, code: np.ndarray, bits: int, dtype: str) -> bytes:
+def _between(
+    least: np.ndarray, largest: np.ndarray, code: np.ndarray, bits: int, dtype: str
+) -> bytes:
     steps = np.float32(2**bits - 1)
     part = np.float32(1) / steps
     return _rounded(least * ((steps - code) * part) + largest * (code * part), dtype)
@@ -335,7 +428,9 @@ def _elements(data: bytes, at: int, dtype: str, count: int) -> tuple[np.ndarray,
     if dtype == "bfloat16":
         found = (np.frombuffer(data, "<u2", count, at).astype(np.uint32) << 16).view(np.float32)
     else:
-        found = np.frombuffer(data, {"float16": "<f2", "float32": "<f4"}[dtype], count, at).astype(np.float32)
+        found = np.frombuffer(data, {"float16": "<f2", "float32": "<f4"}[dtype], count, at).astype(
+            np.float32
+        )
     return found, at + count * ELEMENT_BYTES[dtype]
 
 
@@ -345,4 +440,8 @@ def _rounded(values: np.ndarray, dtype: str) -> bytes:
     if dtype != "bfloat16":
         return values.astype({"float16": "<f2", "float32": "<f4"}[dtype]).tobytes()
     bits = values.view(np.uint32).astype(np.uint64)
-    return ((bits + 0x7FFF + (bits >> np.uint64(16) & np.uint64(1))) >> np.uint64(16)).astype("<u2").tobytes()
+    return (
+        ((bits + 0x7FFF + (bits >> np.uint64(16) & np.uint64(1))) >> np.uint64(16))
+        .astype("<u2")
+        .tobytes()
+    )

@@ -1,4 +1,6 @@
-"""Two honest codecs, one lossless and one lossy, and what a careless author might write: the conformance suite must tell them apart."""
+"""Two honest codecs, one lossless and one lossy, and what a careless author might write: the
+conformance suite must tell them apart.
+"""
 
 import zlib
 from typing import ClassVar
@@ -25,12 +27,30 @@ class Deflate:
         size = layout.groups[group].layer_bytes(num_tokens)
         return size + size // 1000 + 64
 
-    def encode(self, plain: memoryview, out: memoryview, *, layout: Layout, group: int, layer: int, num_tokens: int) -> int:
+    def encode(
+        self,
+        plain: memoryview,
+        out: memoryview,
+        *,
+        layout: Layout,
+        group: int,
+        layer: int,
+        num_tokens: int,
+    ) -> int:
         packed = zlib.compress(plain, 1)
         out[: len(packed)] = packed
         return len(packed)
 
-    def decode(self, encoded: memoryview, out: memoryview, *, layout: Layout, group: int, layer: int, num_tokens: int) -> None:
+    def decode(
+        self,
+        encoded: memoryview,
+        out: memoryview,
+        *,
+        layout: Layout,
+        group: int,
+        layer: int,
+        num_tokens: int,
+    ) -> None:
         stream = zlib.decompressobj()
         try:
             plain = stream.decompress(encoded, len(out) + 1)
@@ -42,11 +62,16 @@ class Deflate:
 
 
 class Int8:
-    """One scale a layer, then a byte an element. The scale is the largest finite magnitude; what is not finite becomes the extremes."""
+    """One scale a layer, then a byte an element.
+
+    The scale is the largest finite magnitude; what is not finite becomes the extremes.
+    """
 
     name: ClassVar[str] = "test-int8"
     lossless: ClassVar[bool] = False
-    error_bound: ClassVar[float] = 0.5 / 127 + 2**-3  # half a step, and half a step of the coarsest dtype, with room
+    error_bound: ClassVar[float] = (
+        0.5 / 127 + 2**-3
+    )  # half a step, and half a step of the coarsest dtype, with room
 
     def accepts(self, layout: Layout, group: int) -> bool:
         return layout.groups[group].packing == CANONICAL
@@ -55,7 +80,16 @@ class Int8:
         place = layout.groups[group]
         return 8 + place.planes * num_tokens * place.heads * place.head_dim
 
-    def encode(self, plain: memoryview, out: memoryview, *, layout: Layout, group: int, layer: int, num_tokens: int) -> int:
+    def encode(
+        self,
+        plain: memoryview,
+        out: memoryview,
+        *,
+        layout: Layout,
+        group: int,
+        layer: int,
+        num_tokens: int,
+    ) -> int:
         values = as_float64(plain, layout.groups[group].dtype)
         scale = np.abs(values[np.isfinite(values)]).max(initial=0.0)
         unit = np.nan_to_num(values, posinf=scale, neginf=-scale) / (scale or 1.0) * 127
@@ -63,7 +97,16 @@ class Int8:
         out[: len(packed)] = packed
         return len(packed)
 
-    def decode(self, encoded: memoryview, out: memoryview, *, layout: Layout, group: int, layer: int, num_tokens: int) -> None:
+    def decode(
+        self,
+        encoded: memoryview,
+        out: memoryview,
+        *,
+        layout: Layout,
+        group: int,
+        layer: int,
+        num_tokens: int,
+    ) -> None:
         if len(encoded) != self.max_size(layout, group, num_tokens):
             raise FrameError("length", f"layer {layer} is {len(encoded)} bytes")
         scale = np.frombuffer(encoded[:8], "<f8")[0]
@@ -89,7 +132,9 @@ class Greedy(Deflate):
         return layout.groups[group].layer_bytes(num_tokens) // 8
 
     def encode(self, plain: memoryview, out: memoryview, **place: object) -> int:
-        return min(super().encode(plain, memoryview(bytearray(2 * len(plain) + 64)), **place), len(plain))
+        return min(
+            super().encode(plain, memoryview(bytearray(2 * len(plain) + 64)), **place), len(plain)
+        )
 
 
 class Boastful(Deflate):

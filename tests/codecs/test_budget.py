@@ -12,7 +12,9 @@ from kvhold.core.layout import Group, Layout
 from kvhold.core.terms import FREE, Terms
 from kvhold.testing.values import from_float64
 
-LAYOUT = Layout(groups=(Group(layers=2, planes=2, heads=2, head_dim=64, dtype="bfloat16"),), tokens_per_chunk=64)
+LAYOUT = Layout(
+    groups=(Group(layers=2, planes=2, heads=2, head_dim=64, dtype="bfloat16"),), tokens_per_chunk=64
+)
 KEY = make_key(bytes(16), bytes(20), 0, 0)
 
 
@@ -50,11 +52,25 @@ def test_whatever_the_budget_it_is_kept(codec: str, max_error: float, content: s
     if content == "infinite":
         data[10:12] = b"\x80\x7f"
     chunk = memoryview(bytes(data))
-    frame = frame_within(chunk, make_codec(codec), Terms(max_error=max_error), key=KEY, layout=LAYOUT, num_tokens=64, first_token=0)
+    frame = frame_within(
+        chunk,
+        make_codec(codec),
+        Terms(max_error=max_error),
+        key=KEY,
+        layout=LAYOUT,
+        num_tokens=64,
+        first_token=0,
+    )
     into = bytearray(len(chunk))
     unframe_payload(frame.fields, frame.payload, memoryview(into), layout=LAYOUT)
-    pairs = zip(np.frombuffer(chunk, np.uint16).reshape(2, -1), np.frombuffer(into, np.uint16).reshape(2, -1), strict=True)
+    pairs = zip(
+        np.frombuffer(chunk, np.uint16).reshape(2, -1),
+        np.frombuffer(into, np.uint16).reshape(2, -1),
+        strict=True,
+    )
     assert max(measured_error(one, other, "bfloat16") for one, other in pairs) <= max_error
-    free = frame_within(chunk, make_codec(codec), FREE, key=KEY, layout=LAYOUT, num_tokens=64, first_token=0)
+    free = frame_within(
+        chunk, make_codec(codec), FREE, key=KEY, layout=LAYOUT, num_tokens=64, first_token=0
+    )
     assert free.fields.codec == codec
     assert content == "infinite" or len(free.payload) <= len(frame.payload)

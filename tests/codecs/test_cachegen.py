@@ -1,4 +1,7 @@
-"""cachegen: what its size, its steps and its odds promise. Bounds are in test_quantised.py, attacks in test_codec_fuzz.py."""
+"""cachegen: what its size, its steps and its odds promise.
+
+Bounds are in test_quantised.py, attacks in test_codec_fuzz.py.
+"""
 
 import struct
 
@@ -22,27 +25,38 @@ CODEC = make_codec("cachegen")
 HEAD = struct.Struct("<fBBB")  # of a plane: step, sharing, whether shifts follow, kinds
 
 
-def case(tokens: int, *, planes: int = 1, heads: int = 2, head_dim: int = 64, layers: int = 8) -> Case:
+def case(
+    tokens: int, *, planes: int = 1, heads: int = 2, head_dim: int = 64, layers: int = 8
+) -> Case:
     group = Group(layers=layers, planes=planes, heads=heads, head_dim=head_dim, dtype="bfloat16")
     return Case(Layout(groups=(group,), tokens_per_chunk=max(tokens, 1)), 0, tokens)
 
 
-def coded(values: np.ndarray, place: Case, *, layer: int = 7) -> tuple[bytes, np.ndarray, np.ndarray]:
+def coded(
+    values: np.ndarray, place: Case, *, layer: int = 7
+) -> tuple[bytes, np.ndarray, np.ndarray]:
     """The layer's bytes, what went in and what came out, in the shape of `values`."""
     plain = from_float64(values.reshape(-1), "bfloat16")
     encoded = encode_layer(CODEC, place, layer, memoryview(plain))
-    before, after = (as_float64(data, "bfloat16").reshape(values.shape) for data in (plain, decode(CODEC, place, layer, encoded)))
+    before, after = (
+        as_float64(data, "bfloat16").reshape(values.shape)
+        for data in (plain, decode(CODEC, place, layer, encoded))
+    )
     return encoded, before, after
 
 
-@pytest.mark.parametrize(("name", "tokens", "least"), [("", 128, 7), ("", 256, 7), ("-fine", 256, 5), ("-small", 256, 9)])
+@pytest.mark.parametrize(
+    ("name", "tokens", "least"), [("", 128, 7), ("", 256, 7), ("-fine", 256, 5), ("-small", 256, 9)]
+)
 def test_how_much_smaller(name: str, tokens: int, least: float) -> None:
     codec = make_codec(f"cachegen{name}")
     bits = synthetic().bits[:, :, :tokens]
     layers, planes, _, heads, head_dim = bits.shape
     place = case(tokens, planes=planes, heads=heads, head_dim=head_dim, layers=layers)
     some = (0, 5, 10, 15)  # one of the early quarter
-    taken = sum(len(encode_layer(codec, place, layer, memoryview(bits[layer].tobytes()))) for layer in some)
+    taken = sum(
+        len(encode_layer(codec, place, layer, memoryview(bits[layer].tobytes()))) for layer in some
+    )
     assert least * taken < len(some) * place.layer_bytes
 
 
@@ -53,9 +67,13 @@ def test_a_tail_of_one_token_is_smaller_too() -> None:
     assert HEAD.unpack_from(encoded, 1)[1] == 5  # 32 channels share
 
 
-@pytest.mark.parametrize(("tokens", "share"), [(256, 0), (32, 0), (31, 1), (16, 1), (15, 2), (2, 4)])
+@pytest.mark.parametrize(
+    ("tokens", "share"), [(256, 0), (32, 0), (31, 1), (16, 1), (15, 2), (2, 4)]
+)
 def test_in_a_tail_channels_share_so_that_32_elements_tell(tokens: int, share: int) -> None:
-    encoded, *_ = coded(np.random.default_rng(2).standard_normal((tokens, 1024)), case(tokens, heads=16))
+    encoded, *_ = coded(
+        np.random.default_rng(2).standard_normal((tokens, 1024)), case(tokens, heads=16)
+    )
     assert HEAD.unpack_from(encoded, 1)[1] == share
 
 
@@ -103,7 +121,9 @@ def test_the_levels_differ_in_their_steps_and_not_in_their_bytes() -> None:
         found = decode(make_codec(name), place, 7, encoded)
         assert found == decode(CODEC, place, 7, encoded)
         sizes.append(len(encoded))
-        errors.append(np.square(as_float64(found, "bfloat16") - as_float64(plain, "bfloat16")).mean())
+        errors.append(
+            np.square(as_float64(found, "bfloat16") - as_float64(plain, "bfloat16")).mean()
+        )
     assert sizes[0] > 1.3 * sizes[1] and sizes[1] > 1.2 * sizes[2]
     assert errors[0] < 0.3 * errors[1] and errors[1] < 0.5 * errors[2]
 
@@ -154,7 +174,9 @@ def frequencies(counts: list[int]) -> list[int]:
 
 
 @given(st.lists(st.integers(0, 10**6), min_size=65, max_size=65), st.integers(0, 64), st.booleans())
-def test_frequencies_fit_whatever_occurs(counts: list[int], first_zero: int, is_peaked: bool) -> None:
+def test_frequencies_fit_whatever_occurs(
+    counts: list[int], first_zero: int, is_peaked: bool
+) -> None:
     counts[first_zero:] = [0] * (65 - first_zero)
     if is_peaked:
         counts[0] *= 10**4
@@ -207,7 +229,11 @@ def test_what_no_encoder_writes_is_refused() -> None:
     refused(at + 4 + exceptions, struct.pack("<I", 63), "a segment shorter than its states")
     refused(at + 4 + exceptions, struct.pack("<I", 2**32 - 1), "bytes missing")
     (words,) = struct.unpack_from("<I", encoded, at + 4 + exceptions)
-    refused(at + 4 + exceptions, struct.pack("<I", words - 1), "a segment that does not end|bytes too many")
+    refused(
+        at + 4 + exceptions,
+        struct.pack("<I", words - 1),
+        "a segment that does not end|bytes too many",
+    )
     start = at + 8 + exceptions
     refused(start, bytes([encoded[start] ^ 1]), "a segment that does not end|exceptions")
 
@@ -231,12 +257,19 @@ def test_the_committed_frame_has_all_there_is() -> None:
     at = 88 + offsets
     assert layer[0] == 1 and offsets
     at += layer[7] + 2 * sum(layer[at : at + layer[7]])
-    exceptions, words = struct.unpack_from("<I", layer, at)[0], struct.unpack_from("<I", layer, at + 4 + layer[at])[0]
-    assert exceptions and HEAD.unpack_from(layer, at + 8 + exceptions + 2 * words)[2], "exceptions in the keys, shifts in the values"
+    exceptions, words = (
+        struct.unpack_from("<I", layer, at)[0],
+        struct.unpack_from("<I", layer, at + 4 + layer[at])[0],
+    )
+    assert exceptions and HEAD.unpack_from(layer, at + 8 + exceptions + 2 * words)[2], (
+        "exceptions in the keys, shifts in the values"
+    )
 
 
 def test_a_layer_of_several_segments_is_read_by_the_page_alone() -> None:
     place = case(130, heads=8, head_dim=128)
     scales = np.exp(0.5 * np.random.default_rng(11).standard_normal((130, 1)))
     encoded, *_ = coded(np.random.default_rng(12).standard_normal((130, 1024)) * scales, place)
-    assert decode_cachegen(encoded, "bfloat16", [1, 130, 8, 128]) == decode(CODEC, place, 0, encoded)
+    assert decode_cachegen(encoded, "bfloat16", [1, 130, 8, 128]) == decode(
+        CODEC, place, 0, encoded
+    )

@@ -1,6 +1,8 @@
-"""Attacks on decoders: bytes that no encoder wrote are a FrameError or some values, and nothing outside of the buffers is touched.
+"""Attacks on decoders: bytes that no encoder wrote are a FrameError or some values, and nothing
+outside of the buffers is touched.
 
-The damaged bytes end where a page ends that may not be read behind, so that reading one byte too many ends the process.
+The damaged bytes end where a page ends that may not be read behind, so that reading one byte too
+many ends the process.
 """
 
 import ctypes
@@ -32,7 +34,9 @@ def _case(dtype: str, tokens: int, **group: int) -> Case:
 
 def _layer(place: Case, *, outliers: bool) -> bytes:
     group, rng = place.layout.groups[0], np.random.default_rng(9)
-    values = rng.standard_normal((place.layer_bytes // group.token_bytes, group.heads * group.head_dim))
+    values = rng.standard_normal(
+        (place.layer_bytes // group.token_bytes, group.heads * group.head_dim)
+    )
     if outliers:
         values *= 2.0 ** rng.integers(-5, 6, values.shape[1])
     return from_float64(values.reshape(-1), group.dtype)
@@ -56,7 +60,12 @@ CASES = {
     "turboquant4-tail": _case("float32", 1, head_dim=24),
 }
 GOOD = {
-    name: encode_layer(make_codec(name.partition("-")[0]), place, 0, memoryview(_layer(place, outliers=name == "lossless")))
+    name: encode_layer(
+        make_codec(name.partition("-")[0]),
+        place,
+        0,
+        memoryview(_layer(place, outliers=name == "lossless")),
+    )
     for name, place in CASES.items()
 }
 
@@ -90,7 +99,14 @@ def attack(name: str, data: bytes) -> bool:
     out = memoryview(room)[_GUARD:-_GUARD]
     reason = ""
     try:
-        make_codec(name.partition("-")[0]).decode(FENCED.put(data), out, layout=place.layout, group=0, layer=0, num_tokens=place.num_tokens)
+        make_codec(name.partition("-")[0]).decode(
+            FENCED.put(data),
+            out,
+            layout=place.layout,
+            group=0,
+            layer=0,
+            num_tokens=place.num_tokens,
+        )
     except FrameError as error:
         reason = error.reason
     assert room[:_GUARD] == room[-_GUARD:] == b"\xc3" * _GUARD
@@ -115,7 +131,9 @@ def test_every_other_length_is_refused(name: str) -> None:
     assert not attack(name, good + b"\0") and not attack(name, good + good)
 
 
-@pytest.mark.parametrize("name", ["lossless", "lossless-bytes", "lossless-segments", "cachegen", "cachegen-tail"])
+@pytest.mark.parametrize(
+    "name", ["lossless", "lossless-bytes", "lossless-segments", "cachegen", "cachegen-tail"]
+)
 def test_every_bit_of_the_tables_may_be_wrong(name: str) -> None:
     """All that comes before the first words: forms, bias, frequencies, numbers of words."""
     good = bytearray(GOOD[name])
@@ -133,19 +151,47 @@ def test_numbers_of_words_that_lie_are_refused(name: str) -> None:
     segments = 2 if name == "lossless-segments" else 1
     counts = struct.unpack_from(f"<{segments}I", good, at)
     assert all(64 < count < 40_000 for count in counts)
-    for wrong in (0, 1, 63, 64, 65, counts[0] - 1, counts[0] + 1, 2**16, 2**31 - 1, 2**31, 2**32 - 1):
+    for wrong in (
+        0,
+        1,
+        63,
+        64,
+        65,
+        counts[0] - 1,
+        counts[0] + 1,
+        2**16,
+        2**31 - 1,
+        2**31,
+        2**32 - 1,
+    ):
         assert not attack(name, good[:at] + struct.pack("<I", wrong) + good[at + 4 :])
     if segments == 2:
-        for by in (1, -1, 32, counts[0] - 64, 64 - counts[1]):  # moved from one to the other: the sum is right
-            assert not attack(name, good[:at] + struct.pack("<II", counts[0] - by, counts[1] + by) + good[at + 8 :])
+        for by in (
+            1,
+            -1,
+            32,
+            counts[0] - 64,
+            64 - counts[1],
+        ):  # moved from one to the other: the sum is right
+            assert not attack(
+                name,
+                good[:at] + struct.pack("<II", counts[0] - by, counts[1] + by) + good[at + 8 :],
+            )
 
 
 def test_a_table_is_in_order_and_without_zeros() -> None:
     good = GOOD["lossless-bytes"]
     (one, a), (other, b) = struct.iter_unpack("<BH", good[3:9])
     assert one < other
-    for first, second in (((other, b), (one, a)), ((one, a), (one, b)), ((one, a + b), (other, 0)), ((one, 0), (other, a + b))):
-        assert not attack("lossless-bytes", good[:3] + struct.pack("<BHBH", *first, *second) + good[9:])
+    for first, second in (
+        ((other, b), (one, a)),
+        ((one, a), (one, b)),
+        ((one, a + b), (other, 0)),
+        ((one, 0), (other, a + b)),
+    ):
+        assert not attack(
+            "lossless-bytes", good[:3] + struct.pack("<BHBH", *first, *second) + good[9:]
+        )
     assert not attack("lossless-bytes", good[:3] + struct.pack("<BH", one, a + 1) + good[6:])
 
 
@@ -154,15 +200,25 @@ EXTREMES = (0, 1, 31, 32, 63, 64, 255, 4095, 4096, 2**15, 2**16 - 1, 2**31 - 1, 
 
 def _storm(name: str, dice: random.Random) -> bytes:
     """`GOOD[name]`, or noise, with a few wrongs."""
-    data = bytearray(GOOD[name] if dice.random() < 0.95 else bytes([dice.randrange(4)]) + dice.randbytes(dice.randrange(len(GOOD[name]))))
+    data = bytearray(
+        GOOD[name]
+        if dice.random() < 0.95
+        else bytes([dice.randrange(4)]) + dice.randbytes(dice.randrange(len(GOOD[name])))
+    )
     for _ in range(dice.randint(1, 4)):
         # Half of them at the beginning, where the tables are.
-        at = dice.randrange(min(len(data), 200)) if dice.random() < 0.5 and data else dice.randrange(len(data) + 1)
+        at = (
+            dice.randrange(min(len(data), 200))
+            if dice.random() < 0.5 and data
+            else dice.randrange(len(data) + 1)
+        )
         match dice.randrange(6):
             case 0 if at < len(data):
                 data[at] ^= 1 << dice.randrange(8)
             case 1:
-                data[at : at + 4] = dice.choice(EXTREMES).to_bytes(4, "little")[: len(data[at : at + 4])]
+                data[at : at + 4] = dice.choice(EXTREMES).to_bytes(4, "little")[
+                    : len(data[at : at + 4])
+                ]
             case 2:
                 count = dice.randrange(64)
                 data[at : at + count] = dice.randbytes(len(data[at : at + count]))

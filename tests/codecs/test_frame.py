@@ -71,23 +71,36 @@ def headers(draw: st.DrawFn) -> FrameHeader:
         shape=shape[:5],
         lengths=lengths,
         checksums=tuple(draw(st.integers(0, 2**64 - 1)) for _ in lengths),
-        header_bytes=header_size(rank=len(shape[:5]), num_layers=len(lengths), align=draw(st.sampled_from([8, 64, 512, 4096]))),
+        header_bytes=header_size(
+            rank=len(shape[:5]),
+            num_layers=len(lengths),
+            align=draw(st.sampled_from([8, 64, 512, 4096])),
+        ),
         expires_at=draw(st.integers(0, 2**63 - 1)),
     )
 
 
 @given(headers(), st.binary(max_size=20))
-def test_a_header_is_read_as_it_was_written_whatever_follows_it(header: FrameHeader, behind: bytes) -> None:
+def test_a_header_is_read_as_it_was_written_whatever_follows_it(
+    header: FrameHeader, behind: bytes
+) -> None:
     head = encode_header(header)
     assert len(head) == header.header_bytes
     assert read_header(head + behind) == header
     assert read_header(memoryview(bytearray(head)), frame_bytes=header.frame_bytes) == header
-    assert vars(read_size(head[:PREFIX_BYTES])) == {"header_bytes": len(head), "payload_bytes": sum(header.lengths)}
+    assert vars(read_size(head[:PREFIX_BYTES])) == {
+        "header_bytes": len(head),
+        "payload_bytes": sum(header.lengths),
+    }
 
 
-@pytest.mark.parametrize("shape", [(7,), (4, 6), (4, 2, 6), (2, 4, 1, 6), (1, 2, 4, 1, 6), (4, 0 + 1, 8, 1), (1,) * 8])
+@pytest.mark.parametrize(
+    "shape", [(7,), (4, 6), (4, 2, 6), (2, 4, 1, 6), (1, 2, 4, 1, 6), (4, 0 + 1, 8, 1), (1,) * 8]
+)
 @pytest.mark.parametrize("dtype", ["float8_e4m3fnuz", "int8", "bfloat16", "float32"])
-def test_every_rank_and_dtype_is_stated_and_none_is_guessed(shape: tuple[int, ...], dtype: str) -> None:
+def test_every_rank_and_dtype_is_stated_and_none_is_guessed(
+    shape: tuple[int, ...], dtype: str
+) -> None:
     header = example(shape=shape, dtype=dtype)
     found = read_header(encode_header(header))
     assert (found.shape, found.dtype) == (shape, dtype)
@@ -95,10 +108,25 @@ def test_every_rank_and_dtype_is_stated_and_none_is_guessed(shape: tuple[int, ..
 
 
 @pytest.mark.parametrize(
-    ("header_bytes", "payload_bytes"), [(0, 9), (208, 9), (260, 9), (1 << 17 | 8, 9), (2**32 - 8, 9), (320, 2**36 + 1), (320, 2**64 - 1)]
+    ("header_bytes", "payload_bytes"),
+    [
+        (0, 9),
+        (208, 9),
+        (260, 9),
+        (1 << 17 | 8, 9),
+        (2**32 - 8, 9),
+        (320, 2**36 + 1),
+        (320, 2**64 - 1),
+    ],
 )
-def test_lengths_out_of_bounds_are_refused_before_anything_is_fetched(header_bytes: int, payload_bytes: int) -> None:
-    prefix = encode_header(example())[:12] + header_bytes.to_bytes(4, "little") + payload_bytes.to_bytes(8, "little")
+def test_lengths_out_of_bounds_are_refused_before_anything_is_fetched(
+    header_bytes: int, payload_bytes: int
+) -> None:
+    prefix = (
+        encode_header(example())[:12]
+        + header_bytes.to_bytes(4, "little")
+        + payload_bytes.to_bytes(8, "little")
+    )
     with pytest.raises(FrameError, match="length"):
         read_size(prefix)
 
@@ -111,7 +139,9 @@ def test_a_header_that_did_not_arrive_whole_is_refused() -> None:
         assert caught.value.reason == "length"
 
 
-def test_a_payload_length_that_the_layers_do_not_fill_is_refused_though_nobody_knows_the_size() -> None:
+def test_a_payload_length_that_the_layers_do_not_fill_is_refused_though_nobody_knows_the_size() -> (
+    None
+):
     head = encode_header(example())
     for wrong in (189, 191, 0, 2**36):
         body = head[:16] + wrong.to_bytes(8, "little") + head[24:-8]
@@ -130,10 +160,18 @@ def test_groups_of_one_model_with_their_own_dtypes_come_back_each_by_its_key() -
         key = make_key(NAMESPACE, HASH, group, 0)
         frame = framed(HYBRID, group=group, num_tokens=4, first_token=0)
         into = bytearray(HYBRID.chunk_bytes(group, 4))
-        header = unframe_chunk(memoryview(frame), memoryview(into), key=key, layout=HYBRID, num_tokens=4)
+        header = unframe_chunk(
+            memoryview(frame), memoryview(into), key=key, layout=HYBRID, num_tokens=4
+        )
         assert header.dtype == dtype and into == content(len(into))
         with pytest.raises(FrameError, match="identity"):
-            unframe_chunk(memoryview(frame), memoryview(into), key=make_key(NAMESPACE, HASH, 1 - group, 0), layout=HYBRID, num_tokens=4)
+            unframe_chunk(
+                memoryview(frame),
+                memoryview(into),
+                key=make_key(NAMESPACE, HASH, 1 - group, 0),
+                layout=HYBRID,
+                num_tokens=4,
+            )
 
 
 @pytest.mark.parametrize(
@@ -168,14 +206,21 @@ def test_groups_of_one_model_with_their_own_dtypes_come_back_each_by_its_key() -
         ({"header_bytes": 1 << 18}, "header"),
     ],
 )
-def test_no_header_is_written_that_no_reader_would_accept(changes: dict[str, object], words: str) -> None:
+def test_no_header_is_written_that_no_reader_would_accept(
+    changes: dict[str, object], words: str
+) -> None:
     with pytest.raises(ValueError, match=words):
         encode_header(example(**changes))
 
 
 def test_the_largest_header_is_within_the_bounds_of_readers() -> None:
     many = (0,) * MAX_LAYERS
-    header = example(shape=(1,) * 8, lengths=many, checksums=many, header_bytes=header_size(rank=8, num_layers=MAX_LAYERS, align=4096))
+    header = example(
+        shape=(1,) * 8,
+        lengths=many,
+        checksums=many,
+        header_bytes=header_size(rank=8, num_layers=MAX_LAYERS, align=4096),
+    )
     assert read_header(encode_header(header)) == header
 
 
@@ -211,11 +256,15 @@ def test_a_good_frame_of_something_else_is_refused(asked: dict[str, object], wor
         {"lengths": (64,), "checksums": (0,)},
     ],
 )
-def test_a_writer_that_names_our_layout_but_describes_another_is_refused(wrong: dict[str, object]) -> None:
+def test_a_writer_that_names_our_layout_but_describes_another_is_refused(
+    wrong: dict[str, object],
+) -> None:
     header = example(layout=GQA.fingerprint)
     check_identity(header, key=KEY, layout=GQA, num_tokens=4)
     with pytest.raises(FrameError, match="identity"):
-        check_identity(read_header(encode_header(replace(header, **wrong))), key=KEY, layout=GQA, num_tokens=4)
+        check_identity(
+            read_header(encode_header(replace(header, **wrong))), key=KEY, layout=GQA, num_tokens=4
+        )
 
 
 def test_asking_for_what_cannot_be_is_the_callers_error() -> None:
@@ -243,25 +292,42 @@ def test_a_raw_frame_is_the_chunk_itself_and_one_piece_only_if_wanted() -> None:
             frame_chunk(memoryview(chunk), Raw(), **place, align=align)
 
 
-@pytest.mark.parametrize(("nbytes", "num_tokens"), [(255, 4), (257, 4), (256, 3), (0, 4), (320, 5), (0, 0)])
+@pytest.mark.parametrize(
+    ("nbytes", "num_tokens"), [(255, 4), (257, 4), (256, 3), (0, 4), (320, 5), (0, 0)]
+)
 def test_a_chunk_that_does_not_fit_its_layout_is_not_framed(nbytes: int, num_tokens: int) -> None:
     with pytest.raises(LayoutError):
-        frame_chunk(memoryview(bytes(nbytes)), Raw(), key=KEY, layout=GQA, num_tokens=num_tokens, first_token=0)
+        frame_chunk(
+            memoryview(bytes(nbytes)),
+            Raw(),
+            key=KEY,
+            layout=GQA,
+            num_tokens=num_tokens,
+            first_token=0,
+        )
 
 
 def test_a_codec_that_overruns_its_own_bound_is_found_before_a_frame_is_made() -> None:
     with pytest.raises(ValueError, match="layer 0 took"):
-        frame_chunk(memoryview(bytes(256)), Boastful(), key=KEY, layout=GQA, num_tokens=4, first_token=0)
+        frame_chunk(
+            memoryview(bytes(256)), Boastful(), key=KEY, layout=GQA, num_tokens=4, first_token=0
+        )
 
 
 def test_one_layer_is_read_by_its_range_and_trusted_alone() -> None:
     frame = memoryview(framed(OPAQUE, num_tokens=4, first_token=0))
-    header = read_header(frame[: read_size(frame[:PREFIX_BYTES]).header_bytes], frame_bytes=len(frame))
+    header = read_header(
+        frame[: read_size(frame[:PREFIX_BYTES]).header_bytes], frame_bytes=len(frame)
+    )
     offset, length = header.layer_range(1)
     layer, into = frame[offset : offset + length], memoryview(bytearray(header.layer_bytes))
     unframe_layer(header, 1, layer, into, layout=OPAQUE)
     assert into == content(144)[72:]
-    for reason, wrong in (("checksum", frame[header.header_bytes :][:length]), ("length", layer[1:]), ("length", b"")):
+    for reason, wrong in (
+        ("checksum", frame[header.header_bytes :][:length]),
+        ("length", layer[1:]),
+        ("length", b""),
+    ):
         with pytest.raises(FrameError, match=reason):
             verify_layer(header, 1, wrong)
         with pytest.raises(FrameError, match=reason):
@@ -296,22 +362,38 @@ def test_a_destination_of_the_wrong_size_is_not_written_to() -> None:
 
 
 def test_a_frame_of_an_unknown_codec_is_refused_and_not_decoded() -> None:
-    head = encode_header(example(layout=GQA.fingerprint, lengths=(1, 1), checksums=(checksum(b"a"), checksum(b"b"))))
+    head = encode_header(
+        example(layout=GQA.fingerprint, lengths=(1, 1), checksums=(checksum(b"a"), checksum(b"b")))
+    )
     with pytest.raises(FrameError, match="'example' is not known") as caught:
-        unframe_chunk(memoryview(head + b"ab"), memoryview(bytearray(256)), key=KEY, layout=GQA, num_tokens=4)
+        unframe_chunk(
+            memoryview(head + b"ab"), memoryview(bytearray(256)), key=KEY, layout=GQA, num_tokens=4
+        )
     assert caught.value.reason == "version"
 
 
 def test_nothing_of_numpy_leaks_from_a_header() -> None:
     header = read_header(framed(GQA, num_tokens=4, first_token=0))
-    for value in (header.num_tokens, header.first_token, header.header_bytes, header.payload_bytes, header.layer_bytes):
+    for value in (
+        header.num_tokens,
+        header.first_token,
+        header.header_bytes,
+        header.payload_bytes,
+        header.layer_bytes,
+    ):
         assert type(value) is int
-    assert {type(value) for row in (header.shape, header.lengths, header.checksums, header.offsets) for value in row} == {int}
+    assert {
+        type(value)
+        for row in (header.shape, header.lengths, header.checksums, header.offsets)
+        for value in row
+    } == {int}
     assert type(header.key) is bytes and type(header.layout) is bytes
 
 
 def test_other_threads_run_while_a_large_chunk_is_framed_and_unframed() -> None:
-    layout = Layout((Group(layers=2, planes=2, heads=64, head_dim=64, dtype="float32"),), tokens_per_chunk=256)  # 8 MiB a layer
+    layout = Layout(
+        (Group(layers=2, planes=2, heads=64, head_dim=64, dtype="float32"),), tokens_per_chunk=256
+    )  # 8 MiB a layer
     chunk = np.ones(layout.chunk_bytes(0, 256), np.uint8)
     out, into = np.zeros(max_frame_bytes(Raw(), layout, 0, 256), np.uint8), np.zeros_like(chunk)
     place = {"key": KEY, "layout": layout, "num_tokens": 256}
@@ -330,10 +412,16 @@ def test_other_threads_run_while_a_large_chunk_is_framed_and_unframed() -> None:
     frame = frame_chunk(chunk.data, Raw(), **place, first_token=0, out=out.data)
     whole = out[: frame.nbytes].data
     other = threading.Thread(target=count)
-    sys.setswitchinterval(100)  # nobody is made to give the GIL away: the other thread runs only while we have given it away ourselves
+    sys.setswitchinterval(
+        100
+    )  # nobody is made to give the GIL away: the other thread runs only while we have given it away ourselves
     try:
-        other.start()  # on a busy machine it may miss a chance, but where there is none it misses all of them
-        assert any(others_ran(lambda: frame_chunk(chunk.data, Raw(), **place, first_token=0)) for _ in range(200)), "hashing"
+        # on a busy machine it may miss a chance, but where there is none it misses all of them
+        other.start()
+        assert any(
+            others_ran(lambda: frame_chunk(chunk.data, Raw(), **place, first_token=0))
+            for _ in range(200)
+        ), "hashing"
         assert any(others_ran(lambda: copy(chunk.data, into.data)) for _ in range(200)), "copying"
         assert any(others_ran(lambda: unframe_chunk(whole, into.data, **place)) for _ in range(200))
     finally:

@@ -1,4 +1,6 @@
-"""Attacks on the reader: whatever the bytes are, the answer is the chunk that was written, or a FrameError, and little memory."""
+"""Attacks on the reader: whatever the bytes are, the answer is the chunk that was written, or a
+FrameError, and little memory.
+"""
 
 import random
 import tracemalloc
@@ -25,12 +27,28 @@ GOOD, _, TOKENS = SMALL["gqa"]
 START = read_size(GOOD).header_bytes
 OTHER_PAYLOAD = GOOD[:START] + bytes(256)  # of the same sizes; not a frame, but a source of splices
 OTHER_KEY = framed(GQA, shard=1, num_tokens=4, first_token=8)
-EXTREMES = [0, 1, 7, 8, 2**31, 2**32 - 1, 2**32, 2**36, 2**36 + 1, 2**40, 2**63 - 1, 2**63, 2**64 - 1]
+EXTREMES = [
+    0,
+    1,
+    7,
+    8,
+    2**31,
+    2**32 - 1,
+    2**32,
+    2**36,
+    2**36 + 1,
+    2**40,
+    2**63 - 1,
+    2**63,
+    2**64 - 1,
+]
 
 
 def read(frame: bytes, layout: Layout = GQA, num_tokens: int = TOKENS) -> bytes:
     into = bytearray(layout.chunk_bytes(0, num_tokens))
-    unframe_chunk(memoryview(frame), memoryview(into), key=KEY, layout=layout, num_tokens=num_tokens)
+    unframe_chunk(
+        memoryview(frame), memoryview(into), key=KEY, layout=layout, num_tokens=num_tokens
+    )
     return bytes(into)
 
 
@@ -43,7 +61,9 @@ def is_refused(frame: bytes, layout: Layout = GQA, num_tokens: int = TOKENS) -> 
 
 
 def sealed(head: bytes, payload: bytes) -> bytes:
-    """A frame with a header whose checksum is right, as a hostile or broken writer could make it."""
+    """A frame with a header whose checksum is right, as a hostile or broken writer
+    could make it.
+    """
     return head[:-8] + checksum(head[:-8]).to_bytes(8, "little") + payload
 
 
@@ -64,7 +84,9 @@ def test_every_other_length_is_detected(name: str) -> None:
     frame, layout, num_tokens = SMALL[name]
     for keep in range(len(frame)):
         assert is_refused(frame[:keep], layout, num_tokens)
-        assert is_refused(frame[:keep] + bytes(len(frame) - keep), layout, num_tokens) or not any(frame[keep:])  # a hole to the end
+        assert is_refused(frame[:keep] + bytes(len(frame) - keep), layout, num_tokens) or not any(
+            frame[keep:]
+        )  # a hole to the end
     for more in (b"\0", b"\xff" * 8, frame):
         assert is_refused(frame + more, layout, num_tokens)
         assert is_refused(more + frame, layout, num_tokens)
@@ -74,7 +96,9 @@ def test_parts_of_two_frames_make_no_frame() -> None:
     other = content(512)[256:]
     assert is_refused(GOOD[:START] + other)
     assert is_refused(OTHER_KEY)  # whole and valid, but not what was asked for
-    assert is_refused(OTHER_KEY[:START] + GOOD[START:])  # its payload happens to be the same: the key still is not
+    assert is_refused(
+        OTHER_KEY[:START] + GOOD[START:]
+    )  # its payload happens to be the same: the key still is not
     for cut in range(1, START):
         assert is_refused(GOOD[:cut] + OTHER_KEY[cut:]) or OTHER_KEY[cut:] == GOOD[cut:]
     for cut in range(START, len(GOOD)):
@@ -116,7 +140,9 @@ def test_a_mutated_frame_is_refused_or_the_same_chunk(frame: bytes) -> None:
 
 
 @settings(max_examples=1000)
-@given(st.binary(max_size=2 * START) | st.binary(max_size=2 * START).map(lambda tail: GOOD[:24] + tail))
+@given(
+    st.binary(max_size=2 * START) | st.binary(max_size=2 * START).map(lambda tail: GOOD[:24] + tail)
+)
 def test_garbage_is_refused(garbage: bytes) -> None:
     assert is_refused(garbage) or garbage == GOOD
 
@@ -127,7 +153,9 @@ def hostile(seed: int, count: int) -> Iterator[bytes]:
     for _ in range(count):
         head = bytearray(GOOD[:START])
         for _ in range(dice.randint(1, 3)):
-            at = dice.choice([12, 16, 80, 88, 92, 96, 168, *range(176, 256, 8), dice.randrange(START)])
+            at = dice.choice(
+                [12, 16, 80, 88, 92, 96, 168, *range(176, 256, 8), dice.randrange(START)]
+            )
             size = dice.choice([1, 2, 4, 8])
             number = dice.choice(EXTREMES) if dice.random() < 0.6 else dice.getrandbits(64)
             head[at : at + size] = (number % 256**size).to_bytes(size, "little")
@@ -144,11 +172,17 @@ def test_a_header_with_a_right_checksum_is_refused_or_says_exactly_what_its_byte
         accepted += 1
         assert encode_header(header) == frame[: header.header_bytes]
         assert sum(header.lengths) == len(frame) - header.header_bytes
-    assert accepted > 100  # another key, another position: such headers are fine, or this would test nothing
+    assert (
+        accepted > 100
+    )  # another key, another position: such headers are fine, or this would test nothing
 
 
 def test_whatever_is_read_costs_no_more_memory_than_a_header() -> None:
-    frames = [*hostile(seed=2, count=500), *(random.Random(3).randbytes(400) for _ in range(100)), GOOD[:24] + bytes(1000)]
+    frames = [
+        *hostile(seed=2, count=500),
+        *(random.Random(3).randbytes(400) for _ in range(100)),
+        GOOD[:24] + bytes(1000),
+    ]
     is_refused(GOOD[:-1])
     into = memoryview(bytearray(GQA.chunk_bytes(0, TOKENS)))
     tracemalloc.start()
@@ -176,7 +210,9 @@ def test_a_seeded_storm_of_mutations_finds_nothing() -> None:
                     frame[a], frame[b] = frame[b], frame[a]
                 case 2:
                     at, size = dice.randrange(len(frame)), dice.randrange(1, 40)
-                    frame[at : at + size] = bytes([dice.choice((0, 255))]) * len(frame[at : at + size])
+                    frame[at : at + size] = bytes([dice.choice((0, 255))]) * len(
+                        frame[at : at + size]
+                    )
                 case _:
                     at = dice.randrange(len(frame))
                     frame[at : at + 8] = OTHER_KEY[at : at + 8]

@@ -1,4 +1,6 @@
-"""What `lossless` promises beyond the contract: sizes, both decoders alike, and what its planes become."""
+"""What `lossless` promises beyond the contract: sizes, both decoders alike, and what its planes
+become.
+"""
 
 import random
 
@@ -15,9 +17,21 @@ rans = pytest.importorskip("kvhold.kernels.numba_rans", reason="no numba in this
 from kvhold.codecs.lossless import Lossless  # noqa: E402 - it wants numba
 
 
-def case(dtype: str = "bfloat16", *, tokens: int = 128, planes: int = 2, heads: int = 2, head_dim: int = 64, **group: object) -> Case:
+def case(
+    dtype: str = "bfloat16",
+    *,
+    tokens: int = 128,
+    planes: int = 2,
+    heads: int = 2,
+    head_dim: int = 64,
+    **group: object,
+) -> Case:
     place = Group(layers=1, planes=planes, heads=heads, head_dim=head_dim, dtype=dtype, **group)  # type: ignore[arg-type]
-    return Case(Layout(groups=(place,), tokens_per_chunk=256, tail_tokens=place.block_tokens or 1), 0, tokens)
+    return Case(
+        Layout(groups=(place,), tokens_per_chunk=256, tail_tokens=place.block_tokens or 1),
+        0,
+        tokens,
+    )
 
 
 def normal(place: Case, *, outliers: bool = False, seed: int = 0) -> memoryview:
@@ -35,19 +49,28 @@ def encoded(place: Case, plain: memoryview) -> bytes:
     return found
 
 
-@pytest.mark.parametrize(("dtype", "least"), [("bfloat16", 1.45), ("float16", 1.15), ("float32", 1.18), ("float8_e4m3fn", 1.15)])
+@pytest.mark.parametrize(
+    ("dtype", "least"),
+    [("bfloat16", 1.45), ("float16", 1.15), ("float32", 1.18), ("float8_e4m3fn", 1.15)],
+)
 @pytest.mark.parametrize("outliers", [False, True], ids=["even", "outliers"])
 def test_numbers_become_smaller(dtype: str, least: float, outliers: bool) -> None:
     place = case(dtype, tokens=256, heads=8, head_dim=64)
-    scale_down = dtype == "float8_e4m3fn" and outliers  # 13 octaves do not fit into four bits of exponent
+    scale_down = (
+        dtype == "float8_e4m3fn" and outliers
+    )  # 13 octaves do not fit into four bits of exponent
     plain = normal(place, outliers=outliers and not scale_down)
     assert len(plain) / len(encoded(place, plain)) > least
 
 
 def test_channels_of_unlike_sizes_cost_little_more_than_like_ones() -> None:
     place = case(tokens=256)
-    even, uneven = (len(encoded(place, normal(place, outliers=outliers))) for outliers in (False, True))
-    assert uneven < even + 2 * 128 + 200  # a bias for each channel of K and V; without it, thousands more
+    even, uneven = (
+        len(encoded(place, normal(place, outliers=outliers))) for outliers in (False, True)
+    )
+    assert (
+        uneven < even + 2 * 128 + 200
+    )  # a bias for each channel of K and V; without it, thousands more
 
 
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
@@ -56,7 +79,9 @@ def test_what_repeats_one_value_takes_almost_nothing(dtype: str) -> None:
     size = DTYPE_BYTES[dtype]
     assert len(encoded(place, memoryview(bytes(place.layer_bytes)))) == 1 + 2 * 2 * size
     element = random.Random(2).randbytes(size)
-    assert len(encoded(place, memoryview(element * (place.layer_bytes // size)))) == 1 + 2 * 2 * size
+    assert (
+        len(encoded(place, memoryview(element * (place.layer_bytes // size)))) == 1 + 2 * 2 * size
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
@@ -90,7 +115,9 @@ def entropy(counts: np.ndarray) -> float:
 
 
 def test_a_state_in_an_opaque_packing_is_bytes_and_comes_back() -> None:
-    place = case("bfloat16", tokens=128, attention="state", packing="ssm", block_tokens=16, block_bytes=8195)
+    place = case(
+        "bfloat16", tokens=128, attention="state", packing="ssm", block_tokens=16, block_bytes=8195
+    )
     dice = np.random.default_rng(4)
     plain = memoryview(dice.binomial(255, 0.02, place.layer_bytes).astype(np.uint8).tobytes())
     assert len(encoded(place, plain)) < len(plain) * 0.6
@@ -98,12 +125,19 @@ def test_a_state_in_an_opaque_packing_is_bytes_and_comes_back() -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float8_e4m3fn", "uint8"])
 @pytest.mark.parametrize("shape", [(1, 128, 1, 300), (2, 130, 2, 67), (2, 9, 1, 33)], ids=str)
-def test_a_reader_written_from_the_page_reads_it(dtype: str, shape: tuple[int, int, int, int]) -> None:
+def test_a_reader_written_from_the_page_reads_it(
+    dtype: str, shape: tuple[int, int, int, int]
+) -> None:
     planes, tokens, heads, head_dim = shape
     place = case(dtype, tokens=tokens, planes=planes, heads=heads, head_dim=head_dim)
     plain = normal(place, outliers=dtype in ("bfloat16", "float32"))
     if dtype == "uint8":
-        plain = memoryview(np.random.default_rng(5).binomial(255, 0.02, place.layer_bytes).astype(np.uint8).tobytes())
+        plain = memoryview(
+            np.random.default_rng(5)
+            .binomial(255, 0.02, place.layer_bytes)
+            .astype(np.uint8)
+            .tobytes()
+        )
     found = encoded(place, plain)
     assert found[0] == (1 if tokens > 9 else found[0])
     assert (decode_lossless(found, dtype, list(shape)) if found[0] else found[1:]) == plain
@@ -115,7 +149,18 @@ def planes_to_code() -> list[np.ndarray]:
     found = [
         rng.geometric(p, size).clip(1, 256).astype(np.uint8) - 1
         for p in (0.999, 0.9, 0.4, 0.05)
-        for size in (2, 31, 32, 33, 63, 1000, rans.SEGMENT - 1, rans.SEGMENT, rans.SEGMENT + 1, 3 * rans.SEGMENT + 17)
+        for size in (
+            2,
+            31,
+            32,
+            33,
+            63,
+            1000,
+            rans.SEGMENT - 1,
+            rans.SEGMENT,
+            rans.SEGMENT + 1,
+            3 * rans.SEGMENT + 17,
+        )
     ]
     found.append(rng.integers(0, 256, 50_000, dtype=np.uint8))
     rare = np.zeros(100_000, np.uint8)
@@ -131,13 +176,23 @@ def test_planes_come_back_and_take_no_more_than_their_entropy_and_a_little(wide:
         counts = rans.histogram(plane)
         assert np.array_equal(counts, np.bincount(plane, minlength=256))
         freq = rans.frequencies(counts)
-        assert freq.sum() == rans.SCALE and ((freq > 0) == (counts > 0)).all() and freq.max() < rans.SCALE
+        assert (
+            freq.sum() == rans.SCALE
+            and ((freq > 0) == (counts > 0)).all()
+            and freq.max() < rans.SCALE
+        )
         words, segments = rans.encode(plane, freq)
         found = np.full(plane.size, 0xEE, np.uint8)
         assert rans.decode(words, segments, freq, found, wide=wide)
         assert np.array_equal(found, plane)
         # Frequencies of 1/4096 at least cost what is rarer a bit, and what it takes them from.
-        assert words.nbytes <= 1.02 * entropy(counts) * plane.size / 8 + len(segments) * 2 * rans.STATE_WORDS + plane.size * 0.01 + 16
+        assert (
+            words.nbytes
+            <= 1.02 * entropy(counts) * plane.size / 8
+            + len(segments) * 2 * rans.STATE_WORDS
+            + plane.size * 0.01
+            + 16
+        )
 
 
 def test_both_decoders_say_the_same_of_damaged_words() -> None:
@@ -175,7 +230,10 @@ def test_what_is_cut_into_planes_is_put_together_again(size: int, width: int) ->
         lowered = planes.copy()
         if bias is not None:
             lowered[0] = (planes[0].reshape(-1, width) - bias).reshape(-1)
-            assert np.array_equal(rans.channel_sums(planes[0], width), planes[0].reshape(-1, width).astype(np.int64).sum(axis=0))
+            assert np.array_equal(
+                rans.channel_sums(planes[0], width),
+                planes[0].reshape(-1, width).astype(np.int64).sum(axis=0),
+            )
         out = np.empty_like(elements)
         rans.merge(list(lowered), bias, out)
         assert np.array_equal(out, elements)

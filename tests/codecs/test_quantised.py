@@ -1,4 +1,6 @@
-"""int8, fp8, cachegen, KIVI, k8v4 and turboquant4: their bounds on whatever comes, their special layers, and e4m3 as torch has it."""
+"""int8, fp8, cachegen, KIVI, k8v4 and turboquant4: their bounds on whatever comes, their special
+layers, and e4m3 as torch has it.
+"""
 
 from collections.abc import Callable
 
@@ -11,10 +13,16 @@ from kvhold.core.layout import Group, Layout
 from kvhold.testing.codec import Case, decode, encode_layer
 from kvhold.testing.values import as_float64, from_float64
 
-quantise = pytest.importorskip("kvhold.kernels.numba_quantise", reason="no numba in this environment")
+quantise = pytest.importorskip(
+    "kvhold.kernels.numba_quantise", reason="no numba in this environment"
+)
 
 DTYPES = ("bfloat16", "float16", "float32")
-LARGEST = {"bfloat16": (2 - 2**-7) * 2.0**127, "float16": 65504.0, "float32": float(np.finfo(np.float32).max)}
+LARGEST = {
+    "bfloat16": (2 - 2**-7) * 2.0**127,
+    "float16": 65504.0,
+    "float32": float(np.finfo(np.float32).max),
+}
 SMALLEST = {"bfloat16": 2.0**-133, "float16": 2.0**-24, "float32": 2.0**-149}
 LEAST_NORMAL = {"bfloat16": 2.0**-126, "float16": 2.0**-14, "float32": 2.0**-126}
 HALF_ULP = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
@@ -36,22 +44,38 @@ def _bits(rng: np.random.Generator, count: int, dtype: str) -> np.ndarray:
     return np.where(np.isfinite(values), values, 0)
 
 
-NAMES = ["int8", "fp8", "cachegen", "cachegen-fine", "cachegen-small", "kivi4", "kivi2", "k8v4", "turboquant4"]
+NAMES = [
+    "int8",
+    "fp8",
+    "cachegen",
+    "cachegen-fine",
+    "cachegen-small",
+    "kivi4",
+    "kivi2",
+    "k8v4",
+    "turboquant4",
+]
 IN_GROUPS = ("kivi4", "kivi2", "k8v4")
 MOVES_ZEROS = (*IN_GROUPS, "turboquant4")  # where they are among other numbers
 
 CONTENTS: dict[str, Maker] = {
     "normal": lambda rng, count, _: rng.standard_normal(count),
     "zeros": lambda rng, count, _: np.zeros(count),
-    "one": lambda rng, count, _: np.eye(1, count, int(rng.integers(count)))[0] * rng.standard_normal(),
-    "constant": lambda rng, count, _: np.full(count, rng.standard_normal() * 10.0 ** rng.integers(-4, 4)),
+    "one": lambda rng, count, _: (
+        np.eye(1, count, int(rng.integers(count)))[0] * rng.standard_normal()
+    ),
+    "constant": lambda rng, count, _: np.full(
+        count, rng.standard_normal() * 10.0 ** rng.integers(-4, 4)
+    ),
     "largest": lambda rng, count, dtype: LARGEST[dtype] * rng.choice([-1, 1, 0.5, 0], count),
     "denormal": lambda rng, count, dtype: SMALLEST[dtype] * rng.integers(-3, 4, count),
     "few denormals": lambda rng, count, dtype: SMALLEST[dtype] * rng.integers(-20, 21, count),
     "denormals": lambda rng, count, dtype: SMALLEST[dtype] * rng.integers(-200, 200, count),
     "near normal": lambda rng, count, dtype: LEAST_NORMAL[dtype] * rng.uniform(-1.5, 1.5, count),
     "wide": lambda rng, count, _: rng.standard_normal(count) * 10.0 ** rng.integers(-30, 30, count),
-    "outliers": lambda rng, count, _: np.where(rng.random(count) < 0.02, 1000, 1) * rng.standard_normal(count),
+    "outliers": lambda rng, count, _: (
+        np.where(rng.random(count) < 0.02, 1000, 1) * rng.standard_normal(count)
+    ),
     "bits": _bits,
 }
 
@@ -60,7 +84,10 @@ def check(codec: Codec, place: Case, plain: bytes) -> None:
     """The bound of the class for the layer, and that of the docstring for each run or element."""
     group = place.layout.groups[0]
     encoded = encode_layer(codec, place, 0, memoryview(plain))
-    before, after = as_float64(plain, group.dtype), as_float64(decode(codec, place, 0, encoded), group.dtype)
+    before, after = (
+        as_float64(plain, group.dtype),
+        as_float64(decode(codec, place, 0, encoded), group.dtype),
+    )
     assert np.isfinite(after).all()
     error, most = np.abs(after - before), np.abs(before).max()
     assert error.max() <= codec.error_bound * most
@@ -80,18 +107,34 @@ def check(codec: Codec, place: Case, plain: bytes) -> None:
         else:
             for begin in range(0, place.num_tokens, 32):
                 if begin + 32 <= place.num_tokens:
-                    check_group(planes[0, begin : begin + 32], errors[0, begin : begin + 32], 0, steps, group.dtype)
+                    check_group(
+                        planes[0, begin : begin + 32],
+                        errors[0, begin : begin + 32],
+                        0,
+                        steps,
+                        group.dtype,
+                    )
                 else:
                     assert not errors[0, begin:].any()
         for begin in range(0, group.head_dim, 32):
-            check_group(planes[1:, ..., begin : begin + 32], errors[1:, ..., begin : begin + 32], -1, steps, group.dtype)
+            check_group(
+                planes[1:, ..., begin : begin + 32],
+                errors[1:, ..., begin : begin + 32],
+                -1,
+                steps,
+                group.dtype,
+            )
     elif codec.name == "fp8":
         columns = before.reshape(group.planes, place.num_tokens, -1)
         peak = np.abs(columns).max(axis=1, keepdims=True)
         if encoded[0] == 2:
             heads = peak.reshape(group.planes, 1, group.heads, group.head_dim)
-            peak = np.broadcast_to(heads.max(axis=3, keepdims=True), heads.shape).reshape(peak.shape)
-        rounding = np.maximum(HALF_ULP[group.dtype] * np.abs(columns) * 17 / 16, SMALLEST[group.dtype] / 2)
+            peak = np.broadcast_to(heads.max(axis=3, keepdims=True), heads.shape).reshape(
+                peak.shape
+            )
+        rounding = np.maximum(
+            HALF_ULP[group.dtype] * np.abs(columns) * 17 / 16, SMALLEST[group.dtype] / 2
+        )
         allowed = np.maximum(np.abs(columns) / 16, peak * (2.0**-10 / 448)) * (1 + 1e-6) + rounding
         assert (error.reshape(columns.shape) <= allowed).all()
 
@@ -109,7 +152,9 @@ def check_group(values: np.ndarray, error: np.ndarray, axis: int, steps: int, dt
     """What KIVI promises of a group, which is all along `axis`."""
     least, largest = values.min(axis=axis, keepdims=True), values.max(axis=axis, keepdims=True)
     most = np.maximum(np.abs(least), np.abs(largest))
-    assert not error[(values == least) | (values == largest) & (largest / 2 - least / 2 >= 2.0**-120)].any()
+    assert not error[
+        (values == least) | (values == largest) & (largest / 2 - least / 2 >= 2.0**-120)
+    ].any()
     half = np.maximum((largest / 2 - least / 2) / steps * (1 + 1e-5), 2.0**-119)
     rounding = np.maximum(HALF_ULP[dtype] * most, SMALLEST[dtype] / 2) + most * 2.0**-22
     assert (error <= half + rounding).all()
@@ -121,7 +166,11 @@ def check_group(values: np.ndarray, error: np.ndarray, axis: int, steps: int, dt
 def test_the_bound_holds(name: str, dtype: str, content: str) -> None:
     rng = np.random.default_rng(1)
     for shape in SHAPES:
-        check(make_codec(name), case(dtype, shape), from_float64(CONTENTS[content](rng, int(np.prod(shape)), dtype), dtype))
+        check(
+            make_codec(name),
+            case(dtype, shape),
+            from_float64(CONTENTS[content](rng, int(np.prod(shape)), dtype), dtype),
+        )
 
 
 @pytest.mark.slow
@@ -130,7 +179,12 @@ def test_the_bound_holds_on_ten_thousand_layers(name: str) -> None:
     codec, rng = make_codec(name), np.random.default_rng(2)
     for number in range(10_000):
         dtype = DTYPES[number % 3]
-        shape = (int(rng.integers(1, 3)), int(rng.integers(1, 65)), int(rng.integers(1, 4)), int(rng.integers(1, 200)))
+        shape = (
+            int(rng.integers(1, 3)),
+            int(rng.integers(1, 65)),
+            int(rng.integers(1, 4)),
+            int(rng.integers(1, 200)),
+        )
         shape = shape if number % 10 == 0 else (shape[0], min(shape[1], 34), 1, min(shape[3], 24))
         count = int(np.prod(shape))
         contents = [CONTENTS[name](rng, count, dtype) for name in rng.choice(list(CONTENTS), 2)]
@@ -141,7 +195,9 @@ def test_the_bound_holds_on_ten_thousand_layers(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("odd", [np.inf, -np.inf, np.nan])
-def test_a_layer_with_something_that_is_not_finite_is_kept_bit_by_bit(name: str, dtype: str, odd: float) -> None:
+def test_a_layer_with_something_that_is_not_finite_is_kept_bit_by_bit(
+    name: str, dtype: str, odd: float
+) -> None:
     place = case(dtype, (2, 33, 2, 24))
     values = np.random.default_rng(3).standard_normal(2 * 33 * 2 * 24)
     plain = bytearray(from_float64(values, dtype))
@@ -160,16 +216,26 @@ def test_sizes() -> None:
     plain = memoryview(bytes(2 * 64 * 2 * 128 * 2))
     place = case("bfloat16", (2, 64, 2, 128))
     elements = len(plain) // 2
-    assert len(encode_layer(make_codec("int8"), place, 0, plain)) == 1 + elements + 4 * elements // 128
+    assert (
+        len(encode_layer(make_codec("int8"), place, 0, plain)) == 1 + elements + 4 * elements // 128
+    )
     assert len(encode_layer(make_codec("fp8"), place, 0, plain)) == 1 + elements + 4 * 2 * 2 * 128
     ends = 4 * elements // 32
     assert len(encode_layer(make_codec("kivi4"), place, 0, plain)) == 1 + elements // 2 + ends
     assert len(encode_layer(make_codec("kivi2"), place, 0, plain)) == 1 + elements // 4 + ends
-    assert len(encode_layer(make_codec("k8v4"), place, 0, plain)) == 1 + elements // 2 + 4 * elements // 256 + elements // 4 + ends // 2
+    assert (
+        len(encode_layer(make_codec("k8v4"), place, 0, plain))
+        == 1 + elements // 2 + 4 * elements // 256 + elements // 4 + ends // 2
+    )
     tail = case("bfloat16", (2, 1, 2, 128))
-    assert len(encode_layer(make_codec("fp8"), tail, 0, plain[: tail.layer_bytes])) == 1 + 512 + 4 * 2 * 2
+    assert (
+        len(encode_layer(make_codec("fp8"), tail, 0, plain[: tail.layer_bytes]))
+        == 1 + 512 + 4 * 2 * 2
+    )
     narrow = case("bfloat16", (2, 5, 2, 3))  # scales would outweigh what they save
-    assert encode_layer(make_codec("int8"), narrow, 0, plain[: narrow.layer_bytes]) == bytes(1 + narrow.layer_bytes)
+    assert encode_layer(make_codec("int8"), narrow, 0, plain[: narrow.layer_bytes]) == bytes(
+        1 + narrow.layer_bytes
+    )
 
 
 def test_channels_of_unlike_sizes_do_not_cost_each_other_precision() -> None:
@@ -177,20 +243,37 @@ def test_channels_of_unlike_sizes_do_not_cost_each_other_precision() -> None:
     values = rng.standard_normal((64, 64)) * np.where(np.arange(64) == 5, 1e6, 1)
     plain = from_float64(values.reshape(-1), "bfloat16")
     before = as_float64(plain, "bfloat16").reshape(64, 64)
-    found = decode(make_codec("fp8"), place, 0, encode_layer(make_codec("fp8"), place, 0, memoryview(plain)))
+    found = decode(
+        make_codec("fp8"), place, 0, encode_layer(make_codec("fp8"), place, 0, memoryview(plain))
+    )
     after = as_float64(found, "bfloat16").reshape(64, 64)
-    assert (np.abs(after - before) <= 0.07 * np.abs(before) + 1e-4).all()  # a scale for all 64 would make zeros of 63
+    assert (
+        np.abs(after - before) <= 0.07 * np.abs(before) + 1e-4
+    ).all()  # a scale for all 64 would make zeros of 63
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_may_not_be_changed_is_not_accepted(name: str) -> None:
     codec = make_codec(name)
     plain = Group(layers=1, planes=1, heads=1, head_dim=64, dtype="bfloat16")
-    sliding = Group(layers=1, planes=2, heads=1, head_dim=64, dtype="float16", attention="sliding", window=8)
+    sliding = Group(
+        layers=1, planes=2, heads=1, head_dim=64, dtype="float16", attention="sliding", window=8
+    )
     state = Group(layers=1, planes=1, heads=1, head_dim=64, dtype="float32", attention="state")
-    opaque = Group(layers=1, planes=1, heads=1, head_dim=64, dtype="bfloat16", packing="own", block_tokens=16, block_bytes=2048)
+    opaque = Group(
+        layers=1,
+        planes=1,
+        heads=1,
+        head_dim=64,
+        dtype="bfloat16",
+        packing="own",
+        block_tokens=16,
+        block_bytes=2048,
+    )
     small = Group(layers=1, planes=1, heads=1, head_dim=64, dtype="float8_e4m3fn")
-    layout = Layout(groups=(plain, sliding, state, opaque, small), tokens_per_chunk=16, tail_tokens=16)
+    layout = Layout(
+        groups=(plain, sliding, state, opaque, small), tokens_per_chunk=16, tail_tokens=16
+    )
     assert [codec.accepts(layout, group) for group in range(5)] == [True, True, False, False, False]
 
 
@@ -206,10 +289,17 @@ def test_a_scale_that_no_encoder_writes_is_refused(name: str, scale: float) -> N
 
 
 @pytest.mark.parametrize("name", ["kivi4", "kivi2", "k8v4"])
-@pytest.mark.parametrize(("least", "largest"), [(np.nan, 1), (1, np.nan), (-np.inf, 1), (0, np.inf), (1, 0.5), (-0.5, -1), (0.0, -0.0)])
+@pytest.mark.parametrize(
+    ("least", "largest"),
+    [(np.nan, 1), (1, np.nan), (-np.inf, 1), (0, np.inf), (1, 0.5), (-0.5, -1), (0.0, -0.0)],
+)
 def test_ends_that_no_encoder_writes_are_refused(name: str, least: float, largest: float) -> None:
     place = case("bfloat16", (2, 64, 1, 16))
-    encoded = bytearray(encode_layer(make_codec(name), place, 0, memoryview(from_float64(np.ones(2 * 64 * 16), "bfloat16"))))
+    encoded = bytearray(
+        encode_layer(
+            make_codec(name), place, 0, memoryview(from_float64(np.ones(2 * 64 * 16), "bfloat16"))
+        )
+    )
     ends = np.array([least, largest], np.float32).tobytes()
     for of_keys in (True, False):
         if of_keys and name == "k8v4":
@@ -229,7 +319,12 @@ def test_keys_have_a_group_for_each_channel_and_values_one_for_each_token() -> N
     values[0, :, 5] *= 1e6
     values[1, 7] *= 1e6
     plain = from_float64(values.reshape(-1), "bfloat16")
-    found = decode(make_codec("kivi4"), place, 0, encode_layer(make_codec("kivi4"), place, 0, memoryview(plain)))
+    found = decode(
+        make_codec("kivi4"),
+        place,
+        0,
+        encode_layer(make_codec("kivi4"), place, 0, memoryview(plain)),
+    )
     off = np.abs(as_float64(found, "bfloat16") - as_float64(plain, "bfloat16")).reshape(2, 64, 64)
     assert off[0].max(axis=0)[5] > 1e4 and np.delete(off[0], 5, axis=1).max() < 0.3
     assert off[1].max(axis=1)[7] > 1e4 and np.delete(off[1], 7, axis=0).max() < 0.3
@@ -239,20 +334,29 @@ def test_keys_have_a_group_for_each_channel_and_values_one_for_each_token() -> N
 def test_keys_that_do_not_fill_a_group_are_kept(name: str) -> None:
     place = case("float16", (2, 39, 2, 24))
     plain = from_float64(np.random.default_rng(7).standard_normal(2 * 39 * 48), "float16")
-    found = decode(make_codec(name), place, 0, encode_layer(make_codec(name), place, 0, memoryview(plain)))
+    found = decode(
+        make_codec(name), place, 0, encode_layer(make_codec(name), place, 0, memoryview(plain))
+    )
     keys = as_float64(found, "float16")[: 39 * 48] != as_float64(plain, "float16")[: 39 * 48]
     assert keys[: 32 * 48].any() and not keys[32 * 48 :].any()
 
 
 def test_turned_vectors_are_as_near_as_levels_for_normal_numbers_allow() -> None:
-    """The least squared error that 16 levels leave of normal numbers is 0.0095, whatever the channels' sizes are."""
+    """The least squared error that 16 levels leave of normal numbers is 0.0095, whatever the
+    channels' sizes are.
+    """
     place, rng = case("float32", (2, 64, 2, 128)), np.random.default_rng(8)
     sizes = np.where(np.arange(128) % 32 == 5, 12, 1)
     values = rng.standard_normal((2 * 64 * 2, 128)) * sizes
     plain = from_float64(values.reshape(-1), "float32")
     encoded = encode_layer(make_codec("turboquant4"), place, 0, memoryview(plain))
     assert len(encoded) == 1 + values.size // 2 + 4 * len(values)
-    off = as_float64(decode(make_codec("turboquant4"), place, 0, encoded), "float32").reshape(values.shape) - values
+    off = (
+        as_float64(decode(make_codec("turboquant4"), place, 0, encoded), "float32").reshape(
+            values.shape
+        )
+        - values
+    )
     lost = (off**2).sum() / (values**2).sum()
     assert 0.007 < lost < 0.0100
     of_channels = (off**2).mean(axis=0)
@@ -267,10 +371,17 @@ def test_a_vector_that_would_be_too_far_off_is_kept() -> None:
     encoded = encode_layer(make_codec("turboquant4"), place, 0, memoryview(plain))
     codes = 1 + 32 * (2 * 4 + 64 + 16)
     scales = np.frombuffer(encoded[1:257], "<f4").reshape(32, 2)
-    assert (scales[3] == -1).all() and (np.delete(scales, 3, axis=0) > 0).all() and len(encoded) == codes + 320
+    assert (
+        (scales[3] == -1).all()
+        and (np.delete(scales, 3, axis=0) > 0).all()
+        and len(encoded) == codes + 320
+    )
     assert encoded[codes:] == plain[3 * 320 : 4 * 320]
     found = decode(make_codec("turboquant4"), place, 0, encoded)
-    assert found[3 * 320 : 4 * 320] == plain[3 * 320 : 4 * 320] and found[: 3 * 320] != plain[: 3 * 320]
+    assert (
+        found[3 * 320 : 4 * 320] == plain[3 * 320 : 4 * 320]
+        and found[: 3 * 320] != plain[: 3 * 320]
+    )
 
 
 @pytest.mark.parametrize("scale", [np.nan, np.inf, -2.0, -0.5])
@@ -294,14 +405,27 @@ def test_e4m3_is_what_torch_makes_of_it() -> None:
     np.testing.assert_array_equal(quantise.e4m3_to_float(codes), theirs)
     known = np.unique(theirs[np.isfinite(theirs)])
     middles = ((known[1:].astype(np.float64) + known[:-1]) / 2).astype(np.float32)  # every tie
-    near = [np.nextafter(values, direction) for values in (known, middles) for direction in (np.float32(-1e9), np.float32(1e9))]
+    near = [
+        np.nextafter(values, direction)
+        for values in (known, middles)
+        for direction in (np.float32(-1e9), np.float32(1e9))
+    ]
     any_bits = rng.integers(0, 2**32, 200_000, dtype=np.uint32).view(np.float32)
     some = (rng.standard_normal(100_000) * 100).astype(np.float32)
     values = np.concatenate([known, middles, *near, any_bits, some])
-    values = values[np.isnan(values) | (np.abs(values) < 464)]  # beyond, torch has changed its mind: NaN once, 448 now
+    values = values[
+        np.isnan(values) | (np.abs(values) < 464)
+    ]  # beyond, torch has changed its mind: NaN once, 448 now
     ours = quantise.float_to_e4m3(values)
-    assert np.array_equal(ours, torch.from_numpy(values).to(torch.float8_e4m3fn).view(torch.uint8).numpy())
-    assert quantise.float_to_e4m3(np.array([464, 1e30, np.inf, -np.inf], np.float32)).tolist() == [126, 126, 126, 254]
+    assert np.array_equal(
+        ours, torch.from_numpy(values).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    )
+    assert quantise.float_to_e4m3(np.array([464, 1e30, np.inf, -np.inf], np.float32)).tolist() == [
+        126,
+        126,
+        126,
+        254,
+    ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -312,6 +436,16 @@ def test_fp8_layers_are_what_torch_would_make_of_them(dtype: str) -> None:
     values = np.clip(np.random.default_rng(6).standard_normal((2, 64, 32)) * 100, -448, 448)
     values[:, 0] = 448  # so that each scale is one
     plain = from_float64(values.reshape(-1), dtype)
-    found = decode(make_codec("fp8"), place, 0, encode_layer(make_codec("fp8"), place, 0, memoryview(plain)))
-    theirs = torch.frombuffer(bytearray(plain), dtype=getattr(torch, dtype)).to(torch.float8_e4m3fn).to(torch.float32).double().numpy()
-    np.testing.assert_allclose(as_float64(found, dtype), theirs, rtol=3e-7 if dtype == "float32" else 0)
+    found = decode(
+        make_codec("fp8"), place, 0, encode_layer(make_codec("fp8"), place, 0, memoryview(plain))
+    )
+    theirs = (
+        torch.frombuffer(bytearray(plain), dtype=getattr(torch, dtype))
+        .to(torch.float8_e4m3fn)
+        .to(torch.float32)
+        .double()
+        .numpy()
+    )
+    np.testing.assert_allclose(
+        as_float64(found, dtype), theirs, rtol=3e-7 if dtype == "float32" else 0
+    )

@@ -1,11 +1,23 @@
-"""rANS with several kinds of symbols: what goes in comes out, in bounded room, and a wrong end is noticed."""
+"""rANS with several kinds of symbols: what goes in comes out, in bounded room, and a wrong end is
+noticed.
+"""
 
 import numpy as np
 import pytest
 
 rans = pytest.importorskip("kvhold.kernels.numba_rans_kinds", reason="no numba in this environment")
 
-SHAPES = [(1, 1), (1, 31), (3, 32), (7, 33), (5, 64), (40, 127), (2, 1000), (3, 70_000), (1, 200_000)]
+SHAPES = [
+    (1, 1),
+    (1, 31),
+    (3, 32),
+    (7, 33),
+    (5, 64),
+    (40, 127),
+    (2, 1000),
+    (3, 70_000),
+    (1, 200_000),
+]
 
 
 def odds(kinds: int, rng: np.random.Generator) -> np.ndarray:
@@ -35,7 +47,11 @@ def test_what_goes_in_comes_out(shape: tuple[int, int], num_kinds: int) -> None:
     kinds = rng.integers(num_kinds, size=rows * width).astype(np.uint8)
     symbols = drawn(freq, kinds, rng)
     words, counts = rans.encode(symbols, kinds, width, freq)
-    assert counts.size == rans.num_segments(symbols.size, width) == -(-rows // max(1, rans.SEGMENT // width))
+    assert (
+        counts.size
+        == rans.num_segments(symbols.size, width)
+        == -(-rows // max(1, rans.SEGMENT // width))
+    )
     for wide in (False, True):
         out = np.empty_like(symbols)
         assert rans.decode(words, counts, kinds, width, freq, out, wide=wide)
@@ -49,7 +65,11 @@ def test_it_takes_what_the_odds_say() -> None:
     symbols = drawn(freq, kinds, rng)
     words, counts = rans.encode(symbols, kinds, 512, freq)
     entropy = np.log2(rans.SCALE / freq[kinds, symbols]).sum()
-    assert 0 <= 16 * (words.size - rans.STATE_WORDS * counts.size) - entropy + 16 * 32 <= 0.001 * entropy + 2 * 16 * 32
+    assert (
+        0
+        <= 16 * (words.size - rans.STATE_WORDS * counts.size) - entropy + 16 * 32
+        <= 0.001 * entropy + 2 * 16 * 32
+    )
 
 
 def test_a_kind_of_one_symbol_costs_nothing() -> None:
@@ -70,9 +90,13 @@ def test_a_wrong_word_is_noticed_or_gives_some_symbols(wide: bool) -> None:
     for at in range(0, words.size, 7):
         wrong = words.copy()
         wrong[at] ^= 1 << rng.integers(16)
-        noticed += not rans.decode(wrong, counts, kinds, 96, freq, np.empty_like(symbols), wide=wide)
+        noticed += not rans.decode(
+            wrong, counts, kinds, 96, freq, np.empty_like(symbols), wide=wide
+        )
     assert noticed > words.size // 7 * 0.7
-    assert not rans.decode(words[:-1], counts - 1, kinds, 96, freq, np.empty_like(symbols), wide=wide)
+    assert not rans.decode(
+        words[:-1], counts - 1, kinds, 96, freq, np.empty_like(symbols), wide=wide
+    )
     longer = np.append(words, np.uint16(0))
     assert not rans.decode(longer, counts + 1, kinds, 96, freq, np.empty_like(symbols), wide=wide)
 

@@ -32,9 +32,12 @@ def run_with_plugin(folder: Path, code: str) -> str:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(ENTRY_POINTS)
     code = (
-        f"import sys; sys.path.insert(0, {str(folder)!r})\nfrom kvhold.codecs import *\nfrom kvhold.core.errors import ConfigError\n{code}"
+        f"import sys; sys.path.insert(0, {str(folder)!r})\nfrom kvhold.codecs import *\nfrom "
+        f"kvhold.core.errors import ConfigError\n{code}"
     )
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
 
 
 def test_our_codecs_are_found_and_shared() -> None:
@@ -45,8 +48,13 @@ def test_our_codecs_are_found_and_shared() -> None:
 
 def test_our_codecs_are_named_and_compiled_only_when_asked_for() -> None:
     assert {"fp8", "int8", "lossless", "raw"} <= set(codec_names())
-    code = "import sys; from kvhold.codecs import *; make_codec('raw'); print(len(codec_names()), 'numba' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    code = (
+        "import sys; from kvhold.codecs import *; make_codec('raw'); print(len(codec_names()), "
+        "'numba' in sys.modules)"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert int(found[0]) >= 4 and found[1] == "False"
 
 
@@ -62,7 +70,9 @@ for name in ("fp8", "int8", "lossless"):
     except ConfigError as error:
         print(find_codec(name), error, sep="|")
 """
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     assert len(found) == 3
     assert all(line.startswith("None|") and "pip install 'kvhold[numba]'" in line for line in found)
 
@@ -74,8 +84,13 @@ def test_an_unknown_name_is_an_error_in_settings_and_nothing_in_a_frame() -> Non
     assert find_codec("no.such:thing") is None
 
 
-def test_a_plugin_is_found_by_its_entry_point_and_imported_only_when_asked_for(tmp_path: Path) -> None:
-    code = "print('twice' in codec_names(), 'plugin' in sys.modules, type(make_codec('twice')).__name__, find_codec('twice').name)"
+def test_a_plugin_is_found_by_its_entry_point_and_imported_only_when_asked_for(
+    tmp_path: Path,
+) -> None:
+    code = (
+        "print('twice' in codec_names(), 'plugin' in sys.modules, "
+        "type(make_codec('twice')).__name__, find_codec('twice').name)"
+    )
     assert run_with_plugin(tmp_path, code).split() == ["True", "False", "Twice", "twice"]
 
 
@@ -88,5 +103,13 @@ for name in ("misnamed", "missing", "nowhere"):
         print(name, find_codec(name), error, sep="|")
 """
     lines = [line.split("|") for line in run_with_plugin(tmp_path, code).splitlines()]
-    assert [line[:2] for line in lines] == [["misnamed", "None"], ["missing", "None"], ["nowhere", "None"]]
-    assert "calls itself 'other'" in lines[0][2] and "cannot be loaded" in lines[1][2] and "no_such_module" in lines[2][2]
+    assert [line[:2] for line in lines] == [
+        ["misnamed", "None"],
+        ["missing", "None"],
+        ["nowhere", "None"],
+    ]
+    assert (
+        "calls itself 'other'" in lines[0][2]
+        and "cannot be loaded" in lines[1][2]
+        and "no_such_module" in lines[2][2]
+    )

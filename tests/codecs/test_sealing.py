@@ -17,7 +17,9 @@ CHUNK = b"k" * 40
 
 
 def sealed_by(keyring: Keyring, frame: bytes, tenant: str = "") -> bytes:
-    (sealed,) = keyring.seal((memoryview(frame[:5]), memoryview(frame[5:])), key=CHUNK, tenant=tenant)
+    (sealed,) = keyring.seal(
+        (memoryview(frame[:5]), memoryview(frame[5:])), key=CHUNK, tenant=tenant
+    )
     return bytes(sealed)
 
 
@@ -61,16 +63,27 @@ def test_the_key_itself_is_in_none_of_the_bytes() -> None:
     assert SECRET not in sealed_by(Keyring({"": [SECRET]}), SECRET)
 
 
-@pytest.mark.parametrize("text", [SECRET.hex().encode() + b"\n", base64.b64encode(SECRET)], ids=["hex", "base64"])
+@pytest.mark.parametrize(
+    "text", [SECRET.hex().encode() + b"\n", base64.b64encode(SECRET)], ids=["hex", "base64"]
+)
 def test_keys_are_read_from_files(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "key").write_bytes(text)
     keyring = Keyring.read([f"a=file:{tmp_path / 'key'}"])
     assert keyring.seals("a")
     assert not keyring.seals("")
-    assert Keyring({"a": [SECRET]}).unseal(memoryview(sealed_by(keyring, b"frame", "a")), key=CHUNK, tenant="a") == b"frame"
+    assert (
+        Keyring({"a": [SECRET]}).unseal(
+            memoryview(sealed_by(keyring, b"frame", "a")), key=CHUNK, tenant="a"
+        )
+        == b"frame"
+    )
 
 
-@pytest.mark.parametrize("text", [SECRET + b"\xff", b"0" * 32, b"", b"0" * 63], ids=["too long", "weak text", "empty", "odd hex"])
+@pytest.mark.parametrize(
+    "text",
+    [SECRET + b"\xff", b"0" * 32, b"", b"0" * 63],
+    ids=["too long", "weak text", "empty", "odd hex"],
+)
 def test_what_is_no_key_is_refused(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "key").write_bytes(text)
     with pytest.raises(ConfigError, match="is not a key"):

@@ -1,4 +1,6 @@
-"""Settings: arguments over environment over file over defaults; nothing is ignored, and every refusal says where and what instead."""
+"""Settings: arguments over environment over file over defaults; nothing is ignored, and every
+refusal says where and what instead.
+"""
 
 import importlib
 import pkgutil
@@ -25,18 +27,30 @@ def write(folder: Path, text: str, name: str = "kvhold.toml") -> Path:
 
 
 def settings_classes() -> Iterator[type]:
-    """Every dataclass of settings: those of the core, and of each tier that can be imported here."""
+    """Every dataclass of settings: those of the core, and of each tier that can be
+    imported here.
+    """
     modules = [config_module]
     for found in pkgutil.walk_packages(kvhold.tiers.__path__, "kvhold.tiers."):
         with suppress(ImportError):  # a tier whose library is not installed
             modules.append(importlib.import_module(found.name))
     for module in modules:
         for name, value in vars(module).items():
-            if name.endswith("Config") and is_dataclass(value) and isinstance(value, type) and value.__module__ == module.__name__:
+            if (
+                name.endswith("Config")
+                and is_dataclass(value)
+                and isinstance(value, type)
+                and value.__module__ == module.__name__
+            ):
                 yield value
 
 
-def refusal(arguments: dict[str, Any] | None = None, *, file: Path | None = None, environ: dict[str, str] | None = None) -> str:
+def refusal(
+    arguments: dict[str, Any] | None = None,
+    *,
+    file: Path | None = None,
+    environ: dict[str, str] | None = None,
+) -> str:
     """What the loader says when it refuses."""
     with pytest.raises(ConfigError) as error:
         load_config(arguments, file=file, environ=environ or {})
@@ -48,16 +62,33 @@ class TestPrecedence:
         assert load_config(environ={}) == Config()
 
     def test_arguments_go_over_environment_over_file_over_defaults(self, tmp_path: Path) -> None:
-        file = write(tmp_path, 'ram_bytes = 1\ncopy_threads = 1\ntokens_per_chunk = 1\npolicy = "s3fifo"')
+        file = write(
+            tmp_path, 'ram_bytes = 1\ncopy_threads = 1\ntokens_per_chunk = 1\npolicy = "s3fifo"'
+        )
         environ = {"KVHOLD_RAM_BYTES": "2", "KVHOLD_COPY_THREADS": "2"}
         config = load_config({"ram_bytes": 3}, file=file, environ=environ)
-        assert (config.ram_bytes, config.copy_threads, config.tokens_per_chunk, config.policy) == (3, 2, 1, "s3fifo")
+        assert (config.ram_bytes, config.copy_threads, config.tokens_per_chunk, config.policy) == (
+            3,
+            2,
+            1,
+            "s3fifo",
+        )
         assert config.huge_pages == Config().huge_pages
 
     def test_a_section_is_merged_setting_by_setting(self, tmp_path: Path) -> None:
-        file = write(tmp_path, '[node]\nsocket = "file"\nidle_exit_s = 10\nautostart = false\n[client]\ncall_timeout_s = 7')
-        config = load_config({"node": {"socket": "argument"}}, file=file, environ={"KVHOLD_NODE_IDLE_EXIT_S": "20"})
-        assert (config.node.socket, config.node.idle_exit_s, config.node.autostart) == ("argument", 20, False)
+        file = write(
+            tmp_path,
+            '[node]\nsocket = "file"\nidle_exit_s = 10\nautostart = '
+            "false\n[client]\ncall_timeout_s = 7",
+        )
+        config = load_config(
+            {"node": {"socket": "argument"}}, file=file, environ={"KVHOLD_NODE_IDLE_EXIT_S": "20"}
+        )
+        assert (config.node.socket, config.node.idle_exit_s, config.node.autostart) == (
+            "argument",
+            20,
+            False,
+        )
         assert config.client.call_timeout_s == 7
 
     def test_a_default_that_is_named_again_goes_over_the_file(self, tmp_path: Path) -> None:
@@ -69,11 +100,16 @@ class TestPrecedence:
         assert load_config(environ={"KVHOLD_CONFIG": str(file)}).ram_bytes == 5
 
     def test_a_file_that_the_caller_names_goes_instead_of_that(self, tmp_path: Path) -> None:
-        ours, theirs = write(tmp_path, "ram_bytes = 5", "a.toml"), write(tmp_path, "copy_threads = 5", "b.toml")
+        ours, theirs = (
+            write(tmp_path, "ram_bytes = 5", "a.toml"),
+            write(tmp_path, "copy_threads = 5", "b.toml"),
+        )
         config = load_config(file=ours, environ={"KVHOLD_CONFIG": str(theirs)})
         assert (config.ram_bytes, config.copy_threads) == (5, 0)
 
-    def test_the_process_environment_counts_by_default(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_process_environment_counts_by_default(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.delenv("KVHOLD_CONFIG", raising=False)
         monkeypatch.setenv("KVHOLD_TOKENS_PER_CHUNK", "77")
         assert load_config().tokens_per_chunk == 77
@@ -88,17 +124,32 @@ class TestPrecedence:
 
 class TestUnknownNames:
     def test_of_arguments_are_refused_with_the_nearest(self) -> None:
-        assert refusal({"ram_byte": 1}) == "arguments: there is no setting 'ram_byte'; did you mean 'ram_bytes'?"
-        assert refusal({"node": {"sockets": "x"}}) == "arguments: there is no setting 'node.sockets'; did you mean 'node.socket'?"
+        assert (
+            refusal({"ram_byte": 1})
+            == "arguments: there is no setting 'ram_byte'; did you mean 'ram_bytes'?"
+        )
+        assert (
+            refusal({"node": {"sockets": "x"}})
+            == "arguments: there is no setting 'node.sockets'; did you mean 'node.socket'?"
+        )
 
     def test_of_the_environment_are_refused_with_the_nearest(self) -> None:
         message = refusal(environ={"KVHOLD_RAM_BYTE": "1"})
-        assert message == "environment: there is no setting 'KVHOLD_RAM_BYTE'; did you mean 'KVHOLD_RAM_BYTES'?"
+        assert (
+            message == "environment: there is no setting 'KVHOLD_RAM_BYTE'; did you mean "
+            "'KVHOLD_RAM_BYTES'?"
+        )
         assert "did you mean 'KVHOLD_NODE_SOCKET'?" in refusal(environ={"KVHOLD_NODE_SOCKETS": "x"})
 
-    def test_of_a_file_are_refused_with_the_nearest_and_the_files_name(self, tmp_path: Path) -> None:
+    def test_of_a_file_are_refused_with_the_nearest_and_the_files_name(
+        self, tmp_path: Path
+    ) -> None:
         file = write(tmp_path, "[client]\ncal_timeout_s = 1")
-        assert refusal(file=file) == f"{file}: there is no setting 'client.cal_timeout_s'; did you mean 'client.call_timeout_s'?"
+        assert (
+            refusal(file=file)
+            == f"{file}: there is no setting 'client.cal_timeout_s'; did you mean "
+            "'client.call_timeout_s'?"
+        )
 
     def test_without_a_near_one_all_are_named(self) -> None:
         message = refusal({"zzz": 1})
@@ -111,12 +162,27 @@ class TestUnknownNames:
     def test_a_section_alone_is_no_variable(self) -> None:
         assert "there is no setting 'KVHOLD_NODE'" in refusal(environ={"KVHOLD_NODE": "x"})
 
-    @pytest.mark.parametrize("variable", ["KVHOLD_CONFIG_FILE", "KVHOLD_CONFIGS", "KVHOLD_LOG_LEVELS", "KVHOLD_", "KVHOLD_ram_bytes"])
+    @pytest.mark.parametrize(
+        "variable",
+        [
+            "KVHOLD_CONFIG_FILE",
+            "KVHOLD_CONFIGS",
+            "KVHOLD_LOG_LEVELS",
+            "KVHOLD_",
+            "KVHOLD_ram_bytes",
+        ],
+    )
     def test_a_variable_that_only_begins_like_a_known_one_is_refused(self, variable: str) -> None:
         assert f"there is no setting {variable!r}" in refusal(environ={variable: "x"})
 
     def test_variables_of_others_and_of_the_installer_are_left_alone(self) -> None:
-        others = {"RAM_BYTES": "?", "KVHOLDER": "?", "KVHOLD_SETUP_ANYTHING": "?", "KVHOLD_LOG_LEVEL": "DEBUG", "KVHOLD_CONFIG": ""}
+        others = {
+            "RAM_BYTES": "?",
+            "KVHOLDER": "?",
+            "KVHOLD_SETUP_ANYTHING": "?",
+            "KVHOLD_LOG_LEVEL": "DEBUG",
+            "KVHOLD_CONFIG": "",
+        }
         assert load_config(environ=others) == Config()
 
 
@@ -152,7 +218,9 @@ class TestBadValues:
             ("huge_pages", "on", "must be one of auto, never, always"),
         ],
     )
-    def test_a_bad_value_is_refused_with_its_name_and_what_is_accepted(self, name: str, value: Any, message: str) -> None:
+    def test_a_bad_value_is_refused_with_its_name_and_what_is_accepted(
+        self, name: str, value: Any, message: str
+    ) -> None:
         assert refusal({name: value}).startswith(f"arguments: {name} = {value!r}: ")
         assert message in refusal({name: value})
 
@@ -170,18 +238,28 @@ class TestBadValues:
             ("client", "connect_timeout_s", 10**400, "must be a number"),
         ],
     )
-    def test_a_bad_value_of_a_section_is_named_with_it(self, section: str, name: str, value: Any, message: str) -> None:
+    def test_a_bad_value_of_a_section_is_named_with_it(
+        self, section: str, name: str, value: Any, message: str
+    ) -> None:
         said = refusal({section: {name: value}})
         assert said.startswith(f"arguments: {section}.{name} = ")
         assert message in said
 
     def test_of_the_environment_is_named_as_it_is_written_there(self) -> None:
-        assert refusal(environ={"KVHOLD_RAM_BYTES": ""}).startswith("environment: KVHOLD_RAM_BYTES = '': ")
-        assert refusal(environ={"KVHOLD_NODE_AUTOSTART": "2"}) == "environment: KVHOLD_NODE_AUTOSTART = '2': must be true or false"
+        assert refusal(environ={"KVHOLD_RAM_BYTES": ""}).startswith(
+            "environment: KVHOLD_RAM_BYTES = '': "
+        )
+        assert (
+            refusal(environ={"KVHOLD_NODE_AUTOSTART": "2"})
+            == "environment: KVHOLD_NODE_AUTOSTART = '2': must be true or false"
+        )
 
     @pytest.mark.parametrize("value", ["x", 5, None, ["socket"], True])
     def test_a_section_is_no_value(self, value: Any) -> None:
-        assert refusal({"node": value}) == f"arguments: node is a section of settings, not a {type(value).__name__}"
+        assert (
+            refusal({"node": value})
+            == f"arguments: node is a section of settings, not a {type(value).__name__}"
+        )
 
     def test_a_value_is_no_section(self) -> None:
         assert refusal({"ram_bytes": {"max": 5}}).startswith("arguments: ram_bytes = {'max': 5}: ")
@@ -199,7 +277,9 @@ class TestSecrets:
             ("tiers", [{"path": "8675309"}], "a table with a url"),
         ],
     )
-    def test_no_error_shows_the_value_of_a_secret(self, name: str, value: Any, message: str) -> None:
+    def test_no_error_shows_the_value_of_a_secret(
+        self, name: str, value: Any, message: str
+    ) -> None:
         section, _, leaf = name.rpartition(".")
         said = refusal({section: {leaf: value}} if section else {leaf: value})
         assert said.startswith(f"arguments: {name} = ...: ")
@@ -217,7 +297,9 @@ class TestSecrets:
         assert "hush" not in said
 
     def test_no_repr_shows_a_secret(self) -> None:
-        config = load_config({"listen": {"token": "hush"}, "tiers": ["redis://:hush@h"]}, environ={})
+        config = load_config(
+            {"listen": {"token": "hush"}, "tiers": ["redis://:hush@h"]}, environ={}
+        )
         assert "hush" not in repr(config)
 
     def test_every_setting_whose_name_says_secret_is_marked_as_one(self) -> None:
@@ -231,7 +313,9 @@ class TestSecrets:
 
 
 class TestKubernetes:
-    """The variables that Kubernetes gives to every pod for a Service called `kvhold`, port 6379 named `http`, and for others."""
+    """The variables that Kubernetes gives to every pod for a Service called `kvhold`, port 6379
+    named `http`, and for others.
+    """
 
     SERVICE: ClassVar = {
         "KVHOLD_SERVICE_HOST": "10.96.0.11",
@@ -269,15 +353,26 @@ class TestKubernetes:
 
     def test_the_documentation_has_the_same_forms(self) -> None:
         page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text().replace("\\|", "|")
-        assert [form.pattern for form, _ in config_module._KUBERNETES if f"| `{form.pattern}` |" not in page] == []
+        assert [
+            form.pattern
+            for form, _ in config_module._KUBERNETES
+            if f"| `{form.pattern}` |" not in page
+        ] == []
 
     def test_no_setting_has_the_form_of_such_a_variable(self) -> None:
         names = [f"KVHOLD_{name.replace('.', '_').upper()}" for name, _, _ in describe()]
-        assert not [name for name in names if any(form.fullmatch(name) for form, _ in config_module._KUBERNETES)]
+        assert not [
+            name
+            for name in names
+            if any(form.fullmatch(name) for form, _ in config_module._KUBERNETES)
+        ]
 
 
 class TestGoodValues:
-    @pytest.mark.parametrize(("value", "num_bytes"), [(0, 0), (4096, 4096), ("4096", 4096), ("5GiB", 5 << 30), ("2 GB", 2 * 10**9)])
+    @pytest.mark.parametrize(
+        ("value", "num_bytes"),
+        [(0, 0), (4096, 4096), ("4096", 4096), ("5GiB", 5 << 30), ("2 GB", 2 * 10**9)],
+    )
     def test_sizes(self, value: Any, num_bytes: int) -> None:
         assert load_config({"ram_bytes": value}, environ={}).ram_bytes == num_bytes
 
@@ -291,33 +386,64 @@ class TestGoodValues:
 
     @pytest.mark.parametrize("value", [7, 7.0, "7", " 7 "])
     def test_numbers(self, value: Any) -> None:
-        config = load_config({"tokens_per_chunk": value, "client": {"call_timeout_s": value}}, environ={})
+        config = load_config(
+            {"tokens_per_chunk": value, "client": {"call_timeout_s": value}}, environ={}
+        )
         assert (config.tokens_per_chunk, config.client.call_timeout_s) == (7, 7.0)
         assert (type(config.tokens_per_chunk), type(config.client.call_timeout_s)) == (int, float)
 
     def test_what_of_a_request_is_stored(self) -> None:
         defaults = load_config(environ={})
-        assert (defaults.save_decode, defaults.store_tails, defaults.skip_last_n_tokens) == (False, True, 0)
-        environ = {"KVHOLD_SAVE_DECODE": "true", "KVHOLD_STORE_TAILS": "no", "KVHOLD_SKIP_LAST_N_TOKENS": "8"}
+        assert (defaults.save_decode, defaults.store_tails, defaults.skip_last_n_tokens) == (
+            False,
+            True,
+            0,
+        )
+        environ = {
+            "KVHOLD_SAVE_DECODE": "true",
+            "KVHOLD_STORE_TAILS": "no",
+            "KVHOLD_SKIP_LAST_N_TOKENS": "8",
+        }
         config = load_config(environ=environ)
-        assert (config.save_decode, config.store_tails, config.skip_last_n_tokens) == (True, False, 8)
+        assert (config.save_decode, config.store_tails, config.skip_last_n_tokens) == (
+            True,
+            False,
+            8,
+        )
 
     def test_every_setting_can_come_from_the_environment(self) -> None:
-        texts = {name: " ".join(default) if isinstance(default, tuple) else str(default) for name, default, _ in describe()}
+        texts = {
+            name: " ".join(default) if isinstance(default, tuple) else str(default)
+            for name, default, _ in describe()
+        }
         environ = {f"KVHOLD_{name.replace('.', '_').upper()}": text for name, text in texts.items()}
         assert load_config(environ=environ) == Config()
         assert len(environ) == len(list(describe()))
 
-    def test_tiers_are_a_list_or_text_with_blanks_and_their_options_may_stand_in_a_table(self, tmp_path: Path) -> None:
+    def test_tiers_are_a_list_or_text_with_blanks_and_their_options_may_stand_in_a_table(
+        self, tmp_path: Path
+    ) -> None:
         tiers = ("disk:///a%20b?max_bytes=5GiB&sync=true", "redis://h:1/0")
-        toml = '[[tiers]]\nurl = "disk:///a%20b"\nmax_bytes = "5GiB"\nsync = true\n[[tiers]]\nurl = "redis://h:1/0"\n'
+        toml = (
+            '[[tiers]]\nurl = "disk:///a%20b"\nmax_bytes = "5GiB"\nsync = true\n[[tiers]]\nurl '
+            '= "redis://h:1/0"\n'
+        )
         assert load_config(file=write(tmp_path, toml, "k.toml"), environ={}).tiers == tiers
         assert load_config({"tiers": tiers}, environ={}).tiers == tiers
-        assert load_config(environ={"KVHOLD_TIERS": "  disk:///a%20b?max_bytes=5GiB&sync=true\n redis://h:1/0 "}).tiers == tiers
+        assert (
+            load_config(
+                environ={
+                    "KVHOLD_TIERS": "  disk:///a%20b?max_bytes=5GiB&sync=true\n redis://h:1/0 "
+                }
+            ).tiers
+            == tiers
+        )
 
     def test_every_setting_has_its_help(self) -> None:
         assert all(text for _, _, text in describe())
-        assert {"ram_bytes", "node.socket", "client.call_timeout_s"} <= {name for name, _, _ in describe()}
+        assert {"ram_bytes", "node.socket", "client.call_timeout_s"} <= {
+            name for name, _, _ in describe()
+        }
 
     def test_any_dataclass_of_settings_can_be_loaded(self) -> None:
         """A tier or a plugin owns its settings and loads them by the same rules."""
@@ -329,10 +455,16 @@ class TestFiles:
     TOML = 'ram_bytes = "1GiB"\npolicy = "s3fifo"\n[node]\nautostart = false\n'
     YAML = "ram_bytes: 1GiB\npolicy: s3fifo\nnode:\n  autostart: false\n"
 
-    @pytest.mark.parametrize(("name", "text"), [("k.toml", TOML), ("k.yaml", YAML), ("k.yml", YAML)])
+    @pytest.mark.parametrize(
+        ("name", "text"), [("k.toml", TOML), ("k.yaml", YAML), ("k.yml", YAML)]
+    )
     def test_toml_and_yaml_say_the_same(self, tmp_path: Path, name: str, text: str) -> None:
         config = load_config(file=write(tmp_path, text, name), environ={})
-        assert (config.ram_bytes, config.policy, config.node.autostart) == (1 << 30, "s3fifo", False)
+        assert (config.ram_bytes, config.policy, config.node.autostart) == (
+            1 << 30,
+            "s3fifo",
+            False,
+        )
 
     @pytest.mark.parametrize("name", ["k.toml", "k.yaml"])
     def test_an_empty_file_says_nothing(self, tmp_path: Path, name: str) -> None:
@@ -343,34 +475,61 @@ class TestFiles:
 
     @pytest.mark.parametrize("missing", ["no-such-file.toml", "."])
     def test_a_file_that_cannot_be_read_is_refused(self, tmp_path: Path, missing: str) -> None:
-        assert refusal(file=tmp_path / missing).startswith(f"cannot read the settings file {tmp_path / missing}: ")
+        assert refusal(file=tmp_path / missing).startswith(
+            f"cannot read the settings file {tmp_path / missing}: "
+        )
 
     def test_a_file_that_the_environment_names_must_be_there(self, tmp_path: Path) -> None:
-        assert "cannot read the settings file" in refusal(environ={"KVHOLD_CONFIG": str(tmp_path / "gone.toml")})
+        assert "cannot read the settings file" in refusal(
+            environ={"KVHOLD_CONFIG": str(tmp_path / "gone.toml")}
+        )
 
     def test_a_file_that_is_no_text_is_refused(self, tmp_path: Path) -> None:
         path = tmp_path / "k.toml"
         path.write_bytes(b"\xff\xfe\x00")
         assert "cannot read the settings file" in refusal(file=path)
 
-    @pytest.mark.parametrize("text", ["ram_bytes = ", "ram_bytes = 1\nram_bytes = 2", "ram_bytes: 1", "[node", "x = 2001-99-99"])
+    @pytest.mark.parametrize(
+        "text",
+        ["ram_bytes = ", "ram_bytes = 1\nram_bytes = 2", "ram_bytes: 1", "[node", "x = 2001-99-99"],
+    )
     def test_broken_toml_is_refused_by_name(self, tmp_path: Path, text: str) -> None:
         path = write(tmp_path, text)
         assert refusal(file=path).startswith(f"{path} is not valid TOML: ")
 
-    @pytest.mark.parametrize("text", ["ram_bytes: [1", "a: b: c", "\tx: 1", "x: 2001-99-99", "!!python/object:os.system x", "x: !own y"])
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "ram_bytes: [1",
+            "a: b: c",
+            "\tx: 1",
+            "x: 2001-99-99",
+            "!!python/object:os.system x",
+            "x: !own y",
+        ],
+    )
     def test_broken_yaml_is_refused_by_name(self, tmp_path: Path, text: str) -> None:
         path = write(tmp_path, text, "k.yaml")
         assert refusal(file=path).startswith(f"{path} is not valid YAML: ")
 
-    @pytest.mark.parametrize(("text", "kind"), [("- ram_bytes", "list"), ("5GiB", "str"), ("5", "int")])
-    def test_yaml_that_holds_no_names_is_refused(self, tmp_path: Path, text: str, kind: str) -> None:
-        assert f"must hold names and values, not a {kind}" in refusal(file=write(tmp_path, text, "k.yaml"))
+    @pytest.mark.parametrize(
+        ("text", "kind"), [("- ram_bytes", "list"), ("5GiB", "str"), ("5", "int")]
+    )
+    def test_yaml_that_holds_no_names_is_refused(
+        self, tmp_path: Path, text: str, kind: str
+    ) -> None:
+        assert f"must hold names and values, not a {kind}" in refusal(
+            file=write(tmp_path, text, "k.yaml")
+        )
 
     @pytest.mark.parametrize("name", ["k.json", "k.conf", "kvhold", "k.TOML.bak"])
     def test_another_kind_of_file_is_refused(self, tmp_path: Path, name: str) -> None:
         assert "ends in .toml, .yaml or .yml" in refusal(file=write(tmp_path, self.TOML, name))
 
-    def test_without_pyyaml_it_says_what_to_install(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_pyyaml_it_says_what_to_install(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setitem(sys.modules, "yaml", None)
-        assert "pip install 'kvhold[yaml]', or write it as TOML" in refusal(file=write(tmp_path, self.YAML, "k.yaml"))
+        assert "pip install 'kvhold[yaml]', or write it as TOML" in refusal(
+            file=write(tmp_path, self.YAML, "k.yaml")
+        )

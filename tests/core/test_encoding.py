@@ -17,7 +17,9 @@ plain = st.recursive(
         st.floats(allow_nan=False),
         st.text(st.characters()),  # lone surrogates, too
         st.binary(),
-        st.sampled_from([0, 0.0, -0.0, False, "", b"", "0", b"0", 1, 1.0, True, "1", b"1", "None", None]),
+        st.sampled_from(
+            [0, 0.0, -0.0, False, "", b"", "0", b"0", 1, 1.0, True, "1", b"1", "None", None]
+        ),
     ),
     lambda inner: st.lists(inner, max_size=4),
     max_leaves=12,
@@ -62,10 +64,16 @@ def test_a_list_and_a_tuple_are_the_same(items: list[Any]) -> None:
 def test_the_bytes_are_as_documented() -> None:
     assert canonical(None) == b"n" + bytes(8)
     assert canonical(-12) == b"i\x03" + bytes(7) + b"-12"
-    assert canonical(["é", b"\x00"]) == b"l\x15" + bytes(7) + b"s\x02" + bytes(7) + b"\xc3\xa9" + b"b\x01" + bytes(7) + b"\x00"
+    assert (
+        canonical(["é", b"\x00"])
+        == b"l\x15" + bytes(7) + b"s\x02" + bytes(7) + b"\xc3\xa9" + b"b\x01" + bytes(7) + b"\x00"
+    )
 
 
-@pytest.mark.parametrize("value", [{"a": 1}, {1, 2}, object(), 1j, ["fine", {"not": "fine"}], bytearray(b"x"), memoryview(b"x")])
+@pytest.mark.parametrize(
+    "value",
+    [{"a": 1}, {1, 2}, object(), 1j, ["fine", {"not": "fine"}], bytearray(b"x"), memoryview(b"x")],
+)
 def test_what_has_no_encoding_is_a_type_error(value: Any) -> None:
     with pytest.raises(TypeError, match="cannot name a"):
         canonical(value)

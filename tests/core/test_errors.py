@@ -5,7 +5,16 @@ import re
 import pytest
 
 from kvhold.core import errors
-from kvhold.core.errors import DeadlineExceeded, FrameError, KVHoldError, TierDenied, TierError, TierFull, TierIncomplete, TierUnavailable
+from kvhold.core.errors import (
+    DeadlineExceeded,
+    FrameError,
+    KVHoldError,
+    TierDenied,
+    TierError,
+    TierFull,
+    TierIncomplete,
+    TierUnavailable,
+)
 
 
 def test_the_tree_that_is_drawn_is_the_tree_there_is() -> None:
@@ -15,14 +24,27 @@ def test_the_tree_that_is_drawn_is_the_tree_there_is() -> None:
         depth = len(indent) // 4 + 1
         drawn[name] = path[depth - 1]
         path[depth:] = [name]
-    defined = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, BaseException)]
+    defined = [
+        kind
+        for kind in vars(errors).values()
+        if isinstance(kind, type) and issubclass(kind, BaseException)
+    ]
     assert drawn == {kind.__name__: kind.__base__.__name__ for kind in defined if kind.__base__}
 
 
 @pytest.mark.parametrize(
-    ("kind", "retryable"), [(TierError, True), (TierUnavailable, True), (TierIncomplete, False), (TierFull, False), (TierDenied, False)]
+    ("kind", "retryable"),
+    [
+        (TierError, True),
+        (TierUnavailable, True),
+        (TierIncomplete, False),
+        (TierFull, False),
+        (TierDenied, False),
+    ],
 )
-def test_a_tiers_fault_says_which_tier_what_and_whether_to_try_again(kind: type[TierError], retryable: bool) -> None:
+def test_a_tiers_fault_says_which_tier_what_and_whether_to_try_again(
+    kind: type[TierError], retryable: bool
+) -> None:
     error = kind("redis", "get", "connection refused")
     assert (error.tier, error.operation, error.retryable) == ("redis", "get", retryable)
     assert str(error) == "redis: get: connection refused"
@@ -41,6 +63,10 @@ def test_a_missed_deadline_says_how_long_it_was() -> None:
 
 
 def test_one_except_catches_them_all() -> None:
-    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+    kinds = [
+        kind
+        for kind in vars(errors).values()
+        if isinstance(kind, type) and issubclass(kind, Exception)
+    ]
     assert len(kinds) > 10
     assert all(issubclass(kind, KVHoldError) for kind in kinds)

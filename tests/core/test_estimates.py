@@ -1,4 +1,6 @@
-"""Costs are found again from times, whatever the outliers; what has changed is learnt; what nothing tells apart is not invented."""
+"""Costs are found again from times, whatever the outliers; what has changed is learnt; what nothing
+tells apart is not invented.
+"""
 
 import numpy as np
 import pytest
@@ -21,7 +23,9 @@ def test_latency_and_bandwidth_are_told_apart(call_s: float, byte_s: float, seed
     rng, estimate = np.random.default_rng(seed), Estimate(2)
     sizes = np.exp(rng.uniform(np.log(1 << 12), np.log(1 << 26), 24))
     for nbytes in sizes:
-        estimate.measured((1.0, float(nbytes)), float((call_s + byte_s * nbytes) * rng.uniform(0.98, 1.02)))
+        estimate.measured(
+            (1.0, float(nbytes)), float((call_s + byte_s * nbytes) * rng.uniform(0.98, 1.02))
+        )
     assert estimate.costs is not None
     call, byte = estimate.costs
     assert np.mean(np.abs((call + byte * sizes) / (call_s + byte_s * sizes) - 1)) < 0.05
@@ -35,7 +39,9 @@ def test_a_few_outliers_spoil_nothing() -> None:
         seconds = 0.004 + 3e-4 * tokens + 2e-8 * pairs
         estimate.measured((1.0, tokens, pairs), seconds * (30 if number % 7 == 0 else 1))
     assert estimate.costs is not None
-    assert np.dot(estimate.costs, (1, 2048, 2048 * 5000)) == pytest.approx(0.004 + 3e-4 * 2048 + 2e-8 * 2048 * 5000, rel=0.05)
+    assert np.dot(estimate.costs, (1, 2048, 2048 * 5000)) == pytest.approx(
+        0.004 + 3e-4 * 2048 + 2e-8 * 2048 * 5000, rel=0.05
+    )
 
 
 def test_a_change_is_learnt_from_a_few() -> None:

@@ -1,4 +1,6 @@
-"""A prompt that grows has the keys of all its tokens hashed at once, and an appended token costs the same however long it is."""
+"""A prompt that grows has the keys of all its tokens hashed at once, and an appended token costs
+the same however long it is.
+"""
 
 import tracemalloc
 from hashlib import blake2b
@@ -15,19 +17,25 @@ from kvhold.core.layout import Group, Layout
 
 GROUP = Group(layers=2, planes=2, heads=2, head_dim=8, dtype="float16")
 SPACE = Namespace(model="llama", layout=Layout((GROUP,), tokens_per_chunk=4, tail_tokens=1))
-BLOCKS = Namespace(model="llama", layout=Layout((GROUP,), tokens_per_chunk=16, tail_tokens=4), shards=2)
+BLOCKS = Namespace(
+    model="llama", layout=Layout((GROUP,), tokens_per_chunk=16, tail_tokens=4), shards=2
+)
 NO_TAILS = Namespace(model="llama", layout=Layout((GROUP,), tokens_per_chunk=4, tail_tokens=0))
 
 pieces = st.lists(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=25), min_size=1, max_size=6)
 
 
 @given(st.sampled_from([SPACE, BLOCKS, NO_TAILS]), pieces, st.data())
-def test_its_keys_are_those_of_all_tokens_at_once(space: Namespace, texts: list[list[int]], data: st.DataObject) -> None:
+def test_its_keys_are_those_of_all_tokens_at_once(
+    space: Namespace, texts: list[list[int]], data: st.DataObject
+) -> None:
     inserts, first = [], texts[0]
     if first:
         start = data.draw(st.integers(0, len(first) - 1))
         inserts = data.draw(st.sampled_from([[], [Insert(start, len(first) - start, "image")]]))
-    extras = data.draw(st.dictionaries(st.integers(0, 8), st.binary(min_size=1, max_size=4), max_size=3))
+    extras = data.draw(
+        st.dictionaries(st.integers(0, 8), st.binary(min_size=1, max_size=4), max_size=3)
+    )
     growing, tokens = space.prompt(first, extras, inserts=inserts).growing(), list(first)
     for piece in ([], *texts[1:]):
         growing.append(piece)
@@ -36,7 +44,10 @@ def test_its_keys_are_those_of_all_tokens_at_once(space: Namespace, texts: list[
         assert (growing.num_tokens, growing.num_whole) == (len(tokens), whole.num_whole)
         assert growing.query() == whole.query()
         assert growing.tails == whole.tails
-        assert space.prompt(first, extras, inserts=inserts).followed_by(tokens[len(first) :]).query() == whole.query()
+        assert (
+            space.prompt(first, extras, inserts=inserts).followed_by(tokens[len(first) :]).query()
+            == whole.query()
+        )
         chunk = data.draw(st.integers(0, whole.num_whole))
         assert growing.chunks(chunk) == whole.chunks(chunk)
         assert growing.chunks(chunk, tail=False) == whole.chunks(chunk, tail=False)
@@ -122,7 +133,9 @@ def test_each_token_is_hashed_once_and_copied_a_few_times_however_long_the_promp
     counting = _Counting()
     monkeypatch.setattr(keys, "blake2b", counting)
     growing = BLOCKS.prompt(np.arange(num_tokens)).growing()
-    growing.append(range(16))  # the list of hashes gets room for more, a part of its length each time
+    growing.append(
+        range(16)
+    )  # the list of hashes gets room for more, a part of its length each time
     counting.num_bytes = counting.num_digests = 0
     first = growing.num_whole
     tracemalloc.start()

@@ -1,6 +1,8 @@
-"""Keys are what docs/format.md says, today and in every release: committed keys, and a second maker of keys written from the page.
+"""Keys are what docs/format.md says, today and in every release: committed keys, and a second maker
+of keys written from the page.
 
-python -m tests.core.test_key_vectors       # writes the vectors anew; a change means that no cache of before is found again
+python -m tests.core.test_key_vectors  # writes the vectors anew; a change means that no cache of
+before is found again
 """
 
 import json
@@ -20,7 +22,15 @@ DENSE = {
     "tokens_per_chunk": 4,
     "tail_tokens": 1,
     "groups": [
-        {"layers": 2, "planes": 2, "heads": 8, "head_dim": 128, "dtype": "bfloat16", "attention": "full", "window": 0}
+        {
+            "layers": 2,
+            "planes": 2,
+            "heads": 8,
+            "head_dim": 128,
+            "dtype": "bfloat16",
+            "attention": "full",
+            "window": 0,
+        }
         | {"packing": "canonical", "block_tokens": 0, "block_bytes": 0, "rotary": ""}
     ],
 }
@@ -34,28 +44,62 @@ HYBRID = {
         | {"packing": "engine-1.0-own", "block_tokens": 2, "block_bytes": 36},
     ],
 }
-PLAIN = {"model": "llama", "revision": "", "dtype": "", "quantization": "", "shards": 1, "lora": "", "cache_salt": "", "tags": []} | {
-    "hashing": "tokens-1"
-}
+PLAIN = {
+    "model": "llama",
+    "revision": "",
+    "dtype": "",
+    "quantization": "",
+    "shards": 1,
+    "lora": "",
+    "cache_salt": "",
+    "tags": [],
+} | {"hashing": "tokens-1"}
 FACTS = [["engine.seed", "7"], ["engine.dtype", "'bfloat16'"]]
-FULL = {"model": "modèle/8B", "revision": "main", "dtype": "bfloat16", "quantization": "fp8", "shards": 2, "lora": "adapter-7"} | {
+FULL = {
+    "model": "modèle/8B",
+    "revision": "main",
+    "dtype": "bfloat16",
+    "quantization": "fp8",
+    "shards": 2,
+    "lora": "adapter-7",
+} | {
     "cache_salt": "tenant a",
     "tags": [["team", "blue"], ["app", "chat"]],
     "hashing": "tokens-1",
 }
 INPUTS: list[dict[str, Any]] = [
-    {"says": "two whole chunks", "layout": DENSE, "namespace": PLAIN, "tokens": [1, 2, 3, 4, 5, 6, 7, 8], "extras": {}},
-    {"says": "a tail of any length", "layout": DENSE, "namespace": PLAIN, "tokens": [1, 2, 3, 4, 5, 6, 7], "extras": {}},
-    {"says": "less than a chunk", "layout": DENSE, "namespace": PLAIN, "tokens": [2147483647], "extras": {}},
     {
-        "says": "all fields, two groups, tails at an engine's blocks, extras of the second chunk and of the tails, a negative token",
+        "says": "two whole chunks",
+        "layout": DENSE,
+        "namespace": PLAIN,
+        "tokens": [1, 2, 3, 4, 5, 6, 7, 8],
+        "extras": {},
+    },
+    {
+        "says": "a tail of any length",
+        "layout": DENSE,
+        "namespace": PLAIN,
+        "tokens": [1, 2, 3, 4, 5, 6, 7],
+        "extras": {},
+    },
+    {
+        "says": "less than a chunk",
+        "layout": DENSE,
+        "namespace": PLAIN,
+        "tokens": [2147483647],
+        "extras": {},
+    },
+    {
+        "says": "all fields, two groups, tails at an engine's blocks, extras of the second chunk "
+        "and of the tails, a negative token",
         "layout": HYBRID,
         "namespace": FULL,
         "tokens": [0, 1, 128000, -1, 5, 6, 7, 8, 9, 10, 11],
         "extras": {"1": "00ff", "2": "696d616765"},
     },
     {
-        "says": "an insert that ends in the chunk after its first, a second beside it, text before and after them, a tail of text",
+        "says": "an insert that ends in the chunk after its first, a second beside it, text before "
+        "and after them, a tail of text",
         "layout": DENSE,
         "namespace": PLAIN,
         "tokens": [1, 2, 3, 4, 5, 6, 7, 7, 7, 7, 8, 8, 13, 14, 15, 16, 17],
@@ -63,7 +107,8 @@ INPUTS: list[dict[str, Any]] = [
         "inserts": [[6, 4, {"text": "3f2a9c"}], [10, 2, {"hex": "00ff10"}]],
     },
     {
-        "says": "tails at an engine's blocks, of which an insert touches the last, in a chunk with an extra; a long digest that is text",
+        "says": "tails at an engine's blocks, of which an insert touches the last, in a chunk with "
+        "an extra; a long digest that is text",
         "layout": HYBRID | {"tokens_per_chunk": 8},
         "namespace": FULL,
         "tokens": [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 11, 11, 11, 12],
@@ -93,9 +138,13 @@ def prompt_of(inputs: dict[str, Any]) -> Prompt:
     space = inputs["namespace"] | {"tags": tuple(map(tuple, inputs["namespace"]["tags"]))}
     space["facts"] = Facts.of(dict(space.get("facts", [])))
     groups = tuple(Group(**group) for group in layout["groups"])
-    namespace = Namespace(layout=Layout(groups, layout["tokens_per_chunk"], layout["tail_tokens"]), **space)
+    namespace = Namespace(
+        layout=Layout(groups, layout["tokens_per_chunk"], layout["tail_tokens"]), **space
+    )
     extras = {int(chunk): bytes.fromhex(extra) for chunk, extra in inputs["extras"].items()}
-    return namespace.prompt(inputs["tokens"], extras, inserts=[Insert(*insert) for insert in inserts_of(inputs)])
+    return namespace.prompt(
+        inputs["tokens"], extras, inserts=[Insert(*insert) for insert in inserts_of(inputs)]
+    )
 
 
 def inserts_of(inputs: dict[str, Any]) -> list[tuple[int, int, bytes | str]]:
@@ -114,9 +163,14 @@ def by_kvhold(inputs: dict[str, Any]) -> dict[str, Any]:
         "namespace_digest": prompt.namespace.digest.hex(),
         "hashes": [prompt.hash_at(chunk).hex() for chunk in range(prompt.num_whole)],
         "tail_lengths": list(prompt.tail_lengths),
-        "tail_hashes": [prompt.tails[i : i + HASH_BYTES].hex() for i in range(0, len(prompt.tails), HASH_BYTES)],
+        "tail_hashes": [
+            prompt.tails[i : i + HASH_BYTES].hex() for i in range(0, len(prompt.tails), HASH_BYTES)
+        ],
         "keys_of_the_first_chunk": [
-            prompt.chunk_key(0, group, shard).hex() for group in range(groups) for shard in range(shards) if prompt.num_whole
+            prompt.chunk_key(0, group, shard).hex()
+            for group in range(groups)
+            for shard in range(shards)
+            if prompt.num_whole
         ],
     }
 
@@ -130,11 +184,17 @@ def by_the_page(inputs: dict[str, Any]) -> dict[str, Any]:
     whole, hashes, parent = len(tokens) // size, [], bytes(20)
 
     def touching(first: int, end: int) -> list[Any]:
-        return [list(insert) for insert in inserts_of(inputs) if insert[0] < end and insert[0] + insert[1] > first]
+        return [
+            list(insert)
+            for insert in inserts_of(inputs)
+            if insert[0] < end and insert[0] + insert[1] > first
+        ]
 
     for chunk in range(whole):
         first, end = chunk * size, (chunk + 1) * size
-        parent = independent.chunk_hash(namespace, parent, tokens[first:end], extras.get(chunk, b""), touching(first, end))
+        parent = independent.chunk_hash(
+            namespace, parent, tokens[first:end], extras.get(chunk, b""), touching(first, end)
+        )
         hashes.append(parent)
     rest = tokens[whole * size :]
     tails = ([len(rest)] if rest else []) if step == 1 else list(range(step, len(rest) + 1, step))
@@ -145,11 +205,19 @@ def by_the_page(inputs: dict[str, Any]) -> dict[str, Any]:
         "hashes": [value.hex() for value in hashes],
         "tail_lengths": tails,
         "tail_hashes": [
-            independent.chunk_hash(namespace, parent, rest[:n], extras.get(whole, b""), touching(whole * size, whole * size + n)).hex()
+            independent.chunk_hash(
+                namespace,
+                parent,
+                rest[:n],
+                extras.get(whole, b""),
+                touching(whole * size, whole * size + n),
+            ).hex()
             for n in tails
         ],
         "keys_of_the_first_chunk": [
-            (namespace + hashes[0] + group.to_bytes(2, "little") + shard.to_bytes(2, "little")).hex()
+            (
+                namespace + hashes[0] + group.to_bytes(2, "little") + shard.to_bytes(2, "little")
+            ).hex()
             for group in range(groups)
             for shard in range(shards)
             if hashes
@@ -157,7 +225,11 @@ def by_the_page(inputs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("vector", json.loads(FILE.read_text()) if FILE.exists() else [], ids=lambda vector: vector["says"])
+@pytest.mark.parametrize(
+    "vector",
+    json.loads(FILE.read_text()) if FILE.exists() else [],
+    ids=lambda vector: vector["says"],
+)
 def test_keys_are_what_was_committed_and_what_the_page_says(vector: dict[str, Any]) -> None:
     assert by_kvhold(vector["inputs"]) == vector["gives"]
     assert by_the_page(vector["inputs"]) == vector["gives"]
@@ -170,5 +242,7 @@ def test_every_vector_is_committed() -> None:
 
 if __name__ == "__main__":
     FILE.parent.mkdir(exist_ok=True)
-    table = [{"says": inputs["says"], "inputs": inputs, "gives": by_kvhold(inputs)} for inputs in INPUTS]
+    table = [
+        {"says": inputs["says"], "inputs": inputs, "gives": by_kvhold(inputs)} for inputs in INPUTS
+    ]
     FILE.write_text(json.dumps(table, indent=1) + "\n")

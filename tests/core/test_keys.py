@@ -59,7 +59,13 @@ print(layout.fingerprint.hex(), space.digest.hex(), prompt.chunk_key(1, group=3,
 
     def keys_with(self, seed: str) -> str:
         environment = {**os.environ, "PYTHONHASHSEED": seed}
-        done = subprocess.run([sys.executable, "-c", self.PROGRAM], env=environment, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", self.PROGRAM],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         return done.stdout
 
     def test_processes_with_different_hash_seeds_give_the_same_keys(self) -> None:
@@ -97,11 +103,17 @@ class TestNamespace:
         assert ours.chunk_key(0)[:NAMESPACE_BYTES] != theirs.chunk_key(0)[:NAMESPACE_BYTES]
 
     def test_the_same_text_in_two_fields_is_not_the_same(self) -> None:
-        named = [replace(SPACE, **{field: "x"}) for field in ("revision", "dtype", "quantization", "lora", "cache_salt", "hashing")]
+        named = [
+            replace(SPACE, **{field: "x"})
+            for field in ("revision", "dtype", "quantization", "lora", "cache_salt", "hashing")
+        ]
         named += [replace(SPACE, tags=(("x", ""),)), replace(SPACE, tags=(("", "x"),))]
         assert len({space.digest for space in named}) == len(named)
 
-    @pytest.mark.parametrize("separator", ["@", "%", "/", ":", "\x00", ",", "|", "-", "=", "\n", " ", "é", "\U0001f999", '"', "\\"])
+    @pytest.mark.parametrize(
+        "separator",
+        ["@", "%", "/", ":", "\x00", ",", "|", "-", "=", "\n", " ", "é", "\U0001f999", '"', "\\"],
+    )
     def test_no_character_in_a_name_joins_it_to_the_next(self, separator: str) -> None:
         spaces = [
             Namespace(model=f"a{separator}b", revision="c", layout=LAYOUT),
@@ -119,18 +131,36 @@ class TestNamespace:
 
     def test_names_that_look_alike_are_different(self) -> None:
         composed, decomposed = "caf\u00e9", "cafe\u0301"
-        assert Namespace(model=composed, layout=LAYOUT).digest != Namespace(model=decomposed, layout=LAYOUT).digest
+        assert (
+            Namespace(model=composed, layout=LAYOUT).digest
+            != Namespace(model=decomposed, layout=LAYOUT).digest
+        )
 
     def test_a_name_that_is_no_valid_unicode_still_has_a_digest(self) -> None:
-        assert Namespace(model="\udcff", layout=LAYOUT).digest != Namespace(model="?", layout=LAYOUT).digest
+        assert (
+            Namespace(model="\udcff", layout=LAYOUT).digest
+            != Namespace(model="?", layout=LAYOUT).digest
+        )
 
     def test_tags_count_in_any_order(self) -> None:
         tags = (("a", "1"), ("b", "2"), ("c", "3"))
         assert replace(SPACE, tags=tags).digest == replace(SPACE, tags=tags[::-1]).digest
-        assert len({replace(SPACE, tags=some).digest for n in range(4) for some in combinations(tags, n)}) == 8
+        assert (
+            len(
+                {
+                    replace(SPACE, tags=some).digest
+                    for n in range(4)
+                    for some in combinations(tags, n)
+                }
+            )
+            == 8
+        )
 
     def test_equal_namespaces_have_equal_digests(self) -> None:
-        assert SPACE.digest == Namespace(model="llama", layout=Layout((replace(GROUP),), tokens_per_chunk=4)).digest
+        assert (
+            SPACE.digest
+            == Namespace(model="llama", layout=Layout((replace(GROUP),), tokens_per_chunk=4)).digest
+        )
         assert len(SPACE.digest) == NAMESPACE_BYTES
 
 
@@ -148,7 +178,9 @@ class TestNarrowed:
         assert len({SPACE.digest, *(space.digest for space in narrower)}) == 5
 
     def test_is_what_naming_it_at_once_gives(self) -> None:
-        assert SPACE.narrowed(lora="l", cache_salt="s", tags=[("t", "1")]) == replace(SPACE, lora="l", cache_salt="s", tags=(("t", "1"),))
+        assert SPACE.narrowed(lora="l", cache_salt="s", tags=[("t", "1")]) == replace(
+            SPACE, lora="l", cache_salt="s", tags=(("t", "1"),)
+        )
 
     def test_keeps_what_it_is_not_told(self) -> None:
         space = replace(SPACE, lora="l", cache_salt="s", tags=(("a", "1"),))
@@ -157,19 +189,27 @@ class TestNarrowed:
 
     def test_step_by_step_is_the_same_as_at_once(self) -> None:
         at_once = SPACE.narrowed(lora="l", cache_salt="s", tags=[("a", "1"), ("b", "2")])
-        by_steps = SPACE.narrowed(tags=[("b", "2")]).narrowed(cache_salt="s").narrowed(lora="l", tags=[("a", "1")])
+        by_steps = (
+            SPACE.narrowed(tags=[("b", "2")])
+            .narrowed(cache_salt="s")
+            .narrowed(lora="l", tags=[("a", "1")])
+        )
         assert at_once.digest == by_steps.digest
 
 
 class TestChain:
     @given(tokens, tokens)
-    def test_a_prefix_of_the_text_has_a_prefix_of_the_chain(self, prefix: list[int], rest: list[int]) -> None:
+    def test_a_prefix_of_the_text_has_a_prefix_of_the_chain(
+        self, prefix: list[int], rest: list[int]
+    ) -> None:
         shorter, longer = SPACE.prompt(prefix), SPACE.prompt(prefix + rest)
         assert longer.chain.startswith(shorter.chain)
         assert len(shorter.chain) == shorter.num_whole * HASH_BYTES == len(prefix) // 4 * HASH_BYTES
 
     @given(tokens, st.data())
-    def test_one_other_token_changes_its_chunk_and_all_after_it(self, text: list[int], data: st.DataObject) -> None:
+    def test_one_other_token_changes_its_chunk_and_all_after_it(
+        self, text: list[int], data: st.DataObject
+    ) -> None:
         assume(len(text) >= 4)
         at = data.draw(st.integers(0, len(text) - 1))
         other = list(text)
@@ -187,16 +227,25 @@ class TestChain:
 
     def test_chunks_of_another_size_share_no_hash(self) -> None:
         eight = Namespace(model="llama", layout=replace(LAYOUT, tokens_per_chunk=8))
-        assert not set(hashes(SPACE.prompt(range(16)))).intersection(hashes(eight.prompt(range(16))))
+        assert not set(hashes(SPACE.prompt(range(16)))).intersection(
+            hashes(eight.prompt(range(16)))
+        )
 
     def test_an_empty_prompt_has_nothing(self) -> None:
         prompt = SPACE.prompt([])
-        assert (prompt.num_whole, prompt.chain, prompt.tails, prompt.tail_lengths) == (0, b"", b"", ())
+        assert (prompt.num_whole, prompt.chain, prompt.tails, prompt.tail_lengths) == (
+            0,
+            b"",
+            b"",
+            (),
+        )
         assert len(prompt.chunks()) == 0
 
     def test_extras_change_their_chunk_and_all_after_it(self) -> None:
         text = range(16)
-        plain, image, other = (hashes(SPACE.prompt(text, extras)) for extras in (None, {2: b"image"}, {2: b"other"}))
+        plain, image, other = (
+            hashes(SPACE.prompt(text, extras)) for extras in (None, {2: b"image"}, {2: b"other"})
+        )
         assert plain[:2] == image[:2] == other[:2]
         assert len({*plain[2:], *image[2:], *other[2:]}) == 6
 
@@ -209,12 +258,34 @@ class TestChain:
         assert plain.chain == image.chain
         assert plain.tails != image.tails
 
-    @given(st.lists(st.integers(0, 255), min_size=4, max_size=4), st.binary(max_size=12), st.binary(max_size=12))
+    @given(
+        st.lists(st.integers(0, 255), min_size=4, max_size=4),
+        st.binary(max_size=12),
+        st.binary(max_size=12),
+    )
     def test_different_extras_never_meet(self, text: list[int], one: bytes, other: bytes) -> None:
-        assert (SPACE.prompt(text, {0: one}).chain == SPACE.prompt(text, {0: other}).chain) == (one == other)
+        assert (SPACE.prompt(text, {0: one}).chain == SPACE.prompt(text, {0: other}).chain) == (
+            one == other
+        )
 
     def test_extra_bytes_are_unambiguous(self) -> None:
-        values: list[Any] = [None, b"", "", "a", b"a", ["a"], [["a"]], ["a", "b"], ["ab"], 1, "1", True, 1.0, [1, [2]], [[1], 2]]
+        values: list[Any] = [
+            None,
+            b"",
+            "",
+            "a",
+            b"a",
+            ["a"],
+            [["a"]],
+            ["a", "b"],
+            ["ab"],
+            1,
+            "1",
+            True,
+            1.0,
+            [1, [2]],
+            [[1], 2],
+        ]
         assert len(set(map(extra_bytes, values))) == len(values)
 
 
@@ -228,7 +299,10 @@ class TestTails:
         assert (prompt.num_whole, prompt.tail_lengths) == (1, (4, 8, 12))
         assert len(set(tail_hashes(prompt))) == 3
 
-    @pytest.mark.parametrize(("length", "tails"), [(0, ()), (3, ()), (4, (4,)), (15, (4, 8, 12)), (16, ()), (17, ()), (20, (4,))])
+    @pytest.mark.parametrize(
+        ("length", "tails"),
+        [(0, ()), (3, ()), (4, (4,)), (15, (4, 8, 12)), (16, ()), (17, ()), (20, (4,))],
+    )
     def test_a_block_that_is_not_full_is_no_tail(self, length: int, tails: tuple[int, ...]) -> None:
         assert BLOCKS.prompt(range(length)).tail_lengths == tails
 
@@ -241,18 +315,27 @@ class TestTails:
         assert SPACE.prompt(range(8)).tail_lengths == ()
 
     def test_a_stored_tail_is_found_by_the_longer_prompt(self) -> None:
-        """The tail of a prompt is one of the candidates of every prompt that goes on from there, up to the end of the chunk."""
+        """The tail of a prompt is one of the candidates of every prompt that goes on from there, up
+        to the end of the chunk.
+        """
         stored = BLOCKS.prompt(range(16 + 8))
         longer = BLOCKS.prompt(range(16 + 15))
         assert tail_hashes(longer)[1] == tail_hashes(stored)[1]
 
     def test_a_tail_is_not_a_whole_chunk_of_a_smaller_size(self) -> None:
         tail = tail_hashes(BLOCKS.prompt(range(4)))[0]
-        whole = Namespace(model="llama", layout=replace(BLOCKS.layout, tokens_per_chunk=4)).prompt(range(4)).hash_at(0)
+        whole = (
+            Namespace(model="llama", layout=replace(BLOCKS.layout, tokens_per_chunk=4))
+            .prompt(range(4))
+            .hash_at(0)
+        )
         assert tail != whole
 
     def test_an_extra_is_not_one_more_token(self) -> None:
-        assert SPACE.prompt([1, 2], {0: (3).to_bytes(4, "little")}).tails != SPACE.prompt([1, 2, 3]).tails
+        assert (
+            SPACE.prompt([1, 2], {0: (3).to_bytes(4, "little")}).tails
+            != SPACE.prompt([1, 2, 3]).tails
+        )
 
     @given(tokens)
     def test_no_tail_meets_another_or_a_whole_chunk(self, text: list[int]) -> None:
@@ -267,9 +350,14 @@ class TestTokens:
     @pytest.mark.parametrize("dtype", [np.int32, np.int64, ">i4", ">i8", np.dtype("<i4")])
     def test_the_dtype_of_the_array_does_not_matter(self, dtype: Any) -> None:
         prompt = SPACE.prompt(np.array(self.TEXT, dtype=dtype))
-        assert (prompt.chain, prompt.tails) == (SPACE.prompt(list(self.TEXT)).chain, SPACE.prompt(tuple(self.TEXT)).tails)
+        assert (prompt.chain, prompt.tails) == (
+            SPACE.prompt(list(self.TEXT)).chain,
+            SPACE.prompt(tuple(self.TEXT)).tails,
+        )
 
-    @pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.uint64])
+    @pytest.mark.parametrize(
+        "dtype", [np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.uint64]
+    )
     def test_narrow_and_unsigned_integers_are_integers(self, dtype: Any) -> None:
         assert SPACE.prompt(np.arange(9, dtype=dtype)).chain == SPACE.prompt(range(9)).chain
 
@@ -340,9 +428,13 @@ class TestNames:
 
     def test_from_a_chunk_on_they_know_their_position_and_what_they_continue(self) -> None:
         prompt = BLOCKS.prompt(range(3 * 16 + 4))
-        assert prompt.chunks(1) == ChunkNames(BLOCKS.digest, prompt.chain[HASH_BYTES:] + prompt.tails, 4, 16, prompt.hash_at(0))
+        assert prompt.chunks(1) == ChunkNames(
+            BLOCKS.digest, prompt.chain[HASH_BYTES:] + prompt.tails, 4, 16, prompt.hash_at(0)
+        )
         assert prompt.chunks(3) == ChunkNames(BLOCKS.digest, prompt.tails, 4, 48, prompt.hash_at(2))
-        assert prompt.chunks(1, last=2, tail=False) == ChunkNames(BLOCKS.digest, prompt.hash_at(1), 0, 16, prompt.hash_at(0))
+        assert prompt.chunks(1, last=2, tail=False) == ChunkNames(
+            BLOCKS.digest, prompt.hash_at(1), 0, 16, prompt.hash_at(0)
+        )
         assert len(prompt.chunks(2, last=2, tail=False)) == 0
 
     @pytest.mark.parametrize("first", [-1, 4, 100])
@@ -359,8 +451,16 @@ class TestNames:
         space = replace(BLOCKS, shards=3)
         prompt = space.prompt(range(16 + 9))
         query = prompt.query()
-        assert (query.namespace, query.layout, query.shards) == (space.digest, space.layout.fingerprint, 3)
-        assert (query.hashes, query.tail_hashes, query.tail_lengths) == (prompt.chain, prompt.tails, (4, 8))
+        assert (query.namespace, query.layout, query.shards) == (
+            space.digest,
+            space.layout.fingerprint,
+            3,
+        )
+        assert (query.hashes, query.tail_hashes, query.tail_lengths) == (
+            prompt.chain,
+            prompt.tails,
+            (4, 8),
+        )
 
     def test_prompts_can_be_compared_and_kept_in_sets(self) -> None:
         one, other = SPACE.prompt(range(9)), SPACE.prompt(range(9))
@@ -375,15 +475,22 @@ class TestKey:
         st.integers(0, 0xFFFF),
         st.integers(0, 0xFFFF),
     )
-    def test_a_key_comes_apart_as_it_was_made(self, namespace: bytes, chain_hash: bytes, group: int, shard: int) -> None:
+    def test_a_key_comes_apart_as_it_was_made(
+        self, namespace: bytes, chain_hash: bytes, group: int, shard: int
+    ) -> None:
         key = make_key(namespace, chain_hash, group, shard)
         assert len(key) == KEY_BYTES
         assert split_key(key) == KeyParts(namespace, chain_hash, group, shard)
 
     def test_a_prompts_keys_carry_group_and_shard(self) -> None:
         prompt = SPACE.prompt(range(9))
-        assert split_key(prompt.chunk_key(1, group=2, shard=3)) == KeyParts(SPACE.digest, prompt.hash_at(1), 2, 3)
-        assert len({prompt.chunk_key(c, g, s) for c in range(2) for g in range(3) for s in range(3)}) == 18
+        assert split_key(prompt.chunk_key(1, group=2, shard=3)) == KeyParts(
+            SPACE.digest, prompt.hash_at(1), 2, 3
+        )
+        assert (
+            len({prompt.chunk_key(c, g, s) for c in range(2) for g in range(3) for s in range(3)})
+            == 18
+        )
 
     @pytest.mark.parametrize(("group", "shard"), [(0x10000, 0), (0, 0x10000), (-1, 0), (0, -1)])
     def test_group_and_shard_have_two_bytes_each(self, group: int, shard: int) -> None:
@@ -398,5 +505,8 @@ class TestKey:
 
 def test_a_requests_salt_narrows_the_namespaces_own_and_does_not_replace_it() -> None:
     tenant = Namespace(model="m", layout=LAYOUT, cache_salt="tenant")
-    assert tenant.narrowed(cache_salt="request").digest != Namespace(model="m", layout=LAYOUT, cache_salt="request").digest
+    assert (
+        tenant.narrowed(cache_salt="request").digest
+        != Namespace(model="m", layout=LAYOUT, cache_salt="request").digest
+    )
     assert tenant.narrowed(cache_salt="request").digest != tenant.digest

@@ -1,4 +1,6 @@
-"""The bytes of a chunk: every number is stated, every layer is one range, and nothing impossible can be stated."""
+"""The bytes of a chunk: every number is stated, every layer is one range, and nothing impossible
+can be stated.
+"""
 
 from dataclasses import fields, replace
 from typing import Any
@@ -8,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvhold.core.errors import LayoutError
-from kvhold.core.layout import DTYPE_BYTES, MOST_CHUNK_BYTES, MOST_CHUNK_TOKENS, MOST_LAYERS, Group, Layout
+from kvhold.core.layout import (
+    DTYPE_BYTES,
+    MOST_CHUNK_BYTES,
+    MOST_CHUNK_TOKENS,
+    MOST_LAYERS,
+    Group,
+    Layout,
+)
 
 MHA = Group(layers=32, planes=2, heads=32, head_dim=128, dtype="float16")
 GQA = Group(layers=32, planes=2, heads=8, head_dim=128, dtype="bfloat16")
@@ -46,7 +55,9 @@ class TestSizes:
             pytest.param(GQA, 256, 32 * 2 * 256 * 8 * 128 * 2, id="GQA"),
             pytest.param(MLA, 256, 61 * 256 * 576 * 2, id="MLA"),
             pytest.param(FP8, 256, 4 * 2 * 256 * 8 * 64, id="one byte an element"),
-            pytest.param(replace(MLA, dtype="float64"), 1, 61 * 576 * 8, id="eight bytes an element"),
+            pytest.param(
+                replace(MLA, dtype="float64"), 1, 61 * 576 * 8, id="eight bytes an element"
+            ),
             pytest.param(GQA, 17, 32 * 2 * 17 * 8 * 128 * 2, id="a tail"),
             pytest.param(GQA, 1, 32 * 2 * 8 * 128 * 2, id="a tail of one token"),
             pytest.param(OPAQUE, 256, 32 * 16 * 70_000, id="opaque"),
@@ -54,7 +65,9 @@ class TestSizes:
             pytest.param(OPAQUE, 17, 32 * 2 * 70_000, id="an opaque block is whole"),
         ],
     )
-    def test_a_chunk_has_the_bytes_of_its_layers_planes_tokens_and_width(self, group: Group, num_tokens: int, chunk_bytes: int) -> None:
+    def test_a_chunk_has_the_bytes_of_its_layers_planes_tokens_and_width(
+        self, group: Group, num_tokens: int, chunk_bytes: int
+    ) -> None:
         layout = Layout((group,), tokens_per_chunk=256, tail_tokens=0 if group is OPAQUE else 1)
         assert layout.chunk_bytes(0, num_tokens) == chunk_bytes
 
@@ -68,7 +81,9 @@ class TestSizes:
         ]
 
     @given(st.lists(groups(), min_size=1, max_size=3), st.integers(1, 8))
-    def test_the_layers_cover_a_chunk_exactly_and_in_order(self, some: list[Group], blocks: int) -> None:
+    def test_the_layers_cover_a_chunk_exactly_and_in_order(
+        self, some: list[Group], blocks: int
+    ) -> None:
         layout = Layout(tuple(some), tokens_per_chunk=32, tail_tokens=4)
         for g, group in enumerate(some):
             end = 0
@@ -81,7 +96,9 @@ class TestSizes:
 
     @pytest.mark.parametrize("layer", [-1, 32, 1000])
     def test_a_layer_that_is_not_there_has_no_range(self, layer: int) -> None:
-        with pytest.raises(LayoutError, match=f"layer {layer} is not one of the 32 layers of group 0"):
+        with pytest.raises(
+            LayoutError, match=f"layer {layer} is not one of the 32 layers of group 0"
+        ):
             Layout((GQA,)).layer_range(0, layer, 256)
 
 
@@ -102,7 +119,9 @@ class TestFingerprint:
         }
         assert {*other, "attention"} == {f.name for f in fields(Group)}
         variants = [base, *(replace(base, **{field: value}) for field, value in other.items())]
-        variants += [replace(base, attention=attention, window=0) for attention in ("full", "state")]  # type: ignore[arg-type]
+        variants += [
+            replace(base, attention=attention, window=0) for attention in ("full", "state")
+        ]  # type: ignore[arg-type]
         assert len({Layout((group,), 256, 16).fingerprint for group in variants}) == len(variants)
 
     def test_the_chunk_the_tail_and_the_order_of_groups_change_it(self) -> None:
@@ -128,7 +147,11 @@ class TestBadValues:
     @pytest.mark.parametrize(
         ("field", "value"),
         [
-            *((field, value) for field in ("layers", "planes", "heads", "head_dim") for value in (0, -1)),
+            *(
+                (field, value)
+                for field in ("layers", "planes", "heads", "head_dim")
+                for value in (0, -1)
+            ),
             ("dtype", "float12"),
             ("dtype", ""),
             ("dtype", "torch.float16"),
@@ -169,15 +192,28 @@ class TestBadValues:
 
     @pytest.mark.parametrize(
         ("field", "value"),
-        [("tokens_per_chunk", 0), ("tokens_per_chunk", -256), ("tail_tokens", -1), ("tail_tokens", 3), ("tail_tokens", 257)],
+        [
+            ("tokens_per_chunk", 0),
+            ("tokens_per_chunk", -256),
+            ("tail_tokens", -1),
+            ("tail_tokens", 3),
+            ("tail_tokens", 257),
+        ],
     )
     def test_a_bad_value_of_a_layout_is_refused_and_named(self, field: str, value: int) -> None:
         with pytest.raises(LayoutError, match=rf"{field}.*{value}"):
             replace(Layout((GQA,), tokens_per_chunk=256), **{field: value})
 
-    @pytest.mark.parametrize(("chunk", "tail", "field"), [(250, 0, "tokens_per_chunk"), (256, 1, "tail_tokens"), (256, 8, "tail_tokens")])
-    def test_chunks_and_tails_are_whole_blocks_of_an_opaque_packing(self, chunk: int, tail: int, field: str) -> None:
-        with pytest.raises(LayoutError, match=rf"{field} \d+ must be a multiple of the engine's block of 16"):
+    @pytest.mark.parametrize(
+        ("chunk", "tail", "field"),
+        [(250, 0, "tokens_per_chunk"), (256, 1, "tail_tokens"), (256, 8, "tail_tokens")],
+    )
+    def test_chunks_and_tails_are_whole_blocks_of_an_opaque_packing(
+        self, chunk: int, tail: int, field: str
+    ) -> None:
+        with pytest.raises(
+            LayoutError, match=rf"{field} \d+ must be a multiple of the engine's block of 16"
+        ):
             Layout((GQA, OPAQUE), tokens_per_chunk=chunk, tail_tokens=tail)
 
     def test_a_chunk_has_no_more_bytes_than_a_frame_may(self) -> None:
@@ -185,13 +221,19 @@ class TestBadValues:
         blocks = replace(OPAQUE, layers=1, block_bytes=MOST_CHUNK_BYTES // 16)
         for group in (wide, blocks):
             assert Layout((GQA, group), 256, 0).chunk_bytes(1, 256) == MOST_CHUNK_BYTES
-            with pytest.raises(LayoutError, match=rf"a chunk of group 1 would have {2 * MOST_CHUNK_BYTES} bytes.*tokens_per_chunk 512"):
+            with pytest.raises(
+                LayoutError,
+                match=rf"a chunk of group 1 would have {2 * MOST_CHUNK_BYTES} "
+                r"bytes.*tokens_per_chunk 512",
+            ):
                 Layout((GQA, group), 512, 0)
 
     def test_a_chunk_has_no_more_tokens_than_a_frame_can_say(self) -> None:
         blocks = replace(OPAQUE, block_tokens=MOST_CHUNK_TOKENS)
         assert Layout((blocks,), MOST_CHUNK_TOKENS, 0).whole_bytes == 32 * 70_000
-        with pytest.raises(LayoutError, match=f"tokens_per_chunk is {2 * MOST_CHUNK_TOKENS}; it must be at most"):
+        with pytest.raises(
+            LayoutError, match=f"tokens_per_chunk is {2 * MOST_CHUNK_TOKENS}; it must be at most"
+        ):
             Layout((blocks,), 2 * MOST_CHUNK_TOKENS, 0)
 
 
@@ -200,7 +242,9 @@ class TestCheckTokens:
         ("tail_tokens", "allowed"),
         [(1, [1, 2, 7, 8, 255, 256]), (16, [16, 32, 240, 256]), (256, [256]), (0, [256])],
     )
-    def test_a_chunk_is_whole_or_an_allowed_tail(self, tail_tokens: int, allowed: list[int]) -> None:
+    def test_a_chunk_is_whole_or_an_allowed_tail(
+        self, tail_tokens: int, allowed: list[int]
+    ) -> None:
         layout = Layout((GQA,), tokens_per_chunk=256, tail_tokens=tail_tokens)
         for num_tokens in allowed:
             layout.check_tokens(num_tokens)
@@ -216,6 +260,8 @@ class TestCheckTokens:
             (0, 16, "this layout has none"),
         ],
     )
-    def test_another_number_of_tokens_is_refused(self, tail_tokens: int, num_tokens: int, message: str) -> None:
+    def test_another_number_of_tokens_is_refused(
+        self, tail_tokens: int, num_tokens: int, message: str
+    ) -> None:
         with pytest.raises(LayoutError, match=message):
             Layout((GQA,), tokens_per_chunk=256, tail_tokens=tail_tokens).check_tokens(num_tokens)

@@ -31,7 +31,9 @@ class TestTable:
 
     def test_everything_that_is_counted_is_in_the_table(self) -> None:
         counted = {
-            name for path in SOURCES.rglob("*.py") for name in re.findall(r'\.(?:add|set|observe)\(\s*"(kvhold_\w+)"', path.read_text())
+            name
+            for path in SOURCES.rglob("*.py")
+            for name in re.findall(r'\.(?:add|set|observe)\(\s*"(kvhold_\w+)"', path.read_text())
         }
         assert counted
         assert counted <= set(TABLE)
@@ -65,7 +67,14 @@ class TestMetrics:
             metrics.observe("kvhold_tier_seconds", seconds, tier="redis", operation="get")
         (sample,) = metrics.samples()
         at_most = dict(zip((*sample.metric.buckets, None), sample.counts, strict=True))
-        assert (at_most[0.0005], at_most[0.001], at_most[0.2], at_most[0.5], at_most[30.0], at_most[None]) == (2, 2, 2, 3, 3, 4)
+        assert (
+            at_most[0.0005],
+            at_most[0.001],
+            at_most[0.2],
+            at_most[0.5],
+            at_most[30.0],
+            at_most[None],
+        ) == (2, 2, 2, 3, 3, 4)
         assert metrics.as_dict() == {
             "kvhold_tier_seconds_count{tier=redis,operation=get}": 4,
             "kvhold_tier_seconds_sum{tier=redis,operation=get}": pytest.approx(100.3009),
@@ -88,7 +97,10 @@ class TestMetrics:
         metrics = Metrics()
         metrics.add("kvhold_lookup_requests", 2, result="hit")
         metrics.add("kvhold_stored_bytes", 7)
-        assert metrics.as_dict() == {"kvhold_lookup_requests{result=hit}": 2, "kvhold_stored_bytes": 7}
+        assert metrics.as_dict() == {
+            "kvhold_lookup_requests{result=hit}": 2,
+            "kvhold_stored_bytes": 7,
+        }
 
     @pytest.mark.parametrize(
         ("name", "labels"),
@@ -101,9 +113,15 @@ class TestMetrics:
             ("kvhold_hit_tokens", {"source": "ram", "tier": "ram"}),
         ],
     )
-    def test_an_unknown_name_or_label_fails_at_once(self, name: str, labels: dict[str, Any]) -> None:
+    def test_an_unknown_name_or_label_fails_at_once(
+        self, name: str, labels: dict[str, Any]
+    ) -> None:
         metrics = Metrics()
-        for call in (metrics.add, lambda name, **labels: metrics.set(name, 1, **labels), metrics.value):
+        for call in (
+            metrics.add,
+            lambda name, **labels: metrics.set(name, 1, **labels),
+            metrics.value,
+        ):
             with pytest.raises(KeyError):
                 call(name, **labels)
         assert metrics.as_dict() == {}

@@ -41,7 +41,12 @@ class Outer:
 
 
 plain = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
     max_leaves=12,
 )
@@ -62,7 +67,25 @@ def test_two_values_have_one_text_only_if_they_are_equal(one: Any, two: Any) -> 
 
 
 def test_values_that_look_alike_differ() -> None:
-    values = [None, "None", 1, 1.0, True, "1", Kind.A, Number.A, [1], [[1]], {1}, {"1": 1}, {1: 1}, b"1", Path("1"), Pair(1, 1), [1, 1]]
+    values = [
+        None,
+        "None",
+        1,
+        1.0,
+        True,
+        "1",
+        Kind.A,
+        Number.A,
+        [1],
+        [[1]],
+        {1},
+        {"1": 1},
+        {1: 1},
+        b"1",
+        Path("1"),
+        Pair(1, 1),
+        [1, 1],
+    ]
     assert len({text_of(value, "it") for value in values}) == len(values)
 
 

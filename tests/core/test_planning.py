@@ -1,4 +1,6 @@
-"""The choice is that of trying every end by hand; what is not known is loaded; what is alike is loaded, too."""
+"""The choice is that of trying every end by hand; what is not known is loaded; what is alike is
+loaded, too.
+"""
 
 import math
 
@@ -17,7 +19,15 @@ def works(draw: st.DrawFn) -> Work:
     num_tokens = draw(st.integers(1, 5000))
     computed = draw(st.integers(0, num_tokens))
     return Work(
-        "r", num_tokens, computed, draw(st.integers(1, 4096)), draw(costs), draw(costs), draw(costs), draw(costs), draw(st.floats(0, 1e-6))
+        "r",
+        num_tokens,
+        computed,
+        draw(st.integers(1, 4096)),
+        draw(costs),
+        draw(costs),
+        draw(costs),
+        draw(costs),
+        draw(st.floats(0, 1e-6)),
     )
 
 
@@ -32,20 +42,33 @@ def offers(draw: st.DrawFn) -> Options:
 def by_hand(work: Work, tokens: int, nbytes: int, wait_s: float) -> float:
     """A step at a time, a token at a time."""
     left = list(range(min(max(tokens, work.computed_tokens), work.num_tokens - 1), work.num_tokens))
-    computed = math.ceil(len(left) / work.step_tokens) * work.step_s + sum(work.token_s + (at + 0.5) * work.pair_s for at in left)
-    return wait_s + (work.load_s + nbytes * work.load_byte_s if tokens > work.computed_tokens else 0) + computed
+    computed = math.ceil(len(left) / work.step_tokens) * work.step_s + sum(
+        work.token_s + (at + 0.5) * work.pair_s for at in left
+    )
+    return (
+        wait_s
+        + (work.load_s + nbytes * work.load_byte_s if tokens > work.computed_tokens else 0)
+        + computed
+    )
 
 
 @given(works(), offers())
 def test_the_choice_is_the_best_of_all(work: Work, options: Options) -> None:
-    totals = [by_hand(work, *one) for one in zip(options.tokens.tolist(), options.nbytes.tolist(), options.wait_s.tolist(), strict=True)]
+    totals = [
+        by_hand(work, *one)
+        for one in zip(
+            options.tokens.tolist(), options.nbytes.tolist(), options.wait_s.tolist(), strict=True
+        )
+    ]
     assert total_s(work, options) == pytest.approx(totals, rel=1e-6, abs=1e-9)
     chosen = choose(work, options)
     if not work.is_known:
         assert chosen == len(totals) - 1
         return
     assert totals[chosen] <= 1.011 * min(totals) + 1e-9
-    assert all(total > 1.009 * min(totals) - 1e-9 for total in totals[chosen + 1 :]), "of those that are alike it loads most"
+    assert all(total > 1.009 * min(totals) - 1e-9 for total in totals[chosen + 1 :]), (
+        "of those that are alike it loads most"
+    )
     shown = alternative(work, options, chosen)
     assert shown.num_tokens == options.tokens[chosen]
     assert shown.total_s == pytest.approx(totals[chosen], rel=1e-6, abs=1e-9)
@@ -54,12 +77,21 @@ def test_the_choice_is_the_best_of_all(work: Work, options: Options) -> None:
 def test_an_engine_that_knows_nothing_yet_loads_all() -> None:
     work = Work("r", 1000)
     assert not work.is_known
-    assert choose(work, Options(np.array([0, 500, 990]), np.array([0, 1, 2]), np.array([0.0, 1.0, 5.0]))) == 2
+    assert (
+        choose(
+            work, Options(np.array([0, 500, 990]), np.array([0, 1, 2]), np.array([0.0, 1.0, 5.0]))
+        )
+        == 2
+    )
 
 
 def test_a_part_is_loaded_where_the_rest_comes_too_slowly() -> None:
     work = Work("r", 4000, 0, 2048, 0.005, 4e-4, 1e-8, 0.002, 1e-10)
-    options = Options(np.array([0, 1000, 2000, 4000]), np.array([0, 1, 2, 4]) << 20, np.array([0.0, 0.0, 0.1, 3.0]))
+    options = Options(
+        np.array([0, 1000, 2000, 4000]),
+        np.array([0, 1, 2, 4]) << 20,
+        np.array([0.0, 0.0, 0.1, 3.0]),
+    )
     assert options.tokens[choose(work, options)] == 2000
 
 

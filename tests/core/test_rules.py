@@ -1,4 +1,6 @@
-"""What a request may do with the cache: its own word within what the settings allow; what is not understood is an error that names it."""
+"""What a request may do with the cache: its own word within what the settings allow; what is not
+understood is an error that names it.
+"""
 
 from typing import Any
 
@@ -11,12 +13,18 @@ from kvhold.core.terms import Terms
 
 
 def test_a_request_that_says_nothing_may_do_everything() -> None:
-    assert request_rules(None, RulesConfig()) == request_rules({}, RulesConfig()) == Rules(True, True, False, Terms(), ())
+    assert (
+        request_rules(None, RulesConfig())
+        == request_rules({}, RulesConfig())
+        == Rules(True, True, False, Terms(), ())
+    )
 
 
 def test_a_request_may_say_what_it_does_not_want() -> None:
     asked = {"store": False, "load": False, "plan": False, "ttl_s": 5, "tags": {"b": "2", "a": "1"}}
-    assert request_rules(asked, RulesConfig()) == Rules(False, False, False, Terms(ttl_s=5.0), (("a", "1"), ("b", "2")))
+    assert request_rules(asked, RulesConfig()) == Rules(
+        False, False, False, Terms(ttl_s=5.0), (("a", "1"), ("b", "2"))
+    )
 
 
 def test_what_the_settings_forbid_stays_forbidden() -> None:
@@ -32,7 +40,11 @@ def test_a_budget_is_the_smaller_of_both_and_separates_what_was_stored_under_it(
     rules = request_rules({"max_error": 0.01, "max_bits": 8}, settings)
     assert (rules.terms.max_error, rules.terms.max_bits) == (0.01, 4)
     assert dict(rules.tags) == {"kvhold.max_error": "0.01", "kvhold.max_bits": "4"}
-    assert request_rules({"max_error": 0.01}, RulesConfig()).tags != request_rules({}, RulesConfig()).tags == ()
+    assert (
+        request_rules({"max_error": 0.01}, RulesConfig()).tags
+        != request_rules({}, RulesConfig()).tags
+        == ()
+    )
     assert request_rules({"max_error": 0}, RulesConfig()).terms == Terms(max_error=0)
 
 
@@ -88,7 +100,10 @@ def test_what_an_error_quotes_of_a_request_is_cut_short(asked: Any) -> None:
         ({"max_error": 2}, r"kvhold\.max_error"),
         ({"max_bits": 0}, r"kvhold\.max_bits = 0: must be a number above 0"),
         ({"tags": ["a"]}, r"kvhold\.tags"),
-        ({"tags": {"kvhold.max_error": "0.5"}}, r"kvhold\.tags: 'kvhold\.max_error' is a name of kvhold's own"),
+        (
+            {"tags": {"kvhold.max_error": "0.5"}},
+            r"kvhold\.tags: 'kvhold\.max_error' is a name of kvhold's own",
+        ),
         ({"tags": {"tenant": "a" * 65}}, r"tenant"),
         ({"tags": {"a": 1}}, r"kvhold\.tags"),
     ],

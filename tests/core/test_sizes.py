@@ -44,7 +44,25 @@ def test_a_size_is_bytes_or_a_number_with_a_unit(text: str | int, num_bytes: int
 @pytest.mark.parametrize(
     "bad",
     [
-        *("", " ", "GiB", "5 GiBs", "5XB", "5 5", "-5", "-5GiB", "+5", "1e9", "1,5GiB", "1.GiB", ".5GiB", "5GiB!", "0x10", "nan", "inf"),
+        *(
+            "",
+            " ",
+            "GiB",
+            "5 GiBs",
+            "5XB",
+            "5 5",
+            "-5",
+            "-5GiB",
+            "+5",
+            "1e9",
+            "1,5GiB",
+            "1.GiB",
+            ".5GiB",
+            "5GiB!",
+            "0x10",
+            "nan",
+            "inf",
+        ),
         *(-1, True, False, 1.5, None, b"5GiB", [5]),
     ],
 )

@@ -1,10 +1,11 @@
 """Nodes, clients and prompts for tests that run on commit 5f474b0 and on today's code alike.
 
-`tools/check_findings.py` runs the tests of this folder on both commits. So they use only settings, commands and calls that both have.
-Where the name or the arguments of one differ, a function here hides that, and its docstring says so.
+`tools/check_findings.py` runs the tests of this folder on both commits. So they use only settings,
+commands and calls that both have. Where the name or the arguments of one differ, a function here
+hides that, and its docstring says so.
 
-They share three helpers with other tests: `tests/vllm/scheduling.py`, `tests/tiers/memory.py` and `tests/cache/below.py`. At import
-these three use only names that 5f474b0 has, too.
+They share three helpers with other tests: `tests/vllm/scheduling.py`, `tests/tiers/memory.py` and
+`tests/cache/below.py`. At import these three use only names that 5f474b0 has, too.
 """
 
 import os
@@ -28,7 +29,12 @@ from kvhold.node import NodeClient
 from kvhold.testing.cache import PLAIN, a_prompt, demanded_bytes
 
 WITHIN_S = 30.0  # only a hang, or the defect itself, takes so long
-PATIENT = ClientConfig(connect_timeout_s=WITHIN_S, call_timeout_s=WITHIN_S, arrival_timeout_s=WITHIN_S, heartbeat_interval_s=WITHIN_S)
+PATIENT = ClientConfig(
+    connect_timeout_s=WITHIN_S,
+    call_timeout_s=WITHIN_S,
+    arrival_timeout_s=WITHIN_S,
+    heartbeat_interval_s=WITHIN_S,
+)
 SPACE = Namespace(model="model", layout=PLAIN)
 PROMPT = a_prompt(SPACE, 64)
 
@@ -43,15 +49,30 @@ def eventually(condition: Callable[[], Any]) -> Any:
 
 def clean_environ(**more: str) -> dict[str, str]:
     """The environment without the user's settings."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("KVHOLD_")} | more
+    return {
+        name: value for name, value in os.environ.items() if not name.startswith("KVHOLD_")
+    } | more
 
 
 @contextmanager
 def a_node(socket: Path, *arguments: str, before: tuple[str, ...] = ()) -> Iterator[psutil.Process]:
     """A `kvhold serve` of 16 MiB on `socket`. before: a command that runs it."""
-    command = [*before, sys.executable, "-m", "kvhold", "serve", "--socket", str(socket), "--ram-bytes", "16MiB", *arguments]
+    command = [
+        *before,
+        sys.executable,
+        "-m",
+        "kvhold",
+        "serve",
+        "--socket",
+        str(socket),
+        "--ram-bytes",
+        "16MiB",
+        *arguments,
+    ]
     with socket.with_suffix(".test-log").open("ab") as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=clean_environ())
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, env=clean_environ()
+        )
     try:
         assert process.stdout is not None
         with process.stdout as said:
@@ -76,9 +97,11 @@ def a_client(socket: Path) -> Iterator[NodeClient]:
 
 
 def wrong_chunks(cache: Cache, prompt: Prompt) -> list[int]:
-    """The numbers of the chunks that an engine would get of a prompt with other bytes than were stored.
+    """The numbers of the chunks that an engine would get of a prompt with other bytes than were
+    stored.
 
-    Readers compare what they read with the checksums of what was stored, by `Loan.verify`. On 5f474b0 there were none to compare.
+    Readers compare what they read with the checksums of what was stored, by `Loan.verify`. On
+    5f474b0 there were none to compare.
     """
     with cache.lookup(prompt.query()) as hit:
         loan = cache.claim(hit.ticket) if hit.num_tokens else None
@@ -91,14 +114,20 @@ def wrong_chunks(cache: Cache, prompt: Prompt) -> list[int]:
             except KVHoldError:
                 return []  # a miss
             offsets = [int(offset) for offset in loan.chunks().offsets]
-            return [chunk for chunk, at in enumerate(offsets) if at != ABSENT and not is_right(loan.buffer, at, prompt, chunk)]
+            return [
+                chunk
+                for chunk, at in enumerate(offsets)
+                if at != ABSENT and not is_right(loan.buffer, at, prompt, chunk)
+            ]
 
 
 def is_right(buffer: np.ndarray, at: int, prompt: Prompt, chunk: int) -> bool:
     """Whether a whole chunk of a prompt lies there, as `kvhold.testing.cache.fill` writes it."""
     names = prompt.chunks()
     nbytes = PLAIN.chunk_bytes(0, PLAIN.tokens_per_chunk)
-    key = make_key(names.namespace, names.hashes[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES], 0, 0)
+    key = make_key(
+        names.namespace, names.hashes[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES], 0, 0
+    )
     return np.array_equal(buffer[at : at + nbytes], demanded_bytes(key, nbytes))
 
 

@@ -1,4 +1,7 @@
-"""Findings C1 to C9: what stopped the node, or the engines that use it. C10 is in `test_vllm.py`."""
+"""Findings C1 to C9: what stopped the node, or the engines that use it.
+
+C10 is in `test_vllm.py`.
+"""
 
 import asyncio
 import os
@@ -26,7 +29,16 @@ from kvhold.testing.cache import PLAIN, read, store
 from kvhold.testing.tier import make_key
 from kvhold.tiers.disk import DiskTier
 from kvhold.tiers.url import parse_url
-from tests.findings.both import PATIENT, PROMPT, SPACE, WITHIN_S, a_client, a_node, clean_environ, eventually
+from tests.findings.both import (
+    PATIENT,
+    PROMPT,
+    SPACE,
+    WITHIN_S,
+    a_client,
+    a_node,
+    clean_environ,
+    eventually,
+)
 
 
 @pytest.mark.server
@@ -42,17 +54,26 @@ class TestC1:
                 with pytest.raises(DeadlineExceeded):
                     client.lookup(PROMPT.query(), deadline_s=0.05)
             node.resume()
-            assert [can_claim(client, hit) for client, hit in zip(clients, hits, strict=True)] == [True] * 4
+            assert [can_claim(client, hit) for client, hit in zip(clients, hits, strict=True)] == [
+                True
+            ] * 4
 
     def test_a_clear_of_many_chunks_costs_no_client_its_connection(self, tmp_path: Path) -> None:
         """Of clients that wait 10 ms, and ask for as long as the clear takes."""
-        socket, layout = tmp_path / "node.sock", Layout((Group(layers=1, planes=1, heads=1, head_dim=8, dtype="int8"),), tokens_per_chunk=1)
+        socket, layout = (
+            tmp_path / "node.sock",
+            Layout(
+                (Group(layers=1, planes=1, heads=1, head_dim=8, dtype="int8"),), tokens_per_chunk=1
+            ),
+        )
         space = Namespace("many", layout)
         with a_node(socket, "--ram-bytes", "128MiB"), ExitStack() as engines:
             clearing, *others = (engines.enter_context(a_client(socket)) for _ in range(5))
             clearing.register(space)
             for number in range(10):
-                with clearing.reserve(layout, space.prompt(np.arange(2000, dtype=np.int32) + 2000 * number).chunks()) as room:
+                with clearing.reserve(
+                    layout, space.prompt(np.arange(2000, dtype=np.int32) + 2000 * number).chunks()
+                ) as room:
                     room.commit()
             store(clearing, PROMPT)
             hits = [client.lookup(PROMPT.query()) for client in others]
@@ -63,7 +84,9 @@ class TestC1:
                         with suppress(KVHoldError):
                             client.status(deadline_s=0.01)
             assert clear.result() == 20_000
-            assert [can_claim(client, hit) for client, hit in zip(others, hits, strict=True)] == [True] * 4
+            assert [can_claim(client, hit) for client, hit in zip(others, hits, strict=True)] == [
+                True
+            ] * 4
 
 
 def can_claim(client: NodeClient, hit: Hit) -> bool:
@@ -94,7 +117,9 @@ class TestC3:
     def test_a_folder_that_another_thread_makes_while_a_node_starts_can_be_entered(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The other thread makes its folder at the worst moment: right after the umask of the process was changed, if it is."""
+        """The other thread makes its folder at the worst moment: right after the umask of the
+        process was changed, if it is.
+        """
         umask, folder = os.umask, tmp_path / "folder"  # noqa: TID251 - what is tested
 
         def changed(mask: int) -> int:
@@ -103,7 +128,9 @@ class TestC3:
             return before
 
         async def start() -> None:
-            node = Node(Config(ram_bytes=4 << 20, node=NodeConfig(socket=str(tmp_path / "node.sock"))))
+            node = Node(
+                Config(ram_bytes=4 << 20, node=NodeConfig(socket=str(tmp_path / "node.sock")))
+            )
             await node.serve(on_ready=lambda node: node.stop())
 
         monkeypatch.setattr(os, "umask", changed)
@@ -129,7 +156,9 @@ signal.pause()
 
 @pytest.mark.server
 class TestC4:
-    def test_what_a_killed_engine_held_is_free_though_a_forked_child_of_it_lives(self, tmp_path: Path) -> None:
+    def test_what_a_killed_engine_held_is_free_though_a_forked_child_of_it_lives(
+        self, tmp_path: Path
+    ) -> None:
         socket = tmp_path / "node.sock"
         command = [sys.executable, "-c", WRITER, str(socket)]
         environ = clean_environ(PYTHONPATH=os.pathsep.join(sys.path))
@@ -145,7 +174,9 @@ class TestC4:
                 writer.kill()
                 eventually(lambda: not client.status()["held"]["rooms"])
                 assert client.status()["held"]["rooms"] == 0
-                assert store(client, PROMPT) == [0, 1, 2, 3], "the next engine writes what the killed one had reserved"
+                assert store(client, PROMPT) == [0, 1, 2, 3], (
+                    "the next engine writes what the killed one had reserved"
+                )
             finally:
                 writer.kill()
                 os.kill(child, signal.SIGKILL)
@@ -153,14 +184,18 @@ class TestC4:
 
 @pytest.mark.server
 class TestC5:
-    def test_an_engine_takes_one_descriptor_of_a_node_that_allows_itself_as_many_as_it_may(self, tmp_path: Path) -> None:
+    def test_an_engine_takes_one_descriptor_of_a_node_that_allows_itself_as_many_as_it_may(
+        self, tmp_path: Path
+    ) -> None:
         socket = tmp_path / "node.sock"
         limited = ("/bin/sh", "-c", 'ulimit -S -n 128; exec "$@"', "sh")
         with a_node(socket, before=limited) as node, ExitStack() as engines:
             before = node.num_fds()
             for _ in range(20):
                 engines.enter_context(NodeClient(socket, PATIENT))
-            assert eventually(lambda: node.num_fds() <= before + 20)  # it opens other files for a moment
+            assert eventually(
+                lambda: node.num_fds() <= before + 20
+            )  # it opens other files for a moment
             soft, hard = node.rlimit(psutil.RLIMIT_NOFILE)
             assert soft == hard
 
@@ -174,7 +209,11 @@ class TestC7:
         url = f"disk://{tmp_path}/kv?direct=never&max_bytes=1GiB"
         tier = DiskTier.from_url(parse_url(url))
         for first in range(0, self.NUM_VALUES, 500):
-            assert not any(await tier.put([(make_key(n), [memoryview(b"x")]) for n in range(first, first + 500)]))
+            assert not any(
+                await tier.put(
+                    [(make_key(n), [memoryview(b"x")]) for n in range(first, first + 500)]
+                )
+            )
         await tier.close()
         return url
 
@@ -213,7 +252,9 @@ class TestC8:
         away.rename(folder)
         with a_node(socket, *tier), a_client(socket) as client:
             assert read(client, PROMPT) == 0
-            assert eventually(lambda: not any(folder.glob("??/*"))), "the tier is back, and is cleared"
+            assert eventually(lambda: not any(folder.glob("??/*"))), (
+                "the tier is back, and is cleared"
+            )
 
 
 PINNED_ENGINE = """
@@ -229,10 +270,19 @@ with connect(ram_bytes="4MiB", node={"socket": sys.argv[1]}, client=client) as c
 @pytest.mark.server
 class TestC9:
     @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core")
-    def test_a_node_runs_on_all_cores_though_the_engine_that_starts_it_is_bound_to_one(self, tmp_path: Path) -> None:
+    def test_a_node_runs_on_all_cores_though_the_engine_that_starts_it_is_bound_to_one(
+        self, tmp_path: Path
+    ) -> None:
         path = tmp_path / "node.sock"
         command = [sys.executable, "-c", PINNED_ENGINE, str(path)]
-        done = subprocess.run(command, env=clean_environ(), capture_output=True, text=True, timeout=4 * WITHIN_S, check=True)
+        done = subprocess.run(
+            command,
+            env=clean_environ(),
+            capture_output=True,
+            text=True,
+            timeout=4 * WITHIN_S,
+            check=True,
+        )
         node, threads = psutil.Process(int(done.stdout)), []
         try:
             for thread in node.threads():

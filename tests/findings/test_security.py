@@ -51,9 +51,14 @@ def guarded(tmp_path: Path) -> Iterator[CentralServer]:
 @pytest.mark.server
 class TestB2:
     def test_a_strangers_long_greeting_is_not_logged(self, guarded: CentralServer) -> None:
-        body = msgspec.msgpack.encode(central.Hello("HUSHHUSH" * (1 << 19), central.CENTRAL_VERSION, ""))
+        body = msgspec.msgpack.encode(
+            central.Hello("HUSHHUSH" * (1 << 19), central.CENTRAL_VERSION, "")
+        )
         before = len(guarded.log.read_bytes())
-        with socket.create_connection(("127.0.0.1", guarded.port), timeout=WITHIN_S) as stranger, suppress(ConnectionError):
+        with (
+            socket.create_connection(("127.0.0.1", guarded.port), timeout=WITHIN_S) as stranger,
+            suppress(ConnectionError),
+        ):
             stranger.sendall(len(body).to_bytes(LENGTH_BYTES, "little") + body)
             while stranger.recv(65536):
                 pass
@@ -64,8 +69,13 @@ class TestB2:
 
 @pytest.mark.server
 class TestB3:
-    async def test_silent_connections_do_not_keep_out_a_host_with_the_token(self, guarded: CentralServer) -> None:
-        silent = [socket.create_connection(("127.0.0.1", guarded.port), timeout=WITHIN_S) for _ in range(256)]
+    async def test_silent_connections_do_not_keep_out_a_host_with_the_token(
+        self, guarded: CentralServer
+    ) -> None:
+        silent = [
+            socket.create_connection(("127.0.0.1", guarded.port), timeout=WITHIN_S)
+            for _ in range(256)
+        ]
         tier = CentralTier.from_url(parse_url(guarded.url.replace("//", f"//:{TOKEN}@")))
         try:
             assert await store(tier, {make_key(1): b"x"}) == [True]
@@ -77,7 +87,9 @@ class TestB3:
 
 @pytest.mark.server
 class TestB4:
-    def test_an_engine_with_an_encrypted_tier_has_nothing_written_in_the_clear(self, tmp_path: Path) -> None:
+    def test_an_engine_with_an_encrypted_tier_has_nothing_written_in_the_clear(
+        self, tmp_path: Path
+    ) -> None:
         """It finds a node that somebody has started without encryption."""
         (tmp_path / "key").write_text(os.urandom(32).hex())
         path, folder = tmp_path / "node.sock", tmp_path / "kv"
@@ -87,7 +99,11 @@ class TestB4:
             node=NodeConfig(socket=str(path), autostart=False),
             client=PATIENT,
         )
-        with a_node(path, "--tier", f"disk://{folder}?direct=never&max_bytes=64MiB"), suppress(KVHoldError), connect(engine) as client:
+        with (
+            a_node(path, "--tier", f"disk://{folder}?direct=never&max_bytes=64MiB"),
+            suppress(KVHoldError),
+            connect(engine) as client,
+        ):
             client.register(SPACE)
             with client.reserve(PLAIN, PROMPT.chunks()) as room:
                 fill(room, PLAIN, PROMPT.chunks())
@@ -112,7 +128,9 @@ class TestB5:
         end_node(place)
         assert precious.read_text() == "precious"
 
-    async def test_a_folder_that_everybody_can_write_to_holds_no_disk_tier(self, tmp_path: Path) -> None:
+    async def test_a_folder_that_everybody_can_write_to_holds_no_disk_tier(
+        self, tmp_path: Path
+    ) -> None:
         folder = tmp_path / "kv"
         folder.mkdir()
         folder.chmod(0o777)
@@ -133,17 +151,36 @@ class TestB6:
     @pytest.mark.server
     def test_no_node_serves_with_a_secret_on_its_command_line(self, tmp_path: Path) -> None:
         """Every user of the host can read that."""
-        command = [sys.executable, "-m", "kvhold", "serve", "--socket", str(tmp_path / "s"), "--ram-bytes", "4MiB"]
+        command = [
+            sys.executable,
+            "-m",
+            "kvhold",
+            "serve",
+            "--socket",
+            str(tmp_path / "s"),
+            "--ram-bytes",
+            "4MiB",
+        ]
         command += ["--tier", "redis://:hush@127.0.0.1:1/0"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=clean_environ()) as node:
+        with subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=clean_environ(),
+        ) as node:
             assert node.stdout is not None
             said = node.stdout.readline()
             shown = Path(f"/proc/{node.pid}/cmdline").read_text() if "ready" in said else ""
             node.terminate()
         assert "hush" not in shown
 
-    def test_engines_start_though_somebody_has_taken_the_default_folder(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        with tempfile.TemporaryDirectory(prefix="kvhold-") as folder:  # short: a socket's path has at most 107 bytes
+    def test_engines_start_though_somebody_has_taken_the_default_folder(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with tempfile.TemporaryDirectory(
+            prefix="kvhold-"
+        ) as folder:  # short: a socket's path has at most 107 bytes
             monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
             monkeypatch.setenv("TMPDIR", folder)
             monkeypatch.setenv("HOME", f"{folder}/home")

@@ -19,14 +19,28 @@ from vllm.config.quantization import QuantizationConfigArgs
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.multimodal.inputs import PlaceholderRange
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, MambaSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+)
 
 from kvhold.core.config import Config
 from kvhold.core.errors import LayoutError
 from kvhold.integrations.vllm import media
 from kvhold.integrations.vllm.geometry import geometry_of
 from kvhold.integrations.vllm.space import namespace_of
-from tests.vllm.scheduling import LAYERS, Engine, NodeProcess, Options, make_config, make_folder, make_prompt
+from tests.vllm.scheduling import (
+    LAYERS,
+    Engine,
+    NodeProcess,
+    Options,
+    make_config,
+    make_folder,
+    make_prompt,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("notes")]
 
@@ -40,7 +54,9 @@ def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def engine_config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
-    return make_config(Options(make_folder(tmp_path_factory.mktemp("named") / "model")), Path("unused"))
+    return make_config(
+        Options(make_folder(tmp_path_factory.mktemp("named") / "model")), Path("unused")
+    )
 
 
 @pytest.fixture
@@ -53,13 +69,16 @@ def attention() -> FullAttentionSpec:
 
 
 def kv_of(spec: KVCacheSpec, layers: list[str] = LAYERS) -> KVCacheConfig:
-    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(list(layers), spec)])
+    return KVCacheConfig(
+        num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(list(layers), spec)]
+    )
 
 
 def digest(config: VllmConfig, kv: KVCacheConfig | None = None) -> bytes:
     """The namespace's, hence the beginning of every key.
 
-    Today's `namespace_of` takes vLLM's KV cache configuration, too: it names the layers and their specs.
+    Today's `namespace_of` takes vLLM's KV cache configuration, too: it names the layers and their
+    specs.
     """
     kv = kv or kv_of(attention())
     geometry = geometry_of(config, kv, Config())
@@ -76,7 +95,9 @@ class TestA1:
         """Those of Qwen3-Next, by vLLM's own calculator."""
 
         def state(*dtypes: torch.dtype) -> MambaSpec:
-            shapes = mamba_utils.MambaStateShapeCalculator.gated_delta_net_state_shape(1, 16, 32, 128, 128, 4, 0)
+            shapes = mamba_utils.MambaStateShapeCalculator.gated_delta_net_state_shape(
+                1, 16, 32, 128, 128, 4, 0
+            )
             return MambaSpec(block_size=64, shapes=shapes, dtypes=dtypes, mamba_cache_mode="align")
 
         states = [state(torch.bfloat16, torch.bfloat16), state(torch.bfloat16, torch.float16)]
@@ -100,7 +121,9 @@ class TestA2:
         ],
         ids=lambda value: value if isinstance(value, str) else "",
     )
-    def test_a_setting_that_shapes_kv_is_in_the_name(self, config: VllmConfig, field: str, value: Any) -> None:
+    def test_a_setting_that_shapes_kv_is_in_the_name(
+        self, config: VllmConfig, field: str, value: Any
+    ) -> None:
         before = digest(config)
         section, _, name = field.partition(".")
         object.__setattr__(getattr(config, section), name, value)
@@ -108,9 +131,13 @@ class TestA2:
 
     def test_the_layers_of_a_group_are_in_the_name(self, config: VllmConfig) -> None:
         """As with kv_cache_dtype_skip_layers of [0] and of [1]."""
-        assert len({digest(config, kv_of(attention(), ["l.0", last])) for last in ("l.1", "l.2")}) == 2
+        assert (
+            len({digest(config, kv_of(attention(), ["l.0", last])) for last in ("l.1", "l.2")}) == 2
+        )
 
-    def test_the_version_of_vllm_is_in_the_name(self, config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_version_of_vllm_is_in_the_name(
+        self, config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """The packing's name has the first two numbers alone."""
         before = digest(config)
         monkeypatch.setattr(vllm, "__version__", f"{vllm.__version__}.post1")
@@ -127,8 +154,12 @@ class TestA3:
         return folder
 
     @pytest.fixture
-    def engine(self, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-        """One that starts some seconds after the adapter was written: today newer files are not named at all."""
+    def engine(
+        self, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> Iterator[Engine]:
+        """One that starts some seconds after the adapter was written: today newer files are not
+        named at all.
+        """
         node = NodeProcess(tmp_path / "node.sock")
         with monkeypatch.context() as later:
             now = time.time_ns
@@ -138,15 +169,23 @@ class TestA3:
         engine.close()
         node.kill()
 
-    def test_an_adapter_replaced_in_place_stores_nothing_under_its_old_name(self, engine: Engine, adapter: Path) -> None:
-        """vLLM evicts adapters and loads them from their files again, so the KV may be of either state."""
+    def test_an_adapter_replaced_in_place_stores_nothing_under_its_old_name(
+        self, engine: Engine, adapter: Path
+    ) -> None:
+        """vLLM evicts adapters and loads them from their files again, so the KV may be of either
+        state.
+        """
         stored = []
         for weights in (b"first", b"retrained"):
             (adapter / "adapter_model.safetensors").write_bytes(weights)
             before = len(engine.stores)
             engine.hands.client.clear()  # so that the second request is computed and stored, too
             assert engine.scheduler.reset_prefix_cache()
-            engine.add(weights.decode(), make_prompt("adapter", 300), lora_request=LoRARequest("tuned", 1, str(adapter)))
+            engine.add(
+                weights.decode(),
+                make_prompt("adapter", 300),
+                lora_request=LoRARequest("tuned", 1, str(adapter)),
+            )
             engine.run()
             stored.append({store.names.namespace for store in engine.stores[before:]})
         assert stored[0] != set()
@@ -155,14 +194,22 @@ class TestA3:
 
 class TestA4:
     def test_two_images_of_which_only_the_size_is_left_do_not_share_a_name(self) -> None:
-        """With `allow_missing_mm_embeddings`. Content that cannot be told is refused: by an error now, by None on 5f474b0."""
+        """With `allow_missing_mm_embeddings`.
+
+        Content that cannot be told is refused: by an error now, by None on 5f474b0.
+        """
         takes_setting = "embeddings_may_be_missing" in inspect.signature(media.Media).parameters
         told = media.Media(embeddings_may_be_missing=True) if takes_setting else media.Media()
         names = []
         for identifier in ("cat", "dog"):
             grid = SimpleNamespace(data=torch.tensor([1, 4, 4]))
             place = PlaceholderRange(offset=2, length=9)
-            image = SimpleNamespace(identifier=identifier, modality="image", mm_position=place, data={"image_grid_thw": grid})
+            image = SimpleNamespace(
+                identifier=identifier,
+                modality="image",
+                mm_position=place,
+                data={"image_grid_thw": grid},
+            )
             try:
                 inserts = told.inserts_of(SimpleNamespace(mm_features=[image]))  # type: ignore[arg-type]
             except getattr(media, "MediaError", ()):
@@ -172,7 +219,9 @@ class TestA4:
 
 
 class TestC10:
-    def test_an_engine_whose_workers_are_on_several_hosts_is_refused(self, config: VllmConfig) -> None:
+    def test_an_engine_whose_workers_are_on_several_hosts_is_refused(
+        self, config: VllmConfig
+    ) -> None:
         config.parallel_config.nnodes = 2
         config.parallel_config.tensor_parallel_size = 4
         with pytest.raises(LayoutError, match="hosts"):

@@ -1,4 +1,7 @@
-"""Findings A2, A5 and A6: bytes that are another text's, or no text's. Those that need vLLM are in `test_vllm.py`."""
+"""Findings A2, A5 and A6: bytes that are another text's, or no text's.
+
+Those that need vLLM are in `test_vllm.py`.
+"""
 
 import asyncio
 from contextlib import suppress
@@ -14,12 +17,23 @@ from kvhold.testing.tier import make_key
 from kvhold.tiers import guard
 from kvhold.tiers.ram import Entry
 from tests.cache.below import cache_over, forget
-from tests.findings.both import PROMPT, SPACE, WITHIN_S, a_client, a_node, eventually, offsets_of, wrong_chunks
+from tests.findings.both import (
+    PROMPT,
+    SPACE,
+    WITHIN_S,
+    a_client,
+    a_node,
+    eventually,
+    offsets_of,
+    wrong_chunks,
+)
 from tests.tiers.memory import PLUGIN, a_place
 
 
 class TestA2:
-    @pytest.mark.parametrize("file", ["modeling_own.py", "model.tensors", "part/model-1.safetensors"])
+    @pytest.mark.parametrize(
+        "file", ["modeling_own.py", "model.tensors", "part/model-1.safetensors"]
+    )
     def test_weights_and_code_are_named_whatever_their_files_are_called(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
     ) -> None:
@@ -39,7 +53,12 @@ class TestA5:
     @pytest.mark.server
     def test_a_stray_write_of_one_client_reaches_no_other(self, tmp_path: Path) -> None:
         socket = tmp_path / "node.sock"
-        with a_node(socket), a_client(socket) as writer, a_client(socket) as stray, a_client(socket) as reader:
+        with (
+            a_node(socket),
+            a_client(socket) as writer,
+            a_client(socket) as stray,
+            a_client(socket) as reader,
+        ):
             store(writer, PROMPT)
             third = offsets_of(reader, PROMPT)[2]
             with stray.reserve(PLAIN, a_prompt(SPACE, 16, 2).chunks()) as room:
@@ -59,16 +78,25 @@ class TestA5:
             place.let_go("probe")
             assert cache.flush(deadline_s=WITHIN_S)
             forget(cache)
-            assert wrong_chunks(cache, PROMPT) == [], "the damaged bytes came back from below with a valid checksum"
+            assert wrong_chunks(cache, PROMPT) == [], (
+                "the damaged bytes came back from below with a valid checksum"
+            )
 
 
 class TestA6:
-    async def test_the_central_store_gives_the_memory_of_a_late_read_to_no_other_host(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_the_central_store_gives_the_memory_of_a_late_read_to_no_other_host(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """A read of a tier that hangs, though its caller has left, and writes in the end."""
         monkeypatch.setattr(guard, "_LEAVE_S", 0.01)
         nbytes, late = 512 << 10, make_key(0)
         with a_place() as place:
-            settings = {"ram_bytes": "4MiB", "huge_pages": "never", "tiers": [place.url()], "plugins": [PLUGIN]}
+            settings = {
+                "ram_bytes": "4MiB",
+                "huge_pages": "never",
+                "tiers": [place.url()],
+                "plugins": [PLUGIN],
+            }
             shelf = Shelf(load_config(settings, environ={}))
             place.values[late] = b"L" * nbytes
             place.deaf = True
@@ -85,5 +113,7 @@ class TestA6:
             assert len(puts) >= 7
             place.let_go("get")
             await asyncio.to_thread(eventually, lambda: not place.inside["get"])
-            assert [number for number, view in enumerate(puts) if bytes(view) != b"P" * nbytes] == [], "written over by the late read"
+            assert [
+                number for number, view in enumerate(puts) if bytes(view) != b"P" * nbytes
+            ] == [], "written over by the late read"
             await shelf.close()

@@ -10,7 +10,10 @@ from kvhold import kernels
 
 @pytest.fixture(scope="class")
 def triton_interpreted() -> Iterator[None]:
-    """`worker="triton"` copies host memory while this holds. Only our kernel is interpreted: Triton itself was imported before."""
+    """`worker="triton"` copies host memory while this holds.
+
+    Only our kernel is interpreted: Triton itself was imported before.
+    """
     pytest.importorskip("triton", reason="no Triton in this environment")
     name = "kvhold.kernels.triton_copy"
     with pytest.MonkeyPatch.context() as patch:

@@ -13,7 +13,9 @@ def bits_of(values: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
     values = values.astype(np.float32)
     if dtype == "bfloat16":
         return (values.view(np.uint32) >> 16).astype(np.uint16)
-    return values.view(np.uint32) if dtype == "float32" else values.astype(np.float16).view(np.uint16)
+    return (
+        values.view(np.uint32) if dtype == "float32" else values.astype(np.float16).view(np.uint16)
+    )
 
 
 def content(kind: str, dtype: str, size: int) -> np.ndarray[Any, Any]:
@@ -26,7 +28,9 @@ def content(kind: str, dtype: str, size: int) -> np.ndarray[Any, Any]:
         mask = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F80_0000}[dtype]
         return np.where(bits & mask == mask, bits & ~np.asarray(mask, bits.dtype), bits)
     if kind == "tiny":  # denormals of float32 and what lies just above; of float16, its own
-        return bits_of(rng.normal(0, 1, size) * (2.0**-24 if dtype == "float16" else 2.0**-126), dtype)
+        return bits_of(
+            rng.normal(0, 1, size) * (2.0**-24 if dtype == "float16" else 2.0**-126), dtype
+        )
     if kind == "zeros":
         return bits_of(rng.choice([0.0, -0.0], size), dtype)
     # Halves: beside the largest, 127 or 448, they fall between two codes.

@@ -1,4 +1,6 @@
-"""Small engines for the copy tests: random bytes arranged in every way, and a slow, independent way to find one token in them."""
+"""Small engines for the copy tests: random bytes arranged in every way, and a slow, independent way
+to find one token in them.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,13 +41,21 @@ class Engine:
     view: View
 
     def row(self, layer: int, plane: int, slot: int) -> np.ndarray:
-        """The bytes of one token (opaque: one block) by plain indexing: uint8 [heads, head_bytes], writable."""
+        """The bytes of one token (opaque: one block) by plain indexing: uint8 [heads, head_bytes],
+        writable.
+        """
         at_layer = self.tensors[layer if len(self.tensors) > 1 else 0]
         tensor = at_layer[plane if len(at_layer) > 1 else 0]
         if self.view.is_opaque:
             return _as_bytes(tensor[slot].reshape(1, -1))
         block, token = divmod(slot, self.view.tokens_per_block)
-        where: dict[str, Any] = {"layer": layer, "plane": plane, "block": block, "token": token, "slot": slot}
+        where: dict[str, Any] = {
+            "layer": layer,
+            "plane": plane,
+            "block": block,
+            "token": token,
+            "slot": slot,
+        }
         index = tuple(where.get(axis, slice(None)) for axis in self.axes)
         left = [axis for axis in self.axes if axis not in where]
         picked = tensor[index]
@@ -71,10 +81,14 @@ def make(
     blocks: int = BLOCKS,
     tokens: int = TOKENS,
 ) -> Engine:
-    """An engine of an arrangement. pad: elements of poison after each `dim`, so that nothing is contiguous but `dim`."""
+    """An engine of an arrangement. pad: elements of poison after each `dim`, so that nothing is
+    contiguous but `dim`.
+    """
     mla, opaque = kind.startswith("MLA"), kind == "opaque"
     heads = 1 if mla else heads
-    group = Group(layers=layers, planes=1 if mla else 2, heads=heads, head_dim=head_dim, dtype=dtype)
+    group = Group(
+        layers=layers, planes=1 if mla else 2, heads=heads, head_dim=head_dim, dtype=dtype
+    )
     if opaque:
         block_bytes = heads * tokens * 2 * head_dim * DTYPE_BYTES[dtype]
         group = Group(
@@ -89,17 +103,29 @@ def make(
         )
     axes = ARRANGEMENTS[kind].split()
     pools = kind in ("K and V pools", "unpaged")
-    sizes = {"layer": layers, "plane": group.planes, "block": blocks, "token": tokens, "slot": blocks * tokens, "head": heads}
+    sizes = {
+        "layer": layers,
+        "plane": group.planes,
+        "block": blocks,
+        "token": tokens,
+        "slot": blocks * tokens,
+        "head": heads,
+    }
     shape = [*(sizes[axis] for axis in axes[:-1]), 2 * head_dim if opaque else head_dim]
     counts = (1 if "layer" in axes else layers), (group.planes if pools else 1)
     rng = np.random.default_rng(seed)
     memory: list[np.ndarray] = []
-    tensors = [[_tensor(rng, memory, shape, dtype, 0 if opaque else pad) for _ in range(counts[1])] for _ in range(counts[0])]
+    tensors = [
+        [_tensor(rng, memory, shape, dtype, 0 if opaque else pad) for _ in range(counts[1])]
+        for _ in range(counts[0])
+    ]
     pages = tokens if "slot" in axes else None
     if opaque:
         view = opaque_blocks(group, [layer[0] for layer in tensors], block_axis=0)
     elif pools:
-        view = separate_pools(group, list(zip(*tensors, strict=True)), axes=axes, tokens_per_block=pages)
+        view = separate_pools(
+            group, list(zip(*tensors, strict=True)), axes=axes, tokens_per_block=pages
+        )
     elif "layer" in axes:
         view = cross_layer(group, tensors[0][0], axes=axes)
     else:
@@ -107,25 +133,50 @@ def make(
     return Engine(group, axes, tensors, memory, view)
 
 
-def of_permuted_axes(physical: Sequence[str], logical: Sequence[str], *, group: Group, blocks: int, tokens: int, seed: int) -> Engine:
-    """A tensor a layer whose memory runs as `physical` (dim last) and whose axes are named as `logical`, a permutation of it."""
-    sizes = {"plane": group.planes, "block": blocks, "token": tokens, "head": group.heads, "dim": group.head_dim}
+def of_permuted_axes(
+    physical: Sequence[str],
+    logical: Sequence[str],
+    *,
+    group: Group,
+    blocks: int,
+    tokens: int,
+    seed: int,
+) -> Engine:
+    """A tensor a layer whose memory runs as `physical` (dim last) and whose axes are named as
+    `logical`, a permutation of it.
+    """
+    sizes = {
+        "plane": group.planes,
+        "block": blocks,
+        "token": tokens,
+        "head": group.heads,
+        "dim": group.head_dim,
+    }
     rng = np.random.default_rng(seed)
     memory: list[np.ndarray] = []
     order = [list(physical).index(axis) for axis in logical]
-    tensors = [[_tensor(rng, memory, [sizes[axis] for axis in physical], group.dtype, 0).permute(order)] for _ in range(group.layers)]
+    tensors = [
+        [_tensor(rng, memory, [sizes[axis] for axis in physical], group.dtype, 0).permute(order)]
+        for _ in range(group.layers)
+    ]
     view = per_layer(group, [layer[0] for layer in tensors], axes=logical)
     return Engine(group, list(logical), tensors, memory, view)
 
 
-def _tensor(rng: np.random.Generator, memory: list[np.ndarray], shape: Sequence[int], dtype: str, pad: int) -> torch.Tensor:
+def _tensor(
+    rng: np.random.Generator, memory: list[np.ndarray], shape: Sequence[int], dtype: str, pad: int
+) -> torch.Tensor:
     *outer, dim = shape
     item = DTYPE_BYTES[dtype]
     nbytes = int(np.prod(outer)) * (dim + pad) * item
     raw = lines(2 * MARGIN + nbytes)
     raw[:] = rng.integers(0, 256, raw.size, dtype=np.uint8)
     memory.append(raw)
-    return torch.from_numpy(raw[MARGIN : MARGIN + nbytes]).view(getattr(torch, dtype)).view(*outer, dim + pad)[..., :dim]
+    return (
+        torch.from_numpy(raw[MARGIN : MARGIN + nbytes])
+        .view(getattr(torch, dtype))
+        .view(*outer, dim + pad)[..., :dim]
+    )
 
 
 def lines(nbytes: int) -> np.ndarray:
@@ -135,7 +186,9 @@ def lines(nbytes: int) -> np.ndarray:
     return raw[skip : skip + nbytes]
 
 
-def arena_for(view: View, num_tokens: Sequence[int], *, seed: int = 1, gap: int = 64, first: int = 128) -> Chunks:
+def arena_for(
+    view: View, num_tokens: Sequence[int], *, seed: int = 1, gap: int = 64, first: int = 128
+) -> Chunks:
     """Chunks of random bytes, with `gap` bytes of poison around each."""
     rows = [-(-n // view.tokens_per_block) if view.is_opaque else n for n in num_tokens]
     sizes = [view.layers * view.planes * n * view.row_bytes for n in rows]
@@ -148,8 +201,17 @@ def arena_for(view: View, num_tokens: Sequence[int], *, seed: int = 1, gap: int 
     return Chunks(base, np.array(offsets, np.int64), np.array(num_tokens, np.int64))
 
 
-def slowly(engine: Engine, chunks: Chunks, slots: Sequence[int], to_arena: bool, layers: range | None = None) -> None:
-    """What gather and scatter are to do, one row at a time. For an opaque view, slots are block ids."""
+def slowly(
+    engine: Engine,
+    chunks: Chunks,
+    slots: Sequence[int],
+    to_arena: bool,
+    layers: range | None = None,
+) -> None:
+    """What gather and scatter are to do, one row at a time.
+
+    For an opaque view, slots are block ids.
+    """
     view = engine.view
     at = 0
     for offset, num_tokens in zip(chunks.offsets.tolist(), chunks.num_tokens.tolist(), strict=True):
@@ -169,4 +231,8 @@ def slowly(engine: Engine, chunks: Chunks, slots: Sequence[int], to_arena: bool,
 
 def slots_of(plan: Plan) -> list[int]:
     """The slots of a plan's rows, in order."""
-    return [slot + n for slot, rows in zip(plan.slots.tolist(), plan.rows.tolist(), strict=True) for n in range(rows)]
+    return [
+        slot + n
+        for slot, rows in zip(plan.slots.tolist(), plan.rows.tolist(), strict=True)
+        for n in range(rows)
+    ]

@@ -1,4 +1,6 @@
-"""Gather and scatter move exactly the bytes they are asked to: every worker, every arrangement, every width."""
+"""Gather and scatter move exactly the bytes they are asked to: every worker, every arrangement,
+every width.
+"""
 
 import dataclasses
 import os
@@ -18,7 +20,18 @@ from xxhash import xxh3_64_intdigest
 from kvhold import kernels
 from kvhold.core.layout import Group
 from kvhold.kernels import Chunks, Plan, View, Worker, gather, plan_blocks, plan_slots, scatter
-from tests.kernels.engines import ARRANGEMENTS, BLOCKS, MARGIN, TOKENS, Engine, arena_for, lines, make, of_permuted_axes, slowly
+from tests.kernels.engines import (
+    ARRANGEMENTS,
+    BLOCKS,
+    MARGIN,
+    TOKENS,
+    Engine,
+    arena_for,
+    lines,
+    make,
+    of_permuted_axes,
+    slowly,
+)
 
 WORKERS: tuple[Worker, ...] = ("reference", "numba", "triton")
 PAGED = [kind for kind in ARRANGEMENTS if kind != "opaque"]
@@ -30,18 +43,30 @@ numba_copy = pytest.importorskip("kvhold.kernels.numba_copy", reason="no numba i
 
 @pytest.fixture
 def streaming(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However little there is to copy, numba streams it where it can, and splits it among threads."""
+    """However little there is to copy, numba streams it where it can, and splits it
+    among threads.
+    """
     monkeypatch.setattr(numba_copy, "STREAM_BYTES", 0)
     monkeypatch.setattr(numba_copy, "SLICE_BYTES", 256)
 
 
-def check(build: Callable[[], Engine], plan: Callable[[View, Chunks], Plan], tokens: list[int], slots: list[int], **how: object) -> None:
-    """Both directions against the slow way, over all memory involved: what was not to be touched was not."""
+def check(
+    build: Callable[[], Engine],
+    plan: Callable[[View, Chunks], Plan],
+    tokens: list[int],
+    slots: list[int],
+    **how: object,
+) -> None:
+    """Both directions against the slow way, over all memory involved: what was not to be touched
+    was not.
+    """
     gap = int(how.pop("gap", 64))  # type: ignore[call-overload]
     first = int(how.pop("first", 128))  # type: ignore[call-overload]
     for to_arena in (True, False):
         ours, theirs = build(), build()
-        chunks, expected = (arena_for(engine.view, tokens, gap=gap, first=first) for engine in (ours, theirs))
+        chunks, expected = (
+            arena_for(engine.view, tokens, gap=gap, first=first) for engine in (ours, theirs)
+        )
         (gather if to_arena else scatter)(plan(ours.view, chunks), **how)  # type: ignore[arg-type]
         slowly(theirs, expected, slots, to_arena, how.get("layers"))  # type: ignore[arg-type]
         np.testing.assert_array_equal(chunks.base, expected.base)
@@ -61,9 +86,13 @@ def check_sums(
     first: int,
     **how: object,
 ) -> None:
-    """The same copy with checksums moves the same bytes, and its checksums are those that the library takes of the arena."""
+    """The same copy with checksums moves the same bytes, and its checksums are those that the
+    library takes of the arena.
+    """
     plain, summed = build(), build()
-    expected, chunks = (arena_for(engine.view, tokens, gap=gap, first=first) for engine in (plain, summed))
+    expected, chunks = (
+        arena_for(engine.view, tokens, gap=gap, first=first) for engine in (plain, summed)
+    )
     verb: Callable[..., None] = gather if to_arena else scatter
     verb(plan(plain.view, expected), **how)
     planned = plan(summed.view, chunks)
@@ -78,7 +107,9 @@ def check_sums(
         for layer in range(summed.view.layers):
             at = int(start) + layer * size
             moved = layer in layers and chunk in planned.chunk  # type: ignore[operator]
-            assert sums[chunk, layer] == (xxh3_64_intdigest(chunks.base[at : at + size]) if moved else 7)
+            assert sums[chunk, layer] == (
+                xxh3_64_intdigest(chunks.base[at : at + size]) if moved else 7
+            )
 
 
 @pytest.mark.usefixtures("triton_interpreted")
@@ -87,28 +118,64 @@ class TestEveryWorker:
     """What every worker promises, whatever the engine's arrangement."""
 
     @pytest.mark.parametrize("kind", PAGED)
-    def test_tokens_by_slot_with_gaps_tails_and_empty_chunks(self, worker: Worker, kind: str) -> None:
-        check(lambda: make(kind), lambda v, c: plan_slots(v, np.array(SLOTS), c), TOKENS_OF, SLOTS, worker=worker)
+    def test_tokens_by_slot_with_gaps_tails_and_empty_chunks(
+        self, worker: Worker, kind: str
+    ) -> None:
+        check(
+            lambda: make(kind),
+            lambda v, c: plan_slots(v, np.array(SLOTS), c),
+            TOKENS_OF,
+            SLOTS,
+            worker=worker,
+        )
 
     @pytest.mark.parametrize("kind", ARRANGEMENTS)
     def test_whole_blocks_with_a_tail(self, worker: Worker, kind: str) -> None:
         ids = [2, 5, -1, 3, 4]
         tokens = [8, 7, 1] if kind != "opaque" else [8, 8, 4]
         slots = (
-            ids if kind == "opaque" else [n for i in ids[:4] for n in (range(i * TOKENS, (i + 1) * TOKENS) if i >= 0 else [-1] * TOKENS)]
+            ids
+            if kind == "opaque"
+            else [
+                n
+                for i in ids[:4]
+                for n in (range(i * TOKENS, (i + 1) * TOKENS) if i >= 0 else [-1] * TOKENS)
+            ]
         )
         slots = slots if kind == "opaque" else [*slots[:15], ids[4] * TOKENS]
-        check(lambda: make(kind), lambda v, c: plan_blocks(v, np.array(ids), c), tokens, slots, worker=worker)
+        check(
+            lambda: make(kind),
+            lambda v, c: plan_blocks(v, np.array(ids), c),
+            tokens,
+            slots,
+            worker=worker,
+        )
 
     @pytest.mark.parametrize("kind", PAGED)
     def test_tensors_in_which_only_dim_is_contiguous(self, worker: Worker, kind: str) -> None:
-        check(lambda: make(kind, pad=3), lambda v, c: plan_slots(v, np.array(SLOTS), c), TOKENS_OF, SLOTS, worker=worker)
+        check(
+            lambda: make(kind, pad=3),
+            lambda v, c: plan_slots(v, np.array(SLOTS), c),
+            TOKENS_OF,
+            SLOTS,
+            worker=worker,
+        )
 
     @pytest.mark.parametrize(
-        ("dtype", "head_dim"), [("float32", 1), ("float16", 8), ("bfloat16", 7), ("float8_e4m3fn", 3), ("float8_e5m2", 9), ("int8", 1)]
+        ("dtype", "head_dim"),
+        [
+            ("float32", 1),
+            ("float16", 8),
+            ("bfloat16", 7),
+            ("float8_e4m3fn", 3),
+            ("float8_e5m2", 9),
+            ("int8", 1),
+        ],
     )
     @pytest.mark.parametrize("kind", ["NHD", "HND"])
-    def test_any_dtype_and_odd_widths_at_odd_addresses(self, worker: Worker, kind: str, dtype: str, head_dim: int) -> None:
+    def test_any_dtype_and_odd_widths_at_odd_addresses(
+        self, worker: Worker, kind: str, dtype: str, head_dim: int
+    ) -> None:
         check(
             lambda: make(kind, dtype=dtype, head_dim=head_dim, heads=3),
             lambda v, c: plan_slots(v, np.array(SLOTS), c),
@@ -122,11 +189,15 @@ class TestEveryWorker:
     def test_nan_payloads_and_signalling_bits_survive(self, worker: Worker) -> None:
         engine = make("NHD", dtype="float32", head_dim=4)
         for raw in engine.memory:
-            raw[:] = np.resize(np.array([1, 0, 0xA0, 0x7F], np.uint8), raw.size)  # signalling NaNs with a payload
+            raw[:] = np.resize(
+                np.array([1, 0, 0xA0, 0x7F], np.uint8), raw.size
+            )  # signalling NaNs with a payload
         chunks = arena_for(engine.view, [4])
         gather(plan_blocks(engine.view, np.array([1]), chunks), worker=worker)
         size = engine.view.layers * engine.view.planes * 4 * engine.view.row_bytes
-        np.testing.assert_array_equal(chunks.base[128 : 128 + size], np.resize(np.array([1, 0, 0xA0, 0x7F], np.uint8), size))
+        np.testing.assert_array_equal(
+            chunks.base[128 : 128 + size], np.resize(np.array([1, 0, 0xA0, 0x7F], np.uint8), size)
+        )
 
     @pytest.mark.parametrize("kind", ["HND", "opaque"])
     def test_some_layers_fall_in_their_places(self, worker: Worker, kind: str) -> None:
@@ -149,15 +220,25 @@ class TestEveryWorker:
         chunks.base[128:-64] ^= 0xFF
         for layer in (2, 0, 1):
             gather(plan, layers=range(layer, layer + 1), worker=worker)
-        for offset, size in zip(chunks.offsets, [3 * 2 * 8 * engine.view.row_bytes] * 2, strict=True):
-            np.testing.assert_array_equal(chunks.base[offset : offset + size], whole[offset : offset + size])
+        for offset, size in zip(
+            chunks.offsets, [3 * 2 * 8 * engine.view.row_bytes] * 2, strict=True
+        ):
+            np.testing.assert_array_equal(
+                chunks.base[offset : offset + size], whole[offset : offset + size]
+            )
 
     @pytest.mark.parametrize("kind", ["unpaged", "K and V pools"])
     def test_runs_of_many_kilobytes(self, worker: Worker, kind: str) -> None:
         """Longer than a tile of the GPU's and than numba's lead, and not a multiple of either."""
         slots = [*range(3, 27), 0, 1]
         check(
-            lambda: make(kind, layers=1, head_dim=256, blocks=BLOCKS if kind == "K and V pools" else 1, tokens=28),
+            lambda: make(
+                kind,
+                layers=1,
+                head_dim=256,
+                blocks=BLOCKS if kind == "K and V pools" else 1,
+                tokens=28,
+            ),
             lambda v, c: plan_slots(v, np.array(slots), c),
             [24, 2],
             slots,
@@ -167,25 +248,41 @@ class TestEveryWorker:
     def test_nothing_asked_is_nothing_done(self, worker: Worker) -> None:
         none = np.zeros(0, np.int64)
         check(lambda: make("NHD"), lambda v, c: plan_slots(v, none, c), [], [], worker=worker)
-        check(lambda: make("NHD"), lambda v, c: plan_slots(v, np.full(3, -1), c), [3], [-1] * 3, worker=worker)
+        check(
+            lambda: make("NHD"),
+            lambda v, c: plan_slots(v, np.full(3, -1), c),
+            [3],
+            [-1] * 3,
+            worker=worker,
+        )
         check(lambda: make("NHD"), lambda v, c: plan_blocks(v, none, c), [0, 0], [], worker=worker)
 
     def test_from_one_engine_into_another_arrangement_and_back(self, worker: Worker) -> None:
         """The chunk is the common form: what left as NHD arrives as HND, token by token."""
         there, here = make("NHD", seed=1), make("K and V pools", seed=2)
         chunks = arena_for(there.view, [9])
-        came, went = np.array([5, 6, 7, 8, 25, 24, 23, 0, 1]), np.array([20, 3, 4, 5, 6, 7, 8, 9, 10])
+        came, went = (
+            np.array([5, 6, 7, 8, 25, 24, 23, 0, 1]),
+            np.array([20, 3, 4, 5, 6, 7, 8, 9, 10]),
+        )
         gather(plan_slots(there.view, came, chunks), worker=worker)
         scatter(plan_slots(here.view, went, chunks), worker=worker)
         for a, b in zip(came.tolist(), went.tolist(), strict=True):
             for layer in range(2):
                 for plane in range(2):
-                    np.testing.assert_array_equal(there.row(layer, plane, a), here.row(layer, plane, b))
+                    np.testing.assert_array_equal(
+                        there.row(layer, plane, a), here.row(layer, plane, b)
+                    )
 
     def test_offsets_and_strides_beyond_32_bits(self, worker: Worker, tmp_path: Path) -> None:
-        """Two blocks 5 GiB apart and a chunk 9 GiB into the arena, in sparse files of which hardly a page is ever touched."""
+        """Two blocks 5 GiB apart and a chunk 9 GiB into the arena, in sparse files of which hardly
+        a page is ever touched.
+        """
         far, span = 5 << 30, (10 << 30) + 4096
-        engine, arena = (np.memmap(tmp_path / name, np.uint8, "w+", shape=(span,)) for name in ("engine", "arena"))
+        engine, arena = (
+            np.memmap(tmp_path / name, np.uint8, "w+", shape=(span,))
+            for name in ("engine", "arena")
+        )
         group = Group(layers=1, planes=1, heads=2, head_dim=8, dtype="uint8")
         view = View(
             group=group,
@@ -204,7 +301,9 @@ class TestEveryWorker:
             for head in range(2):
                 at = int(slot) // 2 * far + int(slot) % 2 * 64 + head * 32
                 engine[at : at + 8] = rng.integers(0, 256, 8)
-        plan = plan_slots(view, slots, Chunks(arena, np.array([9 << 30], np.int64), np.array([4], np.int64)))
+        plan = plan_slots(
+            view, slots, Chunks(arena, np.array([9 << 30], np.int64), np.array([4], np.int64))
+        )
         gather(plan, worker=worker)
         got = arena[9 << 30 : (9 << 30) + 64].reshape(4, 2, 8)
         for number, slot in enumerate(slots):
@@ -237,9 +336,13 @@ def _anything(draw: st.DrawFn) -> tuple[Callable[[], Engine], list[int], list[in
         free = sorted(free, reverse=draw(st.booleans()))
     seed = draw(st.integers(0, 100))
     return (
-        lambda: of_permuted_axes(physical, logical, group=group, blocks=blocks, tokens=tokens, seed=seed),
+        lambda: of_permuted_axes(
+            physical, logical, group=group, blocks=blocks, tokens=tokens, seed=seed
+        ),
         num_tokens,
-        free[len(free) // 3 :][: sum(num_tokens)] if len(free) - len(free) // 3 >= sum(num_tokens) else free[: sum(num_tokens)],
+        free[len(free) // 3 :][: sum(num_tokens)]
+        if len(free) - len(free) // 3 >= sum(num_tokens)
+        else free[: sum(num_tokens)],
     )
 
 
@@ -248,25 +351,47 @@ class TestAnyArrangement:
 
     @given(_anything(), st.integers(1, 3))
     @settings(max_examples=120)
-    def test_numba(self, case: tuple[Callable[[], Engine], list[int], list[int]], threads: int) -> None:
+    def test_numba(
+        self, case: tuple[Callable[[], Engine], list[int], list[int]], threads: int
+    ) -> None:
         build, tokens, slots = case
-        check(build, lambda v, c: plan_slots(v, np.array(slots, np.int64), c), tokens, slots, worker="numba", threads=threads)
+        check(
+            build,
+            lambda v, c: plan_slots(v, np.array(slots, np.int64), c),
+            tokens,
+            slots,
+            worker="numba",
+            threads=threads,
+        )
 
     @given(_anything())
     @settings(max_examples=60)
     def test_reference(self, case: tuple[Callable[[], Engine], list[int], list[int]]) -> None:
         build, tokens, slots = case
-        check(build, lambda v, c: plan_slots(v, np.array(slots, np.int64), c), tokens, slots, worker="reference")
+        check(
+            build,
+            lambda v, c: plan_slots(v, np.array(slots, np.int64), c),
+            tokens,
+            slots,
+            worker="reference",
+        )
 
 
 @pytest.mark.usefixtures("streaming")
 class TestStreaming:
     """The paths that numba takes for large copies, on small ones."""
 
-    def test_a_call_returns_when_its_helpers_are_done(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_call_returns_when_its_helpers_are_done(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         engine = make("HND", head_dim=32)
         plan = plan_blocks(engine.view, np.arange(7), arena_for(engine.view, [28]))
-        caller, helping, done, finished = threading.current_thread(), threading.Event(), threading.Event(), []
+        caller, helping, done, finished = (
+            threading.current_thread(),
+            threading.Event(),
+            threading.Event(),
+            [],
+        )
 
         def share(*arguments: object) -> None:
             if threading.current_thread() is caller:
@@ -297,7 +422,13 @@ class TestStreaming:
     @pytest.mark.parametrize("kind", ["unpaged", "K and V pools"])
     def test_runs_longer_than_the_lead(self, kind: str) -> None:
         slots = [*range(3, 27), 0, 1]
-        check(lambda: make(kind, head_dim=256, tokens=28), lambda v, c: plan_slots(v, np.array(slots), c), [24, 2], slots, threads=2)
+        check(
+            lambda: make(kind, head_dim=256, tokens=28),
+            lambda v, c: plan_slots(v, np.array(slots), c),
+            [24, 2],
+            slots,
+            threads=2,
+        )
 
     def test_places_that_are_not_whole_lines_are_copied_all_the_same(self) -> None:
         check(
@@ -324,7 +455,9 @@ def test_large_copies_by_several_threads_equal_the_reference() -> None:
         gather(plan, threads=threads, worker="numba")
         for offset, rows in zip(chunks.offsets, plan.chunk_rows, strict=True):
             size = 4 * 2 * int(rows) * engine.view.row_bytes
-            np.testing.assert_array_equal(chunks.base[offset : offset + size], expected[offset : offset + size])
+            np.testing.assert_array_equal(
+                chunks.base[offset : offset + size], expected[offset : offset + size]
+            )
         for layer in range(4):
             for block in ids:
                 engine.tensors[layer][0][:, block] = 0
@@ -341,14 +474,23 @@ def test_the_reference_through_torch_is_the_reference_through_numpy(kind: str) -
         return dataclasses.replace(engine, view=dataclasses.replace(engine.view, device="cpu:0"))
 
     slots = [2, 5] if kind == "opaque" else [*range(8, 12), *range(20, 24)]
-    check(lambda: on_a_device(make(kind, pad=2)), lambda v, c: plan_blocks(v, np.array([2, 5]), c), [8], slots)
+    check(
+        lambda: on_a_device(make(kind, pad=2)),
+        lambda v, c: plan_blocks(v, np.array([2, 5]), c),
+        [8],
+        slots,
+    )
 
 
 class TestTheDoor:
     """Bad arguments are refused before a byte moves."""
 
     def test_sums_must_fit_the_chunks_and_layers(self, plan: Plan) -> None:
-        for sums in (np.zeros((1, 3), np.uint64), np.zeros((2, 2), np.uint64), np.zeros((1, 2), np.int64)):
+        for sums in (
+            np.zeros((1, 3), np.uint64),
+            np.zeros((2, 2), np.uint64),
+            np.zeros((1, 2), np.int64),
+        ):
             with pytest.raises(ValueError, match="sums must be contiguous uint64"):
                 gather(plan, sums=sums)  # type: ignore[arg-type]
         away = dataclasses.replace(plan, view=dataclasses.replace(plan.view, device="cpu:0"))
@@ -404,9 +546,13 @@ class TestTheChoice:
         caplog.set_level("INFO")
         kernels.warm_up()
         kernels.warm_up()
-        assert [record.message for record in caplog.records] == ["copies between cpu and the arena: numba (host memory)"]
+        assert [record.message for record in caplog.records] == [
+            "copies between cpu and the arena: numba (host memory)"
+        ]
 
-    def test_falls_back_to_the_reference_without_numba(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def test_falls_back_to_the_reference_without_numba(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
         caplog.set_level("INFO")
         monkeypatch.setitem(sys.modules, "numba", None)
         assert kernels._chosen("cpu", True) == "reference"
@@ -454,7 +600,9 @@ atexit.register(lambda: print("at exit", whole()))
 
 
 def test_light_import_no_cache_directory_forks_and_shutdown() -> None:
-    """The life of a process that cannot keep compiled code, forks after its first threaded copy, and copies once more as it ends."""
+    """The life of a process that cannot keep compiled code, forks after its first threaded copy,
+    and copies once more as it ends.
+    """
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", IN_ANOTHER_PROCESS],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -499,7 +647,9 @@ GPUS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset")
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("to_arena", [True, False])
-@pytest.mark.parametrize(("runs_are_whole", "widest"), [(True, 16), (False, 16), (True, 8), (False, 1)])
+@pytest.mark.parametrize(
+    ("runs_are_whole", "widest"), [(True, 16), (False, 16), (True, 8), (False, 1)]
+)
 def test_the_triton_kernel_compiled_for_a_gpu_moves_words_as_wide_as_it_was_told(
     gpu: str, to_arena: bool, runs_are_whole: bool, widest: int, tmp_path: Path
 ) -> None:
@@ -520,18 +670,27 @@ def test_the_triton_kernel_compiled_for_a_gpu_moves_words_as_wide_as_it_was_told
         "tile_words": TILE_WORDS,
     }
     kinds = {"tables": "*i64", "row_stride": "i64", "head_stride": "i64"}
-    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in _copy_tiles.arg_names}
-    compiled = triton.compile(ASTSource(fn=_copy_tiles, signature=signature, constexprs=constants), target=GPUTarget(*GPUS[gpu]))
+    signature = {
+        name: "constexpr" if name in constants else kinds.get(name, "i32")
+        for name in _copy_tiles.arg_names
+    }
+    compiled = triton.compile(
+        ASTSource(fn=_copy_tiles, signature=signature, constexprs=constants),
+        target=GPUTarget(*GPUS[gpu]),
+    )
     text = compiled.asm["ptx" if "ptx" in compiled.asm else "amdgcn"]
 
-    # Eight accesses of 16 bytes a thread (four where a wave has 64 threads) to either side, beside the tables' words of eight.
+    # Eight accesses of 16 bytes a thread (four where a wave has 64 threads) to either side, beside
+    # the tables' words of eight.
     of_tiles = TILE_WORDS // (compiled.metadata.num_warps * GPUS[gpu][2] * 2)
     loads, stores = wide_accesses(text)
     if widest == 16:
         assert (loads, stores) == (of_tiles, of_tiles)
     else:
         assert (loads, stores) == (0, 0)
-    assert "ld.local" not in text and "st.local" not in text and "scratch_" not in text, "registers do not go to memory"
+    assert "ld.local" not in text and "st.local" not in text and "scratch_" not in text, (
+        "registers do not go to memory"
+    )
     if gpu == "gfx942":
         assert set(re.findall(r"[sv]gpr_spill_count: *(\d+)", text)) == {"0"}
     else:
@@ -540,18 +699,29 @@ def test_the_triton_kernel_compiled_for_a_gpu_moves_words_as_wide_as_it_was_told
 
 def wide_accesses(text: str) -> tuple[int, int]:
     """Loads and stores of 16 bytes in global memory, in PTX or in an AMD GPU's assembly."""
-    loads = re.findall(r"ld\.global\S*\.v2\.b64|ld\.global\S*\.v4\.b32|(?:global|buffer)_load_dwordx4", text)
-    stores = re.findall(r"st\.global\S*\.v2\.b64|st\.global\S*\.v4\.b32|(?:global|buffer)_store_dwordx4", text)
+    loads = re.findall(
+        r"ld\.global\S*\.v2\.b64|ld\.global\S*\.v4\.b32|(?:global|buffer)_load_dwordx4", text
+    )
+    stores = re.findall(
+        r"st\.global\S*\.v2\.b64|st\.global\S*\.v4\.b32|(?:global|buffer)_store_dwordx4", text
+    )
     return len(loads), len(stores)
 
 
 def memory_of_threads(cubin: bytes, folder: Path) -> set[str]:
-    """What each kernel keeps in a thread's own memory because it has no register for it, by the tool of Triton's own wheel."""
+    """What each kernel keeps in a thread's own memory because it has no register for it, by the
+    tool of Triton's own wheel.
+    """
     from triton import knobs
 
     file = folder / "kernel.cubin"
     file.write_bytes(cubin)
-    told = subprocess.run([knobs.nvidia.cuobjdump.path, "-res-usage", str(file)], capture_output=True, text=True, check=True).stdout
+    told = subprocess.run(
+        [knobs.nvidia.cuobjdump.path, "-res-usage", str(file)],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     return set(re.findall(r"(?:STACK|LOCAL):\d+", told))
 
 
@@ -560,13 +730,21 @@ class TestTritonPrograms:
     """Few programs take many tiles in turn."""
 
     @pytest.mark.parametrize("programs", [1, 3, 1000])
-    def test_all_tiles_are_copied_however_many_programs_there_are(self, monkeypatch: pytest.MonkeyPatch, programs: int) -> None:
+    def test_all_tiles_are_copied_however_many_programs_there_are(
+        self, monkeypatch: pytest.MonkeyPatch, programs: int
+    ) -> None:
         worker = kernels._load("triton").__globals__
         monkeypatch.setitem(worker, "TILE_WORDS", 8)
         monkeypatch.setitem(worker, "PROGRAMS", programs)
         ids = [2, 5, 0, 3, 4]
         slots = [n for i in ids for n in range(i * TOKENS, (i + 1) * TOKENS)]
-        check(lambda: make("NHD"), lambda v, c: plan_blocks(v, np.array(ids), c), [2 * TOKENS, 3 * TOKENS], slots, worker="triton")
+        check(
+            lambda: make("NHD"),
+            lambda v, c: plan_blocks(v, np.array(ids), c),
+            [2 * TOKENS, 3 * TOKENS],
+            slots,
+            worker="triton",
+        )
 
     def test_preparing_moves_nothing(self) -> None:
         engine = make("HND")

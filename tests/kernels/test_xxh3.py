@@ -1,4 +1,6 @@
-"""The compiled XXH3-64 is the library's, whatever the size and however the input is cut into pieces."""
+"""The compiled XXH3-64 is the library's, whatever the size and however the input is cut into
+pieces.
+"""
 
 import numpy as np
 import pytest
@@ -17,7 +19,9 @@ RANDOM = np.random.default_rng(0).integers(0, 256, 1 << 20, dtype=np.uint8)
 
 
 def digest(data: np.ndarray, *, streaming: bool, block: int | None = None) -> int:
-    """Of what a gather of one layer of one chunk writes: `data`, a byte a token, from blocks of `block` bytes in no order."""
+    """Of what a gather of one layer of one chunk writes: `data`, a byte a token, from blocks of
+    `block` bytes in no order.
+    """
     block = block or data.size
     blocks = -(-data.size // block)
     ids = np.random.default_rng(blocks).permutation(blocks)
@@ -25,8 +29,14 @@ def digest(data: np.ndarray, *, streaming: bool, block: int | None = None) -> in
     padded = np.zeros(blocks * block, np.uint8)
     padded[: data.size] = data
     pool[ids] = padded.reshape(blocks, block, 1)
-    view = per_layer(Group(layers=1, planes=1, heads=1, head_dim=1, dtype="uint8"), [pool], axes="block token dim")
-    chunks = Chunks(np.zeros(data.size + 64, np.uint8), np.zeros(1, np.int64), np.array([data.size]))
+    view = per_layer(
+        Group(layers=1, planes=1, heads=1, head_dim=1, dtype="uint8"),
+        [pool],
+        axes="block token dim",
+    )
+    chunks = Chunks(
+        np.zeros(data.size + 64, np.uint8), np.zeros(1, np.int64), np.array([data.size])
+    )
     sums = np.zeros((1, 1), np.uint64)
     with pytest.MonkeyPatch.context() as patch:
         if streaming:
@@ -43,11 +53,18 @@ def test_every_size_up_to_2000_bytes(streaming: bool) -> None:
         assert digest(data, streaming=streaming) == xxh3_64_intdigest(data), size
 
 
-@given(size=st.integers(1, 200_000), at=st.integers(0, 1 << 19), block=st.integers(1, 70_000), streaming=st.booleans())
+@given(
+    size=st.integers(1, 200_000),
+    at=st.integers(0, 1 << 19),
+    block=st.integers(1, 70_000),
+    streaming=st.booleans(),
+)
 @example(size=3 << 16, at=0, block=1024, streaming=True)
 @example(size=3 << 16, at=0, block=64, streaming=True)
 @example(size=(1 << 16) + 1, at=1, block=64, streaming=False)
 @settings(max_examples=100)
-def test_larger_sizes_from_blocks_of_any_size(size: int, at: int, block: int, streaming: bool) -> None:
+def test_larger_sizes_from_blocks_of_any_size(
+    size: int, at: int, block: int, streaming: bool
+) -> None:
     data = RANDOM[at : at + size]
     assert digest(data, streaming=streaming, block=block) == xxh3_64_intdigest(data)

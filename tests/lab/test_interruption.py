@@ -20,8 +20,12 @@ def children_of(pid: int) -> list[int]:
 
 
 def listens(redis: int) -> bool:
-    """Whether that process, if it is a Redis, is ready: it writes its address over its command line."""
-    host, _, port = Path(f"/proc/{redis}/cmdline").read_text().strip("\0 ").rpartition(" ")[2].rpartition(":")
+    """Whether that process, if it is a Redis, is ready: it writes its address over its command
+    line.
+    """
+    host, _, port = (
+        Path(f"/proc/{redis}/cmdline").read_text().strip("\0 ").rpartition(" ")[2].rpartition(":")
+    )
     try:
         socket.create_connection((host, int(port)), timeout=1).close()
     except (OSError, ValueError):
@@ -42,7 +46,10 @@ def test_a_bench_that_is_told_to_end_leaves_no_server() -> None:
         program("redis-server", "apt-get install redis-server")
     except NotInstalled as error:
         pytest.skip(str(error))
-    with subprocess.Popen([sys.executable, "-m", "kvhold", "bench", "tiers", "--tier", "redis"], stdout=subprocess.DEVNULL) as bench:
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvhold", "bench", "tiers", "--tier", "redis"],
+        stdout=subprocess.DEVNULL,
+    ) as bench:
         until = time.monotonic() + WITHIN_S
         while not any(map(listens, servers := children_of(bench.pid))):
             assert bench.poll() is None and time.monotonic() < until
@@ -52,7 +59,9 @@ def test_a_bench_that_is_told_to_end_leaves_no_server() -> None:
     assert not any(Path(f"/proc/{server}/stat").exists() for server in servers)
 
 
-def test_a_server_is_ended_though_a_signal_interrupts_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_is_ended_though_a_signal_interrupts_its_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     started: list[int] = []
 
     class Sleeper(ServerProcess):
@@ -62,7 +71,9 @@ def test_a_server_is_ended_though_a_signal_interrupts_its_start(monkeypatch: pyt
     def interrupted(process: subprocess.Popen[bytes], *args: object, **options: object) -> None:
         start(process, *args, **options)
         started.append(process.pid)
-        raise SystemExit(128 + signal.SIGTERM)  # as a signal's handler does while `Popen` waits for the exec
+        raise SystemExit(
+            128 + signal.SIGTERM
+        )  # as a signal's handler does while `Popen` waits for the exec
 
     start = subprocess.Popen._execute_child  # type: ignore[attr-defined]
     monkeypatch.setattr(subprocess.Popen, "_execute_child", interrupted)

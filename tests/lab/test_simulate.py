@@ -1,4 +1,6 @@
-"""`kvhold simulate`: its rows, its comparison with a real cache, its picture, and how it refuses."""
+"""`kvhold simulate`: its rows, its comparison with a real cache, its picture, and how
+it refuses.
+"""
 
 import json
 from pathlib import Path
@@ -46,21 +48,55 @@ def rows(trace: Path, *arguments: str) -> list[dict[str, Any]]:
         ("--json", ".", "is a directory"),
     ],
 )
-def test_where_nothing_can_be_written_is_known_before_the_run(trace: Path, option: str, name: str, message: str) -> None:
+def test_where_nothing_can_be_written_is_known_before_the_run(
+    trace: Path, option: str, name: str, message: str
+) -> None:
     result = simulate(trace, option, str(trace.parent / name))
     assert result.exit_code == 2 and message in result.output and "requests" not in result.output
 
 
 def test_what_is_not_counted_of_a_model_is_said(trace: Path) -> None:
-    shown = simulate(trace, "--model", "Qwen/Qwen3-Next-80B-A3B-Instruct", "--policy", "lru", "--capacity", "1GiB").output
-    assert "Qwen/Qwen3-Next-80B-A3B-Instruct: 36 layers keep a state, whose size is not known" in shown
+    shown = simulate(
+        trace,
+        "--model",
+        "Qwen/Qwen3-Next-80B-A3B-Instruct",
+        "--policy",
+        "lru",
+        "--capacity",
+        "1GiB",
+    ).output
+    assert (
+        "Qwen/Qwen3-Next-80B-A3B-Instruct: 36 layers keep a state, whose size is not known" in shown
+    )
 
 
 def test_a_row_for_each_combination(trace: Path) -> None:
     found = rows(
         trace,
-        *("--policy", "lru", "--policy", "belady", "--capacity", "4GiB", "--capacity", "8GiB", "--disk", "16GiB"),
-        *("--chunk-tokens", "256", "--chunk-tokens", "1024", "--codec", "raw", "--codec", "int8", "--bytes-per-token", "131072"),
+        *(
+            "--policy",
+            "lru",
+            "--policy",
+            "belady",
+            "--capacity",
+            "4GiB",
+            "--capacity",
+            "8GiB",
+            "--disk",
+            "16GiB",
+        ),
+        *(
+            "--chunk-tokens",
+            "256",
+            "--chunk-tokens",
+            "1024",
+            "--codec",
+            "raw",
+            "--codec",
+            "int8",
+            "--bytes-per-token",
+            "131072",
+        ),
     )
     names = ("policy", "capacity_bytes", "disk_bytes", "chunk_tokens", "codec")
     assert len({tuple(row[name] for name in names) for row in found}) == len(found) == 16
@@ -79,11 +115,15 @@ def test_more_memory_finds_no_less_and_nothing_more_than_the_bound(trace: Path) 
     bound = {row["capacity_bytes"]: row["hit_rate"] for row in found if row["policy"] == "belady"}
     assert list(bound.values()) == sorted(bound.values())
     assert all(row["hit_rate"] <= bound[row["capacity_bytes"]] for row in found)
-    assert len({row["hit_rate"] for row in found if row["capacity_bytes"] == max(bound)}) == 1, "where all fits, policies are alike"
+    assert len({row["hit_rate"] for row in found if row["capacity_bytes"] == max(bound)}) == 1, (
+        "where all fits, policies are alike"
+    )
 
 
 def test_a_model_says_how_large_a_token_is(trace: Path) -> None:
-    [of_name] = rows(trace, "--model", "Qwen/Qwen2.5-7B-Instruct", "--policy", "lru", "--capacity", "1GiB")
+    [of_name] = rows(
+        trace, "--model", "Qwen/Qwen2.5-7B-Instruct", "--policy", "lru", "--capacity", "1GiB"
+    )
     [of_bytes] = rows(trace, "--bytes-per-token", "57344", "--policy", "lru", "--capacity", "1GiB")
     assert of_name | {"events_per_s": 0} == of_bytes | {"events_per_s": 0}
 
@@ -92,14 +132,32 @@ def test_a_real_cache_finds_the_same(trace: Path) -> None:
     shown = simulate(trace, "--check", "--capacity", "8GiB", "--requests", "60")
     assert shown.exit_code == 0, shown.output
     table = shown.stdout[shown.stdout.index("real cache") :]
-    assert [line.split()[0] for line in table.splitlines()[1:]] == ["lru", "lfu", "fifo", "mru", "s3fifo"]
+    assert [line.split()[0] for line in table.splitlines()[1:]] == [
+        "lru",
+        "lfu",
+        "fifo",
+        "mru",
+        "s3fifo",
+    ]
     assert table.count("the same") == 5
 
 
 def test_a_picture_is_drawn(trace: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = trace.with_suffix(".png")
-    simulate(trace, "--policy", "lru", "--policy", "belady", "--disk", "0", "--disk", "8GiB", "--plot", str(picture))
+    simulate(
+        trace,
+        "--policy",
+        "lru",
+        "--policy",
+        "belady",
+        "--disk",
+        "0",
+        "--disk",
+        "8GiB",
+        "--plot",
+        str(picture),
+    )
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

@@ -1,4 +1,6 @@
-"""The arena: one region, several processes, refused when it cannot be had, and gone when nobody maps it."""
+"""The arena: one region, several processes, refused when it cannot be had, and gone when nobody
+maps it.
+"""
 
 import ctypes
 import os
@@ -24,12 +26,18 @@ NR_HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")
 
 def is_mapped(inode: int) -> bool:
     """Whether this process maps the file with that inode."""
-    return any(line.split()[4] == str(inode) for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(
+        line.split()[4] == str(inode) for line in Path("/proc/self/maps").read_text().splitlines()
+    )
 
 
 def arena_files() -> set[int]:
     """Descriptors of arenas that this process has open."""
-    links = {int(link.name): str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
+    links = {
+        int(link.name): str(link.readlink())
+        for link in Path("/proc/self/fd").iterdir()
+        if link.is_symlink()
+    }
     return {fd for fd, target in links.items() if target.startswith("/memfd:kvhold-arena")}
 
 
@@ -49,8 +57,12 @@ def arena() -> Iterator[Arena]:
 
 
 class TestCreate:
-    @pytest.mark.parametrize(("asked", "got"), [(1, 2 * MIB), (2 * MIB, 2 * MIB), (2 * MIB + 1, 4 * MIB)])
-    def test_it_has_at_least_what_was_asked_in_whole_pages_of_either_size(self, asked: int, got: int) -> None:
+    @pytest.mark.parametrize(
+        ("asked", "got"), [(1, 2 * MIB), (2 * MIB, 2 * MIB), (2 * MIB + 1, 4 * MIB)]
+    )
+    def test_it_has_at_least_what_was_asked_in_whole_pages_of_either_size(
+        self, asked: int, got: int
+    ) -> None:
         with Arena.create(asked, huge_pages="never") as arena:
             assert (arena.nbytes, len(arena.buffer), os.fstat(arena.fd).st_size) == (got, got, got)
             assert arena.nbytes % PAGE_BYTES == 0
@@ -68,13 +80,19 @@ class TestCreate:
         before = arena_files()
         with pytest.raises(CapacityError) as error:
             Arena.create(1 << 60)
-        said = re.fullmatch(r"ram_bytes = (.*) does not fit: this host has (.*) free .* set ram_bytes to at most (.*)", str(error.value))
+        said = re.fullmatch(
+            r"ram_bytes = (.*) does not fit: this host has (.*) free .* set ram_bytes to "
+            r"at most (.*)",
+            str(error.value),
+        )
         assert said is not None
         assert parse_size(said[1]) == 1 << 60
         assert parse_size(said[3]) < parse_size(said[2]) <= available_bytes() * 1.5
         assert arena_files() <= before
 
-    def test_what_the_kernel_refuses_is_a_capacity_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_what_the_kernel_refuses_is_a_capacity_error(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Where memory is not to be had although it seemed free, or the process may map no more."""
         monkeypatch.setattr("kvhold.memory.arena.available_bytes", lambda: 1 << 63)
         before = arena_files()
@@ -93,11 +111,15 @@ class TestView:
         assert ctypes.string_at(arena.regions[0].address + MIB, 5) == b"hello"
         assert np.frombuffer(arena.buffer, np.uint8)[MIB] == ord("h")
 
-    @pytest.mark.parametrize(("offset", "nbytes"), [(0, 0), (0, 4 * MIB), (4 * MIB, 0), (4 * MIB - 1, 1)])
+    @pytest.mark.parametrize(
+        ("offset", "nbytes"), [(0, 0), (0, 4 * MIB), (4 * MIB, 0), (4 * MIB - 1, 1)]
+    )
     def test_a_view_may_reach_to_either_end(self, arena: Arena, offset: int, nbytes: int) -> None:
         assert arena.view(offset, nbytes).nbytes == nbytes
 
-    @pytest.mark.parametrize(("offset", "nbytes"), [(-1, 1), (0, 4 * MIB + 1), (4 * MIB, 1), (5 * MIB, 0), (10, -1)])
+    @pytest.mark.parametrize(
+        ("offset", "nbytes"), [(-1, 1), (0, 4 * MIB + 1), (4 * MIB, 1), (5 * MIB, 0), (10, -1)]
+    )
     def test_a_view_outside_is_a_bug(self, arena: Arena, offset: int, nbytes: int) -> None:
         with pytest.raises(AssertionError):
             arena.view(offset, nbytes)
@@ -135,7 +157,9 @@ with Arena.attach(fd, int(said), writable=True) as arena:
 
     def test_less_than_was_announced_is_refused_with_both_numbers(self, arena: Arena) -> None:
         fd = os.dup(arena.fd)
-        with pytest.raises(CapacityError, match=rf"has {4 * MIB} bytes where {4 * MIB + 1} were announced"):
+        with pytest.raises(
+            CapacityError, match=rf"has {4 * MIB} bytes where {4 * MIB + 1} were announced"
+        ):
             Arena.attach(fd, 4 * MIB + 1)
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(fd)
@@ -296,7 +320,9 @@ class TestHugePages:
     @pytest.mark.usefixtures("huge_pages")
     def test_pages_promised_to_another_arena_are_not_counted_on(self) -> None:
         ready = free_huge_pages()
-        with Arena.create(ready * HUGE_PAGE_BYTES, huge_pages="always"):  # untouched: promised, not yet taken
+        with Arena.create(
+            ready * HUGE_PAGE_BYTES, huge_pages="always"
+        ):  # untouched: promised, not yet taken
             with Arena.create(1) as next_one:
                 assert not next_one.huge
             with pytest.raises(CapacityError, match="and 0 are free"):

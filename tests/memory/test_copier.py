@@ -1,4 +1,6 @@
-"""The copiers: the host's, and that of devices over a fake one, whose order is any that its events allow."""
+"""The copiers: the host's, and that of devices over a fake one, whose order is any that its events
+allow.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,14 +15,22 @@ from kvhold.memory.copier import Copier, HostCopier, Piece
 from kvhold.testing.device import Event, FakeDevice, fake_copier
 from tests.kernels.engines import BLOCKS, Engine, arena_for, make
 
-COPIERS: dict[str, Callable[[], Copier]] = {"host": HostCopier, "fake": lambda: fake_copier(FakeDevice(1))}
+COPIERS: dict[str, Callable[[], Copier]] = {
+    "host": HostCopier,
+    "fake": lambda: fake_copier(FakeDevice(1)),
+}
 
 
 def piece_of(engine: Engine, blocks: list[int], sums: Checksums | None = None) -> Piece:
     """A chunk for every two of the engine's blocks."""
     tokens = [2 * engine.view.rows_per_block] * (len(blocks) // 2)
     chunks = arena_for(engine.view, tokens)
-    return Piece(engine.view, np.array(blocks), np.asarray(chunks.base), ChunkBytes(chunks.offsets, chunks.num_tokens, sums))
+    return Piece(
+        engine.view,
+        np.array(blocks),
+        np.asarray(chunks.base),
+        ChunkBytes(chunks.offsets, chunks.num_tokens, sums),
+    )
 
 
 def as_read(sums: Checksums | None) -> Checksums:
@@ -31,7 +41,9 @@ def as_read(sums: Checksums | None) -> Checksums:
 
 @pytest.mark.parametrize("make_copier", COPIERS.values(), ids=COPIERS)
 class TestEveryCopier:
-    def test_chunks_that_were_gathered_are_scattered_to_other_blocks(self, make_copier: Callable[[], Copier]) -> None:
+    def test_chunks_that_were_gathered_are_scattered_to_other_blocks(
+        self, make_copier: Callable[[], Copier]
+    ) -> None:
         copier, engine = make_copier(), make("NHD")
         piece = piece_of(engine, [1, 2, 3, 4])
         gathered = copier.gather([piece], after=copier.mark())
@@ -39,7 +51,9 @@ class TestEveryCopier:
         other = make("NHD")
         for memory in other.memory:
             memory[:] = 0
-        scattered = copier.scatter([Piece(other.view, piece.ids, piece.buffer, piece.places)], after=copier.mark())
+        scattered = copier.scatter(
+            [Piece(other.view, piece.ids, piece.buffer, piece.places)], after=copier.mark()
+        )
         copier.fence([scattered])
         assert scattered.wait() == [None]
         again = piece_of(other, [1, 2, 3, 4])
@@ -47,17 +61,27 @@ class TestEveryCopier:
         assert (again.buffer == piece.buffer).all()
         assert len(set(again.buffer.tolist())) > 100, "KV, not zeros"
 
-    def test_what_is_damaged_is_told_piece_by_piece(self, make_copier: Callable[[], Copier]) -> None:
+    def test_what_is_damaged_is_told_piece_by_piece(
+        self, make_copier: Callable[[], Copier]
+    ) -> None:
         copier, engine = make_copier(), make("NHD")
-        written = [piece_of(engine, [1, 2, 3, 4], Checksums.not_taken(2, engine.view.layers)) for _ in range(2)]
+        written = [
+            piece_of(engine, [1, 2, 3, 4], Checksums.not_taken(2, engine.view.layers))
+            for _ in range(2)
+        ]
         HostCopier().gather(written, after=None)
-        whole, damaged = (replace(piece, places=replace(piece.places, sums=as_read(piece.places.sums))) for piece in written)
+        whole, damaged = (
+            replace(piece, places=replace(piece.places, sums=as_read(piece.places.sums)))
+            for piece in written
+        )
         damaged.buffer[int(damaged.places.offsets[1]) + 5] ^= 1
         first, second = copier.scatter([whole, damaged], after=copier.mark()).wait()
         assert first is None
         assert second is not None and list(second.chunks) == [1]
 
-    def test_places_that_are_out_of_bounds_are_refused(self, make_copier: Callable[[], Copier]) -> None:
+    def test_places_that_are_out_of_bounds_are_refused(
+        self, make_copier: Callable[[], Copier]
+    ) -> None:
         copier, engine = make_copier(), make("NHD")
         piece = piece_of(engine, [0, BLOCKS])
         with pytest.raises(ValueError, match="is beyond the"):

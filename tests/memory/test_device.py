@@ -1,4 +1,6 @@
-"""The copier of a device over a fake one: right bytes in every order of its streams, and wrong ones without any one event."""
+"""The copier of a device over a fake one: right bytes in every order of its streams, and wrong ones
+without any one event.
+"""
 
 import gc
 import threading
@@ -45,13 +47,17 @@ class Arena:
 class World:
     """An engine, an arena and a copier of random sizes between them."""
 
-    def __init__(self, seed: int, make_driver: Callable[[FakeDevice], FakeDriver] = FakeDriver) -> None:
+    def __init__(
+        self, seed: int, make_driver: Callable[[FakeDevice], FakeDriver] = FakeDriver
+    ) -> None:
         self.random = Random(seed)
         self.device = FakeDevice(seed)
         self.driver = make_driver(self.device)
         self.arena = Arena(1 << 16)
         self.engine = make(self.random.choice(list(ARRANGEMENTS)), layers=LAYERS, seed=seed)
-        chunk_bytes = LAYERS * self.engine.view.planes * self.rows_of(2) * self.engine.view.row_bytes
+        chunk_bytes = (
+            LAYERS * self.engine.view.planes * self.rows_of(2) * self.engine.view.row_bytes
+        )
         sizes = Settings(
             store_ring_bytes=self.random.choice([chunk_bytes // 2, 2 * chunk_bytes + 512, 1 << 16]),
             load_ring_bytes=self.random.choice([chunk_bytes + 256, 1 << 16]),
@@ -67,17 +73,31 @@ class World:
         """Rows of the view."""
         return blocks if self.engine.view.is_opaque else blocks * self.engine.view.rows_per_block
 
-    def piece(self, blocks: Sequence[int], *, at: int = 0, writable: bool = True, sums: Checksums | None = None) -> Piece:
+    def piece(
+        self,
+        blocks: Sequence[int],
+        *,
+        at: int = 0,
+        writable: bool = True,
+        sums: Checksums | None = None,
+    ) -> Piece:
         """A chunk for every two blocks, from `at` on."""
         view = self.engine.view
         tokens = 2 * view.tokens_per_block
         nbytes = view.layers * view.planes * self.rows_of(2) * view.row_bytes
         offsets = at + (nbytes + 3) * np.arange(len(blocks) // 2)
         places = ChunkBytes(offsets, np.full(offsets.size, tokens), sums)
-        return Piece(view, np.array(blocks), self.arena.writable if writable else self.arena.read_only, places)
+        return Piece(
+            view,
+            np.array(blocks),
+            self.arena.writable if writable else self.arena.read_only,
+            places,
+        )
 
     def fill(self, blocks: Sequence[int], value: int, of_second: int | None = None) -> None:
-        """Write blocks of two chunks, on the engine's stream. of_second: the second chunk's value."""
+        """Write blocks of two chunks, on the engine's stream. of_second: the second
+        chunk's value.
+        """
 
         def kernel() -> None:
             fill(self.engine, blocks[:2], value)
@@ -115,7 +135,10 @@ def values_of(engine: Engine, blocks: Sequence[int]) -> set[int]:
 
 
 def serve(world: World) -> str:
-    """Store what passes compute, load it into other blocks, and read it. Returns what was wrong; empty: nothing."""
+    """Store what passes compute, load it into other blocks, and read it.
+
+    Returns what was wrong; empty: nothing.
+    """
     copier, device = world.copier, world.device
     here, there = [1, 2, 3, 4], [5, 6, 0, 1]
     stored: list[tuple[list[set[int]], Piece]] = []
@@ -134,7 +157,11 @@ def serve(world: World) -> str:
     for expected, piece in stored:
         world.fill(there, 77)  # they are zeroed, or others read them
         loads = [Piece(world.engine.view, np.array(there), world.arena.read_only, piece.places)]
-        steps = [range(layer, layer + 1) for layer in range(LAYERS)] if world.random.random() < 0.3 else [None]
+        steps = (
+            [range(layer, layer + 1) for layer in range(LAYERS)]
+            if world.random.random() < 0.3
+            else [None]
+        )
         mark, seen = copier.mark(), list[set[int]]()
         transfers = [copier.scatter(loads, after=mark, layers=layers) for layers in steps]
         if is_fenced := world.random.random() < 0.5:
@@ -160,7 +187,10 @@ def bytes_of(piece: Piece) -> list[set[int]]:
     """The bytes of each of a piece's chunks."""
     plan = piece.planned.plan
     sizes = plan.chunk_rows * plan.view.layers * plan.view.planes * plan.view.row_bytes
-    return [set(piece.buffer[at : at + size].tolist()) for at, size in zip(plan.chunk_starts, sizes, strict=True)]
+    return [
+        set(piece.buffer[at : at + size].tolist())
+        for at, size in zip(plan.chunk_starts, sizes, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -241,7 +271,15 @@ class NoWaitAtTheEnd(FakeDriver):
         return event
 
 
-BROKEN = [NoWaitOfGathers, NoWaitOfStores, NoWaitOfScatters, NoWaitOfDirectLoads, NoMark, NoFence, NoWaitAtTheEnd]
+BROKEN = [
+    NoWaitOfGathers,
+    NoWaitOfStores,
+    NoWaitOfScatters,
+    NoWaitOfDirectLoads,
+    NoMark,
+    NoFence,
+    NoWaitAtTheEnd,
+]
 
 
 @pytest.mark.parametrize("broken", BROKEN)
@@ -250,7 +288,9 @@ def test_without_any_one_event_some_order_gives_wrong_bytes(broken: type[FakeDri
     assert any(serve(World(seed, broken)) for seed in range(200))
 
 
-def test_a_slice_of_the_ring_that_is_taken_before_its_last_use_has_ended_gives_wrong_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slice_of_the_ring_that_is_taken_before_its_last_use_has_ended_gives_wrong_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(Slice, "is_free", lambda _: True)
     assert any(serve(World(seed)) for seed in range(200))
 
@@ -263,7 +303,12 @@ class TestTransfer:
             written = world.piece([0, 1, 2, 3, 4, 5], sums=sums)
             HostCopier().gather([written], after=None)
             read = Checksums(sums.values, np.zeros_like(sums.known))
-            loaded = Piece(world.engine.view, written.ids, world.arena.read_only, replace(written.places, sums=read))
+            loaded = Piece(
+                world.engine.view,
+                written.ids,
+                world.arena.read_only,
+                replace(written.places, sums=read),
+            )
             world.arena.writable[int(written.places.offsets[2]) + 1] ^= 4
             (damage,) = world.copier.scatter([loaded], after=world.copier.mark()).wait()
             assert damage is not None and list(damage.chunks) == [2]
@@ -276,16 +321,27 @@ class TestTransfer:
             written = world.piece([0, 1, 2, 3, 4, 5], sums=sums)
             HostCopier().gather([written], after=None)
             read = Checksums(sums.values, np.zeros_like(sums.known))
-            loaded = Piece(world.engine.view, written.ids, world.arena.read_only, replace(written.places, sums=read))
+            loaded = Piece(
+                world.engine.view,
+                written.ids,
+                world.arena.read_only,
+                replace(written.places, sums=read),
+            )
             loads = world.driver._streams[Lane.LOAD]
             world.device.delay(loads)
-            world.device.put(loads, partial(flip, world.arena.writable, int(written.places.offsets[1])))
+            world.device.put(
+                loads, partial(flip, world.arena.writable, int(written.places.offsets[1]))
+            )
             (damage,) = world.copier.scatter([loaded], after=world.copier.mark()).wait()
             assert damage is not None and list(damage.chunks) == [1]
 
-    @pytest.mark.parametrize("error", [ValueError("unforeseen"), DeviceError("unforeseen"), CapacityError("unforeseen")])
+    @pytest.mark.parametrize(
+        "error", [ValueError("unforeseen"), DeviceError("unforeseen"), CapacityError("unforeseen")]
+    )
     @pytest.mark.parametrize("verb", ["gather", "scatter"])
-    def test_what_was_submitted_before_a_failure_has_ended_when_the_failure_is_told(self, verb: str, error: Exception) -> None:
+    def test_what_was_submitted_before_a_failure_has_ended_when_the_failure_is_told(
+        self, verb: str, error: Exception
+    ) -> None:
         """The caller gives the arena's memory back then, and the engine its blocks."""
 
         class FailsOnce(FakeDriver):
@@ -315,7 +371,9 @@ class TestTransfer:
         assert transfer.done()
         assert transfer.wait() == [None]
 
-    def test_a_chunk_that_is_larger_than_the_ring_is_refused_and_nothing_stays_under_way(self) -> None:
+    def test_a_chunk_that_is_larger_than_the_ring_is_refused_and_nothing_stays_under_way(
+        self,
+    ) -> None:
         world = World(5)
         world.copier._settings = Settings(load_ring_bytes=128, direct_bytes=1 << 30)
         with pytest.raises(CapacityError, match="does not fit into the device's ring"):
@@ -347,14 +405,18 @@ class Failing(FakeDriver):
 
 class TestFaults:
     @pytest.mark.parametrize("left", [1, 2, 3])
-    def test_after_a_fault_nothing_is_copied_and_the_engine_goes_on(self, left: int, caplog: pytest.LogCaptureFixture) -> None:
+    def test_after_a_fault_nothing_is_copied_and_the_engine_goes_on(
+        self, left: int, caplog: pytest.LogCaptureFixture
+    ) -> None:
         world = World(1, Failing)
         assert isinstance(world.driver, Failing)
         world.driver.left = left
         transfers: list[DeviceTransfer] = []
 
         def gather() -> None:
-            transfers.append(world.copier.gather([world.piece([1, 2, 3, 4])], after=world.copier.mark()))
+            transfers.append(
+                world.copier.gather([world.piece([1, 2, 3, 4])], after=world.copier.mark())
+            )
 
         with pytest.raises(DeviceError, match="illegal memory access"):
             deque((gather() for _ in range(4)), maxlen=0)
@@ -372,14 +434,20 @@ class TestPinning:
     def test_an_arena_is_pinned_in_slices_and_unpinned_when_its_copies_have_ended(self) -> None:
         driver = FakeDriver(FakeDevice(1))
         told: list[int] = []
-        arenas, first, second = PinnedArenas(driver, slice_bytes=1000, report=told.append), Arena(2500), Arena(1000)
+        arenas, first, second = (
+            PinnedArenas(driver, slice_bytes=1000, report=told.append),
+            Arena(2500),
+            Arena(1000),
+        )
         arenas.add(first.read_only, first.writable)
         arenas.wait()
         base = first.writable.ctypes.data
         assert driver.pinned == {base: 1000, base + 1000: 1000, base + 2000: 500}
         assert told == [1000, 2000, 2500]
         held = arenas.hold(first.read_only)
-        assert reach(arenas, held, first.read_only, 0, 2500) == Reach(base, True, 1000), "reads use the mapping that is pinned"
+        assert reach(arenas, held, first.read_only, 0, 2500) == Reach(base, True, 1000), (
+            "reads use the mapping that is pinned"
+        )
         arenas.add(second.read_only, second.writable)
         arenas.wait()
         assert base in driver.pinned, "a copy of the old arena is under way"
@@ -415,7 +483,10 @@ class TestPinning:
                 return found.pinned
 
         with ThreadPoolExecutor(2) as others:
-            inside, beyond = others.submit(reach, arenas, held, arena.writable, 50, 90), others.submit(copy)
+            inside, beyond = (
+                others.submit(reach, arenas, held, arena.writable, 50, 90),
+                others.submit(copy),
+            )
             assert not entered.wait(0.1), "a slice is being pinned"
             go.release()
             assert inside.result(timeout=20).pinned
@@ -429,14 +500,20 @@ class TestPinning:
         arenas.release(held)
         arenas.close()
 
-    def test_a_refusal_is_told_once_and_what_lies_over_its_edge_is_a_miss(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_refusal_is_told_once_and_what_lies_over_its_edge_is_a_miss(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
         class Full(FakeDriver):
             def pin(self, address: int, nbytes: int) -> None:
                 if len(self.pinned) == 2:
                     raise DeviceRefused("out of memory")
                 super().pin(address, nbytes)
 
-        arenas, first, second = PinnedArenas(Full(FakeDevice(1)), slice_bytes=100), Arena(300), Arena(10)
+        arenas, first, second = (
+            PinnedArenas(Full(FakeDevice(1)), slice_bytes=100),
+            Arena(300),
+            Arena(10),
+        )
         arenas.add(first.read_only, first.writable)
         arenas.wait()
         held = arenas.hold(first.writable)
@@ -457,7 +534,9 @@ class TestPinning:
 
         class Known(FakeDriver):
             def pin(self, address: int, nbytes: int) -> None:
-                raise DeviceError("CUDA: part or all of the requested memory range is already mapped")
+                raise DeviceError(
+                    "CUDA: part or all of the requested memory range is already mapped"
+                )
 
         world = World(0, Known)
         world.arenas.add(world.arena.read_only, world.arena.writable)
@@ -478,7 +557,9 @@ class TestPinning:
         eventually(lambda: gc.collect() is not None and not driver.pinned and mapping() is None)
 
 
-def reach(arenas: PinnedArenas, held: HeldArena | None, buffer: np.ndarray, begin: int, end: int) -> Reach:
+def reach(
+    arenas: PinnedArenas, held: HeldArena | None, buffer: np.ndarray, begin: int, end: int
+) -> Reach:
     with arenas.reaching(held, buffer, begin, end) as found:
         return found
 
@@ -494,7 +575,10 @@ class TestRing:
     def test_no_two_slices_in_use_overlap(self) -> None:
         for seed in range(50):
             random, device = Random(seed), FakeDevice(seed)
-            ring, used = Ring(np.zeros(random.choice([256, 1000, 4096, 8192]), np.uint8)), list[tuple[Slice, Event]]()
+            ring, used = (
+                Ring(np.zeros(random.choice([256, 1000, 4096, 8192]), np.uint8)),
+                list[tuple[Slice, Event]](),
+            )
             for _ in range(200):
                 nbytes = random.randrange(1, 1200)
                 if random.random() < 0.3:
@@ -505,7 +589,10 @@ class TestRing:
                     device.run_some()
                     continue
                 assert 0 <= part.start <= part.start + nbytes <= ring.nbytes
-                assert all(part.start >= each.start + each.nbytes or each.start >= part.start + part.nbytes for each, _ in used)
+                assert all(
+                    part.start >= each.start + each.nbytes or each.start >= part.start + part.nbytes
+                    for each, _ in used
+                )
                 event = device.put(device.engine)
                 part.until(event)
                 used.append((part, event))
@@ -530,7 +617,13 @@ class TestBatches:
         world = World(2)
         piece = world.piece([0, 1, 2, 3, 4, 5])
         one = int(next(iter(batches(piece, 0, range(LAYERS), 1))).nbytes)
-        for most, sizes in ((1, [1, 1, 1]), (one, [1, 1, 1]), (2 * one, [2, 1]), (2 * one + 1, [2, 1]), (3 * one, [3])):
+        for most, sizes in (
+            (1, [1, 1, 1]),
+            (one, [1, 1, 1]),
+            (2 * one, [2, 1]),
+            (2 * one + 1, [2, 1]),
+            (3 * one, [3]),
+        ):
             found = list(batches(piece, 0, range(LAYERS), most))
             assert [batch.chunks.size for batch in found] == sizes
             assert np.concatenate([batch.chunks for batch in found]).tolist() == [0, 1, 2]
@@ -585,7 +678,12 @@ class TestCrossover:
 
     def test_without_direct_copies_there_is_one_way(self) -> None:
         driver = FakeDriver(FakeDevice(1), has_direct_copies=False)
-        assert direct_bytes(DeviceCopier(driver, PinnedArenas(driver)), "cpu", seconds_of=lambda call: 1.0) == NEVER
+        assert (
+            direct_bytes(
+                DeviceCopier(driver, PinnedArenas(driver)), "cpu", seconds_of=lambda call: 1.0
+            )
+            == NEVER
+        )
 
     def test_what_is_measured_is_used(self) -> None:
         driver = FakeDriver(FakeDevice(1))

@@ -1,6 +1,8 @@
-"""Each event, fence and wait of the copier of devices and of its users, left out in turn: some test then fails.
+"""Each event, fence and wait of the copier of devices and of its users, left out in turn: some test
+then fails.
 
-A mutation is a replacement in a copy of the source. The tests named with it run over that copy until one of them fails.
+A mutation is a replacement in a copy of the source. The tests named with it run over that copy
+until one of them fails.
 """
 
 import os
@@ -17,12 +19,18 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 DEVICE, WORKER = "tests/memory/test_device.py", "tests/vllm/test_worker_device.py"
-COPIER, LAYERWISE, OF_VLLM = "memory/device/copier.py", "integrations/vllm/layerwise.py", "integrations/vllm/worker.py"
+COPIER, LAYERWISE, OF_VLLM = (
+    "memory/device/copier.py",
+    "integrations/vllm/layerwise.py",
+    "integrations/vllm/worker.py",
+)
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """was -> becomes, in a file below src/kvhold. nth: which occurrence, from 0 on. tests: of which one must fail."""
+    """was -> becomes, in a file below src/kvhold. nth: which occurrence, from 0 on. tests: of which
+    one must fail.
+    """
 
     name: str
     file: str
@@ -33,16 +41,52 @@ class Mutation:
 
 
 MUTATIONS = [
-    Mutation("gathers do not wait for the pass", COPIER, "launch(Lane.GATHER, marks,", "launch(Lane.GATHER, [],"),
-    Mutation("stores do not wait for the ring to be filled", COPIER, "copy(Lane.STORE, [read],", "copy(Lane.STORE, [],"),
-    Mutation("direct stores do not wait for the pass", COPIER, "copy(Lane.STORE, marks,", "copy(Lane.STORE, [],"),
-    Mutation("direct loads do not wait for earlier readers", COPIER, "copy(Lane.LOAD, marks,", "copy(Lane.LOAD, [],"),
+    Mutation(
+        "gathers do not wait for the pass",
+        COPIER,
+        "Lane.GATHER, marks,",
+        "Lane.GATHER, [],",
+    ),
+    Mutation(
+        "stores do not wait for the ring to be filled",
+        COPIER,
+        "Lane.STORE, [read],",
+        "Lane.STORE, [],",
+    ),
+    Mutation(
+        "direct stores do not wait for the pass",
+        COPIER,
+        "copy(Lane.STORE, marks,",
+        "copy(Lane.STORE, [],",
+    ),
+    Mutation(
+        "direct loads do not wait for earlier readers",
+        COPIER,
+        "copy(Lane.LOAD, marks,",
+        "copy(Lane.LOAD, [],",
+    ),
     Mutation("scatters do not wait for earlier readers", COPIER, "[*marks, read]", "[read]"),
     Mutation("scatters do not wait for the ring to be filled", COPIER, "[*marks, read]", "marks"),
     Mutation("the engine does not wait at a fence", COPIER, "self._driver.hold(event)", "pass"),
-    Mutation("a fence forgets gathers by the ring", COPIER, "transfer.add(touched=read, ended=read)", "transfer.add(ended=read)", nth=1),
-    Mutation("a fence forgets direct gathers", COPIER, "transfer.add(touched=read, ended=read)", "transfer.add(ended=read)"),
-    Mutation("a fence forgets scatters by the ring", COPIER, "transfer.add(touched=written, ended=written)", "transfer.add(ended=written)"),
+    Mutation(
+        "a fence forgets gathers by the ring",
+        COPIER,
+        "transfer.add(touched=read, ended=read)",
+        "transfer.add(ended=read)",
+        nth=1,
+    ),
+    Mutation(
+        "a fence forgets direct gathers",
+        COPIER,
+        "transfer.add(touched=read, ended=read)",
+        "transfer.add(ended=read)",
+    ),
+    Mutation(
+        "a fence forgets scatters by the ring",
+        COPIER,
+        "transfer.add(touched=written, ended=written)",
+        "transfer.add(ended=written)",
+    ),
     Mutation(
         "the ring is taken again before a store has read it",
         COPIER,
@@ -80,23 +124,70 @@ MUTATIONS = [
         "arena.is_ending and not arena.users)",
         "arena.is_ending)",
     ),
-    Mutation("an arena that could not be registered is copied", "memory/device/pinning.py", "refusal = arena.fault = ", "refusal = "),
     Mutation(
-        "a slice that is being pinned is not waited for", "memory/device/pinning.py", "return not self.is_pinning and begin", "return begin"
+        "an arena that could not be registered is copied",
+        "memory/device/pinning.py",
+        "refusal = arena.fault = ",
+        "refusal = ",
     ),
-    Mutation("a slice is pinned while it is copied", "memory/device/pinning.py", "lambda: not arena.unpinned_copies", "lambda: True"),
-    Mutation("pieces lie over two slices", "memory/device/batches.py", "while reach.pinned:", "while False:"),
-    Mutation("who waits does not after a fault", COPIER, "lambda: self._noting_faults(before=False)", "self._noting_faults"),
+    Mutation(
+        "a slice that is being pinned is not waited for",
+        "memory/device/pinning.py",
+        "return not self.is_pinning and begin",
+        "return begin",
+    ),
+    Mutation(
+        "a slice is pinned while it is copied",
+        "memory/device/pinning.py",
+        "lambda: not arena.unpinned_copies",
+        "lambda: True",
+    ),
+    Mutation(
+        "pieces lie over two slices",
+        "memory/device/batches.py",
+        "while reach.pinned:",
+        "while False:",
+    ),
+    Mutation(
+        "who waits does not after a fault",
+        COPIER,
+        "lambda: self._noting_faults(before=False)",
+        "self._noting_faults",
+    ),
     Mutation(
         "slices overlap",
         "memory/device/ring.py",
         "return end if end + nbytes <= oldest else None",
         "return end if end + nbytes <= self.nbytes else None",
     ),
-    Mutation("loads have no mark", OF_VLLM, "mark = self._copier.mark() if beside else None", "mark = None", tests=WORKER),
-    Mutation("stores have no mark", OF_VLLM, "mark = self._copier.mark() if reserved and computed else None", "mark = None", tests=WORKER),
-    Mutation("passes have no fence", OF_VLLM, "self._copier.fence(one", "(lambda _: None)(one", tests=WORKER),
-    Mutation("rooms are committed at once", OF_VLLM, "        wait_for(reading.transfers)", "        pass", tests=WORKER),
+    Mutation(
+        "loads have no mark",
+        OF_VLLM,
+        "mark = self._copier.mark() if beside else None",
+        "mark = None",
+        tests=WORKER,
+    ),
+    Mutation(
+        "stores have no mark",
+        OF_VLLM,
+        "mark = self._copier.mark() if reserved and computed else None",
+        "mark = None",
+        tests=WORKER,
+    ),
+    Mutation(
+        "passes have no fence",
+        OF_VLLM,
+        "self._copier.fence(one",
+        "(lambda _: None)(one",
+        tests=WORKER,
+    ),
+    Mutation(
+        "rooms are committed at once",
+        OF_VLLM,
+        "        wait_for(reading.transfers)",
+        "        pass",
+        tests=WORKER,
+    ),
     Mutation(
         "loads are reported at once",
         OF_VLLM,
@@ -104,10 +195,26 @@ MUTATIONS = [
         "(self._copier.scatter(pieces, after=mark), [None] * len(pieces))[1]",
         tests=WORKER,
     ),
-    Mutation("layers are read before they have come", LAYERWISE, "self._copier.fence(one.copies[number])", "pass", tests=WORKER),
-    Mutation("layers are loaded into blocks that others read", LAYERWISE, "one.mark, layers", "None, layers", tests=WORKER),
     Mutation(
-        "layers are stored before they are computed", LAYERWISE, "pieces, self._copier.mark(), layers", "pieces, None, layers", tests=WORKER
+        "layers are read before they have come",
+        LAYERWISE,
+        "self._copier.fence(one.copies[number])",
+        "pass",
+        tests=WORKER,
+    ),
+    Mutation(
+        "layers are loaded into blocks that others read",
+        LAYERWISE,
+        "one.mark,",
+        "None,",
+        tests=WORKER,
+    ),
+    Mutation(
+        "layers are stored before they are computed",
+        LAYERWISE,
+        "pieces, self._copier.mark(), layers",
+        "pieces, None, layers",
+        tests=WORKER,
     ),
     Mutation(
         "claims end before the copies",
@@ -127,12 +234,29 @@ def test_what_is_left_out_is_found(mutation: Mutation, tmp_path: Path) -> None:
     path = tmp_path / "src" / "kvhold" / mutation.file
     parts = path.read_text().split(mutation.was)
     assert len(parts) > mutation.nth + 1, "the source has changed; change the mutation with it"
-    first, second = mutation.was.join(parts[: mutation.nth + 1]), mutation.was.join(parts[mutation.nth + 1 :])
+    first, second = (
+        mutation.was.join(parts[: mutation.nth + 1]),
+        mutation.was.join(parts[mutation.nth + 1 :]),
+    )
     path.write_text(first + mutation.becomes + second)
     environ = os.environ | {"PYTHONPATH": str(tmp_path / "src")}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout=120", mutation.tests]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "--timeout=120",
+        mutation.tests,
+    ]
     for _ in range(3):  # threads take part, so that a run may miss what the next one finds
-        found = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+        found = subprocess.run(
+            command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False
+        )
         if found.returncode:
             break
     assert found.returncode == 1, found.stdout[-2000:] + found.stderr[-1000:]

@@ -17,7 +17,10 @@ class Kernel:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.write("meminfo", "MemTotal:       65536000 kB\nMemFree:        1000 kB\nMemAvailable:   33554432 kB\n")
+        self.write(
+            "meminfo",
+            "MemTotal:       65536000 kB\nMemFree:        1000 kB\nMemAvailable:   33554432 kB\n",
+        )
         self.write("self-cgroup", "0::/a/b/c\n")
 
     def write(self, name: str, text: str) -> None:
@@ -29,12 +32,20 @@ class Kernel:
         """One control group (version 2)."""
         self.write(f"groups/{name}/memory.max", f"{limit}\n")
         self.write(f"groups/{name}/memory.current", f"{used}\n")
-        self.write(f"groups/{name}/memory.stat", f"anon 1\nfile 2\nactive_file 3\ninactive_file {inactive_file}\nslab 4\n")
+        self.write(
+            f"groups/{name}/memory.stat",
+            f"anon 1\nfile 2\nactive_file 3\ninactive_file {inactive_file}\nslab 4\n",
+        )
 
 
 @pytest.fixture
 def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    names = {"_MEMINFO": "meminfo", "_OWN_GROUP": "self-cgroup", "_GROUPS": "groups", "_HUGE": "huge"}
+    names = {
+        "_MEMINFO": "meminfo",
+        "_OWN_GROUP": "self-cgroup",
+        "_GROUPS": "groups",
+        "_HUGE": "huge",
+    }
     for constant, name in names.items():
         monkeypatch.setattr(host, constant, tmp_path / name)
     return Kernel(tmp_path)
@@ -44,8 +55,12 @@ class TestAvailableBytes:
     def test_without_a_control_group_it_is_what_the_kernel_says(self, kernel: Kernel) -> None:
         assert available_bytes() == 32 * GIB
 
-    @pytest.mark.parametrize("text", ["", "9:memory:/x\n", "1:name=systemd:/\n0::/\n", "0::/../elsewhere\n"])
-    def test_control_groups_that_are_not_to_be_seen_limit_nothing(self, kernel: Kernel, text: str) -> None:
+    @pytest.mark.parametrize(
+        "text", ["", "9:memory:/x\n", "1:name=systemd:/\n0::/\n", "0::/../elsewhere\n"]
+    )
+    def test_control_groups_that_are_not_to_be_seen_limit_nothing(
+        self, kernel: Kernel, text: str
+    ) -> None:
         kernel.write("self-cgroup", text)
         assert available_bytes() == 32 * GIB
 
@@ -77,7 +92,9 @@ class TestAvailableBytes:
         assert available_bytes() == 2 * GIB
 
     def test_file_pages_that_the_kernel_can_drop_are_free(self, kernel: Kernel) -> None:
-        """A model that was just read from disk fills a container to its limit, and is no reason to refuse an arena."""
+        """A model that was just read from disk fills a container to its limit, and is no reason to
+        refuse an arena.
+        """
         kernel.group("a/b/c", str(10 * GIB), used=10 * GIB, inactive_file=7 * GIB)
         assert available_bytes() == 7 * GIB
 
@@ -108,8 +125,13 @@ class TestFreeHugePages:
 
 
 class TestDefaultArenaBytes:
-    @pytest.mark.parametrize(("free", "arena"), [(32 * GIB, 4 * GIB), (16 * GIB, 4 * GIB), (8 * GIB, 2 * GIB), (0, HUGE_PAGE_BYTES)])
-    def test_a_quarter_of_what_is_free_and_at_most_four_gib(self, kernel: Kernel, free: int, arena: int) -> None:
+    @pytest.mark.parametrize(
+        ("free", "arena"),
+        [(32 * GIB, 4 * GIB), (16 * GIB, 4 * GIB), (8 * GIB, 2 * GIB), (0, HUGE_PAGE_BYTES)],
+    )
+    def test_a_quarter_of_what_is_free_and_at_most_four_gib(
+        self, kernel: Kernel, free: int, arena: int
+    ) -> None:
         kernel.write("meminfo", f"MemAvailable: {free // 1024} kB\n")
         assert default_arena_bytes() == arena
 

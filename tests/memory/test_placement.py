@@ -15,7 +15,9 @@ CORES = os.sched_getaffinity(0)
 several_cores = pytest.mark.skipif(len(CORES) < 2, reason="there is one core")
 
 
-@pytest.mark.parametrize(("text", "numbers"), [("", []), ("3", [3]), ("0-3,8", [0, 1, 2, 3, 8]), ("5,4,4-6", [4, 5, 6])])
+@pytest.mark.parametrize(
+    ("text", "numbers"), [("", []), ("3", [3]), ("0-3,8", [0, 1, 2, 3, 8]), ("5,4,4-6", [4, 5, 6])]
+)
 def test_reads_and_writes_lists_as_linux_does(text: str, numbers: list[int]) -> None:
     assert placement.parse_list(text) == numbers
     assert placement.parse_list(placement.format_list(numbers)) == numbers
@@ -39,7 +41,9 @@ def test_refuses_what_is_no_list(text: str) -> None:
         ({}, set()),
     ],
 )
-def test_openmp_settings_name_the_cores_that_an_engine_spins_on(environ: dict[str, str], cores: set[int]) -> None:
+def test_openmp_settings_name_the_cores_that_an_engine_spins_on(
+    environ: dict[str, str], cores: set[int]
+) -> None:
     assert placement.spun_cores(environ) == cores
 
 
@@ -80,7 +84,9 @@ def test_own_threads_leave_the_cores_that_the_engine_binds_its_threads_to() -> N
 
 
 @several_cores
-def test_own_threads_use_all_cores_where_the_engine_spins_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_threads_use_all_cores_where_the_engine_spins_on_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("GOMP_CPU_AFFINITY", " ".join(map(str, range(os.cpu_count() or 1))))
     with idle_thread("kvhold-load", {min(CORES)}) as own:
         placement.place_own_threads()
@@ -95,13 +101,20 @@ def test_own_threads_stay_where_they_are_beside_an_engine_that_binds_none(settin
         assert cores_of(own) == {min(CORES)}
 
 
-@pytest.mark.skipif(not placement.memory_nodes(), reason="Linux does not say which NUMA nodes have memory")
+@pytest.mark.skipif(
+    not placement.memory_nodes(), reason="Linux does not say which NUMA nodes have memory"
+)
 def test_an_arena_that_is_spread_says_so_in_every_process_that_maps_it() -> None:
     nodes = placement.memory_nodes()
-    with Arena.create(4 << 20, huge_pages="never") as arena, Arena.attach(os.dup(arena.fd), arena.nbytes, writable=True) as other:
+    with (
+        Arena.create(4 << 20, huge_pages="never") as arena,
+        Arena.attach(os.dup(arena.fd), arena.nbytes, writable=True) as other,
+    ):
         assert placement.interleave(arena.regions, nodes)
         arena.buffer[0] = other.buffer[1] = 1
         starts = {region.address for mapped in (arena, other) for region in mapped.regions}
         lines = [line.split() for line in Path("/proc/self/numa_maps").read_text().splitlines()]
-        policies = [policy for address, policy, *_ in lines if int(address, 16) in starts]  # other tests' arenas may still be mapped
+        policies = [
+            policy for address, policy, *_ in lines if int(address, 16) in starts
+        ]  # other tests' arenas may still be mapped
         assert policies == [f"interleave:{placement.format_list(nodes)}"] * 2

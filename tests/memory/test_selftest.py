@@ -40,10 +40,14 @@ class OfEngine:
 
     def piece(self, buffer: npt.NDArray[np.uint8]) -> Piece:
         tokens = 2 * self.engine.view.rows_per_block
-        return Piece(self.engine.view, IDS, buffer, ChunkBytes(np.zeros(1, np.int64), np.array([tokens])))
+        return Piece(
+            self.engine.view, IDS, buffer, ChunkBytes(np.zeros(1, np.int64), np.array([tokens]))
+        )
 
     def write(self, stage: Stage, version: int) -> None:
-        stage.compute(lambda: HostCopier().scatter([self.piece(self.bytes_of(version))], after=None) and None)
+        stage.compute(
+            lambda: HostCopier().scatter([self.piece(self.bytes_of(version))], after=None) and None
+        )
 
     def read(self, stage: Stage) -> Callable[[], npt.NDArray[np.uint8]]:
         seen = np.zeros(self.nbytes, np.uint8)
@@ -60,7 +64,9 @@ def check(copier: Copier) -> None:
         check_orders(copier, blocks.piece(buffer), blocks)
 
 
-def over_fake(seed: int, make_driver: Callable[[FakeDevice], FakeDriver] = FakeDriver) -> DeviceCopier:
+def over_fake(
+    seed: int, make_driver: Callable[[FakeDevice], FakeDriver] = FakeDriver
+) -> DeviceCopier:
     driver = make_driver(FakeDevice(seed))
     return DeviceCopier(driver, PinnedArenas(driver))
 
@@ -104,7 +110,10 @@ def test_each_order_that_is_not_kept_is_found(broken: type[FakeDriver]) -> None:
     for seed in range(10):
         try:
             check(over_fake(seed, broken))
-        except (LayoutError, AssertionError) as error:  # a copy that is not waited for may find that its memory has gone
+        except (
+            LayoutError,
+            AssertionError,
+        ) as error:  # a copy that is not waited for may find that its memory has gone
             found.add(str(error))
     assert found
 
@@ -120,11 +129,15 @@ def test_a_device_that_is_never_late_cannot_be_checked() -> None:
         def compute(self, work: Callable[[], None]) -> None:
             work()
 
-    with pytest.raises(LayoutError, match="cannot be checked: gather after mark was right without the wait"):
+    with pytest.raises(
+        LayoutError, match="cannot be checked: gather after mark was right without the wait"
+    ):
         check(over_fake(1, Prompt))
 
 
-def test_a_ring_whose_slices_are_taken_too_early_is_not_its_business(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ring_whose_slices_are_taken_too_early_is_not_its_business(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Two copies at once are for `tests/memory/test_device.py`."""
     monkeypatch.setattr(Slice, "is_free", lambda _: True)
     check(over_fake(1))
@@ -151,7 +164,9 @@ class TestOnBlocksOfItsOwn:
 
     def test_bytes_that_differ_are_found(self) -> None:
         class Spoilt(DeviceCopier):
-            def gather(self, pieces: Sequence[Piece], after: Mark | None, *, layers: range | None = None) -> DeviceTransfer:
+            def gather(
+                self, pieces: Sequence[Piece], after: Mark | None, *, layers: range | None = None
+            ) -> DeviceTransfer:
                 transfer = super().gather(pieces, after, layers=layers)
                 transfer.wait()
                 pieces[0].buffer[77] ^= 1
@@ -161,7 +176,9 @@ class TestOnBlocksOfItsOwn:
         with pytest.raises(LayoutError, match="gathered bytes are not those of the blocks"):
             check_copies(Spoilt(driver, PinnedArenas(driver)), "cpu")
 
-    def test_a_device_is_served_where_the_user_allows_it_and_the_check_passes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_device_is_served_where_the_user_allows_it_and_the_check_passes(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         made: list[DeviceCopier] = []
 
         def make(device: str, *, threads: int, cache: Cache) -> DeviceCopier:
@@ -169,12 +186,20 @@ class TestOnBlocksOfItsOwn:
             return made[-1]
 
         def get(device: str, allow_unproven: bool = True) -> Copier:
-            return proven_copier_for(device, threads=1, cache=cast(Cache, None), allow_unproven=allow_unproven)
+            return proven_copier_for(
+                device, threads=1, cache=cast(Cache, None), allow_unproven=allow_unproven
+            )
 
         assert isinstance(get("cpu", allow_unproven=False), HostCopier)
         monkeypatch.setattr("kvhold.memory.device.copier_for", make)
-        monkeypatch.setattr("kvhold.memory.device.check.check_copies", lambda copier, device: check_copies(copier, "cpu"))
-        with pytest.raises(LayoutError, match=r"on late:0 copies have not been shown to be exact \(allow_unproven = true"):
+        monkeypatch.setattr(
+            "kvhold.memory.device.check.check_copies",
+            lambda copier, device: check_copies(copier, "cpu"),
+        )
+        with pytest.raises(
+            LayoutError,
+            match=r"on late:0 copies have not been shown to be exact \(allow_unproven = true",
+        ):
             get("late:0", allow_unproven=False)
         assert not made
         assert get("late:0") is made[-1]

@@ -1,4 +1,6 @@
-"""The allocator: objects never overlap, all come back, and what rounding and mixing of sizes costs is bounded."""
+"""The allocator: objects never overlap, all come back, and what rounding and mixing of sizes costs
+is bounded.
+"""
 
 from bisect import bisect_left
 from itertools import pairwise
@@ -6,7 +8,15 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+)
 
 from kvhold.memory.slab import ALIGNMENT, LARGE_BYTES, SLAB_BYTES, SlabAllocator, size_class
 
@@ -14,7 +24,17 @@ KIB, MIB = 1 << 10, 1 << 20
 
 sizes = st.one_of(
     st.sampled_from(
-        [1, ALIGNMENT - 1, ALIGNMENT, ALIGNMENT + 1, LARGE_BYTES - 1, LARGE_BYTES, LARGE_BYTES + 1, SLAB_BYTES, SLAB_BYTES + 1]
+        [
+            1,
+            ALIGNMENT - 1,
+            ALIGNMENT,
+            ALIGNMENT + 1,
+            LARGE_BYTES - 1,
+            LARGE_BYTES,
+            LARGE_BYTES + 1,
+            SLAB_BYTES,
+            SLAB_BYTES + 1,
+        ]
     ),
     st.integers(1, 64 * KIB),
     st.integers(1, 2 * MIB),
@@ -124,11 +144,17 @@ class TestAllocate:
 
 class TestFree:
     @pytest.mark.parametrize("nbytes", [1, 5000, 100_000, LARGE_BYTES, MIB, 3 * MIB])
-    @pytest.mark.parametrize("order", ["first in, first out", "last in, first out", "every other one"])
+    @pytest.mark.parametrize(
+        "order", ["first in, first out", "last in, first out", "every other one"]
+    )
     def test_whatever_the_order_all_merges_to_one_run(self, nbytes: int, order: str) -> None:
         slabs = SlabAllocator(8 * MIB)
         offsets = fill(slabs, nbytes)
-        steps = {"first in, first out": offsets, "last in, first out": offsets[::-1], "every other one": offsets[::2] + offsets[1::2]}
+        steps = {
+            "first in, first out": offsets,
+            "last in, first out": offsets[::-1],
+            "every other one": offsets[::2] + offsets[1::2],
+        }
         for offset in steps[order]:
             slabs.free(offset)
         assert slabs.used_bytes == 0
@@ -170,7 +196,9 @@ class TestFree:
         with pytest.raises(AssertionError):
             slabs.free(offset)
 
-    @pytest.mark.parametrize("offset", [1, 100, 120 * KIB - ALIGNMENT, 8 * 120 * KIB, SLAB_BYTES, -ALIGNMENT, 64 * MIB])
+    @pytest.mark.parametrize(
+        "offset", [1, 100, 120 * KIB - ALIGNMENT, 8 * 120 * KIB, SLAB_BYTES, -ALIGNMENT, 64 * MIB]
+    )
     def test_freeing_what_was_never_given_is_a_bug(self, offset: int) -> None:
         slabs = SlabAllocator(4 * MIB)
         assert slabs.allocate(120 * KIB) == 0
@@ -192,7 +220,9 @@ class Allocating(RuleBasedStateMachine):
     def allocate(self, nbytes: int) -> object:
         offset = self.slabs.allocate(nbytes)
         if offset is None:
-            assert self.largest_gap() < size_class(nbytes) + 2 * SLAB_BYTES, "a gap this large has room beside the slabs at its ends"
+            assert self.largest_gap() < size_class(nbytes) + 2 * SLAB_BYTES, (
+                "a gap this large has room beside the slabs at its ends"
+            )
             return multiple()
         self.take(offset, nbytes)
         return offset
@@ -219,11 +249,17 @@ class Allocating(RuleBasedStateMachine):
         starts = sorted(self.taken)
         at = bisect_left(starts, offset)
         assert at == len(starts) or offset + size_class(nbytes) <= starts[at], "overlaps the next"
-        assert at == 0 or starts[at - 1] + self.taken[starts[at - 1]] <= offset, "overlaps the one before"
+        assert at == 0 or starts[at - 1] + self.taken[starts[at - 1]] <= offset, (
+            "overlaps the one before"
+        )
         self.taken[offset] = size_class(nbytes)
 
     def largest_gap(self) -> int:
-        edges = [(0, 0), *sorted((offset, offset + size) for offset, size in self.taken.items()), (self.slabs.capacity, 0)]
+        edges = [
+            (0, 0),
+            *sorted((offset, offset + size) for offset, size in self.taken.items()),
+            (self.slabs.capacity, 0),
+        ]
         return max(start - end for (_, end), (start, _) in pairwise(edges))
 
     @invariant()

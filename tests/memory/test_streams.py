@@ -1,4 +1,7 @@
-"""The drivers over torch. Torch has streams for the CPU, too, which run at once: the same code, without lateness."""
+"""The drivers over torch.
+
+Torch has streams for the CPU, too, which run at once: the same code, without lateness.
+"""
 
 import inspect
 import re
@@ -37,7 +40,9 @@ def test_chunks_go_through_the_ring_and_come_back() -> None:
     assert transfer.wait() == [None]
     assert (buffer == expected).all()
     other = make("NHD", layers=3, seed=1)
-    assert ours.scatter([Piece(other.view, np.array([6, 0, 1, 2]), buffer, places)], after=ours.mark()).wait() == [None]
+    assert ours.scatter(
+        [Piece(other.view, np.array([6, 0, 1, 2]), buffer, places)], after=ours.mark()
+    ).wait() == [None]
     again = np.zeros_like(buffer)
     HostCopier().gather([Piece(other.view, np.array([6, 0, 1, 2]), again, places)], after=None)
     assert (again == expected).all()
@@ -51,7 +56,10 @@ def test_host_memory_is_not_pinned_and_copies_reach_the_rings_alone() -> None:
 
 
 def test_errors_of_torch_are_errors_of_the_device() -> None:
-    with pytest.raises(DeviceError, match=r"^CUDA error: an illegal memory access$"), device_errors():
+    with (
+        pytest.raises(DeviceError, match=r"^CUDA error: an illegal memory access$"),
+        device_errors(),
+    ):
         raise RuntimeError("CUDA error: an illegal memory access\nCompile with ...")
 
 
@@ -62,7 +70,10 @@ def test_host_memory_has_the_host_s_copier() -> None:
 
 def test_the_host_s_copier_takes_no_blocks_of_a_device() -> None:
     engine = make("NHD")
-    view, places = replace(engine.view, device="cuda:0"), ChunkBytes(np.zeros(1, np.int64), np.full(1, 8))
+    view, places = (
+        replace(engine.view, device="cuda:0"),
+        ChunkBytes(np.zeros(1, np.int64), np.full(1, 8)),
+    )
     piece = Piece(view, np.array([0, 1]), np.zeros(1 << 16, np.uint8), places)
     for copy in (HostCopier().gather, HostCopier().scatter):
         with pytest.raises(ValueError, match="blocks on cuda:0 need a copier of that device"):
@@ -71,12 +82,17 @@ def test_the_host_s_copier_takes_no_blocks_of_a_device() -> None:
 
 def test_the_calls_of_the_cuda_driver_are_those_of_the_library() -> None:
     """Where there is no GPU: names, arguments and constants. What they do was not run here."""
-    cuda = pytest.importorskip("cuda.bindings.driver", reason="no cuda-bindings in this environment")
+    cuda = pytest.importorskip(
+        "cuda.bindings.driver", reason="no cuda-bindings in this environment"
+    )
     from kvhold.memory.device import cuda as ours
 
     names = set(re.findall(r"(?<!torch\.)\bcuda\.(cu\w+|CU\w+)", inspect.getsource(ours)))
     assert {"cuMemHostRegister", "cuMemcpyBatchAsync", "CUdeviceptr"} <= names
     assert all(hasattr(cuda, name) for name in names), names
     arguments = cuda.cuMemcpyBatchAsync.__doc__.split(")")[0]
-    order = [arguments.index(name) for name in ("dsts", "srcs", "sizes", "count", "attrs", "attrsIdxs", "numAttrs", "hStream")]
+    order = [
+        arguments.index(name)
+        for name in ("dsts", "srcs", "sizes", "count", "attrs", "attrsIdxs", "numAttrs", "hStream")
+    ]
     assert order == sorted(order)

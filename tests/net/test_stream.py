@@ -32,7 +32,9 @@ async def turns(count: int) -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_value_larger_than_the_connection_holds_arrives_whole(pair: tuple[Stream, Stream]) -> None:
+async def test_a_value_larger_than_the_connection_holds_arrives_whole(
+    pair: tuple[Stream, Stream],
+) -> None:
     value, into = os.urandom(SIZE), bytearray(SIZE + 10)
     sending = asyncio.create_task(pair[0].send([b"head", value, b"end"]))
     assert await pair[1].read(4) == b"head"
@@ -60,7 +62,9 @@ async def test_whoever_closes_ends_the_reading(pair: tuple[Stream, Stream]) -> N
         await reading
 
 
-async def test_a_reading_that_was_cancelled_has_let_go_of_its_memory(pair: tuple[Stream, Stream]) -> None:
+async def test_a_reading_that_was_cancelled_has_let_go_of_its_memory(
+    pair: tuple[Stream, Stream],
+) -> None:
     into = bytearray(SIZE)
     reading = asyncio.create_task(pair[1].read_into([memoryview(into)], SIZE))
     await pair[0].send([b"1" * 100_000])
@@ -92,7 +96,9 @@ async def test_others_have_their_turns_while_a_value_arrives(pair: tuple[Stream,
     assert had > 3
 
 
-async def test_questions_and_answers_of_any_size_follow_one_another(pair: tuple[Stream, Stream]) -> None:
+async def test_questions_and_answers_of_any_size_follow_one_another(
+    pair: tuple[Stream, Stream],
+) -> None:
     async def answer(sizes: list[int]) -> None:
         for size in sizes:
             assert await pair[1].read(3) == b"ask"
@@ -116,7 +122,9 @@ async def read_once(pair: tuple[Stream, Stream], content: bytes) -> int:
     return pair[1]._sock.fileno()
 
 
-async def test_what_comes_while_nobody_reads_does_not_keep_the_loop_busy_and_is_read_later(pair: tuple[Stream, Stream]) -> None:
+async def test_what_comes_while_nobody_reads_does_not_keep_the_loop_busy_and_is_read_later(
+    pair: tuple[Stream, Stream],
+) -> None:
     descriptor = await read_once(pair, b"first")
     await pair[0].send([b"later"])
     await turns(5)
@@ -126,7 +134,9 @@ async def test_what_comes_while_nobody_reads_does_not_keep_the_loop_busy_and_is_
     assert await read_once(pair, b"again") == descriptor
 
 
-async def test_an_end_that_comes_while_nobody_reads_is_met_by_the_next_who_does(pair: tuple[Stream, Stream]) -> None:
+async def test_an_end_that_comes_while_nobody_reads_is_met_by_the_next_who_does(
+    pair: tuple[Stream, Stream],
+) -> None:
     await read_once(pair, b"first")
     pair[0].close()
     await turns(5)
@@ -156,7 +166,9 @@ def test_a_connection_may_outlive_its_loop() -> None:
 
 
 @pytest.mark.parametrize("pieces", [(3, 97), (4, 90, 6), (50, 49, 1), (1,) * 100])
-async def test_of_somebody_who_may_say_little_no_byte_more_is_received(pair: tuple[Stream, Stream], pieces: tuple[int, ...]) -> None:
+async def test_of_somebody_who_may_say_little_no_byte_more_is_received(
+    pair: tuple[Stream, Stream], pieces: tuple[int, ...]
+) -> None:
     pair[1].allowed_bytes = 100
     reading = asyncio.create_task(pair[1].read(101))
     for nbytes in (*pieces, 1):
@@ -167,7 +179,9 @@ async def test_of_somebody_who_may_say_little_no_byte_more_is_received(pair: tup
     assert pair[1]._sock.recv(10) == bytes(1), "that one byte is still in the socket"
 
 
-async def test_who_has_said_what_it_may_goes_on_when_it_may_say_more(pair: tuple[Stream, Stream]) -> None:
+async def test_who_has_said_what_it_may_goes_on_when_it_may_say_more(
+    pair: tuple[Stream, Stream],
+) -> None:
     pair[1].allowed_bytes = 100
     await pair[0].send([b"x" * 100, b"y" * SIZE_OF_A_SOCKET])
     assert await pair[1].read(100) == b"x" * 100

@@ -1,4 +1,6 @@
-"""Messages survive every way a stream can be cut, and bytes that are none are refused before they cost anything."""
+"""Messages survive every way a stream can be cut, and bytes that are none are refused before they
+cost anything.
+"""
 
 from contextlib import suppress
 
@@ -20,7 +22,9 @@ ANSWERS: Decoder[m.Answer] = Decoder(m.Answer)
 LAYOUT = Layout(
     groups=(
         Group(layers=2, planes=2, heads=4, head_dim=64, dtype="bfloat16", rotary="theta=1e6"),
-        Group(layers=1, planes=1, heads=1, head_dim=8, dtype="float32", attention="sliding", window=5),
+        Group(
+            layers=1, planes=1, heads=1, head_dim=8, dtype="float32", attention="sliding", window=5
+        ),
     ),
     tokens_per_chunk=32,
     tail_tokens=8,
@@ -30,10 +34,26 @@ number = st.integers(-(2**63), 2**64 - 1)
 rows = st.lists(st.lists(st.integers(-1, 2**48), max_size=4), max_size=3)
 requests = st.one_of(
     st.just(m.Register(LAYOUT)),
-    st.builds(m.Lookup, st.builds(Query, st.binary(), st.binary(), number, st.binary(), st.binary(), st.lists(number).map(tuple))),
+    st.builds(
+        m.Lookup,
+        st.builds(
+            Query,
+            st.binary(),
+            st.binary(),
+            number,
+            st.binary(),
+            st.binary(),
+            st.lists(number).map(tuple),
+        ),
+    ),
     st.builds(m.Claim, number, number, number),
     st.builds(m.Release, number),
-    st.builds(m.Reserve, st.binary(), st.builds(ChunkNames, st.binary(), st.binary(), number, number), number),
+    st.builds(
+        m.Reserve,
+        st.binary(),
+        st.builds(ChunkNames, st.binary(), st.binary(), number, number),
+        number,
+    ),
     st.builds(m.Commit, number, st.lists(number)),
     st.builds(m.Abandon, number),
     st.builds(m.Clear, st.none() | st.binary()),
@@ -71,7 +91,10 @@ def test_however_a_stream_is_cut_the_same_messages_come_out(sent, data):
 
 
 def test_what_is_not_whole_yet_is_kept_when_the_reader_uses_its_memory_for_what_comes_next():
-    stream, memory = bytes(encode(m.Refused("one", False)) + encode(m.Refused("two", True))), bytearray(64)
+    stream, memory = (
+        bytes(encode(m.Refused("one", False)) + encode(m.Refused("two", True))),
+        bytearray(64),
+    )
     splitter, received = Splitter(), []
     for at in range(0, len(stream), 7):
         piece = stream[at : at + 7]
@@ -83,7 +106,11 @@ def test_what_is_not_whole_yet_is_kept_when_the_reader_uses_its_memory_for_what_
 def test_a_stream_that_comes_byte_by_byte_is_read():
     sent = [m.Ping(), m.Commit(3, list(range(40)), bytes(320)), m.Status()]
     splitter = Splitter()
-    assert [REQUESTS.decode(body) for byte in b"".join(map(encode, sent)) for body in splitter.feed(bytes([byte]))] == sent
+    assert [
+        REQUESTS.decode(body)
+        for byte in b"".join(map(encode, sent))
+        for body in splitter.feed(bytes([byte]))
+    ] == sent
 
 
 def test_a_reader_that_stops_in_the_middle_gets_each_message_once():
@@ -119,7 +146,9 @@ def test_the_longest_message_passes_and_one_byte_more_is_not_sent():
         encode(m.Refused(longest.reason + "x", True))
 
 
-@pytest.mark.parametrize("message", [m.Claim(2**64, 0, 0), m.Hello("kvhold", 1, "\udcff", 1)], ids=["number", "text"])
+@pytest.mark.parametrize(
+    "message", [m.Claim(2**64, 0, 0), m.Hello("kvhold", 1, "\udcff", 1)], ids=["number", "text"]
+)
 def test_what_cannot_be_written_is_our_error(message):
     with pytest.raises(ProtocolError):
         encode(message)
@@ -155,6 +184,8 @@ def test_one_sides_messages_are_not_the_others():
 
 def test_a_layout_that_cannot_be_is_refused_with_its_reason():
     group = {"layers": 0, "planes": 2, "heads": 1, "head_dim": 1, "dtype": "int8"}
-    body = msgspec.msgpack.encode(["Register", {"groups": [group], "tokens_per_chunk": 16, "tail_tokens": 1}])
+    body = msgspec.msgpack.encode(
+        ["Register", {"groups": [group], "tokens_per_chunk": 16, "tail_tokens": 1}]
+    )
     with pytest.raises(ProtocolError, match=r"group\.layers is 0"):
         REQUESTS.decode(body)

@@ -38,7 +38,9 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def start_node(nothing_is_left: None, tmp_path: Path) -> Iterator[Callable[..., RunningNode]]:
-    """A function that starts a node on a socket in `tmp_path`, with more arguments for `kvhold serve` if given."""
+    """A function that starts a node on a socket in `tmp_path`, with more arguments for `kvhold
+    serve` if given.
+    """
     with ExitStack() as started:
 
         def start(*arguments: str) -> RunningNode:

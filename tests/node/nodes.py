@@ -1,4 +1,6 @@
-"""Real nodes, real clients, and clients that do not keep to the protocol, for the tests of this folder."""
+"""Real nodes, real clients, and clients that do not keep to the protocol, for the tests of this
+folder.
+"""
 
 import os
 import signal
@@ -53,7 +55,9 @@ def clean_environ(**more: str) -> dict[str, str]:
 
 def run_kvhold(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvhold", *arguments]
-    return subprocess.run(command, env=clean_environ(**environ), capture_output=True, text=True, timeout=PATIENT_S)
+    return subprocess.run(
+        command, env=clean_environ(**environ), capture_output=True, text=True, timeout=PATIENT_S
+    )
 
 
 def open_descriptors() -> dict[int, str]:
@@ -72,9 +76,21 @@ class RunningNode:
         self.path = path
         self.log = path.with_suffix(".test-log")
         self._clients: list[NodeClient] = []
-        command = [sys.executable, "-m", "kvhold", "serve", "--socket", str(path), "--ram-bytes", "16MiB", *arguments]
+        command = [
+            sys.executable,
+            "-m",
+            "kvhold",
+            "serve",
+            "--socket",
+            str(path),
+            "--ram-bytes",
+            "16MiB",
+            *arguments,
+        ]
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=clean_environ())
+            self.process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=log, text=True, env=clean_environ()
+            )
         assert self.process.stdout is not None
         with self.process.stdout as said:
             self.ready = said.readline()
@@ -128,7 +144,9 @@ class RawClient:
         self.number = 0  # of the last request
         if greet:
             self.say(m.Hello(m.MAGIC, m.PROTOCOL_VERSION, "raw", os.getpid()))
-            assert isinstance(self.hear(), m.Welcome)  # the arena's descriptor, not asked for, is dropped by the kernel
+            assert isinstance(
+                self.hear(), m.Welcome
+            )  # the arena's descriptor, not asked for, is dropped by the kernel
             self.greeted = True
 
     def say(self, message: m.Message) -> None:
@@ -176,9 +194,13 @@ class RawClient:
 
 
 class FakeNode:
-    """Listens where a node would, and says what the test tells it to: one list a connection, one element a message heard."""
+    """Listens where a node would, and says what the test tells it to: one list a connection, one
+    element a message heard.
+    """
 
-    def __init__(self, path: Path, *conversations: list[bytes | Callable[[socket.socket], None]]) -> None:
+    def __init__(
+        self, path: Path, *conversations: list[bytes | Callable[[socket.socket], None]]
+    ) -> None:
         self._conversations = conversations
         self._fd = os.memfd_create("fake-arena", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, 2 << 20)
@@ -195,7 +217,10 @@ class FakeNode:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
-            with connection, suppress(ConnectionError):  # the client may hang up at any time, even with something unread
+            with (
+                connection,
+                suppress(ConnectionError),
+            ):  # the client may hang up at any time, even with something unread
                 connection.settimeout(PATIENT_S)
                 for said in conversation:
                     connection.recv(65536)
@@ -236,12 +261,17 @@ def filled_room(client: NodeClient, num_tokens: int, seed: int) -> tuple[Any, np
 def bytes_of(room: Any) -> np.ndarray:
     places = room.chunks()
     return np.concatenate(
-        [room.buffer[at : at + PLAIN.chunk_bytes(0, int(n))] for at, n in zip(places.offsets, places.num_tokens, strict=True)]
+        [
+            room.buffer[at : at + PLAIN.chunk_bytes(0, int(n))]
+            for at, n in zip(places.offsets, places.num_tokens, strict=True)
+        ]
     )
 
 
 def set_deadlines(client: NodeClient, **settings: float) -> None:
-    """Its settings, from now on: it has joined in peace, and what the test breaks is given up soon."""
+    """Its settings, from now on: it has joined in peace, and what the test breaks is
+    given up soon.
+    """
     client._config = replace(client._config, **settings)
 
 

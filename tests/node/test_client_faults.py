@@ -1,4 +1,6 @@
-"""Clients die, hang and misuse their connection; the node takes back what they held, when they can no longer touch it."""
+"""Clients die, hang and misuse their connection; the node takes back what they held, when they can
+no longer touch it.
+"""
 
 import os
 import signal
@@ -63,7 +65,10 @@ def child(node: RunningNode, work: str) -> Iterator[subprocess.Popen[str]]:
 def test_a_client_killed_in_the_middle_of_a_store_leaves_nothing(shared_node: RunningNode) -> None:
     with shared_node.client() as client:
         client.register(SPACE)
-        with child(shared_node, "rooms = [write_half(client, 64, seed) for seed in (1, 2)]; rooms[1].commit([0])") as process:
+        with child(
+            shared_node,
+            "rooms = [write_half(client, 64, seed) for seed in (1, 2)]; rooms[1].commit([0])",
+        ) as process:
             assert held_by(client) == {"tickets": 0, "loans": 0, "rooms": 2}
             used = client.status()["used_bytes"]
             assert store(client, a_prompt(SPACE, 64, 1)) == [], "it is being written"
@@ -78,11 +83,16 @@ def test_a_client_killed_in_the_middle_of_a_store_leaves_nothing(shared_node: Ru
         assert client.status()["used_bytes"] == 0
 
 
-def test_a_client_killed_while_it_holds_loans_and_hits_gives_them_back(shared_node: RunningNode) -> None:
+def test_a_client_killed_while_it_holds_loans_and_hits_gives_them_back(
+    shared_node: RunningNode,
+) -> None:
     with shared_node.client() as client:
         client.register(SPACE)
         store(client, a_prompt(SPACE, 64))
-        work = "hits = [client.lookup(a_prompt(SPACE, 64).query()) for _ in range(3)]; loan = client.claim(hits[0].ticket)"
+        work = (
+            "hits = [client.lookup(a_prompt(SPACE, 64).query()) for _ in range(3)]; loan = "
+            "client.claim(hits[0].ticket)"
+        )
         with child(shared_node, work) as process:
             assert held_by(client) == {"tickets": 3, "loans": 1, "rooms": 0}
             assert client.clear() == 4
@@ -93,9 +103,14 @@ def test_a_client_killed_while_it_holds_loans_and_hits_gives_them_back(shared_no
         assert client.status()["pinned_chunks"] == 0
 
 
-def test_a_ticket_is_claimed_in_another_process_and_outlives_the_one_that_looked_up(shared_node: RunningNode) -> None:
+def test_a_ticket_is_claimed_in_another_process_and_outlives_the_one_that_looked_up(
+    shared_node: RunningNode,
+) -> None:
     prompt = a_prompt(SPACE, 72)
-    with shared_node.client(name="scheduler") as scheduler, shared_node.client(name="worker") as worker:
+    with (
+        shared_node.client(name="scheduler") as scheduler,
+        shared_node.client(name="worker") as worker,
+    ):
         scheduler.register(SPACE)
         store(worker, prompt)
         hit = scheduler.lookup(prompt.query())
@@ -118,12 +133,17 @@ def test_several_clients_claim_one_shard_and_each_ends_by_itself(shared_node: Ru
         store(scheduler, prompt)
         workers = [shared_node.client() for _ in range(3)]
         hit = scheduler.lookup(prompt.query())
-        loans = [worker.claim(hit.ticket, first_chunk=first) for worker, first in zip(workers, (0, 1, 3), strict=True)]
+        loans = [
+            worker.claim(hit.ticket, first_chunk=first)
+            for worker, first in zip(workers, (0, 1, 3), strict=True)
+        ]
         scheduler.close()  # and with it the hit
         for worker, loan, left in zip(workers, loans, (3, 1, 0), strict=True):
             assert loan is not None
             check(loan, prompt, 64)
-            worker.close()  # without letting go, but for its connection: the loan keeps the memory until it is closed
+            # without letting go, but for its connection: the loan keeps the memory until it is
+            # closed
+            worker.close()
             loan.close()
             eventually(lambda left=left: watcher.status()["pinned_chunks"] == left)
         assert held_by(watcher) == NOTHING
@@ -142,7 +162,9 @@ def test_what_one_client_is_writing_another_gets_no_memory_for(shared_node: Runn
         two.clear()
 
 
-def test_memory_of_a_client_that_lost_its_connection_is_nobody_elses_until_it_has_let_go(node: RunningNode) -> None:
+def test_memory_of_a_client_that_lost_its_connection_is_nobody_elses_until_it_has_let_go(
+    node: RunningNode,
+) -> None:
     client = node.client()
     client.register(SPACE)
     store(client, a_prompt(SPACE, 64, 2))
@@ -164,7 +186,9 @@ def test_memory_of_a_client_that_lost_its_connection_is_nobody_elses_until_it_ha
     with pytest.raises(NodeError):
         room.commit()
     eventually(lambda: works(client))
-    assert store(client, a_prompt(SPACE, 64, 1)) == [0, 1, 2, 3], "in other memory, over its new connection"
+    assert store(client, a_prompt(SPACE, 64, 1)) == [0, 1, 2, 3], (
+        "in other memory, over its new connection"
+    )
     assert (bytes_of(room) == written).all()
     room.close()
     assert held_by(other)["loans"] == 1
@@ -175,7 +199,9 @@ def test_memory_of_a_client_that_lost_its_connection_is_nobody_elses_until_it_ha
     assert other.status()["used_bytes"] == 0
 
 
-def test_a_client_that_breaks_the_rules_keeps_its_memory_until_it_hangs_up(shared_node: RunningNode) -> None:
+def test_a_client_that_breaks_the_rules_keeps_its_memory_until_it_hangs_up(
+    shared_node: RunningNode,
+) -> None:
     prompt = a_prompt(SPACE, 64)
     with shared_node.client() as client, RawClient(shared_node.path, greet=True) as raw:
         client.register(SPACE)
@@ -216,7 +242,9 @@ def test_a_call_cut_short_does_not_leave_its_answer_to_the_next(node: RunningNod
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    assert eventually(lambda: found_by(client, a_prompt(SPACE, 64, 2))) == [0], "not the answer to the other prompt"
+    assert eventually(lambda: found_by(client, a_prompt(SPACE, 64, 2))) == [0], (
+        "not the answer to the other prompt"
+    )
     eventually(lambda: held_by(client) == NOTHING)
 
 
@@ -229,7 +257,9 @@ def found_by(client: NodeClient, prompt: Prompt) -> list[int]:
         return []
 
 
-def test_a_request_too_long_to_be_sent_is_an_error_and_costs_nothing_else(shared_node: RunningNode) -> None:
+def test_a_request_too_long_to_be_sent_is_an_error_and_costs_nothing_else(
+    shared_node: RunningNode,
+) -> None:
     with shared_node.client() as client:
         client.register(SPACE)
         room, _ = filled_room(client, 64, 1)
@@ -242,11 +272,16 @@ def test_a_request_too_long_to_be_sent_is_an_error_and_costs_nothing_else(shared
         assert held_by(client) == NOTHING
 
 
-def test_many_threads_share_a_client_and_none_waits_for_one_that_holds_a_room(shared_node: RunningNode) -> None:
+def test_many_threads_share_a_client_and_none_waits_for_one_that_holds_a_room(
+    shared_node: RunningNode,
+) -> None:
     with shared_node.client() as client:
         client.register(SPACE)
         with client.reserve(PLAIN, a_prompt(SPACE, 64, 99).chunks()):
-            threads = [threading.Thread(target=store, args=(client, a_prompt(SPACE, 64, seed))) for seed in range(8)]
+            threads = [
+                threading.Thread(target=store, args=(client, a_prompt(SPACE, 64, seed)))
+                for seed in range(8)
+            ]
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -262,9 +297,17 @@ def test_a_fork_of_a_client_is_told_so_and_disturbs_nobody(shared_node: RunningN
         store(client, prompt)
         hit = client.lookup(prompt.query())
         room = client.reserve(PLAIN, a_prompt(SPACE, 64, 1).chunks())
-        pid = _fork(lambda: _is_refused(client.status) and _is_refused(room.commit) and _closes(hit, room, client))
+        pid = _fork(
+            lambda: (
+                _is_refused(client.status)
+                and _is_refused(room.commit)
+                and _closes(hit, room, client)
+            )
+        )
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        assert held_by(client) == {"tickets": 1, "loans": 0, "rooms": 1}, "the child gave nothing of ours away"
+        assert held_by(client) == {"tickets": 1, "loans": 0, "rooms": 1}, (
+            "the child gave nothing of ours away"
+        )
         room.close()
         loan = client.claim(hit.ticket)
         assert loan is not None
@@ -273,7 +316,9 @@ def test_a_fork_of_a_client_is_told_so_and_disturbs_nobody(shared_node: RunningN
         client.clear()
 
 
-def test_a_fork_made_while_a_thread_has_the_clients_lock_can_close_the_client(shared_node: RunningNode) -> None:
+def test_a_fork_made_while_a_thread_has_the_clients_lock_can_close_the_client(
+    shared_node: RunningNode,
+) -> None:
     with shared_node.client() as client:
         with client._lock:
             pid = _fork(lambda: client._lock.acquire(blocking=False))
@@ -282,7 +327,9 @@ def test_a_fork_made_while_a_thread_has_the_clients_lock_can_close_the_client(sh
 
 def _fork(work: Callable[[], bool]) -> int:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # forking a process with threads: what the test is about
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # forking a process with threads: what the test is about
         pid = os.fork()
     if not pid:
         status = 2
@@ -310,12 +357,18 @@ def _closes(*things: object) -> bool:
 def test_no_child_process_inherits_the_arena(shared_node: RunningNode) -> None:
     with shared_node.client() as client:
         assert client.arena_buffer.nbytes == 16 << 20
-        arenas = [fd for fd, target in open_descriptors().items() if target.startswith("/memfd:kvhold-arena")]
+        arenas = [
+            fd
+            for fd, target in open_descriptors().items()
+            if target.startswith("/memfd:kvhold-arena")
+        ]
         assert arenas
         assert not any(map(os.get_inheritable, arenas))
 
 
-def test_a_client_without_a_deadline_of_its_own_waits_no_longer_than_its_setting(node: RunningNode) -> None:
+def test_a_client_without_a_deadline_of_its_own_waits_no_longer_than_its_setting(
+    node: RunningNode,
+) -> None:
     client = node.client(call_timeout_s=0.2)
     with node.stopped():
         before = time.monotonic()

@@ -1,4 +1,6 @@
-"""Clients that die with children left, stall, are too many, or are ended by hand: what they held goes back, and nobody else is hurt."""
+"""Clients that die with children left, stall, are too many, or are ended by hand: what they held
+goes back, and nobody else is hurt.
+"""
 
 import errno
 import json
@@ -81,7 +83,9 @@ signal.pause()
 
 
 @pytest.mark.parametrize("fork", ["os.fork()", FORK_IN_C], ids=["by Python", "by a library"])
-def test_a_killed_client_gives_back_what_it_held_though_a_child_of_it_lives(shared_node: RunningNode, fork: str) -> None:
+def test_a_killed_client_gives_back_what_it_held_though_a_child_of_it_lives(
+    shared_node: RunningNode, fork: str
+) -> None:
     with shared_node.client() as client, forking(shared_node, fork) as process:
         client.register(SPACE)
         assert held_by(client)["rooms"] == 1
@@ -101,14 +105,18 @@ for link in list(_links):
 """
 
 
-def test_memory_that_a_device_may_write_goes_back_when_its_process_has_ended(shared_node: RunningNode) -> None:
+def test_memory_that_a_device_may_write_goes_back_when_its_process_has_ended(
+    shared_node: RunningNode,
+) -> None:
     with shared_node.client() as client:
         client.register(SPACE)
         with child(shared_node, CLOSES.format(first="")):
             eventually(lambda: held_by(client) == NOTHING)
         with child(shared_node, CLOSES.format(first="client.map_for_device()")) as process:
             pid = process.pid
-            eventually(lambda: [one.rooms for one in client.clients() if one.pid == pid] == [1, 0])  # it has joined again
+            eventually(
+                lambda: [one.rooms for one in client.clients() if one.pid == pid] == [1, 0]
+            )  # it has joined again
             assert client._link is not None
             for one in client.clients():  # nobody departs for another process
                 client._call(m.Departed(client._link.welcome.run, one.number), m.Done, None)
@@ -119,7 +127,9 @@ def test_memory_that_a_device_may_write_goes_back_when_its_process_has_ended(sha
         client.clear()
 
 
-def test_memory_that_a_device_may_write_goes_back_when_its_process_says_that_no_copy_is_under_way(shared_node: RunningNode) -> None:
+def test_memory_that_a_device_may_write_goes_back_when_its_process_says_that_no_copy_is_under_way(
+    shared_node: RunningNode,
+) -> None:
     with shared_node.client() as client, shared_node.client() as other:
         other.register(SPACE)
         other.map_for_device()
@@ -132,7 +142,9 @@ def test_memory_that_a_device_may_write_goes_back_when_its_process_says_that_no_
         assert lost.welcome.number in numbers
         assert held_by(client)["rooms"] == 1
         with RawClient(shared_node.path, greet=True) as raw:
-            assert raw.ask(m.Departed(lost.welcome.run + 1, lost.welcome.number)) == m.Done(), "of an earlier node"
+            assert raw.ask(m.Departed(lost.welcome.run + 1, lost.welcome.number)) == m.Done(), (
+                "of an earlier node"
+            )
         assert held_by(client)["rooms"] == 1
         room.close()
         eventually(lambda: held_by(client) == NOTHING)
@@ -141,7 +153,9 @@ def test_memory_that_a_device_may_write_goes_back_when_its_process_says_that_no_
         client.clear()
 
 
-def test_a_client_with_a_device_that_holds_nothing_leaves_at_once_and_leaves_no_descriptor(shared_node: RunningNode) -> None:
+def test_a_client_with_a_device_that_holds_nothing_leaves_at_once_and_leaves_no_descriptor(
+    shared_node: RunningNode,
+) -> None:
     with shared_node.client() as client:
         before = len(list(Path(f"/proc/{shared_node.pid}/fd").iterdir()))
         for _ in range(3):
@@ -149,15 +163,25 @@ def test_a_client_with_a_device_that_holds_nothing_leaves_at_once_and_leaves_no_
                 read_only, writable = other.map_for_device()
                 other.map_for_device()
                 other.report_pinned(4096)
-                assert [(one.device, one.pinned_bytes) for one in client.clients()] == [(False, 0), (True, 4096)]
-                assert read_only.size == writable.size and writable.flags.writeable and not read_only.flags.writeable
+                assert [(one.device, one.pinned_bytes) for one in client.clients()] == [
+                    (False, 0),
+                    (True, 4096),
+                ]
+                assert (
+                    read_only.size == writable.size
+                    and writable.flags.writeable
+                    and not read_only.flags.writeable
+                )
         eventually(lambda: len(list(Path(f"/proc/{shared_node.pid}/fd").iterdir())) <= before)
         assert held_by(client) == NOTHING
 
 
-async def test_where_a_process_cannot_be_watched_no_device_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_where_a_process_cannot_be_watched_no_device_is_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     here = psutil.Process()
-    start = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # noqa: ASYNC240 - of the kernel
+    # of the kernel
+    start = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # noqa: ASYNC240
 
     class OldKernel:
         def getsockopt(self, *_: int) -> bytes:
@@ -173,9 +197,14 @@ async def test_where_a_process_cannot_be_watched_no_device_is_served(monkeypatch
 
 
 def test_a_client_that_lives_keeps_what_it_holds(shared_node: RunningNode) -> None:
-    with shared_node.client() as client, child(shared_node, "rooms = [write_half(client, 64, 1)]") as process:
+    with (
+        shared_node.client() as client,
+        child(shared_node, "rooms = [write_half(client, 64, 1)]") as process,
+    ):
         process.send_signal(signal.SIGSTOP)
-        with RawClient(shared_node.path) as raw:  # until the node has looked after its clients several times
+        with RawClient(
+            shared_node.path
+        ) as raw:  # until the node has looked after its clients several times
             assert isinstance(raw.hear(), m.Refused)
         assert held_by(client)["rooms"] == 1
         process.send_signal(signal.SIGCONT)
@@ -208,7 +237,9 @@ def test_a_zombie_has_ended() -> None:
     assert peer.has_ended()
 
 
-def test_a_process_is_not_looked_for_in_another_namespaces_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_is_not_looked_for_in_another_namespaces_proc(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         assert Peer.of(ours).start > 0
@@ -260,7 +291,16 @@ def test_clients_are_listed_with_what_they_hold(node: RunningNode) -> None:
     (row,) = json.loads(run_kvhold("clients", "--socket", str(node.path), "--json").stdout)
     used = client.status()["used_bytes"]
     assert row.pop("silent_s") >= 0
-    expected = {"id": "c1", "name": "engine", "pid": os.getpid(), "alive": True, "hits": 1, "loans": 1, "rooms": 1, "nbytes": used}
+    expected = {
+        "id": "c1",
+        "name": "engine",
+        "pid": os.getpid(),
+        "alive": True,
+        "hits": 1,
+        "loans": 1,
+        "rooms": 1,
+        "nbytes": used,
+    }
     assert row == expected | {"ended": False, "device": False, "pinned_bytes": 0}
     table = run_kvhold("clients", "--socket", str(node.path)).stdout.splitlines()
     assert [line.split()[0] for line in table] == ["ID", "c1"]
@@ -269,7 +309,9 @@ def test_clients_are_listed_with_what_they_hold(node: RunningNode) -> None:
         held.close()
 
 
-def test_a_client_that_is_kicked_is_not_answered_and_its_memory_goes_back_when_it_is_dead(node: RunningNode) -> None:
+def test_a_client_that_is_kicked_is_not_answered_and_its_memory_goes_back_when_it_is_dead(
+    node: RunningNode,
+) -> None:
     client = node.client()
     client.register(SPACE)
     with child(node, "rooms = [write_half(client, 64, 1)]") as process:
@@ -281,7 +323,9 @@ def test_a_client_that_is_kicked_is_not_answered_and_its_memory_goes_back_when_i
         assert held_by(client)["rooms"] == 1
         (row,) = [one for one in client.clients() if one.pid == process.pid]
         assert row.ended
-        assert store(client, a_prompt(SPACE, 64, 1)) == [0, 1, 2, 3], "what it had reserved is another's to write, at once"
+        assert store(client, a_prompt(SPACE, 64, 1)) == [0, 1, 2, 3], (
+            "what it had reserved is another's to write, at once"
+        )
         process.kill()
         eventually(lambda: held_by(client) == NOTHING)
     assert read(client, a_prompt(SPACE, 64, 1)) == 64
@@ -295,14 +339,21 @@ def test_a_client_that_was_kicked_by_mistake_joins_again(node: RunningNode) -> N
     assert sorted(one.number for one in other.clients()) == [2, 3]
 
 
-@pytest.mark.parametrize(("client", "status", "said"), [("c99", 1, "has no client c99"), ("x", 2, "neither an ID"), ("0", 2, "neither")])
-def test_who_is_not_there_cannot_be_kicked(shared_node: RunningNode, client: str, status: int, said: str) -> None:
+@pytest.mark.parametrize(
+    ("client", "status", "said"),
+    [("c99", 1, "has no client c99"), ("x", 2, "neither an ID"), ("0", 2, "neither")],
+)
+def test_who_is_not_there_cannot_be_kicked(
+    shared_node: RunningNode, client: str, status: int, said: str
+) -> None:
     done = run_kvhold("kick", client, "--socket", str(shared_node.path))
     assert done.returncode == status
     assert said in done.stderr
 
 
-def test_clients_that_all_claim_one_process_id_are_known_by_the_kernels(shared_node: RunningNode) -> None:
+def test_clients_that_all_claim_one_process_id_are_known_by_the_kernels(
+    shared_node: RunningNode,
+) -> None:
     with shared_node.client() as client, RawClient(shared_node.path) as raw:
         raw.say(m.Hello(m.MAGIC, m.PROTOCOL_VERSION, "in a container", 1))
         assert isinstance(raw.hear(), m.Welcome)
@@ -341,15 +392,24 @@ def descriptors_left(number: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 3])
-def test_an_engine_without_enough_descriptors_to_join_is_told_so(shared_node: RunningNode, number: int) -> None:
-    """One wakes the keeper, one is for ending waiting calls, one is the socket, and one is the arena."""
-    with descriptors_left(number), pytest.raises(NodeError, match=r"cannot join a node.*Too many open files"):
+def test_an_engine_without_enough_descriptors_to_join_is_told_so(
+    shared_node: RunningNode, number: int
+) -> None:
+    """One wakes the keeper, one is for ending waiting calls, one is the socket, and one is the
+    arena.
+    """
+    with (
+        descriptors_left(number),
+        pytest.raises(NodeError, match=r"cannot join a node.*Too many open files"),
+    ):
         NodeClient(shared_node.path, PATIENT)
     with descriptors_left(4), NodeClient(shared_node.path, PATIENT) as client:
         client.ping()
 
 
-def test_an_engine_without_a_descriptor_to_map_the_arena_is_told_so_and_may_try_again(shared_node: RunningNode) -> None:
+def test_an_engine_without_a_descriptor_to_map_the_arena_is_told_so_and_may_try_again(
+    shared_node: RunningNode,
+) -> None:
     with shared_node.client() as client:
         client.register(SPACE)
         assert client._link is not None
@@ -372,14 +432,27 @@ def many_descriptors() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_256_engines_of_two_processes_share_a_node_with_1024_descriptors(many_descriptors: None, tmp_path: Path) -> None:
+def test_256_engines_of_two_processes_share_a_node_with_1024_descriptors(
+    many_descriptors: None, tmp_path: Path
+) -> None:
     script = tmp_path / "limited"
     script.write_text(f'#!/bin/sh\nulimit -n 1024\nexec {sys.executable} "$@"\n')
     script.chmod(0o700)
     path, log = tmp_path / "s", tmp_path / "log"
     with log.open("wb") as output, ExitStack() as crowd:
-        command = [str(script), "-m", "kvhold", "serve", "--socket", str(path), "--ram-bytes", "4MiB"]
-        node = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=output, text=True, env=clean_environ())
+        command = [
+            str(script),
+            "-m",
+            "kvhold",
+            "serve",
+            "--socket",
+            str(path),
+            "--ram-bytes",
+            "4MiB",
+        ]
+        node = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=output, text=True, env=clean_environ()
+        )
         crowd.callback(node.wait, PATIENT_S)
         crowd.callback(node.terminate)
         assert node.stdout is not None
@@ -396,7 +469,9 @@ def test_256_engines_of_two_processes_share_a_node_with_1024_descriptors(many_de
 
         with pytest.raises(NodeError, match="ulimit -n"):
             join_until_refused()
-        assert all(engine.ask(m.Ping()) == m.Done() for engine in engines), "they are served as before"
+        assert all(engine.ask(m.Ping()) == m.Done() for engine in engines), (
+            "they are served as before"
+        )
         assert psutil.Process(node.pid).num_fds() < 1024, "some are left for tiers"
     text = log.read_text()
     assert "Traceback" not in text

@@ -42,7 +42,9 @@ def engine(shared_node: RunningNode, patient: None) -> NodeClient:
         client.clear()
 
 
-def test_status_shows_people_the_node_its_arena_its_clients_and_what_it_counted(engine: NodeClient, shared_node: RunningNode) -> None:
+def test_status_shows_people_the_node_its_arena_its_clients_and_what_it_counted(
+    engine: NodeClient, shared_node: RunningNode
+) -> None:
     shown = run(status, "--socket", str(shared_node.path))
     assert f"pid {shared_node.pid}" in shown
     assert "of 16.0 MiB used" in shown
@@ -52,10 +54,22 @@ def test_status_shows_people_the_node_its_arena_its_clients_and_what_it_counted(
     assert "kvhold_stored_chunks 4" in shown
 
 
-def test_status_as_json_is_one_object_of_the_same(engine: NodeClient, shared_node: RunningNode) -> None:
+def test_status_as_json_is_one_object_of_the_same(
+    engine: NodeClient, shared_node: RunningNode
+) -> None:
     shown = json.loads(run(status, "--json", "--socket", str(shared_node.path)))
     same = engine.status()
-    for name in ("pid", "socket", "version", "protocol", "arena_bytes", "used_bytes", "chunks", "held", "huge_pages"):
+    for name in (
+        "pid",
+        "socket",
+        "version",
+        "protocol",
+        "arena_bytes",
+        "used_bytes",
+        "chunks",
+        "held",
+        "huge_pages",
+    ):
         assert shown[name] == same[name]
     assert {c["name"] for c in shown["clients"]} == {"engine", "kvhold status"}
 
@@ -65,7 +79,9 @@ def test_a_second_after_its_start_a_node_faults_its_arena_in(engine: NodeClient)
     eventually(lambda: engine.status()["arena_touched_bytes"] == engine.status()["arena_bytes"])
 
 
-def test_status_finds_the_node_through_the_settings(engine: NodeClient, shared_node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_finds_the_node_through_the_settings(
+    engine: NodeClient, shared_node: RunningNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KVHOLD_NODE_SOCKET", str(shared_node.path))
     assert f"pid {shared_node.pid}" in run(status)
 
@@ -77,18 +93,49 @@ def test_stop_ends_the_node(node: RunningNode, patient: None) -> None:
 
 
 def test_serve_says_when_it_is_ready_and_what_it_has(shared_node: RunningNode) -> None:
-    assert shared_node.ready == f"kvhold node ready on {shared_node.path}: 16.0 MiB in normal pages, protocol {PROTOCOL_VERSION}\n"
+    assert (
+        shared_node.ready
+        == f"kvhold node ready on {shared_node.path}: 16.0 MiB in normal pages, protocol "
+        f"{PROTOCOL_VERSION}\n"
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "environ", "fault"),
     [
-        pytest.param(["status", "--socket", "{folder}/none"], {}, "no node runs on {folder}/none", id="no node for status"),
-        pytest.param(["stop", "--socket", "{folder}/none"], {}, "no node runs on {folder}/none", id="no node to stop"),
-        pytest.param(["serve", "--policy", "lrv", "--socket", "{folder}/s"], {}, "did you mean 'lru'", id="a bad setting"),
-        pytest.param(["serve", "--ram-bytes", "100TiB", "--socket", "{folder}/s"], {}, "100.0 TiB does not fit", id="too much memory"),
-        pytest.param(["serve", "--socket", "{folder}"], {}, "{folder} is there already, and is no socket", id="a folder as socket"),
-        pytest.param(["status"], {"KVHOLD_LOG_LEVEL": "loud"}, "KVHOLD_LOG_LEVEL", id="a bad log level"),
+        pytest.param(
+            ["status", "--socket", "{folder}/none"],
+            {},
+            "no node runs on {folder}/none",
+            id="no node for status",
+        ),
+        pytest.param(
+            ["stop", "--socket", "{folder}/none"],
+            {},
+            "no node runs on {folder}/none",
+            id="no node to stop",
+        ),
+        pytest.param(
+            ["serve", "--policy", "lrv", "--socket", "{folder}/s"],
+            {},
+            "did you mean 'lru'",
+            id="a bad setting",
+        ),
+        pytest.param(
+            ["serve", "--ram-bytes", "100TiB", "--socket", "{folder}/s"],
+            {},
+            "100.0 TiB does not fit",
+            id="too much memory",
+        ),
+        pytest.param(
+            ["serve", "--socket", "{folder}"],
+            {},
+            "{folder} is there already, and is no socket",
+            id="a folder as socket",
+        ),
+        pytest.param(
+            ["status"], {"KVHOLD_LOG_LEVEL": "loud"}, "KVHOLD_LOG_LEVEL", id="a bad log level"
+        ),
     ],
 )
 def test_what_cannot_be_done_is_one_line_and_exit_status_1(
@@ -104,7 +151,10 @@ def test_what_cannot_be_done_is_one_line_and_exit_status_1(
 
 @pytest.mark.parametrize(
     ("word", "says"),
-    [("statsu", "There is no command 'statsu'. Did you mean 'status'?"), ("xyzzy", "There is no command 'xyzzy'.")],
+    [
+        ("statsu", "There is no command 'statsu'. Did you mean 'status'?"),
+        ("xyzzy", "There is no command 'xyzzy'."),
+    ],
 )
 def test_a_command_that_is_unknown_is_answered_with_the_nearest(word: str, says: str) -> None:
     done = run_kvhold(word)
@@ -112,7 +162,9 @@ def test_a_command_that_is_unknown_is_answered_with_the_nearest(word: str, says:
     assert done.stderr.splitlines()[-1] == f"Error: {says}"
 
 
-def test_a_node_can_be_started_again_right_after_stop(start_node: Callable[..., RunningNode], patient: None) -> None:
+def test_a_node_can_be_started_again_right_after_stop(
+    start_node: Callable[..., RunningNode], patient: None
+) -> None:
     first = start_node()
     run(stop, "--socket", str(first.path))
     second = start_node()

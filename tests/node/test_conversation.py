@@ -64,7 +64,9 @@ def node(conversation: Conversation) -> Node:
     return Node(conversation)
 
 
-def ask(conversation: Conversation, request: m.Message, *, keep: bool = False, now_s: float = 0.0) -> Call:
+def ask(
+    conversation: Conversation, request: m.Message, *, keep: bool = False, now_s: float = 0.0
+) -> Call:
     call = conversation.prepare(request, keep=keep)
     conversation.begin(call, now_s)
     return call
@@ -79,7 +81,9 @@ def test_answers_are_matched_to_calls_in_any_order(conversation: Conversation, n
     assert not conversation.has_loose_ends
 
 
-def test_a_call_that_is_given_up_before_it_is_sent_is_never_sent(conversation: Conversation, node: Node) -> None:
+def test_a_call_that_is_given_up_before_it_is_sent_is_never_sent(
+    conversation: Conversation, node: Node
+) -> None:
     given_up, other = ask(conversation, LOOKUP), ask(conversation, m.Ping())
     conversation.give_up(given_up)
     assert conversation.is_owed
@@ -90,7 +94,9 @@ def test_a_call_that_is_given_up_before_it_is_sent_is_never_sent(conversation: C
     assert other.answer == m.Done()
 
 
-def test_a_call_that_is_given_up_in_the_middle_of_its_bytes_is_sent_whole(conversation: Conversation, node: Node) -> None:
+def test_a_call_that_is_given_up_in_the_middle_of_its_bytes_is_sent_whole(
+    conversation: Conversation, node: Node
+) -> None:
     call = ask(conversation, LOOKUP)
     ask(conversation, m.Ping())
     node.take(5)
@@ -99,7 +105,9 @@ def test_a_call_that_is_given_up_in_the_middle_of_its_bytes_is_sent_whole(conver
     assert node.all_heard == [LOOKUP, m.Ping()]
 
 
-def test_a_call_to_keep_is_sent_even_if_it_is_given_up(conversation: Conversation, node: Node) -> None:
+def test_a_call_to_keep_is_sent_even_if_it_is_given_up(
+    conversation: Conversation, node: Node
+) -> None:
     call = ask(conversation, m.Release(7), keep=True)
     conversation.give_up(call)
     node.take()
@@ -108,7 +116,9 @@ def test_a_call_to_keep_is_sent_even_if_it_is_given_up(conversation: Conversatio
     assert not conversation.has_loose_ends
 
 
-def test_bytes_that_were_not_taken_are_offered_again(conversation: Conversation, node: Node) -> None:
+def test_bytes_that_were_not_taken_are_offered_again(
+    conversation: Conversation, node: Node
+) -> None:
     call = ask(conversation, m.Ping())
     conversation.to_send()
     conversation.sent(0)  # the socket is full
@@ -117,7 +127,9 @@ def test_bytes_that_were_not_taken_are_offered_again(conversation: Conversation,
 
 
 @pytest.mark.parametrize("request_", GRANTING, ids=lambda request: type(request).__name__)
-def test_what_a_late_answer_granted_is_returned(conversation: Conversation, node: Node, request_: m.Message) -> None:
+def test_what_a_late_answer_granted_is_returned(
+    conversation: Conversation, node: Node, request_: m.Message
+) -> None:
     answer, its_return = GRANTING[request_]
     call = ask(conversation, request_)
     node.take()
@@ -130,7 +142,9 @@ def test_what_a_late_answer_granted_is_returned(conversation: Conversation, node
 
 
 @pytest.mark.parametrize("request_", GRANTING, ids=lambda request: type(request).__name__)
-def test_an_answer_whose_caller_was_interrupted_is_returned_once(conversation: Conversation, node: Node, request_: m.Message) -> None:
+def test_an_answer_whose_caller_was_interrupted_is_returned_once(
+    conversation: Conversation, node: Node, request_: m.Message
+) -> None:
     answer, its_return = GRANTING[request_]
     call = ask(conversation, request_)
     node.take()
@@ -141,8 +155,12 @@ def test_an_answer_whose_caller_was_interrupted_is_returned_once(conversation: C
     assert node.all_heard == [request_, its_return]
 
 
-@pytest.mark.parametrize("answer", [m.Found(0, 0), m.Granted(0, []), m.Gone(), m.Refused("no", fatal=False)])
-def test_a_late_answer_that_granted_nothing_is_dropped(conversation: Conversation, node: Node, answer: m.Message) -> None:
+@pytest.mark.parametrize(
+    "answer", [m.Found(0, 0), m.Granted(0, []), m.Gone(), m.Refused("no", fatal=False)]
+)
+def test_a_late_answer_that_granted_nothing_is_dropped(
+    conversation: Conversation, node: Node, answer: m.Message
+) -> None:
     call = ask(conversation, LOOKUP)
     node.take()
     conversation.give_up(call)
@@ -150,10 +168,16 @@ def test_a_late_answer_that_granted_nothing_is_dropped(conversation: Conversatio
     assert not conversation.has_loose_ends
 
 
-def test_a_late_answer_to_a_question_returns_nothing_that_its_caller_has(conversation: Conversation, node: Node) -> None:
-    calls = [ask(conversation, question) for question in (m.Progress(77), m.Refresh(99, settle=False))]
+def test_a_late_answer_to_a_question_returns_nothing_that_its_caller_has(
+    conversation: Conversation, node: Node
+) -> None:
+    calls = [
+        ask(conversation, question) for question in (m.Progress(77), m.Refresh(99, settle=False))
+    ]
     node.take()
-    for call, answer in zip(calls, (m.Recoding(77, Recoded()), m.Found(99, 64, arriving=True)), strict=True):
+    for call, answer in zip(
+        calls, (m.Recoding(77, Recoded()), m.Found(99, 64, arriving=True)), strict=True
+    ):
         conversation.give_up(call)
         node.say(answer, call.number)
     assert not conversation.has_loose_ends
@@ -177,7 +201,9 @@ def test_news_is_no_answer(conversation: Conversation, node: Node) -> None:
     ],
     ids=["an answer to nothing", "no length", "no message", "a refusal of everything"],
 )
-def test_what_breaks_the_rules_ends_the_conversation(conversation: Conversation, node: Node, said: bytes, error: type[Exception]) -> None:
+def test_what_breaks_the_rules_ends_the_conversation(
+    conversation: Conversation, node: Node, said: bytes, error: type[Exception]
+) -> None:
     ask(conversation, m.Ping())
     node.take()
     node.say_bytes(said)
@@ -187,7 +213,9 @@ def test_what_breaks_the_rules_ends_the_conversation(conversation: Conversation,
     assert conversation.error is first
 
 
-def test_a_node_is_silent_from_the_last_that_it_said_while_it_owes_a_late_answer(conversation: Conversation, node: Node) -> None:
+def test_a_node_is_silent_from_the_last_that_it_said_while_it_owes_a_late_answer(
+    conversation: Conversation, node: Node
+) -> None:
     first = ask(conversation, m.Ping(), now_s=1.0)
     second = ask(conversation, m.Ping(), now_s=3.0)
     node.take()
@@ -213,7 +241,9 @@ _event = st.one_of(
 @given(st.lists(_event, max_size=60))
 @settings(deadline=None)
 def test_every_grant_is_its_callers_or_is_returned_once(events: list[Any]) -> None:
-    """Whatever is cut, late or given up: each ticket that the node gives has one holder at the end, and each answer its own caller."""
+    """Whatever is cut, late or given up: each ticket that the node gives has one holder at the end,
+    and each answer its own caller.
+    """
     conversation = Conversation(0.0)
     node = Node(conversation)
     calls: list[Call] = []
@@ -235,8 +265,12 @@ def test_every_grant_is_its_callers_or_is_returned_once(events: list[Any]) -> No
     assert conversation.error is None
     returned = [request.number for request in node.all_heard if isinstance(request, m.Release)]
     granted = [call.answer.ticket for call in calls if isinstance(call.answer, m.Found)]
-    assert all(call.answer.ticket == call.number for call in calls if isinstance(call.answer, m.Found))
-    assert sorted(returned) == sorted(call.number for call in calls if call.late and isinstance(call.answer, m.Found))
+    assert all(
+        call.answer.ticket == call.number for call in calls if isinstance(call.answer, m.Found)
+    )
+    assert sorted(returned) == sorted(
+        call.number for call in calls if call.late and isinstance(call.answer, m.Found)
+    )
     assert len(set(granted)) == len(granted)
     assert all(call.answer is not None for call in calls if not call.late)
 

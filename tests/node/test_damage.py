@@ -42,7 +42,9 @@ def test_a_stray_write_is_a_miss_for_every_other_client(node: RunningNode) -> No
     with writer.reserve(PLAIN, a_prompt(SPACE, 16, 2).chunks()) as room:
         room.buffer[third + 100] ^= 1  # a process that may store may write anywhere
         before = reader.status()["counters"].get(FOUND, 0)
-        with pytest.raises(DamagedChunks, match="the bytes of 1 chunks in memory are not those that were stored"):
+        with pytest.raises(
+            DamagedChunks, match="the bytes of 1 chunks in memory are not those that were stored"
+        ):
             read_unchecked(reader, 1)
     assert read(reader, a_prompt(SPACE, 64, 1)) == 32, "what lies before it is still good"
     assert reader.status()["counters"][FOUND] == before + 1
@@ -79,11 +81,18 @@ print("it went through", flush=True)
 """
 
 
-def test_a_reader_cannot_write_through_what_it_reads_and_has_no_other_mapping(node: RunningNode) -> None:
+def test_a_reader_cannot_write_through_what_it_reads_and_has_no_other_mapping(
+    node: RunningNode,
+) -> None:
     client = node.client()
     client.register(SPACE)
     store(client, a_prompt(SPACE, 64, 8))
-    ended = subprocess.run([sys.executable, "-c", A_STRAY_WRITE, str(node.path)], capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", A_STRAY_WRITE, str(node.path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert (ended.stdout, ended.returncode) == ("1\n", -signal.SIGSEGV), ended.stderr
     assert read(client, a_prompt(SPACE, 64, 8)) == 64
 
@@ -97,7 +106,9 @@ def test_no_flipped_bit_is_delivered(node: RunningNode) -> None:
         for _ in range(200):
             places = places_of(client, 3)
             chunk = int(rng.integers(len(places)))
-            arena.flip(places[chunk] + int(rng.integers(PLAIN.chunk_bytes(0, 16))), int(rng.integers(8)))
+            arena.flip(
+                places[chunk] + int(rng.integers(PLAIN.chunk_bytes(0, 16))), int(rng.integers(8))
+            )
             with pytest.raises(DamagedChunks):
                 read_unchecked(client, 3)
             assert read(client, a_prompt(SPACE, 64, 3)) == 16 * chunk
@@ -118,7 +129,9 @@ def test_who_turns_the_check_off_gets_what_is_there(node: RunningNode) -> None:
     assert read(trusting, a_prompt(SPACE, 64, 4)) == 0
 
 
-def test_a_claim_with_more_checksums_than_fit_an_answer_is_refused_and_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_claim_with_more_checksums_than_fit_an_answer_is_refused_and_holds_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(session_module, "_MOST_CHECKSUMS", 8 * 3 * 4)
     state = new_state(Config(), SimpleNamespace(nbytes=16 << 20))  # type: ignore[arg-type]
     state.register(PLAIN)

@@ -11,7 +11,9 @@ from tests.node.nodes import PATIENT_S
 
 def test_a_node_started_by_an_engine_is_not_its_child(tmp_path: Path) -> None:
     patient = {"connect_timeout_s": PATIENT_S, "call_timeout_s": PATIENT_S}
-    with connect(ram_bytes="4MiB", node={"socket": str(tmp_path / "node.sock")}, client=patient) as client:
+    with connect(
+        ram_bytes="4MiB", node={"socket": str(tmp_path / "node.sock")}, client=patient
+    ) as client:
         node = psutil.Process(client.status()["pid"])
         assert node.pid not in {child.pid for child in psutil.Process().children(recursive=True)}
         assert os.getsid(node.pid) != os.getsid(0)

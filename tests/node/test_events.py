@@ -17,7 +17,9 @@ from tests.cache.test_state import LAYOUT, SPACES
 from tests.node.nodes import RunningNode
 
 
-def test_an_index_is_kept_through_a_node_and_begun_anew_with_another_node(start_node: Callable[..., RunningNode], tmp_path: Path) -> None:
+def test_an_index_is_kept_through_a_node_and_begun_anew_with_another_node(
+    start_node: Callable[..., RunningNode], tmp_path: Path
+) -> None:
     settings = tmp_path / "kvhold.toml"
     settings.write_text("event_buffer = 100000\n")
     node = start_node("--config", str(settings), "--ram-bytes", "2MiB")
@@ -33,7 +35,9 @@ def test_an_index_is_kept_through_a_node_and_begun_anew_with_another_node(start_
         assert client.events(before).lost
 
 
-def test_a_snapshot_in_pages_and_the_events_after_it_say_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_in_pages_and_the_events_after_it_say_what_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(session_module, "MOST", 4)
     state = new_state(Config(event_buffer=1000), SimpleNamespace(nbytes=16 << 20))
     state.register(LAYOUT)

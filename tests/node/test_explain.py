@@ -15,7 +15,10 @@ from kvhold.node import NodeClient
 from kvhold.testing.cache import a_prompt, store
 from tests.node.nodes import PATIENT_S, SPACE, RawClient, RunningNode
 
-DEAR, CHEAP = (Work(f"cmpl-{name}", 160, 0, 2048, 1e-3, token_s, 0.0, 0.01, 1e-9) for name, token_s in (("dear-1", 1.0), ("cheap-2", 1e-6)))
+DEAR, CHEAP = (
+    Work(f"cmpl-{name}", 160, 0, 2048, 1e-3, token_s, 0.0, 0.01, 1e-9)
+    for name, token_s in (("dear-1", 1.0), ("cheap-2", 1e-6))
+)
 
 
 @pytest.fixture
@@ -28,7 +31,9 @@ def client(start_node: Callable[..., RunningNode], monkeypatch: pytest.MonkeyPat
 
 
 def run(client: NodeClient, *arguments: str) -> Result:
-    return CliRunner().invoke(explain, [*arguments, "--socket", str(client.path)], catch_exceptions=False)
+    return CliRunner().invoke(
+        explain, [*arguments, "--socket", str(client.path)], catch_exceptions=False
+    )
 
 
 def test_the_command_says_what_was_decided_why_and_what_came_of_it(client: NodeClient) -> None:
@@ -47,24 +52,45 @@ def test_the_command_says_what_was_decided_why_and_what_came_of_it(client: NodeC
     assert "0.0125" in said.output and "1.5000" in said.output and "160 in ram" in said.output
     assert "computing it takes 1.2 ms, loading all of it" in run(client, "cheap-2").output
     for listed in (run(client, "cmpl"), run(client)):
-        assert [line.split()[1] for line in listed.output.splitlines()] == ["cmpl-cheap-2", "cmpl-dear-1"]
+        assert [line.split()[1] for line in listed.output.splitlines()] == [
+            "cmpl-cheap-2",
+            "cmpl-dear-1",
+        ]
     [decision] = json.loads(run(client, "dear-1", "--json").output)
-    assert decision["request"] == "cmpl-dear-1" and decision["alternatives"]["all"]["num_tokens"] == 160
+    assert (
+        decision["request"] == "cmpl-dear-1"
+        and decision["alternatives"]["all"]["num_tokens"] == 160
+    )
 
 
 def test_what_the_node_does_not_remember_is_said(client: NodeClient) -> None:
-    for arguments, told in ((["nobody"], "no decision of a request 'nobody'"), ([], "no decision of any request yet")):
+    for arguments, told in (
+        (["nobody"], "no decision of a request 'nobody'"),
+        ([], "no decision of any request yet"),
+    ):
         said = run(client, *arguments)
         assert said.exit_code == 1
         assert told in said.output
 
 
 @pytest.mark.parametrize(
-    "changes", [{"token_s": -1.0}, {"num_tokens": -1}, {"step_tokens": 0}, {"request": "r" * 201}, {"load_s": float("inf")}], ids=str
+    "changes",
+    [
+        {"token_s": -1.0},
+        {"num_tokens": -1},
+        {"step_tokens": 0},
+        {"request": "r" * 201},
+        {"load_s": float("inf")},
+    ],
+    ids=str,
 )
-def test_a_client_with_impossible_costs_is_hung_up_on(client: NodeClient, changes: dict[str, Any]) -> None:
+def test_a_client_with_impossible_costs_is_hung_up_on(
+    client: NodeClient, changes: dict[str, Any]
+) -> None:
     values = {name: getattr(DEAR, name) for name in DEAR.__struct_fields__} | changes
     with RawClient(client.path, greet=True) as raw:
-        assert isinstance(raw.ask(m.Lookup(a_prompt(SPACE, 160).query(), Work(**values))), m.Refused)
+        assert isinstance(
+            raw.ask(m.Lookup(a_prompt(SPACE, 160).query(), Work(**values))), m.Refused
+        )
         assert raw.is_closed()
     assert client.status()["held"]["tickets"] == 0

@@ -1,4 +1,7 @@
-"""A node belongs to its host: it keeps nothing of the engine that started it. And its log stays bounded."""
+"""A node belongs to its host: it keeps nothing of the engine that started it.
+
+And its log stays bounded.
+"""
 
 import asyncio
 import logging
@@ -20,7 +23,8 @@ from kvhold.node.logs import RepeatFilter
 from kvhold.node.server import Node
 from tests.node.nodes import PATIENT, PATIENT_S, clean_environ
 
-# An engine as vLLM's worker on CPUs is, and worse: bound to one core and one NUMA node, nice, with blocked signals and open files.
+# An engine as vLLM's worker on CPUs is, and worse: bound to one core and one NUMA node, nice, with
+# blocked signals and open files.
 ENGINE = """
 import ctypes, os, resource, signal, sys
 from pathlib import Path
@@ -44,10 +48,20 @@ def node(tmp_path: Path) -> psutil.Process:
     """A node that such an engine has started; the engine has ended."""
     path = tmp_path / "node.sock"
     environ = clean_environ(
-        GOMP_CPU_AFFINITY="0", OMP_NUM_THREADS="1", MY_SECRET="engine's", AWS_REGION="here", PYTHONPATH=os.pathsep.join(sys.path)
+        GOMP_CPU_AFFINITY="0",
+        OMP_NUM_THREADS="1",
+        MY_SECRET="engine's",
+        AWS_REGION="here",
+        PYTHONPATH=os.pathsep.join(sys.path),
     )
     said = subprocess.run(
-        [sys.executable, "-c", ENGINE, str(path)], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENT_S, check=True
+        [sys.executable, "-c", ENGINE, str(path)],
+        env=environ,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PATIENT_S,
+        check=True,
     )
     node = psutil.Process(int(said.stdout))
     yield node
@@ -56,10 +70,14 @@ def node(tmp_path: Path) -> psutil.Process:
     node.wait(timeout=PATIENT_S)
 
 
-def test_a_node_keeps_nothing_of_the_engine_that_started_it(node: psutil.Process, tmp_path: Path) -> None:
+def test_a_node_keeps_nothing_of_the_engine_that_started_it(
+    node: psutil.Process, tmp_path: Path
+) -> None:
     proc = Path(f"/proc/{node.pid}")
     for task in proc.glob("task/*"):
-        assert os.sched_getaffinity(int(task.name)) == os.sched_getaffinity(0), "all cores of the control group"
+        assert os.sched_getaffinity(int(task.name)) == os.sched_getaffinity(0), (
+            "all cores of the control group"
+        )
     assert os.sched_getscheduler(node.pid) == os.SCHED_OTHER
     assert os.getpriority(os.PRIO_PROCESS, node.pid) == (-5 if os.getuid() == 0 else 3)
     soft, hard = node.rlimit(psutil.RLIMIT_NOFILE)
@@ -75,7 +93,9 @@ def test_a_node_keeps_nothing_of_the_engine_that_started_it(node: psutil.Process
     blocked, ignored = int(status["SigBlk"], 16), int(status["SigIgn"], 16)
     assert not blocked & 1 << signal.SIGTERM - 1
     assert not ignored & 1 << signal.SIGINT - 1
-    assert not any(file.path == f"/proc/{node.pid}/maps" or file.fd == 77 for file in node.open_files())
+    assert not any(
+        file.path == f"/proc/{node.pid}/maps" or file.fd == 77 for file in node.open_files()
+    )
 
 
 @pytest.mark.skipif(not memory_nodes(), reason="Linux does not say which NUMA nodes have memory")
@@ -96,12 +116,16 @@ def test_a_node_is_given_a_written_list_of_variables_and_those_that_settings_nam
         "MINE": "m",
         "LC_ALL": "C",
     }
-    config = Config(encryption=EncryptionConfig(keys=("acme=env:KEY",)), node=NodeConfig(environment=("MINE",)))
+    config = Config(
+        encryption=EncryptionConfig(keys=("acme=env:KEY",)), node=NodeConfig(environment=("MINE",))
+    )
     assert node_environment(environ, config).keys() == {"PATH", "KEY", "MINE", "LC_ALL"}
 
 
 @pytest.mark.parametrize("numa", ["all", "0,x", "1023"])
-def test_numa_nodes_that_are_not_there_are_refused_with_those_that_are(tmp_path: Path, numa: str) -> None:
+def test_numa_nodes_that_are_not_there_are_refused_with_those_that_are(
+    tmp_path: Path, numa: str
+) -> None:
     with pytest.raises(ConfigError, match=r"node\.numa = "):
         Node(Config(ram_bytes=4 << 20, node=NodeConfig(socket=str(tmp_path / "s"), numa=numa)))
 
@@ -123,7 +147,11 @@ os.write(2, b"printed by a library\\n")
 
 def test_a_log_is_rotated_and_what_is_printed_goes_to_its_newest_file(tmp_path: Path) -> None:
     log = tmp_path / "node.log"
-    subprocess.run([sys.executable, "-c", LOGGING, str(log)], env=clean_environ(PYTHONPATH=os.pathsep.join(sys.path)), check=True)
+    subprocess.run(
+        [sys.executable, "-c", LOGGING, str(log)],
+        env=clean_environ(PYTHONPATH=os.pathsep.join(sys.path)),
+        check=True,
+    )
     files = sorted(tmp_path.iterdir())
     assert [file.name for file in files] == ["node.log", "node.log.1", "node.log.2"]
     assert all(file.stat().st_size <= 4096 + len("printed by a library\n") for file in files)
@@ -136,7 +164,13 @@ def test_a_log_that_is_a_link_is_not_written_to(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("precious")
     (tmp_path / "node.log").symlink_to(tmp_path / "precious")
     command = [sys.executable, "-c", LOGGING, str(tmp_path / "node.log")]
-    done = subprocess.run(command, env=clean_environ(PYTHONPATH=os.pathsep.join(sys.path)), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command,
+        env=clean_environ(PYTHONPATH=os.pathsep.join(sys.path)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode != 0
     assert (tmp_path / "precious").read_text() == "precious"
 
@@ -158,8 +192,12 @@ def test_lines_that_were_held_back_are_counted_in_the_next_one() -> None:
 # Its socket
 
 
-def test_listening_never_changes_the_modes_of_files_that_others_make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The umask belongs to the process: a change of it, however short, shapes the folders that other threads make meanwhile."""
+def test_listening_never_changes_the_modes_of_files_that_others_make(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The umask belongs to the process: a change of it, however short, shapes the folders that
+    other threads make meanwhile.
+    """
     calls: list[int] = []
     monkeypatch.setattr(os, "umask", lambda mask: calls.append(mask) or 0o022)
 

@@ -1,4 +1,7 @@
-"""An answer that comes too late is a miss for its caller. It costs neither the connection nor memory, and holds up nobody else."""
+"""An answer that comes too late is a miss for its caller.
+
+It costs neither the connection nor memory, and holds up nobody else.
+"""
 
 import socket
 import threading
@@ -33,7 +36,9 @@ from tests.node.nodes import (
 WELCOME = bytes(encode(m.Welcome(m.PROTOCOL_VERSION, "0", 1, 2 << 20, False)))
 
 
-def test_a_late_answer_costs_neither_the_connection_nor_what_its_client_holds(node: RunningNode) -> None:
+def test_a_late_answer_costs_neither_the_connection_nor_what_its_client_holds(
+    node: RunningNode,
+) -> None:
     clients = [node.client(name=f"engine {number}") for number in range(4)]
     clients[0].register(SPACE)
     store(clients[0], a_prompt(SPACE, 64, 2))
@@ -72,12 +77,16 @@ def test_what_a_late_answer_granted_is_given_back(node: RunningNode) -> None:
                 client.claim(hit.ticket, deadline_s=0.05)
             with pytest.raises(DeadlineExceeded):
                 client.reserve(PLAIN, a_prompt(SPACE, 64, 2).chunks(), deadline_s=0.05)
-        eventually(lambda: not client._link.has_loose_ends)  # all three are answered, and what they granted is back
+        eventually(
+            lambda: not client._link.has_loose_ends
+        )  # all three are answered, and what they granted is back
         assert held_by(other) == {"tickets": 1, "loans": 0, "rooms": 0}
     assert store(other, a_prompt(SPACE, 64, 2)) == [0, 1, 2, 3], "nobody writes it"
 
 
-def test_what_is_closed_while_the_node_is_silent_is_given_back_when_it_speaks(node: RunningNode) -> None:
+def test_what_is_closed_while_the_node_is_silent_is_given_back_when_it_speaks(
+    node: RunningNode,
+) -> None:
     client, other = node.client(), node.client()
     client.register(SPACE)
     store(client, a_prompt(SPACE, 64, 1))
@@ -94,7 +103,9 @@ def test_what_is_closed_while_the_node_is_silent_is_given_back_when_it_speaks(no
     eventually(lambda: held_by(other) == NOTHING)
 
 
-def test_requests_that_the_node_does_not_read_are_forgotten_or_sent_whole(node: RunningNode) -> None:
+def test_requests_that_the_node_does_not_read_are_forgotten_or_sent_whole(
+    node: RunningNode,
+) -> None:
     client = node.client()
     client.register(SPACE)
     long = ChunkNames(SPACE.digest, bytes(HASH_BYTES * 200_000))  # more than a socket takes
@@ -108,7 +119,9 @@ def test_requests_that_the_node_does_not_read_are_forgotten_or_sent_whole(node: 
 
 
 def test_calls_of_several_threads_are_under_way_at_once(tmp_path: Path) -> None:
-    """A node that answers the second request, and the first one only when the second caller has its answer."""
+    """A node that answers the second request, and the first one only when the second caller has its
+    answer.
+    """
     second_is_answered = threading.Event()
     begun = threading.Event()
 
@@ -142,7 +155,10 @@ def test_a_late_answer_that_comes_in_pieces_is_read_to_its_end(tmp_path: Path) -
         connection.sendall(data[7:] + bytes(encode(m.Report({"late": False}), 2)))
 
     assert body_length(data) + LENGTH_BYTES == len(data)
-    with FakeNode(tmp_path / "s", [WELCOME, begin, finish]), NodeClient(tmp_path / "s", PATIENT) as client:
+    with (
+        FakeNode(tmp_path / "s", [WELCOME, begin, finish]),
+        NodeClient(tmp_path / "s", PATIENT) as client,
+    ):
         with pytest.raises(DeadlineExceeded):
             client.status(deadline_s=0.05)
         assert client.connected
@@ -150,12 +166,17 @@ def test_a_late_answer_that_comes_in_pieces_is_read_to_its_end(tmp_path: Path) -
 
 
 def test_a_late_answer_to_a_question_gives_back_nothing_that_its_caller_has(tmp_path: Path) -> None:
-    """A recoding that is asked how far it is, and a hit that is asked how far it goes, stay the caller's."""
+    """A recoding that is asked how far it is, and a hit that is asked how far it goes, stay the
+    caller's.
+    """
     questions_are_late = threading.Event()
 
     def answer_late(connection: socket.socket) -> None:
         questions_are_late.wait()
-        connection.sendall(bytes(encode(m.Recoding(77, Recoded(seen=5)), 1)) + bytes(encode(m.Found(99, 100, arriving=True), 2)))
+        connection.sendall(
+            bytes(encode(m.Recoding(77, Recoded(seen=5)), 1))
+            + bytes(encode(m.Found(99, 100, arriving=True), 2))
+        )
 
     with FakeNode(tmp_path / "s", [WELCOME, answer_late]):
         link = Link(tmp_path / "s", "test", PATIENT_S)
@@ -169,7 +190,9 @@ def test_a_late_answer_to_a_question_gives_back_nothing_that_its_caller_has(tmp_
 
 
 def test_closing_ends_the_calls_that_wait_though_the_arena_is_still_held(tmp_path: Path) -> None:
-    """The node can write to the socket until the arena is let go of, or it would take the memory back too early."""
+    """The node can write to the socket until the arena is let go of, or it would take the memory
+    back too early.
+    """
     is_asked, is_closed = threading.Event(), threading.Event()
     said = list[str]()
 
@@ -193,7 +216,9 @@ def test_closing_ends_the_calls_that_wait_though_the_arena_is_still_held(tmp_pat
 
 
 class InterruptedOnce:
-    """A lock whose owner is interrupted as it lets go of it, the first time that it has just become the reader."""
+    """A lock whose owner is interrupted as it lets go of it, the first time that it has just become
+    the reader.
+    """
 
     def __init__(self, link: Link) -> None:
         self.link: Link | None = link
@@ -210,7 +235,9 @@ class InterruptedOnce:
             raise KeyboardInterrupt
 
 
-def test_a_caller_that_is_interrupted_as_it_begins_to_read_leaves_the_reading_to_others(tmp_path: Path) -> None:
+def test_a_caller_that_is_interrupted_as_it_begins_to_read_leaves_the_reading_to_others(
+    tmp_path: Path,
+) -> None:
     def answer(connection: socket.socket) -> None:
         connection.sendall(bytes(encode(m.Done(), 1)) + bytes(encode(m.Done(), 2)))
 
@@ -244,7 +271,9 @@ class Interrupting:
         return getattr(self._socket, name)
 
 
-def test_a_caller_that_is_interrupted_as_it_sends_costs_the_connection_and_no_request_is_sent_twice(tmp_path: Path) -> None:
+def test_a_caller_that_is_interrupted_as_it_sends_costs_the_connection_and_no_request_is_sent_twice(
+    tmp_path: Path,
+) -> None:
     with FakeNode(tmp_path / "s", [WELCOME]):
         link = Link(tmp_path / "s", "test", PATIENT_S)
         link._socket = Interrupting(link._socket)  # type: ignore[assignment]

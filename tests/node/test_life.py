@@ -1,4 +1,6 @@
-"""A node's life: who may start one, where it may listen, how engines start it by themselves, and how it ends."""
+"""A node's life: who may start one, where it may listen, how engines start it by themselves, and
+how it ends.
+"""
 
 import asyncio
 import fcntl
@@ -24,7 +26,16 @@ from kvhold.node.server import Node, _SocketLock
 from kvhold.node.start import end_node, ensure_node
 from kvhold.testing.cache import a_prompt, read, store
 from kvhold.tiers.journal import ClearsJournal
-from tests.node.nodes import PATIENT, PATIENT_S, SPACE, RunningNode, clean_environ, eventually, run_kvhold, works
+from tests.node.nodes import (
+    PATIENT,
+    PATIENT_S,
+    SPACE,
+    RunningNode,
+    clean_environ,
+    eventually,
+    run_kvhold,
+    works,
+)
 
 StartNode = Callable[..., RunningNode]
 
@@ -77,7 +88,9 @@ def test_engines_are_told_why_there_can_be_no_node_at_a_place(tmp_path: Path) ->
         connect(config_at(tmp_path / "folder"))
 
 
-def test_the_default_place_is_this_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_place_is_this_users_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert default_socket() == socket_path("") == tmp_path / "kvhold" / "node.sock"
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "missing"))
@@ -87,7 +100,9 @@ def test_the_default_place_is_this_users_own(tmp_path: Path, monkeypatch: pytest
     assert socket_path("").parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_clears_are_remembered_where_they_outlive_a_reboot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clears_are_remembered_where_they_outlive_a_reboot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "not" / "made yet"))
     one, other = clears_path(Path("/run/one.sock")), clears_path(Path("/run/other.sock"))
     assert one != other
@@ -109,7 +124,9 @@ def test_clears_are_remembered_beside_the_socket_where_the_state_folder_cannot_b
     assert "clears_file" in caplog.text
 
 
-@pytest.mark.parametrize("taken_by", ["a file", "a link", "a folder that all may write to", "another user's folder"])
+@pytest.mark.parametrize(
+    "taken_by", ["a file", "a link", "a folder that all may write to", "another user's folder"]
+)
 def test_when_somebody_has_taken_the_default_place_all_engines_agree_on_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, taken_by: str
 ) -> None:
@@ -143,7 +160,9 @@ def test_when_somebody_has_taken_the_default_place_all_engines_agree_on_another(
 
 
 @pytest.mark.parametrize("suffix", [".lock", ".start", ".log"])
-def test_a_link_in_the_place_of_a_file_of_the_nodes_is_not_followed(tmp_path: Path, suffix: str) -> None:
+def test_a_link_in_the_place_of_a_file_of_the_nodes_is_not_followed(
+    tmp_path: Path, suffix: str
+) -> None:
     precious = tmp_path / "precious"
     precious.write_text("precious")
     place = tmp_path / "run" / "node.sock"
@@ -203,7 +222,9 @@ def test_the_socket_of_a_killed_node_is_taken_over(start_node: StartNode) -> Non
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_a_node_cleanly_under_its_clients(node: RunningNode, number: signal.Signals) -> None:
+def test_a_signal_ends_a_node_cleanly_under_its_clients(
+    node: RunningNode, number: signal.Signals
+) -> None:
     client = node.client()
     client.register(SPACE)
     store(client, a_prompt(SPACE, 64))
@@ -224,7 +245,9 @@ def test_an_idle_node_ends_but_not_under_a_client(start_node: StartNode) -> None
 
 
 def _joined_in_time(node: RunningNode) -> tuple[RunningNode, NodeClient] | None:
-    """The node and a client; None if it has ended before the client came, as it does within a second."""
+    """The node and a client; None if it has ended before the client came, as it does within a
+    second.
+    """
     try:
         return node, node.client()
     except NodeError:
@@ -263,7 +286,9 @@ assert {os.waitpid(child, 0)[1] for child in children} == {0}
 def test_of_engines_that_start_at_once_one_starts_the_node_and_all_join_it(tmp_path: Path) -> None:
     path = tmp_path / "node.sock"
     command = [sys.executable, "-c", RACE, str(path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=clean_environ()) as race:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=clean_environ()
+    ) as race:
         assert race.stdout is not None
         pids = {race.stdout.readline().strip() for _ in range(8)}
         assert len(pids) == 1, f"one node, and nobody was turned away: {pids}"
@@ -284,10 +309,32 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def test_a_detached_node_listens_where_it_was_told_to_from_where_it_was_started(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "kvhold", "serve", "--detach", "--socket", "here.sock", "--ram-bytes", "4MiB"]
+def test_a_detached_node_listens_where_it_was_told_to_from_where_it_was_started(
+    tmp_path: Path,
+) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "kvhold",
+        "serve",
+        "--detach",
+        "--socket",
+        "here.sock",
+        "--ram-bytes",
+        "4MiB",
+    ]
     with (tmp_path / "log").open("wb") as log:  # not a pipe: the node keeps it open
-        assert subprocess.run(command, cwd=tmp_path, env=clean_environ(), stdout=log, stderr=log, timeout=PATIENT_S).returncode == 0
+        assert (
+            subprocess.run(
+                command,
+                cwd=tmp_path,
+                env=clean_environ(),
+                stdout=log,
+                stderr=log,
+                timeout=PATIENT_S,
+            ).returncode
+            == 0
+        )
     with NodeClient(tmp_path / "here.sock", PATIENT) as client:
         pid = client.status()["pid"]
         client.stop_node()
@@ -312,7 +359,9 @@ def joined(tmp_path: Path) -> Iterator[NodeClient]:
         eventually(lambda: not _runs(pid))
 
 
-def test_an_engine_starts_its_node_with_its_own_settings_and_another_finds_the_cache_warm(joined: NodeClient, tmp_path: Path) -> None:
+def test_an_engine_starts_its_node_with_its_own_settings_and_another_finds_the_cache_warm(
+    joined: NodeClient, tmp_path: Path
+) -> None:
     assert joined.status()["arena_bytes"] == 4 << 20
     joined.register(SPACE)
     store(joined, a_prompt(SPACE, 64))
@@ -359,16 +408,24 @@ def start_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str
     return use
 
 
-def test_a_start_that_takes_too_long_is_given_up(start_with: Callable[[str], None], tmp_path: Path) -> None:
+def test_a_start_that_takes_too_long_is_given_up(
+    start_with: Callable[[str], None], tmp_path: Path
+) -> None:
     start_with(f"echo $$ > {tmp_path}/pid; exec sleep 600")
-    with pytest.raises(NodeError, match=r"within node\.start_timeout_s: it was started and does not listen yet; its log "):
+    with pytest.raises(
+        NodeError,
+        match=r"within node\.start_timeout_s: it was started and does not listen yet; its log ",
+    ):
         connect(config_at(tmp_path / "node.sock", start_timeout_s=0.05))
     pid = int(eventually(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text()))
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
 
 
-@pytest.mark.parametrize(("script", "told"), [("echo no more memory; exit 1", "ends with: no more memory"), ("kill -9 $$", "is empty")])
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [("echo no more memory; exit 1", "ends with: no more memory"), ("kill -9 $$", "is empty")],
+)
 def test_a_node_that_dies_while_it_starts_is_known_without_waiting(
     start_with: Callable[[str], None], tmp_path: Path, script: str, told: str
 ) -> None:
@@ -381,7 +438,9 @@ def test_who_waits_for_another_ones_start_gives_up_in_time(tmp_path: Path) -> No
     path = tmp_path / "node.sock"
     with Path(f"{path}.start").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(NodeError, match=r"within node\.start_timeout_s: another process is starting"):
+        with pytest.raises(
+            NodeError, match=r"within node\.start_timeout_s: another process is starting"
+        ):
             connect(config_at(path, start_timeout_s=0.05))
 
 
@@ -408,29 +467,42 @@ def listening(path: Path) -> Iterator[None]:
         yield
 
 
-def test_a_node_that_goes_on_starting_after_it_was_given_up_is_waited_for(start_with: Callable[[str], None], tmp_path: Path) -> None:
+def test_a_node_that_goes_on_starting_after_it_was_given_up_is_waited_for(
+    start_with: Callable[[str], None], tmp_path: Path
+) -> None:
     path = tmp_path / "node.sock"
     start_with(f"touch {tmp_path}/second; exit 1")
     with locked(path):
-        with pytest.raises(NodeError, match=r"within node\.start_timeout_s: another one has the place"):
+        with pytest.raises(
+            NodeError, match=r"within node\.start_timeout_s: another one has the place"
+        ):
             connect(config_at(path, start_timeout_s=0.05))
         with starting(path) as engine, listening(path):
             engine.result()
     assert not (tmp_path / "second").exists()
 
 
-def test_who_looks_whether_there_is_a_node_keeps_none_from_starting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_looks_whether_there_is_a_node_keeps_none_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "node.sock"
     lock_path(path).touch()
     with lock_path(path).open("rb") as looks:
         fcntl.flock(looks, fcntl.LOCK_SH)
-        monkeypatch.setattr("kvhold.node.server.time.sleep", lambda seconds: fcntl.flock(looks, fcntl.LOCK_UN))
+        monkeypatch.setattr(
+            "kvhold.node.server.time.sleep", lambda seconds: fcntl.flock(looks, fcntl.LOCK_UN)
+        )
         _SocketLock(path).close()
 
 
-def test_who_starts_a_node_too_many_waits_for_the_first(start_with: Callable[[str], None], tmp_path: Path) -> None:
+def test_who_starts_a_node_too_many_waits_for_the_first(
+    start_with: Callable[[str], None], tmp_path: Path
+) -> None:
     path, pid = tmp_path / "node.sock", tmp_path / "pid"
-    start_with(f"echo $$ > {pid}; while [ ! -e {tmp_path}/go ]; do sleep 0.01; done; echo a node is running already; exit 1")
+    start_with(
+        f"echo $$ > {pid}; while [ ! -e {tmp_path}/go ]; do sleep 0.01; done; echo a node "
+        "is running already; exit 1"
+    )
     with starting(path) as engine:
         second = int(eventually(lambda: pid.exists() and pid.read_text()))
         with locked(path):

@@ -1,4 +1,6 @@
-"""Connections that have not logged in: whoever is new gets in, and nobody who has logged in goes."""
+"""Connections that have not logged in: whoever is new gets in, and nobody who has
+logged in goes.
+"""
 
 import logging
 

@@ -1,4 +1,6 @@
-"""How a client maps the arena: two mappings at most, faulted in ahead only so far, so that page tables stay in proportion to use."""
+"""How a client maps the arena: two mappings at most, faulted in ahead only so far, so that page
+tables stay in proportion to use.
+"""
 
 from pathlib import Path
 
@@ -12,7 +14,9 @@ MIB = 1 << 20
 
 
 def mappings() -> dict[str, tuple[str, int]]:
-    """Of each mapping of an arena in this process, by its addresses: its rights, and the bytes of it that have a page table's entry."""
+    """Of each mapping of an arena in this process, by its addresses: its rights, and the bytes of
+    it that have a page table's entry.
+    """
     found: dict[str, tuple[str, int]] = {}
     place, rights = "", ""
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -24,7 +28,9 @@ def mappings() -> dict[str, tuple[str, int]]:
     return found
 
 
-def test_only_the_first_pages_are_faulted_in_ahead(node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_pages_are_faulted_in_ahead(
+    node: RunningNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(link_module, "_TOUCHED_BYTES", MIB)
     others = mappings().keys()  # of earlier tests in this process
 

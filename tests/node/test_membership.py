@@ -117,7 +117,9 @@ def test_a_silent_node_is_not_asked_and_gets_little_time_for_returns() -> None:
     assert membership.return_within_s(link, 1.0) == 1.0
     link.silent_s = 1.1
     assert membership.is_silent(link, 1.0)
-    assert "lookup: the node on here has not answered for 1.1 s" in str(membership.silence(link, "lookup"))
+    assert "lookup: the node on here has not answered for 1.1 s" in str(
+        membership.silence(link, "lookup")
+    )
     within_s = membership.return_within_s(link, 1.0)
     assert within_s is not None
     assert within_s < 0.01
@@ -127,7 +129,11 @@ def test_a_silent_node_is_not_asked_and_gets_little_time_for_returns() -> None:
 
 def test_a_refusal_is_news_once() -> None:
     membership = Membership[ALink]("here")
-    assert [membership.is_news(reason) for reason in ("version", "version", "full")] == [True, False, True]
+    assert [membership.is_news(reason) for reason in ("version", "version", "full")] == [
+        True,
+        False,
+        True,
+    ]
     membership.introduce(ALink(), set())
     assert membership.is_news("full")
 
@@ -170,7 +176,9 @@ def test_of_a_link_that_no_device_uses_and_of_one_to_an_earlier_node_nobody_is_t
         departures.add(link)
         link.closed = True
     assert departures.due(ALink(welcome=welcome_to(7))) == []
-    assert departures.due(ALink(welcome=welcome_to(6))) == [], "the earlier node has ended, and is forgotten"
+    assert departures.due(ALink(welcome=welcome_to(6))) == [], (
+        "the earlier node has ended, and is forgotten"
+    )
 
 
 def test_a_closed_client_leaves_it_to_another_one_of_its_process_to_tell() -> None:

@@ -1,4 +1,6 @@
-"""`kvhold names`: a node knows the namespaces of its clients, what they are made of, and nothing secret of them."""
+"""`kvhold names`: a node knows the namespaces of its clients, what they are made of, and nothing
+secret of them.
+"""
 
 import json
 from dataclasses import replace
@@ -17,8 +19,17 @@ from kvhold.node.names import Names
 from kvhold.testing.cache import PLAIN, a_prompt, store
 from tests.node.nodes import RunningNode
 
-ONE = Namespace("content:1", PLAIN, facts=Facts.of({"vllm.dtype": "'float32'", "vllm.impl": "'auto'"}), title="/models/one")
-TWO = replace(ONE, facts=Facts.of({"vllm.dtype": "'bfloat16'", "vllm.impl": "'auto'", "vllm.new": "1"}), title="/models/two")
+ONE = Namespace(
+    "content:1",
+    PLAIN,
+    facts=Facts.of({"vllm.dtype": "'float32'", "vllm.impl": "'auto'"}),
+    title="/models/one",
+)
+TWO = replace(
+    ONE,
+    facts=Facts.of({"vllm.dtype": "'bfloat16'", "vllm.impl": "'auto'", "vllm.new": "1"}),
+    title="/models/two",
+)
 
 
 def run(node: RunningNode, *arguments: str) -> Result:
@@ -33,7 +44,9 @@ def client(node: RunningNode) -> NodeClient:
     return client
 
 
-def test_the_list_says_who_has_what_and_how_many_bytes(node: RunningNode, client: NodeClient) -> None:
+def test_the_list_says_who_has_what_and_how_many_bytes(
+    node: RunningNode, client: NodeClient
+) -> None:
     store(client, a_prompt(ONE, 64))
     store(client, a_prompt(ONE.narrowed(cache_salt="salted"), 64))
     found = json.loads(run(node, "--json").stdout)
@@ -46,9 +59,15 @@ def test_the_list_says_who_has_what_and_how_many_bytes(node: RunningNode, client
     assert ONE.digest.hex()[:16] in shown and "/models/two" in shown and "1 more" in shown
 
 
-def test_one_is_described_by_as_many_digits_as_no_other_has(node: RunningNode, client: NodeClient) -> None:
+def test_one_is_described_by_as_many_digits_as_no_other_has(
+    node: RunningNode, client: NodeClient
+) -> None:
     shown = run(node, ONE.digest.hex()[:8]).stdout
-    for line in ("vllm.dtype = 'float32'", "model = 'content:1'", f"layout.tokens_per_chunk = {PLAIN.tokens_per_chunk}"):
+    for line in (
+        "vllm.dtype = 'float32'",
+        "model = 'content:1'",
+        f"layout.tokens_per_chunk = {PLAIN.tokens_per_chunk}",
+    ):
         assert line in shown.splitlines()
     unknown = run(node, "00" if ONE.digest[0] and TWO.digest[0] else "ff")
     assert unknown.exit_code == 1 and "no namespace" in unknown.output
@@ -57,7 +76,10 @@ def test_one_is_described_by_as_many_digits_as_no_other_has(node: RunningNode, c
 def test_two_are_compared_fact_by_fact(node: RunningNode, client: NodeClient) -> None:
     digits = [ONE.digest.hex(), TWO.digest.hex()]
     found = json.loads(run(node, *digits, "--json").stdout)
-    assert found["differences"] == {"vllm.dtype": ["'float32'", "'bfloat16'"], "vllm.new": [None, "1"]}
+    assert found["differences"] == {
+        "vllm.dtype": ["'float32'", "'bfloat16'"],
+        "vllm.new": [None, "1"],
+    }
     shown = run(node, *digits).stdout
     assert "vllm.dtype" in shown and "vllm.impl" not in shown
     assert "the same namespace" in run(node, digits[0], digits[0]).stdout
@@ -70,12 +92,24 @@ def test_no_secret_is_in_a_description() -> None:
         "vllm.additional_config": "{'store': 'redis://:hush@host'}",
         "vllm.hf_config.bos_token_id": "1",
     }
-    space = Namespace("m", PLAIN, cache_salt="hush", tags=(("tenant", "hush"), ("app", "chat")), facts=Facts.of(facts))
+    space = Namespace(
+        "m",
+        PLAIN,
+        cache_salt="hush",
+        tags=(("tenant", "hush"), ("app", "chat")),
+        facts=Facts.of(facts),
+    )
     found = unpack(space.description).facts
     assert "hush" not in repr(found)
     assert found["vllm.hf_config.bos_token_id"] == "1" and found["tag.app"] == "'chat'"
-    others = unpack(replace(space, facts=Facts.of(facts | {"environment.VLLM_SOME_API_KEY": "'other'"})).description).facts
-    assert others["environment.VLLM_SOME_API_KEY"] != found["environment.VLLM_SOME_API_KEY"], "a difference is seen all the same"
+    others = unpack(
+        replace(
+            space, facts=Facts.of(facts | {"environment.VLLM_SOME_API_KEY": "'other'"})
+        ).description
+    ).facts
+    assert others["environment.VLLM_SOME_API_KEY"] != found["environment.VLLM_SOME_API_KEY"], (
+        "a difference is seen all the same"
+    )
 
 
 def test_a_description_is_bounded_whatever_the_facts() -> None:
@@ -104,7 +138,10 @@ def test_what_a_node_remembers_is_bounded(count: int, size: int) -> None:
     for number in range(count):
         names.learn(number.to_bytes(16, "big"), "client", bytes(size))
     spaces = known(names)
-    assert len(spaces) <= limits.MAX_SPACES and sum(len(space.description) for space in spaces) <= limits.MAX_BYTES
+    assert (
+        len(spaces) <= limits.MAX_SPACES
+        and sum(len(space.description) for space in spaces) <= limits.MAX_BYTES
+    )
     assert spaces[-1].digest == (count - 1).to_bytes(16, "big"), "the latest stay"
 
 

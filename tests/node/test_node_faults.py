@@ -1,4 +1,6 @@
-"""The node dies, hangs, comes back or is somebody else; its clients go on, and whatever they read or write stays theirs."""
+"""The node dies, hangs, comes back or is somebody else; its clients go on, and whatever they read
+or write stays theirs.
+"""
 
 import fcntl
 import gc
@@ -41,7 +43,9 @@ from tests.node.nodes import (
 WELCOME = bytes(encode(m.Welcome(m.PROTOCOL_VERSION, "0", 1, 2 << 20, False)))
 
 
-def test_a_killed_node_takes_nothing_from_under_its_clients_and_they_join_the_next_one(start_node: Callable[..., RunningNode]) -> None:
+def test_a_killed_node_takes_nothing_from_under_its_clients_and_they_join_the_next_one(
+    start_node: Callable[..., RunningNode],
+) -> None:
     first = start_node()
     hybrid = Namespace(model="model", layout=HYBRID)
     lent, unclaimed = a_prompt(SPACE, 64, 1), a_prompt(SPACE, 64, 2)
@@ -57,7 +61,12 @@ def test_a_killed_node_takes_nothing_from_under_its_clients_and_they_join_the_ne
 
     first.kill()
     before = time.monotonic()
-    for call in (client.status, room.commit, lambda: client.claim(hits[1].ticket), lambda: client.lookup(lent.query())):
+    for call in (
+        client.status,
+        room.commit,
+        lambda: client.claim(hits[1].ticket),
+        lambda: client.lookup(lent.query()),
+    ):
         with pytest.raises(NodeError):
             call()
     assert time.monotonic() - before < PATIENT_S / 2, "nobody waits for a node that is gone"
@@ -82,7 +91,9 @@ def test_a_killed_node_takes_nothing_from_under_its_clients_and_they_join_the_ne
     assert held_by(client) == NOTHING
 
 
-def test_a_layout_registered_while_there_is_no_node_is_known_to_the_next_one(start_node: Callable[..., RunningNode]) -> None:
+def test_a_layout_registered_while_there_is_no_node_is_known_to_the_next_one(
+    start_node: Callable[..., RunningNode],
+) -> None:
     first = start_node()
     client = first.client()
     first.kill()
@@ -93,7 +104,9 @@ def test_a_layout_registered_while_there_is_no_node_is_known_to_the_next_one(sta
     assert read(client, a_prompt(SPACE, 64)) == 0
 
 
-def test_a_node_that_hangs_costs_one_deadline_and_is_used_again_when_it_answers(node: RunningNode) -> None:
+def test_a_node_that_hangs_costs_one_deadline_and_is_used_again_when_it_answers(
+    node: RunningNode,
+) -> None:
     client = node.client()
     client.register(SPACE)
     store(client, a_prompt(SPACE, 64))
@@ -129,7 +142,9 @@ def test_an_idle_client_notices_by_itself_that_its_node_is_gone(node: RunningNod
     eventually(lambda: not client.connected)
 
 
-def test_a_lost_connection_lets_go_of_the_arena_when_nobody_uses_it_any_more(node: RunningNode) -> None:
+def test_a_lost_connection_lets_go_of_the_arena_when_nobody_uses_it_any_more(
+    node: RunningNode,
+) -> None:
     gc.collect()  # arenas of other tests go with their last view
     before = _mappings()
     client = node.client()
@@ -149,7 +164,9 @@ def _mappings() -> int:
     return sum("kvhold-arena" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
-def test_closing_a_client_gives_back_what_it_held_and_unmaps_the_arena(shared_node: RunningNode) -> None:
+def test_closing_a_client_gives_back_what_it_held_and_unmaps_the_arena(
+    shared_node: RunningNode,
+) -> None:
     with shared_node.client() as other:
         client = shared_node.client()
         client.register(SPACE)
@@ -179,7 +196,10 @@ GREETINGS = {
         bytes(encode(m.Welcome(m.PROTOCOL_VERSION + 1, "9.9", 1, 2 << 20, False))),
         rf"9\.9.*speaks protocol {m.PROTOCOL_VERSION + 1}, this client {m.PROTOCOL_VERSION}",
     ),
-    "a refusal": (bytes(encode(m.Refused("the client is too new", fatal=True))), "the client is too new"),
+    "a refusal": (
+        bytes(encode(m.Refused("the client is too new", fatal=True))),
+        "the client is too new",
+    ),
     "another message": (bytes(encode(m.Done())), "not a message of this protocol"),
     "another record": (b"\x08\x00\x00\x00\x92\xa7Welcome"[:12], "not a message of this protocol"),
     "garbage": (b"HTTP/1.1 400 Bad Request\r\n\r\n", "announced"),
@@ -189,7 +209,9 @@ GREETINGS = {
 
 
 @pytest.mark.parametrize("greeting", GREETINGS)
-def test_what_greets_in_another_way_is_not_joined_and_the_error_says_why(tmp_path: Path, greeting: str) -> None:
+def test_what_greets_in_another_way_is_not_joined_and_the_error_says_why(
+    tmp_path: Path, greeting: str
+) -> None:
     data, reason = GREETINGS[greeting]
     with FakeNode(tmp_path / "s", [data] if data else []), pytest.raises(NodeError, match=reason):
         NodeClient(tmp_path / "s", ClientConfig(connect_timeout_s=PATIENT_S))
@@ -216,7 +238,9 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
-def test_an_answer_that_makes_no_sense_is_an_error_and_the_connection_is_not_used_again(tmp_path: Path, answer: str) -> None:
+def test_an_answer_that_makes_no_sense_is_an_error_and_the_connection_is_not_used_again(
+    tmp_path: Path, answer: str
+) -> None:
     data, error = ANSWERS[answer]
     with (
         FakeNode(tmp_path / "s", [WELCOME, data]),
@@ -239,7 +263,10 @@ def test_an_answer_that_comes_in_pieces_is_read(tmp_path: Path, text: str) -> No
             connection.sendall(data[start:end])
             eventually(lambda: not _unread(connection))
 
-    with FakeNode(tmp_path / "s", [WELCOME, in_pieces]), NodeClient(tmp_path / "s", PATIENT) as client:
+    with (
+        FakeNode(tmp_path / "s", [WELCOME, in_pieces]),
+        NodeClient(tmp_path / "s", PATIENT) as client,
+    ):
         assert client.status() == {"text": text}
 
 
@@ -276,14 +303,24 @@ nobody = pytest.mark.skipif(os.getuid() != 0, reason="only root can become someb
 
 @nobody
 def test_a_process_of_another_user_is_refused(shared_node: RunningNode) -> None:
-    """It cannot even reach the socket; and where the file's mode is no hindrance, both ends look at who the other one is."""
+    """It cannot even reach the socket; and where the file's mode is no hindrance, both ends look at
+    who the other one is.
+    """
     with shared_node.client() as client:
         assert shared_node.path.stat().st_mode & 0o777 == 0o600
         with _OpenToAll(shared_node.path):
-            refused = client.status()["counters"].get("kvhold_protocol_errors{reason=foreign user}", 0)
-            assert _as_nobody(lambda: _says(lambda: NodeClient(shared_node.path), "belongs to user 0")) == 0
+            refused = client.status()["counters"].get(
+                "kvhold_protocol_errors{reason=foreign user}", 0
+            )
+            assert (
+                _as_nobody(lambda: _says(lambda: NodeClient(shared_node.path), "belongs to user 0"))
+                == 0
+            )
             assert _as_nobody(lambda: _is_refused_by_the_node(shared_node.path)) == 0
-        assert client.status()["counters"]["kvhold_protocol_errors{reason=foreign user}"] >= refused + 1
+        assert (
+            client.status()["counters"]["kvhold_protocol_errors{reason=foreign user}"]
+            >= refused + 1
+        )
 
 
 class _OpenToAll:

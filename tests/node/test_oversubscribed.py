@@ -1,4 +1,5 @@
-"""A node that one of many busy processes has started answers all of them, on cores taken four times over.
+"""A node that one of many busy processes has started answers all of them, on cores taken four times
+over.
 
 It needs no vLLM. It has that mark because the tests that run alone are those of that stage.
 """
@@ -22,7 +23,8 @@ A_CORE = 4  # busy processes
 ROUNDS = 60
 PROMPTS = 12  # all processes share them
 
-# As an engine is: one thread computes without a pause and without the interpreter's lock, another one asks the cache.
+# As an engine is: one thread computes without a pause and without the interpreter's lock, another
+# one asks the cache.
 BUSY = """
 import hashlib, json, sys, threading
 from kvhold.core.errors import KVHoldError
@@ -78,9 +80,15 @@ def test_every_lookup_is_answered_and_no_connection_is_lost(tmp_path: Path) -> N
             busy.append(process)
 
         def all_say() -> list[dict[str, object]]:
-            return [json.loads(process.stdout.readline()) for process in busy if process.stdout is not None]
+            return [
+                json.loads(process.stdout.readline())
+                for process in busy
+                if process.stdout is not None
+            ]
 
-        assert len({said["pid"] for said in all_say()}) == 1, "one of them has started the node, and all have joined it"
+        assert len({said["pid"] for said in all_say()}) == 1, (
+            "one of them has started the node, and all have joined it"
+        )
         for process in busy:
             print("go", file=process.stdin, flush=True)
         counted: Counter[str] = Counter()

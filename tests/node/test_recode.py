@@ -1,4 +1,6 @@
-"""A node writes what its tiers hold anew: told by a program or by `kvhold compress`, while its clients go on, and killed in the middle."""
+"""A node writes what its tiers hold anew: told by a program or by `kvhold compress`, while its
+clients go on, and killed in the middle.
+"""
 
 import json
 import os
@@ -29,7 +31,9 @@ MakeNode = Callable[..., RunningNode]
 @pytest.fixture
 def over(start_node: MakeNode, tmp_path: Path) -> MakeNode:
     """A function that starts a node over tiers."""
-    return lambda *lines, **settings: start_node("--config", tiers_file(tmp_path, *lines, **settings))
+    return lambda *lines, **settings: start_node(
+        "--config", tiers_file(tmp_path, *lines, **settings)
+    )
 
 
 @pytest.fixture
@@ -54,7 +58,9 @@ def run(command: click.Command, *arguments: str) -> str:
     return result.stdout
 
 
-def test_a_client_has_a_tier_recoded_and_the_next_node_reads_every_byte(over: MakeNode, tmp_path: Path) -> None:
+def test_a_client_has_a_tier_recoded_and_the_next_node_reads_every_byte(
+    over: MakeNode, tmp_path: Path
+) -> None:
     node = over(on_disk(tmp_path))
     client = filled(a_client(node))
     with client.recode("disk", "lossless") as recoding:
@@ -87,7 +93,9 @@ def test_the_node_answers_while_a_recoding_hangs(over: MakeNode, tmp_path: Path)
     is_at_baseline(client)
 
 
-def test_after_kill_9_in_the_middle_every_frame_is_the_old_one_or_the_new_one(over: MakeNode, tmp_path: Path) -> None:
+def test_after_kill_9_in_the_middle_every_frame_is_the_old_one_or_the_new_one(
+    over: MakeNode, tmp_path: Path
+) -> None:
     node = over(on_disk(tmp_path, batch_bytes="64KiB"))
     client = filled(a_client(node), 30)
     recoding = client.recode("disk", "lossless")
@@ -95,7 +103,11 @@ def test_after_kill_9_in_the_middle_every_frame_is_the_old_one_or_the_new_one(ov
     node.kill()
     client = a_client(over(on_disk(tmp_path)))
     assert [read(client, a_prompt(SPACE, 160, seed)) for seed in range(30)] == [160] * 30
-    assert not [name for name in client.status()["tier_counters"] if name.startswith("kvhold_tier_bad_frames")]
+    assert not [
+        name
+        for name in client.status()["tier_counters"]
+        if name.startswith("kvhold_tier_bad_frames")
+    ]
     with client.recode("disk", "lossless") as rest:
         counts = rest.wait(time.monotonic() + PATIENT_S)
     assert (counts.seen, counts.replaced + counts.same, counts.failed) == (300, 300, 0)
@@ -103,7 +115,9 @@ def test_after_kill_9_in_the_middle_every_frame_is_the_old_one_or_the_new_one(ov
     is_at_baseline(client)
 
 
-def test_a_namespace_is_known_again_when_its_engine_has_found_the_next_node(over: MakeNode, tmp_path: Path) -> None:
+def test_a_namespace_is_known_again_when_its_engine_has_found_the_next_node(
+    over: MakeNode, tmp_path: Path
+) -> None:
     node = over(on_disk(tmp_path))
     engine = filled(a_client(node))
     node.kill()
@@ -115,7 +129,9 @@ def test_a_namespace_is_known_again_when_its_engine_has_found_the_next_node(over
         assert recoding.wait(time.monotonic() + PATIENT_S).seen == 30
 
 
-def test_what_cannot_be_recoded_is_refused_and_the_connection_goes_on(over: MakeNode, tmp_path: Path) -> None:
+def test_what_cannot_be_recoded_is_refused_and_the_connection_goes_on(
+    over: MakeNode, tmp_path: Path
+) -> None:
     client = filled(a_client(over(on_disk(tmp_path))))
     unknown = Namespace("unknown", PLAIN).digest
     for tier, codec, namespace, told in (
@@ -129,7 +145,9 @@ def test_what_cannot_be_recoded_is_refused_and_the_connection_goes_on(over: Make
     is_at_baseline(client)
 
 
-def test_a_stranger_learns_nothing_of_a_recoding_and_cannot_stop_it(over: MakeNode, tmp_path: Path) -> None:
+def test_a_stranger_learns_nothing_of_a_recoding_and_cannot_stop_it(
+    over: MakeNode, tmp_path: Path
+) -> None:
     node = over("faults+" + on_disk(tmp_path, faults="replace:hang"))
     client = filled(a_client(node))
     with client.recode("disk", "lossless"), RawClient(node.path, greet=True) as raw:
@@ -147,7 +165,15 @@ class TestCommands:
         client = filled(a_client(node))
         there = run(compress, "--tier", "disk", "--codec", "lossless", "--socket", str(node.path))
         assert there.startswith("30 of 30 chunks are written anew by lossless: ")
-        back = run(decompress, "--tier", "disk", "--namespace", SPACE.digest.hex(), "--socket", str(node.path))
+        back = run(
+            decompress,
+            "--tier",
+            "disk",
+            "--namespace",
+            SPACE.digest.hex(),
+            "--socket",
+            str(node.path),
+        )
         assert back.startswith("30 of 30 chunks are written anew by raw: ")
         again = run(decompress, "--tier", "disk", "--socket", str(node.path))
         assert "0 of 30 chunks" in again
@@ -157,23 +183,49 @@ class TestCommands:
     def test_as_json_for_scripts(self, over: MakeNode, tmp_path: Path, patient: None) -> None:
         node = over(on_disk(tmp_path))
         filled(a_client(node))
-        shown = json.loads(run(compress, "--tier", "disk", "--codec", "lossless", "--json", "--socket", str(node.path)))
-        assert (shown["done"], shown["stopped"], shown["seen"], shown["replaced"]) == (True, "", 30, 30)
+        shown = json.loads(
+            run(
+                compress,
+                "--tier",
+                "disk",
+                "--codec",
+                "lossless",
+                "--json",
+                "--socket",
+                str(node.path),
+            )
+        )
+        assert (shown["done"], shown["stopped"], shown["seen"], shown["replaced"]) == (
+            True,
+            "",
+            30,
+            30,
+        )
         assert shown["bytes_before"] > 0
 
-    def test_a_node_that_knows_no_namespace_says_so(self, over: MakeNode, tmp_path: Path, patient: None) -> None:
+    def test_a_node_that_knows_no_namespace_says_so(
+        self, over: MakeNode, tmp_path: Path, patient: None
+    ) -> None:
         node = over(on_disk(tmp_path))
         shown = run(compress, "--tier", "disk", "--codec", "raw", "--socket", str(node.path))
         assert "no chunk of a namespace that the node knows" in shown
 
-    def test_one_that_ends_early_exits_with_1(self, over: MakeNode, tmp_path: Path, patient: None) -> None:
+    def test_one_that_ends_early_exits_with_1(
+        self, over: MakeNode, tmp_path: Path, patient: None
+    ) -> None:
         node = over("faults+" + on_disk(tmp_path, faults="scan:error:1:unavailable"))
         filled(a_client(node))
-        result = CliRunner().invoke(compress, ["--tier", "disk", "--codec", "lossless", "--socket", str(node.path)])
+        result = CliRunner().invoke(
+            compress, ["--tier", "disk", "--codec", "lossless", "--socket", str(node.path)]
+        )
         assert result.exit_code == 1
         assert "it ended early: tier disk failed: disk: scan: a fault on purpose" in result.stderr
 
     def test_a_namespace_that_is_no_digest_is_named(self, patient: None) -> None:
-        result = CliRunner().invoke(compress, ["--tier", "disk", "--codec", "raw", "--namespace", "model"])
+        result = CliRunner().invoke(
+            compress, ["--tier", "disk", "--codec", "raw", "--namespace", "model"]
+        )
         assert isinstance(result.exception, ConfigError)
-        assert "--namespace 'model': write its digest, 32 hexadecimal digits" in str(result.exception)
+        assert "--namespace 'model': write its digest, 32 hexadecimal digits" in str(
+            result.exception
+        )

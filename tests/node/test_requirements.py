@@ -1,4 +1,6 @@
-"""An engine joins only a node that has what its settings require, now and whenever it joins again."""
+"""An engine joins only a node that has what its settings require, now and whenever it
+joins again.
+"""
 
 import logging
 import os
@@ -40,9 +42,17 @@ class TestComparison:
             ([SEALED], [SEALED, "memory://?max_bytes=1GiB"]),
             ([SEALED, "disk:///d"], [SEALED, "disk:///d"]),
         ],
-        ids=["nothing is required", "other options", "another sealed one", "memory", "its own plain one"],
+        ids=[
+            "nothing is required",
+            "other options",
+            "another sealed one",
+            "memory",
+            "its own plain one",
+        ],
     )
-    def test_a_node_that_has_what_is_required_is_joined(self, engine: list[str], node: list[str]) -> None:
+    def test_a_node_that_has_what_is_required_is_joined(
+        self, engine: list[str], node: list[str]
+    ) -> None:
         assert missing(settings(*engine), settings(*node)) == Missing()
 
     @pytest.mark.parametrize(
@@ -52,10 +62,15 @@ class TestComparison:
             ([SEALED], ["disk:///d"]),
             ([SEALED], [SEALED, "disk:///d"]),
             ([SEALED, "disk:///d"], [SEALED, "disk:///other"]),
-            (["s3://b?endpoint=http://x&encrypt=true", "s3://b?endpoint=http://y"], ["s3://b?endpoint=http://z"]),
+            (
+                ["s3://b?endpoint=http://x&encrypt=true", "s3://b?endpoint=http://y"],
+                ["s3://b?endpoint=http://z"],
+            ),
         ],
     )
-    def test_one_that_would_store_in_clear_text_is_not(self, engine: list[str], node: list[str]) -> None:
+    def test_one_that_would_store_in_clear_text_is_not(
+        self, engine: list[str], node: list[str]
+    ) -> None:
         (reason,) = missing(settings(*engine), settings(*node)).refused
         assert "is not encrypted" in reason
         assert "stored there in clear text" in reason
@@ -64,13 +79,19 @@ class TestComparison:
         engine = settings(require_encryption=True)
         assert missing(engine, settings("disk:///d")).refused
         assert not missing(engine, settings("disk:///d?encrypt=true")).refused
-        assert missing(settings("disk:///d", require_encryption=True), settings("disk:///d")).refused, "even of its own"
+        assert missing(
+            settings("disk:///d", require_encryption=True), settings("disk:///d")
+        ).refused, "even of its own"
 
     @pytest.mark.parametrize(
         ("engine", "node", "told"),
         [
             (["disk:///d"], [], "the node has no tier disk:///d"),
-            (["disk:///d?codec=lossless"], ["disk:///d"], "writes disk:///d by the codec raw, and this engine's settings say lossless"),
+            (
+                ["disk:///d?codec=lossless"],
+                ["disk:///d"],
+                "writes disk:///d by the codec raw, and this engine's settings say lossless",
+            ),
             (["disk:///d"], ["disk:///d?encrypt=true"], "encrypts disk:///d"),
         ],
     )
@@ -84,12 +105,17 @@ class TestComparison:
         def with_keys(*keys: str) -> Config:
             return Config(encryption=EncryptionConfig(keys=keys))
 
-        assert missing(with_keys("=env:A"), with_keys("=env:B")).different == ("the node has other encryption.keys",)
+        assert missing(with_keys("=env:A"), with_keys("=env:B")).different == (
+            "the node has other encryption.keys",
+        )
         assert missing(with_keys("=env:A", "b=env:B"), with_keys("b=env:B", "=env:A")) == Missing()
         assert missing(Config(), with_keys("=env:A")) == Missing()
 
     def test_no_secret_is_in_them(self) -> None:
-        engine = Config(tiers=(PLAIN, "audit+s3://b?secret_access_key=hush"), encryption=EncryptionConfig(keys=("=hush",)))
+        engine = Config(
+            tiers=(PLAIN, "audit+s3://b?secret_access_key=hush"),
+            encryption=EncryptionConfig(keys=("=hush",)),
+        )
         assert b"hush" not in pack(requirements_of(engine))
         assert "hush" not in str(missing(engine, Config()))
 
@@ -120,7 +146,9 @@ def sealed_config(folder: Path, key: Path) -> Config:
     )
 
 
-def test_an_engine_with_an_encrypted_tier_stores_nothing_through_a_node_without(start_node: StartNode, tmp_path: Path, key: Path) -> None:
+def test_an_engine_with_an_encrypted_tier_stores_nothing_through_a_node_without(
+    start_node: StartNode, tmp_path: Path, key: Path
+) -> None:
     node = start_node("--tier", f"disk://{tmp_path}/kv?direct=never")
     with pytest.raises(NodeRefused, match=r"kv is not encrypted.*End that node \(kvhold stop\)"):
         joined(node, sealed_config(tmp_path / "kv", key))
@@ -129,11 +157,17 @@ def test_an_engine_with_an_encrypted_tier_stores_nothing_through_a_node_without(
     assert not list((tmp_path / "kv").rglob("??/*"))
 
 
-def test_doctor_says_that_an_engine_with_these_settings_would_not_join(start_node: StartNode, tmp_path: Path, key: Path) -> None:
+def test_doctor_says_that_an_engine_with_these_settings_would_not_join(
+    start_node: StartNode, tmp_path: Path, key: Path
+) -> None:
     node = start_node("--tier", f"disk://{tmp_path}/kv?direct=never")
     sealed = sealed_config(tmp_path / "kv", key)
-    (tmp_path / "k.toml").write_text(f'tiers = ["{sealed.tiers[0]}"]\nencryption.keys = ["{sealed.encryption.keys[0]}"]\n')
-    done = run_kvhold("doctor", "--config", str(tmp_path / "k.toml"), KVHOLD_NODE_SOCKET=str(node.path))
+    (tmp_path / "k.toml").write_text(
+        f'tiers = ["{sealed.tiers[0]}"]\nencryption.keys = ["{sealed.encryption.keys[0]}"]\n'
+    )
+    done = run_kvhold(
+        "doctor", "--config", str(tmp_path / "k.toml"), KVHOLD_NODE_SOCKET=str(node.path)
+    )
     assert done.returncode == 1
     assert "kv is not encrypted" in done.stdout
 
@@ -142,7 +176,9 @@ def test_the_node_is_compared_again_when_it_has_come_back(
     start_node: StartNode, tmp_path: Path, key: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     sealed = sealed_config(tmp_path / "sealed", key)
-    (tmp_path / "settings.toml").write_text(f'tiers = ["{sealed.tiers[0]}"]\nencryption.keys = ["{sealed.encryption.keys[0]}"]\n')
+    (tmp_path / "settings.toml").write_text(
+        f'tiers = ["{sealed.tiers[0]}"]\nencryption.keys = ["{sealed.encryption.keys[0]}"]\n'
+    )
     first = start_node("--config", str(tmp_path / "settings.toml"))
     with joined(first, sealed) as client:
         client.register(SPACE)
@@ -155,14 +191,18 @@ def test_the_node_is_compared_again_when_it_has_come_back(
         assert not works(client)
         with pytest.raises(KVHoldError):
             store(client, a_prompt(SPACE, 64, 2))
-        assert caplog.text.count("computing without the node") == 1, "once, however often it is tried"
+        assert caplog.text.count("computing without the node") == 1, (
+            "once, however often it is tried"
+        )
         assert not list((tmp_path / "plain").rglob("??/*"))
         second.kill()
         start_node("--config", str(tmp_path / "settings.toml"))
         eventually(lambda: works(client))
 
 
-def test_what_else_differs_is_warned_about_or_refused_as_the_setting_says(node: RunningNode, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_else_differs_is_warned_about_or_refused_as_the_setting_says(
+    node: RunningNode, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING), joined(node, Config(tiers=("disk:///d",))) as client:
         assert works(client)
     assert "the node has no tier disk:///d" in caplog.text

@@ -20,14 +20,18 @@ VALUE = 512 << 10
 
 
 class HungTier(MemoryTier):
-    """A tier whose reads hang in a thread until `release`, cancelled or not, and then write what they were asked for."""
+    """A tier whose reads hang in a thread until `release`, cancelled or not, and then write what
+    they were asked for.
+    """
 
     def __init__(self, inner: MemoryTier) -> None:
         self.__dict__.update(inner.__dict__)
         self.entered, self.ended = asyncio.Event(), asyncio.Event()
         self.release = threading.Event()
 
-    async def get(self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None) -> list[Any]:
+    async def get(
+        self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
+    ) -> list[Any]:
         def late() -> None:
             assert self.release.wait(60)
             for parts in into:
@@ -48,7 +52,9 @@ class HungTier(MemoryTier):
 async def shelf(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Shelf]:
     """A store of 4 MiB above a tier that holds one value and hangs."""
     monkeypatch.setattr(guard_module, "_LEAVE_S", 0.01)
-    shelf = Shelf(load_config({"ram_bytes": "4MiB", "tiers": ["memory://?max_bytes=16MiB"]}, environ={}))
+    shelf = Shelf(
+        load_config({"ram_bytes": "4MiB", "tiers": ["memory://?max_bytes=16MiB"]}, environ={})
+    )
     (guard,) = shelf._stack.guards
     await guard.put([(make_key(1), [memoryview(bytes(VALUE))])])
     tier = guard._tier = HungTier(guard._tier)  # type: ignore[arg-type]
@@ -73,7 +79,9 @@ async def fill(shelf: Shelf) -> list[Entry]:
 
 
 @pytest.mark.parametrize("given_up_by", ["its deadline", "its caller"])
-async def test_memory_of_a_read_that_was_given_up_goes_to_nobody_until_the_read_has_ended(shelf: Shelf, given_up_by: str) -> None:
+async def test_memory_of_a_read_that_was_given_up_goes_to_nobody_until_the_read_has_ended(
+    shelf: Shelf, given_up_by: str
+) -> None:
     (guard,) = shelf._stack.guards
     tier = guard._tier
     assert isinstance(tier, HungTier)
@@ -90,10 +98,14 @@ async def test_memory_of_a_read_that_was_given_up_goes_to_nobody_until_the_read_
     assert len(puts) == 4 * MIB // VALUE - 1, "all but the memory of the late read"
     tier.release.set()
     await tier.ended.wait()
-    assert all(bytes(shelf.ram.view(entry)) == b"P" * VALUE for entry in puts), "the late read has written over nobody's value"
+    assert all(bytes(shelf.ram.view(entry)) == b"P" * VALUE for entry in puts), (
+        "the late read has written over nobody's value"
+    )
 
 
-async def test_memory_of_a_read_that_was_given_up_is_free_when_the_read_has_ended(shelf: Shelf) -> None:
+async def test_memory_of_a_read_that_was_given_up_is_free_when_the_read_has_ended(
+    shelf: Shelf,
+) -> None:
     (guard,) = shelf._stack.guards
     guard.config = guard_module.GuardConfig(get_timeout_s=0.05)
     await shelf.bring([make_key(1)])
@@ -106,7 +118,9 @@ async def test_memory_of_a_read_that_was_given_up_is_free_when_the_read_has_ende
     assert (await shelf.probe([make_key(1)])) == [VALUE]
 
 
-async def test_whoever_waits_for_a_read_gets_it_though_the_one_who_began_it_has_left(shelf: Shelf) -> None:
+async def test_whoever_waits_for_a_read_gets_it_though_the_one_who_began_it_has_left(
+    shelf: Shelf,
+) -> None:
     (guard,) = shelf._stack.guards
     assert isinstance(guard._tier, HungTier)
     first = asyncio.create_task(shelf.bring([make_key(1)]))

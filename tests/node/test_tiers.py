@@ -1,4 +1,6 @@
-"""A node with a tier below: what its clients get from there, and what becomes of it when they, or the node, come to a sudden end."""
+"""A node with a tier below: what its clients get from there, and what becomes of it when they, or
+the node, come to a sudden end.
+"""
 
 import os
 import signal
@@ -20,7 +22,17 @@ from kvhold.node import NodeClient
 from kvhold.node import client as client_module
 from kvhold.node.paths import clears_path
 from kvhold.testing.cache import HYBRID, CacheContract, MakeCache, a_prompt, check, read, store
-from tests.node.nodes import NOTHING, PATIENT_S, SPACE, RawClient, RunningNode, clean_environ, eventually, held_by, run_kvhold
+from tests.node.nodes import (
+    NOTHING,
+    PATIENT_S,
+    SPACE,
+    RawClient,
+    RunningNode,
+    clean_environ,
+    eventually,
+    held_by,
+    run_kvhold,
+)
 
 MakeNode = Callable[..., RunningNode]
 
@@ -49,7 +61,9 @@ def tiers_file(folder: Path, *lines: str, **settings: object) -> str:
 def on_disk(folder: Path, **options: object) -> str:
     """A disk that nobody gives up because the machine is busy."""
     patient = dict.fromkeys(("probe_timeout_s", "get_timeout_s", "put_timeout_s"), PATIENT_S)
-    return f"disk://{folder}/kv?max_bytes=1GiB" + "".join(f"&{name}={value}" for name, value in (patient | options).items())
+    return f"disk://{folder}/kv?max_bytes=1GiB" + "".join(
+        f"&{name}={value}" for name, value in (patient | options).items()
+    )
 
 
 @pytest.fixture
@@ -115,10 +129,16 @@ class TestNodeOverADisk(CacheContract):
             client.close()
 
 
-def test_what_one_node_stored_the_next_one_has_byte_for_byte(node_over: Callable[..., RunningNode], tmp_path: Path) -> None:
+def test_what_one_node_stored_the_next_one_has_byte_for_byte(
+    node_over: Callable[..., RunningNode], tmp_path: Path
+) -> None:
     node = node_over(on_disk(tmp_path))
     client = a_client(node)
-    prompts = [a_prompt(space, 90, seed) for seed in range(5) for space in (SPACE, Namespace("model", HYBRID))]
+    prompts = [
+        a_prompt(space, 90, seed)
+        for seed in range(5)
+        for space in (SPACE, Namespace("model", HYBRID))
+    ]
     for prompt in prompts:
         store(client, prompt)
     client = a_client(restarted(node, node_over, on_disk(tmp_path)))
@@ -127,8 +147,12 @@ def test_what_one_node_stored_the_next_one_has_byte_for_byte(node_over: Callable
     is_at_baseline(client)
 
 
-def test_a_node_that_is_told_to_stop_writes_what_waits_first(node_over: Callable[..., RunningNode], tmp_path: Path) -> None:
-    slow = "faults+" + on_disk(tmp_path, faults="put:delay:@1:2s", batch_bytes="64KiB", concurrent_calls=1)
+def test_a_node_that_is_told_to_stop_writes_what_waits_first(
+    node_over: Callable[..., RunningNode], tmp_path: Path
+) -> None:
+    slow = "faults+" + on_disk(
+        tmp_path, faults="put:delay:@1:2s", batch_bytes="64KiB", concurrent_calls=1
+    )
     node = node_over(slow, drain_timeout_s=PATIENT_S)
     client = a_client(node)
     prompts = [a_prompt(SPACE, 160, seed) for seed in range(3)]
@@ -140,13 +164,19 @@ def test_a_node_that_is_told_to_stop_writes_what_waits_first(node_over: Callable
     is_at_baseline(client)
 
 
-def test_one_that_hangs_while_writing_keeps_no_node_from_ending(node_over: Callable[..., RunningNode], tmp_path: Path) -> None:
-    node = node_over("faults+" + on_disk(tmp_path, faults="put:hang", put_timeout_s=1000), drain_timeout_s=0.1)
+def test_one_that_hangs_while_writing_keeps_no_node_from_ending(
+    node_over: Callable[..., RunningNode], tmp_path: Path
+) -> None:
+    node = node_over(
+        "faults+" + on_disk(tmp_path, faults="put:hang", put_timeout_s=1000), drain_timeout_s=0.1
+    )
     store(a_client(node), a_prompt(SPACE, 160))
     node.close()  # asserts that it ends well
 
 
-def test_what_a_killed_node_was_writing_is_whole_or_not_there(node_over: Callable[..., RunningNode], tmp_path: Path) -> None:
+def test_what_a_killed_node_was_writing_is_whole_or_not_there(
+    node_over: Callable[..., RunningNode], tmp_path: Path
+) -> None:
     node = node_over(on_disk(tmp_path, batch_bytes="64KiB"))
     client = a_client(node)
     prompts = [a_prompt(SPACE, 160, seed) for seed in range(30)]
@@ -156,20 +186,32 @@ def test_what_a_killed_node_was_writing_is_whole_or_not_there(node_over: Callabl
     client = a_client(node_over(on_disk(tmp_path)))
     for prompt in prompts:
         read(client, prompt)  # asserts that every byte is right
-    assert not [name for name in client.status()["tier_counters"] if name.startswith("kvhold_tier_bad_frames")]
+    assert not [
+        name
+        for name in client.status()["tier_counters"]
+        if name.startswith("kvhold_tier_bad_frames")
+    ]
     is_at_baseline(client)
 
 
-def test_a_client_that_is_killed_while_its_lookup_arrives_leaves_nothing(node_over: Callable[..., RunningNode], tmp_path: Path) -> None:
+def test_a_client_that_is_killed_while_its_lookup_arrives_leaves_nothing(
+    node_over: Callable[..., RunningNode], tmp_path: Path
+) -> None:
     filled = node_over(on_disk(tmp_path))
     store(a_client(filled), a_prompt(SPACE, 160))
     slow = "faults+" + on_disk(tmp_path, faults="get:hang:@1", get_timeout_s=3)
     node = restarted(filled, node_over, slow)
     client = a_client(node)
     environ = clean_environ(PYTHONPATH=os.pathsep.join(sys.path))
-    waiting = subprocess.Popen([sys.executable, "-c", _A_CLIENT_THAT_WAITS, str(node.path)], env=environ)
+    waiting = subprocess.Popen(
+        [sys.executable, "-c", _A_CLIENT_THAT_WAITS, str(node.path)], env=environ
+    )
     try:
-        eventually(lambda: (now := client.status())["arriving_chunks"] == 10 and now["held"]["tickets"] == 1)
+        eventually(
+            lambda: (
+                (now := client.status())["arriving_chunks"] == 10 and now["held"]["tickets"] == 1
+            )
+        )
     finally:
         waiting.send_signal(signal.SIGKILL)
         waiting.wait()
@@ -179,10 +221,14 @@ def test_a_client_that_is_killed_while_its_lookup_arrives_leaves_nothing(node_ov
     is_at_baseline(client)
 
 
-def test_a_lookup_under_way_when_the_node_is_killed_fails_in_time(node_over: Callable[..., RunningNode], tmp_path: Path) -> None:
+def test_a_lookup_under_way_when_the_node_is_killed_fails_in_time(
+    node_over: Callable[..., RunningNode], tmp_path: Path
+) -> None:
     filled = node_over(on_disk(tmp_path))
     store(a_client(filled), a_prompt(SPACE, 160))
-    node = restarted(filled, node_over, "faults+" + on_disk(tmp_path, faults="get:hang", get_timeout_s=1000))
+    node = restarted(
+        filled, node_over, "faults+" + on_disk(tmp_path, faults="get:hang", get_timeout_s=1000)
+    )
     client = a_client(node)
     hit = client.lookup(a_prompt(SPACE, 160).query(), wait_s=0)
     assert hit.arriving
@@ -214,9 +260,15 @@ def test_who_waits_for_what_arrives_or_is_written_is_told_when_it_has(
     is_at_baseline(client)
 
 
-@pytest.mark.parametrize(("space", "num_tokens"), [(SPACE, 160), (SPACE, 165), (Namespace("model", HYBRID), 90)])
+@pytest.mark.parametrize(
+    ("space", "num_tokens"), [(SPACE, 160), (SPACE, 165), (Namespace("model", HYBRID), 90)]
+)
 def test_what_arrives_is_lent_as_it_comes(
-    node_over: Callable[..., RunningNode], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, space: Namespace, num_tokens: int
+    node_over: Callable[..., RunningNode],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    space: Namespace,
+    num_tokens: int,
 ) -> None:
     for pause in ("_FIRST_PAUSE_S", "_LONGEST_PAUSE_S"):
         monkeypatch.setattr(api, pause, _A_DAY_S)  # it is told of each piece
@@ -234,7 +286,9 @@ def test_what_arrives_is_lent_as_it_comes(
             ends.append(end)
         assert (hit.num_tokens, hit.sources) == (num_tokens, {"disk": num_tokens})
     assert ends[-1] == num_tokens
-    assert len(ends) > 3 or space is not SPACE, "of a window only what the whole hit needs is read, so that it is no shorter hit before"
+    assert len(ends) > 3 or space is not SPACE, (
+        "of a window only what the whole hit needs is read, so that it is no shorter hit before"
+    )
     is_at_baseline(client)
 
 
@@ -245,7 +299,9 @@ def test_who_waits_when_the_node_is_killed_waits_no_longer(
     monkeypatch.setattr(api, "_LONGEST_PAUSE_S", _A_DAY_S)
     filled = node_over(on_disk(tmp_path))
     store(a_client(filled), a_prompt(SPACE, 160))
-    node = restarted(filled, node_over, "faults+" + on_disk(tmp_path, faults="get:hang", get_timeout_s=1000))
+    node = restarted(
+        filled, node_over, "faults+" + on_disk(tmp_path, faults="get:hang", get_timeout_s=1000)
+    )
     hit = a_client(node).lookup(a_prompt(SPACE, 160).query(), wait_s=0)
     killing = threading.Timer(0.2, node.kill)
     killing.start()
@@ -260,7 +316,9 @@ def test_a_ticket_that_arrives_is_claimed_by_another_process_as_far_as_it_has_co
 ) -> None:
     filled = node_over(on_disk(tmp_path))
     store(a_client(filled), a_prompt(SPACE, 160))
-    node = restarted(filled, node_over, "faults+" + on_disk(tmp_path, faults="get:hang:@1", get_timeout_s=2))
+    node = restarted(
+        filled, node_over, "faults+" + on_disk(tmp_path, faults="get:hang:@1", get_timeout_s=2)
+    )
     scheduler, worker = a_client(node), a_client(node)
     store(scheduler, a_prompt(SPACE, 32))
     with scheduler.lookup(a_prompt(SPACE, 160).query(), wait_s=0) as hit:
@@ -274,10 +332,14 @@ def test_a_ticket_that_arrives_is_claimed_by_another_process_as_far_as_it_has_co
     is_at_baseline(worker)
 
 
-def test_a_stranger_cannot_take_what_was_prefetched_into_a_ticket(node_over: Callable[..., RunningNode], tmp_path: Path) -> None:
+def test_a_stranger_cannot_take_what_was_prefetched_into_a_ticket(
+    node_over: Callable[..., RunningNode], tmp_path: Path
+) -> None:
     filled = node_over(on_disk(tmp_path))
     store(a_client(filled), a_prompt(SPACE, 160))
-    node = restarted(filled, node_over, "faults+" + on_disk(tmp_path, faults="get:hang:@1", get_timeout_s=1))
+    node = restarted(
+        filled, node_over, "faults+" + on_disk(tmp_path, faults="get:hang:@1", get_timeout_s=1)
+    )
     client = a_client(node)
     store(client, a_prompt(SPACE, 32))
     with client.lookup(a_prompt(SPACE, 32).query()) as hit:
@@ -289,8 +351,15 @@ def test_a_stranger_cannot_take_what_was_prefetched_into_a_ticket(node_over: Cal
     is_at_baseline(client)
 
 
-def test_a_write_through_store_knows_when_it_is_below(node_over: Callable[..., RunningNode], tmp_path: Path) -> None:
-    client = a_client(node_over("faults+" + on_disk(tmp_path, faults="put:hang:@2", put_timeout_s=1000), drain_timeout_s=0.1))
+def test_a_write_through_store_knows_when_it_is_below(
+    node_over: Callable[..., RunningNode], tmp_path: Path
+) -> None:
+    client = a_client(
+        node_over(
+            "faults+" + on_disk(tmp_path, faults="put:hang:@2", put_timeout_s=1000),
+            drain_timeout_s=0.1,
+        )
+    )
     names = a_prompt(SPACE, 32).chunks()
     with client.reserve(SPACE.layout, names) as room:
         mark = room.commit()
@@ -302,7 +371,9 @@ def test_a_write_through_store_knows_when_it_is_below(node_over: Callable[..., R
 
 
 def test_a_node_whose_tiers_cannot_be_does_not_start_and_says_why(tmp_path: Path) -> None:
-    ended = run_kvhold("serve", "--socket", str(tmp_path / "s"), "--config", tiers_file(tmp_path, "dsik:///x"))
+    ended = run_kvhold(
+        "serve", "--socket", str(tmp_path / "s"), "--config", tiers_file(tmp_path, "dsik:///x")
+    )
     assert ended.returncode != 0
     assert "did you mean 'disk'" in ended.stdout + ended.stderr
     assert "Traceback" not in ended.stderr

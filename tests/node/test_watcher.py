@@ -1,4 +1,6 @@
-"""A node that was killed is started again by its watcher, at once; one that ended by itself is not."""
+"""A node that was killed is started again by its watcher, at once; one that ended by
+itself is not.
+"""
 
 import fcntl
 import os
@@ -41,7 +43,9 @@ def kill(node: psutil.Process) -> None:
     eventually(lambda: not node.is_running() or node.status() == psutil.STATUS_ZOMBIE)
 
 
-def test_a_killed_node_is_started_again_without_an_engine_and_clients_notice_by_themselves(path: Path) -> None:
+def test_a_killed_node_is_started_again_without_an_engine_and_clients_notice_by_themselves(
+    path: Path,
+) -> None:
     with NodeClient(path, PATIENT) as client:
         client.register(SPACE)
         store(client, a_prompt(SPACE, 64))
@@ -74,7 +78,9 @@ def test_one_that_is_killed_again_soon_is_left_to_the_engines(path: Path) -> Non
 
 
 @pytest.mark.parametrize("number", [None, signal.SIGTERM])
-def test_one_that_ends_by_itself_takes_its_watcher_along(path: Path, number: signal.Signals | None) -> None:
+def test_one_that_ends_by_itself_takes_its_watcher_along(
+    path: Path, number: signal.Signals | None
+) -> None:
     with NodeClient(path, PATIENT) as client:
         node = node_of(client)
         watcher = node.parent()
@@ -92,11 +98,18 @@ def test_it_holds_no_descriptor_of_the_nodes(path: Path) -> None:
     with NodeClient(path, PATIENT) as client:
         watcher = node_of(client).parent()
         assert watcher is not None
-        held = {os.readlink(f"/proc/{watcher.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{watcher.pid}/fd")}  # noqa: PTH115, PTH208
-    assert not [what for what in held if "socket:" in what or "memfd" in what or what.endswith(".lock")], held
+        held = {
+            os.readlink(f"/proc/{watcher.pid}/fd/{fd}")  # noqa: PTH115
+            for fd in os.listdir(f"/proc/{watcher.pid}/fd")  # noqa: PTH208
+        }
+    assert not [
+        what for what in held if "socket:" in what or "memfd" in what or what.endswith(".lock")
+    ], held
 
 
-def test_while_it_has_the_place_no_engine_starts_another_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_it_has_the_place_no_engine_starts_another_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "node.sock"
     monkeypatch.setattr("sys.executable", "/bin/false")  # a start would fail
     with watch_path(path).open("w") as lock:

@@ -1,8 +1,9 @@
 """Makes the real SGLang importable, and says whether it is there.
 
-SGLang imports torchvision, through the settings of one of its vision models, and there is no torchvision for a CPU build of torch. An
-empty module stands in its place: no image is touched here. transformers is asked first whether torchvision is there, so that it goes on
-without. SGLang's own code is as it was published.
+SGLang imports torchvision, through the settings of one of its vision models, and there is no
+torchvision for a CPU build of torch. An
+empty module stands in its place: no image is touched here. transformers is asked first whether
+torchvision is there, so that it goes on without. SGLang's own code is as it was published.
 """
 
 import importlib
@@ -36,7 +37,12 @@ def bring_sglang() -> bool:
 
 
 def _stand_in_for_torchvision() -> None:
-    for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.functional", "torchvision.io"):
+    for name in (
+        "torchvision",
+        "torchvision.transforms",
+        "torchvision.transforms.functional",
+        "torchvision.io",
+    ):
         module = types.ModuleType(name)
         module.__path__ = []
         module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
@@ -45,5 +51,7 @@ def _stand_in_for_torchvision() -> None:
         if parent:
             setattr(sys.modules[parent], child, module)
     for module in ("torchvision.transforms", "torchvision.transforms.functional"):
-        sys.modules[module].InterpolationMode = types.SimpleNamespace(BICUBIC=None, BILINEAR=None, NEAREST=None, LANCZOS=None)
+        sys.modules[module].InterpolationMode = types.SimpleNamespace(
+            BICUBIC=None, BILINEAR=None, NEAREST=None, LANCZOS=None
+        )
     sys.modules["torchvision.io"].decode_jpeg = None

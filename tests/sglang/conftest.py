@@ -1,7 +1,9 @@
-"""Tests against the real SGLang, which lies in a folder of its own (tools/setup_env.py), so that nothing else in the environment sees it.
+"""Tests against the real SGLang, which lies in a folder of its own (tools/setup_env.py), so that
+nothing else in the environment sees it.
 
-They are collected only when they are meant (`-m sglang`, or a path in this folder): SGLang must not be imported into a process that
-tests vLLM. Where it is not installed they are left out, and `test_settings.py` says so.
+They are collected only when they are meant (`-m sglang`, or a path in this folder): SGLang must not
+be imported into a process that tests vLLM. Where it is not installed they are left out, and
+`test_settings.py` says so.
 """
 
 from pathlib import Path
@@ -15,7 +17,11 @@ _NEED_NO_SGLANG = ("test_settings.py",)
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> None:
-    if file_path.name.startswith("test_") and file_path.name not in _NEED_NO_SGLANG and _are_meant(parent.config):
+    if (
+        file_path.name.startswith("test_")
+        and file_path.name not in _NEED_NO_SGLANG
+        and _are_meant(parent.config)
+    ):
         bring_sglang()
 
 
@@ -26,5 +32,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def _are_meant(config: pytest.Config) -> bool:
-    named = [(config.invocation_params.dir / argument.split("::")[0]).resolve() for argument in config.args]
-    return config.option.markexpr == "sglang" or any(path == _HERE or _HERE in path.parents for path in named)
+    named = [
+        (config.invocation_params.dir / argument.split("::")[0]).resolve()
+        for argument in config.args
+    ]
+    return config.option.markexpr == "sglang" or any(
+        path == _HERE or _HERE in path.parents for path in named
+    )

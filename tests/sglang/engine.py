@@ -1,4 +1,6 @@
-"""SGLang's own callers on the CPU: its cache controller over host pools, its radix tree over device pools, on KV of our making."""
+"""SGLang's own callers on the CPU: its cache controller over host pools, its radix tree over device
+pools, on KV of our making.
+"""
 
 import threading
 import time
@@ -11,7 +13,12 @@ import torch
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import (
+    EvictParams,
+    InitLoadBackParams,
+    InsertParams,
+    MatchPrefixParams,
+)
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -25,15 +32,32 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from tests.sglang.pools import PAGE, PAGES
 
 WITHIN_S = 120.0  # until something that must come has come; only a hang takes so long
-ONE_RANK = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_dcp_size": 1, "attn_dcp_rank": 0}
+ONE_RANK = {
+    "tp_rank": 0,
+    "tp_size": 1,
+    "pp_rank": 0,
+    "pp_size": 1,
+    "attn_dcp_size": 1,
+    "attn_dcp_rank": 0,
+}
 
 
 class Controller:
-    """SGLang's HiCacheController, its four storage threads included, with our storage attached as a user would attach it."""
+    """SGLang's HiCacheController, its four storage threads included, with our storage attached as a
+    user would attach it.
+    """
 
-    def __init__(self, host: Any, device: Any, section: dict[str, Any], *, interface_v1: int = 1) -> None:
-        allocator = PagedTokenToKVPoolAllocator(PAGES * PAGE, PAGE, torch.bfloat16, "cpu", device, False)
-        extra = {"backend_name": "kvhold", "module_path": "kvhold.integrations.sglang", "class_name": "KVHoldStorage"}
+    def __init__(
+        self, host: Any, device: Any, section: dict[str, Any], *, interface_v1: int = 1
+    ) -> None:
+        allocator = PagedTokenToKVPoolAllocator(
+            PAGES * PAGE, PAGE, torch.bfloat16, "cpu", device, False
+        )
+        extra = {
+            "backend_name": "kvhold",
+            "module_path": "kvhold.integrations.sglang",
+            "class_name": "KVHoldStorage",
+        }
         extra |= {"interface_v1": interface_v1, "kvhold": section}
         self.host = host
         self._held = ExitStack()
@@ -83,18 +107,31 @@ class Tree:
 
     def __init__(self, device: Any, section: dict[str, Any], *, page: int = PAGE) -> None:
         self.device, self._page = device, page
-        self.allocator = PagedTokenToKVPoolAllocator(PAGES * page, page, device.dtype, "cpu", device, False)
+        self.allocator = PagedTokenToKVPoolAllocator(
+            PAGES * page, page, device.dtype, "cpu", device, False
+        )
         self.params = params_of(self.allocator, page)
         self.sglang = UnifiedRadixCache(self.params)
-        config = {"linker": "KVHoldLinker", "linker_module_path": "kvhold.integrations.sglang", "linker_extra_config": section}
+        config = {
+            "linker": "KVHoldLinker",
+            "linker_module_path": "kvhold.integrations.sglang",
+            "linker_extra_config": section,
+        }
         self.linker = create_unified_cache_linker(
-            None, self.params, backend="dynamic", config=config, components=set(self.sglang.components)
+            None,
+            self.params,
+            backend="dynamic",
+            config=config,
+            components=set(self.sglang.components),
         )
         self.sglang.init_cache_linker(self.linker)
         device.register_layer_transfer_counter(self.linker.layer_done_counter)
 
     def insert(self, tokens: Sequence[int]) -> Any:
-        """As after a request: its pages become the tree's, and are offloaded. The slots they have."""
+        """As after a request: its pages become the tree's, and are offloaded.
+
+        The slots they have.
+        """
         slots = self.allocator.alloc(len(tokens))
         self.sglang.insert(InsertParams(key=RadixKey(array("q", tokens)), value=slots))
         return slots
@@ -114,18 +151,26 @@ class Tree:
     def match(self, tokens: Sequence[int], rid: str) -> tuple[Any, int]:
         """The request, and how many of its tokens can be loaded beyond those on the device."""
         request = Req(rid, "", list(tokens), SamplingParams(max_new_tokens=1))
-        found = self.sglang.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens)), req=request))
+        found = self.sglang.match_prefix(
+            MatchPrefixParams(key=RadixKey(array("q", tokens)), req=request)
+        )
         request.last_node, request.host_hit_length = found.last_device_node, found.host_hit_length
         request.best_match_node = found.best_match_node
         return request, int(found.host_hit_length)
 
     def admit(self, request: Any) -> int:
         """As when the scheduler takes it into a batch: how many tokens will be loaded."""
-        params = InitLoadBackParams(best_match_node=request.best_match_node, host_hit_length=request.host_hit_length, req=request)
+        params = InitLoadBackParams(
+            best_match_node=request.best_match_node,
+            host_hit_length=request.host_hit_length,
+            req=request,
+        )
         return int(self.sglang.init_load_back(params)[0])
 
     def run(self, *requests: Any) -> tuple[list[Any], list[Any]]:
-        """A pass that reads every layer, waiting for each: what the loaded slots held then (K and V of each layer), and who failed."""
+        """A pass that reads every layer, waiting for each: what the loaded slots held then (K and V
+        of each layer), and who failed.
+        """
         slots = [self.sglang.linker.private_load_indices[request.rid] for request in requests]
         self.linker.layer_done_counter.set_consumer(self.sglang.ready_to_load_host_cache())
         seen = []
@@ -136,7 +181,11 @@ class Tree:
 
     def kv(self, slots: Any) -> list[Any]:
         """K and V of each layer, as `run` gives them."""
-        return [buffer[slots].clone() for layer in range(self.device.layer_num) for buffer in self.device.get_kv_buffer(layer)]
+        return [
+            buffer[slots].clone()
+            for layer in range(self.device.layer_num)
+            for buffer in self.device.get_kv_buffer(layer)
+        ]
 
 
 def params_of(allocator: Any, page: int = PAGE) -> CacheInitParams:

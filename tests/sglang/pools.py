@@ -1,4 +1,6 @@
-"""SGLang's real pools on the CPU, filled with bits that are all different, and the classes of a storage's settings."""
+"""SGLang's real pools on the CPU, filled with bits that are all different, and the classes of a
+storage's settings.
+"""
 
 import itertools
 from contextlib import ExitStack
@@ -16,8 +18,17 @@ PAGE, PAGES, LAYERS, HEADS, DIM, V_DIM, RANK, ROPE = 4, 8, 3, 2, 8, 16, 24, 8
 _numbers = itertools.count(1)
 
 
-def mha_device(*, page: int = PAGE, layers: int = LAYERS, dtype: Any = torch.bfloat16, v_dim: int = DIM, heads: int = HEADS) -> Any:
-    return MHATokenToKVPool(PAGES * page, page, dtype, heads, DIM, layers, "cpu", False, v_head_dim=v_dim)
+def mha_device(
+    *,
+    page: int = PAGE,
+    layers: int = LAYERS,
+    dtype: Any = torch.bfloat16,
+    v_dim: int = DIM,
+    heads: int = HEADS,
+) -> Any:
+    return MHATokenToKVPool(
+        PAGES * page, page, dtype, heads, DIM, layers, "cpu", False, v_head_dim=v_dim
+    )
 
 
 def mla_device(*, page: int = PAGE, layers: int = LAYERS, dtype: Any = torch.bfloat16) -> Any:
@@ -27,14 +38,22 @@ def mla_device(*, page: int = PAGE, layers: int = LAYERS, dtype: Any = torch.bfl
 def mha_host(layout: str, *, page: int = PAGE, groups: int = 1, **of_device: Any) -> Any:
     device = mha_device(page=page, **of_device)
     info = device._mha_buffer_info()
-    kind = AsymmetricMHATokenToKVPoolHost if device.v_head_dim != device.head_dim else MHATokenToKVPoolHost
+    kind = (
+        AsymmetricMHATokenToKVPoolHost
+        if device.v_head_dim != device.head_dim
+        else MHATokenToKVPoolHost
+    )
     return _host(kind, info, device, layout, page, head_group_num=groups)
 
 
-def mla_host(layout: str, *, page: int = PAGE, dcp: tuple[int, int] = (0, 1), **of_device: Any) -> Any:
+def mla_host(
+    layout: str, *, page: int = PAGE, dcp: tuple[int, int] = (0, 1), **of_device: Any
+) -> Any:
     device = mla_device(page=page, **of_device)
     more = {"dcp_rank": dcp[0], "dcp_size": dcp[1], "target_layer_num": device.layer_num}
-    return _host(MLATokenToKVPoolHost, device._mla_buffer_info(), device, layout, page * dcp[1], **more)
+    return _host(
+        MLATokenToKVPoolHost, device._mla_buffer_info(), device, layout, page * dcp[1], **more
+    )
 
 
 def _host(kind: Any, info: Any, device: Any, layout: str, page: int, **more: Any) -> Any:
@@ -72,7 +91,11 @@ def fill(pool: Any) -> None:
 
 def slots(pages: list[int], page: int = PAGE) -> Any:
     """The host indices of pages."""
-    return torch.cat([torch.arange(number * page, (number + 1) * page) for number in pages]) if pages else torch.empty(0, dtype=torch.int64)
+    return (
+        torch.cat([torch.arange(number * page, (number + 1) * page) for number in pages])
+        if pages
+        else torch.empty(0, dtype=torch.int64)
+    )
 
 
 def config(extra: dict[str, Any] | None = None, **changes: Any) -> HiCacheStorageConfig:

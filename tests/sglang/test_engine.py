@@ -1,4 +1,6 @@
-"""With SGLang's own callers: its cache controller and its radix tree, over a cache in the process and over a real node."""
+"""With SGLang's own callers: its cache controller and its radix tree, over a cache in the process
+and over a real node.
+"""
 
 import argparse
 import json
@@ -24,11 +26,24 @@ from kvhold.integrations.sglang.settings import storage_settings
 from kvhold.integrations.sglang.tables import SERVER_ARGS
 from tests.node.nodes import RunningNode, eventually
 from tests.sglang.engine import Controller, Tree
-from tests.sglang.pools import LAYERS, PAGE, config, fill, mha_device, mha_host, mla_device, mla_host, slots
+from tests.sglang.pools import (
+    LAYERS,
+    PAGE,
+    config,
+    fill,
+    mha_device,
+    mha_host,
+    mla_device,
+    mla_host,
+    slots,
+)
 
 pytestmark = [
     pytest.mark.sglang,
-    pytest.mark.skipif(shutil.which("g++") is None, reason="SGLang compiles its page hash with g++ when it is first used"),
+    pytest.mark.skipif(
+        shutil.which("g++") is None,
+        reason="SGLang compiles its page hash with g++ when it is first used",
+    ),
 ]
 
 EMBEDDED = {"embedded": True, "ram_bytes": "8MiB", "model_id": "model@1"}
@@ -57,8 +72,17 @@ def node(tmp_path: Path) -> Iterator[RunningNode]:
 
 
 def on(node: RunningNode) -> dict[str, Any]:
-    client = {"call_timeout_s": 60, "connect_timeout_s": 60, "arrival_timeout_s": 60, "reconnect_interval_s": 0.02}
-    return {"node": {"socket": str(node.path), "autostart": False}, "client": client, "model_id": "model@1"}
+    client = {
+        "call_timeout_s": 60,
+        "connect_timeout_s": 60,
+        "arrival_timeout_s": 60,
+        "reconnect_interval_s": 0.02,
+    }
+    return {
+        "node": {"socket": str(node.path), "autostart": False},
+        "client": client,
+        "model_id": "model@1",
+    }
 
 
 def randomize(device: Any) -> None:
@@ -69,7 +93,8 @@ def randomize(device: Any) -> None:
 
 def equal(one: list[Any], other: list[Any]) -> bool:
     return len(one) == len(other) > 0 and all(
-        torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(one, other, strict=True)
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        for a, b in zip(one, other, strict=True)
     )
 
 
@@ -84,8 +109,12 @@ class TestController:
     @pytest.mark.parametrize("interface_v1", [0, 1])
     @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
     @pytest.mark.parametrize("kind", ["mha", "mla"])
-    def test_a_backup_is_prefetched_bit_for_bit(self, kind: str, layout: str, interface_v1: int, controllers: list[Controller]) -> None:
-        host, device = (mha_host(layout), mha_device()) if kind == "mha" else (mla_host(layout), mla_device())
+    def test_a_backup_is_prefetched_bit_for_bit(
+        self, kind: str, layout: str, interface_v1: int, controllers: list[Controller]
+    ) -> None:
+        host, device = (
+            (mha_host(layout), mha_device()) if kind == "mha" else (mla_host(layout), mla_device())
+        )
         controller = Controller(host, device, EMBEDDED, interface_v1=interface_v1)
         controllers.append(controller)
         fill(host)
@@ -100,8 +129,13 @@ class TestController:
         assert len(controller.prefetch([*TOKENS[:PAGE], *range(900, 900 + PAGE)])) == PAGE
         assert len(controller.prefetch([2, *TOKENS[1:]])) == 0
 
-    def test_two_servers_share_through_a_node_and_a_dead_node_is_a_miss(self, node: RunningNode, controllers: list[Controller]) -> None:
-        controllers += [Controller(mha_host(layout), mha_device(), on(node)) for layout in ("page_first", "layer_first")]
+    def test_two_servers_share_through_a_node_and_a_dead_node_is_a_miss(
+        self, node: RunningNode, controllers: list[Controller]
+    ) -> None:
+        controllers += [
+            Controller(mha_host(layout), mha_device(), on(node))
+            for layout in ("page_first", "layer_first")
+        ]
         one, other = controllers
         fill(one.host)
         taken = one.host.alloc(len(TOKENS))
@@ -109,7 +143,10 @@ class TestController:
         assert one.backup(TOKENS, taken) == len(TOKENS)
         loaded = other.prefetch(TOKENS)
         assert len(loaded) == len(TOKENS)
-        assert torch.equal(torch.stack(other.host.k_data_refs)[:, loaded].view(torch.uint8), by_token.view(torch.uint8))
+        assert torch.equal(
+            torch.stack(other.host.k_data_refs)[:, loaded].view(torch.uint8),
+            by_token.view(torch.uint8),
+        )
 
         node.process.send_signal(signal.SIGKILL)
         node.process.wait()
@@ -118,7 +155,9 @@ class TestController:
         assert one.storage.batch_exists_v2(["00"]).kv_hit_pages == 0
         one.storage.clear()
 
-    def test_a_node_that_comes_back_is_used_again(self, tmp_path: Path, controllers: list[Controller]) -> None:
+    def test_a_node_that_comes_back_is_used_again(
+        self, tmp_path: Path, controllers: list[Controller]
+    ) -> None:
         first = RunningNode(tmp_path / "node.sock")
         controller = Controller(mha_host("page_first"), mha_device(), on(first))
         controllers.append(controller)
@@ -136,7 +175,10 @@ class TestController:
             second.close()
 
     def test_without_a_node_sglang_does_not_attach(self, tmp_path: Path) -> None:
-        section = {"node": {"socket": str(tmp_path / "none.sock"), "autostart": False}, "model_id": "m"}
+        section = {
+            "node": {"socket": str(tmp_path / "none.sock"), "autostart": False},
+            "model_id": "m",
+        }
         with pytest.raises(NodeError):
             KVHoldStorage(config(section | {"embedded": False}), {})
 
@@ -150,7 +192,9 @@ class TestLinker:
             tree.sglang.shutdown()
 
     @pytest.mark.parametrize("kind", DEVICES)
-    def test_what_the_tree_offloads_is_loaded_layer_by_layer_bit_for_bit(self, kind: str, trees: list[Tree]) -> None:
+    def test_what_the_tree_offloads_is_loaded_layer_by_layer_bit_for_bit(
+        self, kind: str, trees: list[Tree]
+    ) -> None:
         tree = Tree(DEVICES[kind](), EMBEDDED)
         trees.append(tree)
         randomize(tree.device)
@@ -187,11 +231,19 @@ class TestLinker:
         trees.append(tree)
         randomize(tree.device)
         other = [token + 100 for token in TOKENS[: 2 * PAGE]]
-        wanted = [torch.cat(parts) for parts in zip(tree.kv(tree.insert(TOKENS[: 2 * PAGE])), tree.kv(tree.insert(other)), strict=True)]
+        wanted = [
+            torch.cat(parts)
+            for parts in zip(
+                tree.kv(tree.insert(TOKENS[: 2 * PAGE])), tree.kv(tree.insert(other)), strict=True
+            )
+        ]
         tree.settle()
         tree.forget()
         randomize(tree.device)
-        requests = [tree.match(tokens, rid)[0] for tokens, rid in ((TOKENS, "a"), (other, "b"), (other, "c"))]
+        requests = [
+            tree.match(tokens, rid)[0]
+            for tokens, rid in ((TOKENS, "a"), (other, "b"), (other, "c"))
+        ]
         assert [tree.admit(request) for request in requests] == [2 * PAGE] * 3
         tree.sglang.linker.release_request("c")
         seen, failed = tree.run(*requests[:2])
@@ -208,7 +260,9 @@ class TestLinker:
         assert tree.match([5, *TOKENS[1:]], "a")[1] == 0
         assert tree.match(TOKENS, "b")[1] == len(TOKENS)
 
-    def test_the_storage_loads_what_a_linker_offloaded(self, node: RunningNode, trees: list[Tree]) -> None:
+    def test_the_storage_loads_what_a_linker_offloaded(
+        self, node: RunningNode, trees: list[Tree]
+    ) -> None:
         tree = Tree(mha_device(), on(node))
         trees.append(tree)
         randomize(tree.device)
@@ -224,7 +278,9 @@ class TestLinker:
         finally:
             controller.close()
 
-    def test_a_dead_node_is_a_miss_and_an_offload_that_failed(self, node: RunningNode, trees: list[Tree]) -> None:
+    def test_a_dead_node_is_a_miss_and_an_offload_that_failed(
+        self, node: RunningNode, trees: list[Tree]
+    ) -> None:
         tree = Tree(mha_device(), on(node))
         trees.append(tree)
         tree.insert(TOKENS)
@@ -250,7 +306,9 @@ class TestLinker:
         node.process.send_signal(signal.SIGKILL)
         node.process.wait()
         _, failed = tree.run(requests[0])
-        assert failed == [requests[0]]  # SGLang aborts it; it never continues on KV that did not come
+        assert failed == [
+            requests[0]
+        ]  # SGLang aborts it; it never continues on KV that did not come
 
     def test_a_load_whose_pages_have_gone_is_computed_instead(self, trees: list[Tree]) -> None:
         tree = Tree(mha_device(), EMBEDDED)
@@ -267,8 +325,13 @@ class TestLinker:
         assert tree.allocator.available_size() == free
 
     def test_what_a_lookup_found_stays_until_it_is_loaded(self, trees: list[Tree]) -> None:
-        """A cache of four pages' room: what was found is pinned, so what comes meanwhile does not push it out."""
-        tree = Tree(mha_device(layers=64, heads=16), {"embedded": True, "ram_bytes": "2MiB", "model_id": "m"})  # 128 KiB a page
+        """A cache of four pages' room: what was found is pinned, so what comes meanwhile does not
+        push it out.
+        """
+        tree = Tree(
+            mha_device(layers=64, heads=16),
+            {"embedded": True, "ram_bytes": "2MiB", "model_id": "m"},
+        )  # 128 KiB a page
         trees.append(tree)
         randomize(tree.device)
         wanted = tree.kv(tree.insert(TOKENS))
@@ -285,8 +348,15 @@ class TestLinker:
         assert equal(seen, wanted)
         assert failed == []
 
-    def test_pages_that_have_left_memory_are_there_when_sglang_asks_again(self, trees: list[Tree], tmp_path: Path) -> None:
-        settings = {"embedded": True, "ram_bytes": "2MiB", "model_id": "m", "tiers": [f"disk://{tmp_path}/tier"]}
+    def test_pages_that_have_left_memory_are_there_when_sglang_asks_again(
+        self, trees: list[Tree], tmp_path: Path
+    ) -> None:
+        settings = {
+            "embedded": True,
+            "ram_bytes": "2MiB",
+            "model_id": "m",
+            "tiers": [f"disk://{tmp_path}/tier"],
+        }
         tree = Tree(mha_device(layers=64, heads=16), settings)
         trees.append(tree)
         randomize(tree.device)
@@ -298,7 +368,9 @@ class TestLinker:
             tree.insert([token + 100 * number for token in TOKENS])
         tree.settle()
         tree.forget()
-        request, _ = eventually(lambda: (found := tree.match(TOKENS, "a"))[1] == len(TOKENS) and found)
+        request, _ = eventually(
+            lambda: (found := tree.match(TOKENS, "a"))[1] == len(TOKENS) and found
+        )
         tree.admit(request)
         seen, failed = tree.run(request)
         assert equal(seen, wanted)
@@ -317,7 +389,9 @@ class TestLinker:
         assert tree.linker.start_layer_wise_loading() == -1
         assert tree.match(TOKENS, "c")[1] == len(TOKENS)
 
-    def test_with_more_ranks_than_one_a_load_is_never_refused_by_one_of_them(self, trees: list[Tree]) -> None:
+    def test_with_more_ranks_than_one_a_load_is_never_refused_by_one_of_them(
+        self, trees: list[Tree]
+    ) -> None:
         tree = Tree(mha_device(), EMBEDDED)
         trees.append(tree)
         missing = [PoolTransfer(PoolName.KV, device_indices=slots([1]), keys=["00"])]
@@ -330,7 +404,10 @@ class TestLinker:
     def test_models_whose_kv_is_not_all_of_one_kind_are_refused(self, trees: list[Tree]) -> None:
         tree = Tree(mha_device(), EMBEDDED)
         trees.append(tree)
-        for components in ({ComponentType.FULL, ComponentType.SWA}, {ComponentType.FULL, ComponentType.MAMBA}):
+        for components in (
+            {ComponentType.FULL, ComponentType.SWA},
+            {ComponentType.FULL, ComponentType.MAMBA},
+        ):
             with pytest.raises(LayoutError, match="full attention only"):
                 KVHoldLinker(None, tree.params, components=components, extra_config=EMBEDDED)
         tree.params.sidecar_draft_device_pools = (mha_device(),)
@@ -346,8 +423,15 @@ class TestIdentity:
     @staticmethod
     def _weights(folder: Path, text: str) -> str:
         folder.mkdir(parents=True, exist_ok=True)
-        settings = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "hidden_size": 64}
-        (folder / "config.json").write_text(json.dumps(settings | {"num_attention_heads": 2, "max_position_embeddings": 128}))
+        settings = {
+            "model_type": "llama",
+            "architectures": ["LlamaForCausalLM"],
+            "num_hidden_layers": 1,
+            "hidden_size": 64,
+        }
+        (folder / "config.json").write_text(
+            json.dumps(settings | {"num_attention_heads": 2, "max_position_embeddings": 128})
+        )
         (folder / "model.safetensors").write_text(text)
         return str(folder)
 
@@ -355,7 +439,9 @@ class TestIdentity:
         set_global_server_args_for_scheduler(ServerArgs(device="cpu", **settings))
         return engine_of(storage_settings({}))
 
-    def test_weights_and_adapters_are_told_by_content(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_weights_and_adapters_are_told_by_content(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         from sglang.srt.lora.lora_registry import LoRARef
 
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -377,25 +463,39 @@ class TestIdentity:
         """One that fails here is new: decide whether it may shape KV, and put it into tables.py."""
         assert set(ServerArgs.__struct_fields__) == SERVER_ARGS.named | SERVER_ARGS.harmless.keys()
 
-    def test_each_named_setting_changes_the_facts_and_no_harmless_one_does(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_each_named_setting_changes_the_facts_and_no_harmless_one_does(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         args = ServerArgs(device="cpu", model_path=self._weights(tmp_path / "a", "one"))
         settings = storage_settings({})
         before = names._server_facts(args, settings)
         for name in ServerArgs.__struct_fields__:
             value = getattr(args, name)
-            other = not value if isinstance(value, bool) else value + 1 if isinstance(value, (int, float)) else [value, "another"]
+            other = (
+                not value
+                if isinstance(value, bool)
+                else value + 1
+                if isinstance(value, (int, float))
+                else [value, "another"]
+            )
             monkeypatch.setattr(args, name, other)
-            assert (names._server_facts(args, settings) != before) == (name in SERVER_ARGS.named), name
+            assert (names._server_facts(args, settings) != before) == (name in SERVER_ARGS.named), (
+                name
+            )
             monkeypatch.setattr(args, name, value)
         monkeypatch.setenv("SGLANG_RUN_ID", "1")
         assert names._server_facts(args, settings) == before
         monkeypatch.setenv("SGLANG_ENABLE_DETERMINISTIC_INFERENCE", "1")
         assert names._server_facts(args, settings) != before
 
-    def test_a_difference_can_be_shared(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_difference_can_be_shared(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         args = ServerArgs(device="cpu", model_path="x")
-        settings = storage_settings({"kvhold": {"share": ["tensor_parallel", "sglang.attention_backend"]}})
+        settings = storage_settings(
+            {"kvhold": {"share": ["tensor_parallel", "sglang.attention_backend"]}}
+        )
         before = names._server_facts(args, settings)
         monkeypatch.setattr(args, "tp_size", 4)
         monkeypatch.setattr(args, "attention_backend", "another")
@@ -410,7 +510,11 @@ class TestIdentity:
 
 def test_the_command_lines_in_the_documentation_are_understood_by_sglang() -> None:
     text = (Path(__file__).parents[2] / "docs" / "sglang.md").read_text()
-    commands = [line for block in re.findall(r"```\n(.*?)```", text, re.DOTALL) for line in block.replace("\\\n", "").splitlines()]
+    commands = [
+        line
+        for block in re.findall(r"```\n(.*?)```", text, re.DOTALL)
+        for line in block.replace("\\\n", "").splitlines()
+    ]
     launches = [shlex.split(line)[3:] for line in commands if "launch_server" in line]
     assert len(launches) == 2
     parser = argparse.ArgumentParser()

@@ -11,21 +11,35 @@ from kvhold.core.errors import ConfigError
 from kvhold.integrations.sglang.settings import Settings, linker_settings, storage_settings
 from tools.setup_env import SGLANG, sglang_folder
 
-OF_SGLANG = {"backend_name": "kvhold", "module_path": "kvhold.integrations.sglang", "class_name": "KVHoldStorage", "interface_v1": 1}
+OF_SGLANG = {
+    "backend_name": "kvhold",
+    "module_path": "kvhold.integrations.sglang",
+    "class_name": "KVHoldStorage",
+    "interface_v1": 1,
+}
 
 
 def test_settings_of_kvhold_stand_in_a_section_of_the_storages_json() -> None:
-    read = storage_settings(OF_SGLANG | {"kvhold": {"ram_bytes": "2GiB", "embedded": True, "kv_cache_dtype": "fp8_e5m2"}})
+    read = storage_settings(
+        OF_SGLANG
+        | {"kvhold": {"ram_bytes": "2GiB", "embedded": True, "kv_cache_dtype": "fp8_e5m2"}}
+    )
     assert (read.config.ram_bytes, read.embedded, read.kv_dtype) == (2 << 30, True, "float8_e5m2")
 
 
 def test_all_of_the_linkers_json_is_ours() -> None:
     read = linker_settings({"node": {"socket": "/run/k.sock"}, "model_id": "m"})
-    assert (read.config.node.socket, read.config.model_id, read.embedded) == ("/run/k.sock", "m", False)
+    assert (read.config.node.socket, read.config.model_id, read.embedded) == (
+        "/run/k.sock",
+        "m",
+        False,
+    )
 
 
 @pytest.mark.parametrize("nothing", [None, {}, OF_SGLANG, {"kvhold": {}}])
-def test_nothing_need_be_said(nothing: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_need_be_said(
+    nothing: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KVHOLD_MODEL_ID", "from the environment")
     read = storage_settings(nothing)
     assert read == Settings(read.config)
@@ -38,8 +52,14 @@ def test_nothing_need_be_said(nothing: dict[str, Any] | None, monkeypatch: pytes
         ({"kvhold": {"ram_byte": 1}}, "kvhold: arguments: .*ram_byte.*ram_bytes"),
         ({"kvhold": {"node": {"sockets": "x"}}}, r"node\.socket"),
         ({"kvhold": {"embedded": 1}}, "kvhold.embedded = 1"),
-        ({"kvhold": {"kv_cache_dtype": "fp8_e4m2"}}, "kvhold.kv_cache_dtype = 'fp8_e4m2': must be one of fp8_e4m3, fp8_e5m2; did you mean"),
-        ({"kvhold": {"memory_codec": "int8"}}, "kvhold.memory_codec = 'int8': SGLang's KV is kept as it is"),
+        (
+            {"kvhold": {"kv_cache_dtype": "fp8_e4m2"}},
+            "kvhold.kv_cache_dtype = 'fp8_e4m2': must be one of fp8_e4m3, fp8_e5m2; did you mean",
+        ),
+        (
+            {"kvhold": {"memory_codec": "int8"}},
+            "kvhold.memory_codec = 'int8': SGLang's KV is kept as it is",
+        ),
         ({"kvhold": []}, "kvhold is a section"),
         ({"ram_bytes": 1}, "'ram_bytes' is not a field here; .* section 'kvhold'"),
     ],
@@ -66,7 +86,10 @@ def test_the_package_imports_without_sglang() -> None:
 def test_the_sglang_here_is_the_one_that_is_supported() -> None:
     folder = sglang_folder(Path(sys.prefix))
     if not folder.is_dir() and importlib.util.find_spec("sglang") is None:
-        pytest.skip(f"no SGLang in this environment: the tests with it were left out (make setup puts it into {folder})")
+        pytest.skip(
+            "no SGLang in this environment: the tests with it were left out (make setup "
+            f"puts it into {folder})"
+        )
     import sglang
 
     assert sglang.__version__ == SGLANG

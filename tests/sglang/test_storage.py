@@ -1,4 +1,6 @@
-"""Pages between SGLang's real host pools and the cache: every arrangement comes back bit for bit, and nothing else ever does."""
+"""Pages between SGLang's real host pools and the cache: every arrangement comes back bit for bit,
+and nothing else ever does.
+"""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -19,7 +21,18 @@ from kvhold.core.errors import ConfigError, KVHoldError, LayoutError
 from kvhold.integrations.sglang import KVHoldStorage
 from kvhold.integrations.sglang.names import Engine, Part, names_of, namespace_of
 from kvhold.integrations.sglang.pools import OpaquePages, PlainPages, host_pages
-from tests.sglang.pools import PAGE, PAGES, V_DIM, buffers, config, fill, mha_device, mha_host, mla_host, slots
+from tests.sglang.pools import (
+    PAGE,
+    PAGES,
+    V_DIM,
+    buffers,
+    config,
+    fill,
+    mha_device,
+    mha_host,
+    mla_host,
+    slots,
+)
 
 pytestmark = pytest.mark.sglang
 
@@ -37,13 +50,17 @@ POOLS: dict[str, Callable[[], Any]] = {
     "mha float32": lambda: mha_host("page_first", dtype=torch.float32),
     "mha pages of one token": lambda: mha_host("layer_first", page=1),
     "k and v of different widths, page_first": lambda: mha_host("page_first", v_dim=V_DIM),
-    "k and v of different widths, page_first_direct": lambda: mha_host("page_first_direct", v_dim=V_DIM),
+    "k and v of different widths, page_first_direct": lambda: mha_host(
+        "page_first_direct", v_dim=V_DIM
+    ),
     "mla layer_first": lambda: mla_host("layer_first"),
     "mla page_first": lambda: mla_host("page_first"),
     "mla page_first_direct": lambda: mla_host("page_first_direct"),
     "mla page_unified": lambda: mla_host("page_unified"),
 }
-FLAT = [name for name in POOLS if "unified" not in name and "widths" not in name]  # of the others SGLang makes no flat pages
+FLAT = [
+    name for name in POOLS if "unified" not in name and "widths" not in name
+]  # of the others SGLang makes no flat pages
 
 
 @pytest.fixture
@@ -67,24 +84,36 @@ def open_storage(opened: list[KVHoldStorage]) -> Callable[..., KVHoldStorage]:
 
 def page_of(pool: Any, number: int) -> list[torch.Tensor]:
     """A page's memory, by the arrangement's definition in SGLang (`init_kv_buffer`), as a copy."""
-    by_slot = {"layer_first": 2 if len(buffers(pool)[0].shape) == 5 else 1, "page_first": len(buffers(pool)[0].shape) - 4}
+    by_slot = {
+        "layer_first": 2 if len(buffers(pool)[0].shape) == 5 else 1,
+        "page_first": len(buffers(pool)[0].shape) - 4,
+    }
     found = []
     for buffer in buffers(pool):
         if pool.layout in by_slot:
             axis = 0 if isinstance(pool.kv_buffer, tuple) else by_slot[pool.layout]
             found.append(buffer.narrow(axis, number * pool.page_size, pool.page_size).clone())
         else:
-            paired = pool.layout in ("page_first_direct", "page_head") and not isinstance(pool.kv_buffer, tuple) and buffer.shape[0] == 2
+            paired = (
+                pool.layout in ("page_first_direct", "page_head")
+                and not isinstance(pool.kv_buffer, tuple)
+                and buffer.shape[0] == 2
+            )
             found.append(buffer.narrow(1 if paired else 0, number, 1).clone())
     return found
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(one, other, strict=True))
+    return all(
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        for a, b in zip(one, other, strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", POOLS)
-def test_pages_come_back_bit_for_bit_into_other_pages_and_nothing_else_is_touched(name: str, open_storage: Any) -> None:
+def test_pages_come_back_bit_for_bit_into_other_pages_and_nothing_else_is_touched(
+    name: str, open_storage: Any
+) -> None:
     pool = POOLS[name]()
     storage = open_storage(pool, is_mla_model=name.startswith("mla"))
     page = pool.page_size
@@ -93,7 +122,9 @@ def test_pages_come_back_bit_for_bit_into_other_pages_and_nothing_else_is_touche
     assert storage.batch_set_v1(KEYS[:3], slots([5, 0, 3], page)) == [True] * 3
     fill(pool)
     before = [page_of(pool, number) for number in range(PAGES)]
-    assert not any(same(page_of(pool, number), wanted) for number in range(PAGES) for wanted in stored)
+    assert not any(
+        same(page_of(pool, number), wanted) for number in range(PAGES) for wanted in stored
+    )
     assert storage.batch_exists(KEYS[:4]) == 3
     assert storage.batch_get_v1(KEYS[:4], slots([7, 2, 4, 1], page)) == [True, True, True, False]
     for number, wanted in zip((7, 2, 4), stored, strict=True):
@@ -125,11 +156,18 @@ def test_flat_pages_and_slots_are_two_ways_to_the_same_bits(name: str, open_stor
     assert storage.get(KEYS[50]) is None
     assert storage.set(KEYS[50], flat[0])
     assert storage.exists(KEYS[50])
-    assert torch.equal(storage.get(KEYS[50], pool.get_dummy_flat_data_page()).view(torch.uint8), flat[0].view(torch.uint8))
+    assert torch.equal(
+        storage.get(KEYS[50], pool.get_dummy_flat_data_page()).view(torch.uint8),
+        flat[0].view(torch.uint8),
+    )
 
 
-@pytest.mark.parametrize("kinds", [("mha layer_first", "mha page_first"), ("mha page_first", "mha page_first_direct")])
-def test_servers_with_different_host_layouts_share(kinds: tuple[str, str], open_storage: Any) -> None:
+@pytest.mark.parametrize(
+    "kinds", [("mha layer_first", "mha page_first"), ("mha page_first", "mha page_first_direct")]
+)
+def test_servers_with_different_host_layouts_share(
+    kinds: tuple[str, str], open_storage: Any
+) -> None:
     one, other = (POOLS[kind]() for kind in kinds)
     storage = open_storage(one)
     storage._storage_config.is_page_first_layout = True
@@ -140,22 +178,37 @@ def test_servers_with_different_host_layouts_share(kinds: tuple[str, str], open_
     assert storage.batch_get_v1(KEYS[:1], slots([5])) == [True]
 
     def tokens(refs: list[Any], page: int) -> torch.Tensor:  # SGLang's own views, a layer each
-        return torch.stack([ref.reshape(-1, *ref.shape[-2:])[page * PAGE : (page + 1) * PAGE] for ref in refs])
+        return torch.stack(
+            [ref.reshape(-1, *ref.shape[-2:])[page * PAGE : (page + 1) * PAGE] for ref in refs]
+        )
 
-    assert torch.equal(tokens(other.k_data_refs, 5).view(torch.uint8), tokens(one.k_data_refs, 2).view(torch.uint8))
-    assert torch.equal(tokens(other.v_data_refs, 5).view(torch.uint8), tokens(one.v_data_refs, 2).view(torch.uint8))
+    assert torch.equal(
+        tokens(other.k_data_refs, 5).view(torch.uint8), tokens(one.k_data_refs, 2).view(torch.uint8)
+    )
+    assert torch.equal(
+        tokens(other.v_data_refs, 5).view(torch.uint8), tokens(one.v_data_refs, 2).view(torch.uint8)
+    )
 
 
 def test_a_gap_costs_the_pages_behind_it_nothing(open_storage: Any) -> None:
     pool = mha_host("page_first")
     storage = open_storage(pool)
     fill(pool)
-    stored = {key: page_of(pool, number) for number, key in ((0, KEYS[0]), (1, KEYS[2]), (2, KEYS[4]))}
+    stored = {
+        key: page_of(pool, number) for number, key in ((0, KEYS[0]), (1, KEYS[2]), (2, KEYS[4]))
+    }
     assert storage.batch_set_v1([KEYS[0], KEYS[2], KEYS[4]], slots([0, 1, 2])) == [True] * 3
     assert storage.batch_exists(KEYS[:6]) == 1
     assert storage.batch_exists(KEYS[1:6]) == 0
     fill(pool)
-    assert storage.batch_get_v1(KEYS[:6], slots([7, 6, 5, 4, 3, 2])) == [True, False, True, False, True, False]
+    assert storage.batch_get_v1(KEYS[:6], slots([7, 6, 5, 4, 3, 2])) == [
+        True,
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]
     assert same(page_of(pool, 7), stored[KEYS[0]])
     assert same(page_of(pool, 5), stored[KEYS[2]])
     assert same(page_of(pool, 3), stored[KEYS[4]])
@@ -202,7 +255,9 @@ def test_a_full_arena_says_which_pages_were_not_stored(open_storage: Any) -> Non
     assert storage.batch_exists(KEYS[:8]) == sum(stored)
 
 
-def test_pages_that_have_left_memory_come_back_from_a_tier(open_storage: Any, tmp_path: Path) -> None:
+def test_pages_that_have_left_memory_come_back_from_a_tier(
+    open_storage: Any, tmp_path: Path
+) -> None:
     pool = mha_host("page_first", layers=64, heads=16, page=16)  # 512 KiB a page
     storage = open_storage(pool, {"ram_bytes": "2MiB", "tiers": [f"disk://{tmp_path}/tier"]})
     fill(pool)
@@ -231,12 +286,17 @@ def test_pages_that_have_left_memory_come_back_from_a_tier(open_storage: Any, tm
         lambda s: s.batch_exists([KEYS[0], None]),
         lambda s: s.batch_set_v1([KEYS[0], ""], slots([0, 1])),
         lambda s: s.batch_set_v2(
-            [PoolTransfer(PoolName.KV, slots([0]), keys=KEYS[:1]), PoolTransfer(PoolName.KV, slots([0]), keys=KEYS[:2])]
+            [
+                PoolTransfer(PoolName.KV, slots([0]), keys=KEYS[:1]),
+                PoolTransfer(PoolName.KV, slots([0]), keys=KEYS[:2]),
+            ]
         ),
         lambda s: s.batch_get_v2([PoolTransfer(PoolName.KV, None, keys=KEYS[:2])]),
     ],
 )
-def test_lists_that_do_not_fit_each_other_are_an_error_before_anything_is_moved(call: Any, open_storage: Any) -> None:
+def test_lists_that_do_not_fit_each_other_are_an_error_before_anything_is_moved(
+    call: Any, open_storage: Any
+) -> None:
     pool = mha_host("page_first")
     storage = open_storage(pool)
     fill(pool)
@@ -262,8 +322,13 @@ SPACES: dict[str, tuple[Callable[[], Any], dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("differs", SPACES)
-def test_what_was_stored_for_something_else_never_comes_back(differs: str, open_storage: Any) -> None:
-    """One cache, two servers: same hashes, another namespace. Then the same settings again find what was stored."""
+def test_what_was_stored_for_something_else_never_comes_back(
+    differs: str, open_storage: Any
+) -> None:
+    """One cache, two servers: same hashes, another namespace.
+
+    Then the same settings again find what was stored.
+    """
     pool = POOLS["mha page_first"]()
     storage = open_storage(pool)
     fill(pool)
@@ -286,7 +351,9 @@ def test_what_was_stored_for_something_else_never_comes_back(differs: str, open_
 
 
 def _on_the_cache_of(owner: KVHoldStorage, storage: KVHoldStorage) -> None:
-    """Join two servers in one process: the second goes on with the first one's cache, and keeps names and shapes of its own."""
+    """Join two servers in one process: the second goes on with the first one's cache, and keeps
+    names and shapes of its own.
+    """
     storage._cache.close()
     storage._cache = owner._cache
     storage.register_mem_pool_host(storage.mem_pool_host)
@@ -297,7 +364,10 @@ def test_ranks_with_the_same_kv_share_and_others_do_not(open_storage: Any) -> No
     first = open_storage(pool, is_mla_model=True, tp_size=2)
     fill(pool)
     assert first.batch_set_v1(KEYS[:1], slots([0])) == [True]
-    for changes, shares in (({"is_mla_model": True, "tp_rank": 1, "tp_size": 2}, True), ({"tp_rank": 1, "tp_size": 2}, False)):
+    for changes, shares in (
+        ({"is_mla_model": True, "tp_rank": 1, "tp_size": 2}, True),
+        ({"tp_rank": 1, "tp_size": 2}, False),
+    ):
         other = open_storage(mla_host("page_first"), **changes)
         _on_the_cache_of(first, other)
         assert other.batch_exists(KEYS[:1]) == int(shares)
@@ -306,7 +376,14 @@ def test_ranks_with_the_same_kv_share_and_others_do_not(open_storage: Any) -> No
 def test_pages_shared_by_decode_context_ranks_are_counted_as_sglang_does(open_storage: Any) -> None:
     """A page of 4 tokens a rank is 8 slots for SGLang; ranks never meet each other's tokens."""
     pool = mla_host("page_first", dcp=(1, 2))
-    dcp = {"is_mla_model": True, "tp_size": 2, "tp_rank": 1, "dcp_size": 2, "dcp_rank": 1, "logical_page_size": 8}
+    dcp = {
+        "is_mla_model": True,
+        "tp_size": 2,
+        "tp_rank": 1,
+        "dcp_size": 2,
+        "dcp_rank": 1,
+        "logical_page_size": 8,
+    }
     storage = open_storage(pool, **dcp)
     fill(pool)
     wanted = pool.get_data_page(3 * 8).clone()
@@ -348,7 +425,10 @@ def test_pools_beside_the_kv_have_pages_of_their_own(open_storage: Any) -> None:
     fill(kv)
     fill(beside)
     wanted = page_of(kv, 0), page_of(beside, 1)
-    both = [PoolTransfer(PoolName.KV, slots([0]), keys=KEYS[:1]), PoolTransfer(PoolName.SWA, slots([1]), keys=KEYS[:1])]
+    both = [
+        PoolTransfer(PoolName.KV, slots([0]), keys=KEYS[:1]),
+        PoolTransfer(PoolName.SWA, slots([1]), keys=KEYS[:1]),
+    ]
     assert storage.batch_set_v2(both) == {"kv": [True], "swa": [True]}
     fill(kv)
     fill(beside)
@@ -364,7 +444,11 @@ def test_pools_beside_the_kv_have_pages_of_their_own(open_storage: Any) -> None:
 
 def test_a_hit_is_as_long_as_every_pool_allows(open_storage: Any) -> None:
     """KV of 5 pages; a state after pages 2 and 4; an indexer for the first 4."""
-    kv, state, indexer = mha_host("page_first"), mha_host("page_first", layers=1), mha_host("page_first", layers=2)
+    kv, state, indexer = (
+        mha_host("page_first"),
+        mha_host("page_first", layers=1),
+        mha_host("page_first", layers=2),
+    )
     storage = open_storage(kv)
     storage.register_mem_host_pool_v2(state, PoolName.MAMBA)
     storage.register_mem_host_pool_v2(indexer, PoolName.INDEXER)
@@ -375,17 +459,25 @@ def test_a_hit_is_as_long_as_every_pool_allows(open_storage: Any) -> None:
     storage.batch_set_v2([PoolTransfer(PoolName.INDEXER, slots([0, 1, 2, 3]), keys=KEYS[:4])])
     mamba = PoolTransfer(PoolName.MAMBA, keys=["last"], hit_policy=PoolHitPolicy.TRAILING_PAGES)
     index = PoolTransfer(PoolName.INDEXER)
-    window = PoolTransfer(PoolName.INDEXER, keys=["a", "b", "c"], hit_policy=PoolHitPolicy.TRAILING_PAGES)
+    window = PoolTransfer(
+        PoolName.INDEXER, keys=["a", "b", "c"], hit_policy=PoolHitPolicy.TRAILING_PAGES
+    )
     groups = PoolTransfer(PoolName.DRAFT, keys=["a"], hit_policy=PoolHitPolicy.BLOCK_GROUPS)
 
     plain = storage.batch_exists_v2(KEYS[:7])
-    assert (plain.kv_hit_pages, plain.restorable_prefix_pages, plain.extra_pool_hit_pages) == (5, [1, 2, 3, 4, 5], {PoolName.KV: 5})
+    assert (plain.kv_hit_pages, plain.restorable_prefix_pages, plain.extra_pool_hit_pages) == (
+        5,
+        [1, 2, 3, 4, 5],
+        {PoolName.KV: 5},
+    )
     found = storage.batch_exists_v2(KEYS[:7], [mamba, index, groups])
     assert (found.kv_hit_pages, found.restorable_prefix_pages) == (4, [2, 4])
     assert found.extra_pool_hit_pages == {PoolName.KV: 5, PoolName.MAMBA: 4, PoolName.INDEXER: 4}
     assert storage.batch_exists_v2(KEYS[:3], [mamba, index]).kv_hit_pages == 2
     assert storage.batch_exists_v2(KEYS[:7], [window]).restorable_prefix_pages == [1, 2, 3, 4]
-    assert storage.batch_exists_v2(KEYS[:5], [PoolTransfer(PoolName.SWA)]).kv_hit_pages == 0  # never registered
+    assert (
+        storage.batch_exists_v2(KEYS[:5], [PoolTransfer(PoolName.SWA)]).kv_hit_pages == 0
+    )  # never registered
 
 
 def test_a_pool_of_another_class_is_moved_as_sglang_flattens_it_or_refused() -> None:
@@ -417,7 +509,9 @@ def test_a_pool_that_sglang_does_not_flatten_is_refused() -> None:
     with pytest.raises(LayoutError, match=r"cannot flatten its pages \(its scales lie elsewhere"):
         host_pages(pool, kv_dtype="", threads=1)
     pool.__class__ = type(mha_host("page_first"))
-    with pytest.raises(LayoutError, match=r"cannot flatten its pages \(it has no get_size_per_token"):
+    with pytest.raises(
+        LayoutError, match=r"cannot flatten its pages \(it has no get_size_per_token"
+    ):
         host_pages(LogicalHostPool(PAGE * 4, PAGE), kv_dtype="", threads=1)
 
 
@@ -514,7 +608,9 @@ def test_what_stands_before_a_batch_is_handed_on(open_storage: Any) -> None:
     storage = open_storage(mha_host("page_first"))
     extra = HiCacheStorageExtraInfo(prefix_keys=KEYS[:2])
     assert storage.batch_set_v1(KEYS[2:4], slots([2, 3]), extra) == [True, True]
-    assert storage.batch_set_v1(KEYS[:2], slots([0, 1]), HiCacheStorageExtraInfo(prefix_keys=[])) == [True, True]
+    assert storage.batch_set_v1(
+        KEYS[:2], slots([0, 1]), HiCacheStorageExtraInfo(prefix_keys=[])
+    ) == [True, True]
     assert storage.batch_exists(KEYS[:4], HiCacheStorageExtraInfo(prefix_keys=[])) == 4
 
 
@@ -528,7 +624,9 @@ def test_threads_get_their_own_pages(open_storage: Any) -> None:
     def work(mine: int) -> None:
         for turn in range(20):
             key = f"{mine:02x}{turn:062x}"
-            if storage.batch_set_v1([key], slots([mine])) != [True] or storage.batch_get_v1([key], slots([4 + mine])) != [True]:
+            if storage.batch_set_v1([key], slots([mine])) != [True] or storage.batch_get_v1(
+                [key], slots([4 + mine])
+            ) != [True]:
                 failures.append((mine, turn))
             elif not same(page_of(pool, 4 + mine), wanted[mine]):
                 failures.append((mine, turn, "other bits"))
@@ -543,7 +641,12 @@ def test_threads_get_their_own_pages(open_storage: Any) -> None:
 
 
 def test_sglangs_factory_makes_it_from_the_json() -> None:
-    extra = {"backend_name": "kvhold", "module_path": "kvhold.integrations.sglang", "class_name": "KVHoldStorage", "interface_v1": 1}
+    extra = {
+        "backend_name": "kvhold",
+        "module_path": "kvhold.integrations.sglang",
+        "class_name": "KVHoldStorage",
+        "interface_v1": 1,
+    }
     made = config()
     made.extra_config = extra | made.extra_config
     pool = mha_host("page_first")
@@ -568,9 +671,15 @@ def test_sglangs_factory_makes_it_from_the_json() -> None:
         ({"ram_bytes": "1GiB"}, "ram_bytes"),
     ],
 )
-def test_the_factory_passes_on_what_is_wrong_with_the_json(extra: dict[str, Any], says: str) -> None:
+def test_the_factory_passes_on_what_is_wrong_with_the_json(
+    extra: dict[str, Any], says: str
+) -> None:
     made = config()
-    made.extra_config = {"backend_name": "k", "module_path": "kvhold.integrations.sglang", "class_name": "KVHoldStorage"} | extra
+    made.extra_config = {
+        "backend_name": "k",
+        "module_path": "kvhold.integrations.sglang",
+        "class_name": "KVHoldStorage",
+    } | extra
     with pytest.raises(ConfigError, match=says):
         StorageBackendFactory.create_backend("dynamic", made, None)
 

@@ -1,4 +1,6 @@
-"""The compiled replay is what the cache does: event for event beside the state machine with the policies that ship."""
+"""The compiled replay is what the cache does: event for event beside the state machine with the
+policies that ship.
+"""
 
 from collections.abc import Sequence
 from functools import cache
@@ -29,21 +31,33 @@ from kvhold.tiers.stack import Place
 from tests.sizing.traces import paths
 
 SLOT = 4096
-LAYOUT = Layout((Group(layers=1, planes=1, heads=1, head_dim=SLOT, dtype="int8"),), tokens_per_chunk=1, tail_tokens=0)
+LAYOUT = Layout(
+    (Group(layers=1, planes=1, heads=1, head_dim=SLOT, dtype="int8"),),
+    tokens_per_chunk=1,
+    tail_tokens=0,
+)
 SPACE = Namespace("model", LAYOUT)
 
 Requests = list[list[int]]
 
 
 class Node:
-    """The real state machine over an arena of so many chunks, and the account of a real disk below it, served a request at a time."""
+    """The real state machine over an arena of so many chunks, and the account of a real disk below
+    it, served a request at a time.
+    """
 
     def __init__(self, policy: str, capacity: int, lower_capacity: int) -> None:
         arena = cast("Arena", SimpleNamespace(nbytes=capacity * SLOT))
         metrics = Metrics()
         self.index = Index(policy, lower_capacity * SLOT, SLOT)
         ram = RamTier(arena, make_policy(policy), metrics)
-        self.state = CacheState(ram, metrics, num_tiers=int(lower_capacity > 0), write_behind_bytes=1 << 50, event_buffer=1_000_000)
+        self.state = CacheState(
+            ram,
+            metrics,
+            num_tiers=int(lower_capacity > 0),
+            write_behind_bytes=1 << 50,
+            event_buffer=1_000_000,
+        )
         self.state.register(LAYOUT)
         self.begun_at, _ = self.state.snapshot()
         self.numbers: dict[bytes, int] = {}
@@ -68,7 +82,10 @@ class Node:
         for order in self.state.take_orders():
             match order:
                 case ProbeOrder():
-                    self.state.probed(order.search, {key: Place(0, SLOT) for key in order.keys if self.index.find(key)})
+                    self.state.probed(
+                        order.search,
+                        {key: Place(0, SLOT) for key in order.keys if self.index.find(key)},
+                    )
                 case FetchOrder():
                     for arrival in order.arrivals:
                         here = self.index.find(arrival.entry.key)
@@ -86,7 +103,11 @@ class Node:
             self.obey()
 
     def write(self, keys: list[bytes]) -> None:
-        plans = [self.index.reserve(key, next(self.time_ns), SLOT) for key in keys if self.index.find(key) is None]
+        plans = [
+            self.index.reserve(key, next(self.time_ns), SLOT)
+            for key in keys
+            if self.index.find(key) is None
+        ]
         for plan in filter(None, plans):
             for victim in plan.victims:
                 self.index.finish(victim)
@@ -108,12 +129,22 @@ class Node:
 def run(requests: Requests, parents: Sequence[int], **setup: Any) -> Replayed:
     starts = np.cumsum([0, *map(len, requests)])
     chunks = np.array([chunk for request in requests for chunk in request], np.int32)
-    return replay(chunks, starts.astype(np.int64), np.array(parents, np.int32), num_victims=chunks.size, **setup)
+    return replay(
+        chunks,
+        starts.astype(np.int64),
+        np.array(parents, np.int32),
+        num_victims=chunks.size,
+        **setup,
+    )
 
 
 @st.composite
-def forests(draw: st.DrawFn, most_ids: int = 24, most_requests: int = 60) -> tuple[list[int], Requests]:
-    """Parents, each before its continuations, and requests: each some path from a first chunk on."""
+def forests(
+    draw: st.DrawFn, most_ids: int = 24, most_requests: int = 60
+) -> tuple[list[int], Requests]:
+    """Parents, each before its continuations, and requests: each some path from a first
+    chunk on.
+    """
     parents = [draw(st.integers(-1, i - 1)) for i in range(draw(st.integers(1, most_ids)))]
     ends = draw(st.lists(st.integers(0, len(parents) - 1), max_size=most_requests))
     return parents, list(paths(parents, ends))
@@ -122,7 +153,9 @@ def forests(draw: st.DrawFn, most_ids: int = 24, most_requests: int = 60) -> tup
 @pytest.mark.parametrize("policy", POLICIES)
 @given(forest=forests(), capacity=st.integers(1, 12))
 @settings(max_examples=150)
-def test_memory_finds_and_evicts_what_the_real_one_does(policy: str, forest: tuple[list[int], Requests], capacity: int) -> None:
+def test_memory_finds_and_evicts_what_the_real_one_does(
+    policy: str, forest: tuple[list[int], Requests], capacity: int
+) -> None:
     parents, requests = forest
     node = Node(policy, capacity, 0)
     found = [node.serve(request) for request in requests]
@@ -135,7 +168,9 @@ def test_memory_finds_and_evicts_what_the_real_one_does(policy: str, forest: tup
 @pytest.mark.parametrize("policy", POLICIES)
 @given(forest=forests(), capacity=st.integers(1, 8), lower=st.integers(1, 20))
 @settings(max_examples=150)
-def test_with_a_tier_below_too(policy: str, forest: tuple[list[int], Requests], capacity: int, lower: int) -> None:
+def test_with_a_tier_below_too(
+    policy: str, forest: tuple[list[int], Requests], capacity: int, lower: int
+) -> None:
     parents, requests = forest
     node = Node(policy, capacity, lower)
     found = [node.serve(request) for request in requests]
@@ -156,7 +191,9 @@ def test_thousands_of_requests_drift_nowhere(policy: str, capacity: int, lower: 
     replayed = run(requests, parents, policy=policy, capacity=capacity, lower_capacity=lower)
     assert [tuple(row) for row in replayed.found.tolist()] == found
     assert replayed.victims.tolist() == node.victims()
-    assert replayed.evicted > 300 and (not lower or (replayed.evicted_below > 300 and replayed.promoted > 300)), "or nothing was tried"
+    assert replayed.evicted > 300 and (
+        not lower or (replayed.evicted_below > 300 and replayed.promoted > 300)
+    ), "or nothing was tried"
 
 
 class Arc:
@@ -171,7 +208,10 @@ class Arc:
         self.went: list[int] = []
 
     def serve(self, chunks: list[int]) -> int:
-        hit = next((i for i, chunk in enumerate(chunks) if chunk not in self.once + self.often), len(chunks))
+        hit = next(
+            (i for i, chunk in enumerate(chunks) if chunk not in self.once + self.often),
+            len(chunks),
+        )
         for chunk in reversed(chunks[:hit]):
             (self.once if chunk in self.once else self.often).remove(chunk)
             self.often.append(chunk)
@@ -179,7 +219,10 @@ class Arc:
         for chunk in chunks[hit:]:
             before = self.remembered(chunk)
             if len(self.once) + len(self.often) + len(written) >= self.capacity:
-                continued = {self.parents[each] for each in [*self.once, *self.often, *(each for each, _ in written), chunk]}
+                continued = {
+                    self.parents[each]
+                    for each in [*self.once, *self.often, *(each for each, _ in written), chunk]
+                }
                 if not self.evict(continued, was_often=before == "often"):
                     break
             written.append((chunk, self.often if before else self.once))
@@ -200,7 +243,9 @@ class Arc:
         return ""
 
     def evict(self, continued: set[int], *, was_often: bool) -> bool:
-        from_once = bool(self.once) and (len(self.once) > self.target or (was_often and len(self.once) == self.target))
+        from_once = bool(self.once) and (
+            len(self.once) > self.target or (was_often and len(self.once) == self.target)
+        )
         queues = [(self.once, self.once_gone), (self.often, self.often_gone)]
         for queue, gone in queues if from_once else reversed(queues):
             for chunk in queue:
@@ -208,8 +253,12 @@ class Arc:
                     queue.remove(chunk)
                     gone.append(chunk)
                     self.went.append(chunk)
-                    del self.once_gone[: max(0, len(self.once_gone) - (self.capacity - len(self.once)))]
-                    most = 2 * self.capacity - len(self.once) - len(self.often) - len(self.once_gone)
+                    del self.once_gone[
+                        : max(0, len(self.once_gone) - (self.capacity - len(self.once)))
+                    ]
+                    most = (
+                        2 * self.capacity - len(self.once) - len(self.often) - len(self.once_gone)
+                    )
                     del self.often_gone[: max(0, len(self.often_gone) - most)]
                     return True
         return False
@@ -217,7 +266,9 @@ class Arc:
 
 @given(forest=forests(), capacity=st.integers(1, 12))
 @settings(max_examples=300)
-def test_arc_is_that_of_its_paper_over_leaves(forest: tuple[list[int], Requests], capacity: int) -> None:
+def test_arc_is_that_of_its_paper_over_leaves(
+    forest: tuple[list[int], Requests], capacity: int
+) -> None:
     parents, requests = forest
     arc = Arc(parents, capacity)
     found = [arc.serve(request) for request in requests]
@@ -228,7 +279,9 @@ def test_arc_is_that_of_its_paper_over_leaves(forest: tuple[list[int], Requests]
 
 @given(forest=forests(most_ids=5, most_requests=7), capacity=st.integers(1, 3))
 @settings(max_examples=150)
-def test_belady_finds_as_much_as_any_order_of_eviction_can(forest: tuple[list[int], Requests], capacity: int) -> None:
+def test_belady_finds_as_much_as_any_order_of_eviction_can(
+    forest: tuple[list[int], Requests], capacity: int
+) -> None:
     parents, requests = forest
 
     @cache
@@ -239,13 +292,21 @@ def test_belady_finds_as_much_as_any_order_of_eviction_can(forest: tuple[list[in
         hit = next((i for i, chunk in enumerate(chunks) if chunk not in held), len(chunks))
         choices = sorted(held | set(chunks))
         sizes = range(min(capacity, len(choices)) + 1)
-        return hit + max(most(request + 1, frozenset(kept)) for size in sizes for kept in combinations(choices, size))
+        return hit + max(
+            most(request + 1, frozenset(kept))
+            for size in sizes
+            for kept in combinations(choices, size)
+        )
 
-    assert int(run(requests, parents, policy="belady", capacity=capacity).found.sum()) == most(0, frozenset())
+    assert int(run(requests, parents, policy="belady", capacity=capacity).found.sum()) == most(
+        0, frozenset()
+    )
 
 
 @given(forest=forests(), capacity=st.integers(0, 12), lower=st.integers(0, 12))
-def test_nothing_finds_more_than_belady_in_as_much_room(forest: tuple[list[int], Requests], capacity: int, lower: int) -> None:
+def test_nothing_finds_more_than_belady_in_as_much_room(
+    forest: tuple[list[int], Requests], capacity: int, lower: int
+) -> None:
     parents, requests = forest
     bound = run(requests, parents, policy="belady", capacity=capacity + lower)
     for policy in (*POLICIES, "arc"):

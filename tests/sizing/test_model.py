@@ -1,4 +1,6 @@
-"""How large KV is, from settings alone: numbers that are known, agreement with what models keep, and refusals that name the field."""
+"""How large KV is, from settings alone: numbers that are known, agreement with what models keep,
+and refusals that name the field.
+"""
 
 import json
 import re
@@ -40,8 +42,13 @@ def test_a_token_of_a_known_model(model: str, token_bytes: int) -> None:
 def test_every_known_model_is_understood(model: str) -> None:
     kv = kv_of(read_settings(model))
     layout = Layout(kv.groups, tokens_per_chunk=128)
-    assert kv.stored_bytes(128) == sum(layout.chunk_bytes(number, 128) for number in range(len(kv.groups)))
-    assert sum(group.layers for group in kv.groups) + kv.state_layers == KNOWN[model]["num_hidden_layers"]
+    assert kv.stored_bytes(128) == sum(
+        layout.chunk_bytes(number, 128) for number in range(len(kv.groups))
+    )
+    assert (
+        sum(group.layers for group in kv.groups) + kv.state_layers
+        == KNOWN[model]["num_hidden_layers"]
+    )
 
 
 def test_a_name_needs_neither_its_owner_nor_its_case() -> None:
@@ -92,15 +99,30 @@ def test_of_a_window_all_is_stored_and_its_end_is_loaded() -> None:
 @pytest.mark.parametrize(
     ("name", "written"),
     [
-        ("google/gemma-3-4b-it", {"hidden_size": 2560, "num_hidden_layers": 34, "sliding_window": 1024}),
+        (
+            "google/gemma-3-4b-it",
+            {"hidden_size": 2560, "num_hidden_layers": 34, "sliding_window": 1024},
+        ),
         (
             "google/gemma-3-12b-it",
-            {"hidden_size": 3840, "num_attention_heads": 16, "num_hidden_layers": 48, "num_key_value_heads": 8, "sliding_window": 1024},
+            {
+                "hidden_size": 3840,
+                "num_attention_heads": 16,
+                "num_hidden_layers": 48,
+                "num_key_value_heads": 8,
+                "sliding_window": 1024,
+            },
         ),
     ],
 )
-def test_fields_that_a_published_config_leaves_out_are_those_of_its_model_type(name: str, written: dict[str, Any]) -> None:
-    published = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", **written}, "torch_dtype": "bfloat16"}
+def test_fields_that_a_published_config_leaves_out_are_those_of_its_model_type(
+    name: str, written: dict[str, Any]
+) -> None:
+    published = {
+        "model_type": "gemma3",
+        "text_config": {"model_type": "gemma3_text", **written},
+        "torch_dtype": "bfloat16",
+    }
     assert kv_of(published) == kv_of(read_settings(name))
 
 
@@ -119,7 +141,9 @@ def test_fields_that_a_published_config_leaves_out_are_those_of_its_model_type(n
         ({"attention_chunk_size": 8_192}, 24),
     ],
 )
-def test_layers_with_windows_are_told_as_settings_tell_them(changes: dict[str, Any], windowed: int) -> None:
+def test_layers_with_windows_are_told_as_settings_tell_them(
+    changes: dict[str, Any], windowed: int
+) -> None:
     groups = kv_of(LLAMA | changes).groups
     assert sum(group.layers for group in groups) == 32
     assert sum(group.layers for group in groups if group.attention == "sliding") == windowed
@@ -137,7 +161,9 @@ def test_layers_with_windows_are_told_as_settings_tell_them(changes: dict[str, A
         ({"model_type": "falcon_h1", "mamba_d_state": 256}, 32, 32),
     ],
 )
-def test_states_are_counted_and_said_not_to_be_measured(changes: dict[str, Any], states: int, attention: int) -> None:
+def test_states_are_counted_and_said_not_to_be_measured(
+    changes: dict[str, Any], states: int, attention: int
+) -> None:
     kv = kv_of(LLAMA | changes)
     assert (kv.state_layers, kv.groups[0].layers) == (states, attention)
     assert kv.notes[0].startswith(f"{states} layers keep a state, whose size is not known")
@@ -149,14 +175,20 @@ def test_layers_that_use_the_kv_of_others_have_none() -> None:
 
 def test_a_model_that_takes_more_than_text_has_its_kv_in_its_text_part() -> None:
     text = {name: value for name, value in LLAMA.items() if name != "dtype"}
-    assert kv_of({"text_config": text, "vision_config": {}, "torch_dtype": "float16"}).stored_bytes(1) == 131_072
+    assert (
+        kv_of({"text_config": text, "vision_config": {}, "torch_dtype": "float16"}).stored_bytes(1)
+        == 131_072
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
-        ({"num_hidden_layers": "32"}, "num_hidden_layers is '32'; it must be a whole number, 1 or more"),
+        (
+            {"num_hidden_layers": "32"},
+            "num_hidden_layers is '32'; it must be a whole number, 1 or more",
+        ),
         ({"num_hidden_layers": True}, "num_hidden_layers is True"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; it must be at most 4096"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0"),
@@ -165,12 +197,21 @@ def test_a_model_that_takes_more_than_text_has_its_kv_in_its_text_part() -> None
         ({"dtype": None}, "dtype is missing from the settings; say it, such as --dtype bfloat16"),
         ({"dtype": "float4"}, "dtype is 'float4'; it must be one of"),
         ({"layer_types": ["full_attention"]}, "layer_types must be a list of 32 kinds"),
-        ({"layer_types": ["new_attention"] * 32}, "layer_types: 'new_attention' is no kind of layer"),
+        (
+            {"layer_types": ["new_attention"] * 32},
+            "layer_types: 'new_attention' is no kind of layer",
+        ),
         ({"layer_types": ["sliding_attention"] * 32}, "sliding_window is missing"),
         ({"sliding_window": 4_096}, "sliding_window is set, but not which layers have it"),
-        ({"sliding_window": 4_096, "model_type": "of-tomorrow"}, "sliding_window is set, but not which layers have it"),
+        (
+            {"sliding_window": 4_096, "model_type": "of-tomorrow"},
+            "sliding_window is set, but not which layers have it",
+        ),
         ({"layer_types": ["mamba"] * 32}, "none of its layers has attention"),
-        ({"mamba_d_state": 16}, "mamba_d_state is set, so some layers keep a state, but not which; add layer_types"),
+        (
+            {"mamba_d_state": 16},
+            "mamba_d_state is set, so some layers keep a state, but not which; add layer_types",
+        ),
         ({"attn_layer_indices": [40]}, "attn_layer_indices must be a list of layers' numbers"),
         ({"kv_lora_rank": 512}, "qk_rope_head_dim is missing"),
         ({"v_head_dim": 64}, "v_head_dim is 64 where keys have 128"),
@@ -225,12 +266,20 @@ def test_every_recipe_is_understood(name: str) -> None:
     kv = kv_of(json.loads(config.to_json_string()), dtype="float32")
     num_layers = config.get_text_config().num_hidden_layers
     attention = sum(group.layers for group in kv.groups)
-    assert attention + kv.state_layers == num_layers or (name, attention, kv.state_layers) == ("falcon-h1", num_layers, num_layers)
+    assert attention + kv.state_layers == num_layers or (name, attention, kv.state_layers) == (
+        "falcon-h1",
+        num_layers,
+        num_layers,
+    )
 
 
 def test_ratios_are_those_of_the_page_on_quality() -> None:
-    rows = re.findall(r"^\| `([a-z0-9-]+)` \| ([\d.]+) \| [\d.]+ \| ", QUALITY_PAGE.read_text(), re.MULTILINE)
-    assert {name: float(ratio) for name, ratio in rows if name != "raw"} == {name: r for name, r in RATIOS.items() if name != "raw"}
+    rows = re.findall(
+        r"^\| `([a-z0-9-]+)` \| ([\d.]+) \| [\d.]+ \| ", QUALITY_PAGE.read_text(), re.MULTILINE
+    )
+    assert {name: float(ratio) for name, ratio in rows if name != "raw"} == {
+        name: r for name, r in RATIOS.items() if name != "raw"
+    }
     assert set(RATIOS) <= set(codec_names())
 
 
@@ -242,11 +291,16 @@ def test_whole_chunks_fit_and_a_codec_lets_more_of_them() -> None:
 
 def test_a_ratio_that_nobody_measured_is_not_made_up() -> None:
     assert ratio_of("raw", "float8_e4m3fn") == 1
-    with pytest.raises(ConfigError, match=r"codec is 'int8', whose ratio was measured on 16-bit KV; for float32 use raw"):
+    with pytest.raises(
+        ConfigError,
+        match=r"codec is 'int8', whose ratio was measured on 16-bit KV; for float32 use raw",
+    ):
         ratio_of("int8", "float32")
     with pytest.raises(ConfigError, match="codec is 'zip'; measured are raw"):
         ratio_of("zip", "bfloat16")
 
 
 def test_groups_are_those_of_the_layout() -> None:
-    assert kv_of(LLAMA).groups == (Group(layers=32, planes=2, heads=8, head_dim=128, dtype="bfloat16"),)
+    assert kv_of(LLAMA).groups == (
+        Group(layers=32, planes=2, heads=8, head_dim=128, dtype="bfloat16"),
+    )

@@ -29,9 +29,13 @@ def test_memory_alone_finds_exactly_the_same(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_with_a_tier_below_hit_rates_are_within_two_points(policy: str) -> None:
-    """Not exactly: chunks of one request are written there one after another, and a policy may choose one of them as a victim."""
+    """Not exactly: chunks of one request are written there one after another, and a policy may
+    choose one of them as a victim.
+    """
     lower = as_lower(RAM)
-    simulated = replay(CUT.chunks, CUT.starts, CUT.parents, policy=policy, capacity=RAM, lower_capacity=lower)
+    simulated = replay(
+        CUT.chunks, CUT.starts, CUT.parents, policy=policy, capacity=RAM, lower_capacity=lower
+    )
     served = serve(CUT, policy=policy, ram_chunks=RAM, lower_chunks=lower)
     assert simulated.evicted_below > 0 and served[:, 1].sum() > 0
     assert np.abs(simulated.found.sum(axis=0) - served.sum(axis=0)).max() / CUT.chunks.size < 0.02

@@ -22,7 +22,9 @@ def trace(folder: Path, *lines: str) -> Path:
 
 def test_lines_are_read_in_their_order(tmp_path: Path) -> None:
     later = {**GOOD, "timestamp": 20.5, "extra": "ignored"}
-    assert list(read_requests(trace(tmp_path, json.dumps(GOOD), "", json.dumps(later)), TimedRequest)) == [
+    assert list(
+        read_requests(trace(tmp_path, json.dumps(GOOD), "", json.dumps(later)), TimedRequest)
+    ) == [
         TimedRequest(timestamp=10, input_length=600, output_length=3, hash_ids=[4, 7]),
         TimedRequest(timestamp=20.5, input_length=600, output_length=3, hash_ids=[4, 7]),
     ]
@@ -43,9 +45,15 @@ def test_lines_are_read_in_their_order(tmp_path: Path) -> None:
         ({"hash_ids": ["a", "b"]}, "hash_ids"),
     ],
 )
-def test_a_wrong_field_is_named_with_its_line(change: dict[str, object], message: str, tmp_path: Path) -> None:
+def test_a_wrong_field_is_named_with_its_line(
+    change: dict[str, object], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=rf"trace\.jsonl, line 3: .*{message}"):
-        list(read_requests(trace(tmp_path, json.dumps(GOOD), "", json.dumps({**GOOD, **change})), TimedRequest))
+        list(
+            read_requests(
+                trace(tmp_path, json.dumps(GOOD), "", json.dumps({**GOOD, **change})), TimedRequest
+            )
+        )
 
 
 def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
@@ -60,7 +68,9 @@ def test_a_line_without_an_end_is_an_error(tmp_path: Path, monkeypatch: pytest.M
 
 
 @given(st.binary(max_size=200))
-def test_no_bytes_raise_anything_else(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+def test_no_bytes_raise_anything_else(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes
+) -> None:
     path = tmp_path_factory.mktemp("traces") / "trace.jsonl"
     path.write_bytes(content)
     try:
@@ -70,7 +80,9 @@ def test_no_bytes_raise_anything_else(tmp_path_factory: pytest.TempPathFactory, 
         pass
 
 
-@pytest.mark.parametrize("line", [b'{"timestamp": "\xff"}', b'{"extra": ' + b"[" * 100_000], ids=["not text", "nested"])
+@pytest.mark.parametrize(
+    "line", [b'{"timestamp": "\xff"}', b'{"extra": ' + b"[" * 100_000], ids=["not text", "nested"]
+)
 def test_a_line_that_cannot_be_decoded_is_named(line: bytes, tmp_path: Path) -> None:
     (tmp_path / "trace.jsonl").write_bytes(line)
     with pytest.raises(ConfigError, match=r"trace\.jsonl, line 1: "):

@@ -1,4 +1,6 @@
-"""A trace is read as it is written, or refused with the line; chunks of any size name the same prompts."""
+"""A trace is read as it is written, or refused with the line; chunks of any size name the same
+prompts.
+"""
 
 from pathlib import Path
 
@@ -18,7 +20,10 @@ def line(num_tokens: int, ids: list[int]) -> bytes:
 
 def prompts(cut: Cut) -> list[list[int]]:
     """The chunks of each request."""
-    return [cut.chunks[begin:end].tolist() for begin, end in zip(cut.starts, cut.starts[1:], strict=False)]
+    return [
+        cut.chunks[begin:end].tolist()
+        for begin, end in zip(cut.starts, cut.starts[1:], strict=False)
+    ]
 
 
 def test_requests_share_what_their_prefixes_share() -> None:
@@ -36,7 +41,9 @@ def test_smaller_chunks_divide_a_block_and_what_there_is_of_the_last() -> None:
 
 
 def test_larger_chunks_join_blocks() -> None:
-    cut = parse_trace([line(2_100, [1, 2, 3, 4, 5]), line(1_600, [1, 2, 3, 9]), line(1_100, [8, 2, 3])]).cut(1_024)
+    cut = parse_trace(
+        [line(2_100, [1, 2, 3, 4, 5]), line(1_600, [1, 2, 3, 9]), line(1_100, [8, 2, 3])]
+    ).cut(1_024)
     assert prompts(cut) == [[0, 1], [0], [2]]
     assert cut.parents.tolist() == [-1, 0, -1]
 
@@ -51,19 +58,28 @@ def test_two_prompts_share_as_many_chunks_as_they_share_tokens(seed: int, size: 
     """Of whole blocks; a last, shorter one is shared with an equal prompt alone."""
     trace = parse_trace(make_trace(sessions=6, turns=4, seed=seed))
     cut = trace.cut(size)
-    blocks = [trace.blocks[begin:end].tolist() for begin, end in zip(trace.starts, trace.starts[1:], strict=False)]
+    blocks = [
+        trace.blocks[begin:end].tolist()
+        for begin, end in zip(trace.starts, trace.starts[1:], strict=False)
+    ]
     rows = prompts(cut)
     for one, (mine, tokens) in enumerate(zip(rows, trace.num_tokens, strict=True)):
         assert len(mine) == tokens // size
         assert [cut.parents[chunk] for chunk in mine] == [-1, *mine[:-1]][: len(mine)]
         for other in range(one):
-            shared = sum(a == b for a, b in zip(blocks[one], blocks[other], strict=False)) * 512 // size
-            assert sum(a == b for a, b in zip(mine, rows[other], strict=False)) == min(shared, len(mine), len(rows[other]))
+            shared = (
+                sum(a == b for a, b in zip(blocks[one], blocks[other], strict=False)) * 512 // size
+            )
+            assert sum(a == b for a, b in zip(mine, rows[other], strict=False)) == min(
+                shared, len(mine), len(rows[other])
+            )
 
 
 @pytest.mark.parametrize("size", [0, -512, 100, 768])
 def test_a_chunk_that_neither_divides_nor_joins_blocks_is_refused(size: int) -> None:
-    with pytest.raises(ConfigError, match=r"chunk_tokens is .* must divide the trace's block of 512 tokens"):
+    with pytest.raises(
+        ConfigError, match=r"chunk_tokens is .* must divide the trace's block of 512 tokens"
+    ):
         parse_trace([line(512, [1])]).cut(size)
 
 
@@ -74,8 +90,14 @@ def test_a_chunk_that_neither_divides_nor_joins_blocks_is_refused(size: int) -> 
         (b"\xff\xfe", "line 2: "),
         (b"[1]", r"line 2: Expected `object`, got `array`"),
         (b'{"input_length": 512}', r"line 2: Object missing required field `hash_ids`"),
-        (b'{"input_length": -1, "hash_ids": []}', r"line 2: Expected `int` >= 0 - at `\$.input_length`"),
-        (b'{"input_length": 512, "hash_ids": ["a"]}', r"line 2: Expected `int`, got `str` - at `\$.hash_ids\[0\]`"),
+        (
+            b'{"input_length": -1, "hash_ids": []}',
+            r"line 2: Expected `int` >= 0 - at `\$.input_length`",
+        ),
+        (
+            b'{"input_length": 512, "hash_ids": ["a"]}',
+            r"line 2: Expected `int`, got `str` - at `\$.hash_ids\[0\]`",
+        ),
         (b'{"input_length": 512, "hash_ids": [true]}', r"line 2: Expected `int`, got `bool`"),
         (
             b'{"input_length": 2000, "hash_ids": [1, 2]}',
@@ -90,7 +112,16 @@ def test_a_bad_line_is_named(bad: bytes, message: str) -> None:
 
 
 def test_what_else_a_line_has_is_ignored_and_so_are_empty_ones() -> None:
-    trace = parse_trace([b'{"timestamp": 1.5, "input_length": 512, "output_length": 9, "hash_ids": [3], "x": {}}\n', b"\n", line(0, [])])
+    trace = parse_trace(
+        [
+            (
+                b'{"timestamp": 1.5, "input_length": 512, "output_length": 9, "hash_ids": [3], '
+                b'"x": {}}\n'
+            ),
+            b"\n",
+            line(0, []),
+        ]
+    )
     assert trace.num_tokens.tolist() == [512, 0]
     assert prompts(trace.cut(512)) == [[0], []]
 

@@ -1,4 +1,6 @@
-"""Servers for the tests of tiers: the real ones, started once a module; a visible skip where the program is not installed."""
+"""Servers for the tests of tiers: the real ones, started once a module; a visible skip where the
+program is not installed.
+"""
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
@@ -20,7 +22,9 @@ _opened: list[Tier] = []
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Modules whose tests start real servers; `make unit` leaves them to `make tiers`."""
     for item in items:
-        if "tests/tiers/" in item.nodeid and any(item.path.name.startswith(f"test_{name}") for name in _WITH_SERVERS):
+        if "tests/tiers/" in item.nodeid and any(
+            item.path.name.startswith(f"test_{name}") for name in _WITH_SERVERS
+        ):
             item.add_marker("server")
 
 
@@ -35,14 +39,18 @@ def start_or_skip(make: Callable[[], Server]) -> Iterator[Server]:
 
 
 def opened(tier: AnyTier) -> AnyTier:
-    """The tier, which is closed after the test however that ends, if it uses `nothing_stays_open`."""
+    """The tier, which is closed after the test however that ends, if it uses
+    `nothing_stays_open`.
+    """
     _opened.append(tier)
     return tier
 
 
 @pytest.fixture
 async def nothing_stays_open() -> AsyncIterator[None]:
-    """A test that fails leaves no connection to the next one, where it would be found as a resource that nobody closed."""
+    """A test that fails leaves no connection to the next one, where it would be found as a resource
+    that nobody closed.
+    """
     yield
     while _opened:
         await _opened.pop().close()

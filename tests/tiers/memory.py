@@ -1,8 +1,10 @@
-"""A tier of the tests' own: values in a dictionary, every call counted, held up or failed as the test says.
+"""A tier of the tests' own: values in a dictionary, every call counted, held up or failed as the
+test says.
 
-    with a_place() as place:                                     # beside the tier, for the test's thread
+    with a_place() as place:  # beside the tier, for the test's thread
         open_cache(tiers=[place.url()], plugins=[PLUGIN])
-        place.hold("get"); ...; place.let_go("get")              # calls wait until they are let go; where `deaf`, even cancelled ones
+        place.hold("get"); ...; place.let_go("get")  # calls wait until they are let go; where
+        `deaf`, even cancelled ones
 
 Its tier is loaded as a plugin's is, so that it comes to its cache by the same way as any other.
 """
@@ -44,9 +46,13 @@ class Place:
         self._changed = threading.Condition()
 
     def url(self, **options: object) -> str:
-        """The line for settings; without other options, of a tier that nobody gives up because the machine is busy."""
+        """The line for settings; without other options, of a tier that nobody gives up because the
+        machine is busy.
+        """
         patient = dict.fromkeys(("probe_timeout_s", "get_timeout_s", "put_timeout_s"), 60)
-        return f"plugin://{PLUGIN}?place={self.name}" + "".join(f"&{name}={value}" for name, value in (patient | options).items())
+        return f"plugin://{PLUGIN}?place={self.name}" + "".join(
+            f"&{name}={value}" for name, value in (patient | options).items()
+        )
 
     def shared_url(self, **options: object) -> str:
         """The same of a tier that says of itself that others share it."""
@@ -125,7 +131,9 @@ class MemoryTier:
         await self._place.enter("get", keys)
         return self._answer([self._copy(key, parts) for key, parts in zip(keys, into, strict=True)])
 
-    async def put(self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None) -> list[TierError | None]:
+    async def put(
+        self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
+    ) -> list[TierError | None]:
         await self._place.enter("put", [key for key, _ in items])
         for key, parts in items:
             self._place.values.setdefault(key, b"".join(part.cast("B") for part in parts))
@@ -173,4 +181,6 @@ class MemoryTier:
 class SharedMemoryTier(MemoryTier):
     """One that several caches of a test use at once."""
 
-    traits: ClassVar[TierTraits] = TierTraits(name="memory", shared=True, durable=True, replaces=True)
+    traits: ClassVar[TierTraits] = TierTraits(
+        name="memory", shared=True, durable=True, replaces=True
+    )

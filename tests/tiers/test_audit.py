@@ -1,4 +1,6 @@
-"""The audit wrapper: the contract over a real tier, what it notices, what it must not claim, and what it logs."""
+"""The audit wrapper: the contract over a real tier, what it notices, what it must not claim, and
+what it logs.
+"""
 
 import asyncio
 import logging
@@ -61,7 +63,9 @@ class TestAuditTierOverRam(TierContract):
 
 class TestChecks:
     @pytest.mark.parametrize("value", [VALUE, LARGE])
-    async def test_a_value_that_is_what_was_put_is_a_hit(self, tier: AuditTier, value: bytes) -> None:
+    async def test_a_value_that_is_what_was_put_is_a_hit(
+        self, tier: AuditTier, value: bytes
+    ) -> None:
         await store(tier, {KEY: value})
         assert await fetch(tier, [KEY], [len(value) + 10]) == [value]
         assert (tier.checked, tier.mismatches) == (1, 0)
@@ -69,7 +73,12 @@ class TestChecks:
     @pytest.mark.parametrize("value", [VALUE, LARGE])
     @pytest.mark.parametrize("fault", ["corrupt", "truncate", "swap"])
     async def test_a_value_that_is_not_what_was_put_is_no_hit(
-        self, tier: AuditTier, faulty: FaultTier, fault: str, value: bytes, caplog: pytest.LogCaptureFixture
+        self,
+        tier: AuditTier,
+        faulty: FaultTier,
+        fault: str,
+        value: bytes,
+        caplog: pytest.LogCaptureFixture,
     ) -> None:
         await store(tier, {KEY: value, make_key(2): make_value(9, len(value))})
         faulty.rules = parse_rules(f"get:{fault}")
@@ -77,7 +86,11 @@ class TestChecks:
         assert isinstance(got, TierError)
         assert KEY.hex() in str(got)
         assert (tier.checked, tier.mismatches) == (1, 1)
-        assert [KEY.hex() in record.getMessage() for record in caplog.records if record.levelno == logging.ERROR] == [True]
+        assert [
+            KEY.hex() in record.getMessage()
+            for record in caplog.records
+            if record.levelno == logging.ERROR
+        ] == [True]
 
     async def test_a_bad_item_loses_no_other(self, tier: AuditTier, faulty: FaultTier) -> None:
         values = {make_key(i): make_value(i, 100) for i in range(3)}
@@ -90,12 +103,16 @@ class TestChecks:
         assert [buffers[0], buffers[2]] == [values[make_key(0)], values[make_key(2)]]
 
     async def test_a_value_in_parts_is_the_same_value(self, tier: AuditTier) -> None:
-        await tier.put([(KEY, [memoryview(VALUE[:8]).cast("Q"), memoryview(b""), memoryview(VALUE[8:])])])
+        await tier.put(
+            [(KEY, [memoryview(VALUE[:8]).cast("Q"), memoryview(b""), memoryview(VALUE[8:])])]
+        )
         buffers = [bytearray(1), bytearray(0), bytearray(4_000), bytearray(4_000)]
         assert await tier.get([KEY], [[memoryview(b) for b in buffers]]) == [5_000]
         assert (tier.checked, tier.mismatches) == (1, 0)
 
-    async def test_a_replaced_value_is_checked_against_the_one_that_took_its_place(self, tier: AuditTier, faulty: FaultTier) -> None:
+    async def test_a_replaced_value_is_checked_against_the_one_that_took_its_place(
+        self, tier: AuditTier, faulty: FaultTier
+    ) -> None:
         await store(tier, {KEY: VALUE})
         assert await overwrite(tier, {KEY: LARGE, make_key(2): VALUE}) == [True, False]
         assert await fetch(tier, [KEY], [len(LARGE)]) == [LARGE]
@@ -112,7 +129,9 @@ class TestChecks:
 
 
 class TestClaimsNothingItDoesNotKnow:
-    async def test_what_was_there_before_it_is_not_checked(self, tier: AuditTier, ram: RamTier) -> None:
+    async def test_what_was_there_before_it_is_not_checked(
+        self, tier: AuditTier, ram: RamTier
+    ) -> None:
         await store(ram, {KEY: VALUE})
         assert await store(tier, {KEY: make_value(2, 5_000)}) == [True]
         assert await fetch(tier, [KEY], [5_000]) == [VALUE]
@@ -124,7 +143,9 @@ class TestClaimsNothingItDoesNotKnow:
         assert await fetch(tier, [KEY], [5_000]) == [VALUE]
         assert tier.checked == 1
 
-    async def test_a_key_put_again_with_other_bytes_is_not_called_corrupt(self, tier: AuditTier) -> None:
+    async def test_a_key_put_again_with_other_bytes_is_not_called_corrupt(
+        self, tier: AuditTier
+    ) -> None:
         await store(tier, {KEY: VALUE})
         await store(tier, {KEY: make_value(2, 5_000)})
         assert await fetch(tier, [KEY], [5_000]) == [VALUE]
@@ -181,13 +202,17 @@ class TestClaimsNothingItDoesNotKnow:
         assert await fetch(tier, [KEY], [5_000]) == [other]
         assert tier.mismatches == 0
 
-    async def test_a_value_that_was_refused_is_not_known(self, tier: AuditTier, ram: RamTier) -> None:
+    async def test_a_value_that_was_refused_is_not_known(
+        self, tier: AuditTier, ram: RamTier
+    ) -> None:
         assert await store(tier, {KEY: bytes(32 * MIB + 1)}) == [False]
         await store(ram, {KEY: VALUE})
         assert await fetch(tier, [KEY], [5_000]) == [VALUE]
         assert (tier.checked, tier.mismatches) == (0, 0)
 
-    async def test_a_get_beside_a_put_of_other_bytes_is_not_called_corrupt(self, tier: AuditTier, ram: RamTier, faulty: FaultTier) -> None:
+    async def test_a_get_beside_a_put_of_other_bytes_is_not_called_corrupt(
+        self, tier: AuditTier, ram: RamTier, faulty: FaultTier
+    ) -> None:
         """The tier has stored the new value, and the put that did so has not answered yet."""
         await store(tier, {KEY: VALUE})
         await ram.delete([KEY])  # evicted
@@ -201,7 +226,9 @@ class TestClaimsNothingItDoesNotKnow:
         assert await put == [True]
         assert tier.mismatches == 0
 
-    async def test_a_get_that_began_before_a_delete_and_another_put_is_not_called_corrupt(self, tier: AuditTier, faulty: FaultTier) -> None:
+    async def test_a_get_that_began_before_a_delete_and_another_put_is_not_called_corrupt(
+        self, tier: AuditTier, faulty: FaultTier
+    ) -> None:
         await store(tier, {KEY: VALUE})
         faulty.rules = parse_rules("get:hang")
         get = asyncio.ensure_future(fetch(tier, [KEY], [5_000]))
@@ -220,7 +247,9 @@ class TestClaimsNothingItDoesNotKnow:
         await store(tier, {KEY: VALUE})
         faulty.rules = parse_rules(f"{operation}:error")
         with pytest.raises(TierError):
-            await (tier.put([(KEY, [memoryview(b"x")])]) if operation == "put" else tier.delete([KEY]))
+            await (
+                tier.put([(KEY, [memoryview(b"x")])]) if operation == "put" else tier.delete([KEY])
+            )
         await ram.delete([KEY])
         await store(ram, {KEY: b"other"})
         assert await fetch(tier, [KEY], [5_000]) == [b"other"]
@@ -239,18 +268,26 @@ class TestClaimsNothingItDoesNotKnow:
         await fetch(tier, [make_key(0)], [10])
         await store(tier, {make_key(i): make_value(i, 10) for i in range(3, 5)})
         assert set(tier._digests._kept) == {make_key(0), make_key(3), make_key(4)}
-        assert await fetch(tier, [make_key(i) for i in range(5)], [10] * 5) == [make_value(i, 10) for i in range(5)]
+        assert await fetch(tier, [make_key(i) for i in range(5)], [10] * 5) == [
+            make_value(i, 10) for i in range(5)
+        ]
         assert (tier.checked, tier.mismatches) == (4, 0)
         assert not tier._digests._changing
         assert not tier._digests._disputed
         await tier.close()
 
-    async def test_a_miss_and_an_unknown_key_are_not_compared_with_anything(self, tier: AuditTier, ram: RamTier) -> None:
+    async def test_a_miss_and_an_unknown_key_are_not_compared_with_anything(
+        self, tier: AuditTier, ram: RamTier
+    ) -> None:
         """D36: a digest that is not there is no digest."""
         await store(ram, {make_key(2): b"unknown"})
         await store(tier, {KEY: VALUE})
         await ram.delete([KEY])
-        assert await fetch(tier, [KEY, make_key(2), make_key(3)], [5_000] * 3) == [None, b"unknown", None]
+        assert await fetch(tier, [KEY, make_key(2), make_key(3)], [5_000] * 3) == [
+            None,
+            b"unknown",
+            None,
+        ]
         assert (tier.checked, tier.mismatches) == (0, 0)
 
 
@@ -267,29 +304,62 @@ class TestLog:
         await scanned(tier)
         await tier.delete([KEY])
 
-    async def test_every_operation_is_one_line_with_keys_and_bytes(self, tier: AuditTier, caplog: pytest.LogCaptureFixture) -> None:
+    async def test_every_operation_is_one_line_with_keys_and_bytes(
+        self, tier: AuditTier, caplog: pytest.LogCaptureFixture
+    ) -> None:
         await self.run_all(tier)
         lines = [record.getMessage().split(", ") for record in caplog.records]
         assert [line[0] for line in lines] == [f"ram: {what}" for what in self.OPERATIONS]
-        assert [line[1] for line in lines] == ["0 bytes", "5003 bytes", "0 bytes", "5000 bytes", "0 bytes", "0 bytes"]
+        assert [line[1] for line in lines] == [
+            "0 bytes",
+            "5003 bytes",
+            "0 bytes",
+            "5000 bytes",
+            "0 bytes",
+            "0 bytes",
+        ]
         assert all(line[2].endswith(" s") and float(line[2][:-2]) >= 0 for line in lines)
-        assert [line[3:] for line in lines] == [[], ["0 failed"], ["1 found"], ["1 found", "0 failed"], [], ["1 removed"]]
+        assert [line[3:] for line in lines] == [
+            [],
+            ["0 failed"],
+            ["1 found"],
+            ["1 found", "0 failed"],
+            [],
+            ["1 removed"],
+        ]
 
-    OPERATIONS = ("check: 0 keys", "put: 2 keys", "probe: 2 keys", "get: 2 keys", "scan: 2 keys", "delete: 1 keys")
+    OPERATIONS = (
+        "check: 0 keys",
+        "put: 2 keys",
+        "probe: 2 keys",
+        "get: 2 keys",
+        "scan: 2 keys",
+        "delete: 1 keys",
+    )
 
-    async def test_operations_can_be_left_out(self, ram: RamTier, caplog: pytest.LogCaptureFixture) -> None:
+    async def test_operations_can_be_left_out(
+        self, ram: RamTier, caplog: pytest.LogCaptureFixture
+    ) -> None:
         tier = AuditTier(ram, AuditConfig(exclude="probe, scan,check"))
         await self.run_all(tier)
-        assert [record.getMessage().split(": ")[1] for record in caplog.records] == ["put", "get", "delete"]
+        assert [record.getMessage().split(": ")[1] for record in caplog.records] == [
+            "put",
+            "get",
+            "delete",
+        ]
         await tier.close()
 
-    async def test_a_fault_is_logged_and_passed_on(self, tier: AuditTier, faulty: FaultTier, caplog: pytest.LogCaptureFixture) -> None:
+    async def test_a_fault_is_logged_and_passed_on(
+        self, tier: AuditTier, faulty: FaultTier, caplog: pytest.LogCaptureFixture
+    ) -> None:
         faulty.rules = parse_rules("get:error:1:unavailable")
         with pytest.raises(TierUnavailable):
             await fetch(tier, [KEY], [1])
         assert caplog.records[-1].getMessage().endswith(" s, TierUnavailable")
 
-    async def test_a_scan_left_early_is_logged_as_far_as_it_went(self, tier: AuditTier, caplog: pytest.LogCaptureFixture) -> None:
+    async def test_a_scan_left_early_is_logged_as_far_as_it_went(
+        self, tier: AuditTier, caplog: pytest.LogCaptureFixture
+    ) -> None:
         await store(tier, {make_key(i): b"x" for i in range(10)})
         scan = tier.scan(b"")
         await anext(scan)
@@ -325,10 +395,16 @@ class TestSettings:
         [
             (
                 "audit+null://?audit_exclude=probe,gte",
-                "audit_exclude: there is no operation 'gte'; known are check, probe, get, put, replace, delete, scan",
+                (
+                    "audit_exclude: there is no operation 'gte'; known are check, probe, get, "
+                    "put, replace, delete, scan"
+                ),
             ),
             ("audit+null://?audit_max_keys=0", "audit_max_keys = '0': must be at least 1"),
-            ("audit+null://?audit_max_keys=many", "audit_max_keys = 'many': must be a whole number"),
+            (
+                "audit+null://?audit_max_keys=many",
+                "audit_max_keys = 'many': must be a whole number",
+            ),
         ],
     )
     def test_a_bad_option_is_named(self, line: str, said: str) -> None:

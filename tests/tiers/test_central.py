@@ -1,4 +1,6 @@
-"""The central cache as a tier: the contract against a real `kvhold serve --listen`, who may use it, and what it survives."""
+"""The central cache as a tier: the contract against a real `kvhold serve --listen`, who may use it,
+and what it survives.
+"""
 
 import asyncio
 import socket
@@ -102,8 +104,12 @@ class TestAccess:
         assert await store(tier, {make_key(1): b"x"}) == [True]
         await tier.close()
 
-    @pytest.mark.parametrize(("credentials", "told"), [("", "a token is needed"), (":wrong@", "the token is wrong")])
-    async def test_who_does_not_is_refused_and_told_why(self, guarded: CentralServer, credentials: str, told: str) -> None:
+    @pytest.mark.parametrize(
+        ("credentials", "told"), [("", "a token is needed"), (":wrong@", "the token is wrong")]
+    )
+    async def test_who_does_not_is_refused_and_told_why(
+        self, guarded: CentralServer, credentials: str, told: str
+    ) -> None:
         tier = a_tier(guarded.url.replace("//", f"//{credentials}"))
         with pytest.raises(TierDenied, match=told) as caught:
             await tier.probe([make_key(1)])
@@ -113,7 +119,9 @@ class TestAccess:
     async def test_tls_with_client_certificates(self, certificates: Certificates) -> None:
         joined = certificates.server.parent / "joined.pem"
         joined.write_text(certificates.server.read_text() + certificates.server_key.read_text())
-        with CentralServer("--tls-cert", str(joined), "--tls-client-ca", str(certificates.ca)) as server:
+        with CentralServer(
+            "--tls-cert", str(joined), "--tls-client-ca", str(certificates.ca)
+        ) as server:
             options = f"?ca_file={certificates.ca}"
             own = f"&cert_file={certificates.client}&key_file={certificates.client_key}"
             tier = a_tier(server.url.replace("kvhold:", "kvholds:") + options + own)
@@ -127,7 +135,9 @@ class TestAccess:
                     await tier.probe([make_key(1)])
                 await tier.close()
 
-    async def test_a_server_whose_certificate_nobody_vouches_for_is_not_used(self, certificates: Certificates) -> None:
+    async def test_a_server_whose_certificate_nobody_vouches_for_is_not_used(
+        self, certificates: Certificates
+    ) -> None:
         joined = certificates.server.parent / "joined.pem"
         joined.write_text(certificates.server.read_text() + certificates.server_key.read_text())
         with CentralServer("--tls-cert", str(joined)) as server:
@@ -137,26 +147,38 @@ class TestAccess:
             await tier.close()
 
     @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "10.0.0.1:7710"])
-    def test_beyond_the_loopback_interface_nobody_is_served_without_authentication(self, address: str) -> None:
+    def test_beyond_the_loopback_interface_nobody_is_served_without_authentication(
+        self, address: str
+    ) -> None:
         with pytest.raises(ConfigError, match=r"listen\.address.*token"):
             Central(load_config({"ram_bytes": "4MiB", "listen": {"address": address}}, environ={}))
 
-    def test_beyond_the_loopback_interface_a_token_needs_tls(self, certificates: Certificates) -> None:
+    def test_beyond_the_loopback_interface_a_token_needs_tls(
+        self, certificates: Certificates
+    ) -> None:
         listen: dict[str, object] = {"address": "0.0.0.0:0", "token": "hush"}
         with pytest.raises(ConfigError, match=r"clear text; set listen\.tls_cert") as caught:
             Central(load_config({"ram_bytes": "4MiB", "listen": listen}, environ={}))
         assert "hush" not in str(caught.value)
         tls = {"tls_cert": str(certificates.server), "tls_key": str(certificates.server_key)}
         for enough in ({"insecure": True}, tls):
-            central = Central(load_config({"ram_bytes": "4MiB", "listen": listen | enough}, environ={}))
+            central = Central(
+                load_config({"ram_bytes": "4MiB", "listen": listen | enough}, environ={})
+            )
             central.shelf.arena.close()
 
-    @pytest.mark.parametrize("host", ["10.0.0.5", "cache.example", "[2001:db8::1]", "[::ffff:10.0.0.5]"])
+    @pytest.mark.parametrize(
+        "host", ["10.0.0.5", "cache.example", "[2001:db8::1]", "[::ffff:10.0.0.5]"]
+    )
     def test_a_token_is_not_sent_to_another_host_in_clear_text(self, host: str) -> None:
         with pytest.raises(ConfigError, match=r"clear text; write kvholds://") as caught:
             a_tier(f"kvhold://:hush@{host}:7710")
         assert "hush" not in str(caught.value)
-        for fine in (f"kvholds://:hush@{host}:7710", f"kvhold://:hush@{host}:7710?insecure=true", f"kvhold://{host}:7710"):
+        for fine in (
+            f"kvholds://:hush@{host}:7710",
+            f"kvhold://:hush@{host}:7710?insecure=true",
+            f"kvhold://{host}:7710",
+        ):
             a_tier(fine)
 
     @pytest.mark.parametrize(
@@ -165,7 +187,10 @@ class TestAccess:
             ({"address": "7710"}, "write HOST:PORT"),
             ({"address": "127.0.0.1:x"}, "write HOST:PORT"),
             ({"address": "127.0.0.1:0", "token_file": "/nowhere"}, r"listen\.token_file"),
-            ({"address": "127.0.0.1:0", "tls_cert": "/nowhere"}, r"listen\.tls_cert_file: cannot use /nowhere"),
+            (
+                {"address": "127.0.0.1:0", "tls_cert": "/nowhere"},
+                r"listen\.tls_cert_file: cannot use /nowhere",
+            ),
             ({"address": "127.0.0.1:0", "tls_client_ca": "/nowhere"}, r"go with listen\.tls_cert"),
         ],
     )
@@ -196,7 +221,12 @@ class TestFaults:
             async with tier_of(server) as tier:
                 assert await store(tier, {make_key(1): b"x"}) == [True]
                 server.kill()
-                for call in (tier.check(), tier.probe([make_key(1)]), tier.delete([make_key(1)]), fetch(tier, [make_key(1)], [1])):
+                for call in (
+                    tier.check(),
+                    tier.probe([make_key(1)]),
+                    tier.delete([make_key(1)]),
+                    fetch(tier, [make_key(1)], [1]),
+                ):
                     with pytest.raises(TierUnavailable):
                         await call
                 server.start()
@@ -209,7 +239,9 @@ class TestFaults:
             async with tier_of(server) as tier:
                 values = {make_key(i): make_value(i, 8 * MIB) for i in range(16)}
                 call = asyncio.ensure_future(store(tier, values))
-                await asyncio.sleep(0.005)  # this loop does the sending: it has begun, and is far from its end
+                await asyncio.sleep(
+                    0.005
+                )  # this loop does the sending: it has begun, and is far from its end
                 server.kill()
                 try:
                     stored = await call
@@ -222,14 +254,19 @@ class TestFaults:
                 assert await fetch(tier, list(values), [8 * MIB] * 16) == list(values.values())
 
     async def test_below_it_a_disk_outlives_it(self, tmp_path: Path) -> None:
-        with CentralServer("--tier", f"disk://{tmp_path}/d?probe_timeout_s=60&get_timeout_s=60&put_timeout_s=60") as server:
+        with CentralServer(
+            "--tier", f"disk://{tmp_path}/d?probe_timeout_s=60&get_timeout_s=60&put_timeout_s=60"
+        ) as server:
             values = {make_key(i): make_value(i, 100_000 + i) for i in range(10)}
             async with tier_of(server) as tier:
                 assert await store(tier, values) == [True] * 10
             server.stop()  # it writes what waits before it ends
             server.start()
             async with tier_of(server) as tier:
-                assert await tier.probe([*values, make_key(99)]) == [*(100_000 + i for i in range(10)), None]
+                assert await tier.probe([*values, make_key(99)]) == [
+                    *(100_000 + i for i in range(10)),
+                    None,
+                ]
                 assert await fetch(tier, list(values), [200_000] * 10) == list(values.values())
                 buffer = bytearray(1000)
                 assert await tier.get([make_key(3)], [[memoryview(buffer)]], starts=[500]) == [1000]
@@ -238,8 +275,12 @@ class TestFaults:
                 assert await tier.delete(list(values)) == [True] * 10
                 assert await tier.probe(list(values)) == [None] * 10
 
-    async def test_what_is_larger_than_it_takes_is_full_and_loses_itself_alone(self, tier: CentralTier) -> None:
-        items = [(make_key(i), [memoryview(bytes(size))]) for i, size in enumerate((10, 40 * MIB, 10))]
+    async def test_what_is_larger_than_it_takes_is_full_and_loses_itself_alone(
+        self, tier: CentralTier
+    ) -> None:
+        items = [
+            (make_key(i), [memoryview(bytes(size))]) for i, size in enumerate((10, 40 * MIB, 10))
+        ]
         faults = await tier.put(items)
         assert [type(fault) for fault in faults] == [type(None), TierFull, type(None)]
 
@@ -283,20 +324,33 @@ class TestHostileClients:
         assert told in self.ask(server, *says)
         await tier.check()
 
-    async def test_a_put_of_which_half_arrives_leaves_nothing(self, server: CentralServer, tier: CentralTier) -> None:
+    async def test_a_put_of_which_half_arrives_leaves_nothing(
+        self, server: CentralServer, tier: CentralTier
+    ) -> None:
         self.ask(server, self.HELLO, bytes(encode(c.Put(make_key(1), [1000]))), bytes(500))
         assert await tier.probe([make_key(1)]) == [None]
         assert await store(tier, {make_key(1): b"whole"}) == [True]
 
-    async def test_a_put_of_terabytes_allocates_nothing(self, server: CentralServer, tier: CentralTier) -> None:
+    async def test_a_put_of_terabytes_allocates_nothing(
+        self, server: CentralServer, tier: CentralTier
+    ) -> None:
         before = resident_bytes(server.pid)
-        self.ask(server, self.HELLO, bytes(encode(c.Put(make_key(1) * 3, [1 << 50, 1 << 40, 1 << 62]))), bytes(100_000))
+        self.ask(
+            server,
+            self.HELLO,
+            bytes(encode(c.Put(make_key(1) * 3, [1 << 50, 1 << 40, 1 << 62]))),
+            bytes(100_000),
+        )
         assert resident_bytes(server.pid) < before + 16 * MIB
         assert await tier.probe([make_key(1)]) == [None]
 
-    def test_a_client_of_another_version_is_told_which_one_speaks(self, server: CentralServer) -> None:
+    def test_a_client_of_another_version_is_told_which_one_speaks(
+        self, server: CentralServer
+    ) -> None:
         answer = self.ask(server, bytes(encode(c.Hello(c.CENTRAL_MAGIC, 2, ""))))
-        greeting = Decoder[c.Greeting](c.Greeting).decode(answer[LENGTH_BYTES : LENGTH_BYTES + body_length(answer)])
+        greeting = Decoder[c.Greeting](c.Greeting).decode(
+            answer[LENGTH_BYTES : LENGTH_BYTES + body_length(answer)]
+        )
         assert isinstance(greeting, c.Refused)
         assert not greeting.denied
 
@@ -305,7 +359,10 @@ class TestStrangers:
     """Clients that have not logged in: what they may cost, and whom they may keep out."""
 
     def say(self, server: CentralServer, data: bytes) -> bytes:
-        """All that the server answers until it hangs up. It may hang up before it has read everything."""
+        """All that the server answers until it hangs up.
+
+        It may hang up before it has read everything.
+        """
         with socket.create_connection(("127.0.0.1", server.port), timeout=60) as sock:
             answer = b""
             with suppress(ConnectionError):
@@ -329,19 +386,30 @@ class TestStrangers:
         ],
         ids=["magic of 8 MiB", "token of 4 MiB", "magic", "token", "version", "no Hello"],
     )
-    def test_what_a_stranger_says_is_neither_kept_nor_logged_nor_sent_back(self, guarded: CentralServer, hello: Any) -> None:
-        data, before, logged = bytes(_raw(hello)), resident_bytes(guarded.pid), len(self.log_of(guarded))
+    def test_what_a_stranger_says_is_neither_kept_nor_logged_nor_sent_back(
+        self, guarded: CentralServer, hello: Any
+    ) -> None:
+        data, before, logged = (
+            bytes(_raw(hello)),
+            resident_bytes(guarded.pid),
+            len(self.log_of(guarded)),
+        )
         for _ in range(4):
             assert b"HUSH" not in self.say(guarded, data)
         assert resident_bytes(guarded.pid) < before + 2 * MIB
         assert "HUSH" not in self.log_of(guarded)
         assert len(self.log_of(guarded)) < logged + 4 * 1000
 
-    async def test_silent_connections_keep_nobody_out_however_often_they_are_renewed(self, guarded: CentralServer) -> None:
+    async def test_silent_connections_keep_nobody_out_however_often_they_are_renewed(
+        self, guarded: CentralServer
+    ) -> None:
         silent: list[socket.socket] = []
         try:
             for _ in range(3):
-                silent += [socket.create_connection(("127.0.0.1", guarded.port), timeout=60) for _ in range(256)]
+                silent += [
+                    socket.create_connection(("127.0.0.1", guarded.port), timeout=60)
+                    for _ in range(256)
+                ]
                 tier = a_tier(guarded.url.replace("//", "//:open%20sesame@"))
                 assert await store(tier, {make_key(1): b"x"}) == [True]
                 await tier.close()
@@ -349,11 +417,15 @@ class TestStrangers:
             for sock in silent:
                 sock.close()
 
-    async def test_whoever_has_logged_in_stays_while_strangers_come(self, guarded: CentralServer) -> None:
+    async def test_whoever_has_logged_in_stays_while_strangers_come(
+        self, guarded: CentralServer
+    ) -> None:
         tier = a_tier(guarded.url.replace("//", "//:open%20sesame@"))
         await tier.check()
         (stream,) = tier._questions._idle
-        silent = [socket.create_connection(("127.0.0.1", guarded.port), timeout=60) for _ in range(300)]
+        silent = [
+            socket.create_connection(("127.0.0.1", guarded.port), timeout=60) for _ in range(300)
+        ]
         await tier.check()
         assert list(tier._questions._idle) == [stream], "the same connection as before"
         for sock in silent:
@@ -413,8 +485,14 @@ async def test_a_scan_of_many_pages_lists_what_is_there_once(tmp_path: Path) -> 
 
 async def test_who_removes_is_told_that_a_tier_below_did_not_answer() -> None:
     with a_place() as below:
-        settings: dict[str, Any] = {"ram_bytes": 16 << 20, "huge_pages": "never", "listen": ListenConfig(address="127.0.0.1:0")}
-        server = Central(Config(tiers=(below.url(breaker_failures=1000),), plugins=(PLUGIN,), **settings))
+        settings: dict[str, Any] = {
+            "ram_bytes": 16 << 20,
+            "huge_pages": "never",
+            "listen": ListenConfig(address="127.0.0.1:0"),
+        }
+        server = Central(
+            Config(tiers=(below.url(breaker_failures=1000),), plugins=(PLUGIN,), **settings)
+        )
         ready = asyncio.Event()
         serving = asyncio.create_task(server.serve(on_ready=lambda _: ready.set()))
         await ready.wait()
@@ -423,7 +501,9 @@ async def test_who_removes_is_told_that_a_tier_below_did_not_answer() -> None:
             key = make_key(1)
             assert await tier.put([(key, [memoryview(b"x")])]) == [None]
             await within_a_minute(lambda: key in below.values)
-            below.faults = {name: TierError("memory", name, "not now") for name in ("scan", "delete")}
+            below.faults = {
+                name: TierError("memory", name, "not now") for name in ("scan", "delete")
+            }
             with pytest.raises(TierError, match="a tier below the central cache did not answer"):
                 [found async for found in tier.scan(b"")]
             with pytest.raises(TierError, match="a tier below the central cache did not answer"):
@@ -440,7 +520,9 @@ async def test_who_removes_is_told_that_a_tier_below_did_not_answer() -> None:
 
 async def test_what_is_deleted_while_it_is_written_below_does_not_stay_there() -> None:
     with a_place() as below:
-        shelf = Shelf(Config(ram_bytes=16 << 20, huge_pages="never", tiers=(below.url(),), plugins=(PLUGIN,)))
+        shelf = Shelf(
+            Config(ram_bytes=16 << 20, huge_pages="never", tiers=(below.url(),), plugins=(PLUGIN,))
+        )
         try:
             below.hold("put")
             room = shelf.reserve(make_key(1), 10, None)
@@ -460,7 +542,9 @@ async def test_a_scan_of_many_keys_looks_at_few_of_them_in_one_step() -> None:
     try:
         num_keys = 10_000
         for begin in range(0, num_keys, 500):
-            await shelf.ram.put([(make_key(number), [memoryview(b"x")]) for number in range(begin, begin + 500)])
+            await shelf.ram.put(
+                [(make_key(number), [memoryview(b"x")]) for number in range(begin, begin + 500)]
+            )
         steps = 0
 
         async def count_steps() -> None:

@@ -1,4 +1,6 @@
-"""The disk tier: the contract, what it evicts and counts, and what it does when files, folders and disks misbehave."""
+"""The disk tier: the contract, what it evicts and counts, and what it does when files, folders and
+disks misbehave.
+"""
 
 import asyncio
 import logging
@@ -45,7 +47,9 @@ class TestDiskTierThroughThePageCache(TierContract):
 
     @pytest.fixture
     async def tier(self, tmp_path: Path) -> AsyncIterator[DiskTier]:
-        async with disk(tmp_path, max_bytes=32 * MIB, direct="never", sync=True, io_threads=1) as tier:
+        async with disk(
+            tmp_path, max_bytes=32 * MIB, direct="never", sync=True, io_threads=1
+        ) as tier:
             yield tier
 
 
@@ -122,11 +126,17 @@ class Gate:
 
 class TestSettings:
     def test_a_url_names_folder_and_settings(self) -> None:
-        DiskTier.from_url(parse_url("disk:///var/cache/kvhold?max_bytes=100GiB&policy=lfu&direct=never&sync=true&io_threads=2"))
+        DiskTier.from_url(
+            parse_url(
+                "disk:///var/cache/kvhold?max_bytes=100GiB&policy=lfu&direct=never&sync=true&io_threads=2"
+            )
+        )
         DiskTier.from_url(parse_url("disk:///a,/b,/c?max_bytes=1TiB"))
 
     def test_batches_out_of_the_page_cache_are_larger(self) -> None:
-        past_it, through_it = (DiskTier.from_url(parse_url(f"disk:///a{options}")) for options in ("", "?direct=never"))
+        past_it, through_it = (
+            DiskTier.from_url(parse_url(f"disk:///a{options}")) for options in ("", "?direct=never")
+        )
         assert through_it.traits.batch_bytes == 2 * past_it.traits.batch_bytes == 16 * MIB
 
     @pytest.mark.parametrize(
@@ -151,7 +161,9 @@ class TestSettings:
         async with disk(tmp_path / "new"):
             assert everything(tmp_path) == []
 
-    async def test_without_a_limit_it_takes_what_is_free_less_a_reserve(self, tmp_path: Path) -> None:
+    async def test_without_a_limit_it_takes_what_is_free_less_a_reserve(
+        self, tmp_path: Path
+    ) -> None:
         async with disk(tmp_path, max_bytes=0, reserve_bytes=1 << 62) as tier:
             assert isinstance((await tier.put([(make_key(1), [memoryview(b"x")])]))[0], TierFull)
             assert tier.limit_bytes == 0
@@ -171,13 +183,20 @@ class TestAlignedMemory:
     @pytest.mark.parametrize("direct", ["auto", "always", "never"])
     @pytest.mark.parametrize("tail", [0, 1, 511, 512, 4095])
     @pytest.mark.parametrize("head", [4096, 64, 0])
-    async def test_values_come_back(self, tmp_path: Path, direct: str, tail: int, head: int) -> None:
+    async def test_values_come_back(
+        self, tmp_path: Path, direct: str, tail: int, head: int
+    ) -> None:
         value = make_value(1, head + 300 * KIB + tail)
         async with disk(tmp_path, direct=direct) as tier:
-            for number, parts in enumerate((split(value, [0, head, len(value)]), split(value, [0, len(value)]))):
+            for number, parts in enumerate(
+                (split(value, [0, head, len(value)]), split(value, [0, len(value)]))
+            ):
                 key = make_key(number)
                 assert await tier.put([(key, parts)]) == [None]
-                whole, cut = aligned(len(value) + 5000), split(bytes(len(value)), [0, head, len(value)])
+                whole, cut = (
+                    aligned(len(value) + 5000),
+                    split(bytes(len(value)), [0, head, len(value)]),
+                )
                 assert await tier.get([key, key], [[whole], cut]) == [len(value)] * 2
                 assert bytes(whole) == value + bytes(5000)
                 assert b"".join(cut) == value
@@ -188,13 +207,21 @@ class TestAlignedMemory:
         value = make_value(1, 4096 + 4 * 256 * KIB + 100)
         async with disk(tmp_path, direct=direct) as tier:
             assert await tier.put([(make_key(1), split(value, [0, len(value)]))]) == [None]
-            for start, nbytes in ((4096, 256 * KIB), (4096 + 512 * KIB, 512 * KIB), (4097, 256 * KIB), (0, len(value)), (8192, 1 << 20)):
+            for start, nbytes in (
+                (4096, 256 * KIB),
+                (4096 + 512 * KIB, 512 * KIB),
+                (4097, 256 * KIB),
+                (0, len(value)),
+                (8192, 1 << 20),
+            ):
                 buffer = aligned(nbytes)
                 wanted = nbytes if start + nbytes <= len(value) else None
                 assert await tier.get([make_key(1)], [[buffer]], starts=[start]) == [wanted]
                 assert wanted is None or bytes(buffer) == value[start : start + nbytes]
 
-    async def test_large_aligned_values_do_pass_the_page_cache_by(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_large_aligned_values_do_pass_the_page_cache_by(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         carried = []
         for name in ("pwritev", "preadv"):
             monkeypatch.setattr(os, name, noting_direct(getattr(os, name), carried))
@@ -208,13 +235,17 @@ class TestAlignedMemory:
     async def test_thousands_of_parts_are_one_value(self, tmp_path: Path) -> None:
         value = make_value(1, 3000 * 100)
         async with disk(tmp_path) as tier:
-            assert await tier.put([(make_key(1), split(value, list(range(0, len(value) + 1, 100))))]) == [None]
+            assert await tier.put(
+                [(make_key(1), split(value, list(range(0, len(value) + 1, 100))))]
+            ) == [None]
             parts = [memoryview(bytearray(75)) for _ in range(4000)]
             assert await tier.get([make_key(1)], [parts]) == [len(value)]
             assert b"".join(parts) == value
 
     @pytest.mark.parametrize("step", [1, 4096, 5000, 200 * KIB])
-    async def test_d18_short_transfers_go_on_where_they_ended(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    async def test_d18_short_transfers_go_on_where_they_ended(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+    ) -> None:
         for name in ("pwritev", "preadv"):
             monkeypatch.setattr(os, name, at_most(step, getattr(os, name)))
         value = make_value(1, 4096 + (300 * KIB if step > 1 else 0) + 17)
@@ -230,16 +261,23 @@ class TestAlignedMemory:
 
 class TestEviction:
     @pytest.mark.parametrize("policy", POLICIES)
-    async def test_d21_any_policy_keeps_the_limit_while_values_come_go_and_come_back(self, tmp_path: Path, policy: str) -> None:
+    async def test_d21_any_policy_keeps_the_limit_while_values_come_go_and_come_back(
+        self, tmp_path: Path, policy: str
+    ) -> None:
         chance = random.Random(1)
         async with disk(tmp_path, max_bytes=256 * KIB, policy=policy) as tier:
             for _ in range(300):
                 number = chance.randrange(40)
                 match chance.randrange(4):
                     case 0 | 1:
-                        assert await store(tier, {make_key(number): make_value(number, 1 + number * 700)}) == [True]
+                        assert await store(
+                            tier, {make_key(number): make_value(number, 1 + number * 700)}
+                        ) == [True]
                     case 2:
-                        assert (await fetch(tier, [make_key(number)], [40_000]))[0] in (make_value(number, 1 + number * 700), None)
+                        assert (await fetch(tier, [make_key(number)], [40_000]))[0] in (
+                            make_value(number, 1 + number * 700),
+                            None,
+                        )
                     case 3:
                         await tier.delete([make_key(number)])
                 assert tier.used_bytes == occupied(tmp_path) <= 256 * KIB
@@ -269,10 +307,14 @@ class TestEviction:
     async def test_a_value_that_is_too_large_evicts_nothing(self, tmp_path: Path) -> None:
         async with disk(tmp_path, max_bytes=16 * KIB) as tier:
             await fill(tier, range(4))
-            assert isinstance((await tier.put([(make_key(9), [memoryview(bytes(16 * KIB + 1))])]))[0], TierFull)
+            assert isinstance(
+                (await tier.put([(make_key(9), [memoryview(bytes(16 * KIB + 1))])]))[0], TierFull
+            )
             assert await present(tier, range(4)) == [0, 1, 2, 3]
 
-    async def test_a_victims_file_is_written_over_and_no_reader_of_it_is_disturbed(self, tmp_path: Path) -> None:
+    async def test_a_victims_file_is_written_over_and_no_reader_of_it_is_disturbed(
+        self, tmp_path: Path
+    ) -> None:
         async with disk(tmp_path, max_bytes=16 * KIB) as tier:
             await fill(tier, range(4))
             before = {path.stat().st_ino for path in value_files(tmp_path)}
@@ -282,7 +324,9 @@ class TestEviction:
             assert {path.stat().st_ino for path in value_files(tmp_path)} == before
             assert tier.used_bytes == occupied(tmp_path)
 
-    async def test_what_is_being_read_is_not_evicted(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_what_is_being_read_is_not_evicted(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         async with disk(tmp_path, max_bytes=8 * KIB) as tier:
             await fill(tier, range(2))
             gate = Gate(monkeypatch, "preadv")
@@ -295,7 +339,9 @@ class TestEviction:
             assert await reading == [make_value(0, 4096)]
             assert await store(tier, {make_key(3): bytes(8 * KIB)}) == [True]
 
-    async def test_what_is_being_written_is_not_evicted(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_what_is_being_written_is_not_evicted(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         async with disk(tmp_path, max_bytes=8 * KIB) as tier:
             await tier.check()
             gate = Gate(monkeypatch, "pwritev")
@@ -307,7 +353,9 @@ class TestEviction:
             assert await writing == [True]
             assert await fetch(tier, [make_key(0)], [8 * KIB]) == [make_value(0, 8 * KIB)]
 
-    async def test_a_victim_that_cannot_be_removed_stays_and_is_counted(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_a_victim_that_cannot_be_removed_stays_and_is_counted(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         async with disk(tmp_path, max_bytes=16 * KIB) as tier:
             await fill(tier, range(4))
             with monkeypatch.context() as patch:
@@ -330,16 +378,22 @@ class TestAccount:
         async with disk(tmp_path) as tier:
             for _ in range(3):
                 await fill(tier, range(1))
-            await asyncio.gather(*(store(tier, {make_key(1): make_value(n, 5000)}) for n in range(5)))
+            await asyncio.gather(
+                *(store(tier, {make_key(1): make_value(n, 5000)}) for n in range(5))
+            )
             assert tier.used_bytes == occupied(tmp_path) == 4096 + 8192
 
-    async def test_d20_after_a_restart_old_files_are_found_and_counted(self, tmp_path: Path) -> None:
+    async def test_d20_after_a_restart_old_files_are_found_and_counted(
+        self, tmp_path: Path
+    ) -> None:
         async with disk(tmp_path) as tier:
             await fill(tier, range(10), 5000)
         async with disk(tmp_path) as tier:
             await tier.check()
             assert tier.used_bytes == occupied(tmp_path) == 10 * 8192
-            assert await fetch(tier, [make_key(n) for n in range(10)], [5000] * 10) == [make_value(n, 5000) for n in range(10)]
+            assert await fetch(tier, [make_key(n) for n in range(10)], [5000] * 10) == [
+                make_value(n, 5000) for n in range(10)
+            ]
 
     async def test_a_value_deleted_while_it_is_read_arrives_whole_and_occupies_its_place_until_then(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -350,7 +404,11 @@ class TestAccount:
             reading = asyncio.ensure_future(fetch(tier, [make_key(0)], [4096]))
             await gate.reached.wait()
             assert await tier.delete([make_key(0)]) == [True]
-            assert (await tier.probe([make_key(0)]), value_files(tmp_path), tier.used_bytes) == ([None], [], 4096)
+            assert (await tier.probe([make_key(0)]), value_files(tmp_path), tier.used_bytes) == (
+                [None],
+                [],
+                4096,
+            )
             await fill(tier, range(1))
             assert tier.used_bytes == 8192
             gate.open()
@@ -358,12 +416,21 @@ class TestAccount:
             assert tier.used_bytes == occupied(tmp_path) == 4096
 
     @pytest.mark.parametrize("turns", range(12))
-    async def test_a_cancelled_call_leaves_the_account_exact(self, tmp_path: Path, turns: int) -> None:
+    async def test_a_cancelled_call_leaves_the_account_exact(
+        self, tmp_path: Path, turns: int
+    ) -> None:
         async with disk(tmp_path, max_bytes=512 * KIB) as tier:
             await fill(tier, range(16), 32 * KIB)
             values = {make_key(n): make_value(n, 64 * KIB) for n in range(100, 104)}
-            calls = [asyncio.ensure_future(store(tier, values)), asyncio.ensure_future(tier.delete([make_key(n) for n in range(3)]))]
-            calls.append(asyncio.ensure_future(fetch(tier, [make_key(n) for n in range(16)], [32 * KIB] * 16)))
+            calls = [
+                asyncio.ensure_future(store(tier, values)),
+                asyncio.ensure_future(tier.delete([make_key(n) for n in range(3)])),
+            ]
+            calls.append(
+                asyncio.ensure_future(
+                    fetch(tier, [make_key(n) for n in range(16)], [32 * KIB] * 16)
+                )
+            )
             for _ in range(turns):
                 await asyncio.sleep(0)
             for call in calls:
@@ -379,18 +446,25 @@ class TestAccount:
     ) -> None:
         async with disk(tmp_path, max_bytes=64 * KIB) as tier:
             await fill(tier, range(15))
-            monkeypatch.setattr(os, "posix_fallocate", lambda fd, at, nbytes: keep_more(fd, 8 * KIB))
+            monkeypatch.setattr(
+                os, "posix_fallocate", lambda fd, at, nbytes: keep_more(fd, 8 * KIB)
+            )
             await fill(tier, range(20, 22))
             assert tier.used_bytes == occupied(tmp_path) <= 64 * KIB
 
 
 class TestReplacing:
-    async def test_a_full_disk_evicts_no_more_than_one_value_needs_for_a_moment(self, tmp_path: Path) -> None:
+    async def test_a_full_disk_evicts_no_more_than_one_value_needs_for_a_moment(
+        self, tmp_path: Path
+    ) -> None:
         async with disk(tmp_path, max_bytes=160 * KIB) as tier:
             await fill(tier, range(10), 16 * KIB)
             for number in range(10):
                 await replace(tier, [(make_key(number), [memoryview(make_value(number, 4 * KIB))])])
-            assert sum(size is not None for size in await tier.probe([make_key(n) for n in range(10)])) == 9
+            assert (
+                sum(size is not None for size in await tier.probe([make_key(n) for n in range(10)]))
+                == 9
+            )
             assert tier.used_bytes == occupied(tmp_path) == 9 * 4 * KIB
 
     async def test_of_two_files_of_one_value_the_newer_is_found_after_a_restart(
@@ -400,16 +474,23 @@ class TestReplacing:
             await fill(tier, range(2))
             with monkeypatch.context() as patch:
                 patch.setattr(os, "unlink", broken)
-                assert await replace(tier, [(make_key(1), [memoryview(make_value(9, 5000))])]) == [True]
+                assert await replace(tier, [(make_key(1), [memoryview(make_value(9, 5000))])]) == [
+                    True
+                ]
             assert await fetch(tier, [make_key(1)], [5000]) == [make_value(9, 5000)]
             assert len(value_files(tmp_path)) == 3
             assert tier.used_bytes == occupied(tmp_path)
         async with disk(tmp_path) as tier:
-            assert await fetch(tier, [make_key(0), make_key(1)], [5000] * 2) == [make_value(0, 4096), make_value(9, 5000)]
+            assert await fetch(tier, [make_key(0), make_key(1)], [5000] * 2) == [
+                make_value(0, 4096),
+                make_value(9, 5000),
+            ]
             assert len(value_files(tmp_path)) == 2
             assert tier.used_bytes == occupied(tmp_path)
 
-    async def test_a_disk_that_cannot_write_keeps_the_old_value(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_a_disk_that_cannot_write_keeps_the_old_value(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         async with disk(tmp_path) as tier:
             await fill(tier, range(1))
             monkeypatch.setattr(os, "rename", broken)
@@ -425,7 +506,9 @@ class TestReplacing:
         async with disk(tmp_path) as tier:
             await fill(tier, range(1))
             gate = Gate(monkeypatch, "pwritev")
-            replacing = asyncio.ensure_future(replace(tier, [(make_key(0), [memoryview(make_value(9, 5000))])]))
+            replacing = asyncio.ensure_future(
+                replace(tier, [(make_key(0), [memoryview(make_value(9, 5000))])])
+            )
             await gate.reached.wait()
             deleting = asyncio.ensure_future(tier.delete([make_key(0)]))
             for _ in range(20):
@@ -441,13 +524,19 @@ class TestReplacing:
         async with disk(tmp_path) as tier:
             await fill(tier, range(1))
             gate = Gate(monkeypatch, "pwritev")
-            replacing = asyncio.ensure_future(replace(tier, [(make_key(0), [memoryview(make_value(9, 5000))])]))
+            replacing = asyncio.ensure_future(
+                replace(tier, [(make_key(0), [memoryview(make_value(9, 5000))])])
+            )
             await gate.reached.wait()
             value_files(tmp_path)[0].unlink()
             assert await fetch(tier, [make_key(0)], [5000]) == [None]
             gate.open()
             assert await replacing == [False]
-            assert (await tier.probe([make_key(0)]), value_files(tmp_path), tier.used_bytes) == ([None], [], 0)
+            assert (await tier.probe([make_key(0)]), value_files(tmp_path), tier.used_bytes) == (
+                [None],
+                [],
+                0,
+            )
 
 
 def broken(*_: object, **__: object) -> None:
@@ -462,19 +551,26 @@ class TestThreads:
             await fill(tier, range(2))
             with monkeypatch.context() as patch:
                 gate = Gate(patch, "pwritev")
-                writes = [asyncio.ensure_future(store(tier, {make_key(n): b"slow"})) for n in range(10, 14)]
+                writes = [
+                    asyncio.ensure_future(store(tier, {make_key(n): b"slow"}))
+                    for n in range(10, 14)
+                ]
                 await gate.reached.wait()
                 assert await tier.probe([make_key(0), make_key(10)]) == [4096, None]
                 assert await fetch(tier, [make_key(0)], [4096]) == [make_value(0, 4096)]
                 gate.open()
                 assert await asyncio.gather(*writes) == [[True]] * 4
 
-    async def test_a_large_batch_does_not_keep_a_small_one_waiting(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_a_large_batch_does_not_keep_a_small_one_waiting(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr("kvhold.tiers.files.threads._TURN_S", 0)
         async with disk(tmp_path, io_threads=1, max_bytes=64 * MIB) as tier:
             await fill(tier, range(100))
             done: list[str] = []
-            large = asyncio.ensure_future(fetch(tier, [make_key(n) for n in range(100)], [4096] * 100))
+            large = asyncio.ensure_future(
+                fetch(tier, [make_key(n) for n in range(100)], [4096] * 100)
+            )
             large.add_done_callback(lambda _: done.append("large"))
             await asyncio.sleep(0)
             await fetch(tier, [make_key(0)], [4096])
@@ -482,7 +578,9 @@ class TestThreads:
             await large
             assert done == ["small", "large"]
 
-    async def test_closing_waits_for_calls_under_way_and_refuses_later_ones(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_closing_waits_for_calls_under_way_and_refuses_later_ones(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         async with disk(tmp_path) as tier:
             await fill(tier, range(1))
             gate = Gate(monkeypatch, "preadv")
@@ -500,7 +598,11 @@ class TestThreads:
 
     async def test_no_thread_and_no_descriptor_is_left_behind(self, tmp_path: Path) -> None:
         def held() -> tuple[int, list[str]]:
-            names = [thread.name for thread in threading.enumerate() if thread.name.startswith("kvhold-disk")]
+            names = [
+                thread.name
+                for thread in threading.enumerate()
+                if thread.name.startswith("kvhold-disk")
+            ]
             return len(list(Path("/proc/self/fd").iterdir())), names
 
         before = held()
@@ -512,7 +614,9 @@ class TestThreads:
             await fill(tier, range(20))
         assert held() == before
 
-    async def test_callers_who_come_at_any_moment_while_the_folder_is_opened_all_get_in(self, tmp_path: Path) -> None:
+    async def test_callers_who_come_at_any_moment_while_the_folder_is_opened_all_get_in(
+        self, tmp_path: Path
+    ) -> None:
         for turn in range(20):
             async with disk(tmp_path) as tier:
                 calls = []
@@ -521,7 +625,9 @@ class TestThreads:
                     await asyncio.sleep(0)
                 assert await asyncio.gather(*calls) == [[None]] * len(calls)
 
-    async def test_a_caller_who_is_cancelled_while_the_folder_is_opened_does_not_lock_it_for_ever(self, tmp_path: Path) -> None:
+    async def test_a_caller_who_is_cancelled_while_the_folder_is_opened_does_not_lock_it_for_ever(
+        self, tmp_path: Path
+    ) -> None:
         async with disk(tmp_path) as tier:
             call = asyncio.ensure_future(tier.probe([make_key(1)]))
             await asyncio.sleep(0)
@@ -537,15 +643,26 @@ class TestOwner:
     async def test_a_folder_has_one_owner_whose_pid_is_told(self, tmp_path: Path) -> None:
         async with disk(tmp_path) as tier, disk(tmp_path) as other:
             await tier.check()
-            with pytest.raises(TierUnavailable, match=rf"{tmp_path} belongs to process {os.getpid()};"):
+            with pytest.raises(
+                TierUnavailable, match=rf"{tmp_path} belongs to process {os.getpid()};"
+            ):
                 await other.probe([make_key(1)])
             code = (
                 "import asyncio; from kvhold.tiers.disk import *\n"
                 f"asyncio.run(DiskTier(DiskConfig(path={str(tmp_path)!r}, max_bytes=4096)).check())"
             )
-            run = partial(subprocess.run, [sys.executable, "-c", code], capture_output=True, text=True, check=False)
+            run = partial(
+                subprocess.run,
+                [sys.executable, "-c", code],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
             child = await asyncio.to_thread(run)
-            assert f"TierUnavailable: disk: open: {tmp_path} belongs to process {os.getpid()};" in child.stderr
+            assert (
+                f"TierUnavailable: disk: open: {tmp_path} belongs to process {os.getpid()};"
+                in child.stderr
+            )
             await fill(tier, range(1))
 
     async def test_it_goes_to_the_next_one_when_the_owner_has_gone(self, tmp_path: Path) -> None:
@@ -558,7 +675,9 @@ class TestOwner:
 
 
 class TestFilesOfOthers:
-    async def test_a_file_that_was_removed_is_a_miss_and_no_longer_counted(self, tmp_path: Path) -> None:
+    async def test_a_file_that_was_removed_is_a_miss_and_no_longer_counted(
+        self, tmp_path: Path
+    ) -> None:
         async with disk(tmp_path) as tier:
             await fill(tier, range(2))
             value_files(tmp_path)[0].unlink()
@@ -569,16 +688,24 @@ class TestFilesOfOthers:
             await fill(tier, range(2))
 
     @pytest.mark.parametrize("size", [0, 1, 4095, 4097, 9000])
-    async def test_d18_a_file_cut_short_or_grown_is_a_miss_and_goes(self, tmp_path: Path, size: int) -> None:
+    async def test_d18_a_file_cut_short_or_grown_is_a_miss_and_goes(
+        self, tmp_path: Path, size: int
+    ) -> None:
         async with disk(tmp_path) as tier:
             await fill(tier, range(1))
             os.truncate(value_files(tmp_path)[0], size)
             assert await fetch(tier, [make_key(0)], [10_000]) == [None]
-            assert (await present(tier, range(1)), tier.used_bytes, value_files(tmp_path)) == ([], 0, [])
+            assert (await present(tier, range(1)), tier.used_bytes, value_files(tmp_path)) == (
+                [],
+                0,
+                [],
+            )
             await fill(tier, range(1))
             assert await fetch(tier, [make_key(0)], [4096]) == [make_value(0, 4096)]
 
-    async def test_d18_a_file_cut_short_while_it_is_read_is_a_miss(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_d18_a_file_cut_short_while_it_is_read_is_a_miss(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         async with disk(tmp_path) as tier:
             await fill(tier, range(1), 400 * KIB)
             gate = Gate(monkeypatch, "preadv")
@@ -590,13 +717,19 @@ class TestFilesOfOthers:
             assert await reading == [None]
             assert tier.used_bytes == occupied(tmp_path) == 0
 
-    async def test_what_a_range_needs_of_a_file_cut_short_is_a_miss_even_if_it_is_there(self, tmp_path: Path) -> None:
+    async def test_what_a_range_needs_of_a_file_cut_short_is_a_miss_even_if_it_is_there(
+        self, tmp_path: Path
+    ) -> None:
         async with disk(tmp_path) as tier:
             await fill(tier, range(1))
             os.truncate(value_files(tmp_path)[0], 2000)
-            assert await tier.get([make_key(0)], [[memoryview(bytearray(100))]], starts=[0]) == [None]
+            assert await tier.get([make_key(0)], [[memoryview(bytearray(100))]], starts=[0]) == [
+                None
+            ]
 
-    async def test_at_the_start_torn_files_go_and_those_of_others_stay(self, tmp_path: Path) -> None:
+    async def test_at_the_start_torn_files_go_and_those_of_others_stay(
+        self, tmp_path: Path
+    ) -> None:
         async with disk(tmp_path) as tier:
             await fill(tier, range(3))
             names = [path.relative_to(tmp_path) for path in value_files(tmp_path)]
@@ -612,7 +745,14 @@ class TestFilesOfOthers:
         os.mkfifo(pipe)
         link = whole.with_name(whole.name[:-1] + second)
         link.symlink_to(whole)
-        foreign = [tmp_path / "notes.txt", tmp_path / "new" / "notes.txt", whole.with_name("x"), whole.with_suffix(".tmp"), wrong, pipe]
+        foreign = [
+            tmp_path / "notes.txt",
+            tmp_path / "new" / "notes.txt",
+            whole.with_name("x"),
+            whole.with_suffix(".tmp"),
+            wrong,
+            pipe,
+        ]
         for path in foreign[:4]:
             path.write_bytes(b"mine")
         async with disk(tmp_path) as tier:
@@ -631,22 +771,30 @@ class TestFilesOfOthers:
         for stamp in (int(written, 16) - 1, int(written, 16) + 1):
             file.with_name(f"{stem}-{size}-{stamp:x}").write_bytes(make_value(stamp, int(size)))
         async with disk(tmp_path) as tier:
-            assert await fetch(tier, [make_key(0)], [4096]) == [make_value(int(written, 16) + 1, 4096)]
+            assert await fetch(tier, [make_key(0)], [4096]) == [
+                make_value(int(written, 16) + 1, 4096)
+            ]
             assert tier.used_bytes == occupied(tmp_path) == 4096
 
-    async def test_a_folder_that_was_removed_is_made_anew(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def test_a_folder_that_was_removed_is_made_anew(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         async with disk(tmp_path / "values") as tier:
             await fill(tier, range(3))
             shutil.rmtree(tmp_path / "values")
             assert await fetch(tier, [make_key(0)], [4096]) == [None]
             with caplog.at_level(logging.WARNING):
-                assert isinstance((await tier.put([(make_key(9), [memoryview(b"x")])]))[0], TierUnavailable)
+                assert isinstance(
+                    (await tier.put([(make_key(9), [memoryview(b"x")])]))[0], TierUnavailable
+                )
             assert "was lost" in caplog.text
             assert await present(tier, range(3)) == []
             await fill(tier, range(3))
             assert tier.used_bytes == occupied(tmp_path / "values") == 3 * 4096
 
-    async def test_a_folder_that_something_else_took_the_place_of_is_told_by_the_check(self, tmp_path: Path) -> None:
+    async def test_a_folder_that_something_else_took_the_place_of_is_told_by_the_check(
+        self, tmp_path: Path
+    ) -> None:
         async with disk(tmp_path / "values") as tier:
             await fill(tier, range(3))
             (tmp_path / "values").rename(tmp_path / "elsewhere")
@@ -666,31 +814,53 @@ class TestFilesOfOthers:
 
 
 class TestFaults:
-    async def test_d18_a_failed_write_loses_itself_alone_and_leaks_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_d18_a_failed_write_loses_itself_alone_and_leaks_nothing(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         async with disk(tmp_path) as tier:
             await fill(tier, range(1))
             with monkeypatch.context() as patch:
-                patch.setattr(os, "pwritev", failing(os.pwritev, EIO, lambda fd, pieces, at: len(pieces[0]) == 5000))
+                patch.setattr(
+                    os,
+                    "pwritev",
+                    failing(os.pwritev, EIO, lambda fd, pieces, at: len(pieces[0]) == 5000),
+                )
                 values = [make_value(n, nbytes) for n, nbytes in ((1, 4096), (2, 5000), (3, 1))]
-                faults = await tier.put([(make_key(n), [memoryview(value)]) for n, value in enumerate(values, start=1)])
+                faults = await tier.put(
+                    [(make_key(n), [memoryview(value)]) for n, value in enumerate(values, start=1)]
+                )
             assert [type(fault) for fault in faults] == [type(None), TierError, type(None)]
             assert await present(tier, range(4)) == [0, 1, 3]
             assert tier.used_bytes == occupied(tmp_path) == 3 * 4096
             assert leftovers(tmp_path) == []
             await fill(tier, range(4))
 
-    async def test_a_bad_sector_is_an_error_of_its_item_alone(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_a_bad_sector_is_an_error_of_its_item_alone(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         async with disk(tmp_path) as tier:
             await fill(tier, range(3))
             bad = make_key(1).hex()
-            monkeypatch.setattr(os, "preadv", failing(os.preadv, EIO, lambda fd, *_: bad in str(Path(f"/proc/self/fd/{fd}").readlink())))
+            monkeypatch.setattr(
+                os,
+                "preadv",
+                failing(
+                    os.preadv,
+                    EIO,
+                    lambda fd, *_: bad in str(Path(f"/proc/self/fd/{fd}").readlink()),
+                ),
+            )
             buffers = [bytearray(4096) for _ in range(3)]
-            got = await tier.get([make_key(n) for n in range(3)], [[memoryview(buffer)] for buffer in buffers])
+            got = await tier.get(
+                [make_key(n) for n in range(3)], [[memoryview(buffer)] for buffer in buffers]
+            )
             assert (got[0], got[2]) == (4096, 4096)
             assert isinstance(got[1], TierError)
             assert bad in str(got[1])
 
-    async def test_a_full_disk_is_told_and_nothing_is_left_of_what_had_no_room(self, small_disk: Path) -> None:
+    async def test_a_full_disk_is_told_and_nothing_is_left_of_what_had_no_room(
+        self, small_disk: Path
+    ) -> None:
         async with disk(small_disk / "values", max_bytes=64 * MIB) as tier:
             values = {make_key(n): make_value(n, 256 * KIB) for n in range(8)}
             faults = await tier.put([(key, [memoryview(value)]) for key, value in values.items()])
@@ -699,19 +869,27 @@ class TestFaults:
             assert {type(fault) for fault in faults} == {type(None), TierFull}
             assert tier.used_bytes == occupied(small_disk / "values")
             assert leftovers(small_disk / "values") == []
-            assert await fetch(tier, stored, [256 * KIB] * len(stored)) == [values[key] for key in stored]
+            assert await fetch(tier, stored, [256 * KIB] * len(stored)) == [
+                values[key] for key in stored
+            ]
             await tier.delete(stored)
             assert await store(tier, {make_key(9): make_value(9, 256 * KIB)}) == [True]
 
-    async def test_without_a_limit_a_small_disk_is_used_and_never_overrun(self, small_disk: Path) -> None:
+    async def test_without_a_limit_a_small_disk_is_used_and_never_overrun(
+        self, small_disk: Path
+    ) -> None:
         async with disk(small_disk / "values", max_bytes=0, reserve_bytes=256 * KIB) as tier:
             await fill(tier, range(40), 64 * KIB)
-            assert tier.used_bytes == occupied(small_disk / "values") <= tier.limit_bytes <= 768 * KIB
+            assert (
+                tier.used_bytes == occupied(small_disk / "values") <= tier.limit_bytes <= 768 * KIB
+            )
 
     async def test_a_disk_that_can_only_be_read_is_denied(self, small_disk: Path) -> None:
         async with disk(small_disk / "values") as tier:
             await fill(tier, range(1))
-        await asyncio.to_thread(subprocess.run, ["mount", "-o", "remount,ro", small_disk], check=True)
+        await asyncio.to_thread(
+            subprocess.run, ["mount", "-o", "remount,ro", small_disk], check=True
+        )
         async with disk(small_disk / "values") as tier:
             with pytest.raises(TierDenied, match="mount it writable"):
                 await tier.check()
@@ -722,7 +900,9 @@ class TestFaults:
             async with disk(Path(folder, "values")) as tier:
                 await fill(tier, range(1))
                 with as_nobody():
-                    assert isinstance((await tier.put([(make_key(1), [memoryview(b"x")])]))[0], TierDenied)
+                    assert isinstance(
+                        (await tier.put([(make_key(1), [memoryview(b"x")])]))[0], TierDenied
+                    )
                     buffer = memoryview(bytearray(4096))
                     assert isinstance((await tier.get([make_key(0)], [[buffer]]))[0], TierDenied)
                     assert await tier.delete([make_key(0)]) == [False]
@@ -754,7 +934,9 @@ class TestSeveralDisks:
         async with disk(*paths, tmp_path / "d") as tier:
             assert len(await present(tier, range(60))) > 30
 
-    async def test_a_dead_disk_loses_its_own_keys_alone(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def test_a_dead_disk_loses_its_own_keys_alone(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         paths = [tmp_path / "a", tmp_path / "dead" / "b", tmp_path / "c"]
         async with disk(*paths) as tier:
             await fill(tier, range(60), 10)
@@ -796,10 +978,17 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1 MiB."""
     folder = tmp_path / "small"
     folder.mkdir()
-    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "kvhold-test", folder], check=False).returncode:
+    if (
+        os.geteuid() != 0
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=1m", "kvhold-test", folder], check=False
+        ).returncode
+    ):
         pytest.skip("mounting a small file system takes root")
     yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)  # a test that fails may have left a file open
+    subprocess.run(
+        ["umount", "--lazy", folder], check=True
+    )  # a test that fails may have left a file open
 
 
 @contextmanager
@@ -823,8 +1012,9 @@ def split(value: bytes, cuts: Sequence[int]) -> list[memoryview]:
 
 
 def at_most(step: int, call: Callable[..., int]) -> Callable[..., int]:
-    """`preadv` or `pwritev` that moves at most `step` bytes, as a signal or a full queue may have it. By the page cache, as O_DIRECT
-    would not take an odd number."""
+    """`preadv` or `pwritev` that moves at most `step` bytes, as a signal or a full queue may have
+    it. By the page cache, as O_DIRECT would not take an odd number.
+    """
 
     def short(fd: int, pieces: Sequence[memoryview], at: int) -> int:
         return call(fd, [pieces[0][:step]], at)
@@ -832,7 +1022,9 @@ def at_most(step: int, call: Callable[..., int]) -> Callable[..., int]:
     return short
 
 
-def failing(call: Callable[..., Any], errno: int, when: Callable[..., bool] = lambda *_: True) -> Callable[..., Any]:
+def failing(
+    call: Callable[..., Any], errno: int, when: Callable[..., bool] = lambda *_: True
+) -> Callable[..., Any]:
     """`call`, but an OSError where `when` says so."""
 
     def fails(*args: Any, **names: Any) -> Any:
@@ -857,4 +1049,7 @@ def noting_direct(call: Callable[..., int], carried: list[tuple[bool, int]]) -> 
 
 def keep_more(fd: int, nbytes: int) -> None:
     """Space beyond the file's end, as file systems may take it."""
-    subprocess.run(["fallocate", "--keep-size", "--length", str(nbytes), f"/proc/{os.getpid()}/fd/{fd}"], check=True)
+    subprocess.run(
+        ["fallocate", "--keep-size", "--length", str(nbytes), f"/proc/{os.getpid()}/fd/{fd}"],
+        check=True,
+    )

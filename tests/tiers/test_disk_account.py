@@ -1,4 +1,6 @@
-"""The disk tier under any order of calls, restarts and interference: a hit is exact, the account is what the file system says."""
+"""The disk tier under any order of calls, restarts and interference: a hit is exact, the account is
+what the file system says.
+"""
 
 import asyncio
 import os
@@ -24,12 +26,18 @@ numbers = st.lists(st.integers(0, 15), max_size=6)
 class AnyOrder(RuleBasedStateMachine):
     """Each number has one value, of a size of its own, so that any hit can be judged."""
 
-    @initialize(policy=st.sampled_from(sorted(POLICIES)), paths=st.integers(1, 2), io_threads=st.integers(1, 3))
+    @initialize(
+        policy=st.sampled_from(sorted(POLICIES)),
+        paths=st.integers(1, 2),
+        io_threads=st.integers(1, 3),
+    )
     def begin(self, policy: str, paths: int, io_threads: int) -> None:
         self.runner = asyncio.Runner()
         self.folder = Path(tempfile.mkdtemp())
         path = ",".join(str(self.folder / str(n)) for n in range(paths))
-        self.config = DiskConfig(path=path, max_bytes=LIMIT_BYTES, policy=policy, io_threads=io_threads)
+        self.config = DiskConfig(
+            path=path, max_bytes=LIMIT_BYTES, policy=policy, io_threads=io_threads
+        )
         self.tier = DiskTier(self.config)
         self.run(self.tier.check())
 
@@ -50,28 +58,43 @@ class AnyOrder(RuleBasedStateMachine):
     def get(self, chosen: list[int]) -> None:
         keys = [make_key(n) for n in chosen]
         sizes = self.run(self.tier.probe(keys))
-        for n, nbytes, got in zip(chosen, sizes, self.run(fetch(self.tier, keys, [LARGEST_BYTES] * len(keys))), strict=True):
+        for n, nbytes, got in zip(
+            chosen,
+            sizes,
+            self.run(fetch(self.tier, keys, [LARGEST_BYTES] * len(keys))),
+            strict=True,
+        ):
             assert got in (value_of(n), None)
             assert nbytes in (len(value_of(n)), None)
 
     @rule(chosen=numbers)
     def delete(self, chosen: list[int]) -> None:
         keys = [make_key(n) for n in chosen]
-        there = {key for key, nbytes in zip(keys, self.run(self.tier.probe(keys)), strict=True) if nbytes is not None}
+        there = {
+            key
+            for key, nbytes in zip(keys, self.run(self.tier.probe(keys)), strict=True)
+            if nbytes is not None
+        }
         removed = self.run(self.tier.delete(keys))
         assert sum(removed) == len(there)
         assert self.run(self.tier.probe(keys)) == [None] * len(keys)
 
     @rule(puts=numbers, gets=numbers, deletes=numbers, turns=st.none() | st.integers(0, 12))
-    def all_at_once(self, puts: list[int], gets: list[int], deletes: list[int], turns: int | None) -> None:
+    def all_at_once(
+        self, puts: list[int], gets: list[int], deletes: list[int], turns: int | None
+    ) -> None:
         """Cancelled after so many turns of the loop, or not at all."""
 
         async def overlap() -> None:
             calls = [
                 asyncio.ensure_future(store(self.tier, {make_key(n): value_of(n) for n in puts})),
                 asyncio.ensure_future(self.tier.delete([make_key(n) for n in deletes])),
-                asyncio.ensure_future(fetch(self.tier, [make_key(n) for n in gets], [LARGEST_BYTES] * len(gets))),
-                asyncio.ensure_future(store(self.tier, {make_key(n): value_of(n) for n in reversed(puts)})),
+                asyncio.ensure_future(
+                    fetch(self.tier, [make_key(n) for n in gets], [LARGEST_BYTES] * len(gets))
+                ),
+                asyncio.ensure_future(
+                    store(self.tier, {make_key(n): value_of(n) for n in reversed(puts)})
+                ),
             ]
             if turns is not None:
                 for _ in range(turns):
@@ -80,7 +103,10 @@ class AnyOrder(RuleBasedStateMachine):
                     call.cancel()
             await asyncio.wait(calls)
             if not calls[2].cancelled():
-                assert all(got in (value_of(n), None) for n, got in zip(gets, calls[2].result(), strict=True))
+                assert all(
+                    got in (value_of(n), None)
+                    for n, got in zip(gets, calls[2].result(), strict=True)
+                )
 
         self.run(overlap())
 
@@ -105,7 +131,9 @@ class AnyOrder(RuleBasedStateMachine):
         self.run(self.tier.close())
         for path in self.config.path.split(","):
             (Path(path) / "new" / "host-1.1.1.0123456789abcdef").write_bytes(junk)
-        self.config = DiskConfig(path=self.config.path, max_bytes=limit_bytes, policy=self.config.policy)
+        self.config = DiskConfig(
+            path=self.config.path, max_bytes=limit_bytes, policy=self.config.policy
+        )
         self.tier = DiskTier(self.config)
         self.run(self.tier.check())
         after = set(self.run(scanned(self.tier)))
@@ -116,7 +144,11 @@ class AnyOrder(RuleBasedStateMachine):
     def the_account_is_what_the_file_system_says(self) -> None:
         if not hasattr(self, "tier"):
             return
-        assert self.tier.used_bytes == sum(file.stat().st_blocks * 512 for file in self.files()) <= self.config.max_bytes
+        assert (
+            self.tier.used_bytes
+            == sum(file.stat().st_blocks * 512 for file in self.files())
+            <= self.config.max_bytes
+        )
         assert len(self.files()) == len(self.run(scanned(self.tier)))
         assert list(self.folder.glob("*/new/*")) == []
 

@@ -1,7 +1,9 @@
-"""What a disk tier has acknowledged survives `kill -9`, at any moment, and nothing else is taken for a value.
+"""What a disk tier has acknowledged survives `kill -9`, at any moment, and nothing else is taken
+for a value.
 
 DISK_CRASH_ROUNDS=1000 python -m pytest tests/tiers/test_disk_crash.py      # as long as you like
-python -m tests.tiers.test_disk_crash_writer FOLDER SEED FIRST_NUMBER MAX_BYTES    # the process that is killed
+python -m tests.tiers.test_disk_crash_writer FOLDER SEED FIRST_NUMBER MAX_BYTES    # the process
+that is killed
 """
 
 import os
@@ -15,7 +17,13 @@ import pytest
 
 from kvhold.testing.tier import fetch, scanned
 from kvhold.tiers.disk import DiskConfig, DiskTier
-from tests.tiers.test_disk_crash_writer import LARGEST_BYTES, MOST_NUMBERS, key_of, replacement_of, value_of
+from tests.tiers.test_disk_crash_writer import (
+    LARGEST_BYTES,
+    MOST_NUMBERS,
+    key_of,
+    replacement_of,
+    value_of,
+)
 
 ROUNDS = int(os.environ.get("DISK_CRASH_ROUNDS", "20"))
 MIB = 1 << 20
@@ -29,13 +37,17 @@ async def test_what_was_acknowledged_survives_kill_9(tmp_path: Path, max_bytes: 
     chance = random.Random(max_bytes)
     expected: set[int] = set()  # numbers of values that must be there
     for turn in range(ROUNDS):
-        stored, deleting, deleted = run_and_kill(tmp_path, seed=turn, first=turn * 10_000, max_bytes=max_bytes, chance=chance)
+        stored, deleting, deleted = run_and_kill(
+            tmp_path, seed=turn, first=turn * 10_000, max_bytes=max_bytes, chance=chance
+        )
         tier = DiskTier(DiskConfig(path=str(tmp_path), max_bytes=max_bytes))
         numbers = known_keys(turn)
         there = {numbers[key]: key for key in await scanned(tier)}
         values = await fetch(tier, list(there.values()), [LARGEST_BYTES + 4096] * len(there))
         for number, value in zip(there, values, strict=True):
-            assert value in (value_of(number), replacement_of(number)), "a hit is exact, before it was replaced and after"
+            assert value in (value_of(number), replacement_of(number)), (
+                "a hit is exact, before it was replaced and after"
+            )
         expected = (expected | stored) - deleting
         if max_bytes > 100 * MIB:
             assert expected <= set(there), "what was acknowledged is there"
@@ -49,11 +61,25 @@ async def test_what_was_acknowledged_survives_kill_9(tmp_path: Path, max_bytes: 
         await tier.close()
 
 
-def run_and_kill(folder: Path, *, seed: int, first: int, max_bytes: int, chance: random.Random) -> tuple[set[int], set[int], set[int]]:
-    """Let a process put and delete, and kill it: numbers that were stored, whose deletion was begun, that were deleted."""
+def run_and_kill(
+    folder: Path, *, seed: int, first: int, max_bytes: int, chance: random.Random
+) -> tuple[set[int], set[int], set[int]]:
+    """Let a process put and delete, and kill it: numbers that were stored, whose deletion was
+    begun, that were deleted.
+    """
     said: dict[bytes, set[int]] = {b"stored": set(), b"deleting": set(), b"deleted": set()}
-    command = [sys.executable, "-m", "tests.tiers.test_disk_crash_writer", str(folder), str(seed), str(first), str(max_bytes)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as process:
+    command = [
+        sys.executable,
+        "-m",
+        "tests.tiers.test_disk_crash_writer",
+        str(folder),
+        str(seed),
+        str(first),
+        str(max_bytes),
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]
+    ) as process:
         assert process.stdout is not None
         left = chance.randrange(MOST_WRITES)
         for line in process.stdout:
@@ -75,9 +101,15 @@ def note(said: dict[bytes, set[int]], line: bytes) -> None:
 
 
 def known_keys(turn: int) -> dict[bytes, int]:
-    """Every key that may be there after this turn: each leaves KEPT values, which are the newest."""
+    """Every key that may be there after this turn: each leaves KEPT values, which are
+    the newest.
+    """
     turns = range(max(0, turn - KEPT), turn + 1)
-    return {key_of(number): number for t in turns for number in range(t * 10_000, t * 10_000 + MOST_NUMBERS)}
+    return {
+        key_of(number): number
+        for t in turns
+        for number in range(t * 10_000, t * 10_000 + MOST_NUMBERS)
+    }
 
 
 def files_in(folder: Path) -> list[Path]:

@@ -1,4 +1,5 @@
-"""The process that test_disk_crash.py kills. It has no tests; it imports little, since it is started often.
+"""The process that test_disk_crash.py kills. It has no tests; it imports little, since it is
+started often.
 
 python -m tests.tiers.test_disk_crash_writer FOLDER SEED FIRST_NUMBER MAX_BYTES
 """
@@ -24,7 +25,13 @@ def key_of(number: int) -> bytes:
 def value_of(number: int) -> bytes:
     """Small and large ones, multiples of a page and others."""
     chance = random.Random(number)
-    nbytes = chance.choice([chance.randrange(1, 5000), chance.randrange(1, LARGEST_BYTES), 4096 * chance.randrange(1, 80)])
+    nbytes = chance.choice(
+        [
+            chance.randrange(1, 5000),
+            chance.randrange(1, LARGEST_BYTES),
+            4096 * chance.randrange(1, 80),
+        ]
+    )
     return chance.randbytes(nbytes)
 
 
@@ -34,7 +41,10 @@ def replacement_of(number: int) -> bytes:
 
 
 async def put_and_delete(folder: str, seed: int, first: int, max_bytes: int) -> None:
-    """Until somebody kills us: four at once, each says what it has done when that was acknowledged. Some values are replaced."""
+    """Until somebody kills us: four at once, each says what it has done when that was acknowledged.
+
+    Some values are replaced.
+    """
     tier = DiskTier(DiskConfig(path=folder, max_bytes=max_bytes))
     await tier.check()
     numbers = iter(range(first, first + MOST_NUMBERS))

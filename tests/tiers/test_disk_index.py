@@ -22,14 +22,25 @@ SMALL, LARGE = 2000, 20_000
 
 
 def add(rows: Rows, number: int) -> int:
-    return rows.add(make_key(number), nbytes=number, occupied_bytes=512 * number, written_ns=number, used_ns=number)
+    return rows.add(
+        make_key(number),
+        nbytes=number,
+        occupied_bytes=512 * number,
+        written_ns=number,
+        used_ns=number,
+    )
 
 
 def count_files(folder: Path) -> int:
     return len(list(folder.glob("[0-9a-f][0-9a-f]/*")))
 
 
-@given(st.lists(st.tuples(st.sampled_from(["add", "remove", "touch", "sort"]), st.integers(0, 40)), max_size=200))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["add", "remove", "touch", "sort"]), st.integers(0, 40)),
+        max_size=200,
+    )
+)
 def test_rows_are_a_dictionary_in_order_of_use(steps: list[tuple[str, int]]) -> None:
     rows, model, clock = Rows(), dict[int, int](), 1000
     for what, number in steps:
@@ -54,8 +65,15 @@ def test_rows_are_a_dictionary_in_order_of_use(steps: list[tuple[str, int]]) -> 
         assert rows.num == len(model)
 
 
-@given(st.lists(st.tuples(st.sampled_from(["add", "remove", "touch", "order"]), st.integers(0, 20)), max_size=200))
-def test_rows_that_come_go_and_are_used_while_others_are_put_in_order(steps: list[tuple[str, int]]) -> None:
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["add", "remove", "touch", "order"]), st.integers(0, 20)),
+        max_size=200,
+    )
+)
+def test_rows_that_come_go_and_are_used_while_others_are_put_in_order(
+    steps: list[tuple[str, int]],
+) -> None:
     rows, model, clock = Rows(), dict[int, int](), 1000
     for number in range(10):  # as a folder lists them: in no order
         add(rows, number)
@@ -96,7 +114,11 @@ def test_rows_that_come_go_and_are_used_while_others_are_put_in_order(steps: lis
 
 def test_rows_grow_and_shrink_and_find_all_keys_of_one_chunk() -> None:
     rows, numbers = Rows(), list(range(SMALL))
-    keys = [make_key(number)[:-4] + suffix.to_bytes(4, "big") for number in numbers[:100] for suffix in range(20)]
+    keys = [
+        make_key(number)[:-4] + suffix.to_bytes(4, "big")
+        for number in numbers[:100]
+        for suffix in range(20)
+    ]
     for _ in range(3):
         for number, key in enumerate(keys):
             rows.add(key, nbytes=number, occupied_bytes=0, written_ns=0, used_ns=number)
@@ -110,7 +132,9 @@ def test_rows_grow_and_shrink_and_find_all_keys_of_one_chunk() -> None:
 def test_the_index_takes_at_most_150_bytes_a_value() -> None:
     index = Index("lru", 1 << 40, 4096)
     for number in range(0, LARGE, 100):
-        index.add_found([FoundValue(make_key(n), "", 1, 4096, n, n) for n in range(number, number + 100)])
+        index.add_found(
+            [FoundValue(make_key(n), "", 1, 4096, n, n) for n in range(number, number + 100)]
+        )
     assert len(index) == LARGE
     assert index.index_bytes <= 150 * LARGE
 
@@ -118,7 +142,9 @@ def test_the_index_takes_at_most_150_bytes_a_value() -> None:
 @pytest.mark.parametrize("policy", ["lru", "fifo", "mru", "lfu", "s3fifo"])
 def test_a_value_that_is_read_is_never_a_victim(policy: str) -> None:
     index = Index(policy, 10 * 4096, 4096)
-    index.add_found([FoundValue(make_key(n), value_name(make_key(n), 1, n), 1, 4096, n, n) for n in range(10)])
+    index.add_found(
+        [FoundValue(make_key(n), value_name(make_key(n), 1, n), 1, 4096, n, n) for n in range(10)]
+    )
     index.sort()
     held = [index.find(make_key(n)) for n in (0, 9)]
     for entry in held:
@@ -133,7 +159,9 @@ def test_a_value_that_is_read_is_never_a_victim(policy: str) -> None:
 class TestLargeFolders:
     @pytest.fixture
     def folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-        """With files in each of 20 folders, of which the first ones are enough to be served; the others are added one in a step."""
+        """With files in each of 20 folders, of which the first ones are enough to be served; the
+        others are added one in a step.
+        """
         monkeypatch.setattr(jobs, "SERVES_FROM", 5)
         monkeypatch.setattr(store, "_FOUND", 1)
         folder = tmp_path / "kv"
@@ -167,7 +195,9 @@ class TestLargeFolders:
     def tier(folder: Path) -> DiskTier:
         return DiskTier(DiskConfig(path=str(folder), max_bytes=1 << 30))
 
-    async def test_is_served_before_it_is_listed_and_has_all_of_it_in_the_end(self, folder: Path, held_up: threading.Event) -> None:
+    async def test_is_served_before_it_is_listed_and_has_all_of_it_in_the_end(
+        self, folder: Path, held_up: threading.Event
+    ) -> None:
         tier, keys = self.tier(folder), [make_key(number) for number in range(60)]
         found = await tier.probe(keys)
         assert 5 <= sum(size == 3 for size in found) < 60
@@ -177,17 +207,25 @@ class TestLargeFolders:
         assert tier.used_bytes >= 60 * 512
         await tier.close()
 
-    async def test_what_is_written_before_its_old_file_is_listed_takes_its_place(self, folder: Path, held_up: threading.Event) -> None:
+    async def test_what_is_written_before_its_old_file_is_listed_takes_its_place(
+        self, folder: Path, held_up: threading.Event
+    ) -> None:
         tier, keys = self.tier(folder), [make_key(number) for number in range(60)]
-        missing = [key for key, size in zip(keys, await tier.probe(keys), strict=True) if size is None]
-        assert await tier.put([(key, [memoryview(b"wxyz")]) for key in missing]) == [None] * len(missing)
+        missing = [
+            key for key, size in zip(keys, await tier.probe(keys), strict=True) if size is None
+        ]
+        assert await tier.put([(key, [memoryview(b"wxyz")]) for key in missing]) == [None] * len(
+            missing
+        )
         held_up.set()
         assert sorted([key async for key in tier.scan(b"")]) == sorted(keys)
         assert await tier.probe(missing) == [4] * len(missing)
         await tier.close()
         assert count_files(folder) == 60
 
-    async def test_a_delete_holds_for_what_was_not_listed_yet(self, folder: Path, held_up: threading.Event) -> None:
+    async def test_a_delete_holds_for_what_was_not_listed_yet(
+        self, folder: Path, held_up: threading.Event
+    ) -> None:
         tier, keys = self.tier(folder), [make_key(number) for number in range(60)]
         await tier.probe(keys)
         deleting = asyncio.create_task(tier.delete(keys))
@@ -200,15 +238,24 @@ class TestLargeFolders:
         assert await again.probe(keys) == [None] * 60
         await again.close()
 
-    async def test_values_go_in_the_order_of_their_use_though_folders_are_listed_in_another(self, folder: Path) -> None:
+    async def test_values_go_in_the_order_of_their_use_though_folders_are_listed_in_another(
+        self, folder: Path
+    ) -> None:
         tier = DiskTier(DiskConfig(path=str(folder), max_bytes=60 * 4096))
         assert len([key async for key in tier.scan(b"")]) == 60
-        assert await tier.put([(make_key(1000 + number), [memoryview(b"new")]) for number in range(20)]) == [None] * 20
+        assert (
+            await tier.put(
+                [(make_key(1000 + number), [memoryview(b"new")]) for number in range(20)]
+            )
+            == [None] * 20
+        )
         found = await tier.probe([make_key(number) for number in range(60)])
         assert found == [None] * 20 + [3] * 40
         await tier.close()
 
-    async def test_a_tier_that_is_closed_while_it_lists_leaves_the_folder_to_the_next(self, folder: Path) -> None:
+    async def test_a_tier_that_is_closed_while_it_lists_leaves_the_folder_to_the_next(
+        self, folder: Path
+    ) -> None:
         for _ in range(3):
             tier = self.tier(folder)
             await tier.probe([make_key(1)])
@@ -229,7 +276,9 @@ class TestLargeFolders:
         assert len(index) == 60
 
 
-async def test_a_delete_and_a_scan_wait_for_files_that_are_being_evicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_delete_and_a_scan_wait_for_files_that_are_being_evicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else a crash brings back a value whose deletion was acknowledged."""
     may_go_on, write = threading.Event(), jobs.Write.run
 
@@ -252,7 +301,10 @@ async def test_a_delete_and_a_scan_wait_for_files_that_are_being_evicted(tmp_pat
             if await tier.probe([make_key(0)]) == [None]:  # it is evicted, and its file is there
                 break
         assert count_files(tmp_path) == 1
-        deleting, scanning = asyncio.create_task(tier.delete([make_key(0)])), asyncio.create_task(scanned())
+        deleting, scanning = (
+            asyncio.create_task(tier.delete([make_key(0)])),
+            asyncio.create_task(scanned()),
+        )
         for _ in range(100):
             await asyncio.sleep(0)
         assert not deleting.done()

@@ -1,4 +1,6 @@
-"""The fault wrapper: without rules it is the tier that it wraps; with them, each kind does what it says, and no more."""
+"""The fault wrapper: without rules it is the tier that it wraps; with them, each kind does what it
+says, and no more.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -60,7 +62,15 @@ async def call(tier: FaultTier, operation: str) -> object:
     return await calls[operation]()
 
 
-ANSWERS = {"probe": [1_000], "get": [VALUE], "put": [True], "replace": [True], "delete": [True], "scan": [KEY], "check": None}
+ANSWERS = {
+    "probe": [1_000],
+    "get": [VALUE],
+    "put": [True],
+    "replace": [True],
+    "delete": [True],
+    "scan": [KEY],
+    "check": None,
+}
 
 
 async def unchanged(tier: FaultTier) -> bool:
@@ -75,7 +85,13 @@ def bits_that_differ(one: bytes, other: bytes) -> int:
 class TestCalls:
     @pytest.mark.parametrize("operation", OPERATIONS)
     @pytest.mark.parametrize(
-        ("word", "kind"), [("error", TierError), ("unavailable", TierUnavailable), ("full", TierFull), ("denied", TierDenied)]
+        ("word", "kind"),
+        [
+            ("error", TierError),
+            ("unavailable", TierUnavailable),
+            ("full", TierFull),
+            ("denied", TierDenied),
+        ],
     )
     async def test_an_error_is_of_its_class_and_the_tier_is_not_called(
         self, tier: FaultTier, operation: str, word: str, kind: type[TierError]
@@ -88,19 +104,25 @@ class TestCalls:
         assert await unchanged(tier)
 
     @pytest.mark.parametrize("operation", OPERATIONS)
-    async def test_a_fault_of_one_operation_is_none_of_another(self, tier: FaultTier, operation: str) -> None:
+    async def test_a_fault_of_one_operation_is_none_of_another(
+        self, tier: FaultTier, operation: str
+    ) -> None:
         tier.rules = [Rule(other, "error") for other in OPERATIONS if other != operation]
         assert await call(tier, operation) == ANSWERS[operation]
 
     @pytest.mark.parametrize("operation", OPERATIONS)
-    async def test_what_hangs_goes_on_when_it_is_released(self, tier: FaultTier, operation: str) -> None:
+    async def test_what_hangs_goes_on_when_it_is_released(
+        self, tier: FaultTier, operation: str
+    ) -> None:
         tier.rules = [Rule(operation, "hang")]
         hanging = asyncio.ensure_future(call(tier, operation))
         await begun(tier, f"{operation}:hang")
         assert not hanging.done()
         tier.release()
         assert await hanging == ANSWERS[operation]
-        again = asyncio.ensure_future(call(tier, operation))  # a release is for those that hang then
+        again = asyncio.ensure_future(
+            call(tier, operation)
+        )  # a release is for those that hang then
         while tier.injected[f"{operation}:hang"] < 2:  # noqa: ASYNC110 - it tells nobody
             await asyncio.sleep(0)
         for _ in range(10):
@@ -110,7 +132,9 @@ class TestCalls:
         await again
 
     @pytest.mark.parametrize("operation", OPERATIONS)
-    async def test_what_hangs_can_be_cancelled_and_has_done_nothing(self, tier: FaultTier, operation: str) -> None:
+    async def test_what_hangs_can_be_cancelled_and_has_done_nothing(
+        self, tier: FaultTier, operation: str
+    ) -> None:
         tier.rules = [Rule(operation, "hang")]
         hanging = asyncio.ensure_future(call(tier, operation))
         await begun(tier, f"{operation}:hang")
@@ -127,7 +151,9 @@ class TestCalls:
         assert await hanging == [VALUE]
 
     @pytest.mark.parametrize("operation", OPERATIONS)
-    async def test_a_delay_comes_before_the_operation(self, tier: FaultTier, operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_a_delay_comes_before_the_operation(
+        self, tier: FaultTier, operation: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         slept = []
 
         async def sleep(seconds: float) -> None:
@@ -141,13 +167,20 @@ class TestCalls:
 
 class TestValues:
     @pytest.mark.parametrize("bits", [1, 3])
-    async def test_corruption_flips_so_many_bits_and_no_more(self, tier: FaultTier, bits: int) -> None:
+    async def test_corruption_flips_so_many_bits_and_no_more(
+        self, tier: FaultTier, bits: int
+    ) -> None:
         tier.rules = parse_rules(f"get:corrupt:1:{bits}")
         got = await fetch(tier, KEYS, [1_000] * 100)
-        assert [bits_that_differ(value or b"", VALUES[key]) for key, value in zip(KEYS, got, strict=True)] == [bits] * 100
+        assert [
+            bits_that_differ(value or b"", VALUES[key])
+            for key, value in zip(KEYS, got, strict=True)
+        ] == [bits] * 100
         assert len({bytes(value or b"") for value in got}) == 100
 
-    async def test_corruption_reaches_every_part_and_nothing_beyond_the_value(self, tier: FaultTier) -> None:
+    async def test_corruption_reaches_every_part_and_nothing_beyond_the_value(
+        self, tier: FaultTier
+    ) -> None:
         tier.rules = parse_rules("get:corrupt:1:8000")
         buffers = [bytearray(3), bytearray(0), bytearray(500), bytearray(700)]
         assert await tier.get([KEY], [[memoryview(b) for b in buffers]]) == [1_000]
@@ -177,7 +210,10 @@ class TestValues:
     async def test_a_swapped_value_is_another_keys_and_whole(self, tier: FaultTier) -> None:
         tier.rules = parse_rules("get:swap")
         got = await fetch(tier, KEYS, [1_000] * 100)
-        assert all(value in VALUES.values() and value != VALUES[key] for key, value in zip(KEYS, got, strict=True))
+        assert all(
+            value in VALUES.values() and value != VALUES[key]
+            for key, value in zip(KEYS, got, strict=True)
+        )
         [alone] = await fetch(tier, [KEY], [1_000])
         assert alone in VALUES.values()
         assert alone != VALUE
@@ -195,7 +231,9 @@ class TestValues:
         assert bytes(buffer) in {value[5:15] for key, value in VALUES.items() if key != KEY}
 
     @pytest.mark.parametrize("operation", ["probe", "get"])
-    async def test_what_is_there_may_seem_not_to_be_yet(self, tier: FaultTier, operation: str) -> None:
+    async def test_what_is_there_may_seem_not_to_be_yet(
+        self, tier: FaultTier, operation: str
+    ) -> None:
         tier.rules = [Rule(operation, "stale")]
         assert await call(tier, operation) == [None]
         tier.rules = []
@@ -220,7 +258,9 @@ class TestValues:
         assert buffer == bytes(10)
         assert not tier.injected
 
-    async def test_what_has_been_seen_is_remembered_only_so_far(self, ram: RamTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_what_has_been_seen_is_remembered_only_so_far(
+        self, ram: RamTier, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr("kvhold.tiers.faults._SEEN_KEYS", 10)
         tier = FaultTier(ram)
         await store(tier, VALUES)
@@ -260,7 +300,9 @@ class TestWhen:
         await store(ram, VALUES)
 
         async def run(seed: int) -> list[bytes | None]:
-            return await fetch(FaultTier(ram, FaultConfig("get:corrupt:0.3", seed)), KEYS, [1_000] * 100)
+            return await fetch(
+                FaultTier(ram, FaultConfig("get:corrupt:0.3", seed)), KEYS, [1_000] * 100
+            )
 
         assert await run(7) == await run(7)
         assert await run(7) != await run(8)
@@ -298,24 +340,69 @@ class TestText:
     @pytest.mark.parametrize(
         ("text", "said"),
         [
-            ("get", "write operation:kind[:when[:with]], such as get:corrupt:0.01 or put:delay:@3:0.5s"),
-            ("get:corrupt:1:2:3", "write operation:kind[:when[:with]], such as get:corrupt:0.01 or put:delay:@3:0.5s"),
-            ("get:corupt", "there is no kind of fault 'corupt'; known are error, delay, hang, corrupt, truncate, swap, stale"),
+            (
+                "get",
+                "write operation:kind[:when[:with]], such as get:corrupt:0.01 or put:delay:@3:0.5s",
+            ),
+            (
+                "get:corrupt:1:2:3",
+                "write operation:kind[:when[:with]], such as get:corrupt:0.01 or put:delay:@3:0.5s",
+            ),
+            (
+                "get:corupt",
+                (
+                    "there is no kind of fault 'corupt'; known are error, delay, hang, "
+                    "corrupt, truncate, swap, stale"
+                ),
+            ),
             ("gte:corrupt", "corrupt is a fault of get, not of 'gte'"),
             ("put:corrupt", "corrupt is a fault of get, not of 'put'"),
             ("put:stale", "stale is a fault of get or probe, not of 'put'"),
-            ("close:hang", "hang is a fault of probe or get or put or replace or delete or scan or check, not of 'close'"),
+            (
+                "close:hang",
+                (
+                    "hang is a fault of probe or get or put or replace or delete or scan or "
+                    "check, not of 'close'"
+                ),
+            ),
             ("get:corrupt:1.5", "1.5 is not a probability; it goes from 0 to 1"),
-            ("get:corrupt:-1", "'-1' does not say when; write a probability such as 0.01, a number such as @3, or 0.5@3"),
-            ("get:corrupt:often", "'often' does not say when; write a probability such as 0.01, a number such as @3, or 0.5@3"),
-            ("get:corrupt:nan", "'nan' does not say when; write a probability such as 0.01, a number such as @3, or 0.5@3"),
+            (
+                "get:corrupt:-1",
+                (
+                    "'-1' does not say when; write a probability such as 0.01, a number such "
+                    "as @3, or 0.5@3"
+                ),
+            ),
+            (
+                "get:corrupt:often",
+                (
+                    "'often' does not say when; write a probability such as 0.01, a number "
+                    "such as @3, or 0.5@3"
+                ),
+            ),
+            (
+                "get:corrupt:nan",
+                (
+                    "'nan' does not say when; write a probability such as 0.01, a number such "
+                    "as @3, or 0.5@3"
+                ),
+            ),
             ("get:corrupt:@0", "@0: the first is @1"),
             ("get:corrupt:1:0", "a delay is no less than 0 s, and a corruption no less than 1 bit"),
             ("get:corrupt:1:all", "'all' is not a number of bits"),
-            ("get:delay:0.5s", "'0.5s' does not say when; write a probability such as 0.01, a number such as @3, or 0.5@3"),
+            (
+                "get:delay:0.5s",
+                (
+                    "'0.5s' does not say when; write a probability such as 0.01, a number such "
+                    "as @3, or 0.5@3"
+                ),
+            ),
             ("get:delay:1", "'' is not how long; write 0.5s or 20ms, after when: delay:1:0.5s"),
             ("get:delay:1:5", "'5' is not how long; write 0.5s or 20ms, after when: delay:1:0.5s"),
-            ("get:error:1:dead", "there is no error 'dead'; known are error, unavailable, full, denied"),
+            (
+                "get:error:1:dead",
+                "there is no error 'dead'; known are error, unavailable, full, denied",
+            ),
             ("get:hang:1:1s", "hang takes nothing after when, not '1s'"),
         ],
     )
@@ -332,9 +419,14 @@ class TestText:
                 assert rule.name == f"{operation}:{kind}"
 
     async def test_a_url_names_what_it_wraps_and_its_rules(self) -> None:
-        tier, _ = make_tier("faults+null://?faults=get:corrupt:0.01+put:delay:@2:0.5s&faults_seed=7")
+        tier, _ = make_tier(
+            "faults+null://?faults=get:corrupt:0.01+put:delay:@2:0.5s&faults_seed=7"
+        )
         assert isinstance(tier, FaultTier)
-        assert list(tier.rules) == [Rule("get", "corrupt", 0.01), Rule("put", "delay", nth=2, delay_s=0.5)]
+        assert list(tier.rules) == [
+            Rule("get", "corrupt", 0.01),
+            Rule("put", "delay", nth=2, delay_s=0.5),
+        ]
         assert tier.traits.name == "null"
         await tier.close()
 
@@ -343,7 +435,8 @@ class TestText:
         [
             (
                 "faults+null://?faults=get:corupt",
-                "the fault 'get:corupt': there is no kind of fault 'corupt'; known are " + ", ".join(KINDS),
+                "the fault 'get:corupt': there is no kind of fault 'corupt'; known are "
+                + ", ".join(KINDS),
             ),
             ("faults+null://?faults_seed=x", "faults_seed = 'x': must be a whole number"),
             ("faults+null://?faults_seed=-1", "faults_seed = '-1': must be at least 0"),

@@ -1,4 +1,6 @@
-"""The shared file system tier: the contract, several hosts at once, and what is left when one of them dies."""
+"""The shared file system tier: the contract, several hosts at once, and what is left when one of
+them dies.
+"""
 
 import asyncio
 import os
@@ -24,14 +26,18 @@ from kvhold.tiers.url import parse_url
 
 class TestSharedFilesTier(TierContract):
     @pytest.fixture(params=["auto", "never"])
-    async def tier(self, request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[SharedFilesTier]:
+    async def tier(
+        self, request: pytest.FixtureRequest, tmp_path: Path
+    ) -> AsyncIterator[SharedFilesTier]:
         async with shared(tmp_path, direct=request.param, sync=request.param == "never") as tier:
             yield tier
 
 
 class TestSharedFilesTierWithoutLinks(TierContract):
     @pytest.fixture
-    async def tier(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SharedFilesTier]:
+    async def tier(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> AsyncIterator[SharedFilesTier]:
         monkeypatch.setattr(os, "link", failing(EOPNOTSUPP))
         async with shared(tmp_path, io_threads=1) as tier:
             yield tier
@@ -72,7 +78,9 @@ class TestSettings:
             SharedFilesTier.from_url(parse_url(url))
 
     def test_it_is_shared(self) -> None:
-        assert SharedFilesTier.from_url(parse_url("fs:///a?direct=never&io_threads=3")).traits.shared
+        assert SharedFilesTier.from_url(
+            parse_url("fs:///a?direct=never&io_threads=3")
+        ).traits.shared
 
 
 class TestManyHosts:
@@ -81,12 +89,19 @@ class TestManyHosts:
             assert await store(one, {make_key(1): make_value(1, 5000)}) == [True]
             assert await fetch(other, [make_key(1)], [5000]) == [make_value(1, 5000)]
             assert await other.delete([make_key(1)]) == [True]
-            assert (await one.probe([make_key(1)]), await one.delete([make_key(1)])) == ([None], [False])
+            assert (await one.probe([make_key(1)]), await one.delete([make_key(1)])) == (
+                [None],
+                [False],
+            )
 
-    async def test_d36_many_writers_of_one_key_never_meet_in_one_temporary_file(self, tmp_path: Path) -> None:
+    async def test_d36_many_writers_of_one_key_never_meet_in_one_temporary_file(
+        self, tmp_path: Path
+    ) -> None:
         tiers = [SharedFilesTier(SharedFilesConfig(path=str(tmp_path))) for _ in range(4)]
         values = [make_value(n, 300_000 + n) for n in range(16)]
-        answers = await asyncio.gather(*(store(tiers[n % 4], {make_key(1): value}) for n, value in enumerate(values)))
+        answers = await asyncio.gather(
+            *(store(tiers[n % 4], {make_key(1): value}) for n, value in enumerate(values))
+        )
         assert answers == [[True]] * 16
         (first,) = await fetch(tiers[0], [make_key(1)], [400_000])
         assert first in values
@@ -96,8 +111,15 @@ class TestManyHosts:
         for tier in tiers:
             await tier.close()
 
-    async def test_a_value_removed_by_another_while_it_is_read_arrives_whole(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        inner, loop, reached, gate = os.preadv, asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+    async def test_a_value_removed_by_another_while_it_is_read_arrives_whole(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        inner, loop, reached, gate = (
+            os.preadv,
+            asyncio.get_running_loop(),
+            asyncio.Event(),
+            threading.Event(),
+        )
 
         def held(*args: Any) -> int:
             loop.call_soon_threadsafe(reached.set)
@@ -113,12 +135,17 @@ class TestManyHosts:
             gate.set()
             assert await reading == [make_value(1, 5000)]
 
-    async def test_at_the_start_what_the_dead_left_goes_and_what_the_living_write_stays(self, tmp_path: Path) -> None:
+    async def test_at_the_start_what_the_dead_left_goes_and_what_the_living_write_stays(
+        self, tmp_path: Path
+    ) -> None:
         child = subprocess.Popen(["true"])  # noqa: ASYNC220 - ends at once
         child.wait()
         mine = temporary_name()
         host, _, *rest = mine.split(".")
-        dead, other, old = (".".join([name, pid, *rest]) for name, pid in ((host, str(child.pid)), ("other", "1"), ("old", "1")))
+        dead, other, old = (
+            ".".join([name, pid, *rest])
+            for name, pid in ((host, str(child.pid)), ("other", "1"), ("old", "1"))
+        )
         for name in (mine, dead, other, old, "notes.txt"):
             path = tmp_path / "new" / name
             path.parent.mkdir(exist_ok=True)
@@ -131,20 +158,28 @@ class TestManyHosts:
 
 
 class TestFaults:
-    async def test_d36_a_read_that_ends_early_is_a_miss(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_d36_a_read_that_ends_early_is_a_miss(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         async with shared(tmp_path) as tier:
             await store(tier, {make_key(1): make_value(1, 5000)})
             monkeypatch.setattr(os, "preadv", lambda fd, pieces, at: 0 if at else 100)
             assert await fetch(tier, [make_key(1)], [5000]) == [None]
 
-    async def test_d36_a_write_that_fails_is_told_and_leaves_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_d36_a_write_that_fails_is_told_and_leaves_nothing(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         async with shared(tmp_path) as tier:
             with monkeypatch.context() as patch:
                 patch.setattr(os, "pwritev", failing(EIO))
-                assert isinstance((await tier.put([(make_key(1), [memoryview(b"x")])]))[0], TierError)
+                assert isinstance(
+                    (await tier.put([(make_key(1), [memoryview(b"x")])]))[0], TierError
+                )
                 assert files(tmp_path) == []
                 patch.setattr(os, "pwritev", lambda *_: 0)
-                assert isinstance((await tier.put([(make_key(1), [memoryview(b"x")])]))[0], TierError)
+                assert isinstance(
+                    (await tier.put([(make_key(1), [memoryview(b"x")])]))[0], TierError
+                )
             assert files(tmp_path) == []
             assert await store(tier, {make_key(1): b"x"}) == [True]
 
@@ -167,7 +202,9 @@ class TestFaults:
             await store(tier, {make_key(1): b"x"})
             shutil.rmtree(tmp_path / "values")
             assert await tier.probe([make_key(1)]) == [None]
-            assert isinstance((await tier.put([(make_key(1), [memoryview(b"x")])]))[0], TierUnavailable)
+            assert isinstance(
+                (await tier.put([(make_key(1), [memoryview(b"x")])]))[0], TierUnavailable
+            )
             assert await store(tier, {make_key(1): b"x"}) == [True]
             shutil.rmtree(tmp_path / "values")
             with pytest.raises(TierUnavailable, match="is it mounted"):
@@ -177,7 +214,12 @@ class TestFaults:
     async def test_a_place_that_cannot_be_is_told(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_bytes(b"")
         async with shared(tmp_path / "file" / "values") as tier:
-            for call in (tier.check(), tier.probe([make_key(1)]), tier.put([(make_key(1), [memoryview(b"x")])]), scanned(tier)):
+            for call in (
+                tier.check(),
+                tier.probe([make_key(1)]),
+                tier.put([(make_key(1), [memoryview(b"x")])]),
+                scanned(tier),
+            ):
                 with pytest.raises(TierUnavailable, match="is it mounted"):
                     await call
 
@@ -190,26 +232,39 @@ class TestFaults:
                 await store(tier, {make_key(1): b"x"})
                 os.seteuid(65534)
                 try:
-                    assert isinstance((await tier.put([(make_key(2), [memoryview(b"x")])]))[0], TierDenied)
+                    assert isinstance(
+                        (await tier.put([(make_key(2), [memoryview(b"x")])]))[0], TierDenied
+                    )
                     with pytest.raises(TierDenied):
                         await tier.delete([make_key(1)])
                 finally:
                     os.seteuid(0)
                 assert await fetch(tier, [make_key(1)], [1]) == [b"x"]
 
-    async def test_a_full_disk_is_told_and_a_read_only_one_still_gives(self, tmp_path: Path) -> None:
+    async def test_a_full_disk_is_told_and_a_read_only_one_still_gives(
+        self, tmp_path: Path
+    ) -> None:
         mount = ["mount", "-t", "tmpfs", "-o", "size=1m,mode=700", "kvhold-test", str(tmp_path)]
-        if os.geteuid() != 0 or (await asyncio.to_thread(subprocess.run, mount, check=False)).returncode:
+        if (
+            os.geteuid() != 0
+            or (await asyncio.to_thread(subprocess.run, mount, check=False)).returncode
+        ):
             pytest.skip("mounting a small file system takes root")
         try:
             async with shared(tmp_path) as tier:
-                faults = await tier.put([(make_key(n), [memoryview(make_value(n, 256 << 10))]) for n in range(8)])
+                faults = await tier.put(
+                    [(make_key(n), [memoryview(make_value(n, 256 << 10))]) for n in range(8)]
+                )
                 assert {type(fault) for fault in faults} == {type(None), TierFull}
                 assert len(files(tmp_path)) == len(await scanned(tier)) == faults.count(None)
                 stored = [make_key(n) for n, fault in enumerate(faults) if fault is None]
-                await asyncio.to_thread(subprocess.run, ["mount", "-o", "remount,ro", str(tmp_path)], check=True)
+                await asyncio.to_thread(
+                    subprocess.run, ["mount", "-o", "remount,ro", str(tmp_path)], check=True
+                )
                 await tier.check()
                 assert None not in await fetch(tier, stored, [256 << 10] * len(stored))
-                assert isinstance((await tier.put([(make_key(99), [memoryview(b"x")])]))[0], TierDenied)
+                assert isinstance(
+                    (await tier.put([(make_key(99), [memoryview(b"x")])]))[0], TierDenied
+                )
         finally:
             await asyncio.to_thread(subprocess.run, ["umount", "--lazy", str(tmp_path)], check=True)

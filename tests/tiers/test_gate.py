@@ -59,7 +59,12 @@ async def test_of_those_who_wait_the_most_urgent_is_next_and_among_equals_the_fi
 
 async def test_what_is_written_anew_comes_after_all_else_and_never_takes_the_last_turn() -> None:
     line = Line(2)
-    for name, urgency in (("a1", Urgency.REWRITE), ("a2", Urgency.REWRITE), ("w1", Urgency.WRITE), ("r1", Urgency.READ)):
+    for name, urgency in (
+        ("a1", Urgency.REWRITE),
+        ("a2", Urgency.REWRITE),
+        ("w1", Urgency.WRITE),
+        ("r1", Urgency.READ),
+    ):
         await line.join(name, urgency)
     assert line.entered == ["a1", "r1"]
     await line.leave("a1")
@@ -126,7 +131,12 @@ async def test_who_fails_inside_gives_its_turn_back() -> None:
 @settings(max_examples=60)
 @given(
     width=st.integers(1, 4),
-    steps=st.lists(st.tuples(st.sampled_from(["join", "leave", "cancel"]), st.integers(0, 2), st.integers(0, 30)), max_size=60),
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from(["join", "leave", "cancel"]), st.integers(0, 2), st.integers(0, 30)
+        ),
+        max_size=60,
+    ),
 )
 def test_no_turn_is_lost_or_given_twice(width: int, steps: list[tuple[str, int, int]]) -> None:
     async def live() -> None:
@@ -151,8 +161,12 @@ def test_no_turn_is_lost_or_given_twice(width: int, steps: list[tuple[str, int, 
             assert writes <= max(1, width - 1)
             if waiting:
                 soonest = min(urgencies[name] for name in waiting)
-                assert len(inside) == width or (soonest is Urgency.WRITE and writes == max(1, width - 1)), "a free turn, and one who waits"
+                assert len(inside) == width or (
+                    soonest is Urgency.WRITE and writes == max(1, width - 1)
+                ), "a free turn, and one who waits"
         await line.end()
-        assert {name for name in urgencies if name in line.entered} >= set(waiting) | set(inside), "everybody came to their turn"
+        assert {name for name in urgencies if name in line.entered} >= set(waiting) | set(inside), (
+            "everybody came to their turn"
+        )
 
     asyncio.run(live())

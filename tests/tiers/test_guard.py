@@ -35,7 +35,9 @@ def place() -> Iterator[Place]:
 class Bench:
     def __init__(self, place: Place, **settings: object) -> None:
         self.metrics = Metrics()
-        self.guard = Guard(MemoryTier(place), GuardConfig(**settings), name="t", metrics=self.metrics)
+        self.guard = Guard(
+            MemoryTier(place), GuardConfig(**settings), name="t", metrics=self.metrics
+        )
 
     def count(self, name: str, **labels: str) -> float:
         return self.metrics.value(name, tier="t", **labels)
@@ -73,7 +75,14 @@ def parts(buffers: list[bytearray]) -> list[Parts]:
     return [[memoryview(buffer)] for buffer in buffers]
 
 
-NOTHING_CAME = {"probe": [None] * 3, "get": [None] * 3, "put": [False] * 3, "replace": [None] * 3, "delete": [False] * 3, "clear": 0}
+NOTHING_CAME = {
+    "probe": [None] * 3,
+    "get": [None] * 3,
+    "put": [False] * 3,
+    "replace": [None] * 3,
+    "delete": [False] * 3,
+    "clear": 0,
+}
 
 
 def test_a_batch_is_as_large_as_the_tier_likes_or_as_is_asked(place: Place) -> None:
@@ -81,7 +90,9 @@ def test_a_batch_is_as_large_as_the_tier_likes_or_as_is_asked(place: Place) -> N
     assert Bench(place, batch_bytes=1).guard.batch_bytes == 1
 
 
-async def test_a_tier_that_does_a_part_of_what_it_is_asked_is_still_used(bench: Bench, place: Place) -> None:
+async def test_a_tier_that_does_a_part_of_what_it_is_asked_is_still_used(
+    bench: Bench, place: Place
+) -> None:
     place.faults = {"delete": TierIncomplete("t", "delete", "a tier below did not answer")}
     silent = set[str]()
     for _ in range(10):
@@ -115,21 +126,35 @@ async def test_what_goes_well_is_passed_on_and_counted(bench: Bench) -> None:
         )
     }
     assert set(counted.values()) == {3}
-    assert {bench.count("kvhold_tier_bytes", operation=operation) for operation in ("put", "get", "replace")} == {12}
+    assert {
+        bench.count("kvhold_tier_bytes", operation=operation)
+        for operation in ("put", "get", "replace")
+    } == {12}
     assert bench.guard.status()["last_fault"] == ""
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 @pytest.mark.parametrize("operation", NOTHING_CAME)
 async def test_nothing_that_a_tier_raises_comes_through(
-    bench: Bench, place: Place, operation: str, fault: BaseException, caplog: pytest.LogCaptureFixture
+    bench: Bench,
+    place: Place,
+    operation: str,
+    fault: BaseException,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     await bench.call("put")
     place.faults["scan" if operation == "clear" else operation] = fault
     with caplog.at_level(logging.CRITICAL):
         assert await bench.call(operation) == NOTHING_CAME[operation]
     reason = fault.reason if isinstance(fault, TierError) else "internal"
-    assert bench.count("kvhold_tier_errors", operation="scan" if operation == "clear" else operation, reason=reason) >= 1
+    assert (
+        bench.count(
+            "kvhold_tier_errors",
+            operation="scan" if operation == "clear" else operation,
+            reason=reason,
+        )
+        >= 1
+    )
     if operation == "put":
         dropped = fault.reason if isinstance(fault, TierError) else "error"
         assert bench.count("kvhold_tier_dropped_chunks", reason=dropped) == 3
@@ -143,15 +168,21 @@ async def test_nothing_that_a_tier_raises_comes_through(
 
 
 @pytest.mark.parametrize("operation", ["probe", "get", "put", "delete"])
-async def test_an_answer_with_an_item_too_few_is_none(bench: Bench, place: Place, operation: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_answer_with_an_item_too_few_is_none(
+    bench: Bench, place: Place, operation: str, caplog: pytest.LogCaptureFixture
+) -> None:
     await bench.call("put")
     place.shorten = True
     assert await bench.call(operation) == NOTHING_CAME[operation]
     assert bench.count("kvhold_tier_errors", operation=operation, reason="internal") >= 1
 
 
-async def test_a_fault_of_one_item_is_that_item_s_alone(bench: Bench, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def get(self: object, keys: object, into: object, *, starts: object = None) -> list[object]:
+async def test_a_fault_of_one_item_is_that_item_s_alone(
+    bench: Bench, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def get(
+        self: object, keys: object, into: object, *, starts: object = None
+    ) -> list[object]:
         return [3, TierError("memory", "get", "a bad sector"), None]
 
     async def put(self: object, items: object, *, ttl_s: object = None) -> list[object]:
@@ -184,7 +215,9 @@ class TestClears:
         assert bench.guard.status()["clears_owed"] == 0
         assert await bench.guard.probe([*KEYS[:2], b"another"]) == [5, None, 5]
 
-    async def test_an_earlier_clear_does_not_pay_for_one_that_waits_for_a_write(self, bench: Bench, place: Place) -> None:
+    async def test_an_earlier_clear_does_not_pay_for_one_that_waits_for_a_write(
+        self, bench: Bench, place: Place
+    ) -> None:
         await bench.call("put")
         first = await bench.guard.owe(b"")
         second = await bench.guard.owe(b"")  # a write is under way that it has to wait for
@@ -232,19 +265,27 @@ class TestClears:
 
 
 class TestRetries:
-    @pytest.mark.parametrize(("operation", "calls"), [("probe", 2), ("get", 2), ("delete", 2), ("put", 1)])
-    async def test_only_what_may_safely_be_done_twice_is(self, bench: Bench, place: Place, operation: str, calls: int) -> None:
+    @pytest.mark.parametrize(
+        ("operation", "calls"), [("probe", 2), ("get", 2), ("delete", 2), ("put", 1)]
+    )
+    async def test_only_what_may_safely_be_done_twice_is(
+        self, bench: Bench, place: Place, operation: str, calls: int
+    ) -> None:
         place.faults[operation] = FAULTS["TierUnavailable"]
         await bench.call(operation)
         assert place.calls[operation] == calls
 
     @pytest.mark.parametrize("fault", ["TierFull", "TierDenied"])
-    async def test_what_cannot_go_better_is_not_tried_again(self, bench: Bench, place: Place, fault: str) -> None:
+    async def test_what_cannot_go_better_is_not_tried_again(
+        self, bench: Bench, place: Place, fault: str
+    ) -> None:
         place.faults["get"] = FAULTS[fault]
         await bench.call("get")
         assert place.calls["get"] == 1
 
-    async def test_a_second_try_that_works_is_as_good_as_a_first(self, bench: Bench, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_a_second_try_that_works_is_as_good_as_a_first(
+        self, bench: Bench, place: Place, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         await bench.call("put")
         enter = Place.enter
 
@@ -262,7 +303,9 @@ class TestRetries:
 
 class TestDeadlines:
     @pytest.mark.parametrize("operation", ["probe", "get", "put", "delete"])
-    async def test_a_tier_that_hangs_is_a_miss_and_is_not_called_again_for_it(self, place: Place, operation: str) -> None:
+    async def test_a_tier_that_hangs_is_a_miss_and_is_not_called_again_for_it(
+        self, place: Place, operation: str
+    ) -> None:
         bench = Bench(place, probe_timeout_s=SOON_S, get_timeout_s=SOON_S, put_timeout_s=SOON_S)
         place.hold(operation)
         assert await bench.call(operation) == NOTHING_CAME[operation]
@@ -270,7 +313,9 @@ class TestDeadlines:
         assert bench.count("kvhold_tier_errors", operation=operation, reason="timeout") == 1
         await bench.guard.close()
 
-    async def test_a_call_that_ends_when_it_is_cancelled_is_pending_for_no_longer_than_that(self, place: Place) -> None:
+    async def test_a_call_that_ends_when_it_is_cancelled_is_pending_for_no_longer_than_that(
+        self, place: Place
+    ) -> None:
         bench = Bench(place, get_timeout_s=SOON_S)
         place.hold("get")
         _, _, pending = await bench.get()
@@ -281,13 +326,19 @@ class TestDeadlines:
         await bench.guard.close()
 
     @pytest.mark.parametrize("operation", ["get", "put"])
-    async def test_what_does_not_let_go_is_pending_until_it_does(self, place: Place, operation: str) -> None:
+    async def test_what_does_not_let_go_is_pending_until_it_does(
+        self, place: Place, operation: str
+    ) -> None:
         bench = Bench(place, get_timeout_s=SOON_S, put_timeout_s=SOON_S)
         await bench.call("put")
         place.deaf = True
         place.hold(operation)
         buffers = [bytearray(4) for _ in KEYS]
-        outcome = await (bench.guard.get(KEYS, parts(buffers)) if operation == "get" else bench.guard.put(items()))
+        outcome = await (
+            bench.guard.get(KEYS, parts(buffers))
+            if operation == "get"
+            else bench.guard.put(items())
+        )
         assert outcome.items == NOTHING_CAME[operation]
         assert outcome.pending is not None
         for _ in range(10):
@@ -302,7 +353,9 @@ class TestDeadlines:
         assert bench.count("kvhold_tier_stuck_calls") == 0
         await bench.guard.close()
 
-    async def test_a_scan_that_hangs_ends_the_clear(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_a_scan_that_hangs_ends_the_clear(
+        self, place: Place, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr("kvhold.tiers.guard._SCAN_TIMEOUT_S", SOON_S)
         bench = Bench(place)
         place.hold("scan")
@@ -310,7 +363,9 @@ class TestDeadlines:
         assert bench.count("kvhold_tier_errors", operation="scan", reason="timeout") == 1
         await bench.guard.close()
 
-    async def test_whoever_is_cancelled_waits_until_the_tier_has_let_go(self, bench: Bench, place: Place) -> None:
+    async def test_whoever_is_cancelled_waits_until_the_tier_has_let_go(
+        self, bench: Bench, place: Place
+    ) -> None:
         place.hold("get")
         call = asyncio.ensure_future(bench.get())
         while not place.inside["get"]:  # noqa: ASYNC110 - as above
@@ -328,7 +383,9 @@ class TestDeadlines:
 
 
 class TestBreaker:
-    async def test_a_tier_that_keeps_failing_is_touched_no_more(self, place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    async def test_a_tier_that_keeps_failing_is_touched_no_more(
+        self, place: Place, caplog: pytest.LogCaptureFixture
+    ) -> None:
         bench = Bench(place, breaker_failures=2, breaker_pause_s=1000)
         place.faults["get"] = FAULTS["TierUnavailable"]
         with caplog.at_level(logging.WARNING):
@@ -354,7 +411,9 @@ class TestBreaker:
         assert bench.guard.available
         await bench.guard.close()
 
-    async def test_it_is_tried_in_the_background_and_used_again(self, place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    async def test_it_is_tried_in_the_background_and_used_again(
+        self, place: Place, caplog: pytest.LogCaptureFixture
+    ) -> None:
         bench = Bench(place, breaker_failures=1, breaker_pause_s=0.001)
         place.faults |= {"get": FAULTS["TierUnavailable"], "check": FAULTS["TierUnavailable"]}
         await bench.call("get")
@@ -373,7 +432,9 @@ class TestBreaker:
         await bench.guard.close()
 
     @pytest.mark.parametrize("fault", ["ValueError", "CancelledError"])
-    async def test_a_check_that_breaks_the_contract_does_not_end_the_tries(self, place: Place, fault: str) -> None:
+    async def test_a_check_that_breaks_the_contract_does_not_end_the_tries(
+        self, place: Place, fault: str
+    ) -> None:
         bench = Bench(place, breaker_failures=1, breaker_pause_s=0.001)
         place.faults |= {"get": FAULTS["TierUnavailable"], "check": FAULTS[fault]}
         await bench.call("get")
@@ -398,7 +459,9 @@ class TestBreaker:
             await asyncio.sleep(0.001)
         await bench.guard.close()
 
-    async def test_an_opening_after_a_closing_leaves_one_background_task(self, place: Place) -> None:
+    async def test_an_opening_after_a_closing_leaves_one_background_task(
+        self, place: Place
+    ) -> None:
         bench = Bench(place, breaker_failures=1, breaker_pause_s=1000)
         for _ in range(3):
             place.faults["put"] = FAULTS["TierError"]

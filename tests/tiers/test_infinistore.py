@@ -1,7 +1,9 @@
-"""The InfiniStore tier up to the client's calls: its server needs an RDMA device, so a store of blocks in memory answers them here.
+"""The InfiniStore tier up to the client's calls: its server needs an RDMA device, so a store of
+blocks in memory answers them here.
 
-What that store does is what the server does (0.2.35): it copies as many bytes as it is asked for, overwrites, answers one code for a
-batch, completes in a thread of its own. That the real client has these calls is tested where it is installed.
+What that store does is what the server does (0.2.35): it copies as many bytes as it is asked for,
+overwrites, answers one code for a batch, completes in a thread of its own. That the real client has
+these calls is tested where it is installed.
 """
 
 import asyncio
@@ -45,10 +47,26 @@ class Blocks:
         self.registered = range(pointer, pointer + size)
         return 1
 
-    def w_rdma_async(self, names: list[str], offsets: list[int], block: int, base: int, done: Callable[[int], None], /) -> int:
+    def w_rdma_async(
+        self,
+        names: list[str],
+        offsets: list[int],
+        block: int,
+        base: int,
+        done: Callable[[int], None],
+        /,
+    ) -> int:
         return self._post(lambda: self._write(names, offsets, block, base), done)
 
-    def r_rdma_async(self, names: list[str], offsets: list[int], block: int, base: int, done: Callable[[int], None], /) -> int:
+    def r_rdma_async(
+        self,
+        names: list[str],
+        offsets: list[int],
+        block: int,
+        base: int,
+        done: Callable[[int], None],
+        /,
+    ) -> int:
         return self._post(lambda: self._read(names, offsets, block, base), done)
 
     def check_exist(self, name: str, /) -> int:
@@ -93,7 +111,9 @@ class Blocks:
 
 
 class ListedTier(BlockTier):
-    """With a scan, which the real store cannot do: the contract's tests of other things look at what is there."""
+    """With a scan, which the real store cannot do: the contract's tests of other things look at
+    what is there.
+    """
 
     def __init__(self, blocks: Blocks) -> None:
         super().__init__(LAYOUT, lambda: blocks, "memory")
@@ -101,7 +121,9 @@ class ListedTier(BlockTier):
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
         for name in list(self.store.blocks):
-            if "." not in name and (key := bytes.fromhex(name.removeprefix(LAYOUT.root))).startswith(prefix):
+            if "." not in name and (
+                key := bytes.fromhex(name.removeprefix(LAYOUT.root))
+            ).startswith(prefix):
                 assert len(key) == KEY_BYTES
                 yield key
 
@@ -148,7 +170,9 @@ async def test_no_buffer_is_lost_by_refusals_and_misses(blocks: Blocks, tier: Bl
     assert await store(tier, {make_key(1): b"x"}) == [True]
 
 
-async def test_a_cancelled_call_ends_at_once_and_its_slot_is_not_used_before_the_device_has_done(blocks: Blocks, tier: BlockTier) -> None:
+async def test_a_cancelled_call_ends_at_once_and_its_slot_is_not_used_before_the_device_has_done(
+    blocks: Blocks, tier: BlockTier
+) -> None:
     values = {make_key(i): make_value(i, 100_000) for i in range(3)}
     assert await store(tier, values) == [True] * 3
     blocks.may_go_on.clear()
@@ -168,9 +192,17 @@ async def test_a_cancelled_call_ends_at_once_and_its_slot_is_not_used_before_the
     assert await fetch(tier, list(values), [100_000] * 3) == list(values.values())
 
 
-async def test_a_value_of_which_the_store_evicted_a_block_is_a_miss(blocks: Blocks, tier: BlockTier) -> None:
+async def test_a_value_of_which_the_store_evicted_a_block_is_a_miss(
+    blocks: Blocks, tier: BlockTier
+) -> None:
     await store(tier, {make_key(1): make_value(1, 20_000), make_key(2): b"2"})
-    del blocks.blocks[next(name for name in blocks.blocks if name.startswith(f"test/{make_key(1).hex()}") and name.endswith(".3"))]
+    del blocks.blocks[
+        next(
+            name
+            for name in blocks.blocks
+            if name.startswith(f"test/{make_key(1).hex()}") and name.endswith(".3")
+        )
+    ]
     assert await fetch(tier, [make_key(1), make_key(2)], [20_000, 1]) == [None, b"2"]
     assert await tier.delete([make_key(1)]) == [True]
     assert [name for name in blocks.blocks if make_key(1).hex() in name] == []
@@ -184,13 +216,17 @@ async def test_a_head_that_is_none_of_ours_is_a_miss(blocks: Blocks, tier: Block
 
 
 async def test_what_a_head_claims_costs_nothing(blocks: Blocks, tier: BlockTier) -> None:
-    blocks.blocks[f"test/{make_key(1).hex()}"] = struct.pack("<8sQI16s28x", b"kvholdI1", (1 << 64) - 1, 1, bytes(16))
+    blocks.blocks[f"test/{make_key(1).hex()}"] = struct.pack(
+        "<8sQI16s28x", b"kvholdI1", (1 << 64) - 1, 1, bytes(16)
+    )
     assert await tier.get([make_key(1)], [[memoryview(bytearray(100))]], starts=[1 << 60]) == [None]
     assert await tier.delete([make_key(1)]) == [True]
     assert blocks.blocks == {}
 
 
-async def test_of_puts_at_the_same_moment_one_stays_whole_and_later_ones_leave_nothing(blocks: Blocks, tier: BlockTier) -> None:
+async def test_of_puts_at_the_same_moment_one_stays_whole_and_later_ones_leave_nothing(
+    blocks: Blocks, tier: BlockTier
+) -> None:
     values = [make_value(i, 10_000) for i in range(8)]
     await asyncio.gather(*(store(tier, {make_key(1): value}) for value in values))
     [won] = await fetch(tier, [make_key(1)], [10_000])
@@ -228,14 +264,23 @@ class TestRealClient:
     def test_it_has_the_calls_that_are_made(self) -> None:
         from infinistore import TYPE_RDMA, ClientConfig, InfinityConnection
 
-        settings = ClientConfig(host_addr="h", service_port=1, dev_name="d", ib_port=1, link_type="IB", connection_type=TYPE_RDMA)
+        settings = ClientConfig(
+            host_addr="h",
+            service_port=1,
+            dev_name="d",
+            ib_port=1,
+            link_type="IB",
+            connection_type=TYPE_RDMA,
+        )
         connection = InfinityConnection(settings).conn
         for name, arguments in {
             "init_connection": "arg0: infinistore._infinistore.ClientConfig) -> int",
             "setup_rdma": "arg0: infinistore._infinistore.ClientConfig) -> int",
             "register_mr": "arg0: int, arg1: int) -> int",
-            "w_rdma_async": "arg0: list[str], arg1: list[int], arg2: int, arg3: int, arg4: Callable[[int], None]) -> int",
-            "r_rdma_async": "arg0: list[str], arg1: list[int], arg2: int, arg3: int, arg4: Callable[[int], None]) -> int",
+            "w_rdma_async": "arg0: list[str], arg1: list[int], arg2: int, arg3: int, arg4: Callable[[int], "
+            "None]) -> int",
+            "r_rdma_async": "arg0: list[str], arg1: list[int], arg2: int, arg3: int, arg4: Callable[[int], "
+            "None]) -> int",
             "check_exist": "arg0: str) -> int",
             "delete_keys": "arg0: list[str]) -> int",
             "close": ") -> None",
@@ -265,5 +310,10 @@ class TestRealClient:
                 InfiniStoreTier.from_url(parse_url(text))
 
     def test_importing_it_does_not_change_how_many_threads_others_use(self) -> None:
-        check = "import os; before = dict(os.environ); import kvhold.tiers.infinistore; assert dict(os.environ) == before"
-        subprocess.run([sys.executable, "-c", check], check=True, env=os.environ | {"MKL_NUM_THREADS": "7"})
+        check = (
+            "import os; before = dict(os.environ); import kvhold.tiers.infinistore; assert "
+            "dict(os.environ) == before"
+        )
+        subprocess.run(
+            [sys.executable, "-c", check], check=True, env=os.environ | {"MKL_NUM_THREADS": "7"}
+        )

@@ -44,7 +44,9 @@ async def tier(server: MemcachedServer) -> AsyncIterator[MemcachedTier]:
 
 
 def forget_all(server: MemcachedServer) -> None:
-    """By the server's own command: its list, which a scan reads, may leave an item out that is being moved."""
+    """By the server's own command: its list, which a scan reads, may leave an item out that is
+    being moved.
+    """
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as sock:
         sock.sendall(b"flush_all\r\n")
         assert sock.recv(100) == b"OK\r\n"
@@ -69,7 +71,14 @@ async def test_a_restart_needs_no_new_tier(server: MemcachedServer, tier: Memcac
     values = {make_key(i): make_value(i, 3 * MIB) for i in range(6)}
     await store(tier, values)
     server.kill()
-    for call in (tier.check(), tier.probe([KEY]), fetch(tier, [KEY], [1]), store(tier, {KEY: b"x"}), tier.delete([KEY]), scanned(tier)):
+    for call in (
+        tier.check(),
+        tier.probe([KEY]),
+        fetch(tier, [KEY], [1]),
+        store(tier, {KEY: b"x"}),
+        tier.delete([KEY]),
+        scanned(tier),
+    ):
         with pytest.raises(TierUnavailable, match=str(server.port)):
             await call
     server.start()
@@ -78,11 +87,16 @@ async def test_a_restart_needs_no_new_tier(server: MemcachedServer, tier: Memcac
     assert await fetch(tier, list(values), [3 * MIB] * 6) == list(values.values())
 
 
-async def test_a_cancelled_call_lets_go_and_its_reply_answers_nobody(server: MemcachedServer, tier: MemcachedTier) -> None:
+async def test_a_cancelled_call_lets_go_and_its_reply_answers_nobody(
+    server: MemcachedServer, tier: MemcachedTier
+) -> None:
     await store(tier, {make_key(i): make_value(i, MIB) for i in range(4)})
     server.pause()
     room = bytearray(MIB)
-    calls = [asyncio.ensure_future(tier.get([KEY], [[memoryview(room)]])), asyncio.ensure_future(tier.probe([KEY]))]
+    calls = [
+        asyncio.ensure_future(tier.get([KEY], [[memoryview(room)]])),
+        asyncio.ensure_future(tier.probe([KEY])),
+    ]
     for _ in range(20):
         await asyncio.sleep(0)
     for call in calls:
@@ -103,7 +117,10 @@ async def test_a_full_server_that_evicts_nothing_refuses() -> None:
         faults = await tier.put([(key, [memoryview(value)]) for key, value in values.items()])
         assert any(isinstance(fault, TierFull) for fault in faults)
         assert None in faults
-        expected = [value if fault is None else None for value, fault in zip(values.values(), faults, strict=True)]
+        expected = [
+            value if fault is None else None
+            for value, fault in zip(values.values(), faults, strict=True)
+        ]
         assert await fetch(tier, list(values), [700_000] * 40) == expected
         await tier.close()
 
@@ -118,7 +135,14 @@ async def test_others_items_are_not_keys(server: MemcachedServer, tier: Memcache
     await other.close()
 
 
-GARBAGE = [b"VALUE x 0 5\r\nhello\r\nEND\r\n", b"VA -1\r\n", b"VA 1e3\r\n", b"HD\r\n", b"VA 100\r\n" + b"x" * 102, b"\x00" * 20_000]
+GARBAGE = [
+    b"VALUE x 0 5\r\nhello\r\nEND\r\n",
+    b"VA -1\r\n",
+    b"VA 1e3\r\n",
+    b"HD\r\n",
+    b"VA 100\r\n" + b"x" * 102,
+    b"\x00" * 20_000,
+]
 
 
 @pytest.mark.parametrize("reply", GARBAGE, ids=lambda reply: repr(reply[:10]))
@@ -145,7 +169,14 @@ async def test_garbage_is_an_error_and_the_end_of_the_connection(reply: bytes) -
 
 @pytest.mark.parametrize(
     "line",
-    ["memcached://", "memcached://a,b", "memcached://a/1", "memcached://u:p@a", "memcached://a?prefix=%20", "memcached://a?conections=1"],
+    [
+        "memcached://",
+        "memcached://a,b",
+        "memcached://a/1",
+        "memcached://u:p@a",
+        "memcached://a?prefix=%20",
+        "memcached://a?conections=1",
+    ],
 )
 def test_what_cannot_be_is_said_before_any_io(line: str) -> None:
     with pytest.raises(ConfigError):

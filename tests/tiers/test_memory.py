@@ -46,7 +46,11 @@ async def test_more_than_the_host_has_is_said() -> None:
 
 @pytest.mark.parametrize(
     ("line", "told"),
-    [("memory://", "max_bytes is missing"), ("memory://host?max_bytes=1MiB", "it has no place"), ("memory://?max=1", "max")],
+    [
+        ("memory://", "max_bytes is missing"),
+        ("memory://host?max_bytes=1MiB", "it has no place"),
+        ("memory://?max=1", "max"),
+    ],
 )
 def test_a_bad_line_is_an_error(line: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):

@@ -1,4 +1,7 @@
-"""The Mooncake tier against a real master, with memory that the tier itself lends. Skipped where the client is not installed."""
+"""The Mooncake tier against a real master, with memory that the tier itself lends.
+
+Skipped where the client is not installed.
+"""
 
 import asyncio
 import gc
@@ -14,12 +17,17 @@ from kvhold.testing.tier import fetch, make_key, make_value, scanned, store
 from kvhold.tiers.url import parse_url
 from tests.tiers.conftest import opened, start_or_skip
 
-pytest.importorskip("mooncake.store", reason="pip install mooncake-transfer-engine-non-cuda", exc_type=ImportError)
+pytest.importorskip(
+    "mooncake.store", reason="pip install mooncake-transfer-engine-non-cuda", exc_type=ImportError
+)
 from mooncake.store import MooncakeDistributedStore
 
 from kvhold.tiers.mooncake import MooncakeConfig, MooncakeTier
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_stays_open")]  # a client takes a second to close
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("nothing_stays_open"),
+]  # a client takes a second to close
 
 MIB = 1 << 20
 LENT_BYTES = 256 * MIB
@@ -45,7 +53,12 @@ def own_master() -> Iterator[MooncakeMaster]:
 def lender(master: MooncakeMaster) -> Iterator[None]:
     """Another client, whose memory the store uses. (One that lends takes 2 s to close.)"""
     client = MooncakeDistributedStore()
-    assert client.setup("127.0.0.1", "P2PHANDSHAKE", LENT_BYTES, 16 * MIB, "tcp", "", f"127.0.0.1:{master.port}") == 0
+    assert (
+        client.setup(
+            "127.0.0.1", "P2PHANDSHAKE", LENT_BYTES, 16 * MIB, "tcp", "", f"127.0.0.1:{master.port}"
+        )
+        == 0
+    )
     yield
     client.close()
 
@@ -65,7 +78,9 @@ class TestMooncakeTier(TierContract):
         return tier
 
 
-async def test_tiers_with_different_prefixes_do_not_see_each_other(master: MooncakeMaster, tier: MooncakeTier) -> None:
+async def test_tiers_with_different_prefixes_do_not_see_each_other(
+    master: MooncakeMaster, tier: MooncakeTier
+) -> None:
     other = at(master.url(prefix="another"))
     assert await store(tier, {make_key(1): b"mine"}) == [True]
     assert await other.probe([make_key(1)]) == [None]
@@ -84,7 +99,9 @@ async def test_a_delete_waits_for_the_lease_of_a_reader_and_says_so_when_it_does
     hasty = at(master.url(prefix=tier._config.prefix, delete_wait_s=0))
     await hasty.check()
     refused = ""
-    while not refused:  # a lease lasts for 200 ms, in which a busy machine may not come to the delete
+    while (
+        not refused
+    ):  # a lease lasts for 200 ms, in which a busy machine may not come to the delete
         await store(tier, {make_key(1): b"x"})
         assert await fetch(tier, [make_key(1)], [1]) == [b"x"]
         try:
@@ -147,7 +164,9 @@ async def test_a_master_that_was_never_there_is_named(own_master: MooncakeMaster
     await tier.close()
 
 
-async def test_a_scan_without_the_masters_http_port_says_what_to_set(master: MooncakeMaster) -> None:
+async def test_a_scan_without_the_masters_http_port_says_what_to_set(
+    master: MooncakeMaster,
+) -> None:
     tier = at(master.url(admin=""))
     with pytest.raises(TierError, match="admin"):
         await scanned(tier)

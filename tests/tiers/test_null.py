@@ -26,7 +26,9 @@ class TestNullTier:
     test_an_empty_tier_misses = TierContract.test_an_empty_tier_misses
     test_no_keys_give_no_answers = TierContract.test_no_keys_give_no_answers
     test_a_miss_leaves_its_buffer_alone = TierContract.test_a_miss_leaves_its_buffer_alone
-    test_unequal_lists_are_an_error_before_anything_is_read = TierContract.test_unequal_lists_are_an_error_before_anything_is_read
+    test_unequal_lists_are_an_error_before_anything_is_read = (
+        TierContract.test_unequal_lists_are_an_error_before_anything_is_read
+    )
     test_closing_twice_is_harmless = TierContract.test_closing_twice_is_harmless
     test_a_tier_may_be_closed_unused = TierContract.test_a_tier_may_be_closed_unused
 
@@ -36,7 +38,10 @@ async def test_it_accepts_every_value_and_forgets_it(tier: NullTier) -> None:
     assert await store(tier, values) == [True] * 3
     assert await tier.probe(list(values)) == [None] * 3
     assert await fetch(tier, list(values), [1000] * 3) == [None] * 3
-    assert await tier.get(list(values), [[memoryview(bytearray(1))]] * 3, starts=[0, 1, 2]) == [None] * 3
+    assert (
+        await tier.get(list(values), [[memoryview(bytearray(1))]] * 3, starts=[0, 1, 2])
+        == [None] * 3
+    )
     assert await scanned(tier) == []
     assert await tier.delete(list(values)) == [False] * 3
     await tier.check()

@@ -11,7 +11,17 @@ from kvhold.core.metrics import Metrics
 from kvhold.memory.arena import Arena
 from kvhold.testing import PolicyContract
 from kvhold.testing.policy import Known
-from kvhold.tiers.policies import POLICIES, FifoPolicy, LfuPolicy, LruPolicy, MruPolicy, Policy, S3FifoPolicy, chains, make_policy
+from kvhold.tiers.policies import (
+    POLICIES,
+    FifoPolicy,
+    LfuPolicy,
+    LruPolicy,
+    MruPolicy,
+    Policy,
+    S3FifoPolicy,
+    chains,
+    make_policy,
+)
 from kvhold.tiers.ram import Entry, RamTier, Wanted
 
 
@@ -78,7 +88,10 @@ def insert(policy: Policy, numbers: Iterable[int], nbytes: int = 1) -> None:
 
 
 def victims(policy: Policy, nbytes: int, pinned: Iterable[int] = ()) -> list[int]:
-    return [int.from_bytes(victim, "big") for victim in policy.victims(nbytes, set(keys(pinned)).__contains__)]
+    return [
+        int.from_bytes(victim, "big")
+        for victim in policy.victims(nbytes, set(keys(pinned)).__contains__)
+    ]
 
 
 def evict(policy: Policy, nbytes: int) -> list[int]:
@@ -101,7 +114,9 @@ def insert_prompt(policy: Policy, numbers: Iterable[int]) -> None:
 
 
 def readmit(policy: Policy, number: int) -> None:
-    """Put a key at the end of an S3-FIFO's main queue: it goes while it is new, and comes back at once."""
+    """Put a key at the end of an S3-FIFO's main queue: it goes while it is new, and comes back at
+    once.
+    """
     insert(policy, [number])
     policy.remove(key(number), evicted=True)
     insert(policy, [number])
@@ -124,7 +139,9 @@ class TestTheOrderEachPolicyIsNamedFor:
         assert victims(three("fifo", hits=[1, 3, 2]), 2) == [1, 2]
         assert victims(three("fifo", hits=[1, 3, 2]), 2, pinned=[1]) == [2, 3]
 
-    def test_lfu_takes_the_one_asked_for_least_and_of_equals_the_one_that_was_so_first(self) -> None:
+    def test_lfu_takes_the_one_asked_for_least_and_of_equals_the_one_that_was_so_first(
+        self,
+    ) -> None:
         assert victims(three("lfu", hits=[3, 3, 2, 2, 1]), 2) == [1, 3]
         assert victims(three("lfu", hits=[3, 3, 2, 2, 1]), 2, pinned=[1]) == [3, 2]
 
@@ -257,9 +274,13 @@ class TestMemory:
         assert all(queue.num_places <= 200 for queue in policy._all)
 
     @pytest.mark.parametrize("name", POLICIES)
-    def test_no_call_sorts_many_places_however_many_leaves_there_are(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_no_call_sorts_many_places_however_many_leaves_there_are(
+        self, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         sorted_at_once: list[int] = []
-        monkeypatch.setattr(chains, "heapify", lambda places: sorted_at_once.append(len(places)) or heapify(places))
+        monkeypatch.setattr(
+            chains, "heapify", lambda places: sorted_at_once.append(len(places)) or heapify(places)
+        )
         policy = make_policy(name)
         insert(policy, range(20_000))
         hit(policy, *range(0, 20_000, 3))
@@ -272,7 +293,9 @@ class TestMemory:
     @pytest.mark.parametrize("name", POLICIES)
     def test_of_keys_that_have_gone_nothing_is_left(self, name: str) -> None:
         policy = make_policy(name)
-        for number in range(1, 50):  # each in a namespace of its own, and the one that it continues there
+        for number in range(
+            1, 50
+        ):  # each in a namespace of its own, and the one that it continues there
             space = bytes([number]) * 16
             policy.insert(space + bytes(24), 1, space + b"parent".ljust(24))
             policy.remove(space + bytes(24))
@@ -313,7 +336,9 @@ class TestRamKeepsPrefixes:
     def test_what_a_chunk_continues_is_not_evicted_for_it(self, ram: RamTier) -> None:
         for number in range(16):
             self.add(ram, number, number - 1 if number else None)
-        for _ in range(3):  # the last chunk's place is the only one, and it is what the new one continues
+        for _ in range(
+            3
+        ):  # the last chunk's place is the only one, and it is what the new one continues
             assert self.reserve(ram, 16, 15) is None
         self.add(ram, 100)
         assert 15 not in self.held(ram)
@@ -334,7 +359,9 @@ class TestRamKeepsPrefixes:
 
     @pytest.mark.parametrize("cleared", [False, True])
     @pytest.mark.parametrize("end", ["commit", "abandon"])
-    def test_a_prefix_is_free_to_go_once_nothing_is_written_after_it(self, ram: RamTier, end: str, cleared: bool) -> None:
+    def test_a_prefix_is_free_to_go_once_nothing_is_written_after_it(
+        self, ram: RamTier, end: str, cleared: bool
+    ) -> None:
         self.add(ram, 1)
         writing = self.reserve(ram, 2, 1)
         assert writing is not None
@@ -376,9 +403,18 @@ class TestLruOrder:
         policy = LruPolicy()
         for number, nbytes in ((1, 5), (2, 10), (3, 5)):
             policy.insert(key(number), nbytes)
-        assert [victims(policy, nbytes) for nbytes in (1, 5, 6, 15, 16, 20)] == [[1], [1], [1, 2], [1, 2], [1, 2, 3], [1, 2, 3]]
+        assert [victims(policy, nbytes) for nbytes in (1, 5, 6, 15, 16, 20)] == [
+            [1],
+            [1],
+            [1, 2],
+            [1, 2],
+            [1, 2, 3],
+            [1, 2, 3],
+        ]
 
-    def test_touching_a_prompt_from_its_end_makes_its_suffix_go_first(self, policy: LruPolicy) -> None:
+    def test_touching_a_prompt_from_its_end_makes_its_suffix_go_first(
+        self, policy: LruPolicy
+    ) -> None:
         for number in (3, 2, 1):
             policy.touch(key(number))
         assert victims(policy, 3) == [3, 2, 1]
@@ -421,7 +457,9 @@ class TestS3FifoOrder:
             insert(policy, [number])
         assert gone == set(range(50))
 
-    def test_a_key_that_comes_back_soon_is_readmitted_among_the_lasting(self, policy: S3FifoPolicy) -> None:
+    def test_a_key_that_comes_back_soon_is_readmitted_among_the_lasting(
+        self, policy: S3FifoPolicy
+    ) -> None:
         insert(policy, range(10))
         assert evict(policy, 1) == [0]
         insert(policy, [0])  # its ghost is still there
@@ -445,7 +483,8 @@ class TestS3FifoOrder:
             if number >= 10:
                 evict(policy, 1)
         assert len(policy) == 10
-        # Names of chunks that have gone cost memory, too; this looks inside because nothing else could tell.
+        # Names of chunks that have gone cost memory, too; this looks inside because nothing else
+        # could tell.
         assert len(policy._ghosts) <= 10
 
     def test_a_key_is_readmitted_once_for_each_time_it_was_new(self, policy: S3FifoPolicy) -> None:
@@ -487,11 +526,16 @@ class TestS3FifoOrder:
             assert victims(policy, 11) == []
         assert evict(policy, 8) == [0, 1, 2, 5, 6, 7, 8, 9]
 
-    def test_the_main_queue_gives_way_once_the_small_one_is_down_to_its_share(self, policy: S3FifoPolicy) -> None:
+    def test_the_main_queue_gives_way_once_the_small_one_is_down_to_its_share(
+        self, policy: S3FifoPolicy
+    ) -> None:
         for number in range(9):
             readmit(policy, number)
         insert(policy, range(100, 120))
-        assert victims(policy, 20) == [*range(100, 119), 0]  # one of ten is left in the small queue: its share
+        assert victims(policy, 20) == [
+            *range(100, 119),
+            0,
+        ]  # one of ten is left in the small queue: its share
         assert evict(policy, 18) == [*range(100, 118)]
         assert evict(policy, 11) == [118, 0, 119, *range(1, 9)]
 

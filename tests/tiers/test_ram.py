@@ -1,4 +1,6 @@
-"""The RAM tier: the contract by copying, and its own side, lending: what is written is unseen, what is read stays, all comes back."""
+"""The RAM tier: the contract by copying, and its own side, lending: what is written is unseen, what
+is read stays, all comes back.
+"""
 
 from collections.abc import AsyncIterator, Iterator
 from itertools import count, pairwise
@@ -8,7 +10,15 @@ import numpy.typing as npt
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+)
 
 from kvhold.core.metrics import Metrics
 from kvhold.memory.arena import Arena
@@ -77,7 +87,12 @@ def present(tier: RamTier, numbers: range) -> list[int]:
 
 class TestReserve:
     def test_a_new_tier_is_at_its_baseline(self, tier: RamTier) -> None:
-        assert (tier.used_bytes, tier.num_chunks, tier.num_pinned, tier.capacity_bytes) == (0, 0, 0, ARENA_BYTES)
+        assert (tier.used_bytes, tier.num_chunks, tier.num_pinned, tier.capacity_bytes) == (
+            0,
+            0,
+            0,
+            ARENA_BYTES,
+        )
 
     def test_what_is_reserved_is_held_and_not_found(self, tier: RamTier) -> None:
         entry = reserve(tier, 1)
@@ -95,7 +110,9 @@ class TestReserve:
 
     def test_the_groups_of_a_chunk_get_memory_together(self, tier: RamTier) -> None:
         entries = tier.reserve_all(
-            [Wanted(make_key(1), CHUNK), Wanted(make_key(2), 100), Wanted(make_key(3), 5000)], num_tokens=16, first_token=32
+            [Wanted(make_key(1), CHUNK), Wanted(make_key(2), 100), Wanted(make_key(3), 5000)],
+            num_tokens=16,
+            first_token=32,
         )
         assert entries is not None
         assert [(e.key, e.nbytes, e.num_tokens, e.first_token) for e in entries] == [
@@ -108,7 +125,14 @@ class TestReserve:
 
     def test_what_is_larger_than_the_arena_evicts_nothing(self, tier: RamTier) -> None:
         entries = fill(tier)
-        assert tier.reserve_all([Wanted(make_key(98), CHUNK), Wanted(make_key(99), ARENA_BYTES)], num_tokens=1, first_token=0) is None
+        assert (
+            tier.reserve_all(
+                [Wanted(make_key(98), CHUNK), Wanted(make_key(99), ARENA_BYTES)],
+                num_tokens=1,
+                first_token=0,
+            )
+            is None
+        )
         assert all(tier.find(entry.key) is entry for entry in entries)
 
     def test_a_chunk_that_gets_no_room_takes_nothing(self, tier: RamTier) -> None:
@@ -116,10 +140,19 @@ class TestReserve:
         for entry in entries[1:]:
             tier.pin(entry)
         used = tier.used_bytes
-        assert tier.reserve_all([Wanted(make_key(98), CHUNK), Wanted(make_key(99), CHUNK)], num_tokens=1, first_token=0) is None
+        assert (
+            tier.reserve_all(
+                [Wanted(make_key(98), CHUNK), Wanted(make_key(99), CHUNK)],
+                num_tokens=1,
+                first_token=0,
+            )
+            is None
+        )
         assert tier.used_bytes == used
         assert not tier.holds(make_key(98))
-        assert tier.find(entries[0].key) is entries[0], "what would not have been enough was not evicted"
+        assert tier.find(entries[0].key) is entries[0], (
+            "what would not have been enough was not evicted"
+        )
 
     def test_an_abandoned_chunk_leaves_nothing(self, tier: RamTier) -> None:
         entry = reserve(tier, 1)
@@ -159,7 +192,12 @@ class TestEvict:
         entries = fill(tier)
         for entry in entries[:3]:
             tier.remove(entry)
-        assert tier.reserve_all([Wanted(make_key(100 + i), CHUNK) for i in range(4)], num_tokens=1, first_token=0) is not None
+        assert (
+            tier.reserve_all(
+                [Wanted(make_key(100 + i), CHUNK) for i in range(4)], num_tokens=1, first_token=0
+            )
+            is not None
+        )
         assert present(tier, range(16)) == list(range(4, 16))
 
     def test_free_room_counts_beside_what_can_be_evicted(self, tier: RamTier) -> None:
@@ -167,7 +205,14 @@ class TestEvict:
         tier.remove(entries[0])
         for entry in entries[2:]:
             tier.pin(entry)
-        assert tier.reserve_all([Wanted(make_key(100), CHUNK), Wanted(make_key(101), CHUNK)], num_tokens=1, first_token=0) is not None
+        assert (
+            tier.reserve_all(
+                [Wanted(make_key(100), CHUNK), Wanted(make_key(101), CHUNK)],
+                num_tokens=1,
+                first_token=0,
+            )
+            is not None
+        )
         assert not tier.holds(entries[1].key)
 
     def test_small_chunks_count_as_what_they_occupy(self, tier: RamTier) -> None:
@@ -177,7 +222,9 @@ class TestEvict:
         assert reserve(tier, 10_000, 4096).offset == entries[-1].offset
 
     @pytest.mark.parametrize("policy", [LruPolicy, S3FifoPolicy])
-    def test_chunks_of_one_size_make_room_for_another(self, arena: Arena, metrics: Metrics, policy: type) -> None:
+    def test_chunks_of_one_size_make_room_for_another(
+        self, arena: Arena, metrics: Metrics, policy: type
+    ) -> None:
         tier = RamTier(arena, policy(), metrics)
         for number, nbytes in enumerate([100, CHUNK, 40_000, MIB, 4097, 2 * MIB, 1]):
             for i in range(64):
@@ -236,7 +283,9 @@ class TestRemove:
         tier.remove(add(tier, 1))
         assert (tier.used_bytes, tier.num_chunks) == (0, 0)
 
-    def test_a_chunk_that_is_read_is_not_found_and_goes_with_its_last_reader(self, tier: RamTier, arena: Arena) -> None:
+    def test_a_chunk_that_is_read_is_not_found_and_goes_with_its_last_reader(
+        self, tier: RamTier, arena: Arena
+    ) -> None:
         entry = add(tier, 1, 1000)
         arena.view(entry.offset, 1000)[:] = make_value(1, 1000)
         tier.pin(entry)
@@ -295,8 +344,14 @@ class TestRemove:
         tier.unpin(entries[0])
         assert tier.used_bytes == tier.capacity_bytes - CHUNK
 
-    def test_entries_are_listed_by_their_namespace_those_being_written_too(self, tier: RamTier) -> None:
-        wanted = [Wanted(make_key(1, b"a" * 16), 10), Wanted(make_key(2, b"a" * 16), 10), Wanted(make_key(1, b"b" * 16), 10)]
+    def test_entries_are_listed_by_their_namespace_those_being_written_too(
+        self, tier: RamTier
+    ) -> None:
+        wanted = [
+            Wanted(make_key(1, b"a" * 16), 10),
+            Wanted(make_key(2, b"a" * 16), 10),
+            Wanted(make_key(1, b"b" * 16), 10),
+        ]
         entries = tier.reserve_all(wanted, num_tokens=1, first_token=0)
         assert entries is not None
         tier.commit(entries[0])
@@ -305,7 +360,10 @@ class TestRemove:
 
 
 class Lending(RuleBasedStateMachine):
-    """Writers and readers in any order over a small arena. Every chunk is written with a stamp of its own, once a page."""
+    """Writers and readers in any order over a small arena.
+
+    Every chunk is written with a stamp of its own, once a page.
+    """
 
     writing: Bundle[tuple[Entry, int]] = Bundle("writing")
     reading: Bundle[tuple[Entry, int]] = Bundle("reading")
@@ -376,13 +434,21 @@ class Lending(RuleBasedStateMachine):
 
     @invariant()
     def no_bytes_have_changed_that_somebody_writes_reads_or_may_find(self) -> None:
-        found = [(entry, self.committed[entry.key]) for entry in self.tier.entries() if entry.committed]
+        found = [
+            (entry, self.committed[entry.key]) for entry in self.tier.entries() if entry.committed
+        ]
         for entry, stamp in (*self.written, *self.read, *found):
             assert (self.stamps_of(entry) == stamp).all()
 
     @invariant()
     def bytes_and_chunks_are_counted_exactly(self) -> None:
-        held = {entry.offset: entry for entry in (*self.tier.entries(), *(entry for entry, _ in (*self.written, *self.read)))}
+        held = {
+            entry.offset: entry
+            for entry in (
+                *self.tier.entries(),
+                *(entry for entry, _ in (*self.written, *self.read)),
+            )
+        }
         assert self.tier.used_bytes == sum(size_class(entry.nbytes) for entry in held.values())
         assert self.tier.num_chunks == len(held)
 

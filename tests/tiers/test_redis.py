@@ -12,7 +12,8 @@ from kvhold.tiers.url import parse_url
 from tests.tiers.conftest import start_or_skip
 
 ACL_USER = (
-    "ann on >s:e/c@r%t ~kvhold:* resetchannels -@all +get +getrange +getdel +strlen +set +unlink +pexpire +pttl +persist"
+    "ann on >s:e/c@r%t ~kvhold:* resetchannels -@all +get +getrange +getdel +strlen +set "
+    "+unlink +pexpire +pttl +persist"
     " +watch +unwatch +multi +exec +scan +ping +select +auth"
 )
 
@@ -59,14 +60,18 @@ class TestOneServer(TierContract):
 class TestUnixSocketAndAnotherDatabase(TierContract):
     @pytest.fixture
     async def tier(self, server: RedisServer) -> AsyncIterator[RedisTier]:
-        async with tier_at(f"unix://:other@{server.unix_path}?db=3&prefix=a*[b]?^\\:&connections=1", server) as tier:
+        async with tier_at(
+            f"unix://:other@{server.unix_path}?db=3&prefix=a*[b]?^\\:&connections=1", server
+        ) as tier:
             yield tier
 
 
 class TestUserWithTheRightsThatAreListedAlone(TierContract):
     @pytest.fixture
     async def tier(self, server: RedisServer) -> AsyncIterator[RedisTier]:
-        async with tier_at(f"valkey://ann:s%3Ae%2Fc%40r%25t@127.0.0.1:{server.port}", server) as tier:
+        async with tier_at(
+            f"valkey://ann:s%3Ae%2Fc%40r%25t@127.0.0.1:{server.port}", server
+        ) as tier:
             yield tier
 
 
@@ -87,7 +92,9 @@ class TestValuesInParts(TierContract):
         async with tier_at(server.url) as tier:
             await tier.delete([key async for key in tier.scan(b"")])
         left = server.call("KEYS", "*")
-        assert all(server.call("PTTL", name) > 0 for name in left), "what is left of cancelled puts goes by itself"
+        assert all(server.call("PTTL", name) > 0 for name in left), (
+            "what is left of cancelled puts goes by itself"
+        )
 
 
 class TestCluster(TierContract):
@@ -100,7 +107,10 @@ class TestCluster(TierContract):
 class TestClusterWithValuesInParts(TierContract):
     @pytest.fixture
     async def tier(self, cluster: RedisCluster) -> AsyncIterator[RedisTier]:
-        async with tier_at(f"redis://127.0.0.1:{cluster.nodes[1].port}?cluster=true&max_value_bytes=5000", *cluster.nodes) as tier:
+        async with tier_at(
+            f"redis://127.0.0.1:{cluster.nodes[1].port}?cluster=true&max_value_bytes=5000",
+            *cluster.nodes,
+        ) as tier:
             yield tier
 
 

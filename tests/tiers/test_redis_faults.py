@@ -1,4 +1,6 @@
-"""The Redis tier when things go wrong at real servers: killed, paused, restarted, full, forbidden, and other clients at our keys."""
+"""The Redis tier when things go wrong at real servers: killed, paused, restarted, full, forbidden,
+and other clients at our keys.
+"""
 
 import asyncio
 import random
@@ -24,7 +26,9 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def shared_server() -> Iterator[RedisServer]:
-    yield from start_or_skip(lambda: RedisServer(users=["bob on >pw ~kvhold:* +@all", "eve on >pw ~other:* +@all"]))
+    yield from start_or_skip(
+        lambda: RedisServer(users=["bob on >pw ~kvhold:* +@all", "eve on >pw ~other:* +@all"])
+    )
 
 
 @pytest.fixture
@@ -76,7 +80,9 @@ class TestServerThatDies:
             await scanned(tier)
 
     async def test_a_restart_needs_no_new_tier(self, server: RedisServer, tier: RedisTier) -> None:
-        await store(tier, {make_key(i): make_value(i, 3 * MIB) for i in range(8)})  # every connection has been used
+        await store(
+            tier, {make_key(i): make_value(i, 3 * MIB) for i in range(8)}
+        )  # every connection has been used
         server.kill()
         server.start()
         assert await tier.probe([KEY]) == [None]
@@ -87,7 +93,9 @@ class TestServerThatDies:
         assert await store(tier, values) == [True] * 8
         assert await fetch(tier, list(values), [3 * MIB] * 8) == list(values.values())
 
-    async def test_killed_in_the_middle_of_a_put_the_value_is_not_there(self, server: RedisServer, tier: RedisTier) -> None:
+    async def test_killed_in_the_middle_of_a_put_the_value_is_not_there(
+        self, server: RedisServer, tier: RedisTier
+    ) -> None:
         await tier.check()
         server.pause()
         value = bytearray(64 * MIB)  # more than the sockets hold
@@ -101,7 +109,9 @@ class TestServerThatDies:
         assert await tier.probe([KEY]) == [None]
         assert await store(tier, {KEY: b"another"}) == [True]
 
-    async def test_killed_in_the_middle_of_a_get_it_fails_and_recovers(self, server: RedisServer, tier: RedisTier) -> None:
+    async def test_killed_in_the_middle_of_a_get_it_fails_and_recovers(
+        self, server: RedisServer, tier: RedisTier
+    ) -> None:
         values = {make_key(i): make_value(i, 8 * MIB) for i in range(4)}
         await store(tier, values)
         server.pause()
@@ -116,7 +126,9 @@ class TestServerThatDies:
         await store(tier, values)
         assert await fetch(tier, list(values), [8 * MIB] * 4) == list(values.values())
 
-    async def test_idle_connections_that_the_server_closed_are_opened_again(self, server: RedisServer, tier: RedisTier) -> None:
+    async def test_idle_connections_that_the_server_closed_are_opened_again(
+        self, server: RedisServer, tier: RedisTier
+    ) -> None:
         for _ in range(3):
             assert await store(tier, {KEY: b"x"}) == [True]
             assert await tier.probe([KEY]) == [1]
@@ -125,16 +137,23 @@ class TestServerThatDies:
 
 
 class TestServerThatStandsStill:
-    async def test_d33_the_loop_goes_on_while_the_server_does_not(self, server: RedisServer, tier: RedisTier) -> None:
+    async def test_d33_the_loop_goes_on_while_the_server_does_not(
+        self, server: RedisServer, tier: RedisTier
+    ) -> None:
         await tier.check()
         server.pause()
-        calls = [asyncio.ensure_future(call) for call in (tier.probe([KEY]), fetch(tier, [KEY], [10]), store(tier, {KEY: b"x"}))]
+        calls = [
+            asyncio.ensure_future(call)
+            for call in (tier.probe([KEY]), fetch(tier, [KEY], [10]), store(tier, {KEY: b"x"}))
+        ]
         await turns(50)
         assert not any(call.done() for call in calls)
         server.resume()
         assert (await asyncio.gather(*calls))[2] == [True]
 
-    async def test_cancelled_calls_let_go_of_their_buffers_at_once(self, server: RedisServer, tier: RedisTier) -> None:
+    async def test_cancelled_calls_let_go_of_their_buffers_at_once(
+        self, server: RedisServer, tier: RedisTier
+    ) -> None:
         await store(tier, {KEY: make_value(1, MIB)})
         server.pause()
         room, value = bytearray(MIB), bytearray(64 * MIB)
@@ -153,10 +172,14 @@ class TestServerThatStandsStill:
         assert await fetch(tier, [KEY], [MIB]) == [make_value(1, MIB)]
         assert bytes(room) == before
 
-    async def test_cancelled_calls_leave_no_connection_behind(self, server: RedisServer, tier: RedisTier) -> None:
+    async def test_cancelled_calls_leave_no_connection_behind(
+        self, server: RedisServer, tier: RedisTier
+    ) -> None:
         await store(tier, {make_key(i): make_value(i, 2 * MIB) for i in range(8)})
         for round in range(20):
-            call = asyncio.ensure_future(fetch(tier, [make_key(i) for i in range(8)], [2 * MIB] * 8))
+            call = asyncio.ensure_future(
+                fetch(tier, [make_key(i) for i in range(8)], [2 * MIB] * 8)
+            )
             await turns(3 * round)
             call.cancel()
             await asyncio.wait((call,))
@@ -167,10 +190,15 @@ class TestServerThatStandsStill:
         while clients(server):  # noqa: ASYNC110
             await asyncio.sleep(0)
 
-    async def test_closing_ends_the_calls_that_are_under_way(self, server: RedisServer, tier: RedisTier) -> None:
+    async def test_closing_ends_the_calls_that_are_under_way(
+        self, server: RedisServer, tier: RedisTier
+    ) -> None:
         await tier.check()
         server.pause()
-        calls = [asyncio.ensure_future(tier.probe([KEY])), asyncio.ensure_future(fetch(tier, [KEY], [10]))]
+        calls = [
+            asyncio.ensure_future(tier.probe([KEY])),
+            asyncio.ensure_future(fetch(tier, [KEY], [10])),
+        ]
         await turns(20)
         await tier.close()
         for call in calls:
@@ -180,9 +208,16 @@ class TestServerThatStandsStill:
 
 class TestForbidden:
     @pytest.mark.parametrize("credentials", ["bob:wr0ng", "nobody:wr0ng", ":wr0ng"])
-    async def test_wrong_credentials_are_denied_and_not_told(self, server: RedisServer, credentials: str) -> None:
+    async def test_wrong_credentials_are_denied_and_not_told(
+        self, server: RedisServer, credentials: str
+    ) -> None:
         tier = at(f"redis://{credentials}@127.0.0.1:{server.port}")
-        for call in (tier.check(), tier.probe([KEY]), fetch(tier, [KEY], [1]), store(tier, {KEY: b"x"})):
+        for call in (
+            tier.check(),
+            tier.probe([KEY]),
+            fetch(tier, [KEY], [1]),
+            store(tier, {KEY: b"x"}),
+        ):
             with pytest.raises(TierDenied) as caught:
                 await call
             assert "wr0ng" not in str(caught.value)
@@ -203,7 +238,13 @@ class TestForbidden:
 
     async def test_keys_without_rights_are_denied(self, server: RedisServer) -> None:
         tier = at(f"redis://eve:pw@127.0.0.1:{server.port}")
-        for call in (tier.check(), tier.probe([KEY]), fetch(tier, [KEY], [1]), store(tier, {KEY: b"x"}), tier.delete([KEY])):
+        for call in (
+            tier.check(),
+            tier.probe([KEY]),
+            fetch(tier, [KEY], [1]),
+            store(tier, {KEY: b"x"}),
+            tier.delete([KEY]),
+        ):
             with pytest.raises(TierDenied):
                 await call
         await tier.close()
@@ -214,10 +255,14 @@ class TestForbidden:
             with pytest.raises(TierDenied, match="certificate"):
                 await tier.check()
             await tier.close()
-            tier = at(f"rediss://localhost:{server.port}?cert_file={server.client_file}&ca_file={server.ca_file}&verify=chain")
+            tier = at(
+                f"rediss://localhost:{server.port}?cert_file={server.client_file}&ca_file={server.ca_file}&verify=chain"
+            )
             await tier.check()
             await tier.close()
-            tier = at(f"rediss://localhost:{server.port}?cert_file={server.client_file}&ca_file={server.ca_file}")
+            tier = at(
+                f"rediss://localhost:{server.port}?cert_file={server.client_file}&ca_file={server.ca_file}"
+            )
             with pytest.raises(TierDenied, match="localhost"):
                 await tier.check()
             await tier.close()
@@ -232,11 +277,16 @@ class TestForbidden:
 
 
 class TestOneBadItem:
-    async def test_a_list_at_a_key_loses_its_own_item_alone(self, server: RedisServer, tier: RedisTier) -> None:
+    async def test_a_list_at_a_key_loses_its_own_item_alone(
+        self, server: RedisServer, tier: RedisTier
+    ) -> None:
         server.call("RPUSH", name(KEY), "a", "b")
         good = {make_key(i): make_value(i, 5000) for i in (0, 2)}
         faults = await tier.put(
-            [(key, [memoryview(b"x" * 5000)]) if key == KEY else (key, [memoryview(good[key])]) for key in (make_key(0), KEY, make_key(2))]
+            [
+                (key, [memoryview(b"x" * 5000)]) if key == KEY else (key, [memoryview(good[key])])
+                for key in (make_key(0), KEY, make_key(2))
+            ]
         )
         assert [faults[0], faults[2]] == [None, None]
         assert isinstance(faults[1], TierError)
@@ -249,19 +299,26 @@ class TestOneBadItem:
             assert "WRONGTYPE" in str(got[1])
             assert [got[0], got[2]] == [len(buffers[0])] * 2
             first = starts[0] if starts else 0
-            assert [bytes(buffers[0]), bytes(buffers[2])] == [value[first : first + len(buffers[0])] for value in good.values()]
+            assert [bytes(buffers[0]), bytes(buffers[2])] == [
+                value[first : first + len(buffers[0])] for value in good.values()
+            ]
         assert await scanned(tier) == sorted(good)
         assert await tier.delete(keys) == [True, True, True]
 
     async def test_a_full_server_refuses_what_has_no_room_and_keeps_the_rest(self) -> None:
-        with RedisServer(settings={"maxmemory": "24mb", "maxmemory-policy": "noeviction"}) as server:
+        with RedisServer(
+            settings={"maxmemory": "24mb", "maxmemory-policy": "noeviction"}
+        ) as server:
             tier = at(server.url + "?connections=1")
             values = {make_key(i): make_value(i, 4 * MIB) for i in range(12)}
             faults = await tier.put([(key, [memoryview(value)]) for key, value in values.items()])
             assert any(isinstance(fault, TierFull) for fault in faults)
             assert None in faults
             assert all(fault is None or isinstance(fault, TierFull) for fault in faults)
-            expected = [value if fault is None else None for value, fault in zip(values.values(), faults, strict=True)]
+            expected = [
+                value if fault is None else None
+                for value, fault in zip(values.values(), faults, strict=True)
+            ]
             assert await fetch(tier, list(values), [4 * MIB] * 12) == expected
             await tier.delete(list(values))
             assert await store(tier, {KEY: b"x"}) == [True]
@@ -273,10 +330,14 @@ class TestOneBadItem:
         assert faults[1] is None
         assert await tier.probe([KEY, make_key(2)]) == [None, 1]
 
-    async def test_a_server_that_takes_less_than_it_was_said_to_is_survived(self, server: RedisServer, tier: RedisTier) -> None:
+    async def test_a_server_that_takes_less_than_it_was_said_to_is_survived(
+        self, server: RedisServer, tier: RedisTier
+    ) -> None:
         server.call("CONFIG", "SET", "proto-max-bulk-len", MIB)
         try:
-            with suppress(TierUnavailable):  # the server may cut the connection before it has said why
+            with suppress(
+                TierUnavailable
+            ):  # the server may cut the connection before it has said why
                 faults = await tier.put([(KEY, [memoryview(bytes(2 * MIB))])])
                 assert isinstance(faults[0], TierError)
             assert await store(tier, {make_key(2): bytes(MIB)}) == [True]
@@ -301,18 +362,27 @@ class TestOneBadItem:
 
 class TestOtherClients:
     @pytest.mark.parametrize("nbytes", [1001, 100_000, 9 * MIB])
-    async def test_a_value_that_has_grown_since_the_probe_is_a_miss(self, server: RedisServer, tier: RedisTier, nbytes: int) -> None:
+    async def test_a_value_that_has_grown_since_the_probe_is_a_miss(
+        self, server: RedisServer, tier: RedisTier, nbytes: int
+    ) -> None:
         values = {make_key(i): make_value(i, 1000) for i in range(4)}
         await store(tier, values)
         assert await tier.probe(list(values)) == [1000] * 4
         server.call("SET", name(KEY), make_value(9, nbytes))
         memory = bytearray(b"\xa5") * 3000
-        into = [memoryview(bytearray(1000)), memoryview(memory)[1000:2000], memoryview(bytearray(1000)), memoryview(bytearray(1000))]
+        into = [
+            memoryview(bytearray(1000)),
+            memoryview(memory)[1000:2000],
+            memoryview(bytearray(1000)),
+            memoryview(bytearray(1000)),
+        ]
         assert await tier.get(list(values), [[view] for view in into]) == [1000, None, 1000, 1000]
         assert memory == bytearray(b"\xa5") * 3000
         assert [bytes(into[i]) for i in (0, 2, 3)] == [values[make_key(i)] for i in (0, 2, 3)]
 
-    async def test_a_value_that_has_shrunk_since_the_probe_has_its_new_size(self, server: RedisServer, tier: RedisTier) -> None:
+    async def test_a_value_that_has_shrunk_since_the_probe_has_its_new_size(
+        self, server: RedisServer, tier: RedisTier
+    ) -> None:
         await store(tier, {KEY: make_value(1, 1000)})
         server.call("SETRANGE", name(KEY), 0, "new")
         server.call("SET", name(KEY), "short")
@@ -377,7 +447,9 @@ class TestValuesInParts:
         yield tier
         await tier.close()
 
-    async def test_without_a_time_to_live_nothing_of_it_has_one(self, server: RedisServer, tier: RedisTier) -> None:
+    async def test_without_a_time_to_live_nothing_of_it_has_one(
+        self, server: RedisServer, tier: RedisTier
+    ) -> None:
         await store(tier, {KEY: make_value(1, 5000)})
         assert [server.call("PTTL", key) for key in server.call("KEYS", "*")] == [-1] * 6
 
@@ -387,7 +459,9 @@ class TestValuesInParts:
         assert await tier.delete([KEY]) == [True]
         assert server.call("DBSIZE") == 0
 
-    async def test_a_part_that_was_evicted_makes_a_miss_that_can_be_put_again(self, server: RedisServer, tier: RedisTier) -> None:
+    async def test_a_part_that_was_evicted_makes_a_miss_that_can_be_put_again(
+        self, server: RedisServer, tier: RedisTier
+    ) -> None:
         value = make_value(1, 5000)
         for by_get in (True, False):
             await store(tier, {KEY: value})
@@ -402,25 +476,39 @@ class TestValuesInParts:
             assert server.call("DBSIZE") == 6
             await tier.delete([KEY])
 
-    async def test_an_ordinary_value_replaces_what_is_left_of_one_in_parts(self, server: RedisServer, tier: RedisTier) -> None:
+    async def test_an_ordinary_value_replaces_what_is_left_of_one_in_parts(
+        self, server: RedisServer, tier: RedisTier
+    ) -> None:
         await store(tier, {KEY: make_value(1, 5000)})
         server.call("DEL", *server.call("KEYS", "*:0"))
         assert await store(tier, {KEY: b"small"}) == [True]
         assert await fetch(tier, [KEY], [10]) == [b"small"]
 
-    async def test_a_part_of_another_length_makes_a_miss(self, server: RedisServer, tier: RedisTier) -> None:
+    async def test_a_part_of_another_length_makes_a_miss(
+        self, server: RedisServer, tier: RedisTier
+    ) -> None:
         for change in (b"short", bytes(1001)):
             await store(tier, {KEY: make_value(1, 5000)})
             server.call("SET", *server.call("KEYS", "*:2"), change)
             assert await tier.probe([KEY]) == [None]
-            assert await fetch(tier, [KEY], [5000]) in ([None], [make_value(1, 2000) + bytes(1000) + make_value(1, 5000)[3000:]])
+            assert await fetch(tier, [KEY], [5000]) in (
+                [None],
+                [make_value(1, 2000) + bytes(1000) + make_value(1, 5000)[3000:]],
+            )
             server.call("FLUSHALL")
 
-    async def test_a_value_that_looks_like_a_head_comes_back(self, server: RedisServer, tier: RedisTier) -> None:
+    async def test_a_value_that_looks_like_a_head_comes_back(
+        self, server: RedisServer, tier: RedisTier
+    ) -> None:
         await store(tier, {KEY: make_value(1, 5000)})
         head = server.call("GET", name(KEY))
         other = at(server.url)
-        values = {make_key(2): head, make_key(3): head[:-1], make_key(4): head + b"x", make_key(5): bytes(len(head))}
+        values = {
+            make_key(2): head,
+            make_key(3): head[:-1],
+            make_key(4): head + b"x",
+            make_key(5): bytes(len(head)),
+        }
         for writer in (tier, other):
             await store(writer, values)
             for reader in (tier, other):
@@ -428,7 +516,12 @@ class TestValuesInParts:
                 assert await fetch(reader, list(values), [50] * 4) == list(values.values())
                 for start, length in [(0, 5), (0, 39), (1, 38), (30, 9)]:
                     rooms = [bytearray(length) for _ in values]
-                    assert await reader.get(list(values), [[memoryview(b)] for b in rooms], starts=[start] * 4) == [length] * 4
+                    assert (
+                        await reader.get(
+                            list(values), [[memoryview(b)] for b in rooms], starts=[start] * 4
+                        )
+                        == [length] * 4
+                    )
                     assert rooms == [value[start : start + length] for value in values.values()]
             assert await writer.delete(list(values)) == [True] * 4
         await other.close()
@@ -439,21 +532,31 @@ class TestValuesInParts:
         await store(tier, {KEY: make_value(1, 5000)})
         head = server.call("GET", name(KEY))
         for size, part in [(0, 1000), (5000, 0), (2**64 - 1, 1), (2**63, 2**48), (5000, 999)]:
-            server.call("SET", name(KEY), head[:8] + size.to_bytes(8, "little") + part.to_bytes(8, "little") + head[24:])
+            server.call(
+                "SET",
+                name(KEY),
+                head[:8] + size.to_bytes(8, "little") + part.to_bytes(8, "little") + head[24:],
+            )
             assert await tier.probe([KEY]) == [None]
             assert await fetch(tier, [KEY], [6000]) == [None]
             assert await tier.get([KEY], [[memoryview(bytearray(10))]], starts=[4995]) == [None]
 
     async def test_a_full_server_keeps_nothing_of_a_value_in_parts(self) -> None:
-        with RedisServer(settings={"maxmemory": "10mb", "maxmemory-policy": "noeviction"}) as server:
+        with RedisServer(
+            settings={"maxmemory": "10mb", "maxmemory-policy": "noeviction"}
+        ) as server:
             tier = at(f"{server.url}?max_value_bytes=1MiB")
-            faults = await tier.put([(KEY, [memoryview(make_value(1, 20 * MIB))]), (make_key(2), [memoryview(b"x")])])
+            faults = await tier.put(
+                [(KEY, [memoryview(make_value(1, 20 * MIB))]), (make_key(2), [memoryview(b"x")])]
+            )
             assert isinstance(faults[0], TierFull)
             assert faults[1] is None
             assert server.call("DBSIZE") == 1
             await tier.close()
 
-    async def test_a_head_is_not_removed_when_another_value_has_come(self, server: RedisServer, tier: RedisTier) -> None:
+    async def test_a_head_is_not_removed_when_another_value_has_come(
+        self, server: RedisServer, tier: RedisTier
+    ) -> None:
         await store(tier, {KEY: make_value(1, 5000)})
         head = Head.parse(server.call("GET", name(KEY)))
         assert head is not None
@@ -466,10 +569,15 @@ class TestNothingIsEverMixed:
     """D30, D33: one reply is one command's, whatever was cancelled, killed or closed beside it."""
 
     @pytest.mark.parametrize("options", ["connections=2", "connections=3&max_value_bytes=60000"])
-    async def test_thousands_of_calls_with_random_cancellations(self, server: RedisServer, options: str) -> None:
+    async def test_thousands_of_calls_with_random_cancellations(
+        self, server: RedisServer, options: str
+    ) -> None:
         tier = at(f"{server.url}?{options}")
         chance = random.Random(7)
-        sizes = {make_key(i): chance.choice([1, 40, 700, 20_000, 150_000, 400_000]) + i for i in range(60)}
+        sizes = {
+            make_key(i): chance.choice([1, 40, 700, 20_000, 150_000, 400_000]) + i
+            for i in range(60)
+        }
         values = {key: make_value(i, size) for i, (key, size) in enumerate(sizes.items())}
         counts = {"right": 0, "miss": 0, "cancelled": 0}
 
@@ -485,13 +593,19 @@ class TestNothingIsEverMixed:
             elif kind == "range":
                 await ranges(keys)
             else:
-                for key, found in zip(keys, await fetch(tier, keys, [len(values[key]) for key in keys]), strict=True):
-                    assert found in (None, values[key]), "a value that is another key's, or half of one"
+                for key, found in zip(
+                    keys, await fetch(tier, keys, [len(values[key]) for key in keys]), strict=True
+                ):
+                    assert found in (None, values[key]), (
+                        "a value that is another key's, or half of one"
+                    )
                     counts["miss" if found is None else "right"] += 1
 
         async def ranges(keys: list[bytes]) -> None:
             starts = [random.Random(key).randrange(len(values[key])) for key in keys]
-            rooms = [bytearray(len(values[key]) - start) for key, start in zip(keys, starts, strict=True)]
+            rooms = [
+                bytearray(len(values[key]) - start) for key, start in zip(keys, starts, strict=True)
+            ]
             got = await tier.get(keys, [[memoryview(room)] for room in rooms], starts=starts)
             for key, start, room, nbytes in zip(keys, starts, rooms, got, strict=True):
                 assert not isinstance(nbytes, int) or room == values[key][start:]
@@ -516,7 +630,9 @@ class TestNothingIsEverMixed:
             while True:
                 try:
                     return await caller(seed)
-                except TierUnavailable:  # the server has closed a connection in the middle of a call
+                except (
+                    TierUnavailable
+                ):  # the server has closed a connection in the middle of a call
                     seed += 1000
 
         await asyncio.gather(*(tolerant(seed) for seed in range(20)))

@@ -1,4 +1,5 @@
-"""The Redis tier before a server that lies: garbage, lengths that cannot be, halves of replies, answers that nobody asked for.
+"""The Redis tier before a server that lies: garbage, lengths that cannot be, halves of replies,
+answers that nobody asked for.
 
 The server is our own: no real one does these things on request.
 """
@@ -28,7 +29,9 @@ def at(url: str) -> RedisTier:
 
 
 class Liar:
-    """Greets like Redis, and then answers each command with what `say` gives; None closes the connection."""
+    """Greets like Redis, and then answers each command with what `say` gives; None closes the
+    connection.
+    """
 
     def __init__(self) -> None:
         self.port = 0
@@ -116,7 +119,9 @@ async def test_garbage_for_a_value_is_an_error_and_the_end_of_the_connection(
 
 
 @pytest.mark.parametrize("length", [101, 5_000_000, 1 << 40, 9_223_372_036_854_775_807])
-async def test_a_huge_length_is_a_miss_without_memory_for_it(liar: Liar, tier: RedisTier, length: int) -> None:
+async def test_a_huge_length_is_a_miss_without_memory_for_it(
+    liar: Liar, tier: RedisTier, length: int
+) -> None:
     liar.say = lambda _: b"$%d\r\n" % length + b"x" * 101 + b"\r\n"
     memory = bytearray(GUARD * 300)
     assert await tier.get([KEY], [[memoryview(memory)[100:200]]]) == [None]
@@ -125,7 +130,9 @@ async def test_a_huge_length_is_a_miss_without_memory_for_it(liar: Liar, tier: R
     assert await tier.get([KEY], [[memoryview(memory)[100:200]]]) == [2]
 
 
-async def test_more_than_the_range_that_was_asked_for_is_an_error(liar: Liar, tier: RedisTier) -> None:
+async def test_more_than_the_range_that_was_asked_for_is_an_error(
+    liar: Liar, tier: RedisTier
+) -> None:
     liar.say = lambda _: b"$101\r\n" + b"x" * 101 + b"\r\n"
     memory = bytearray(GUARD * 300)
     with pytest.raises(TierError):
@@ -174,7 +181,9 @@ async def test_half_a_value_and_an_end_is_unavailable(liar: Liar, tier: RedisTie
         await broken.close()
 
 
-async def test_a_connection_that_was_closed_while_idle_is_made_again_once(liar: Liar, tier: RedisTier) -> None:
+async def test_a_connection_that_was_closed_while_idle_is_made_again_once(
+    liar: Liar, tier: RedisTier
+) -> None:
     liar.say = lambda _: b":1\r\n"
     assert await tier.probe([KEY]) == [1]
     answers = iter([None, b":2\r\n"])  # it closes instead of answering, as if it had been about to
@@ -187,7 +196,9 @@ async def test_a_connection_that_was_closed_while_idle_is_made_again_once(liar: 
     assert liar.connections == 3, "once, and no more"
 
 
-async def test_d30_a_reply_that_nobody_asked_for_answers_nobody(liar: Liar, tier: RedisTier) -> None:
+async def test_d30_a_reply_that_nobody_asked_for_answers_nobody(
+    liar: Liar, tier: RedisTier
+) -> None:
     liar.say = lambda _: b":5\r\n:666\r\n"
     assert await tier.probe([KEY]) == [5]
     liar.say = lambda _: b":7\r\n"
@@ -210,9 +221,19 @@ async def test_d30_a_cancelled_calls_reply_answers_nobody(liar: Liar, tier: Redi
 
 
 @pytest.mark.parametrize(
-    "reply", [b"*0\r\n", b"*1\r\n:5\r\n", b"*2\r\n:0\r\n*0\r\n", b"$1\r\n0\r\n", b"-ERR no\r\n", b"*2\r\n$1\r\n0\r\n$-1\r\n"]
+    "reply",
+    [
+        b"*0\r\n",
+        b"*1\r\n:5\r\n",
+        b"*2\r\n:0\r\n*0\r\n",
+        b"$1\r\n0\r\n",
+        b"-ERR no\r\n",
+        b"*2\r\n$1\r\n0\r\n$-1\r\n",
+    ],
 )
-async def test_a_scan_that_is_answered_with_nonsense_is_an_error(liar: Liar, tier: RedisTier, reply: bytes) -> None:
+async def test_a_scan_that_is_answered_with_nonsense_is_an_error(
+    liar: Liar, tier: RedisTier, reply: bytes
+) -> None:
     answers = iter([reply])
     liar.say = lambda _: next(answers, None)
     with pytest.raises(TierError):
@@ -244,7 +265,9 @@ async def test_a_cluster_that_says_nonsense_is_an_error(liar: Liar, slots: bytes
 async def test_a_key_that_is_sent_round_in_circles_is_given_up(liar: Liar, code: bytes) -> None:
     port = liar.port
     slots = b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$9\r\n127.0.0.1\r\n:%d\r\n" % port
-    liar.say = lambda words: slots if words[0] == b"CLUSTER" else b"-%b 1 127.0.0.1:%d\r\n" % (code, port)
+    liar.say = lambda words: (
+        slots if words[0] == b"CLUSTER" else b"-%b 1 127.0.0.1:%d\r\n" % (code, port)
+    )
     tier = at(f"redis-cluster://127.0.0.1:{port}")
     with pytest.raises(TierUnavailable):
         await tier.probe([KEY])
@@ -253,7 +276,14 @@ async def test_a_key_that_is_sent_round_in_circles_is_given_up(liar: Liar, code:
 
 
 @pytest.mark.parametrize(
-    "reply", [b"-MOVED\r\n", b"-MOVED 1 nowhere\r\n", b"-MOVED 1 h:99999\r\n", b"-ASK 1 :\r\n", b"-MOVED 1 127.0.0.1:-1\r\n"]
+    "reply",
+    [
+        b"-MOVED\r\n",
+        b"-MOVED 1 nowhere\r\n",
+        b"-MOVED 1 h:99999\r\n",
+        b"-ASK 1 :\r\n",
+        b"-MOVED 1 127.0.0.1:-1\r\n",
+    ],
 )
 async def test_a_redirect_to_nowhere_is_an_error(liar: Liar, tier: RedisTier, reply: bytes) -> None:
     liar.say = lambda _: reply
@@ -286,7 +316,9 @@ async def test_what_a_server_says_of_itself_is_a_fault_of_the_place(
 
 
 async def test_a_password_that_the_server_repeats_is_not_told(liar: Liar) -> None:
-    liar.say = lambda words: b"-ERR unknown command 'AUTH', with args beginning with: '%b'\r\n" % words[-1]
+    liar.say = lambda words: (
+        b"-ERR unknown command 'AUTH', with args beginning with: '%b'\r\n" % words[-1]
+    )
     tier = at(f"redis://:hunter2@127.0.0.1:{liar.port}")
     with pytest.raises(TierDenied) as caught:
         await tier.check()

@@ -1,4 +1,6 @@
-"""What a real Redis holds is written anew while it is read: in strings and in parts, with the time that it had left."""
+"""What a real Redis holds is written anew while it is read: in strings and in parts, with the time
+that it had left.
+"""
 
 import time
 from collections.abc import Iterator
@@ -46,4 +48,6 @@ def test_chunks_there_and_back_with_their_times(server: RedisServer, options: st
         assert all(0 < left <= 5_001_000 for left in left_ms if left != -1)
         old_parts = set(server.call("KEYS", "*")) - set(values)
         for_ever = sum(server.call("PTTL", name) == -1 for name in old_parts)
-        assert for_ever == (4 * 2 if options else 0), "but for the parts of what lasts, all that is left goes by itself"
+        assert for_ever == (4 * 2 if options else 0), (
+            "but for the parts of what lasts, all that is left goes by itself"
+        )

@@ -1,4 +1,6 @@
-"""How a place in Redis is addressed, and the pure parts: names at the server, values in parts, commands as bytes."""
+"""How a place in Redis is addressed, and the pure parts: names at the server, values in parts,
+commands as bytes.
+"""
 
 import pytest
 from hypothesis import given
@@ -71,7 +73,10 @@ def test_what_cannot_be_is_said_before_any_io(line: str, names: str) -> None:
         RedisTier.from_url(parse_url(line))
 
 
-@given(st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES), st.text(st.characters(codec="ascii", exclude_characters="{}\r\n"), max_size=9))
+@given(
+    st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES),
+    st.text(st.characters(codec="ascii", exclude_characters="{}\r\n"), max_size=9),
+)
 def test_a_name_is_one_keys(key: bytes, prefix: str) -> None:
     names = Names(prefix)
     assert names.key(names.of(key)) == key
@@ -80,7 +85,9 @@ def test_a_name_is_one_keys(key: bytes, prefix: str) -> None:
 
 
 @given(st.integers(1, 5000), st.integers(1, 900), st.data())
-def test_spans_are_the_range_and_nothing_else(nbytes: int, part_bytes: int, data: st.DataObject) -> None:
+def test_spans_are_the_range_and_nothing_else(
+    nbytes: int, part_bytes: int, data: st.DataObject
+) -> None:
     head = Head.new(nbytes, part_bytes)
     assert Head.parse(head.pack()) == head
     value = bytes(i % 251 for i in range(nbytes))
@@ -88,14 +95,20 @@ def test_spans_are_the_range_and_nothing_else(nbytes: int, part_bytes: int, data
     assert head.num_parts == len(stored)
     start = data.draw(st.integers(0, nbytes - 1))
     length = data.draw(st.integers(1, nbytes - start))
-    found = [stored[span.part][span.start : span.start + span.nbytes] for span in head.spans(start, length)]
+    found = [
+        stored[span.part][span.start : span.start + span.nbytes]
+        for span in head.spans(start, length)
+    ]
     assert b"".join(found) == value[start : start + length]
     assert [len(piece) for piece in found] == [span.nbytes for span in head.spans(start, length)]
 
 
 @given(st.lists(st.binary(max_size=20), max_size=6), st.integers(0, 60), st.integers(0, 60))
 def test_a_cut_is_a_slice_of_the_same_memory(parts: list[bytes], start: int, nbytes: int) -> None:
-    assert b"".join(cut([memoryview(part) for part in parts], start, nbytes)) == b"".join(parts)[start : start + nbytes]
+    assert (
+        b"".join(cut([memoryview(part) for part in parts], start, nbytes))
+        == b"".join(parts)[start : start + nbytes]
+    )
 
 
 @given(st.binary(max_size=60))
@@ -107,4 +120,8 @@ def test_other_bytes_are_no_head(data: bytes) -> None:
 def test_a_set_is_the_command_with_the_value_in_it() -> None:
     pieces = set_pieces(b"name", [memoryview(b"va"), memoryview(b"lue")], "NX", "PX", 50)
     assert b"".join(pieces) == command("SET", b"name", b"value", "NX", "PX", 50)
-    assert b"".join(set_pieces(b"n", [memoryview(b"v")])) == command("SET", "n", "v") == b"*3\r\n$3\r\nSET\r\n$1\r\nn\r\n$1\r\nv\r\n"
+    assert (
+        b"".join(set_pieces(b"n", [memoryview(b"v")]))
+        == command("SET", "n", "v")
+        == b"*3\r\n$3\r\nSET\r\n$1\r\nn\r\n$1\r\nv\r\n"
+    )

@@ -1,4 +1,6 @@
-"""The Redis tier while servers change their roles: slots that move, nodes of a cluster that die, failovers that Sentinel makes."""
+"""The Redis tier while servers change their roles: slots that move, nodes of a cluster that die,
+failovers that Sentinel makes.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -30,7 +32,9 @@ def slot(key: bytes) -> int:
 
 def test_slots_are_those_of_the_specification() -> None:
     assert slot_of(b"123456789") == 0x31C3
-    assert slot_of(b"{user1000}.following") == slot_of(b"{user1000}.followers") == slot_of(b"user1000")
+    assert (
+        slot_of(b"{user1000}.following") == slot_of(b"{user1000}.followers") == slot_of(b"user1000")
+    )
     assert slot_of(b"foo{}{bar}") != slot_of(b"bar")
     assert slot_of(b"foo{{bar}}zap") == slot_of(b"{bar")
     assert slot_of(b"foo{bar}{zap}") == slot_of(b"bar")
@@ -54,13 +58,17 @@ class TestSlotsThatMove:
         yield tier
         await tier.close()
 
-    async def test_keys_are_on_all_nodes_and_each_answers_for_its_own(self, cluster: RedisCluster, tier: RedisTier) -> None:
+    async def test_keys_are_on_all_nodes_and_each_answers_for_its_own(
+        self, cluster: RedisCluster, tier: RedisTier
+    ) -> None:
         assert await store(tier, VALUES) == [True] * 30
         assert all(node.call("DBSIZE") for node in cluster.nodes)
         assert await tier.probe(list(VALUES)) == SIZES
         assert await fetch(tier, list(VALUES), SIZES) == list(VALUES.values())
 
-    async def test_a_slot_that_has_moved_is_followed(self, cluster: RedisCluster, tier: RedisTier) -> None:
+    async def test_a_slot_that_has_moved_is_followed(
+        self, cluster: RedisCluster, tier: RedisTier
+    ) -> None:
         await tier.check()  # now it knows who serves what
         key = next(iter(VALUES))
         for _ in range(2):
@@ -78,13 +86,19 @@ class TestSlotsThatMove:
             assert await fetch(tier, [key], [2000]) == [VALUES[key]]
             assert await tier.delete([key]) == [True]
 
-    async def test_a_slot_that_is_moving_is_answered_from_both_sides(self, cluster: RedisCluster, tier: RedisTier) -> None:
+    async def test_a_slot_that_is_moving_is_answered_from_both_sides(
+        self, cluster: RedisCluster, tier: RedisTier
+    ) -> None:
         keys = list(VALUES)[:2]
         await store(tier, {keys[0]: VALUES[keys[0]]})
         source = cluster.owner(slot(keys[0]))
         target = next(node for node in cluster.nodes if node is not source)
-        target.call("CLUSTER", "SETSLOT", slot(keys[0]), "IMPORTING", source.call("CLUSTER", "MYID"))
-        source.call("CLUSTER", "SETSLOT", slot(keys[0]), "MIGRATING", target.call("CLUSTER", "MYID"))
+        target.call(
+            "CLUSTER", "SETSLOT", slot(keys[0]), "IMPORTING", source.call("CLUSTER", "MYID")
+        )
+        source.call(
+            "CLUSTER", "SETSLOT", slot(keys[0]), "MIGRATING", target.call("CLUSTER", "MYID")
+        )
         try:
             assert await tier.probe(keys) == [SIZES[0], None]
             source.call("MIGRATE", "127.0.0.1", target.port, Names("kvhold:").of(keys[0]), 0, 5000)
@@ -102,7 +116,9 @@ class TestSlotsThatMove:
             await large.close()
         finally:
             for node in cluster.nodes:
-                node.call("CLUSTER", "SETSLOT", slot(keys[0]), "NODE", source.call("CLUSTER", "MYID"))
+                node.call(
+                    "CLUSTER", "SETSLOT", slot(keys[0]), "NODE", source.call("CLUSTER", "MYID")
+                )
 
     async def test_a_node_that_dies_loses_its_own_keys_alone(self) -> None:
         with RedisCluster() as cluster:
@@ -112,12 +128,18 @@ class TestSlotsThatMove:
             lost = [cluster.owner(slot(key)) is dead for key in VALUES]
             assert any(lost)
             dead.kill()
-            assert await tier.probe(list(VALUES)) == [None if gone else nbytes for gone, nbytes in zip(lost, SIZES, strict=True)]
+            assert await tier.probe(list(VALUES)) == [
+                None if gone else nbytes for gone, nbytes in zip(lost, SIZES, strict=True)
+            ]
             buffers = [bytearray(nbytes) for nbytes in SIZES]
             got = await tier.get(list(VALUES), [[memoryview(buffer)] for buffer in buffers])
             faults = await tier.put([(key, [memoryview(value)]) for key, value in VALUES.items()])
             for i, value in enumerate(VALUES.values()):
-                assert isinstance(got[i], TierUnavailable) if lost[i] else (got[i], buffers[i]) == (len(value), value)
+                assert (
+                    isinstance(got[i], TierUnavailable)
+                    if lost[i]
+                    else (got[i], buffers[i]) == (len(value), value)
+                )
                 assert isinstance(faults[i], TierUnavailable) if lost[i] else faults[i] is None
             with pytest.raises(TierUnavailable):
                 await tier.delete(list(VALUES))
@@ -141,7 +163,9 @@ class TestFailover:
         yield from start_or_skip(RedisSentinels)
 
     @pytest.mark.parametrize("how", ["kill", "pause", pytest.param("ask", marks=pytest.mark.slow)])
-    async def test_the_same_tier_goes_on_at_the_new_primary(self, sentinels: RedisSentinels, how: str) -> None:
+    async def test_the_same_tier_goes_on_at_the_new_primary(
+        self, sentinels: RedisSentinels, how: str
+    ) -> None:
         tier = at(sentinels.url)
         await store(tier, VALUES)
         wait_for(lambda: sentinels.replica.call("DBSIZE") == len(VALUES))

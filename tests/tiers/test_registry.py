@@ -1,4 +1,6 @@
-"""A tier from its line: what is known is made, what is wrong is said, with the line and without its secrets."""
+"""A tier from its line: what is known is made, what is wrong is said, with the line and without its
+secrets.
+"""
 
 import sys
 from importlib.metadata import EntryPoint
@@ -32,9 +34,13 @@ class TestWhatIsMade:
         assert guard == GuardConfig(name="disk")
 
     def test_what_is_the_guard_s_goes_to_the_guard(self) -> None:
-        tier, guard = make_tier("null://?name=n&read_only=true&get_timeout_s=2.5&batch_bytes=1MiB&breaker_failures=9")
+        tier, guard = make_tier(
+            "null://?name=n&read_only=true&get_timeout_s=2.5&batch_bytes=1MiB&breaker_failures=9"
+        )
         assert isinstance(tier, NullTier)
-        assert guard == GuardConfig(name="n", read_only=True, get_timeout_s=2.5, batch_bytes=1 << 20, breaker_failures=9)
+        assert guard == GuardConfig(
+            name="n", read_only=True, get_timeout_s=2.5, batch_bytes=1 << 20, breaker_failures=9
+        )
 
     def test_an_empty_name_is_the_scheme_s(self) -> None:
         assert make_tier("disk:///x?name=")[1].name == "disk"
@@ -47,7 +53,9 @@ class TestWhatIsMade:
         assert not {f.name for f in fields(DiskConfig)} & {f.name for f in fields(GuardConfig)}
 
     def test_wrappers_stand_around_it_the_first_outermost_each_with_its_own_options(self) -> None:
-        tier, guard = make_tier("audit+faults+disk:///x?faults=get:error:0.5&audit_max_keys=7&name=n")
+        tier, guard = make_tier(
+            "audit+faults+disk:///x?faults=get:error:0.5&audit_max_keys=7&name=n"
+        )
         assert isinstance(tier, AuditTier)
         assert isinstance(tier._inner, FaultTier)
         assert isinstance(tier._inner._inner, DiskTier)
@@ -58,7 +66,9 @@ class TestWhatIsMade:
         assert {"disk", "fs", "redis", "s3", "null", "plugin"} <= set(tier_schemes())
         assert list(tier_schemes()) == sorted(tier_schemes())
 
-    def test_nothing_is_imported_for_a_scheme_that_is_not_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_nothing_is_imported_for_a_scheme_that_is_not_used(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.delitem(sys.modules, "kvhold.tiers.s3", raising=False)
         make_tier("null://")
         assert "kvhold.tiers.s3" not in sys.modules
@@ -91,7 +101,9 @@ class TestRefusals:
             ("plugin://m:not-a-name", "write plugin://module:Class"),
         ],
     )
-    def test_a_line_that_cannot_be_is_a_config_error_that_says_why(self, line: str, said: str) -> None:
+    def test_a_line_that_cannot_be_is_a_config_error_that_says_why(
+        self, line: str, said: str
+    ) -> None:
         assert said in refusal(line)
         assert line.partition("?")[0].partition("#")[0].partition(":")[0] in refusal(line)
 
@@ -138,7 +150,9 @@ class TestRefusals:
         assert "hunter2" not in str(refused.value)
         assert "tiers" in str(refused.value)
 
-    def test_a_package_that_is_not_installed_is_named_with_the_command_that_brings_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_package_that_is_not_installed_is_named_with_the_command_that_brings_it(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setitem(sys.modules, "obstore", None)
         monkeypatch.setattr(registry, "import_module", _without_obstore)
         assert "pip install 'kvhold[s3]'" in refusal("s3://bucket")
@@ -181,12 +195,18 @@ class TestPlugins:
     def test_one_that_is_no_tier_is_a_config_error(self, named: str, said: str) -> None:
         assert said in refusal(f"plugin://{named}", plugins=(named,))
 
-    def test_one_whose_import_fails_is_a_config_error(self, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_one_whose_import_fails_is_a_config_error(
+        self, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         (tmp_path / "kvhold_test_broken.py").write_text("def broken(:\n")
         monkeypatch.syspath_prepend(str(tmp_path))
-        assert "SyntaxError" in refusal("plugin://kvhold_test_broken:Tier", plugins=("kvhold_test_broken:Tier",))
+        assert "SyntaxError" in refusal(
+            "plugin://kvhold_test_broken:Tier", plugins=("kvhold_test_broken:Tier",)
+        )
 
-    def test_one_by_its_entry_point_runs_only_when_it_is_listed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_one_by_its_entry_point_runs_only_when_it_is_listed(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         point = EntryPoint("mine", PLUGIN, registry.ENTRY_POINTS)
         monkeypatch.setattr(registry, "_plugins", lambda: {"mine": point})
         with a_place() as place:
@@ -202,4 +222,6 @@ class TestPlugins:
 
     def test_what_a_tier_itself_refuses_is_passed_on_as_it_is(self) -> None:
         with pytest.raises(KVHoldError, match="there is no place"):
-            make_tier("plugin://kvhold.tiers.null:NullTier", plugins=("kvhold.tiers.null:NullTier",))
+            make_tier(
+                "plugin://kvhold.tiers.null:NullTier", plugins=("kvhold.tiers.null:NullTier",)
+            )

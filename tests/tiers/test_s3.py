@@ -1,4 +1,6 @@
-"""The S3 tier against moto's server: the contract, what S3 adds to it, and what goes wrong between here and there."""
+"""The S3 tier against moto's server: the contract, what S3 adds to it, and what goes wrong between
+here and there.
+"""
 
 import asyncio
 import gc
@@ -30,7 +32,9 @@ MIB = 1 << 20
 class OpenTier(Protocol):
     """A tier on the server: `open_tier("prefix", option=value)`; it is closed after the test."""
 
-    async def __call__(self, prefix: str = ..., *, bucket: str = ..., **options: object) -> S3Tier: ...
+    async def __call__(
+        self, prefix: str = ..., *, bucket: str = ..., **options: object
+    ) -> S3Tier: ...
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +56,9 @@ def own_server() -> Iterator[MotoServer]:
 async def opening(server: MotoServer) -> AsyncIterator[OpenTier]:
     async with AsyncExitStack() as stack:
 
-        async def open_tier(prefix: str = "p", *, bucket: str = BUCKET, **options: object) -> S3Tier:
+        async def open_tier(
+            prefix: str = "p", *, bucket: str = BUCKET, **options: object
+        ) -> S3Tier:
             tier = S3Tier.from_url(parse_url(server.url(f"{bucket}/{prefix}", **options)))
             stack.push_async_callback(tier.close)
             return tier
@@ -125,19 +131,34 @@ class TestS3Tier(TierContract):
         return await open_tier(prefix)
 
 
-async def test_tiers_with_different_prefixes_do_not_see_each_other(open_tier: OpenTier, prefix: str) -> None:
-    tiers = [await open_tier(prefix + tail) for tail in ("", "/inner", "-2", "/inner/" + make_key(1)[:NAMESPACE_BYTES].hex())]
+async def test_tiers_with_different_prefixes_do_not_see_each_other(
+    open_tier: OpenTier, prefix: str
+) -> None:
+    tiers = [
+        await open_tier(prefix + tail)
+        for tail in ("", "/inner", "-2", "/inner/" + make_key(1)[:NAMESPACE_BYTES].hex())
+    ]
     for i, tier in enumerate(tiers):
-        assert await store(tier, {make_key(1): make_value(i, 100), make_key(10 + i): b"x"}) == [True, True]
+        assert await store(tier, {make_key(1): make_value(i, 100), make_key(10 + i): b"x"}) == [
+            True,
+            True,
+        ]
     for i, tier in enumerate(tiers):
         assert await scanned(tier) == sorted([make_key(1), make_key(10 + i)])
-        assert await scanned(tier, make_key(1)[:NAMESPACE_BYTES]) == sorted([make_key(1), make_key(10 + i)])
-        assert await fetch(tier, [make_key(1), make_key(11 + i)], [100, 100]) == [make_value(i, 100), None]
+        assert await scanned(tier, make_key(1)[:NAMESPACE_BYTES]) == sorted(
+            [make_key(1), make_key(10 + i)]
+        )
+        assert await fetch(tier, [make_key(1), make_key(11 + i)], [100, 100]) == [
+            make_value(i, 100),
+            None,
+        ]
     assert await tiers[0].delete([make_key(1)]) == [True]
     assert [await tier.probe([make_key(1)]) for tier in tiers] == [[None], [100], [100], [100]]
 
 
-async def test_a_scan_passes_over_what_others_keep_there(server: MotoServer, open_tier: OpenTier, prefix: str) -> None:
+async def test_a_scan_passes_over_what_others_keep_there(
+    server: MotoServer, open_tier: OpenTier, prefix: str
+) -> None:
     tier = await open_tier(prefix)
     await store(tier, {make_key(1): b"x"})
     name = name_of(make_key(2), prefix)
@@ -181,25 +202,42 @@ async def test_an_object_replaced_by_another_client_after_the_probe_is_read_as_i
         assert await tier.get([key], [[memoryview(memory)[:10_000]]]) == [expected]
         assert memory[10_000:] == bytes(2_000)
         assert memory[: expected or 0] == make_value(2, expected or 0)
-        assert await tier.get([key], [[memoryview(bytearray(5_000))]], starts=[3_000]) == [5_000 if nbytes == 20_000 else None]
+        assert await tier.get([key], [[memoryview(bytearray(5_000))]], starts=[3_000]) == [
+            5_000 if nbytes == 20_000 else None
+        ]
         write_object(server, name_of(key, prefix), make_value(1, 10_000))
 
 
-async def test_of_two_clients_that_put_one_key_the_first_one_stays(open_tier: OpenTier, prefix: str) -> None:
+async def test_of_two_clients_that_put_one_key_the_first_one_stays(
+    open_tier: OpenTier, prefix: str
+) -> None:
     tiers = [await open_tier(prefix) for _ in range(4)]
     for turn in range(10):
         values = [make_value(100 * turn + i, 1_000 + i) for i in range(4)]
-        racing = [store(tier, {make_key(turn): value}) for tier, value in zip(tiers, values, strict=True)]
+        racing = [
+            store(tier, {make_key(turn): value}) for tier, value in zip(tiers, values, strict=True)
+        ]
         assert await asyncio.gather(*racing) == [[True]] * 4
         [won] = await fetch(tiers[0], [make_key(turn)], [2_000])
         assert won in values
-        assert await asyncio.gather(*(fetch(tier, [make_key(turn)], [2_000]) for tier in tiers)) == [[won]] * 4
+        assert (
+            await asyncio.gather(*(fetch(tier, [make_key(turn)], [2_000]) for tier in tiers))
+            == [[won]] * 4
+        )
 
 
 @pytest.mark.parametrize(
-    "options", [{"put_if_absent": "false"}, {"multipart_bytes": 1_000}, {"bulk_delete": "false"}, {"unsigned_payload": "false"}]
+    "options",
+    [
+        {"put_if_absent": "false"},
+        {"multipart_bytes": 1_000},
+        {"bulk_delete": "false"},
+        {"unsigned_payload": "false"},
+    ],
 )
-async def test_stores_that_lack_something_do_too(open_tier: OpenTier, prefix: str, options: dict[str, object]) -> None:
+async def test_stores_that_lack_something_do_too(
+    open_tier: OpenTier, prefix: str, options: dict[str, object]
+) -> None:
     tier, key, first = await open_tier(prefix, **options), make_key(1), make_value(1, 5_000)
     assert await store(tier, {key: first, make_key(2): b"2"}) == [True, True]
     assert await store(tier, {key: make_value(2, 6_000)}) == [True]
@@ -208,12 +246,19 @@ async def test_stores_that_lack_something_do_too(open_tier: OpenTier, prefix: st
     assert await scanned(tier) == []
 
 
-async def test_a_large_value_travels_in_parts(server: MotoServer, open_tier: OpenTier, prefix: str) -> None:
-    tier, value = await open_tier(prefix, multipart_bytes="6MiB", part_bytes="5MiB"), make_value(1, 11 * MIB + 3)
+async def test_a_large_value_travels_in_parts(
+    server: MotoServer, open_tier: OpenTier, prefix: str
+) -> None:
+    tier, value = (
+        await open_tier(prefix, multipart_bytes="6MiB", part_bytes="5MiB"),
+        make_value(1, 11 * MIB + 3),
+    )
     parts = [memoryview(value)[:1], memoryview(value)[1 : 6 * MIB], memoryview(value)[6 * MIB :]]
     assert await tier.put([(make_key(1), parts)]) == [None]
     assert await fetch(tier, [make_key(1)], [len(value)]) == [value]
-    etag = boto_client(server, "s3").head_object(Bucket=BUCKET, Key=name_of(make_key(1), prefix))["ETag"]
+    etag = boto_client(server, "s3").head_object(Bucket=BUCKET, Key=name_of(make_key(1), prefix))[
+        "ETag"
+    ]
     assert "-" in etag, "S3 marks what was put in parts"
     assert pending_uploads(server) == []
 
@@ -243,11 +288,15 @@ async def test_a_dead_endpoint_is_unavailable(own_server: MotoServer, open_own: 
     await store(tier, {key: b"x"})
     own_server.kill()
     for call in every_call(tier, [make_key(1), make_key(2)]):
-        with pytest.raises(TierUnavailable, match=rf"{BUCKET}.*127\.0\.0\.1:{own_server.port}.*Connection refused"):
+        with pytest.raises(
+            TierUnavailable, match=rf"{BUCKET}.*127\.0\.0\.1:{own_server.port}.*Connection refused"
+        ):
             await call()
 
 
-async def test_a_server_that_comes_back_is_used_again(own_server: MotoServer, open_own: OpenTier) -> None:
+async def test_a_server_that_comes_back_is_used_again(
+    own_server: MotoServer, open_own: OpenTier
+) -> None:
     tier, key = await open_own(), make_key(1)
     await store(tier, {key: b"x"})
     own_server.kill()
@@ -258,13 +307,18 @@ async def test_a_server_that_comes_back_is_used_again(own_server: MotoServer, op
     assert await fetch(tier, [key], [1]) == [b"y"]
 
 
-async def test_wrong_credentials_are_denied_and_never_shown(own_server: MotoServer, open_own: OpenTier) -> None:
+async def test_wrong_credentials_are_denied_and_never_shown(
+    own_server: MotoServer, open_own: OpenTier
+) -> None:
     own_server.demand_credentials()
     good = await open_own()
     await good.check()
     assert await store(good, {make_key(1): b"x"}) == [True]
     key_id, secret = "AKIAWRONGWRONGWRONG1", "veryverysecretkey"
-    for options in ({"access_key_id": key_id, "secret_access_key": secret}, {"secret_access_key": secret}):
+    for options in (
+        {"access_key_id": key_id, "secret_access_key": secret},
+        {"secret_access_key": secret},
+    ):
         tier = await open_own(**options)
         for call in every_call(tier, [make_key(1)]):
             with pytest.raises(TierDenied, match="credentials") as caught:
@@ -274,12 +328,16 @@ async def test_wrong_credentials_are_denied_and_never_shown(own_server: MotoServ
             assert own_server.access_key_id not in str(caught.value)
 
 
-async def test_credentials_come_from_the_environment(own_server: MotoServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_credentials_come_from_the_environment(
+    own_server: MotoServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own_server.demand_credentials()
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", own_server.access_key_id)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", own_server.secret_access_key)
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")  # the option wins
-    tier = opened(S3Tier.from_url(parse_url(f"s3://{BUCKET}/p?endpoint=http://127.0.0.1:{own_server.port}")))
+    tier = opened(
+        S3Tier.from_url(parse_url(f"s3://{BUCKET}/p?endpoint=http://127.0.0.1:{own_server.port}"))
+    )
     await tier.check()
     assert await store(tier, {make_key(1): b"x"}) == [True]
     await tier.close()
@@ -299,7 +357,9 @@ async def test_a_bucket_that_is_not_there_is_named(open_tier: OpenTier) -> None:
 
 @pytest.fixture
 def no_time_for_others() -> Iterator[None]:
-    """Other threads get the GIL where this one waits, and nowhere else; what is old is not searched for garbage."""
+    """Other threads get the GIL where this one waits, and nowhere else; what is old is not searched
+    for garbage.
+    """
     interval = sys.getswitchinterval()
     sys.setswitchinterval(10)
     gc.collect()
@@ -310,19 +370,27 @@ def no_time_for_others() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_time_for_others")
-async def test_a_put_to_a_silent_server_can_be_cancelled_and_lets_go_of_memory(own_server: MotoServer, open_own: OpenTier) -> None:
+async def test_a_put_to_a_silent_server_can_be_cancelled_and_lets_go_of_memory(
+    own_server: MotoServer, open_own: OpenTier
+) -> None:
     tier = await open_own()
     await store(tier, {make_key(0): b"x"})
     mine = [bytearray(8 * MIB) for _ in range(12)]
     own_server.pause()
-    await given_up(asyncio.ensure_future(tier.put([(make_key(i), [memoryview(m)]) for i, m in enumerate(mine)])))
+    await given_up(
+        asyncio.ensure_future(
+            tier.put([(make_key(i), [memoryview(m)]) for i, m in enumerate(mine)])
+        )
+    )
     for memory in mine:
         assert_nobody_holds(memory)
     own_server.resume()
     assert await tier.probe([make_key(i) for i in range(12)]) == [1, *[None] * 11]
 
 
-async def test_a_get_from_a_silent_server_can_be_cancelled_and_lets_go_of_memory(own_server: MotoServer, open_own: OpenTier) -> None:
+async def test_a_get_from_a_silent_server_can_be_cancelled_and_lets_go_of_memory(
+    own_server: MotoServer, open_own: OpenTier
+) -> None:
     tier, values = await open_own(), {make_key(i): make_value(i, 2 * MIB) for i in range(3)}
     await store(tier, values)
     mine = [bytearray(2 * MIB) for _ in values]
@@ -336,7 +404,9 @@ async def test_a_get_from_a_silent_server_can_be_cancelled_and_lets_go_of_memory
         assert_nobody_holds(memory)
 
 
-async def test_other_calls_on_a_silent_server_can_be_cancelled(own_server: MotoServer, open_own: OpenTier) -> None:
+async def test_other_calls_on_a_silent_server_can_be_cancelled(
+    own_server: MotoServer, open_own: OpenTier
+) -> None:
     tier = await open_own()
     await store(tier, {make_key(1): b"x"})
     own_server.pause()
@@ -346,7 +416,9 @@ async def test_other_calls_on_a_silent_server_can_be_cancelled(own_server: MotoS
     assert await tier.probe([make_key(1)]) in ([1], [None])  # the delete may have arrived
 
 
-async def test_a_server_killed_amid_a_put_is_unavailable(own_server: MotoServer, open_own: OpenTier) -> None:
+async def test_a_server_killed_amid_a_put_is_unavailable(
+    own_server: MotoServer, open_own: OpenTier
+) -> None:
     tier, mine = await open_own(), bytearray(32 * MIB)
     await store(tier, {make_key(0): b"x"})
     own_server.pause()
@@ -385,7 +457,10 @@ async def test_what_obstore_has_raised_holds_nobodys_memory(
     assert await tier.replace([(make_key(1), [memoryview(mine)])]) == [False]
     assert len(raised) == 4
     own_server.kill()
-    for call in (tier.put([(make_key(1), [memoryview(mine)])]), tier.get([make_key(0)], [[memoryview(mine)]])):
+    for call in (
+        tier.put([(make_key(1), [memoryview(mine)])]),
+        tier.get([make_key(0)], [[memoryview(mine)]]),
+    ):
         with pytest.raises(TierUnavailable):
             await call
     assert len(raised) == 6
@@ -393,11 +468,17 @@ async def test_what_obstore_has_raised_holds_nobodys_memory(
     assert_nobody_holds(mine)
 
 
-async def test_a_connection_that_breaks_amid_a_value_loses_that_value_alone(server: MotoServer, prefix: str) -> None:
-    values = {make_key(i): make_value(i, nbytes) for i, nbytes in enumerate((1_000, 3 * MIB, 2_000))}
+async def test_a_connection_that_breaks_amid_a_value_loses_that_value_alone(
+    server: MotoServer, prefix: str
+) -> None:
+    values = {
+        make_key(i): make_value(i, nbytes) for i, nbytes in enumerate((1_000, 3 * MIB, 2_000))
+    }
     async with broken_after(server.port, 1 * MIB) as port:
         endpoint = f"http://127.0.0.1:{port}"
-        tier = opened(S3Tier.from_url(parse_url(server.url(f"{BUCKET}/{prefix}", endpoint=endpoint))))
+        tier = opened(
+            S3Tier.from_url(parse_url(server.url(f"{BUCKET}/{prefix}", endpoint=endpoint)))
+        )
         assert await store(tier, values) == [True] * 3
         memory = [bytearray(3 * MIB) for _ in values]
         got = await tier.get(list(values), [[memoryview(m)] for m in memory])
@@ -423,9 +504,17 @@ async def test_a_connection_that_breaks_amid_a_value_loses_that_value_alone(serv
         (400, "InvalidRequest", TierError, "InvalidRequest"),
     ],
 )
-async def test_answers_that_moto_never_gives_are_named(status: int, code: str, kind: type[TierError], message: str) -> None:
-    body = f"<Error><Code>{code}</Code><Message>said</Message><AWSAccessKeyId>hidden</AWSAccessKeyId></Error>" if code else ""
-    async with answering(f"HTTP/1.1 {status} X\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()) as port:
+async def test_answers_that_moto_never_gives_are_named(
+    status: int, code: str, kind: type[TierError], message: str
+) -> None:
+    body = (
+        f"<Error><Code>{code}</Code><Message>said</Message><AWSAccessKeyId>hidden</AWSAccessKeyId></Error>"
+        if code
+        else ""
+    )
+    async with answering(
+        f"HTTP/1.1 {status} X\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+    ) as port:
         url = f"s3://{BUCKET}/p?endpoint=http://127.0.0.1:{port}&access_key_id=hidden&secret_access_key=hidden"
         tier = opened(S3Tier.from_url(parse_url(url)))
         items = [(make_key(1), [memoryview(b"x")])]
@@ -461,14 +550,27 @@ def test_what_cannot_work_is_refused_when_it_is_made() -> None:
 
 
 def test_secrets_are_in_no_repr() -> None:
-    config = S3Config(bucket="bucket", access_key_id="hidden1", secret_access_key="hidden2", session_token="hidden3")
+    config = S3Config(
+        bucket="bucket",
+        access_key_id="hidden1",
+        secret_access_key="hidden2",
+        session_token="hidden3",
+    )
     assert "hidden" not in repr(config)
     assert "hidden" not in repr(S3Tier(config))
-    assert "hidden" not in parse_url("s3://bucket/p?access_key_id=hidden&secret_access_key=hidden&session_token=hidden").shown
+    assert (
+        "hidden"
+        not in parse_url(
+            "s3://bucket/p?access_key_id=hidden&secret_access_key=hidden&session_token=hidden"
+        ).shown
+    )
 
 
 def test_a_virtual_host_has_the_bucket_in_its_name() -> None:
-    assert endpoint_of(S3Config(bucket="kv", endpoint="https://host:9000/", virtual_hosted=True)) == "https://kv.host:9000"
+    assert (
+        endpoint_of(S3Config(bucket="kv", endpoint="https://host:9000/", virtual_hosted=True))
+        == "https://kv.host:9000"
+    )
     assert endpoint_of(S3Config(bucket="kv", endpoint="https://host:9000")) == "https://host:9000"
 
 
@@ -509,7 +611,9 @@ async def answering(answer: bytes) -> AsyncIterator[int]:
 async def broken_after(port: int, nbytes: int) -> AsyncIterator[int]:
     """The port of a way to `port` whose connections break after so many bytes from there."""
 
-    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, most: float) -> None:
+    async def forward(
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter, most: float
+    ) -> None:
         try:
             while most > 0 and (data := await reader.read(1 << 16)):
                 writer.write(data)

@@ -1,6 +1,6 @@
 """The S3 tier against a real Ceph gateway: the contract, and what moto could be wrong about.
 
-pytest tests/tiers/test_s3_ceph.py          # needs Ceph's programs: the skip says how to install them
+pytest tests/tiers/test_s3_ceph.py  # needs Ceph's programs: the skip says how to install them
 """
 
 import asyncio
@@ -33,7 +33,11 @@ def server() -> Iterator[CephGateway]:
 
 @pytest.fixture
 async def tier(server: CephGateway) -> AsyncIterator[S3Tier]:
-    tier = S3Tier.from_url(parse_url(server.url(f"{BUCKET}/test-{next(_numbers)}", multipart_bytes="6MiB", part_bytes="5MiB")))
+    tier = S3Tier.from_url(
+        parse_url(
+            server.url(f"{BUCKET}/test-{next(_numbers)}", multipart_bytes="6MiB", part_bytes="5MiB")
+        )
+    )
     yield tier
     await tier.close()
 
@@ -44,17 +48,24 @@ class TestS3TierOnCeph(TierContract):
         return tier
 
 
-async def test_of_two_clients_that_put_one_key_the_first_one_stays(server: CephGateway, tier: S3Tier) -> None:
+async def test_of_two_clients_that_put_one_key_the_first_one_stays(
+    server: CephGateway, tier: S3Tier
+) -> None:
     for turn in range(10):
         values = [make_value(100 * turn + i, 1_000 + i) for i in range(4)]
-        assert await asyncio.gather(*(store(tier, {make_key(turn): value}) for value in values)) == [[True]] * 4
+        assert (
+            await asyncio.gather(*(store(tier, {make_key(turn): value}) for value in values))
+            == [[True]] * 4
+        )
         [won] = await fetch(tier, [make_key(turn)], [2_000])
         assert won in values
         assert await store(tier, {make_key(turn): b"late"}) == [True]
         assert await fetch(tier, [make_key(turn)], [2_000]) == [won]
 
 
-async def test_a_large_value_travels_in_parts_and_leaves_none(server: CephGateway, tier: S3Tier) -> None:
+async def test_a_large_value_travels_in_parts_and_leaves_none(
+    server: CephGateway, tier: S3Tier
+) -> None:
     value = make_value(1, 11 * MIB + 3)
     assert await store(tier, {make_key(1): value}) == [True]
     assert await fetch(tier, [make_key(1)], [len(value)]) == [value]
@@ -74,7 +85,11 @@ async def test_what_is_wrong_is_named(server: CephGateway) -> None:
         ("no-such-bucket", {}, TierUnavailable, "no-such-bucket"),
     ):
         tier = opened(S3Tier.from_url(parse_url(server.url(place, **options))))
-        for call in (tier.check, lambda tier=tier: store(tier, {make_key(1): b"x"}), lambda tier=tier: scanned(tier)):
+        for call in (
+            tier.check,
+            lambda tier=tier: store(tier, {make_key(1): b"x"}),
+            lambda tier=tier: scanned(tier),
+        ):
             with pytest.raises(kind, match=message) as caught:
                 await call()
             assert "hidden" not in str(caught.value)

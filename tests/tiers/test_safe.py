@@ -1,4 +1,6 @@
-"""Folders and files of ours: what another user could have put there, or could change, is refused before it is used."""
+"""Folders and files of ours: what another user could have put there, or could change, is refused
+before it is used.
+"""
 
 import os
 import socket
@@ -15,7 +17,9 @@ from kvhold.tiers.files.safe import Unsafe, open_folder, open_own_file
 from kvhold.tiers.fs import SharedFilesTier
 from kvhold.tiers.url import parse_url
 
-only_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file to somebody else")
+only_root = pytest.mark.skipif(
+    os.getuid() != 0, reason="only root can give a file to somebody else"
+)
 NOBODY = 65534
 
 
@@ -35,22 +39,33 @@ def opens(path: Path, **options: bool) -> bool:
 
 
 class TestFolders:
-    def test_what_is_missing_is_made_for_this_user_alone_whatever_the_umask(self, tmp_path: Path) -> None:
+    def test_what_is_missing_is_made_for_this_user_alone_whatever_the_umask(
+        self, tmp_path: Path
+    ) -> None:
         with umask(0o777):
             assert opens(tmp_path / "a" / "b" / "c")
         modes = [(tmp_path / name).stat().st_mode & 0o777 for name in ("a", "a/b", "a/b/c")]
         assert modes == [0o700] * 3
 
-    def test_a_folder_of_ours_that_a_umask_has_closed_to_us_is_opened_again(self, tmp_path: Path) -> None:
+    def test_a_folder_of_ours_that_a_umask_has_closed_to_us_is_opened_again(
+        self, tmp_path: Path
+    ) -> None:
         (tmp_path / "a").mkdir(mode=0o600)
         assert opens(tmp_path / "a")
         assert (tmp_path / "a").stat().st_mode & 0o777 == 0o700
 
-    @pytest.mark.parametrize(("mode", "told"), [(0o777, "every user"), (0o1777, "every user"), (0o702, "every user")])
-    def test_one_that_all_can_write_to_is_refused_with_the_way_out(self, tmp_path: Path, mode: int, told: str) -> None:
+    @pytest.mark.parametrize(
+        ("mode", "told"), [(0o777, "every user"), (0o1777, "every user"), (0o702, "every user")]
+    )
+    def test_one_that_all_can_write_to_is_refused_with_the_way_out(
+        self, tmp_path: Path, mode: int, told: str
+    ) -> None:
         (tmp_path / "a").mkdir()
         (tmp_path / "a").chmod(mode)
-        with pytest.raises(Unsafe, match=rf"{tmp_path}/a can be written to by {told} \(mode {mode:o}\); chmod it to 700"):
+        with pytest.raises(
+            Unsafe,
+            match=rf"{tmp_path}/a can be written to by {told} \(mode {mode:o}\); chmod it to 700",
+        ):
             open_folder(tmp_path / "a")
         assert opens(tmp_path / "a", any_owner=True)
 
@@ -69,7 +84,9 @@ class TestFolders:
         (tmp_path / "a").mkdir()
         (tmp_path / "a").chmod(0o777)
         (tmp_path / "a" / "b").mkdir(mode=0o700)
-        with pytest.raises(Unsafe, match=rf"{tmp_path}/a can be written to by every user, who could replace"):
+        with pytest.raises(
+            Unsafe, match=rf"{tmp_path}/a can be written to by every user, who could replace"
+        ):
             open_folder(tmp_path / "a" / "b")
         (tmp_path / "a").chmod(0o1777)
         assert opens(tmp_path / "a" / "b"), "as in /tmp"
@@ -105,7 +122,9 @@ class TestFolders:
 
 class TestFiles:
     @pytest.mark.parametrize("kind", ["a link", "a hard link", "a pipe", "a socket", "a folder"])
-    def test_only_a_regular_file_of_ours_with_one_name_is_opened(self, tmp_path: Path, kind: str) -> None:
+    def test_only_a_regular_file_of_ours_with_one_name_is_opened(
+        self, tmp_path: Path, kind: str
+    ) -> None:
         precious, planted = tmp_path / "precious", tmp_path / "lock"
         precious.write_text("precious")
         match kind:
@@ -121,7 +140,9 @@ class TestFiles:
             case "a folder":
                 planted.mkdir()
         folder = open_folder(tmp_path)
-        with pytest.raises(OSError, match=r"symbolic link|no regular file|another name|No such device|directory"):
+        with pytest.raises(
+            OSError, match=r"symbolic link|no regular file|another name|No such device|directory"
+        ):
             open_own_file("lock", os.O_RDWR | os.O_CREAT, dir_fd=folder)
         os.close(folder)
         assert precious.read_text() == "precious"
@@ -146,7 +167,9 @@ class TestTiers:
         place.chmod(0o777)
         url = f"{tier_class.traits.name if tier_class is SharedFilesTier else 'disk'}://{place}?direct=never"
         tier = tier_class.from_url(parse_url(url))
-        with pytest.raises(TierDenied, match=r"can be written to by every user .*chmod it to 700.*any_owner=true"):
+        with pytest.raises(
+            TierDenied, match=r"can be written to by every user .*chmod it to 700.*any_owner=true"
+        ):
             await tier.check()
         assert list(place.iterdir()) == []
         await tier.close()
@@ -165,9 +188,13 @@ class TestTiers:
         await tier.close()
         assert (tmp_path / "precious").read_text() == "precious"
 
-    async def test_the_folders_of_a_tier_are_its_users_alone_whatever_the_umask(self, tmp_path: Path) -> None:
+    async def test_the_folders_of_a_tier_are_its_users_alone_whatever_the_umask(
+        self, tmp_path: Path
+    ) -> None:
         with umask(0o177):
             tier = DiskTier.from_url(parse_url(f"disk://{tmp_path}/kv"))
             assert await store(tier, {make_key(1): b"x" * 100}) == [True]
             await tier.close()
-        assert {path.stat().st_mode & 0o777 for path in (tmp_path / "kv").rglob("*") if path.is_dir()} == {0o700}
+        assert {
+            path.stat().st_mode & 0o777 for path in (tmp_path / "kv").rglob("*") if path.is_dir()
+        } == {0o700}

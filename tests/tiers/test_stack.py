@@ -23,16 +23,31 @@ def places() -> Iterator[list[Place]]:
 
 def stack_of(places: list[Place], **settings: object) -> Stack:
     metrics = Metrics()
-    return Stack([Guard(MemoryTier(place), GuardConfig(**settings), name=place.name, metrics=metrics) for place in places])
+    return Stack(
+        [
+            Guard(MemoryTier(place), GuardConfig(**settings), name=place.name, metrics=metrics)
+            for place in places
+        ]
+    )
 
 
-async def test_a_key_is_where_the_first_tier_has_it_and_each_is_asked_for_what_none_above_has(places: list[Place]) -> None:
+async def test_a_key_is_where_the_first_tier_has_it_and_each_is_asked_for_what_none_above_has(
+    places: list[Place],
+) -> None:
     places[0].values = {KEYS[1]: b"1"}
     places[1].values = {KEYS[0]: b"00", KEYS[1]: b"other"}
     places[2].values = {KEYS[0]: b"000", KEYS[3]: b"333"}
     stack = stack_of(places)
-    assert await stack.probe(KEYS) == {KEYS[1]: Where(0, 1), KEYS[0]: Where(1, 2), KEYS[3]: Where(2, 3)}
-    assert [place.asked["probe"] for place in places] == [[KEYS], [[KEYS[0], *KEYS[2:]]], [KEYS[2:]]]
+    assert await stack.probe(KEYS) == {
+        KEYS[1]: Where(0, 1),
+        KEYS[0]: Where(1, 2),
+        KEYS[3]: Where(2, 3),
+    }
+    assert [place.asked["probe"] for place in places] == [
+        [KEYS],
+        [[KEYS[0], *KEYS[2:]]],
+        [KEYS[2:]],
+    ]
     await stack.close()
 
 
@@ -63,7 +78,10 @@ async def test_what_is_read_only_is_not_cleared(places: list[Place]) -> None:
     for place in places:
         place.values = dict.fromkeys(KEYS, b"x")
     metrics = Metrics()
-    guards = [Guard(MemoryTier(p), GuardConfig(read_only=i == 1), name=p.name, metrics=metrics) for i, p in enumerate(places)]
+    guards = [
+        Guard(MemoryTier(p), GuardConfig(read_only=i == 1), name=p.name, metrics=metrics)
+        for i, p in enumerate(places)
+    ]
     stack = Stack(guards)
     assert await stack.clear(KEYS[0]) == 2
     assert [len(place.values) for place in places] == [3, 4, 3]

@@ -19,11 +19,19 @@ def test_a_table_is_a_dictionary(steps: list[tuple[str, int]]) -> None:
         elif what == "delete" and key in model:
             del table[key], model[key]
         elif what == "empty":
-            assert sorted(value for part in table.emptied() for value in part) == sorted(model.values())
+            assert sorted(value for part in table.emptied() for value in part) == sorted(
+                model.values()
+            )
             model.clear()
         assert len(table) == len(model)
-        assert [table.get(make_key(n)) for n in range(31)] == [model.get(make_key(n)) for n in range(31)]
-        assert sorted(value for part in table.parts() for value in part) == sorted(table.values()) == sorted(model.values())
+        assert [table.get(make_key(n)) for n in range(31)] == [
+            model.get(make_key(n)) for n in range(31)
+        ]
+        assert (
+            sorted(value for part in table.parts() for value in part)
+            == sorted(table.values())
+            == sorted(model.values())
+        )
 
 
 @given(st.lists(st.lists(NUMBERS, max_size=10), max_size=10))
@@ -31,7 +39,9 @@ def test_a_set_knows_which_keys_are_new_until_it_is_emptied(calls: list[list[int
     keys, model = KeySet(), dict[bytes, None]()
     for numbers in calls:
         given_keys = [make_key(number) for number in numbers]
-        assert keys.add(given_keys) == [key for key in dict.fromkeys(given_keys) if key not in model]
+        assert keys.add(given_keys) == [
+            key for key in dict.fromkeys(given_keys) if key not in model
+        ]
         model |= dict.fromkeys(given_keys)
     assert sum(keys.emptied()) == len(model)
     assert keys.add(list(model)) == list(model)
@@ -43,9 +53,13 @@ def test_a_list_keeps_the_order_in_short_parts(num_given: int, num_added: int) -
     listed = KeyList([bytes([number % 256]) for number in numbers[:num_given]])
     begun = [listed.append(bytes([number % 256])) for number in numbers[num_given:]]
     assert len(listed) == len(numbers)
-    assert b"".join(key for part in listed.parts for key in part) == bytes(number % 256 for number in numbers)
+    assert b"".join(key for part in listed.parts for key in part) == bytes(
+        number % 256 for number in numbers
+    )
     assert all(len(part) == KEYS_A_PART for part in listed.parts[:-1])
     assert begun.count(True) == len(listed.parts) - -(-num_given // KEYS_A_PART)
     parts = list(listed.taken())
-    assert b"".join(key for part in reversed(parts) for key in part) == bytes(number % 256 for number in numbers)
+    assert b"".join(key for part in reversed(parts) for key in part) == bytes(
+        number % 256 for number in numbers
+    )
     assert (len(listed), listed.parts) == (0, [])

@@ -29,8 +29,12 @@ def test_what_is_shown_has_no_secrets() -> None:
     url = parse_url("redis://me:hush@h:1/0?token=hush&aws_secret_access_key=hush&wait_s=3")
     assert url.shown == "redis://me:***@h:1/0?token=***&aws_secret_access_key=***&wait_s=3"
     assert parse_url("redis://:hush@h").shown == "redis://:***@h"
-    assert parse_url("kvhold://hush@h").shown == "kvhold://***@h", "a user without a password may be a token"
-    misspelt = "redis://h?pasword=hush&pwd=hush&access-key=hush&tokn_file=/a&key_file=/b&audit_max_keys=3"
+    assert parse_url("kvhold://hush@h").shown == "kvhold://***@h", (
+        "a user without a password may be a token"
+    )
+    misspelt = (
+        "redis://h?pasword=hush&pwd=hush&access-key=hush&tokn_file=/a&key_file=/b&audit_max_keys=3"
+    )
     assert "hush" not in parse_url(misspelt).shown
     assert parse_url(misspelt).shown.endswith("&tokn_file=/a&key_file=/b&audit_max_keys=3")
 
@@ -40,7 +44,9 @@ def test_its_repr_shows_no_secrets() -> None:
     assert repr(url) == "TierUrl(redis://me:***@h:1/0?token=***&wait_s=3)"
 
 
-def test_a_secret_may_be_named_instead_of_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_secret_may_be_named_instead_of_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PASSWORD", "s%40/c")
     (tmp_path / "token").write_text("t/k@n\n")
     url = parse_url(f"redis://me:${{env:PASSWORD}}@h:1/0?path=${{file:{tmp_path}/token}}")
@@ -104,7 +110,10 @@ def test_a_line_that_is_none_is_an_error(text: str, told: str) -> None:
 
 
 def test_a_bad_option_is_named_with_the_nearest_valid_one() -> None:
-    with pytest.raises(ConfigError, match=r"disk:///d\?max_byte=1: there is no setting 'max_byte'; did you mean 'max_bytes'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"disk:///d\?max_byte=1: there is no setting 'max_byte'; did you mean 'max_bytes'",
+    ):
         parse_url("disk:///d?max_byte=1").apply(Settings())
     with pytest.raises(ConfigError, match=r"wait_s = 'soon': must be a number"):
         parse_url("disk:///d?wait_s=soon").apply(Settings())

@@ -1,4 +1,6 @@
-"""What the tests with transformers share: models made once, and a cache that must be as empty after a test as before it."""
+"""What the tests with transformers share: models made once, and a cache that must be as empty after
+a test as before it.
+"""
 
 import functools
 from collections.abc import Callable, Iterator

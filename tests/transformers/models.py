@@ -1,4 +1,6 @@
-"""Tiny models with random weights, large enough apart in their logits that a rounding error changes no choice; and prompts for them."""
+"""Tiny models with random weights, large enough apart in their logits that a rounding error changes
+no choice; and prompts for them.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +29,15 @@ _SIZES = {
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: LlamaConfig(**_SIZES),
     "qwen2": lambda: Qwen2Config(**_SIZES),
-    "gpt2": lambda: GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2, n_positions=256),
+    "gpt2": lambda: GPT2Config(
+        vocab_size=VOCABULARY,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        bos_token_id=1,
+        eos_token_id=2,
+        n_positions=256,
+    ),
 }
 
 
@@ -54,7 +64,9 @@ def make_model(kind: str = "llama", *, seed: int = 0) -> Any:
 def prompt_of(num_tokens: int, *, seed: int = 0, rows: int = 1) -> torch.Tensor:
     """int64 [rows, num_tokens]; two lengths of one seed share their beginning."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(SMALLEST_TOKEN, VOCABULARY, (rows, 512), generator=generator)[:, :num_tokens]
+    return torch.randint(SMALLEST_TOKEN, VOCABULARY, (rows, 512), generator=generator)[
+        :, :num_tokens
+    ]
 
 
 def small_chunks() -> Config:

@@ -1,4 +1,6 @@
-"""Architectures of transformers with which reuse is shown to change no token, beside those that every test here uses."""
+"""Architectures of transformers with which reuse is shown to change no token, beside those that
+every test here uses.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +13,12 @@ from kvhold.cache import LocalCache
 from kvhold.integrations.transformers import Reuse
 from tests.transformers.models import model_of, prompt_of, sizes, small_chunks
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 64,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -22,7 +29,14 @@ LLAMA3 = {
 }
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 FIXED_HEADS = {name: size for name, size in sizes().items() if name != "num_key_value_heads"}
-OLD_NAMES = {"vocab_size": 211, "n_embd": 32, "n_head": 4, "n_layer": 2, "bos_token_id": 1, "eos_token_id": 2}
+OLD_NAMES = {
+    "vocab_size": 211,
+    "n_embd": 32,
+    "n_head": 4,
+    "n_layer": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 CONFIGS: dict[str, Callable[[], Any]] = {
     "Llama, YaRN": lambda: hf.LlamaConfig(**sizes(), rope_parameters=YARN),
@@ -61,9 +75,13 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # GPT-BigCode
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
+)  # GPT-BigCode
 @pytest.mark.parametrize("make", CONFIGS.values(), ids=CONFIGS.keys())
-def test_generates_the_same_tokens_from_part_of_a_prompt_and_from_all_of_it(cache: LocalCache, make: Callable[[], Any]) -> None:
+def test_generates_the_same_tokens_from_part_of_a_prompt_and_from_all_of_it(
+    cache: LocalCache, make: Callable[[], Any]
+) -> None:
     model = model_of(make())
     reuse = Reuse(model, cache, config=small_chunks())
     options = {"max_new_tokens": 3, "do_sample": False}

@@ -1,4 +1,6 @@
-"""What cannot be served goes to the model as it is, with a reason, and models that cannot be served are refused."""
+"""What cannot be served goes to the model as it is, with a reason, and models that cannot be served
+are refused.
+"""
 
 import logging
 import re
@@ -58,27 +60,72 @@ TWO = prompt_of(50, rows=2)
 
 GENERATE = [
     pytest.param(lambda m: (TWO, {"attention_mask": padded()}), "padded", id="padding"),
-    pytest.param(lambda m: (prompt_of(50), {"attention_mask": torch.ones(1, 51).long()}), "shape", id="a mask of another shape"),
-    pytest.param(lambda m: (prompt_of(50), {"past_key_values": filled(m)}), "past_key_values", id="a cache of the caller's"),
-    pytest.param(lambda m: (None, {"inputs_embeds": m.get_input_embeddings()(prompt_of(50))}), "not .rows, tokens.", id="embeddings"),
     pytest.param(
-        lambda m: (prompt_of(50), {"inputs_embeds": m.get_input_embeddings()(prompt_of(50))}), "inputs_embeds", id="embeddings and tokens"
+        lambda m: (prompt_of(50), {"attention_mask": torch.ones(1, 51).long()}),
+        "shape",
+        id="a mask of another shape",
     ),
-    pytest.param(lambda m: (prompt_of(50), {"position_ids": torch.arange(7, 57)[None]}), "position_ids", id="positions"),
+    pytest.param(
+        lambda m: (prompt_of(50), {"past_key_values": filled(m)}),
+        "past_key_values",
+        id="a cache of the caller's",
+    ),
+    pytest.param(
+        lambda m: (None, {"inputs_embeds": m.get_input_embeddings()(prompt_of(50))}),
+        "not .rows, tokens.",
+        id="embeddings",
+    ),
+    pytest.param(
+        lambda m: (prompt_of(50), {"inputs_embeds": m.get_input_embeddings()(prompt_of(50))}),
+        "inputs_embeds",
+        id="embeddings and tokens",
+    ),
+    pytest.param(
+        lambda m: (prompt_of(50), {"position_ids": torch.arange(7, 57)[None]}),
+        "position_ids",
+        id="positions",
+    ),
     pytest.param(lambda m: (prompt_of(50), {"use_cache": False}), "use_cache", id="no cache"),
-    pytest.param(lambda m: (prompt_of(50), {"cache_implementation": "static"}), "cache_implementation is static", id="a static cache"),
-    pytest.param(lambda m: (prompt_of(50), {"cache_implementation": "dynamic"}), "cache_implementation", id="a dynamic cache by name"),
-    pytest.param(lambda m: (prompt_of(50), {"prefill_chunk_size": 16}), "prefill_chunk_size", id="prefill in pieces"),
-    pytest.param(lambda m: (prompt_of(50), {"prompt_lookup_num_tokens": 3}), "assisted_generation", id="speculation"),
-    pytest.param(lambda m: (prompt_of(50), {"assistant_model": make_model(seed=1)}), "assistant_model", id="an assistant"),
     pytest.param(
-        lambda m: (prompt_of(50), {"output_hidden_states": True, "return_dict_in_generate": True}), "output_hidden_states", id="hidden"
+        lambda m: (prompt_of(50), {"cache_implementation": "static"}),
+        "cache_implementation is static",
+        id="a static cache",
     ),
     pytest.param(
-        lambda m: (torch.cat([torch.zeros(1, 5).long(), prompt_of(45)], 1), {"pad_token_id": 0}), "guesses", id="pads without a mask"
+        lambda m: (prompt_of(50), {"cache_implementation": "dynamic"}),
+        "cache_implementation",
+        id="a dynamic cache by name",
     ),
     pytest.param(
-        lambda m: (prompt_of(50), {"generation_config": GenerationConfig(use_cache=False, **GREEDY)}),
+        lambda m: (prompt_of(50), {"prefill_chunk_size": 16}),
+        "prefill_chunk_size",
+        id="prefill in pieces",
+    ),
+    pytest.param(
+        lambda m: (prompt_of(50), {"prompt_lookup_num_tokens": 3}),
+        "assisted_generation",
+        id="speculation",
+    ),
+    pytest.param(
+        lambda m: (prompt_of(50), {"assistant_model": make_model(seed=1)}),
+        "assistant_model",
+        id="an assistant",
+    ),
+    pytest.param(
+        lambda m: (prompt_of(50), {"output_hidden_states": True, "return_dict_in_generate": True}),
+        "output_hidden_states",
+        id="hidden",
+    ),
+    pytest.param(
+        lambda m: (torch.cat([torch.zeros(1, 5).long(), prompt_of(45)], 1), {"pad_token_id": 0}),
+        "guesses",
+        id="pads without a mask",
+    ),
+    pytest.param(
+        lambda m: (
+            prompt_of(50),
+            {"generation_config": GenerationConfig(use_cache=False, **GREEDY)},
+        ),
         "use_cache",
         id="in generation_config",
     ),
@@ -89,10 +136,14 @@ class TestGenerate:
     # What transformers itself warns about in these calls.
     @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
     @pytest.mark.parametrize(("call", "reason"), GENERATE)
-    def test_passed_as_it_is(self, llama: Any, reuse: Reuse, caplog: pytest.LogCaptureFixture, call: Any, reason: str) -> None:
+    def test_passed_as_it_is(
+        self, llama: Any, reuse: Reuse, caplog: pytest.LogCaptureFixture, call: Any, reason: str
+    ) -> None:
         def run(generate: Any) -> Any:
             inputs, options = call(llama)
-            output = generate(inputs, **({} if "generation_config" in options else GREEDY), **options)
+            output = generate(
+                inputs, **({} if "generation_config" in options else GREEDY), **options
+            )
             return output if isinstance(output, torch.Tensor) else output.sequences
 
         stored = reuse.cache.status()["chunks"]
@@ -108,10 +159,14 @@ class TestGenerate:
         prompt = torch.cat([prompt_of(20), torch.full((1, 1), 2), prompt_of(20, seed=1)], dim=1)
         for loaded in (16, 40):
             output = reuse.generate(prompt, pad_token_id=2, eos_token_id=2, **GREEDY)
-            assert torch.equal(output, llama.generate(prompt, pad_token_id=2, eos_token_id=2, **GREEDY))
+            assert torch.equal(
+                output, llama.generate(prompt, pad_token_id=2, eos_token_id=2, **GREEDY)
+            )
             assert reuse.last.num_loaded == loaded
 
-    def test_an_empty_prompt_is_the_error_that_transformers_makes_it(self, llama: Any, reuse: Reuse) -> None:
+    def test_an_empty_prompt_is_the_error_that_transformers_makes_it(
+        self, llama: Any, reuse: Reuse
+    ) -> None:
         empty = torch.zeros(1, 0, dtype=torch.long)
         for ours, theirs in ((reuse.generate, llama.generate), (reuse.forward, llama)):
             options = GREEDY if theirs == llama.generate else {}
@@ -128,16 +183,45 @@ class TestGenerate:
 
 FORWARD = [
     pytest.param(lambda m: {"input_ids": TWO, "attention_mask": padded()}, "padded", id="padding"),
-    pytest.param(lambda m: {"input_ids": prompt_of(50), "past_key_values": filled(m)}, "past_key_values", id="a cache of the caller's"),
     pytest.param(
-        lambda m: {"input_ids": prompt_of(50), "past_key_values": StaticCache(m.config, max_cache_len=60)}, "past_key_values", id="static"
+        lambda m: {"input_ids": prompt_of(50), "past_key_values": filled(m)},
+        "past_key_values",
+        id="a cache of the caller's",
     ),
-    pytest.param(lambda m: {"input_ids": None, "inputs_embeds": m.get_input_embeddings()(prompt_of(50))}, "not .rows", id="embeddings"),
-    pytest.param(lambda m: {"input_ids": prompt_of(50), "labels": prompt_of(50)}, "labels", id="a loss"),
-    pytest.param(lambda m: {"input_ids": prompt_of(50), "use_cache": False}, "use_cache", id="no cache"),
-    pytest.param(lambda m: {"input_ids": prompt_of(50), "output_attentions": True}, "output_attentions", id="attentions"),
-    pytest.param(lambda m: {"input_ids": prompt_of(50), "logits_to_keep": torch.tensor([3, 4])}, "logits_to_keep", id="some logits"),
-    pytest.param(lambda m: {"input_ids": prompt_of(50), "position_ids": torch.arange(7, 57)[None]}, "position_ids", id="positions"),
+    pytest.param(
+        lambda m: {
+            "input_ids": prompt_of(50),
+            "past_key_values": StaticCache(m.config, max_cache_len=60),
+        },
+        "past_key_values",
+        id="static",
+    ),
+    pytest.param(
+        lambda m: {"input_ids": None, "inputs_embeds": m.get_input_embeddings()(prompt_of(50))},
+        "not .rows",
+        id="embeddings",
+    ),
+    pytest.param(
+        lambda m: {"input_ids": prompt_of(50), "labels": prompt_of(50)}, "labels", id="a loss"
+    ),
+    pytest.param(
+        lambda m: {"input_ids": prompt_of(50), "use_cache": False}, "use_cache", id="no cache"
+    ),
+    pytest.param(
+        lambda m: {"input_ids": prompt_of(50), "output_attentions": True},
+        "output_attentions",
+        id="attentions",
+    ),
+    pytest.param(
+        lambda m: {"input_ids": prompt_of(50), "logits_to_keep": torch.tensor([3, 4])},
+        "logits_to_keep",
+        id="some logits",
+    ),
+    pytest.param(
+        lambda m: {"input_ids": prompt_of(50), "position_ids": torch.arange(7, 57)[None]},
+        "position_ids",
+        id="positions",
+    ),
 ]
 
 
@@ -169,7 +253,9 @@ class TestForward:
         reuse.forward(prompt_of(50))
         assert reuse.last.num_stored == 50
 
-    def test_the_same_reason_is_told_once(self, reuse: Reuse, caplog: pytest.LogCaptureFixture) -> None:
+    def test_the_same_reason_is_told_once(
+        self, reuse: Reuse, caplog: pytest.LogCaptureFixture
+    ) -> None:
         with caplog.at_level(logging.INFO, logger="kvhold"):
             for _ in range(3):
                 reuse.forward(prompt_of(50), use_cache=False)
@@ -177,15 +263,25 @@ class TestForward:
 
 
 REFUSED = [
-    pytest.param(lambda: model_of(MistralConfig(**sizes(), sliding_window=64)), "DynamicSlidingWindowLayer", id="sliding window"),
+    pytest.param(
+        lambda: model_of(MistralConfig(**sizes(), sliding_window=64)),
+        "DynamicSlidingWindowLayer",
+        id="sliding window",
+    ),
     pytest.param(
         lambda: model_of(Qwen2Config(**sizes(), use_sliding_window=True, max_window_layers=1)),
         "DynamicSlidingWindowLayer",
         id="a window in some layers",
     ),
-    pytest.param(lambda: model_of(Gemma3TextConfig(**sizes(head_dim=8))), "DynamicSlidingWindowLayer", id="hybrid"),
     pytest.param(
-        lambda: model_of(GptOssConfig(**sizes(head_dim=8), num_local_experts=2)), "DynamicSlidingWindowLayer", id="hybrid experts"
+        lambda: model_of(Gemma3TextConfig(**sizes(head_dim=8))),
+        "DynamicSlidingWindowLayer",
+        id="hybrid",
+    ),
+    pytest.param(
+        lambda: model_of(GptOssConfig(**sizes(head_dim=8), num_local_experts=2)),
+        "DynamicSlidingWindowLayer",
+        id="hybrid experts",
     ),
     pytest.param(
         lambda: model_of(MambaConfig(vocab_size=211, hidden_size=32, num_hidden_layers=2)),
@@ -212,16 +308,29 @@ REFUSED = [
         id="keys wider than values",
     ),
     pytest.param(
-        lambda: model_of(LlamaConfig(**sizes(), rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})),
+        lambda: model_of(
+            LlamaConfig(
+                **sizes(),
+                rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+            )
+        ),
         "dynamic.* depends on the prompt's length",
         id="rotary by length",
     ),
-    pytest.param(lambda: model_of(BertConfig(**sizes(), max_position_embeddings=64)), "depends on the tokens after it", id="looks ahead"),
     pytest.param(
-        lambda: model_of(XLNetConfig(vocab_size=211, d_model=32, n_layer=2, n_head=4, d_inner=32)), "does not leave", id="another cache"
+        lambda: model_of(BertConfig(**sizes(), max_position_embeddings=64)),
+        "depends on the tokens after it",
+        id="looks ahead",
     ),
     pytest.param(
-        lambda: T5ForConditionalGeneration(T5Config(vocab_size=211, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2)).eval(),
+        lambda: model_of(XLNetConfig(vocab_size=211, d_model=32, n_layer=2, n_head=4, d_inner=32)),
+        "does not leave",
+        id="another cache",
+    ),
+    pytest.param(
+        lambda: T5ForConditionalGeneration(
+            T5Config(vocab_size=211, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
+        ).eval(),
         "encoder",
         id="encoder and decoder",
     ),
@@ -236,5 +345,7 @@ class TestRefusedModels:
             Reuse(make(), cache, config=small_chunks())
 
     def test_a_codec_of_memory_is_not_for_these_models(self, cache: LocalCache) -> None:
-        with pytest.raises(ConfigError, match="memory_codec = 'int8': the KV of transformers is kept as it is"):
+        with pytest.raises(
+            ConfigError, match="memory_codec = 'int8': the KV of transformers is kept as it is"
+        ):
             Reuse(make_model("llama"), cache, config=replace(small_chunks(), memory_codec="int8"))

@@ -9,7 +9,9 @@ import pytest
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "transformers_reuse.py"
 
 
-def test_the_second_question_loads_what_the_first_has_stored(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_second_question_loads_what_the_first_has_stored(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "--tokens", "260"])
     monkeypatch.setenv("KVHOLD_TOKENS_PER_CHUNK", "64")
     runpy.run_path(str(EXAMPLE), run_name="__main__")

@@ -1,4 +1,6 @@
-"""With a node in a process of its own, and with a cache that fails at every place it can: the tokens stay the same."""
+"""With a node in a process of its own, and with a cache that fails at every place it can: the
+tokens stay the same.
+"""
 
 import logging
 import os
@@ -29,7 +31,9 @@ from kvhold.node import NodeClient, connect
 from tests.transformers.models import prompt_of, small_chunks
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
-PATIENT = ClientConfig(connect_timeout_s=60, call_timeout_s=60, heartbeat_interval_s=60, reconnect_interval_s=0.02)  # a busy machine waits
+PATIENT = ClientConfig(
+    connect_timeout_s=60, call_timeout_s=60, heartbeat_interval_s=60, reconnect_interval_s=0.02
+)  # a busy machine waits
 REPOSITORY = Path(__file__).parent.parent.parent
 
 STORE = """
@@ -53,7 +57,16 @@ with NodeClient(Path(sys.argv[1]), ClientConfig(connect_timeout_s=60, call_timeo
 def node_on(socket: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A real node, ready; killed at the end if it still runs."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("KVHOLD_")}
-    command = [sys.executable, "-m", "kvhold", "serve", "--socket", str(socket), "--ram-bytes", "16MiB"]
+    command = [
+        sys.executable,
+        "-m",
+        "kvhold",
+        "serve",
+        "--socket",
+        str(socket),
+        "--ram-bytes",
+        "16MiB",
+    ]
     process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
@@ -80,7 +93,9 @@ def held_by(cache: NodeClient) -> dict[str, int]:
 
 class TestNode:
     @pytest.mark.slow
-    def test_what_one_process_stores_another_loads(self, llama: Any, socket: Path, tmp_path: Path) -> None:
+    def test_what_one_process_stores_another_loads(
+        self, llama: Any, socket: Path, tmp_path: Path
+    ) -> None:
         with node_on(socket):
             environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])}
             command = [sys.executable, "-c", STORE, str(socket), str(tmp_path / "kv.pt")]
@@ -92,10 +107,18 @@ class TestNode:
                 assert held_by(cache) == {"tickets": 0, "loans": 0, "rooms": 0}
         assert torch.equal(output.sequences, llama.generate(prompt_of(50), **GREEDY))
         theirs = torch.load(tmp_path / "kv.pt")
-        ours = [tensor for layer in output.past_key_values.layers for tensor in (layer.keys, layer.values)]
-        assert all(torch.equal(a[:, :, :49], b[:, :, :49]) for a, b in zip(ours, theirs, strict=True))
+        ours = [
+            tensor
+            for layer in output.past_key_values.layers
+            for tensor in (layer.keys, layer.values)
+        ]
+        assert all(
+            torch.equal(a[:, :, :49], b[:, :, :49]) for a, b in zip(ours, theirs, strict=True)
+        )
 
-    def test_a_killed_node_is_gone_on_without_and_found_again(self, llama: Any, socket: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_killed_node_is_gone_on_without_and_found_again(
+        self, llama: Any, socket: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         expected = llama.generate(prompt_of(50), **GREEDY)
         config = Config(node=NodeConfig(socket=str(socket), autostart=False), client=PATIENT)
         with node_on(socket) as node, connect(config) as cache:
@@ -114,7 +137,9 @@ class TestNode:
                     assert torch.equal(reuse.generate(prompt_of(50), **GREEDY), expected)
                     assert reuse.last.num_loaded == loaded and not reuse.last.reason
 
-    def test_a_node_that_dies_during_the_forward_pass_costs_only_the_store(self, llama: Any, socket: Path) -> None:
+    def test_a_node_that_dies_during_the_forward_pass_costs_only_the_store(
+        self, llama: Any, socket: Path
+    ) -> None:
         with node_on(socket) as node, NodeClient(socket, PATIENT) as cache:
             reuse = Reuse(llama, cache, config=small_chunks())
             reuse.forward(prompt_of(40))
@@ -140,7 +165,9 @@ class TestNode:
             os.kill(node.pid, signal.SIGSTOP)
             reasons = []
             for _ in range(2):
-                assert torch.equal(reuse.generate(prompt_of(50), **GREEDY), llama.generate(prompt_of(50), **GREEDY))
+                assert torch.equal(
+                    reuse.generate(prompt_of(50), **GREEDY), llama.generate(prompt_of(50), **GREEDY)
+                )
                 reasons.append(reuse.last.reason)
             assert "no answer within 0.2 s" in reasons[0]
             assert "not waiting for it again" in reasons[1]
@@ -214,7 +241,12 @@ class TestFailingCache:
         ],
     )
     def test_while_loading_costs_only_the_hit(
-        self, llama: Any, cache: LocalCache, caplog: pytest.LogCaptureFixture, operation: str, error: Exception | None
+        self,
+        llama: Any,
+        cache: LocalCache,
+        caplog: pytest.LogCaptureFixture,
+        operation: str,
+        error: Exception | None,
     ) -> None:
         batch = prompt_of(50, rows=2)
         Reuse(llama, cache, config=small_chunks()).forward(batch)
@@ -238,14 +270,23 @@ class TestFailingCache:
             pytest.param("commit", LATE, id="a late commit"),
         ],
     )
-    def test_while_storing_leaves_nothing_behind(self, llama: Any, cache: LocalCache, operation: str, error: KVHoldError) -> None:
+    def test_while_storing_leaves_nothing_behind(
+        self, llama: Any, cache: LocalCache, operation: str, error: KVHoldError
+    ) -> None:
         reuse = Reuse(llama, Failing(cache, operation, error), config=small_chunks())
         for _ in range(2):
-            assert torch.equal(reuse.generate(prompt_of(50), **GREEDY), llama.generate(prompt_of(50), **GREEDY))
-            assert reuse.last.num_stored == reuse.last.num_loaded == 0 and str(error) in reuse.last.reason
+            assert torch.equal(
+                reuse.generate(prompt_of(50), **GREEDY), llama.generate(prompt_of(50), **GREEDY)
+            )
+            assert (
+                reuse.last.num_stored == reuse.last.num_loaded == 0
+                and str(error) in reuse.last.reason
+            )
         assert cache.status()["used_bytes"] == 0
 
-    def test_a_room_for_some_chunks_is_filled_as_far_as_it_goes(self, llama: Any, cache: LocalCache) -> None:
+    def test_a_room_for_some_chunks_is_filled_as_far_as_it_goes(
+        self, llama: Any, cache: LocalCache
+    ) -> None:
         failing: Any = Failing(cache, "partial", None)
         reuse = Reuse(llama, failing, config=small_chunks())
         reuse.forward(prompt_of(50))
@@ -255,17 +296,24 @@ class TestFailingCache:
         assert reuse.last.num_loaded == 16 and reuse.last.num_stored == 16
         loaded = reuse.forward(prompt_of(50))
         assert reuse.last.num_loaded == 49
-        assert torch.equal(loaded.past_key_values.layers[0].keys[:, :, :49], stored.past_key_values.layers[0].keys[:, :, :49])
+        assert torch.equal(
+            loaded.past_key_values.layers[0].keys[:, :, :49],
+            stored.past_key_values.layers[0].keys[:, :, :49],
+        )
 
     def test_damaged_memory_costs_only_the_hit(self, llama: Any, cache: LocalCache) -> None:
         reuse = Reuse(llama, cache, config=small_chunks())
         reuse.forward(prompt_of(50))
         for entry in cache._state.ram.entries():
             cache._arena.view(entry.offset, 1)[0] ^= 4
-        assert torch.equal(reuse.generate(prompt_of(50), **GREEDY), llama.generate(prompt_of(50), **GREEDY))
+        assert torch.equal(
+            reuse.generate(prompt_of(50), **GREEDY), llama.generate(prompt_of(50), **GREEDY)
+        )
         assert reuse.last.num_loaded == 0 and "not those that were stored" in reuse.last.reason
         reuse.forward(prompt_of(50))
-        assert torch.equal(reuse.generate(prompt_of(50), **GREEDY), llama.generate(prompt_of(50), **GREEDY))
+        assert torch.equal(
+            reuse.generate(prompt_of(50), **GREEDY), llama.generate(prompt_of(50), **GREEDY)
+        )
         assert reuse.last.num_loaded == 49
 
     def test_a_closed_cache_is_gone_on_without(self, llama: Any, cache: LocalCache) -> None:
@@ -273,5 +321,7 @@ class TestFailingCache:
         reuse = Reuse(llama, closed, config=small_chunks())
         reuse.forward(prompt_of(50))
         closed.close()
-        assert torch.equal(reuse.generate(prompt_of(50), **GREEDY), llama.generate(prompt_of(50), **GREEDY))
+        assert torch.equal(
+            reuse.generate(prompt_of(50), **GREEDY), llama.generate(prompt_of(50), **GREEDY)
+        )
         assert "closed" in reuse.last.reason

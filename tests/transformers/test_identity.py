@@ -1,4 +1,6 @@
-"""KV of one model is never taken for another's: what the namespace depends on, and what it does not."""
+"""KV of one model is never taken for another's: what the namespace depends on, and what it does
+not.
+"""
 
 import copy
 import logging
@@ -32,12 +34,18 @@ def model() -> Any:
 
 class TestEqual:
     def test_for_another_object_with_the_same_weights(self, model: Any) -> None:
-        assert namespace_of(model) == namespace_of(make_model("llama")) == namespace_of(copy.deepcopy(model))
+        assert (
+            namespace_of(model)
+            == namespace_of(make_model("llama"))
+            == namespace_of(copy.deepcopy(model))
+        )
 
     def test_for_a_copy_loaded_from_a_folder(self, model: Any, tmp_path: Path) -> None:
         model.save_pretrained(tmp_path / "here")
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "here")
-        assert loaded.config.to_dict() != model.config.to_dict()  # its folder, its architectures, its dtype
+        assert (
+            loaded.config.to_dict() != model.config.to_dict()
+        )  # its folder, its architectures, its dtype
         assert namespace_of(loaded).digest == namespace_of(model).digest
 
     def test_after_changes_that_leave_kv_as_it_is(self, model: Any) -> None:
@@ -67,15 +75,28 @@ class TestDifferent:
         assert namespace_of(model).digest != before.digest
 
     def test_for_other_weights_and_for_another_width(self) -> None:
-        models = [make_model(seed=0), make_model(seed=1), model_of(LlamaConfig(**sizes(intermediate_size=64)))]
+        models = [
+            make_model(seed=0),
+            make_model(seed=1),
+            model_of(LlamaConfig(**sizes(intermediate_size=64))),
+        ]
         assert len({namespace_of(model).digest for model in models}) == 3
 
-    @pytest.mark.parametrize("key", ["dtype", "torch_dtype", "model_type", "use_cache", "architectures"])
-    def test_for_another_quantization_whose_key_has_the_name_of_a_harmless_field(self, model: Any, key: str) -> None:
-        """Harmless are fields of the model's own configuration, not what has their names in a mapping inside it."""
+    @pytest.mark.parametrize(
+        "key", ["dtype", "torch_dtype", "model_type", "use_cache", "architectures"]
+    )
+    def test_for_another_quantization_whose_key_has_the_name_of_a_harmless_field(
+        self, model: Any, key: str
+    ) -> None:
+        """Harmless are fields of the model's own configuration, not what has their names in a
+        mapping inside it.
+        """
 
         def quantized(value: str) -> Namespace:
-            model.config.quantization_config = {"quant_method": "other", "global_quant_config": {"inputs": {key: value}}}
+            model.config.quantization_config = {
+                "quant_method": "other",
+                "global_quant_config": {"inputs": {key: value}},
+            }
             return namespace_of(model)
 
         one, other = quantized("fp8_e4m3"), quantized("int8")
@@ -83,7 +104,11 @@ class TestDifferent:
         assert one.facts.digest != other.facts.digest
 
     def test_for_another_salt_and_another_name(self, model: Any) -> None:
-        spaces = [namespace_of(model, cache_salt=salt, model_id=name) for salt in ("", "a") for name in ("", "m", "n")]
+        spaces = [
+            namespace_of(model, cache_salt=salt, model_id=name)
+            for salt in ("", "a")
+            for name in ("", "m", "n")
+        ]
         assert len({space.digest for space in spaces}) == 6
 
     def test_for_other_precisions_of_products(self, model: Any) -> None:
@@ -118,7 +143,9 @@ def train_one_embedding(model: Any) -> None:
 
 class TestModelsThatChangeWhileTheyAreUsed:
     @pytest.mark.parametrize("change", [train_one_step, swap_in_averages, train_one_embedding])
-    def test_are_never_given_their_former_kv(self, cache: LocalCache, change: Callable[[Any], None]) -> None:
+    def test_are_never_given_their_former_kv(
+        self, cache: LocalCache, change: Callable[[Any], None]
+    ) -> None:
         model = make_model("llama")
         reuse = Reuse(model, cache, config=small_chunks())
         prompt = prompt_of(50)
@@ -154,7 +181,9 @@ class TestModelsThatChangeWhileTheyAreUsed:
 
 
 class TestWeights:
-    def test_only_what_has_changed_is_read_again(self, model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def test_only_what_has_changed_is_read_again(
+        self, model: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
         weights = Weights(model)
         with caplog.at_level(logging.INFO, logger="kvhold"):
             first = weights.digest()
@@ -168,7 +197,9 @@ class TestWeights:
         assert weights.digest() == Weights(model).digest()
 
     @pytest.mark.parametrize("shape", [(), (1,), (0, 4), (7,), (16, 1), (3, 1000), (5, 2, 3, 2)])
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn])
+    @pytest.mark.parametrize(
+        "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn]
+    )
     def test_every_element_counts(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         module = torch.nn.Module()
         module.register_buffer("it", torch.zeros(shape).to(dtype))
@@ -206,10 +237,14 @@ class TestWeights:
         with pytest.raises(ConfigError, match="model_id must be given"):
             Weights(module).digest()
 
-    def test_a_name_spares_the_reading(self, model: Any, cache: LocalCache, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_name_spares_the_reading(
+        self, model: Any, cache: LocalCache, caplog: pytest.LogCaptureFixture
+    ) -> None:
         with caplog.at_level(logging.INFO, logger="kvhold"):
             first = Reuse(model, cache, config=small_chunks(), model_id="ours/tiny@7")
-            second = Reuse(make_model("llama"), cache, config=small_chunks(), model_id="ours/tiny@7")
+            second = Reuse(
+                make_model("llama"), cache, config=small_chunks(), model_id="ours/tiny@7"
+            )
         assert "tensors" not in caplog.text
         first.forward(prompt_of(50))
         second.forward(prompt_of(50))
@@ -217,8 +252,12 @@ class TestWeights:
 
 
 class TestSalt:
-    def test_callers_with_different_salts_share_nothing(self, model: Any, cache: LocalCache) -> None:
-        first, second = (Reuse(model, cache, config=small_chunks(), cache_salt=salt) for salt in ("one", "two"))
+    def test_callers_with_different_salts_share_nothing(
+        self, model: Any, cache: LocalCache
+    ) -> None:
+        first, second = (
+            Reuse(model, cache, config=small_chunks(), cache_salt=salt) for salt in ("one", "two")
+        )
         first.forward(prompt_of(50))
         second.forward(prompt_of(50))
         assert second.last.num_loaded == 0
@@ -233,10 +272,14 @@ class TestAdapters:
 
     @pytest.fixture
     def adapted(self, peft: Any) -> Any:
-        """A PeftModel with the adapters "first" and "second", whose B is not zero, so that they count."""
+        """A PeftModel with the adapters "first" and "second", whose B is not zero, so that they
+        count.
+        """
         with torch.random.fork_rng():
             torch.manual_seed(2)
-            settings = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+            settings = peft.LoraConfig(
+                r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+            )
             model = peft.get_peft_model(make_model("llama"), settings, adapter_name="first").eval()
             model.add_adapter("second", settings)
             for name, parameter in model.named_parameters():
@@ -244,7 +287,9 @@ class TestAdapters:
                     torch.nn.init.normal_(parameter, std=0.5)
         return model.eval()
 
-    def test_each_state_of_the_adapters_has_kv_of_its_own(self, adapted: Any, cache: LocalCache) -> None:
+    def test_each_state_of_the_adapters_has_kv_of_its_own(
+        self, adapted: Any, cache: LocalCache
+    ) -> None:
         reuse = Reuse(adapted, cache, config=small_chunks())
         states: list[Callable[[], Any]] = [
             lambda: adapted.set_adapter("first"),
@@ -271,17 +316,24 @@ class TestAdapters:
             assert torch.equal(output, adapted.generate(input_ids=prompt_of(50), **options))
 
     @pytest.mark.parametrize("kind", ["PrefixTuningConfig", "PromptTuningConfig"])
-    def test_a_prefix_that_is_learnt_is_refused(self, peft: Any, cache: LocalCache, kind: str) -> None:
+    def test_a_prefix_that_is_learnt_is_refused(
+        self, peft: Any, cache: LocalCache, kind: str
+    ) -> None:
         settings = getattr(peft, kind)(num_virtual_tokens=4, task_type="CAUSAL_LM")
         model = peft.get_peft_model(make_model("llama"), settings).eval()
         with pytest.raises(LayoutError, match="before the prompt"):
             Reuse(model, cache, config=small_chunks())
 
-    def test_an_adapter_of_transformers_own_counts_from_the_moment_it_is_there(self, peft: Any, cache: LocalCache) -> None:
+    def test_an_adapter_of_transformers_own_counts_from_the_moment_it_is_there(
+        self, peft: Any, cache: LocalCache
+    ) -> None:
         model = make_model("llama")
         reuse = Reuse(model, cache, config=small_chunks())
         reuse.forward(prompt_of(50))
-        model.add_adapter(peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False), adapter_name="first")
+        model.add_adapter(
+            peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False),
+            adapter_name="first",
+        )
         expected = model(prompt_of(50)).logits[:, -1].detach()
         for loaded in (0, 49):
             output = reuse.forward(prompt_of(50))
@@ -304,14 +356,18 @@ class TestWhatIsNamed:
         with pytest.raises(LayoutError, match=r"config\.hook.*no plain value"):
             namespace_of(model)
 
-    def test_versions_and_the_processor_count(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_versions_and_the_processor_count(
+        self, model: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         found = {namespace_of(model).digest}
         for name in ("version_facts", "processor_facts"):
             monkeypatch.setattr(identity, name, lambda *_: {"cpu.maker": "'another'"})
             found.add(namespace_of(model).digest)
         assert len(found) == 3
 
-    def test_variables_that_choose_kernels_count(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_variables_that_choose_kernels_count(
+        self, model: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         before = namespace_of(model).digest
         monkeypatch.setenv("HOME", "/elsewhere")
         assert namespace_of(model).digest == before

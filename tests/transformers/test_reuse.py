@@ -35,7 +35,10 @@ def tokens_computed(model: Any) -> Iterator[list[int]]:
     """How many tokens each pass through the model has computed, over its rows."""
     passes: list[int] = []
     handle = model.register_forward_pre_hook(
-        lambda _, args, kwargs: passes.append((kwargs["input_ids"] if "input_ids" in kwargs else args[0]).numel()), with_kwargs=True
+        lambda _, args, kwargs: passes.append(
+            (kwargs["input_ids"] if "input_ids" in kwargs else args[0]).numel()
+        ),
+        with_kwargs=True,
     )
     try:
         yield passes
@@ -45,15 +48,21 @@ def tokens_computed(model: Any) -> Iterator[list[int]]:
 
 def kv_of(past: Any, num_tokens: int) -> list[torch.Tensor]:
     """Keys and values of each layer, `[rows, heads, num_tokens, head_dim]`."""
-    return [tensor[:, :, :num_tokens] for layer in past.layers for tensor in (layer.keys, layer.values)]
+    return [
+        tensor[:, :, :num_tokens] for layer in past.layers for tensor in (layer.keys, layer.values)
+    ]
 
 
 class TestOnePrompt:
     @pytest.mark.parametrize("length", LENGTHS)
-    def test_generates_the_same_tokens_before_and_after_it_is_stored(self, any_model: Any, cache: LocalCache, length: int) -> None:
+    def test_generates_the_same_tokens_before_and_after_it_is_stored(
+        self, any_model: Any, cache: LocalCache, length: int
+    ) -> None:
         reuse, prompt = reuse_of(any_model, cache), prompt_of(length)
         expected = any_model.generate(prompt, **GREEDY)
-        worth_storing = length - (length % TOKENS_PER_CHUNK == 1)  # a tail of one token would never be read
+        worth_storing = length - (
+            length % TOKENS_PER_CHUNK == 1
+        )  # a tail of one token would never be read
         assert torch.equal(reuse.generate(prompt, **GREEDY), expected)
         assert reuse.last == Outcome(num_tokens=length, num_loaded=0, num_stored=worth_storing)
         assert torch.equal(reuse.generate(prompt, **GREEDY), expected)
@@ -61,7 +70,9 @@ class TestOnePrompt:
         assert reuse.last.num_computed == 1
 
     @pytest.mark.parametrize("length", LENGTHS)
-    def test_forward_gives_the_same_logits_and_a_full_cache(self, any_model: Any, cache: LocalCache, length: int) -> None:
+    def test_forward_gives_the_same_logits_and_a_full_cache(
+        self, any_model: Any, cache: LocalCache, length: int
+    ) -> None:
         reuse, prompt = reuse_of(any_model, cache), prompt_of(length)
         with torch.no_grad():
             expected = any_model(prompt, use_cache=True)
@@ -69,11 +80,19 @@ class TestOnePrompt:
             output = reuse.forward(prompt)
             assert reuse.last.num_loaded == loaded
             assert output.logits.shape == (1, length - loaded, VOCABULARY)
-            torch.testing.assert_close(output.logits, expected.logits[:, loaded:], rtol=1e-4, atol=1e-4)
-            for ours, theirs in zip(kv_of(output.past_key_values, length), kv_of(expected.past_key_values, length), strict=True):
+            torch.testing.assert_close(
+                output.logits, expected.logits[:, loaded:], rtol=1e-4, atol=1e-4
+            )
+            for ours, theirs in zip(
+                kv_of(output.past_key_values, length),
+                kv_of(expected.past_key_values, length),
+                strict=True,
+            ):
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
-    def test_loaded_kv_is_equal_to_the_stored_in_every_bit(self, any_model: Any, cache: LocalCache) -> None:
+    def test_loaded_kv_is_equal_to_the_stored_in_every_bit(
+        self, any_model: Any, cache: LocalCache
+    ) -> None:
         reuse, prompt = reuse_of(any_model, cache), prompt_of(50)
         stored = kv_of(reuse.forward(prompt).past_key_values, 49)
         loaded = kv_of(reuse.forward(prompt).past_key_values, 49)
@@ -87,7 +106,9 @@ class TestOnePrompt:
             reuse.generate(prompt, **GREEDY)
         assert passes == [1] * GREEDY["max_new_tokens"]
 
-    def test_a_shared_beginning_is_loaded_in_whole_chunks(self, llama: Any, cache: LocalCache) -> None:
+    def test_a_shared_beginning_is_loaded_in_whole_chunks(
+        self, llama: Any, cache: LocalCache
+    ) -> None:
         reuse = reuse_of(llama, cache)
         first = prompt_of(50)
         second = torch.cat([first[:, :40], prompt_of(30, seed=1)], dim=1)
@@ -98,25 +119,33 @@ class TestOnePrompt:
         assert passes[0] == 38
         assert torch.equal(output, llama.generate(second, **GREEDY))
 
-    def test_a_longer_prompt_starts_from_the_whole_chunks_of_a_shorter_one(self, llama: Any, cache: LocalCache) -> None:
+    def test_a_longer_prompt_starts_from_the_whole_chunks_of_a_shorter_one(
+        self, llama: Any, cache: LocalCache
+    ) -> None:
         reuse = reuse_of(llama, cache)
         reuse.forward(prompt_of(40))
         reuse.forward(prompt_of(90))
         assert reuse.last == Outcome(num_tokens=90, num_loaded=32, num_stored=58)
 
-    def test_fifty_prompts_that_share_beginnings_generate_the_same_tokens(self, llama: Any, cache: LocalCache) -> None:
+    def test_fifty_prompts_that_share_beginnings_generate_the_same_tokens(
+        self, llama: Any, cache: LocalCache
+    ) -> None:
         reuse = reuse_of(llama, cache)
         generator = torch.Generator().manual_seed(7)
         loaded = 0
         for number in range(50):
             shared, own = torch.randint(0, 60, (2,), generator=generator).tolist()
-            prompt = torch.cat([prompt_of(shared, seed=number % 3), prompt_of(own + 1, seed=100 + number)], dim=1)
+            prompt = torch.cat(
+                [prompt_of(shared, seed=number % 3), prompt_of(own + 1, seed=100 + number)], dim=1
+            )
             assert torch.equal(reuse.generate(prompt, **GREEDY), llama.generate(prompt, **GREEDY))
             assert reuse.last.reason == ""
             loaded += reuse.last.num_loaded
         assert loaded > 500
 
-    def test_what_forward_stored_generate_loads_and_the_other_way_round(self, llama: Any, cache: LocalCache) -> None:
+    def test_what_forward_stored_generate_loads_and_the_other_way_round(
+        self, llama: Any, cache: LocalCache
+    ) -> None:
         reuse = reuse_of(llama, cache)
         reuse.forward(prompt_of(50))
         reuse.generate(prompt_of(50), **GREEDY)
@@ -134,7 +163,9 @@ class TestOnePrompt:
         assert stored[0].dtype == torch.bfloat16
         assert all(map(torch.equal, stored, loaded))
 
-    def test_forward_computes_as_many_tokens_as_logits_are_asked_for(self, llama: Any, cache: LocalCache) -> None:
+    def test_forward_computes_as_many_tokens_as_logits_are_asked_for(
+        self, llama: Any, cache: LocalCache
+    ) -> None:
         reuse, prompt = reuse_of(llama, cache), prompt_of(50)
         expected = llama(prompt).logits.detach()
         reuse.forward(prompt)
@@ -143,11 +174,15 @@ class TestOnePrompt:
             assert reuse.last.num_loaded == loaded
             torch.testing.assert_close(logits, expected[:, -keep:], rtol=1e-4, atol=1e-4)
 
-    def test_forward_takes_a_mask_without_padding_and_a_tuple_for_an_answer(self, llama: Any, cache: LocalCache) -> None:
+    def test_forward_takes_a_mask_without_padding_and_a_tuple_for_an_answer(
+        self, llama: Any, cache: LocalCache
+    ) -> None:
         reuse, prompt = reuse_of(llama, cache), prompt_of(50)
         expected = llama(prompt).logits[:, -1].detach()
         for loaded in (0, 49):
-            logits, *_ = reuse.forward(prompt, attention_mask=torch.ones_like(prompt), return_dict=False)
+            logits, *_ = reuse.forward(
+                prompt, attention_mask=torch.ones_like(prompt), return_dict=False
+            )
             assert reuse.last.num_loaded == loaded
             torch.testing.assert_close(logits[:, -1], expected, rtol=1e-4, atol=1e-4)
 
@@ -157,31 +192,42 @@ class TestOnePrompt:
 
 
 class TestBatches:
-    def test_each_row_is_a_prompt_of_its_own_and_the_shortest_hit_counts(self, any_model: Any, cache: LocalCache) -> None:
+    def test_each_row_is_a_prompt_of_its_own_and_the_shortest_hit_counts(
+        self, any_model: Any, cache: LocalCache
+    ) -> None:
         reuse = reuse_of(any_model, cache)
         reuse.forward(prompt_of(50, seed=0))
         reuse.forward(prompt_of(35, seed=1))
         batch = torch.cat([prompt_of(50, seed=0), prompt_of(50, seed=1), prompt_of(50, seed=0)])
         expected = any_model.generate(batch, **GREEDY)
         assert torch.equal(reuse.generate(batch, **GREEDY), expected)
-        assert reuse.last == Outcome(num_tokens=150, num_loaded=3 * 32, num_stored=18)  # row 1: its third chunk and its tail
+        assert reuse.last == Outcome(
+            num_tokens=150, num_loaded=3 * 32, num_stored=18
+        )  # row 1: its third chunk and its tail
         assert torch.equal(reuse.generate(batch, **GREEDY), expected)
         assert reuse.last == Outcome(num_tokens=150, num_loaded=3 * 49, num_stored=0)
 
-    def test_a_row_without_a_hit_leaves_nothing_to_load_but_all_is_stored(self, llama: Any, cache: LocalCache) -> None:
+    def test_a_row_without_a_hit_leaves_nothing_to_load_but_all_is_stored(
+        self, llama: Any, cache: LocalCache
+    ) -> None:
         reuse = reuse_of(llama, cache)
         reuse.forward(prompt_of(50, seed=0))
         batch = torch.cat([prompt_of(50, seed=0), prompt_of(50, seed=1)])
         assert torch.equal(reuse.generate(batch, **GREEDY), llama.generate(batch, **GREEDY))
         assert reuse.last == Outcome(num_tokens=100, num_loaded=0, num_stored=50)
 
-    def test_rows_stored_together_load_apart_with_every_bit(self, llama: Any, cache: LocalCache) -> None:
+    def test_rows_stored_together_load_apart_with_every_bit(
+        self, llama: Any, cache: LocalCache
+    ) -> None:
         reuse, batch = reuse_of(llama, cache), prompt_of(50, rows=3)
         together = kv_of(reuse.forward(batch).past_key_values, 49)
         for row in range(3):
             alone = kv_of(reuse.forward(batch[row : row + 1]).past_key_values, 49)
             assert reuse.last.num_loaded == 49
-            assert all(torch.equal(ours[0], theirs[row]) for ours, theirs in zip(alone, together, strict=True))
+            assert all(
+                torch.equal(ours[0], theirs[row])
+                for ours, theirs in zip(alone, together, strict=True)
+            )
 
 
 class Ban(LogitsProcessor):
@@ -218,18 +264,35 @@ class TestArgumentsOfGenerate:
     @pytest.mark.parametrize(
         "options",
         [
-            pytest.param({"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9}, id="sampling"),
-            pytest.param({"do_sample": True, "num_return_sequences": 3}, id="several samples a prompt"),
+            pytest.param(
+                {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9}, id="sampling"
+            ),
+            pytest.param(
+                {"do_sample": True, "num_return_sequences": 3}, id="several samples a prompt"
+            ),
             pytest.param({"num_beams": 3, "do_sample": False}, id="beams"),
-            pytest.param({"num_beams": 4, "num_return_sequences": 2, "do_sample": False}, id="several beams a prompt"),
+            pytest.param(
+                {"num_beams": 4, "num_return_sequences": 2, "do_sample": False},
+                id="several beams a prompt",
+            ),
             pytest.param({"num_beams": 2, "do_sample": True}, id="sampled beams"),
-            pytest.param({"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2}, id="penalties over the prompt"),
+            pytest.param(
+                {"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+                id="penalties over the prompt",
+            ),
             pytest.param({"do_sample": False, "min_new_tokens": 3}, id="least length"),
             pytest.param({"do_sample": False, "guidance_scale": 1.5}, id="guidance"),
             pytest.param(
-                {"do_sample": False, "prefix_allowed_tokens_fn": lambda row, ids: [5 + row, 9, len(ids) % 50 + 3]}, id="a function"
+                {
+                    "do_sample": False,
+                    "prefix_allowed_tokens_fn": lambda row, ids: [5 + row, 9, len(ids) % 50 + 3],
+                },
+                id="a function",
             ),
-            pytest.param({"generation_config": GenerationConfig(max_new_tokens=5, do_sample=True, top_k=5)}, id="a GenerationConfig"),
+            pytest.param(
+                {"generation_config": GenerationConfig(max_new_tokens=5, do_sample=True, top_k=5)},
+                id="a GenerationConfig",
+            ),
         ],
     )
     def test_pass_through(self, llama: Any, warm: Reuse, options: dict[str, Any]) -> None:
@@ -243,8 +306,13 @@ class TestArgumentsOfGenerate:
         assert torch.equal(output, expected)
         assert warm.last == Outcome(num_tokens=100, num_loaded=98, num_stored=0)
 
-    @pytest.mark.parametrize("options", [{"do_sample": True, "num_return_sequences": 3}, {"num_beams": 3, "do_sample": False}])
-    def test_several_sequences_of_a_prompt_leave_its_kv_once(self, llama: Any, cache: LocalCache, options: dict[str, Any]) -> None:
+    @pytest.mark.parametrize(
+        "options",
+        [{"do_sample": True, "num_return_sequences": 3}, {"num_beams": 3, "do_sample": False}],
+    )
+    def test_several_sequences_of_a_prompt_leave_its_kv_once(
+        self, llama: Any, cache: LocalCache, options: dict[str, Any]
+    ) -> None:
         reuse, batch = reuse_of(llama, cache), prompt_of(50, rows=2)
         with torch.random.fork_rng():
             reuse.generate(batch, max_new_tokens=4, **options)
@@ -252,7 +320,9 @@ class TestArgumentsOfGenerate:
         for row in batch.split(1):
             logits = reuse.forward(row).logits[:, -1]
             assert reuse.last.num_loaded == 49
-            torch.testing.assert_close(logits, llama(row).logits[:, -1].detach(), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                logits, llama(row).logits[:, -1].detach(), rtol=1e-4, atol=1e-4
+            )
 
     def test_a_streamer_sees_the_whole_prompt_and_each_token(self, llama: Any, warm: Reuse) -> None:
         streamer = Collected()
@@ -263,19 +333,40 @@ class TestArgumentsOfGenerate:
 
     def test_a_logits_processor_is_asked_for_each_token(self, llama: Any, warm: Reuse) -> None:
         favourite = int(llama.generate(prompt_of(50), **GREEDY)[0, 50])
-        expected = llama.generate(prompt_of(50), logits_processor=LogitsProcessorList([Ban(favourite)]), **GREEDY)
+        expected = llama.generate(
+            prompt_of(50), logits_processor=LogitsProcessorList([Ban(favourite)]), **GREEDY
+        )
         ban = Ban(favourite)
-        assert torch.equal(warm.generate(prompt_of(50), logits_processor=LogitsProcessorList([ban]), **GREEDY), expected)
+        assert torch.equal(
+            warm.generate(prompt_of(50), logits_processor=LogitsProcessorList([ban]), **GREEDY),
+            expected,
+        )
         assert ban.calls == GREEDY["max_new_tokens"]
 
-    def test_scores_and_the_filled_cache_are_returned_where_asked_for(self, llama: Any, warm: Reuse) -> None:
-        options = {**GREEDY, "return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-        expected, output = llama.generate(prompt_of(50), **options), warm.generate(input_ids=prompt_of(50), **options)
+    def test_scores_and_the_filled_cache_are_returned_where_asked_for(
+        self, llama: Any, warm: Reuse
+    ) -> None:
+        options = {
+            **GREEDY,
+            "return_dict_in_generate": True,
+            "output_scores": True,
+            "output_logits": True,
+        }
+        expected, output = (
+            llama.generate(prompt_of(50), **options),
+            warm.generate(input_ids=prompt_of(50), **options),
+        )
         assert warm.last.num_loaded == 49
         assert torch.equal(output.sequences, expected.sequences)
         for name in ("scores", "logits"):
-            torch.testing.assert_close(torch.stack(output[name]), torch.stack(expected[name]), rtol=1e-4, atol=1e-4)
-        assert output.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length() == 53
+            torch.testing.assert_close(
+                torch.stack(output[name]), torch.stack(expected[name]), rtol=1e-4, atol=1e-4
+            )
+        assert (
+            output.past_key_values.get_seq_length()
+            == expected.past_key_values.get_seq_length()
+            == 53
+        )
 
     def test_an_end_token_ends_a_row(self, llama: Any, warm: Reuse) -> None:
         batch = torch.cat([prompt_of(50), prompt_of(50, seed=1)])
@@ -286,7 +377,9 @@ class TestArgumentsOfGenerate:
         assert (expected[0, 52:] == 0).all()
         assert warm.last.num_loaded == 98
 
-    def test_an_error_of_the_model_reaches_the_caller_and_holds_nothing(self, llama: Any, warm: Reuse) -> None:
+    def test_an_error_of_the_model_reaches_the_caller_and_holds_nothing(
+        self, llama: Any, warm: Reuse
+    ) -> None:
         class Broken(Collected):
             def put(self, value: torch.Tensor) -> None:
                 raise BrokenPipeError("nobody listens")
@@ -298,11 +391,15 @@ class TestArgumentsOfGenerate:
 
 
 class TestGeneratedText:
-    def test_the_next_turn_of_a_conversation_finds_it_if_asked_to(self, llama: Any, cache: LocalCache) -> None:
+    def test_the_next_turn_of_a_conversation_finds_it_if_asked_to(
+        self, llama: Any, cache: LocalCache
+    ) -> None:
         reuse = reuse_of(llama, cache, store_generated=True)
         options = {"max_new_tokens": 30, "min_new_tokens": 30, "do_sample": False}
         answer = reuse.generate(prompt_of(40), **options)
-        assert reuse.last == Outcome(num_tokens=40, num_loaded=0, num_stored=40 + 32)  # chunks 2 and 3 end in the 69 tokens that have KV
+        assert reuse.last == Outcome(
+            num_tokens=40, num_loaded=0, num_stored=40 + 32
+        )  # chunks 2 and 3 end in the 69 tokens that have KV
         turn = torch.cat([answer, prompt_of(10, seed=1)], dim=1)
         output = reuse.generate(turn, **GREEDY)
         assert reuse.last.num_loaded == 64
@@ -310,7 +407,9 @@ class TestGeneratedText:
 
     def test_it_is_not_stored_otherwise(self, llama: Any, cache: LocalCache) -> None:
         reuse = reuse_of(llama, cache)
-        answer = reuse.generate(prompt_of(40), max_new_tokens=30, min_new_tokens=30, do_sample=False)
+        answer = reuse.generate(
+            prompt_of(40), max_new_tokens=30, min_new_tokens=30, do_sample=False
+        )
         reuse.forward(answer)
         assert reuse.last.num_loaded == 32
 
@@ -318,11 +417,19 @@ class TestGeneratedText:
         reuse = reuse_of(llama, cache, store_generated=True)
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            samples = reuse.generate(prompt_of(40), max_new_tokens=24, min_new_tokens=24, do_sample=True, num_return_sequences=3)
+            samples = reuse.generate(
+                prompt_of(40),
+                max_new_tokens=24,
+                min_new_tokens=24,
+                do_sample=True,
+                num_return_sequences=3,
+            )
         for sample in samples.split(1):
             logits = reuse.forward(sample).logits
             assert reuse.last.num_loaded == 48
-            torch.testing.assert_close(logits[:, -1], llama(sample).logits[:, -1].detach(), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                logits[:, -1], llama(sample).logits[:, -1].detach(), rtol=1e-4, atol=1e-4
+            )
 
     def test_beams_leave_only_the_prompt(self, llama: Any, cache: LocalCache) -> None:
         reuse = reuse_of(llama, cache, store_generated=True)
@@ -338,26 +445,37 @@ def wide() -> Any:
 class TestSmallArena:
     """The smallest arena has 2 MiB, and the KV of `wide` 8 KiB a token: room for 16 chunks."""
 
-    def test_what_was_evicted_is_computed_again_and_the_tokens_stay_the_same(self, wide: Any) -> None:
+    def test_what_was_evicted_is_computed_again_and_the_tokens_stay_the_same(
+        self, wide: Any
+    ) -> None:
         with open_cache(ram_bytes="2MiB", huge_pages="never") as cache:
             reuse = reuse_of(wide, cache)
             prompts = [prompt_of(72 + seed, seed=seed) for seed in range(6)]
             expected = [wide.generate(prompt, **GREEDY) for prompt in prompts]
             loaded, stored = [], []
-            for number in torch.randint(0, 6, (30,), generator=torch.Generator().manual_seed(5)).tolist():
+            for number in torch.randint(
+                0, 6, (30,), generator=torch.Generator().manual_seed(5)
+            ).tolist():
                 assert torch.equal(reuse.generate(prompts[number], **GREEDY), expected[number])
                 assert reuse.last.reason == ""
                 loaded.append(reuse.last.num_loaded)
                 stored.append(reuse.last.num_stored)
-            assert max(loaded) >= 71 and sum(stored) > 2 * sum(prompt.shape[1] for prompt in prompts)  # both happened, and often
+            assert max(loaded) >= 71 and sum(stored) > 2 * sum(
+                prompt.shape[1] for prompt in prompts
+            )  # both happened, and often
             status = cache.status()
-            assert status["held"] == {"tickets": 0, "loans": 0, "rooms": 0} and status["pinned_chunks"] == 0
+            assert (
+                status["held"] == {"tickets": 0, "loans": 0, "rooms": 0}
+                and status["pinned_chunks"] == 0
+            )
 
     def test_a_prompt_larger_than_the_arena_is_generated_all_the_same(self, wide: Any) -> None:
         with open_cache(ram_bytes="2MiB", huge_pages="never") as cache:
             reuse, prompt = reuse_of(wide, cache), prompt_of(400)
             for _ in range(2):
-                assert torch.equal(reuse.generate(prompt, **GREEDY), wide.generate(prompt, **GREEDY))
+                assert torch.equal(
+                    reuse.generate(prompt, **GREEDY), wide.generate(prompt, **GREEDY)
+                )
             assert reuse.last.num_loaded < 300
 
 

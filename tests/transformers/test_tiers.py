@@ -1,4 +1,6 @@
-"""What a user of `Reuse` gets from tiers below RAM, and from rules: the same output, and what was asked for."""
+"""What a user of `Reuse` gets from tiers below RAM, and from rules: the same output, and what was
+asked for.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +21,9 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
 
 
 @pytest.mark.parametrize("kind", ["disk", "fs", "faults+disk"])
-def test_a_new_process_finds_on_disk_what_another_stored(llama: Any, tmp_path: Path, kind: str) -> None:
+def test_a_new_process_finds_on_disk_what_another_stored(
+    llama: Any, tmp_path: Path, kind: str
+) -> None:
     """With faults injected, fewer tokens are loaded, and the output is the same."""
     prompt = prompt_of(50)
     expected = llama.generate(prompt, **GREEDY)
@@ -34,21 +38,27 @@ def test_a_new_process_finds_on_disk_what_another_stored(llama: Any, tmp_path: P
 
 
 class TestRules:
-    def test_a_request_that_does_not_want_to_be_stored_is_not(self, llama: Any, cache: LocalCache) -> None:
+    def test_a_request_that_does_not_want_to_be_stored_is_not(
+        self, llama: Any, cache: LocalCache
+    ) -> None:
         reuse = Reuse(llama, cache, config=small_chunks())
         reuse.rules = Rules(store=False)
         reuse.generate(prompt_of(50), **GREEDY)
         assert reuse.last == Outcome(num_tokens=50)
         assert cache.status()["chunks"] == 0
 
-    def test_a_request_that_does_not_want_to_load_computes(self, llama: Any, cache: LocalCache) -> None:
+    def test_a_request_that_does_not_want_to_load_computes(
+        self, llama: Any, cache: LocalCache
+    ) -> None:
         reuse = Reuse(llama, cache, config=small_chunks())
         expected = reuse.generate(prompt_of(50), **GREEDY)
         reuse.rules = Rules(load=False)
         assert torch.equal(reuse.generate(prompt_of(50), **GREEDY), expected)
         assert reuse.last == Outcome(num_tokens=50, num_loaded=0, num_stored=0)
 
-    def test_what_has_outlived_its_time_is_not_found(self, llama: Any, cache: LocalCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_what_has_outlived_its_time_is_not_found(
+        self, llama: Any, cache: LocalCache, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         reuse = Reuse(llama, cache, config=small_chunks())
         reuse.rules = Rules(terms=Terms(ttl_s=60))
         reuse.generate(prompt_of(50), **GREEDY)
@@ -60,7 +70,9 @@ class TestRules:
         assert (reuse.last.num_loaded, reuse.last.num_stored) == (0, 50)
 
     def test_a_configured_tenant_is_final(self, llama: Any, cache: LocalCache) -> None:
-        reuse = Reuse(llama, cache, config=replace(small_chunks(), rules=RulesConfig(tenant="acme")))
+        reuse = Reuse(
+            llama, cache, config=replace(small_chunks(), rules=RulesConfig(tenant="acme"))
+        )
         assert dict(reuse.rules.tags) == {"tenant": "acme"}
         for tags in ((), (("tenant", "victim"),)):
             with pytest.raises(ConfigError, match=r"rules\.tenant"):

@@ -1,4 +1,5 @@
-"""A real vLLM whose adapters are trained while it runs: `python adapter_engine.py MODEL FOLDER [SOCKET]`.
+"""A real vLLM whose adapters are trained while it runs: `python adapter_engine.py MODEL FOLDER
+[SOCKET]`.
 
 Without a socket it has no connector. It says in one line of JSON, for each request, its tokens, and
 how many loads have ended well, how many have failed, and how many chunks were stored.
@@ -68,7 +69,13 @@ def main(model: str, folder: str, socket: str = "") -> None:
         if socket:
             wait_for_commits(Path(socket))
         engine.reset_prefix_cache()
-        said[name] = {"tokens": tokens, **{kind: counts[kind] - before[kind] for kind in ("loads", "failed_loads", "stored_chunks")}}
+        said[name] = {
+            "tokens": tokens,
+            **{
+                kind: counts[kind] - before[kind]
+                for kind in ("loads", "failed_loads", "stored_chunks")
+            },
+        }
 
     one, two = LoRARequest("one", 1, f"{folder}/one"), LoRARequest("two", 2, f"{folder}/two")
     save_adapter(Path(one.lora_path), SETTINGS, seed=1)

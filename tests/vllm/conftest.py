@@ -1,4 +1,6 @@
-"""What tests that step vLLM's scheduler share. vLLM is imported where it is needed: other stages collect this folder, too."""
+"""What tests that step vLLM's scheduler share. vLLM is imported where it is needed: other stages
+collect this folder, too.
+"""
 
 from pathlib import Path
 
@@ -15,7 +17,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is noted about weights goes to a folder of the test's own; vLLM keeps the cache it has."""
+    """What is noted about weights goes to a folder of the test's own; vLLM keeps the
+    cache it has.
+    """
     from vllm import envs
 
     monkeypatch.setenv("VLLM_CACHE_ROOT", envs.VLLM_CACHE_ROOT)

@@ -1,7 +1,8 @@
-"""A real vLLM that publishes KV events, in a process of its own: `python events_engine.py MODEL PROMPTS SOCKET PUBLISH REPLAY`.
+"""A real vLLM that publishes KV events, in a process of its own: `python events_engine.py MODEL
+PROMPTS SOCKET PUBLISH REPLAY`.
 
-Computes the prompts of a file in its order, then says in one line of JSON what the node's memory holds of them:
-`[[group, tokens up to the block's end], ...]`, and waits to be told to end.
+Computes the prompts of a file in its order, then says in one line of JSON what the node's memory
+holds of them: `[[group, tokens up to the block's end], ...]`, and waits to be told to end.
 """
 
 import json
@@ -30,7 +31,12 @@ def main(model: str, prompts_file: str, socket: str, publish: str, replay: str) 
             "max_num_seqs": 4,
             "block_size": 32,
             "seed": 0,
-            "kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=publish, replay_endpoint=replay),
+            "kv_events_config": KVEventsConfig(
+                enable_kv_cache_events=True,
+                publisher="zmq",
+                endpoint=publish,
+                replay_endpoint=replay,
+            ),
             "kv_transfer_config": {
                 "kv_connector": "KVHoldConnector",
                 "kv_connector_module_path": "kvhold.integrations.vllm",
@@ -48,7 +54,8 @@ def main(model: str, prompts_file: str, socket: str, publish: str, replay: str) 
     prompts = json.loads(Path(prompts_file).read_text())
     for prompt in prompts:
         run(engine, prompt)
-        engine.reset_prefix_cache()  # so that it asks for it again, and what it has of its own is forgotten
+        # so that it asks for it again, and what it has of its own is forgotten
+        engine.reset_prefix_cache()
     side = engine.core.scheduler.connector.scheduler
     with NodeClient(Path(socket), name="test") as client:
         while any(client.status()["held"].values()):
@@ -67,9 +74,15 @@ def main(model: str, prompts_file: str, socket: str, publish: str, replay: str) 
         for chunk, num_tokens in enumerate(names.num_tokens(side._namespace.layout).tolist()):
             begin, end = end, end + num_tokens
             for group, part in enumerate(side._geometry.parts):
-                if make_key(names.namespace, names.hashes[20 * chunk : 20 * chunk + 20], group, 0) in keys:
+                if (
+                    make_key(names.namespace, names.hashes[20 * chunk : 20 * chunk + 20], group, 0)
+                    in keys
+                ):
                     size = part.group.block_tokens
-                    present |= {(part.table, tuple(prompt[:stop])) for stop in range(begin + size, end + 1, size)}
+                    present |= {
+                        (part.table, tuple(prompt[:stop]))
+                        for stop in range(begin + size, end + 1, size)
+                    }
     print(json.dumps(sorted(present)), flush=True)
     sys.stdin.readline()
     engine.close()

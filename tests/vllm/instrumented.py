@@ -1,11 +1,14 @@
-"""The real connector with a witness beside it, for tests: loaded by an engine through `kv_connector_module_path`.
+"""The real connector with a witness beside it, for tests: loaded by an engine through
+`kv_connector_module_path`.
 
-TEST_LEDGER names a folder. After each store the witness reads the engine's blocks by itself (torch indexing, none of kvhold's copying) and
-writes their digests under the chunk's hash; after each load it reads the blocks again and compares. What differs goes to `mismatches`,
-what was compared is counted in `compared`.
+TEST_LEDGER names a folder. After each store the witness reads the engine's blocks by itself (torch
+indexing, none of kvhold's copying) and writes their digests under the chunk's hash; after each load
+it reads the blocks again and compares. What differs goes to `mismatches`, what was compared is
+counted in `compared`.
 
-TEST_PAUSE is "store" or "load": the first such copy stops in its middle (a store between its copy and its commit, a load between its
-claim and its copy), says so by making the file `paused`, and goes on when there is a file `resume`.
+TEST_PAUSE is "store" or "load": the first such copy stops in its middle (a store between its copy
+and its commit, a load between its claim and its copy), says so by making the file `paused`, and
+goes on when there is a file `resume`.
 """
 
 import os
@@ -25,7 +28,9 @@ from kvhold.integrations.vllm.steps import Load, Store
 from kvhold.integrations.vllm.worker import WorkerSide, _Reading, _Reserving
 from kvhold.memory.copier import Mark, wait_for
 
-_chunk_hashes: dict[str, list[bytes]] = {}  # request -> hashes of all its chunks; both sides are in one process here
+_chunk_hashes: dict[
+    str, list[bytes]
+] = {}  # request -> hashes of all its chunks; both sides are in one process here
 
 
 class Witness(WorkerSide):
@@ -39,7 +44,11 @@ class Witness(WorkerSide):
     def register(self, kv_caches: dict[str, Any]) -> None:
         super().register(kv_caches)
         self._tensors = [
-            [self._blocks_of(kv_caches[name]).chunk(len(self._held), dim=1) for name in part.layer_names] for part in self._geometry.parts
+            [
+                self._blocks_of(kv_caches[name]).chunk(len(self._held), dim=1)
+                for name in part.layer_names
+            ]
+            for part in self._geometry.parts
         ]
 
     def _read(self, one: _Reserving, mark: Mark | None) -> _Reading:
@@ -72,7 +81,10 @@ class Witness(WorkerSide):
                     continue
                 chunk_hash = _chunk_hashes[load.request_id][load.first_chunk + at // per_chunk]
                 place = at % per_chunk * 16
-                if self._digest(part, shard, block) != self._entry(chunk_hash, part, shard).read_bytes()[place : place + 16]:
+                if (
+                    self._digest(part, shard, block)
+                    != self._entry(chunk_hash, part, shard).read_bytes()[place : place + 16]
+                ):
                     with (self._ledger / "mismatches").open("a") as file:
                         file.write(f"{load.request_id} {chunk_hash.hex()} part {part} block {at}\n")
                 compared += 1
@@ -89,7 +101,11 @@ class Witness(WorkerSide):
     def _digest(self, part: int, shard: int, block: int) -> bytes:
         digest = blake2b(digest_size=16)
         for slices in self._tensors[part]:
-            digest.update(np.ascontiguousarray(slices[shard - self._held.start][block].view(torch.uint8).numpy()).data)
+            digest.update(
+                np.ascontiguousarray(
+                    slices[shard - self._held.start][block].view(torch.uint8).numpy()
+                ).data
+            )
         return digest.digest()
 
     def _stop_here(self, where: str) -> None:
@@ -112,8 +128,14 @@ class Announcer(SchedulerSide):
             hit = followed.hit.num_tokens if followed.hit is not None else 0
             if prompt.tails:  # the tail that was found need not be the longest one
                 rest = hit - prompt.num_whole * prompt.namespace.layout.tokens_per_chunk
-                tail = [prompt.tails[i * HASH_BYTES : (i + 1) * HASH_BYTES] for i, n in enumerate(prompt.tail_lengths) if n == rest]
-            _chunk_hashes[request.request_id] = [prompt.hash_at(i) for i in range(prompt.num_whole)] + tail
+                tail = [
+                    prompt.tails[i * HASH_BYTES : (i + 1) * HASH_BYTES]
+                    for i, n in enumerate(prompt.tail_lengths)
+                    if n == rest
+                ]
+            _chunk_hashes[request.request_id] = [
+                prompt.hash_at(i) for i in range(prompt.num_whole)
+            ] + tail
         super().allocated(request, blocks, external_tokens)
 
 

@@ -1,6 +1,8 @@
-"""Child of `test_naming_engines.py`: starts real engines one after another in this process, and says what each names and computes.
+"""Child of `test_naming_engines.py`: starts real engines one after another in this process, and
+says what each names and computes.
 
-In: a JSON list of {"label", "arguments", "environment"}, then the node's socket, as the two arguments. Out: a line of JSON for each.
+In: a JSON list of {"label", "arguments", "environment"}, then the node's socket, as the two
+    arguments. Out: a line of JSON for each.
 """
 
 import hashlib
@@ -11,7 +13,10 @@ from typing import Any
 
 from kvhold.lab.engines.stepped import environment_for
 
-TOKENS = [[(7 * i * i + 13 * i + at) % 8000 + 1 for i in range(length)] for at, length in enumerate((200, 90))]
+TOKENS = [
+    [(7 * i * i + 13 * i + at) % 8000 + 1 for i in range(length)]
+    for at, length in enumerate((200, 90))
+]
 
 
 def main() -> None:
@@ -21,7 +26,12 @@ def main() -> None:
     for start in json.loads(sys.argv[1]):
         if (child := os.fork()) == 0:  # a process takes one engine
             os.environ.update(start["environment"])
-            print(json.dumps({"label": start["label"]} | run(start["label"], start["arguments"], sys.argv[2])), flush=True)
+            print(
+                json.dumps(
+                    {"label": start["label"]} | run(start["label"], start["arguments"], sys.argv[2])
+                ),
+                flush=True,
+            )
             os._exit(0)
         _, status = os.waitpid(child, 0)
         if status:
@@ -41,18 +51,30 @@ def run(label: str, arguments: dict[str, Any], socket: str) -> dict[str, Any]:
             "client": {"call_timeout_s": 60},
         },
     }
-    base = {"dtype": "float32", "enforce_eager": True, "max_model_len": 2048, "kv_cache_memory_bytes": 1 << 24, "block_size": 32}
+    base = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 2048,
+        "kv_cache_memory_bytes": 1 << 24,
+        "block_size": 32,
+    }
     base |= {"max_num_seqs": 8, "seed": 0, "kv_transfer_config": transfer}
     engine = SteppedEngine(base | arguments)
     try:
-        for tokens in TOKENS:  # one at a time, so that every engine computes them in the same batches
+        for (
+            tokens
+        ) in TOKENS:  # one at a time, so that every engine computes them in the same batches
             engine.add({"prompt_token_ids": tokens, "cache_salt": label}, max_tokens=2)
             while engine.is_busy():
                 engine.step()
             engine.drain()
         side = engine.core.scheduler.connector.scheduler
         facts = dict(side._configured.facts.items)
-        return {"digest": side._configured.digest.hex(), "facts": facts, "kv": [kv_of(side, tokens, label) for tokens in TOKENS]}
+        return {
+            "digest": side._configured.digest.hex(),
+            "facts": facts,
+            "kv": [kv_of(side, tokens, label) for tokens in TOKENS],
+        }
     finally:
         engine.close()
 
@@ -67,8 +89,14 @@ def kv_of(side: Any, tokens: list[int], salt: str) -> str:
         with loan:
             for group in range(len(namespace.layout.groups)):
                 chunks = loan.chunks(group)
-                for offset, count in zip(chunks.offsets.tolist(), chunks.num_tokens.tolist(), strict=True):
-                    state.update(loan.buffer[offset : offset + namespace.layout.chunk_bytes(group, count)].tobytes())
+                for offset, count in zip(
+                    chunks.offsets.tolist(), chunks.num_tokens.tolist(), strict=True
+                ):
+                    state.update(
+                        loan.buffer[
+                            offset : offset + namespace.layout.chunk_bytes(group, count)
+                        ].tobytes()
+                    )
         return f"{hit.num_tokens} {state.hexdigest()}"
 
 

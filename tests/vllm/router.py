@@ -1,4 +1,5 @@
-"""What a router makes of KV events: it keeps the blocks that each place holds, and believes nothing that contradicts itself.
+"""What a router makes of KV events: it keeps the blocks that each place holds, and believes nothing
+that contradicts itself.
 
 router = Router(); router.read(events)
 router.held                  # {(group, hash)} of what kvhold holds
@@ -37,7 +38,11 @@ class Router:
         self.stored = self.removed = 0  # blocks of kvhold's
 
     def read(self, events: Iterable[Any]) -> None:
-        """Events in order. Fails for a block stored twice, removed without having been stored, or described in two ways."""
+        """Events in order.
+
+        Fails for a block stored twice, removed without having been stored, or described in two
+        ways.
+        """
         for event in events:
             if isinstance(event, AllBlocksCleared):
                 self.gpu.clear()

@@ -1,13 +1,16 @@
-"""An engine without a model: vLLM's real scheduler and the real connector over a real node, and passes that only pretend to compute.
+"""An engine without a model: vLLM's real scheduler and the real connector over a real node, and
+passes that only pretend to compute.
 
     engine = Engine(options, socket)
     engine.add("a", prompt); engine.run()
     engine.stores, engine.loads            # what the scheduler told the workers, in order
 
-What stands in a token's slot instead of KV is a number that depends on every token up to it. Before a pass reads a slot, that number is
+What stands in a token's slot instead of KV is a number that depends on every token up to it. Before
+a pass reads a slot, that number is
 checked: a block stored or loaded wrongly, or used before it arrived, fails the test there and then.
 
-The worker's side is `Hands`, which loads when the test says so, or `RealHands`, the real connector of a worker.
+The worker's side is `Hands`, which loads when the test says so, or `RealHands`, the real connector
+of a worker.
 """
 
 import json
@@ -26,7 +29,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from vllm import SamplingParams
-from vllm.config import CacheConfig, KVEventsConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    KVEventsConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.utils.hashing import sha256
@@ -69,7 +79,11 @@ _LLAMA = {
 
 @dataclass(frozen=True)
 class Options:
-    """How an engine is set up. `budget`: tokens in one pass; `chunk`: tokens a chunk; `events`: KV events, which nobody publishes."""
+    """How an engine is set up.
+
+    `budget`: tokens in one pass; `chunk`: tokens a chunk; `events`: KV events, which nobody
+    publishes.
+    """
 
     folder: Path
     block: int = 16
@@ -94,12 +108,25 @@ def make_folder(folder: Path, *, weights: bytes = b"weights", **changes: Any) ->
 
 def make_config(options: Options, socket: Path) -> VllmConfig:
     """vLLM's own configuration."""
-    settings: dict[str, Any] = {"tokens_per_chunk": options.chunk, "node": {"socket": str(socket), "autostart": False}}
+    settings: dict[str, Any] = {
+        "tokens_per_chunk": options.chunk,
+        "node": {"socket": str(socket), "autostart": False},
+    }
     settings["client"] = {"call_timeout_s": WITHIN_S}  # a busy machine is no lost node
     settings |= options.settings
-    settings["rules"] = {"plan": False} | settings.get("rules", {})  # passes that only pretend are faster than any load
-    model = ModelConfig(model=str(options.folder), dtype="float32", seed=0, skip_tokenizer_init=True, max_model_len=MAX_LENGTH)
-    cache = CacheConfig(block_size=options.block, enable_prefix_caching=options.caching, cache_dtype="auto")
+    settings["rules"] = {"plan": False} | settings.get(
+        "rules", {}
+    )  # passes that only pretend are faster than any load
+    model = ModelConfig(
+        model=str(options.folder),
+        dtype="float32",
+        seed=0,
+        skip_tokenizer_init=True,
+        max_model_len=MAX_LENGTH,
+    )
+    cache = CacheConfig(
+        block_size=options.block, enable_prefix_caching=options.caching, cache_dtype="auto"
+    )
     cache.num_gpu_blocks = options.num_blocks
     return VllmConfig(
         model_config=model,
@@ -118,14 +145,30 @@ def make_config(options: Options, socket: Path) -> VllmConfig:
             kv_role=options.role,
             kv_connector_extra_config=settings,
         ),
-        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if options.events else None,
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+        if options.events
+        else None,
     )
 
 
 def make_kv_config(options: Options, **changes: Any) -> KVCacheConfig:
     """One group of full attention."""
-    spec = FullAttentionSpec(**({"block_size": options.block, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32} | changes))
-    return KVCacheConfig(num_blocks=options.num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(list(LAYERS), spec)])
+    spec = FullAttentionSpec(
+        **(
+            {
+                "block_size": options.block,
+                "num_kv_heads": 1,
+                "head_size": 32,
+                "dtype": torch.float32,
+            }
+            | changes
+        )
+    )
+    return KVCacheConfig(
+        num_blocks=options.num_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec(list(LAYERS), spec)],
+    )
 
 
 def eventually(what: Callable[[], Any]) -> Any:
@@ -147,8 +190,19 @@ class NodeProcess:
 
     def start_again(self) -> None:
         """After it was killed."""
-        command = [sys.executable, "-m", "kvhold", "serve", "--socket", str(self.socket), "--ram-bytes", self._ram]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        command = [
+            sys.executable,
+            "-m",
+            "kvhold",
+            "serve",
+            "--socket",
+            str(self.socket),
+            "--ram-bytes",
+            self._ram,
+        ]
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
         assert self._process.stdout is not None
         assert "ready" in self._process.stdout.readline()
 
@@ -209,26 +263,39 @@ class Engine:
         )
         self.connector: KVHoldConnector = self.scheduler.connector
         spec = kv_config.kv_cache_groups[0].kv_cache_spec
-        self.tensors = {name: torch.zeros((options.num_blocks, 1, options.block, 64), dtype=torch.float32) for name in LAYERS}
+        self.tensors = {
+            name: torch.zeros((options.num_blocks, 1, options.block, 64), dtype=torch.float32)
+            for name in LAYERS
+        }
         assert self.tensors[LAYERS[0]][0].nbytes == spec.page_size_bytes
         rows = self.tensors[LAYERS[0]].numpy().reshape(options.num_blocks, -1).view(np.int64)
-        self.slots: npt.NDArray[np.int64] = rows[:, : options.block]  # [block, token]: what stands for a token's KV
+        self.slots: npt.NDArray[np.int64] = rows[
+            :, : options.block
+        ]  # [block, token]: what stands for a token's KV
         side = self.connector.scheduler
         self.hands = Hands(side._namespace.layout, self.slots, socket, side._config.client)
-        self.worker: Worker = RealHands(self.config, kv_config, self.tensors) if real_worker else self.hands
+        self.worker: Worker = (
+            RealHands(self.config, kv_config, self.tensors) if real_worker else self.hands
+        )
         self.stores: list[Store] = []
         self.loads: list[Load] = []
         self.preempted: set[str] = set()
-        self.excused: set[str] = set()  # requests that may read anything, if nobody hears what they answer then
+        self.excused: set[str] = (
+            set()
+        )  # requests that may read anything, if nobody hears what they answer then
         self.outputs: dict[str, list[int]] = {}
         self.tokens_computed: dict[str, int] = {}
         self._passes: deque[SchedulerOutput] = deque()
         self._running: dict[str, Text] = {}
         self._depth = self.config.max_concurrent_batches
 
-    def add(self, request_id: str, prompt: Sequence[int], *, max_tokens: int = 2, **changes: Any) -> Request:
+    def add(
+        self, request_id: str, prompt: Sequence[int], *, max_tokens: int = 2, **changes: Any
+    ) -> Request:
         """A request arrives."""
-        sampling = {"max_tokens": max_tokens, "ignore_eos": True, "temperature": 0.0} | changes.pop("sampling", {})
+        sampling = {"max_tokens": max_tokens, "ignore_eos": True, "temperature": 0.0} | changes.pop(
+            "sampling", {}
+        )
         request = Request(
             request_id=request_id,
             prompt_token_ids=list(prompt),
@@ -272,15 +339,21 @@ class Engine:
                 self.outputs.setdefault(answer.request_id, []).extend(answer.new_token_ids)
 
     def step(self) -> SchedulerOutput:
-        """Schedule, and execute as far as the engine would: the queue is as deep as the configuration says."""
+        """Schedule, and execute as far as the engine would: the queue is as deep as the
+        configuration says.
+        """
         output = self.schedule()
-        while len(self._passes) >= self._depth or (self._passes and not output.total_num_scheduled_tokens):
+        while len(self._passes) >= self._depth or (
+            self._passes and not output.total_num_scheduled_tokens
+        ):
             self.execute()
         return output
 
     def next_pass(self) -> SchedulerOutput:
         """Steps until one has something to compute."""
-        return eventually(lambda: output if (output := self.step()).total_num_scheduled_tokens else None)
+        return eventually(
+            lambda: output if (output := self.step()).total_num_scheduled_tokens else None
+        )
 
     def run(self, *, until: Callable[[], Any] | None = None) -> None:
         """Steps until all is done, or until something is so."""
@@ -288,7 +361,9 @@ class Engine:
         while self._passes or self.scheduler.has_requests():
             if until is not None and until():
                 return
-            assert time.monotonic() < deadline, f"not done: {list(self.scheduler.requests.values())}"
+            assert time.monotonic() < deadline, (
+                f"not done: {list(self.scheduler.requests.values())}"
+            )
             if not self.step().total_num_scheduled_tokens:
                 time.sleep(0.001)  # as the engine does when all wait
         assert until is None or until(), "all is done, and it never came to that"
@@ -304,17 +379,23 @@ class Engine:
         self.hands.close()
 
     def _compute(self, output: SchedulerOutput) -> dict[str, list[int]]:
-        """A pass: every scheduled token's number into its slot; then read all that attention would read. Returns sampled tokens."""
+        """A pass: every scheduled token's number into its slot; then read all that attention would
+        read. Returns sampled tokens.
+        """
         for request_id in output.finished_req_ids:
             self._running.pop(request_id, None)
         for new in output.scheduled_new_reqs:
             assert new.prompt_token_ids is not None
-            self._running[new.req_id] = Text(list(new.prompt_token_ids), list(new.block_ids[0]), new.num_computed_tokens)
+            self._running[new.req_id] = Text(
+                list(new.prompt_token_ids), list(new.block_ids[0]), new.num_computed_tokens
+            )
         cached = output.scheduled_cached_reqs
         for at, request_id in enumerate(cached.req_ids):
             running, added = self._running[request_id], cached.new_block_ids[at]
             fresh = list(added[0]) if added is not None else []
-            running.blocks = fresh if request_id in cached.resumed_req_ids else running.blocks + fresh
+            running.blocks = (
+                fresh if request_id in cached.resumed_req_ids else running.blocks + fresh
+            )
             running.computed = cached.num_computed_tokens[at]
         for request_id, count in output.num_scheduled_tokens.items():
             running = self._running[request_id]
@@ -354,7 +435,9 @@ class Text:
         """[tokens]: for each token a number that depends on it and all before it; never 0."""
         for token in self.tokens[len(self._chain) :]:
             before = self._chain[-1] if self._chain else 1
-            self._chain.append(((before * 6364136223846793005 + token + 1442695040888963407) & (2**63 - 1)) | 1)
+            self._chain.append(
+                ((before * 6364136223846793005 + token + 1442695040888963407) & (2**63 - 1)) | 1
+            )
         return np.array(self._chain, dtype=np.int64)
 
     def places(self, block: int) -> npt.NDArray[np.int64]:
@@ -370,9 +453,13 @@ class Text:
 
 
 class Hands:
-    """The worker's side as the test plays it: stores at once, loads when `finish_loads` is told to (by default at once too)."""
+    """The worker's side as the test plays it: stores at once, loads when `finish_loads` is told to
+    (by default at once too).
+    """
 
-    def __init__(self, layout: Layout, slots: npt.NDArray[np.int64], socket: Path, client: ClientConfig) -> None:
+    def __init__(
+        self, layout: Layout, slots: npt.NDArray[np.int64], socket: Path, client: ClientConfig
+    ) -> None:
         self._layout = layout
         self._slots = slots
         self.client = NodeClient(socket, client, name="test-worker")
@@ -397,7 +484,9 @@ class Hands:
         for load in ended:
             failed |= self._load(load)
         loaded = {load.request_id for load in ended}
-        return KVConnectorOutput(finished_sending=stored, finished_recving=loaded, invalid_block_ids=failed)
+        return KVConnectorOutput(
+            finished_sending=stored, finished_recving=loaded, invalid_block_ids=failed
+        )
 
     def enter(self, layer: str) -> None:
         pass
@@ -410,12 +499,17 @@ class Hands:
 
     def _store(self, store: Store) -> None:
         per_chunk = self._layout.tokens_per_chunk // self._layout.tail_tokens
-        blocks = [store.block_ids[0][i : i + per_chunk] for i in range(0, len(store.block_ids[0]), per_chunk)]
+        blocks = [
+            store.block_ids[0][i : i + per_chunk]
+            for i in range(0, len(store.block_ids[0]), per_chunk)
+        ]
         assert len(blocks) == len(store.names)
         try:
             with self.client.reserve(self._layout, store.names) as room:
                 for chunk in room.granted:
-                    memory = self._rows(room.buffer, int(room.chunks().offsets[chunk]), len(blocks[chunk]))
+                    memory = self._rows(
+                        room.buffer, int(room.chunks().offsets[chunk]), len(blocks[chunk])
+                    )
                     memory[:] = self._slots[blocks[chunk]]
                 self.granted_chunks += len(room.granted)
                 room.commit()
@@ -438,23 +532,33 @@ class Hands:
             places = loan.chunks()
             for offset, tokens in zip(places.offsets, places.num_tokens, strict=True):
                 assert offset != ABSENT
-                for row in self._rows(loan.buffer, int(offset), int(tokens) // self._layout.tail_tokens):
+                for row in self._rows(
+                    loan.buffer, int(offset), int(tokens) // self._layout.tail_tokens
+                ):
                     if (block := block_ids.popleft()) >= 0:
                         self._slots[block] = row
             assert not block_ids, "as many blocks as the loan has"
             loan.verify(self._layout)
         return set()
 
-    def _rows(self, buffer: npt.NDArray[np.uint8], offset: int, blocks: int) -> npt.NDArray[np.int64]:
+    def _rows(
+        self, buffer: npt.NDArray[np.uint8], offset: int, blocks: int
+    ) -> npt.NDArray[np.int64]:
         """[blocks, tokens]: the first layer's numbers of one chunk in the arena."""
         size = self._layout.groups[0].block_bytes
-        return buffer[offset : offset + blocks * size].view(np.int64).reshape(blocks, -1)[:, : self._slots.shape[1]]
+        return (
+            buffer[offset : offset + blocks * size]
+            .view(np.int64)
+            .reshape(blocks, -1)[:, : self._slots.shape[1]]
+        )
 
 
 class RealHands:
     """The real connector of a worker, called as vLLM's own runner calls it."""
 
-    def __init__(self, config: VllmConfig, kv_config: KVCacheConfig, tensors: dict[str, torch.Tensor]) -> None:
+    def __init__(
+        self, config: VllmConfig, kv_config: KVCacheConfig, tensors: dict[str, torch.Tensor]
+    ) -> None:
         self._config = config
         self.connector = KVHoldConnector(config, KVConnectorRole.WORKER, kv_config)
         self.connector.register_kv_caches(tensors)
@@ -464,7 +568,10 @@ class RealHands:
 
         kv_transfer_state._KV_CONNECTOR_AGENT = self.connector
         try:
-            with set_forward_context(None, self._config), KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(output) as connected:
+            with (
+                set_forward_context(None, self._config),
+                KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(output) as connected,
+            ):
                 compute()
         finally:
             kv_transfer_state._KV_CONNECTOR_AGENT = None
@@ -487,7 +594,9 @@ def damage(engine: Engine, prompt: Sequence[int], *, chunk: int) -> None:
     """Invert one bit of a chunk of this prompt in the node's memory."""
     side = engine.connector.scheduler
     query = side._namespace.prompt(np.array(prompt, dtype=np.int32)).query()
-    from kvhold.testing.damage import OpenArena  # here: tests/findings/test_vllm.py runs on a commit that does not have it
+    from kvhold.testing.damage import (
+        OpenArena,
+    )  # here: tests/findings/test_vllm.py runs on a commit that does not have it
 
     with engine.hands.client.lookup(query) as hit:
         loan = engine.hands.client.claim(hit.ticket)

@@ -1,4 +1,6 @@
-"""A real vLLM caches the KV of adapters that were trained while it runs, and never that of another state of their files."""
+"""A real vLLM caches the KV of adapters that were trained while it runs, and never that of another
+state of their files.
+"""
 
 import json
 import subprocess
@@ -16,25 +18,43 @@ pytestmark = pytest.mark.vllm
 
 def run(folder: Path, *socket: str) -> dict[str, Any]:
     folder.mkdir()
-    command = [sys.executable, "-m", "tests.vllm.adapter_engine", str(make_checkpoint("llama-lora").path), str(folder), *socket]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=500)
+    command = [
+        sys.executable,
+        "-m",
+        "tests.vllm.adapter_engine",
+        str(make_checkpoint("llama-lora").path),
+        str(folder),
+        *socket,
+    ]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=500
+    )
     line = next((line for line in done.stdout.splitlines() if line.startswith('{"loaded')), "")
     assert line, done.stderr[-3000:]
     said: dict[str, Any] = json.loads(line)
     return said
 
 
-def test_adapters_that_are_newer_than_the_engine_are_cached_once_its_workers_have_loaded_them(tmp_path: Path) -> None:
+def test_adapters_that_are_newer_than_the_engine_are_cached_once_its_workers_have_loaded_them(
+    tmp_path: Path,
+) -> None:
     socket = tmp_path / "node.sock"
     try:
         cached = run(tmp_path / "cached", str(socket))
     finally:
         end_node(socket)
     plain = run(tmp_path / "plain")
-    assert {name: said["tokens"] for name, said in cached.items()} == {name: said["tokens"] for name, said in plain.items()}
-    assert len({tuple(said["tokens"]) for said in plain.values()}) == 3, "each adapter's answer is its own"
+    assert {name: said["tokens"] for name, said in cached.items()} == {
+        name: said["tokens"] for name, said in plain.items()
+    }
+    assert len({tuple(said["tokens"]) for said in plain.values()}) == 3, (
+        "each adapter's answer is its own"
+    )
 
-    counts = {name: (said["loads"], said["failed_loads"], said["stored_chunks"]) for name, said in cached.items()}
+    counts = {
+        name: (said["loads"], said["failed_loads"], said["stored_chunks"])
+        for name, said in cached.items()
+    }
     whole = -(-300 // 64)
     assert counts == {
         "loaded ahead": (0, 0, whole),

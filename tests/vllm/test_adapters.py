@@ -1,4 +1,6 @@
-"""An adapter is named by its files if this engine cannot have loaded others from there, or its workers say what they loaded."""
+"""An adapter is named by its files if this engine cannot have loaded others from there, or its
+workers say what they loaded.
+"""
 
 import os
 import time
@@ -21,7 +23,9 @@ AGE_NS = 10**12
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How far the engine's clock is ahead of the files', in nanoseconds: files written now are that much older than it."""
+    """How far the engine's clock is ahead of the files', in nanoseconds: files written now are that
+    much older than it.
+    """
     ahead = [0]
     now = time.time_ns
     monkeypatch.setattr(adapters.time, "time_ns", lambda: now() + ahead[0])
@@ -43,7 +47,9 @@ def test_one_written_before_the_engine_started_is_named(tmp_path: Path, clock: l
     assert one.is_unchanged(adapter)
 
 
-def test_one_replaced_while_the_engine_runs_is_not_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_replaced_while_the_engine_runs_is_not_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """vLLM may have loaded the old files ahead of the first request."""
     adapter = make_adapter(tmp_path / "a")
     engine = Adapters()
@@ -63,7 +69,9 @@ def test_times_set_back_do_not_help(tmp_path: Path) -> None:
     assert engine.name_of(adapter) is None
 
 
-def test_a_link_that_was_set_to_older_files_is_not_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_that_was_set_to_older_files_is_not_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only the link is newer than the engine."""
     new = make_adapter(tmp_path / "new", b"new")
     (tmp_path / "current").symlink_to("new")
@@ -80,7 +88,9 @@ class Worker:
 
     def __init__(self) -> None:
         self.loads = AdapterLoads()
-        self._load = self.loads.observing(lambda _, adapter: (Path(adapter.lora_path) / "adapter_model.safetensors").read_bytes())
+        self._load = self.loads.observing(
+            lambda _, adapter: (Path(adapter.lora_path) / "adapter_model.safetensors").read_bytes()
+        )
 
     def load(self, adapter: Any) -> bytes:
         return self._load(None, adapter)
@@ -115,7 +125,9 @@ class TestNewerThanTheEngine:
         assert worker.load(adapter) == b"old"
         assert worker.loads.match(use)
 
-    def test_one_that_was_loaded_before_its_files_changed_is_not_used(self, tmp_path: Path, worker: Worker) -> None:
+    def test_one_that_was_loaded_before_its_files_changed_is_not_used(
+        self, tmp_path: Path, worker: Worker
+    ) -> None:
         worker.load(make_adapter(tmp_path / "a"))
         changed = make_adapter(tmp_path / "a", b"new")
         use = use_of(changed)
@@ -124,7 +136,9 @@ class TestNewerThanTheEngine:
         worker.load(changed)
         assert not worker.loads.match(use), "what was computed before has the same number"
 
-    def test_files_that_change_after_the_load_are_not_used(self, tmp_path: Path, worker: Worker) -> None:
+    def test_files_that_change_after_the_load_are_not_used(
+        self, tmp_path: Path, worker: Worker
+    ) -> None:
         """The engine may have them mapped, and loads them again when it likes."""
         adapter = make_adapter(tmp_path / "a")
         worker.load(adapter)
@@ -136,21 +150,31 @@ class TestNewerThanTheEngine:
     def test_files_that_change_during_the_load_are_not_used(self, tmp_path: Path) -> None:
         adapter = make_adapter(tmp_path / "a")
         worker = AdapterLoads()
-        worker.observing(lambda _, adapter: make_adapter(Path(adapter.lora_path), b"new"))(None, adapter)
+        worker.observing(lambda _, adapter: make_adapter(Path(adapter.lora_path), b"new"))(
+            None, adapter
+        )
         assert not worker.match(use_of(adapter))
 
-    def test_another_adapter_under_the_same_number_is_not_used(self, tmp_path: Path, worker: Worker) -> None:
+    def test_another_adapter_under_the_same_number_is_not_used(
+        self, tmp_path: Path, worker: Worker
+    ) -> None:
         worker.load(make_adapter(tmp_path / "a"))
         assert not worker.loads.match(use_of(make_adapter(tmp_path / "b", b"new")))
 
-    def test_a_load_of_what_cannot_be_told_does_not_fail(self, tmp_path: Path, worker: Worker) -> None:
+    def test_a_load_of_what_cannot_be_told_does_not_fail(
+        self, tmp_path: Path, worker: Worker
+    ) -> None:
         adapter = make_adapter(tmp_path / "a")
         (tmp_path / "a" / "adapter_config.json").unlink()
-        nowhere = SimpleNamespace(lora_int_id=1, lora_name="tuned", lora_path="no-such-user/no-such-adapter")
+        nowhere = SimpleNamespace(
+            lora_int_id=1, lora_name="tuned", lora_path="no-such-user/no-such-adapter"
+        )
         assert worker.loads.observing(lambda *_: b"loaded")(None, nowhere) == b"loaded"
         assert not worker.loads.match(use_of(adapter))
 
-    def test_where_too_many_were_loaded_none_is_used(self, tmp_path: Path, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_where_too_many_were_loaded_none_is_used(
+        self, tmp_path: Path, worker: Worker, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         adapter = make_adapter(tmp_path / "a")
         worker.load(adapter)
         assert worker.loads.match(use_of(adapter))
@@ -158,7 +182,9 @@ class TestNewerThanTheEngine:
         assert not worker.loads.match(use_of(adapter))
 
 
-def test_one_that_is_older_needs_no_load_but_none_of_others(tmp_path: Path, clock: list[int], worker: Worker) -> None:
+def test_one_that_is_older_needs_no_load_but_none_of_others(
+    tmp_path: Path, clock: list[int], worker: Worker
+) -> None:
     adapter = make_adapter(tmp_path / "a")
     clock[0] = AGE_NS
     use = use_of(adapter)

@@ -1,4 +1,6 @@
-"""A real vLLM over tiers with codecs: lossless changes no token, and what one with a loss changes stays small."""
+"""A real vLLM over tiers with codecs: lossless changes no token, and what one with a loss changes
+stays small.
+"""
 
 import math
 import shutil
@@ -47,10 +49,18 @@ class Question:
 
 @pytest.fixture(scope="module")
 def questions() -> list[Question]:
-    exams = draw(np.random.default_rng(5), num_exams=12, num_tokens=450, asked=Asked(lookups=1, hops=0, runs=0))
+    exams = draw(
+        np.random.default_rng(5),
+        num_exams=12,
+        num_tokens=450,
+        asked=Asked(lookups=1, hops=0, runs=0),
+    )
     first = [int(np.flatnonzero(kinds != NO_KIND)[0]) for kinds in exams.kinds]
     given = zip(exams.contexts, exams.questions, first, strict=True)
-    return [Question([*map(int, context), *map(int, question[:at])], int(question[at])) for context, question, at in given]
+    return [
+        Question([*map(int, context), *map(int, question[:at])], int(question[at]))
+        for context, question, at in given
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +78,16 @@ def stop_node(path: Path) -> None:
 
 
 def ask(
-    model: Path, questions: list[Question], socket: Path | None, *tiers: str, memory_codec: str = "none", **rules: Any
+    model: Path,
+    questions: list[Question],
+    socket: Path | None,
+    *tiers: str,
+    memory_codec: str = "none",
+    **rules: Any,
 ) -> list[Generated]:
-    """What an engine of its own answers, with a node of its own; what it stores is in the tiers by then."""
+    """What an engine of its own answers, with a node of its own; what it stores is in the tiers by
+    then.
+    """
     extra = {
         "ram_bytes": "64MiB",
         "memory_codec": memory_codec,
@@ -79,16 +96,35 @@ def ask(
         "node": {"socket": str(socket), "idle_exit_s": 300},
         "client": {"call_timeout_s": 30, "arrival_timeout_s": PATIENT_S},
     }
-    connector = {"kv_connector": "KVHoldConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    connector = {
+        "kv_connector": "KVHoldConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
     transfer = connector if socket else None
-    options = EngineOptions(model_path=str(model), max_model_len=512, kv_cache_bytes=32 << 20, block_size=32, kv_transfer_config=transfer)
+    options = EngineOptions(
+        model_path=str(model),
+        max_model_len=512,
+        kv_cache_bytes=32 << 20,
+        block_size=32,
+        kv_transfer_config=transfer,
+    )
     with Engine(options) as engine:
-        answers = [engine.generate(question.prompt, max_tokens=1, first_logprobs=True) for question in questions]
+        answers = [
+            engine.generate(question.prompt, max_tokens=1, first_logprobs=True)
+            for question in questions
+        ]
         if socket:
             with NodeClient(socket, ClientConfig(call_timeout_s=PATIENT_S), name="test") as client:
                 assert client.flush(deadline_s=PATIENT_S)
                 counters = client.status()["tier_counters"]
-                encoded.update({name.partition("codec=")[2][:-1] for name in counters if name.startswith("kvhold_encoded_chunks")})
+                encoded.update(
+                    {
+                        name.partition("codec=")[2][:-1]
+                        for name in counters
+                        if name.startswith("kvhold_encoded_chunks")
+                    }
+                )
     if socket:
         stop_node(socket)
     return answers
@@ -106,7 +142,9 @@ def nothing_encoded() -> None:
 def computed(model: Path, questions: list[Question]) -> list[Generated]:
     """What vLLM alone answers."""
     answers = ask(model, questions, None)
-    assert [one.token_ids for one in answers] == [[question.answer] for question in questions], "it knows them all"
+    assert [one.token_ids for one in answers] == [[question.answer] for question in questions], (
+        "it knows them all"
+    )
     return answers
 
 
@@ -116,7 +154,11 @@ def kl(one: Generated, other: Generated) -> float:
 
 
 def test_a_disk_with_cachegen_and_a_redis_with_lossless(
-    model: Path, questions: list[Question], computed: list[Generated], redis: RedisServer, tmp_path: Path
+    model: Path,
+    questions: list[Question],
+    computed: list[Generated],
+    redis: RedisServer,
+    tmp_path: Path,
 ) -> None:
     disk = f"disk://{tmp_path}/kv?max_bytes=1GiB&codec=cachegen&{PATIENT}"
     below = f"{redis.url}?codec=lossless&{PATIENT}"
@@ -131,13 +173,18 @@ def test_a_disk_with_cachegen_and_a_redis_with_lossless(
 
     lossy = ask(model, questions, tmp_path / "c.sock", disk)
     assert all(one.num_cached_tokens >= 384 for one in lossy)
-    assert sum(one.token_ids == other.token_ids for one, other in zip(computed, lossy, strict=True)) >= 11
+    assert (
+        sum(one.token_ids == other.token_ids for one, other in zip(computed, lossy, strict=True))
+        >= 11
+    )
     divergences = [kl(one, other) for one, other in zip(computed, lossy, strict=True)]
     assert max(divergences) > 1e-6, "it did come through the codec"
     assert np.mean(divergences) < 0.05
 
 
-def test_a_budget_of_an_engine_is_kept_below(model: Path, questions: list[Question], computed: list[Generated], tmp_path: Path) -> None:
+def test_a_budget_of_an_engine_is_kept_below(
+    model: Path, questions: list[Question], computed: list[Generated], tmp_path: Path
+) -> None:
     disk = f"disk://{tmp_path}/kv?max_bytes=1GiB&codec=fp8&{PATIENT}"
     ask(model, questions, tmp_path / "a.sock", disk, max_error=0.01)
     assert encoded == {"int8"}, "of vLLM's own packing, undone and done again"

@@ -1,4 +1,6 @@
-"""What an engine's steps and loads cost is found from when they were planned and when they were over."""
+"""What an engine's steps and loads cost is found from when they were planned and when they were
+over.
+"""
 
 from types import SimpleNamespace
 
@@ -23,19 +25,28 @@ class Engine:
         self.costs = Costs(2048, clock=lambda: self.now)
 
     def plan(self, new=(), cached=(), drafts=()):
-        """new, cached: (request, computed tokens, tokens); drafts: those whose tokens are guesses, but for the first"""
+        """new, cached: (request, computed tokens, tokens); drafts: those whose tokens are guesses,
+        but for the first
+        """
         counts = {name: count for name, _, count in (*new, *cached)}
         output = SimpleNamespace(
-            scheduled_new_reqs=[SimpleNamespace(req_id=name, num_computed_tokens=computed) for name, computed, _ in new],
+            scheduled_new_reqs=[
+                SimpleNamespace(req_id=name, num_computed_tokens=computed)
+                for name, computed, _ in new
+            ],
             scheduled_cached_reqs=SimpleNamespace(
-                req_ids=[name for name, _, _ in cached], num_computed_tokens=[computed for _, computed, _ in cached]
+                req_ids=[name for name, _, _ in cached],
+                num_computed_tokens=[computed for _, computed, _ in cached],
             ),
             num_scheduled_tokens=counts,
             total_num_scheduled_tokens=sum(counts.values()),
             scheduled_spec_decode_tokens={name: [0] * (counts[name] - 1) for name in drafts},
         )
         self.costs.planned(output)
-        return STEP_S + sum(TOKEN_S * count + PAIR_S * count * (computed + count / 2) for _, computed, count in (*new, *cached))
+        return STEP_S + sum(
+            TOKEN_S * count + PAIR_S * count * (computed + count / 2)
+            for _, computed, count in (*new, *cached)
+        )
 
     def step(self, new=(), cached=()):
         self.now += self.plan(new, cached)
@@ -44,12 +55,20 @@ class Engine:
 
 def test_nothing_is_known_before_the_first_step():
     work = Engine().costs.work("a", 100, 10)
-    assert (work.request, work.num_tokens, work.computed_tokens, work.step_tokens, work.is_known) == ("a", 100, 10, 2048, False)
+    assert (
+        work.request,
+        work.num_tokens,
+        work.computed_tokens,
+        work.step_tokens,
+        work.is_known,
+    ) == ("a", 100, 10, 2048, False)
 
 
 def test_what_a_prompt_takes_to_compute_is_what_its_steps_took():
     engine = Engine()
-    assert engine.costs.compute_s(1000, 0) == pytest.approx(2.0), "as on a slow engine, as long as nothing is known"
+    assert engine.costs.compute_s(1000, 0) == pytest.approx(2.0), (
+        "as on a slow engine, as long as nothing is known"
+    )
     for number in range(20):
         engine.step([(f"r{number}", 0, 100 + 50 * number)])
     expected = STEP_S + 1000 * TOKEN_S + PAIR_S * 1000 * 500
@@ -74,7 +93,9 @@ def test_costs_are_those_of_steps_that_compute_prompts():
     engine.now += 100  # compiling, perhaps
     for number in range(30):
         others = [("other", int(rng.integers(10, 4000)), 1)]
-        engine.step([(f"r{number}", int(rng.integers(0, 6000)), int(rng.integers(1, 2048)))], others)
+        engine.step(
+            [(f"r{number}", int(rng.integers(0, 6000)), int(rng.integers(1, 2048)))], others
+        )
         for _ in range(3):
             engine.step(cached=[("other", 5, 1), ("another", 5, 1)])
             engine.now += 7.0  # what is no step's
@@ -90,12 +111,16 @@ def test_costs_are_those_of_steps_that_compute_prompts():
 def test_of_steps_under_way_beside_each_other_each_lasts_from_the_end_of_the_one_before():
     engine = Engine()
     for number in range(20):
-        seconds = [engine.plan([(f"{number}.{i}", 0, tokens)]) for i, tokens in enumerate((100, 500, 2000))]
+        seconds = [
+            engine.plan([(f"{number}.{i}", 0, tokens)]) for i, tokens in enumerate((100, 500, 2000))
+        ]
         for one in seconds:
             engine.now += one
             engine.costs.over()
     work = engine.costs.work("a", 1000, 0)
-    assert work.step_s + 1000 * work.token_s + 5e5 * work.pair_s == pytest.approx(STEP_S + 1000 * TOKEN_S + 5e5 * PAIR_S, rel=0.02)
+    assert work.step_s + 1000 * work.token_s + 5e5 * work.pair_s == pytest.approx(
+        STEP_S + 1000 * TOKEN_S + 5e5 * PAIR_S, rel=0.02
+    )
 
 
 def test_a_load_lasts_until_its_request_runs_and_the_end_is_told_once():
@@ -112,7 +137,9 @@ def test_a_load_lasts_until_its_request_runs_and_the_end_is_told_once():
         assert took == Took(name, pytest.approx(0.01 + nbytes * 1e-9), pytest.approx(computed_s))
         assert engine.step(cached=[(name, 1000, 1), ("other", 12, 1)]) == []
     work = engine.costs.work("a", 1000, 0)
-    assert work.load_s + (8 << 20) * work.load_byte_s == pytest.approx(0.01 + (8 << 20) * 1e-9, rel=0.05)
+    assert work.load_s + (8 << 20) * work.load_byte_s == pytest.approx(
+        0.01 + (8 << 20) * 1e-9, rel=0.05
+    )
 
 
 def test_a_request_that_is_no_more_is_not_told_of_and_nobody_waits_for_steps_that_never_end():

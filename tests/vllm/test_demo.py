@@ -14,7 +14,20 @@ pytestmark = pytest.mark.vllm
 
 def test_the_demo_shows_hits_in_both_engines_and_identical_outputs(tmp_path: Path) -> None:
     figures = tmp_path / "demo.json"
-    command = [sys.executable, "-m", "kvhold", "demo", "--model-size", "tiny", "--tokens", "700", "--repeats", "1", "--json", str(figures)]
+    command = [
+        sys.executable,
+        "-m",
+        "kvhold",
+        "demo",
+        "--model-size",
+        "tiny",
+        "--tokens",
+        "700",
+        "--repeats",
+        "1",
+        "--json",
+        str(figures),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "outputs identical  yes" in done.stdout
@@ -22,4 +35,6 @@ def test_the_demo_shows_hits_in_both_engines_and_identical_outputs(tmp_path: Pat
     assert measured.keys() >= FIELDS
     assert measured["tokens_reused"] == 700 // 128 * 128
     assert measured["identical"] is True
-    assert all(measured[f"{name}_ttft_s"] > 0 for name in ("cold", "hit_same", "hit_new", "prefix_cache"))
+    assert all(
+        measured[f"{name}_ttft_s"] > 0 for name in ("cold", "hit_same", "hit_new", "prefix_cache")
+    )

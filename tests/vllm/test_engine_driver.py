@@ -1,4 +1,6 @@
-"""A real vLLM in a child process, without a connector: what every test and demo on top of it relies on."""
+"""A real vLLM in a child process, without a connector: what every test and demo on top of it relies
+on.
+"""
 
 import os
 import signal
@@ -34,7 +36,9 @@ def engine(tiny: ModelInfo) -> Iterator[Engine]:
         yield engine
 
 
-def test_the_same_prompt_gives_the_same_tokens_and_the_second_time_comes_from_the_prefix_cache(engine: Engine, tiny: ModelInfo) -> None:
+def test_the_same_prompt_gives_the_same_tokens_and_the_second_time_comes_from_the_prefix_cache(
+    engine: Engine, tiny: ModelInfo
+) -> None:
     assert engine.ready is not None
     block = engine.ready.tokens_per_block
     prompt = make_prompt(tiny.path, 5 * block + 7, seed=1)
@@ -54,24 +58,38 @@ def test_a_reset_makes_the_engine_compute_again(engine: Engine, tiny: ModelInfo)
     assert again.token_ids == first.token_ids
 
 
-def test_a_prompt_that_is_too_long_is_refused_and_the_engine_goes_on(engine: Engine, tiny: ModelInfo) -> None:
+def test_a_prompt_that_is_too_long_is_refused_and_the_engine_goes_on(
+    engine: Engine, tiny: ModelInfo
+) -> None:
     with pytest.raises(EngineFailed, match="refused"):
         engine.generate(make_prompt(tiny.path, 2 * _MAX_MODEL_LEN, seed=3), max_tokens=4)
     assert len(engine.generate(make_prompt(tiny.path, 50, seed=3), max_tokens=4).token_ids) == 4
 
 
-def test_pieces_of_a_prompt_and_no_prefix_cache_give_the_same_tokens(engine: Engine, tiny: ModelInfo) -> None:
+def test_pieces_of_a_prompt_and_no_prefix_cache_give_the_same_tokens(
+    engine: Engine, tiny: ModelInfo
+) -> None:
     prompt = make_prompt(tiny.path, 700, seed=4)
-    options = options_for(tiny, max_model_len=_MAX_MODEL_LEN, max_num_batched_tokens=256, block_size=32, prefix_caching=False)
+    options = options_for(
+        tiny,
+        max_model_len=_MAX_MODEL_LEN,
+        max_num_batched_tokens=256,
+        block_size=32,
+        prefix_caching=False,
+    )
     with Engine(options) as other:
         assert other.ready is not None
         assert other.ready.tokens_per_block == 32
         runs = [other.generate(prompt, max_tokens=16) for _ in range(2)]
     assert [run.num_cached_tokens for run in runs] == [0, 0]
-    assert runs[0].token_ids == runs[1].token_ids == engine.generate(prompt, max_tokens=16).token_ids
+    assert (
+        runs[0].token_ids == runs[1].token_ids == engine.generate(prompt, max_tokens=16).token_ids
+    )
 
 
-def test_an_engine_that_is_killed_is_reported_as_dead_and_its_log_is_quoted(tiny: ModelInfo, tmp_path: Path) -> None:
+def test_an_engine_that_is_killed_is_reported_as_dead_and_its_log_is_quoted(
+    tiny: ModelInfo, tmp_path: Path
+) -> None:
     log_path = tmp_path / "engine.log"
     engine = Engine(options_for(tiny, max_model_len=_MAX_MODEL_LEN), log_path=log_path).start()
     try:
@@ -87,7 +105,11 @@ def test_an_engine_that_is_killed_is_reported_as_dead_and_its_log_is_quoted(tiny
 
 
 def test_an_engine_that_cannot_start_says_why_and_leaves_no_process(tmp_path: Path) -> None:
-    engine = Engine(EngineOptions(model_path=str(tmp_path / "nothing"), max_model_len=512, kv_cache_bytes=1 << 24))
+    engine = Engine(
+        EngineOptions(
+            model_path=str(tmp_path / "nothing"), max_model_len=512, kv_cache_bytes=1 << 24
+        )
+    )
     with pytest.raises(EngineFailed, match="nothing"):
         engine.start()
     _assert_gone(engine.pid)
@@ -100,13 +122,17 @@ def test_an_engine_that_is_silent_for_too_long_is_ended(tiny: ModelInfo) -> None
     _assert_gone(engine.pid)
 
 
-def test_the_server_streams_the_same_tokens_counts_its_hits_and_ends_when_told(engine: Engine, tiny: ModelInfo) -> None:
+def test_the_server_streams_the_same_tokens_counts_its_hits_and_ends_when_told(
+    engine: Engine, tiny: ModelInfo
+) -> None:
     assert engine.ready is not None
     block = engine.ready.tokens_per_block
     prompt = make_prompt(tiny.path, 5 * block + 7, seed=5)
     with OpenAIServer(options_for(tiny, max_model_len=_MAX_MODEL_LEN)) as server:
         first, second = (server.complete(prompt, max_tokens=8) for _ in range(2))
-        assert first.token_ids == second.token_ids == engine.generate(prompt, max_tokens=8).token_ids
+        assert (
+            first.token_ids == second.token_ids == engine.generate(prompt, max_tokens=8).token_ids
+        )
         assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 5 * block)
         assert 0 < first.ttft_s < first.total_s
         assert server.metric("vllm:prefix_cache_hits_total") == 5 * block

@@ -1,4 +1,6 @@
-"""KV events: what a router learns of kvhold's memory from vLLM's own events is what is there, and vLLM would say the same of it."""
+"""KV events: what a router learns of kvhold's memory from vLLM's own events is what is there, and
+vLLM would say the same of it.
+"""
 
 import json
 import random
@@ -33,7 +35,14 @@ from tests.vllm.scheduling import Engine, NodeProcess, Options, eventually, make
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("notes")]
 
 BLOCK, CHUNK = 16, 64
-IMPATIENT = {"client": {"call_timeout_s": 20, "connect_timeout_s": 2.0, "reconnect_interval_s": 0.05, "heartbeat_interval_s": 0.2}}
+IMPATIENT = {
+    "client": {
+        "call_timeout_s": 20,
+        "connect_timeout_s": 2.0,
+        "reconnect_interval_s": 0.05,
+        "heartbeat_interval_s": 0.2,
+    }
+}
 TABLES = (Table(0, 16, "full_attention", None), Table(1, 16, "sliding_window", 64))
 SHARDS = 2
 
@@ -45,7 +54,9 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def start_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., NodeProcess]]:
+def start_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., NodeProcess]]:
     nodes: list[NodeProcess] = []
 
     def start(*, ram: str = "64MiB", events: int = 100_000) -> NodeProcess:
@@ -88,15 +99,29 @@ class Followed:
         found: set[Block] = set()
         for number, (prompt, changes) in enumerate(self.texts.values()):
             adapter = changes.get("lora_request")
-            lora = next((name for key, name in self.side._adapters.names().items() if adapter and key[1] == adapter.lora_name), "")
-            space = self.side._namespace.narrowed(lora=lora, cache_salt=changes.get("cache_salt", ""))
+            lora = next(
+                (
+                    name
+                    for key, name in self.side._adapters.names().items()
+                    if adapter and key[1] == adapter.lora_name
+                ),
+                "",
+            )
+            space = self.side._namespace.narrowed(
+                lora=lora, cache_salt=changes.get("cache_salt", "")
+            )
             names = space.prompt(prompt).chunks()
-            request = self.engine.add(f"named-{number}-{len(self.engine.outputs)}", prompt, **changes)  # for its hashes alone
+            request = self.engine.add(
+                f"named-{number}-{len(self.engine.outputs)}", prompt, **changes
+            )  # for its hashes alone
             self.engine.abort(request.request_id)
             end = 0
             for chunk, num_tokens in enumerate(names.num_tokens(space.layout).tolist()):
                 begin, end = end, end + num_tokens
-                if make_key(names.namespace, names.hashes[20 * chunk : 20 * chunk + 20], 0, 0) in keys:
+                if (
+                    make_key(names.namespace, names.hashes[20 * chunk : 20 * chunk + 20], 0, 0)
+                    in keys
+                ):
                     hashes = request.block_hashes[begin // BLOCK : end // BLOCK]
                     found |= {(0, events_module.maybe_convert_block_hash(each)) for each in hashes}
         return found
@@ -135,35 +160,58 @@ def test_a_router_knows_what_is_in_a_memory_that_is_too_small(
             eventually(followed.settles)
     router = followed.router
     assert router.held and router.removed > 200, "there was eviction"
-    texts = {tuple(prompt[:end]) for prompt in prompts for end in range(BLOCK, len(prompt) + 1, BLOCK)}
+    texts = {
+        tuple(prompt[:end]) for prompt in prompts for end in range(BLOCK, len(prompt) + 1, BLOCK)
+    }
     assert {router.text_of(*block) for block in router.held} <= texts
     assert router.gpu, "vLLM's own events are there, too"
 
 
 def test_ours_say_of_a_block_what_vllm_says(
-    follow: Callable[..., Followed], start_node: Callable[..., NodeProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    follow: Callable[..., Followed],
+    start_node: Callable[..., NodeProcess],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With adapters and salts, and for what is generated. The router fails for a block that is told in two ways."""
-    monkeypatch.setattr(adapters, "MARGIN_NS", -(10**18))  # the adapter counts as older than the engine
+    """With adapters and salts, and for what is generated.
+
+    The router fails for a block that is told in two ways.
+    """
+    monkeypatch.setattr(
+        adapters, "MARGIN_NS", -(10**18)
+    )  # the adapter counts as older than the engine
     (tmp_path / "adapter_config.json").write_text("{}")
     (tmp_path / "adapter_model.safetensors").write_bytes(b"adapter")
     followed = follow(start_node(), settings={"save_decode": True})
     prompt = make_prompt("kinds", 200)
-    for changes in ({}, {"cache_salt": "alice"}, {"lora_request": LoRARequest("tuned", 1, str(tmp_path))}):
+    for changes in (
+        {},
+        {"cache_salt": "alice"},
+        {"lora_request": LoRARequest("tuned", 1, str(tmp_path))},
+    ):
         followed.compute(prompt, **changes)
         eventually(followed.settles)
     assert len(followed.router.held) == 3 * 12
     assert followed.router.held <= followed.router.gpu
     said = [followed.router.said[block] for block in followed.router.held]
     assert sum(each.lora_name == "tuned" and each.extra_keys == ("tuned",) for each in said) == 12
-    assert sum(each.extra_keys == ("alice",) for each in said) == 1, "the salt stands in the first block alone"
+    assert sum(each.extra_keys == ("alice",) for each in said) == 1, (
+        "the salt stands in the first block alone"
+    )
     followed.engine.add("long", prompt, max_tokens=100)
     followed.engine.run()
-    eventually(lambda: [followed.router.read(followed.engine.connector.take_events())] and len(followed.router.held) == 3 * 12 + 6)
+    eventually(
+        lambda: (
+            [followed.router.read(followed.engine.connector.take_events())]
+            and len(followed.router.held) == 3 * 12 + 6
+        )
+    )
     assert followed.router.held <= followed.router.gpu
 
 
-def test_another_engine_tells_of_what_it_finds(follow: Callable[..., Followed], start_node: Callable[..., NodeProcess]) -> None:
+def test_another_engine_tells_of_what_it_finds(
+    follow: Callable[..., Followed], start_node: Callable[..., NodeProcess]
+) -> None:
     node = start_node()
     first, second = follow(node), follow(node)
     prompt = make_prompt("both", 3 * CHUNK + 2 * BLOCK + 5)  # its tail may end at two places
@@ -177,7 +225,9 @@ def test_another_engine_tells_of_what_it_finds(follow: Callable[..., Followed], 
 
 
 def test_with_the_node_all_goes_and_comes_again_as_it_is_used(
-    follow: Callable[..., Followed], start_node: Callable[..., NodeProcess], caplog: pytest.LogCaptureFixture
+    follow: Callable[..., Followed],
+    start_node: Callable[..., NodeProcess],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     node = start_node()
     followed = follow(node, settings=IMPATIENT)
@@ -186,9 +236,16 @@ def test_with_the_node_all_goes_and_comes_again_as_it_is_used(
     eventually(followed.settles)
     assert followed.router.held
     node.kill()
-    eventually(lambda: [followed.router.read(followed.engine.connector.take_events())] and not followed.router.held)
+    eventually(
+        lambda: (
+            [followed.router.read(followed.engine.connector.take_events())]
+            and not followed.router.held
+        )
+    )
     clients = [followed.side._cache, followed.engine.hands.client]
-    eventually(lambda: not any(client.connected for client in clients))  # both have noticed: a store on a dead connection is dropped
+    eventually(
+        lambda: not any(client.connected for client in clients)
+    )  # both have noticed: a store on a dead connection is dropped
     followed.node = start_node()
     eventually(lambda: all(client.connected for client in clients))
     assert followed.engine.scheduler.reset_prefix_cache()
@@ -197,7 +254,9 @@ def test_with_the_node_all_goes_and_comes_again_as_it_is_used(
 
 
 def test_events_that_the_node_has_forgotten_are_made_up_for(
-    follow: Callable[..., Followed], start_node: Callable[..., NodeProcess], monkeypatch: pytest.MonkeyPatch
+    follow: Callable[..., Followed],
+    start_node: Callable[..., NodeProcess],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     followed = follow(start_node(ram="1MiB", events=3))
     snapshots = []
@@ -209,7 +268,9 @@ def test_events_that_the_node_has_forgotten_are_made_up_for(
     assert followed.router.removed and len(snapshots) > 1
 
 
-def test_after_a_reset_nothing_is_announced(follow: Callable[..., Followed], start_node: Callable[..., NodeProcess]) -> None:
+def test_after_a_reset_nothing_is_announced(
+    follow: Callable[..., Followed], start_node: Callable[..., NodeProcess]
+) -> None:
     """Nor what the node keeps: of a tenant's salt it is not told to clear anything."""
     followed = follow(start_node())
     prompt = make_prompt("reset", 200)
@@ -218,12 +279,19 @@ def test_after_a_reset_nothing_is_announced(follow: Callable[..., Followed], sta
     eventually(followed.settles)
     assert len(followed.router.held) == 2 * 12
     assert followed.engine.scheduler.reset_prefix_cache(reset_connector=True)
-    eventually(lambda: [followed.router.read(followed.engine.connector.take_events())] and not followed.router.held)
+    eventually(
+        lambda: (
+            [followed.router.read(followed.engine.connector.take_events())]
+            and not followed.router.held
+        )
+    )
     followed.compute(prompt)
     eventually(lambda: followed.settles() and followed.router.held)
 
 
-def test_an_engine_that_publishes_nothing_asks_nothing(folder: Path, start_node: Callable[..., NodeProcess]) -> None:
+def test_an_engine_that_publishes_nothing_asks_nothing(
+    folder: Path, start_node: Callable[..., NodeProcess]
+) -> None:
     engine = Engine(Options(folder), start_node().socket)
     engine.add("a", make_prompt("quiet", 200))
     engine.run()
@@ -233,7 +301,9 @@ def test_an_engine_that_publishes_nothing_asks_nothing(folder: Path, start_node:
 
 
 def test_a_node_that_keeps_no_events_is_said_once(
-    follow: Callable[..., Followed], start_node: Callable[..., NodeProcess], caplog: pytest.LogCaptureFixture
+    follow: Callable[..., Followed],
+    start_node: Callable[..., NodeProcess],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     followed = follow(start_node(events=0))
     for number in range(3):
@@ -243,8 +313,13 @@ def test_a_node_that_keeps_no_events_is_said_once(
     assert len([record for record in caplog.records if "event_buffer" in record.getMessage()]) == 1
 
 
-def test_a_node_that_is_started_for_an_engine_with_events_keeps_them(folder: Path, tmp_path: Path) -> None:
-    asked, plain = (make_config(Options(folder, events=events), tmp_path / "none.sock") for events in (True, False))
+def test_a_node_that_is_started_for_an_engine_with_events_keeps_them(
+    folder: Path, tmp_path: Path
+) -> None:
+    asked, plain = (
+        make_config(Options(folder, events=events), tmp_path / "none.sock")
+        for events in (True, False)
+    )
     assert with_events(load_config({}), asked).event_buffer > 0
     assert with_events(load_config({"event_buffer": 7}), asked).event_buffer == 7
     assert with_events(load_config({}), plain).event_buffer == 0
@@ -256,40 +331,87 @@ class TestAnnounced:
     NAMES = tuple(bytes([number]) * 36 for number in range(12))
 
     def described(self, number: int) -> Described:
-        """Chunks 0 to 3 are whole, 4 to 7 their tails, 8 to 11 the same texts of another tenant: all but three blocks are shared."""
+        """Chunks 0 to 3 are whole, 4 to 7 their tails, 8 to 11 the same texts of another tenant:
+        all but three blocks are shared.
+        """
         whole = number % 4
         hashes = [bytes([whole, block]) for block in range(2 if 4 <= number < 8 else 4)]
         stored = [
-            BlockStored(hashes, None, list(range(16 * len(hashes))), 16, None, "CPU", None, group_idx=table.number, locality="LOCAL")
+            BlockStored(
+                hashes,
+                None,
+                list(range(16 * len(hashes))),
+                16,
+                None,
+                "CPU",
+                None,
+                group_idx=table.number,
+                locality="LOCAL",
+            )
             for table in TABLES
         ]
         return Described(64 * whole, (stored[0], stored[1] if whole else None))
 
     def expected(self, present: set[tuple[int, int, int]]) -> set[Block]:
-        whole = {(n, group) for n, group, _ in present if all((n, group, shard) in present for shard in range(SHARDS))}
+        whole = {
+            (n, group)
+            for n, group, _ in present
+            if all((n, group, shard) in present for shard in range(SHARDS))
+        }
         described = [(self.described(n).stored[group], group) for n, group in whole]
-        return {(group, block) for stored, group in described if stored is not None for block in stored.block_hashes}
+        return {
+            (group, block)
+            for stored, group in described
+            if stored is not None
+            for block in stored.block_hashes
+        }
 
     @pytest.mark.parametrize("seed", range(20))
     def test_what_is_told_is_what_is_there(self, seed: int) -> None:
         rng = random.Random(seed)
-        announced, router, present = Announced(TABLES, SHARDS), Router(), set[tuple[int, int, int]]()
+        announced, router, present = (
+            Announced(TABLES, SHARDS),
+            Router(),
+            set[tuple[int, int, int]](),
+        )
         for _ in range(150):
             happened = []
             for _ in range(rng.randrange(12)):
                 one = (rng.randrange(12), rng.randrange(2), rng.randrange(SHARDS))
-                kind = rng.choice(["evicted", "expired", "cleared"]) if one in present else "admitted"
+                kind = (
+                    rng.choice(["evicted", "expired", "cleared"]) if one in present else "admitted"
+                )
                 present ^= {one}
-                happened.append(Event(0, kind, self.NAMES[one[0]] + place_suffix(one[1], one[2]), "ram", 64, 0, b""))
+                happened.append(
+                    Event(
+                        0,
+                        kind,
+                        self.NAMES[one[0]] + place_suffix(one[1], one[2]),
+                        "ram",
+                        64,
+                        0,
+                        b"",
+                    )
+                )
             if rng.random() < 0.2:
-                announced.replace([Event(0, "admitted", self.NAMES[n] + place_suffix(g, s), "ram", 64, 0, b"") for n, g, s in present])
+                announced.replace(
+                    [
+                        Event(0, "admitted", self.NAMES[n] + place_suffix(g, s), "ram", 64, 0, b"")
+                        for n, g, s in present
+                    ]
+                )
             else:
                 announced.happened(happened)
             if rng.random() < 0.05:
                 announced.withdraw()
                 router.read(announced.changes())
                 assert router.held == set()
-                announced.replace([Event(0, "admitted", self.NAMES[n] + place_suffix(g, s), "ram", 64, 0, b"") for n, g, s in present])
+                announced.replace(
+                    [
+                        Event(0, "admitted", self.NAMES[n] + place_suffix(g, s), "ram", 64, 0, b"")
+                        for n, g, s in present
+                    ]
+                )
             for number, name in enumerate(self.NAMES):
                 if announced.wants(name):
                     announced.describe(name, self.described(number))
@@ -302,10 +424,14 @@ class TestAnnounced:
         announced = Announced(TABLES, 1)
         for number in (3, 1, 2, 0):
             announced.describe(self.NAMES[number], self.described(number))
-            announced.happened([Event(0, "admitted", self.NAMES[number] + place_suffix(0, 0), "ram", 64, 0, b"")])
+            announced.happened(
+                [Event(0, "admitted", self.NAMES[number] + place_suffix(0, 0), "ram", 64, 0, b"")]
+            )
         assert [event.block_hashes[0][0] for event in announced.changes()] == [0, 1, 2, 3]
 
-    def test_what_is_described_and_never_comes_is_forgotten(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_what_is_described_and_never_comes_is_forgotten(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(events_module, "_MOST_DESCRIBED", 5)
         announced = Announced(TABLES, 1)
         for number, name in enumerate(self.NAMES):
@@ -314,8 +440,13 @@ class TestAnnounced:
 
 
 def test_the_scheduler_waits_for_no_question() -> None:
-    """`take` while the thread of the lookups is busy: nothing now, all of it later, and one question at a time."""
-    with ThreadPoolExecutor(1) as thread, open_cache(ram_bytes="2MiB", huge_pages="never", event_buffer=10) as cache:
+    """`take` while the thread of the lookups is busy: nothing now, all of it later, and one
+    question at a time.
+    """
+    with (
+        ThreadPoolExecutor(1) as thread,
+        open_cache(ram_bytes="2MiB", huge_pages="never", event_buffer=10) as cache,
+    ):
         announcer = Announcer(cache, thread, events_module.Describer(None, 1, TABLES[:1], 16))  # type: ignore[arg-type]
         busy = Flag()
         thread.submit(busy.wait)
@@ -331,13 +462,18 @@ def test_the_scheduler_waits_for_no_question() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_a_real_engine_publishes_what_is_in_memory(name: str, tmp_path: Path) -> None:
-    """Over ZMQ, as a router reads it; RAM is too small for the prompts. gemma3 has groups with a window beside full attention."""
+    """Over ZMQ, as a router reads it; RAM is too small for the prompts. gemma3 has groups with a
+    window beside full attention.
+    """
     from kvhold.lab.checkpoints import make_checkpoint
 
     prompts: list[list[int]] = []
     for number in range(24):
         shared = prompts[number // 2][:200] if number % 3 == 1 else []
-        prompts.append(shared + [1 + token % 200 for token in make_prompt((name, number), 150 + 37 * (number % 9))])
+        prompts.append(
+            shared
+            + [1 + token % 200 for token in make_prompt((name, number), 150 + 37 * (number % 9))]
+        )
     prompts += prompts[::5]
     (tmp_path / "prompts.json").write_text(json.dumps(prompts))
     socket, publish, replay = (tmp_path / each for each in ("n.sock", "p", "r"))

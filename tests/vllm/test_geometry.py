@@ -50,25 +50,45 @@ def config(tmp_path: Path) -> VllmConfig:
 
 
 def full(**changes: Any) -> FullAttentionSpec:
-    return FullAttentionSpec(**({"block_size": 16, "num_kv_heads": 4, "head_size": 32, "dtype": torch.float32} | changes))
+    return FullAttentionSpec(
+        **({"block_size": 16, "num_kv_heads": 4, "head_size": 32, "dtype": torch.float32} | changes)
+    )
 
 
 def sliding(window: int = 40, **changes: Any) -> SlidingWindowSpec:
-    fields = {"block_size": 16, "num_kv_heads": 4, "head_size": 32, "dtype": torch.float32, "sliding_window": window} | changes
+    fields = {
+        "block_size": 16,
+        "num_kv_heads": 4,
+        "head_size": 32,
+        "dtype": torch.float32,
+        "sliding_window": window,
+    } | changes
     return SlidingWindowSpec(**fields)
 
 
 def latent() -> MLAAttentionSpec:
-    return MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=96, dtype=torch.float32, max_tp_shards=1)
+    return MLAAttentionSpec(
+        block_size=16, num_kv_heads=1, head_size=96, dtype=torch.float32, max_tp_shards=1
+    )
 
 
 def groups(*specs: Any, copies: int = 1) -> KVCacheConfig:
-    made = [KVCacheGroupSpec([f"layers.{number}.{i}" for i in range(2)], spec) for number, spec in enumerate(specs)]
-    return KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=made, kv_tp_replicas=copies)
+    made = [
+        KVCacheGroupSpec([f"layers.{number}.{i}" for i in range(2)], spec)
+        for number, spec in enumerate(specs)
+    ]
+    return KVCacheConfig(
+        num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=made, kv_tp_replicas=copies
+    )
 
 
-def of_width(config: VllmConfig, width: int, kv: KVCacheConfig, *, stages: int = 1, **settings: Any) -> Geometry:
-    config.parallel_config.tensor_parallel_size, config.parallel_config.pipeline_parallel_size = width, stages
+def of_width(
+    config: VllmConfig, width: int, kv: KVCacheConfig, *, stages: int = 1, **settings: Any
+) -> Geometry:
+    config.parallel_config.tensor_parallel_size, config.parallel_config.pipeline_parallel_size = (
+        width,
+        stages,
+    )
     return geometry_of(config, kv, Config(**settings))
 
 
@@ -83,7 +103,9 @@ class TestShards:
         geometry = of_width(config, 2, groups(full(num_kv_heads=2)), stages=2)
         assert [list(geometry.held_by(rank)) for rank in range(4)] == [[0], [1], [2], [3]]
 
-    def test_what_all_workers_hold_alike_is_stored_once_and_loaded_by_all(self, config: VllmConfig) -> None:
+    def test_what_all_workers_hold_alike_is_stored_once_and_loaded_by_all(
+        self, config: VllmConfig
+    ) -> None:
         geometry = of_width(config, 4, groups(latent(), copies=4))
         assert (geometry.shards, geometry.parts[0].group.planes) == (1, 1)
         assert [list(geometry.held_by(rank)) for rank in range(4)] == [[0]] * 4
@@ -110,7 +132,10 @@ class TestShards:
         """Another width adds up in another order: its KV is not the same to the bit."""
         kinds = [(width, groups(full(num_kv_heads=8 // width))) for width in (1, 2, 4)]
         kinds += [(width, groups(latent(), copies=width)) for width in (1, 2)]
-        spaces = {namespace_of(config, kv, of_width(config, width, kv), Config()).digest for width, kv in kinds}
+        spaces = {
+            namespace_of(config, kv, of_width(config, width, kv), Config()).digest
+            for width, kv in kinds
+        }
         assert len(spaces) == 5
 
     def test_a_latent_is_not_divided(self, config: VllmConfig) -> None:
@@ -118,22 +143,30 @@ class TestShards:
 
 
 class TestHosts:
-    def test_an_engine_whose_workers_are_on_several_hosts_is_refused(self, config: VllmConfig) -> None:
+    def test_an_engine_whose_workers_are_on_several_hosts_is_refused(
+        self, config: VllmConfig
+    ) -> None:
         config.parallel_config.nnodes = 2
         with pytest.raises(LayoutError, match="on 2 hosts"):
             of_width(config, 4, groups(full(num_kv_heads=1)))
 
-    def test_engines_of_one_service_may_be_on_several_hosts_where_each_is_on_one(self, config: VllmConfig) -> None:
+    def test_engines_of_one_service_may_be_on_several_hosts_where_each_is_on_one(
+        self, config: VllmConfig
+    ) -> None:
         """Data parallel: their workers share nothing."""
         parallel = config.parallel_config
         parallel.nnodes, parallel.data_parallel_size, parallel.data_parallel_size_local = 2, 2, 1
         assert of_width(config, 2, groups(full(num_kv_heads=2))).shards == 2
 
-    def test_workers_that_find_another_node_than_the_scheduler_are_refused(self, tmp_path: Path) -> None:
+    def test_workers_that_find_another_node_than_the_scheduler_are_refused(
+        self, tmp_path: Path
+    ) -> None:
         (tmp_path / "other").mkdir()
         here, other = place_of(tmp_path / "node.sock"), place_of(tmp_path / "other" / "node.sock")
         check_places(here, {(0, 0): here, (1, 0): here})
-        with pytest.raises(LayoutError, match=r"worker 1 of stage 0 finds its node in another folder .*other"):
+        with pytest.raises(
+            LayoutError, match=r"worker 1 of stage 0 finds its node in another folder .*other"
+        ):
             check_places(here, {(0, 0): here, (0, 1): other})
         with pytest.raises(LayoutError, match="worker 0 of stage 1 is on another host"):
             check_places(here, {(1, 0): replace(here, boot="of another host")})
@@ -142,7 +175,10 @@ class TestHosts:
 class TestParts:
     def test_windows_and_full_attention_are_parts_of_one_layout(self, config: VllmConfig) -> None:
         geometry = of_width(config, 1, groups(sliding(), full(block_size=32)), tokens_per_chunk=40)
-        assert [(part.group.attention, part.group.window, part.group.block_tokens) for part in geometry.parts] == [
+        assert [
+            (part.group.attention, part.group.window, part.group.block_tokens)
+            for part in geometry.parts
+        ] == [
             ("sliding", 40, 16),
             ("full", 0, 32),
         ]
@@ -150,7 +186,12 @@ class TestParts:
         assert not geometry.whole_prompt_fits
 
     def test_a_state_makes_the_chunk_one_block_without_tails(self, config: VllmConfig) -> None:
-        state = MambaSpec(block_size=64, shapes=((3, 5), (7,)), dtypes=(torch.float32, torch.bfloat16), mamba_cache_mode="align")
+        state = MambaSpec(
+            block_size=64,
+            shapes=((3, 5), (7,)),
+            dtypes=(torch.float32, torch.bfloat16),
+            mamba_cache_mode="align",
+        )
         geometry = of_width(config, 1, groups(state, full(block_size=32)))
         assert (geometry.layout.tokens_per_chunk, geometry.layout.tail_tokens) == (64, 0)
         assert geometry.parts[0].group.block_bytes == 3 * 5 * 4 + 7 * 2
@@ -168,8 +209,12 @@ class TestParts:
             of_width(config, 1, groups(latent()))
         assert of_width(config, 1, groups(full())).whole_prompt_fits
 
-    def test_kv_of_another_type_is_another_namespace(self, config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: True)  # without it vLLM has no fp8 KV
+    def test_kv_of_another_type_is_another_namespace(
+        self, config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(
+            torch.cpu, "_is_avx512_supported", lambda: True
+        )  # without it vLLM has no fp8 KV
         digests = set()
         for kind in ("auto", "fp8", "fp8_e5m2"):
             config.cache_config.cache_dtype = kind
@@ -189,13 +234,24 @@ class TestProof:
         return [pool[0], pool[1]]
 
     @pytest.mark.parametrize("shards", [1, 2, 4])
-    def test_what_is_seen_rightly_passes_and_leaves_zeros(self, config: VllmConfig, shards: int) -> None:
+    def test_what_is_seen_rightly_passes_and_leaves_zeros(
+        self, config: VllmConfig, shards: int
+    ) -> None:
         part = of_width(config, 1, groups(full()), head_shards=shards).parts[0]
         tensors = self.tensors()
-        prove(part, tensors, [opaque_blocks(part.group, lot, block_axis=0) for lot in lots(tensors, shards)], HostCopier())
+        prove(
+            part,
+            tensors,
+            [opaque_blocks(part.group, lot, block_axis=0) for lot in lots(tensors, shards)],
+            HostCopier(),
+        )
         assert not any(tensor.any() for tensor in tensors)
 
-    @pytest.mark.parametrize("tensor_of", [lambda t: t.transpose(1, 2), lambda t: t.permute(0, 3, 1, 2)], ids=["NHD", "any order"])
+    @pytest.mark.parametrize(
+        "tensor_of",
+        [lambda t: t.transpose(1, 2), lambda t: t.permute(0, 3, 1, 2)],
+        ids=["NHD", "any order"],
+    )
     def test_the_order_of_axes_does_not_matter(self, part: Part, tensor_of: Any) -> None:
         tensors = [tensor_of(tensor) for tensor in self.tensors()]
         prove(part, tensors, [opaque_blocks(part.group, tensors, block_axis=0)], HostCopier())
@@ -203,19 +259,37 @@ class TestProof:
     def test_layers_in_another_order_are_found(self, part: Part) -> None:
         tensors = self.tensors()
         with pytest.raises(LayoutError, match="gathered bytes are not those"):
-            prove(part, tensors, [opaque_blocks(part.group, tensors[::-1], block_axis=0)], HostCopier())
+            prove(
+                part,
+                tensors,
+                [opaque_blocks(part.group, tensors[::-1], block_axis=0)],
+                HostCopier(),
+            )
 
     def test_a_view_of_other_memory_is_found(self, part: Part) -> None:
         with pytest.raises(LayoutError, match="KV cache group 0"):
-            prove(part, self.tensors(), [opaque_blocks(part.group, self.tensors(), block_axis=0)], HostCopier())
+            prove(
+                part,
+                self.tensors(),
+                [opaque_blocks(part.group, self.tensors(), block_axis=0)],
+                HostCopier(),
+            )
 
     def test_a_copy_that_goes_beside_its_blocks_is_found(self, part: Part) -> None:
         class Beside(HostCopier):
-            def scatter(self, pieces: Sequence[Piece], after: Mark | None, *, layers: range | None = None) -> Ended:
-                return super().scatter([replace(piece, ids=(piece.ids + 1) % BLOCKS) for piece in pieces], after, layers=layers)
+            def scatter(
+                self, pieces: Sequence[Piece], after: Mark | None, *, layers: range | None = None
+            ) -> Ended:
+                return super().scatter(
+                    [replace(piece, ids=(piece.ids + 1) % BLOCKS) for piece in pieces],
+                    after,
+                    layers=layers,
+                )
 
         tensors = self.tensors()
-        with pytest.raises(LayoutError, match=r"did not come back as it was|though it was not copied"):
+        with pytest.raises(
+            LayoutError, match=r"did not come back as it was|though it was not copied"
+        ):
             prove(part, tensors, [opaque_blocks(part.group, tensors, block_axis=0)], Beside())
 
     def test_a_small_pool(self, part: Part) -> None:
@@ -225,34 +299,54 @@ class TestProof:
 
 
 class TestDrafters:
-    @pytest.mark.parametrize(("method", "looks_ahead"), [("ngram", False), ("draft_model", False), ("eagle", True)])
+    @pytest.mark.parametrize(
+        ("method", "looks_ahead"), [("ngram", False), ("draft_model", False), ("eagle", True)]
+    )
     def test_which_look_ahead(self, config: VllmConfig, method: str, looks_ahead: bool) -> None:
         config.speculative_config = SimpleNamespace(method=method)
         assert of_width(config, 1, groups(full())).looks_ahead == looks_ahead
 
-    def test_of_those_that_look_ahead_a_hit_may_end_a_block_earlier_so_there_are_no_windows(self, config: VllmConfig) -> None:
+    def test_of_those_that_look_ahead_a_hit_may_end_a_block_earlier_so_there_are_no_windows(
+        self, config: VllmConfig
+    ) -> None:
         config.speculative_config = SimpleNamespace(method="eagle")
-        with pytest.raises(LayoutError, match="speculative decoding by eagle with sliding windows or states"):
+        with pytest.raises(
+            LayoutError, match="speculative decoding by eagle with sliding windows or states"
+        ):
             of_width(config, 1, groups(sliding(), full()))
         config.speculative_config = SimpleNamespace(method="draft_model")
-        with pytest.raises(LayoutError, match="a drafter beside other than full attention has not been shown"):
+        with pytest.raises(
+            LayoutError, match="a drafter beside other than full attention has not been shown"
+        ):
             of_width(config, 1, groups(sliding(), full()))
         of_width(config, 1, groups(sliding(), full()), allow_unproven=True)
 
     @pytest.mark.parametrize(
         ("setting", "why"),
-        [({"use_heterogeneous_vocab": True}, "another vocabulary"), ({"rejection_sample_method": "synthetic"}, "without a check")],
+        [
+            ({"use_heterogeneous_vocab": True}, "another vocabulary"),
+            ({"rejection_sample_method": "synthetic"}, "without a check"),
+        ],
     )
-    def test_drafts_of_which_more_than_their_model_decides_are_refused(self, config: VllmConfig, setting: dict[str, Any], why: str) -> None:
+    def test_drafts_of_which_more_than_their_model_decides_are_refused(
+        self, config: VllmConfig, setting: dict[str, Any], why: str
+    ) -> None:
         config.speculative_config = SimpleNamespace(method="draft_model", **setting)
         with pytest.raises(LayoutError, match=why):
             of_width(config, 1, groups(full()))
 
-    def test_the_draft_models_weights_are_in_the_name(self, config: VllmConfig, tmp_path: Path) -> None:
+    def test_the_draft_models_weights_are_in_the_name(
+        self, config: VllmConfig, tmp_path: Path
+    ) -> None:
         digests = []
         for number, weights in enumerate((b"one", b"one", b"other")):
-            draft = make_config(Options(make_folder(tmp_path / str(number), weights=weights)), tmp_path / "node.sock").model_config
-            config.speculative_config = SimpleNamespace(method="draft_model", draft_model_config=draft, draft_load_config=None)
+            draft = make_config(
+                Options(make_folder(tmp_path / str(number), weights=weights)),
+                tmp_path / "node.sock",
+            ).model_config
+            config.speculative_config = SimpleNamespace(
+                method="draft_model", draft_model_config=draft, draft_load_config=None
+            )
             kv = groups(full())
             found = of_width(config, 1, kv)
             facts: dict[str, str] = {}
@@ -274,28 +368,49 @@ class TestCoded:
         assert coded.layout.groups == tuple(part.group for part in coded.parts)
         digests = {namespace_of(config, kv, found, Config()).digest for found in (plain, coded)}
         assert len(digests) == 2, "who keeps KV as it is never finds what was coded"
-        of_8_bits = of_width(config, 1, groups(full(dtype=torch.uint8)), memory_codec="int8").parts[0]
+        of_8_bits = of_width(config, 1, groups(full(dtype=torch.uint8)), memory_codec="int8").parts[
+            0
+        ]
         assert of_8_bits.group == of_8_bits.engine_group
 
     def test_settings_that_allow_no_loss_are_refused(self, config: VllmConfig) -> None:
         for max_error in (0.0, 0.007):
-            with pytest.raises(LayoutError, match=r"memory_codec is int8, which loses up to 0\.0079 .* rules\.max_error allows"):
-                of_width(config, 1, groups(full()), memory_codec="int8", rules=RulesConfig(max_error=max_error))
+            with pytest.raises(
+                LayoutError,
+                match=r"memory_codec is int8, which loses up to 0\.0079 .* rules\.max_error allows",
+            ):
+                of_width(
+                    config,
+                    1,
+                    groups(full()),
+                    memory_codec="int8",
+                    rules=RulesConfig(max_error=max_error),
+                )
         of_width(config, 1, groups(full()), memory_codec="int8", rules=RulesConfig(max_error=0.01))
 
-    @pytest.mark.parametrize(("wrong", "says"), [("gather", "encodes otherwise"), ("scatter", "decodes otherwise")])
-    def test_a_device_that_makes_other_bits_is_found(self, config: VllmConfig, wrong: str, says: str) -> None:
+    @pytest.mark.parametrize(
+        ("wrong", "says"), [("gather", "encodes otherwise"), ("scatter", "decodes otherwise")]
+    )
+    def test_a_device_that_makes_other_bits_is_found(
+        self, config: VllmConfig, wrong: str, says: str
+    ) -> None:
         class Other(HostCopier):
             """One bit of a chunk, or of a block, differs."""
 
-            def gather(self, pieces: Sequence[Piece], after: Mark | None, *, layers: range | None = None) -> Ended:
+            def gather(
+                self, pieces: Sequence[Piece], after: Mark | None, *, layers: range | None = None
+            ) -> Ended:
                 ended = super().gather(pieces, after, layers=layers)
                 pieces[0].buffer[5] ^= wrong == "gather"
                 return ended
 
-            def scatter(self, pieces: Sequence[Piece], after: Mark | None, *, layers: range | None = None) -> Ended:
+            def scatter(
+                self, pieces: Sequence[Piece], after: Mark | None, *, layers: range | None = None
+            ) -> Ended:
                 ended = super().scatter(pieces, after, layers=layers)
-                tensors[1][int(pieces[0].ids[0])].view(torch.uint8).view(-1)[3] ^= wrong == "scatter"
+                tensors[1][int(pieces[0].ids[0])].view(torch.uint8).view(-1)[3] ^= (
+                    wrong == "scatter"
+                )
                 return ended
 
         part = of_width(config, 1, groups(full()), memory_codec="int8").parts[0]
@@ -307,7 +422,9 @@ class TestCoded:
             prove_coding(part, tensors, views, Other())
 
 
-def test_a_block_that_waits_for_bytes_the_hit_does_not_have_is_a_failed_load(config: VllmConfig) -> None:
+def test_a_block_that_waits_for_bytes_the_hit_does_not_have_is_a_failed_load(
+    config: VllmConfig,
+) -> None:
     part = of_width(config, 1, groups(sliding(), full()), tokens_per_chunk=32).parts[0]
     places = ChunkBytes(np.array([ABSENT, 64]), np.array([32, 16]))
     _check_covered(part, np.array([-1, -1, 7]), places)
@@ -318,7 +435,9 @@ def test_a_block_that_waits_for_bytes_the_hit_does_not_have_is_a_failed_load(con
 def test_views_of_shards_are_slices_of_the_heads(config: VllmConfig) -> None:
     part = of_width(config, 1, groups(full()), head_shards=2).parts[0]
     tensor = torch.zeros(BLOCKS, 4, 16, 64)
-    views: list[View] = [opaque_blocks(part.group, lot, block_axis=0) for lot in lots([tensor, tensor], 2)]
+    views: list[View] = [
+        opaque_blocks(part.group, lot, block_axis=0) for lot in lots([tensor, tensor], 2)
+    ]
     assert [int(view.table[0, 0]) - tensor.data_ptr() for view in views] == [0, 2 * 16 * 64 * 4]
 
 
@@ -332,7 +451,10 @@ class TestOnAGpu:
         return config
 
     def test_it_is_refused_until_the_user_allows_it(self, gpu: VllmConfig) -> None:
-        with pytest.raises(LayoutError, match=r"on cuda copies have not been shown to be exact \(allow_unproven = true"):
+        with pytest.raises(
+            LayoutError,
+            match=r"on cuda copies have not been shown to be exact \(allow_unproven = true",
+        ):
             of_width(gpu, 1, groups(full()))
         found = of_width(gpu, 1, groups(full(), sliding(), latent()), allow_unproven=True)
         version = ".".join(vllm.__version__.split(".")[:2])
@@ -342,16 +464,26 @@ class TestOnAGpu:
             f"vllm-{version}-cuda-mla-LBNHC",
         ]
 
-    @pytest.mark.parametrize(("layout", "is_served"), [("BLHNC", True), ("LBHNC", True), ("LHBNC", False), ("BHLNC", False)])
-    def test_a_block_of_a_layer_must_be_one_piece(self, gpu: VllmConfig, layout: str, is_served: bool) -> None:
+    @pytest.mark.parametrize(
+        ("layout", "is_served"),
+        [("BLHNC", True), ("LBHNC", True), ("LHBNC", False), ("BHLNC", False)],
+    )
+    def test_a_block_of_a_layer_must_be_one_piece(
+        self, gpu: VllmConfig, layout: str, is_served: bool
+    ) -> None:
         gpu.cache_config.kv_cache_layout = layout
         if is_served:
-            assert layout in of_width(gpu, 1, groups(full()), allow_unproven=True).parts[0].group.packing
+            assert (
+                layout
+                in of_width(gpu, 1, groups(full()), allow_unproven=True).parts[0].group.packing
+            )
         else:
             with pytest.raises(LayoutError, match=f"arranged as {layout}"):
                 of_width(gpu, 1, groups(full()), allow_unproven=True)
 
-    def test_heads_outside_tokens_are_asked_for_where_they_are_divided(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_heads_outside_tokens_are_asked_for_where_they_are_divided(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         assert preferred_layout(Config(head_shards=4)) is None, "the CPU's backend has no other"
         monkeypatch.setattr(geometry, "unproven_platform", lambda: "cuda")
         assert preferred_layout(Config(head_shards=4)) == "LBHNC"

@@ -1,4 +1,6 @@
-"""Loads and stores inside a pass: each layer is there before it is read, and what was computed after a failed load reaches nobody."""
+"""Loads and stores inside a pass: each layer is there before it is read, and what was computed
+after a failed load reaches nobody.
+"""
 
 import random
 import threading
@@ -50,7 +52,9 @@ NAMES = tuple(f"layer {number}" for number in range(4))
 
 @dataclass
 class Scripted:
-    """A copier that does what a test says. copy: of a load's first block and a layer; returns what is damaged."""
+    """A copier that does what a test says. copy: of a load's first block and a layer; returns what
+    is damaged.
+    """
 
     copy: Callable[[int, int], DamagedChunks | None] = lambda block, layer: None
     copied: list[tuple[int, int]] = field(default_factory=list)
@@ -59,7 +63,9 @@ class Scripted:
     def mark(self) -> None:
         """See `Copier`."""
 
-    def scatter(self, pieces: Sequence[Piece], after: Mark | None, *, layers: range | None = None) -> "OfLayer":
+    def scatter(
+        self, pieces: Sequence[Piece], after: Mark | None, *, layers: range | None = None
+    ) -> "OfLayer":
         """See `Copier`."""
         assert layers is not None
         found = [self.copy(int(piece.ids[0]), layers.start) for piece in pieces]
@@ -85,7 +91,16 @@ def copier() -> Scripted:
 
 @pytest.fixture
 def passing(copier: Scripted) -> Iterator[Layerwise]:
-    group = Group(layers=len(NAMES), planes=2, heads=1, head_dim=8, dtype="float32", packing="test", block_tokens=BLOCK, block_bytes=1024)
+    group = Group(
+        layers=len(NAMES),
+        planes=2,
+        heads=1,
+        head_dim=8,
+        dtype="float32",
+        packing="test",
+        block_tokens=BLOCK,
+        block_bytes=1024,
+    )
     with ThreadPoolExecutor(1) as loader, ThreadPoolExecutor(1) as saver:
         yield Layerwise(Part(0, NAMES, group, group), copier, loader, saver)
 
@@ -105,7 +120,9 @@ def prepare(one: Load, stack: ExitStack) -> list[Piece]:
 
 
 class TestOnePass:
-    def test_a_layer_is_waited_for_until_all_loads_have_it_and_no_longer(self, passing: Layerwise, copier: Scripted) -> None:
+    def test_a_layer_is_waited_for_until_all_loads_have_it_and_no_longer(
+        self, passing: Layerwise, copier: Scripted
+    ) -> None:
         go = [threading.Semaphore(0) for _ in NAMES]
 
         def copy(block: int, layer: int) -> None:
@@ -116,11 +133,17 @@ class TestOnePass:
         for number, name in enumerate(NAMES):
             go[number].release(2)
             passing.wait(name)
-            assert copier.copied == [(one, layer) for layer in range(number + 1) for one in (1, 2)], "the next layer cannot be there yet"
-            assert copier.fenced == [layer for layer in range(number + 1) for _ in "ab"], "the pass itself comes after the copies"
+            assert copier.copied == [
+                (one, layer) for layer in range(number + 1) for one in (1, 2)
+            ], "the next layer cannot be there yet"
+            assert copier.fenced == [layer for layer in range(number + 1) for _ in "ab"], (
+                "the pass itself comes after the copies"
+            )
         assert passing.end() == {"a": [], "b": []}
 
-    def test_what_fails_is_named_with_its_blocks_and_holds_up_nobody(self, passing: Layerwise, copier: Scripted) -> None:
+    def test_what_fails_is_named_with_its_blocks_and_holds_up_nobody(
+        self, passing: Layerwise, copier: Scripted
+    ) -> None:
         closed: list[str] = []
 
         def prepare_some(one: Load, stack: ExitStack) -> list[Piece]:
@@ -141,7 +164,9 @@ class TestOnePass:
         assert sorted(closed) == ["broken", "well"], "what was claimed is given back"
         assert passing.end() == {}, "a pass without loads has none"
 
-    def test_claims_end_after_the_copies(self, passing: Layerwise, copier: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_claims_end_after_the_copies(
+        self, passing: Layerwise, copier: Scripted, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         seen: list[str] = []
 
         def wait(transfer: OfLayer) -> list[DamagedChunks | None]:
@@ -159,27 +184,39 @@ class TestOnePass:
         passing.end()
         assert seen == ["waited"] * len(NAMES) + ["closed"]
 
-    def test_a_damaged_chunk_fails_its_own_blocks_and_all_its_layers_go_on(self, passing: Layerwise, copier: Scripted) -> None:
-        copier.copy = lambda block, layer: {1: DamagedChunks([1]), 2: DamagedChunks([3, 1])}.get(layer)
+    def test_a_damaged_chunk_fails_its_own_blocks_and_all_its_layers_go_on(
+        self, passing: Layerwise, copier: Scripted
+    ) -> None:
+        copier.copy = lambda block, layer: {1: DamagedChunks([1]), 2: DamagedChunks([3, 1])}.get(
+            layer
+        )
         passing.begin([load("a", 3, 4, 5, 6)], prepare)
         for name in NAMES:
             passing.wait(name)
         assert passing.end() == {"a": [4, 6]}
-        assert copier.copied == [(3, layer) for layer in range(4)], "what is not damaged needs its other layers"
+        assert copier.copied == [(3, layer) for layer in range(4)], (
+            "what is not damaged needs its other layers"
+        )
 
-    def test_a_pass_that_does_not_wait_for_a_layer_has_read_what_was_not_there(self, passing: Layerwise) -> None:
+    def test_a_pass_that_does_not_wait_for_a_layer_has_read_what_was_not_there(
+        self, passing: Layerwise
+    ) -> None:
         passing.begin([load("a", 1, 2)], prepare)
         for name in NAMES[:-1]:
             passing.wait(name)
         assert passing.end() == {"a": [1, 2]}
 
-    def test_layers_of_others_are_not_waited_for(self, passing: Layerwise, copier: Scripted) -> None:
+    def test_layers_of_others_are_not_waited_for(
+        self, passing: Layerwise, copier: Scripted
+    ) -> None:
         passing.wait("of a draft model")
         assert passing.save("of a draft model", [piece(1)]) is None
         assert not passing.saved(), "and are none of the pass's"
         assert not copier.copied
 
-    def test_a_layer_that_could_not_be_copied_out_is_told(self, passing: Layerwise, copier: Scripted) -> None:
+    def test_a_layer_that_could_not_be_copied_out_is_told(
+        self, passing: Layerwise, copier: Scripted
+    ) -> None:
         asked: list[int] = []
 
         def copy(block: int, layer: int) -> None:
@@ -225,16 +262,36 @@ def ask(engine: Engine, name: str, prompt: list[int]) -> None:
     engine.add(name, prompt, max_tokens=3)
     engine.run()
     assert engine.outputs[name] == answer_to(prompt, 3)
-    eventually(lambda: not engine.hands.client.status()["held"]["rooms"])  # what was stored is committed beside the passes
+    eventually(
+        lambda: not engine.hands.client.status()["held"]["rooms"]
+    )  # what was stored is committed beside the passes
 
 
 @pytest.mark.parametrize("handed_over", [1, len(LAYERS)])
-def test_every_layer_is_stored_whatever_the_pass_hands_over(node: NodeProcess, handed_over: int) -> None:
+def test_every_layer_is_stored_whatever_the_pass_hands_over(
+    node: NodeProcess, handed_over: int
+) -> None:
     group = Group(
-        layers=len(LAYERS), planes=2, heads=1, head_dim=32, dtype="float32", packing="t", block_tokens=16, block_bytes=16 * 64 * 4
+        layers=len(LAYERS),
+        planes=2,
+        heads=1,
+        head_dim=32,
+        dtype="float32",
+        packing="t",
+        block_tokens=16,
+        block_bytes=16 * 64 * 4,
     )
-    namespace = Namespace(f"handed over {handed_over}", Layout((group,), tokens_per_chunk=64, tail_tokens=16))
-    geometry = Geometry((Part(0, tuple(LAYERS), group, group),), namespace.layout, shards=1, per_worker=1, copies=1, width=1)
+    namespace = Namespace(
+        f"handed over {handed_over}", Layout((group,), tokens_per_chunk=64, tail_tokens=16)
+    )
+    geometry = Geometry(
+        (Part(0, tuple(LAYERS), group, group),),
+        namespace.layout,
+        shards=1,
+        per_worker=1,
+        copies=1,
+        width=1,
+    )
     config = Config(node=NodeConfig(socket=str(node.socket), autostart=False))
     side = WorkerSide(config, namespace, geometry, num_blocks=40, layerwise=True)
     caches = {name: torch.randn(40, 1, 16, 64) for name in LAYERS}
@@ -242,12 +299,16 @@ def test_every_layer_is_stored_whatever_the_pass_hands_over(node: NodeProcess, h
     prompt = namespace.prompt(make_prompt("handed over", 128))
     side.begin(Steps(stores=[Store("a", prompt.chunks(), [list(range(8))])]))
     for one in side._reserved:
-        one.room.result(timeout=20)  # there before the first layer: what is handed over is copied inside the pass
+        one.room.result(
+            timeout=20
+        )  # there before the first layer: what is handed over is copied inside the pass
     for name in LAYERS[:handed_over]:
         side.save_layer(name)
     assert all(one.pieces for one in side._reserved)
     side.store()
-    hit = eventually(lambda: hit if (hit := side._cache.lookup(prompt.query())).num_tokens else hit.close())
+    hit = eventually(
+        lambda: hit if (hit := side._cache.lookup(prompt.query())).num_tokens else hit.close()
+    )
     side.start_loads(Steps(loads=[Load("b", hit.ticket, 0, [list(range(20, 28))], inside=True)]))
     for name in LAYERS:
         side.wait_for_layer(name)
@@ -259,8 +320,12 @@ def test_every_layer_is_stored_whatever_the_pass_hands_over(node: NodeProcess, h
 
 
 class TestEngine:
-    @pytest.mark.parametrize(("length", "loaded"), [(640, 624), (641, 640), (700, 688), (17, 16), (16, 0)])
-    def test_what_was_seen_is_loaded_but_for_the_last_block(self, engine: Engine, length: int, loaded: int) -> None:
+    @pytest.mark.parametrize(
+        ("length", "loaded"), [(640, 624), (641, 640), (700, 688), (17, 16), (16, 0)]
+    )
+    def test_what_was_seen_is_loaded_but_for_the_last_block(
+        self, engine: Engine, length: int, loaded: int
+    ) -> None:
         prompt = make_prompt(f"layerwise {length}", length)
         ask(engine, "first", prompt)
         ask(engine, "second", prompt)
@@ -275,7 +340,9 @@ class TestEngine:
         assert engine.loads, "the pass that loads is the one that computes"
         engine.run()
 
-    def test_after_a_failed_load_the_request_is_computed_and_nothing_of_the_failed_pass_is_stored(self, engine: Engine) -> None:
+    def test_after_a_failed_load_the_request_is_computed_and_nothing_of_the_failed_pass_is_stored(
+        self, engine: Engine
+    ) -> None:
         assert isinstance(engine.worker, RealHands)
         prompt = make_prompt("failed", 640)
         ask(engine, "first", prompt)
@@ -292,24 +359,37 @@ class TestEngine:
         engine.excused = set()
         ask(engine, "third", longer)
         assert len(engine.loads) == 2
-        assert engine.tokens_computed["third"] == 940 - 928 + 2, "what the second has computed at last is what is loaded"
+        assert engine.tokens_computed["third"] == 940 - 928 + 2, (
+            "what the second has computed at last is what is loaded"
+        )
 
-    def test_after_a_load_of_a_damaged_chunk_what_is_before_it_is_not_computed(self, engine: Engine) -> None:
+    def test_after_a_load_of_a_damaged_chunk_what_is_before_it_is_not_computed(
+        self, engine: Engine
+    ) -> None:
         prompt = make_prompt("damaged", 640)
         ask(engine, "first", prompt)
         damage(engine, prompt, chunk=6)
-        engine.excused = {"second"}  # one pass has read the damaged chunk; nobody hears what it answered
+        engine.excused = {
+            "second"
+        }  # one pass has read the damaged chunk; nobody hears what it answered
         ask(engine, "second", prompt)
         assert engine.tokens_computed["second"] == 16 + (640 - 6 * 64) + 2
         engine.excused = set()
         ask(engine, "third", prompt)
-        assert engine.tokens_computed["third"] == 16 + 2, "what was computed for the damaged chunk was stored"
+        assert engine.tokens_computed["third"] == 16 + 2, (
+            "what was computed for the damaged chunk was stored"
+        )
 
     @pytest.mark.parametrize("seed", range(3))
-    def test_whatever_happens_no_token_is_read_that_is_not_the_request_s_own(self, node: NodeProcess, tmp_path: Path, seed: int) -> None:
+    def test_whatever_happens_no_token_is_read_that_is_not_the_request_s_own(
+        self, node: NodeProcess, tmp_path: Path, seed: int
+    ) -> None:
         rng = random.Random(seed)
         crowded = options(
-            make_folder(tmp_path / "small"), num_blocks=rng.choice([60, 90]), budget=rng.choice([64, 100, 400]), max_running=6
+            make_folder(tmp_path / "small"),
+            num_blocks=rng.choice([60, 90]),
+            budget=rng.choice([64, 100, 400]),
+            max_running=6,
         )
         tight = Engine(crowded, node.socket, real_worker=True)
         asked: dict[str, tuple[list[int], int]] = {}
@@ -317,7 +397,14 @@ class TestEngine:
         for number in range(120):
             if rng.random() < 0.35 and len(tight.scheduler.requests) < 12:
                 prefix = rng.choice(prompts) if prompts and rng.random() < 0.7 else []
-                prompts.append((prefix + make_prompt(f"{seed} {number}", rng.choice([1, 15, 16, 64, rng.randrange(1, 500)])))[:700])
+                prompts.append(
+                    (
+                        prefix
+                        + make_prompt(
+                            f"{seed} {number}", rng.choice([1, 15, 16, 64, rng.randrange(1, 500)])
+                        )
+                    )[:700]
+                )
                 asked[str(number)] = (prompts[-1], rng.choice([1, 2, 5, 40]))
                 tight.add(str(number), prompts[-1], max_tokens=asked[str(number)][1])
             if rng.random() < 0.08 and tight.scheduler.requests:
@@ -328,13 +415,17 @@ class TestEngine:
                 tight.hands.client.clear()
             tight.step()
         tight.run()
-        assert {name: tight.outputs[name] for name in asked} == {name: answer_to(prompt, count) for name, (prompt, count) in asked.items()}
+        assert {name: tight.outputs[name] for name in asked} == {
+            name: answer_to(prompt, count) for name, (prompt, count) in asked.items()
+        }
         assert tight.loads
         assert all(one.inside for one in tight.loads)
         tight.close()
 
 
-def test_where_a_failed_load_could_not_be_undone_it_is_refused(node: NodeProcess, tmp_path: Path) -> None:
+def test_where_a_failed_load_could_not_be_undone_it_is_refused(
+    node: NodeProcess, tmp_path: Path
+) -> None:
     with pytest.raises(LayoutError, match=r"layerwise: .*prefix cache is on"):
         Engine(Options(make_folder(tmp_path / "model"), settings={"layerwise": True}), node.socket)
 
@@ -366,12 +457,17 @@ def set_up(given: dict[str, dict[str, Any]]) -> tuple[Any, Any]:
     """As much of an engine's configuration and geometry as `refusal` looks at."""
     of_model = given["geometry"]
     part = SimpleNamespace(group=SimpleNamespace(attention=of_model["attention"]))
-    config = SimpleNamespace(**{name: SimpleNamespace(**values) for name, values in given.items()}, speculative_config=None)
+    config = SimpleNamespace(
+        **{name: SimpleNamespace(**values) for name, values in given.items()},
+        speculative_config=None,
+    )
     return config, SimpleNamespace(parts=[part] * of_model["groups"])
 
 
 def test_an_engine_that_speculates_is_refused() -> None:
-    """vLLM's runner asks which loads failed before the pass has ended there; it would hear of it a pass too late."""
+    """vLLM's runner asks which loads failed before the pass has ended there; it would hear of it a
+    pass too late.
+    """
     given = {
         "cache_config": {"enable_prefix_caching": False},
         "scheduler_config": {"async_scheduling": False},

@@ -20,11 +20,20 @@ pytestmark = pytest.mark.vllm
 PIXELS = torch.arange(48, dtype=torch.float32).reshape(3, 4, 4)
 
 
-def feature(identifier: str = "photo", modality: str = "image", offset: int = 2, length: int = 9, **data: Any) -> Any:
+def feature(
+    identifier: str = "photo",
+    modality: str = "image",
+    offset: int = 2,
+    length: int = 9,
+    **data: Any,
+) -> Any:
     """As vLLM has it: a processor's tensors by name; none, where it has been there before."""
     elements = {name: SimpleNamespace(data=value) for name, value in data.items()} or None
     return SimpleNamespace(
-        identifier=identifier, modality=modality, mm_position=PlaceholderRange(offset=offset, length=length), data=elements
+        identifier=identifier,
+        modality=modality,
+        mm_position=PlaceholderRange(offset=offset, length=length),
+        data=elements,
     )
 
 
@@ -43,7 +52,9 @@ def digest(**data: Any) -> bytes | str:
 
 
 def test_place_and_content_are_told() -> None:
-    found = inserts(Media(), feature(pixels=PIXELS), feature("other", offset=20, length=4, pixels=PIXELS + 1))
+    found = inserts(
+        Media(), feature(pixels=PIXELS), feature("other", offset=20, length=4, pixels=PIXELS + 1)
+    )
     assert found is not None
     assert [(insert.start, insert.length) for insert in found] == [(2, 9), (20, 4)]
     assert found[0].digest != found[1].digest
@@ -84,14 +95,18 @@ def test_everything_counts() -> None:
 
 def test_which_of_its_tokens_are_the_image_counts() -> None:
     plain, masked = feature(pixels=PIXELS), feature(pixels=PIXELS)
-    masked.mm_position = PlaceholderRange(offset=2, length=9, is_embed=torch.tensor([True] * 8 + [False]))
+    masked.mm_position = PlaceholderRange(
+        offset=2, length=9, is_embed=torch.tensor([True] * 8 + [False])
+    )
     one, two = inserts(Media(), plain), inserts(Media(), masked)
     assert one is not None and two is not None
     assert one[0].digest != two[0].digest
 
 
 def test_memory_in_another_order_is_the_same_content() -> None:
-    assert digest(pixels=PIXELS) == digest(pixels=PIXELS.permute(2, 0, 1).contiguous().permute(1, 2, 0))
+    assert digest(pixels=PIXELS) == digest(
+        pixels=PIXELS.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    )
     assert digest(pixels=PIXELS.numpy()) == digest(pixels=np.asfortranarray(PIXELS.numpy()))
 
 

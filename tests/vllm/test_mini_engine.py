@@ -1,4 +1,6 @@
-"""Real requests over real KV: tokens and KV bytes with kvhold are those of the same engine without it, whatever vLLM does to its blocks."""
+"""Real requests over real KV: tokens and KV bytes with kvhold are those of the same engine without
+it, whatever vLLM does to its blocks.
+"""
 
 import itertools
 import random
@@ -30,13 +32,21 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 REQUESTS = {"llama": 700, "mla": 650, "sliding": 650}
 BLOCKS = {"llama": 28, "mla": 28, "sliding": 32}  # so few that requests are preempted
 FEW: dict[str, Any] = {"max_tokens": 192, "budget": 64, "max_running": 8}
-MANY: dict[str, Any] = {"num_blocks": 400, "max_tokens": 192, "budget": 512, "max_running": 24, "prefix_caching": False}
+MANY: dict[str, Any] = {
+    "num_blocks": 400,
+    "max_tokens": 192,
+    "budget": 512,
+    "max_running": 24,
+    "prefix_caching": False,
+}
 VOCAB = 200
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request. aborted_after: steps of its engine, after which its caller goes away; 0: it stays."""
+    """A request. aborted_after: steps of its engine, after which its caller goes away;
+    0: it stays.
+    """
 
     name: str
     tokens: tuple[int, ...]
@@ -71,14 +81,27 @@ def start(node: NodeProcess, notes: None) -> Iterator[Callable[..., MiniEngine]]
     """Start engines on the node; `connected=False`: one without kvhold."""
     engines: list[MiniEngine] = []
 
-    def start(model: str, *, connected: bool = True, settings: dict[str, Any] | None = None, **options: Any) -> MiniEngine:
+    def start(
+        model: str,
+        *,
+        connected: bool = True,
+        settings: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> MiniEngine:
         always: dict[str, Any] = {
             "tokens_per_chunk": 32,
             "node": {"socket": str(node.socket), "autostart": False},
             "client": {"call_timeout_s": 20.0},  # a busy machine is no lost node
             "rules": {"plan": False},  # computing so small a model is faster than any load
         }
-        engines.append(MiniEngine(model, connector=always | (settings or {}) if connected else None, keep_digests=True, **options))
+        engines.append(
+            MiniEngine(
+                model,
+                connector=always | (settings or {}) if connected else None,
+                keep_digests=True,
+                **options,
+            )
+        )
         return engines[-1]
 
     yield start
@@ -93,9 +116,13 @@ def traffic(seed: str, count: int, *, aborts: bool = True) -> list[Asked]:
     asked = []
     for number in range(count):
         text = texts[min(rng.randrange(len(texts)), rng.randrange(len(texts)))]
-        tokens = text[: rng.randrange(16, 116)] + [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 24))]
+        tokens = text[: rng.randrange(16, 116)] + [
+            rng.randrange(VOCAB) for _ in range(rng.randrange(1, 24))
+        ]
         aborted_after = rng.randrange(1, 12) if aborts and not rng.randrange(12) else 0
-        asked.append(Asked(f"{seed} {number}", tuple(tokens), rng.choice([1, 1, 2, 4, 40]), aborted_after))
+        asked.append(
+            Asked(f"{seed} {number}", tuple(tokens), rng.choice([1, 1, 2, 4, 40]), aborted_after)
+        )
     return asked
 
 
@@ -120,7 +147,10 @@ def serve(engines: list[MiniEngine], asked: list[Asked], *, at_once: int = 10) -
 
 
 def compare(engines: list[MiniEngine], asked: list[Asked], reference: MiniEngine) -> list[str]:
-    """The requests whose tokens or KV bytes differ from the reference's. All must have been answered."""
+    """The requests whose tokens or KV bytes differ from the reference's.
+
+    All must have been answered.
+    """
     for one in asked:
         reference.add(one.name, one.tokens, one.max_tokens)
     reference.run()
@@ -129,7 +159,10 @@ def compare(engines: list[MiniEngine], asked: list[Asked], reference: MiniEngine
         (engine,) = [engine for engine in engines if one.name in engine.outputs]
         tokens, digest = engine.outputs[one.name], engine.kv_digests.get(one.name)
         assert one.aborted_after or len(tokens) == one.max_tokens
-        if tokens != reference.outputs[one.name][: len(tokens)] or digest not in (None, reference.kv_digests[one.name]):
+        if tokens != reference.outputs[one.name][: len(tokens)] or digest not in (
+            None,
+            reference.kv_digests[one.name],
+        ):
             wrong.append(one.name)
     return wrong
 
@@ -147,24 +180,50 @@ def lose_every_second_hit(engine: MiniEngine, monkeypatch: pytest.MonkeyPatch) -
     """To the worker every second hit is gone when it comes to claim it."""
     cache, calls = engine.connector.worker._cache, itertools.count()
     claim = cache.claim
-    monkeypatch.setattr(cache, "claim", lambda *args, **kwargs: claim(*args, **kwargs) if next(calls) % 2 else None)
+    monkeypatch.setattr(
+        cache, "claim", lambda *args, **kwargs: claim(*args, **kwargs) if next(calls) % 2 else None
+    )
 
 
-def test_tokens_and_kv_do_not_depend_on_batches_cuts_or_blocks(model: str, start: Callable[..., MiniEngine]) -> None:
+def test_tokens_and_kv_do_not_depend_on_batches_cuts_or_blocks(
+    model: str, start: Callable[..., MiniEngine]
+) -> None:
     asked = traffic("alone", 40, aborts=False)
-    few: dict[str, Any] = {"num_blocks": 20 if model == "sliding" else 14, "max_tokens": 192, "max_running": 5}
-    cut = start(model, connected=False, budget=17, scheduling={"long_prefill_token_threshold": 13}, kv_layout="BLNHC", **few)
+    few: dict[str, Any] = {
+        "num_blocks": 20 if model == "sliding" else 14,
+        "max_tokens": 192,
+        "max_running": 5,
+    }
+    cut = start(
+        model,
+        connected=False,
+        budget=17,
+        scheduling={"long_prefill_token_threshold": 13},
+        kv_layout="BLNHC",
+        **few,
+    )
     serve([cut], asked)
     assert cut.counts.preemptions
     assert compare([cut], asked, start(model, connected=False, **MANY)) == []
     assert len(cut.kv_digests) == len(asked)
-    assert len({tuple(answer) for answer in cut.outputs.values()}) > 20, "answers depend on their prompts"
+    assert len({tuple(answer) for answer in cut.outputs.values()}) > 20, (
+        "answers depend on their prompts"
+    )
 
 
-def test_random_requests_have_the_tokens_and_the_kv_of_an_engine_without_kvhold(model: str, start: Callable[..., MiniEngine]) -> None:
+def test_random_requests_have_the_tokens_and_the_kv_of_an_engine_without_kvhold(
+    model: str, start: Callable[..., MiniEngine]
+) -> None:
     engines = [
         start(model, num_blocks=BLOCKS[model], **FEW, asynchronous=True, second_runner=True),
-        start(model, num_blocks=BLOCKS[model], **FEW, prefix_caching=False, zero_blocks=True, second_runner=False),
+        start(
+            model,
+            num_blocks=BLOCKS[model],
+            **FEW,
+            prefix_caching=False,
+            zero_blocks=True,
+            second_runner=False,
+        ),
     ]
     asked = traffic("random", REQUESTS[model])
     serve(engines, asked)
@@ -173,12 +232,16 @@ def test_random_requests_have_the_tokens_and_the_kv_of_an_engine_without_kvhold(
     assert sum(engine.counts.preemptions for engine in engines) > 0
     for engine in engines:
         assert engine.counts.loaded_tokens > 1000
-        assert engine.counts.failed_loads <= sum(bool(one.aborted_after) for one in asked), "only of requests that are aborted meanwhile"
+        assert engine.counts.failed_loads <= sum(bool(one.aborted_after) for one in asked), (
+            "only of requests that are aborted meanwhile"
+        )
     assert engines[0].counts.cached_tokens > 0
     assert engines[1].counts.cached_tokens == 0
 
 
-def test_a_block_that_is_loaded_has_the_bytes_of_the_block_that_was_stored(model: str, start: Callable[..., MiniEngine]) -> None:
+def test_a_block_that_is_loaded_has_the_bytes_of_the_block_that_was_stored(
+    model: str, start: Callable[..., MiniEngine]
+) -> None:
     storing, loading = start(model, prefix_caching=False), start(model, prefix_caching=False)
     prompt = traffic(model, 1)[0].tokens[:1] * 5 + tuple(range(100))
     for engine in (storing, loading):
@@ -186,8 +249,15 @@ def test_a_block_that_is_loaded_has_the_bytes_of_the_block_that_was_stored(model
         engine.run(until=lambda engine=engine: "a" in engine.kv_digests)
     assert loading.counts.loaded_tokens >= 96
     assert storing.kv_digests == loading.kv_digests
-    for group, stored, loaded in zip(storing.kv_config.kv_cache_groups, storing.block_ids("a"), loading.block_ids("a"), strict=True):
-        in_window = slice(-2, None) if "Sliding" in type(group.kv_cache_spec).__name__ else slice(None)
+    for group, stored, loaded in zip(
+        storing.kv_config.kv_cache_groups,
+        storing.block_ids("a"),
+        loading.block_ids("a"),
+        strict=True,
+    ):
+        in_window = (
+            slice(-2, None) if "Sliding" in type(group.kv_cache_spec).__name__ else slice(None)
+        )
         for layer in group.layer_names:
             assert [storing.block_bytes(layer, block) for block in stored[in_window]] == [
                 loading.block_bytes(layer, block) for block in loaded[in_window]
@@ -222,7 +292,10 @@ def test_what_was_lost_or_damaged_before_its_load_is_computed(
     model: str, start: Callable[..., MiniEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = traffic("failing", 40, aborts=False)
-    storing, loading = start(model, num_blocks=BLOCKS[model], **FEW), start(model, num_blocks=BLOCKS[model], **FEW)
+    storing, loading = (
+        start(model, num_blocks=BLOCKS[model], **FEW),
+        start(model, num_blocks=BLOCKS[model], **FEW),
+    )
     serve([storing], asked)
     for one in asked[:14]:
         damage(loading, one.tokens, chunk=0)
@@ -236,13 +309,30 @@ def test_what_was_lost_or_damaged_before_its_load_is_computed(
 @pytest.mark.parametrize("second_runner", [False, True], ids=["first runner", "second runner"])
 @pytest.mark.parametrize("model", ["llama"], indirect=True)
 def test_blocks_that_are_stored_are_read_before_the_next_pass_zeroes_them(
-    model: str, second_runner: bool, start: Callable[..., MiniEngine], monkeypatch: pytest.MonkeyPatch
+    model: str,
+    second_runner: bool,
+    start: Callable[..., MiniEngine],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The copies are slow: they begin a moment after the next step's first call of the connector, or half a second later."""
-    few: dict[str, Any] = {"num_blocks": 14, "max_tokens": 192, "budget": 256, "prefix_caching": False}
+    """The copies are slow: they begin a moment after the next step's first call of the connector,
+    or half a second later.
+    """
+    few: dict[str, Any] = {
+        "num_blocks": 14,
+        "max_tokens": 192,
+        "budget": 256,
+        "prefix_caching": False,
+    }
     engine = start(model, zero_blocks=True, second_runner=second_runner, **few)
-    gather, handle, save = HostCopier.gather, engine.connector.handle_preemptions, engine.connector.wait_for_save
-    begun, steps = itertools.count(1), [0, 0]  # the last step that has begun, and the last whose pass is over
+    gather, handle, save = (
+        HostCopier.gather,
+        engine.connector.handle_preemptions,
+        engine.connector.wait_for_save,
+    )
+    begun, steps = (
+        itertools.count(1),
+        [0, 0],
+    )  # the last step that has begun, and the last whose pass is over
 
     def gather_late(*arguments: Any, **options: Any) -> Any:
         until_s = time.monotonic() + 0.5
@@ -262,7 +352,10 @@ def test_blocks_that_are_stored_are_read_before_the_next_pass_zeroes_them(
     monkeypatch.setattr(HostCopier, "gather", gather_late)
     monkeypatch.setattr(engine.connector, "handle_preemptions", handle_and_count)
     monkeypatch.setattr(engine.connector, "wait_for_save", save_and_count)
-    asked = [Asked(str(number), tuple((number + 7 * at) % VOCAB for at in range(180)), 1) for number in range(2)]
+    asked = [
+        Asked(str(number), tuple((number + 7 * at) % VOCAB for at in range(180)), 1)
+        for number in range(2)
+    ]
     serve([engine], asked)  # the second one gets the blocks of the first
     steps[0] = next(begun)  # for the copies of the last step
     engine.connector.worker.end_reading()
@@ -279,7 +372,10 @@ def test_loads_inside_the_passes_give_the_same_tokens_and_kv(
 ) -> None:
     asked = traffic("inside", 100)
     few: dict[str, Any] = FEW | {"num_blocks": BLOCKS[model], "prefix_caching": False}
-    engines = [start(model, settings={"layerwise": True}, second_runner=second, **few) for second in (False, True)]
+    engines = [
+        start(model, settings={"layerwise": True}, second_runner=second, **few)
+        for second in (False, True)
+    ]
     lose_every_second_hit(engines[1], monkeypatch)
     serve(engines, asked)
     assert min(engine.counts.loaded_tokens for engine in engines) > 0
@@ -287,7 +383,10 @@ def test_loads_inside_the_passes_give_the_same_tokens_and_kv(
     assert compare(engines, asked, start(model, connected=False, **MANY)) == []
 
 
-@pytest.mark.parametrize(("model", "caching", "reason"), [("llama", True, "prefix cache"), ("sliding", False, "2 KV cache groups")])
+@pytest.mark.parametrize(
+    ("model", "caching", "reason"),
+    [("llama", True, "prefix cache"), ("sliding", False, "2 KV cache groups")],
+)
 def test_loads_inside_the_passes_are_refused_where_they_cannot_be_undone(
     model: str, caching: bool, reason: str, start: Callable[..., MiniEngine]
 ) -> None:
@@ -318,5 +417,10 @@ for model in SHAPES:
 
 def test_no_kernel_of_vllm_s_is_needed(node: NodeProcess) -> None:
     """A machine with a GPU has vLLM's Python files and torch."""
-    done = subprocess.run([sys.executable, "-c", _WITHOUT_KERNELS, str(node.socket)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_KERNELS, str(node.socket)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]

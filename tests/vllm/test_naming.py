@@ -1,4 +1,6 @@
-"""A namespace is made of everything that the installed vLLM is configured with, less what the tables call harmless."""
+"""A namespace is made of everything that the installed vLLM is configured with, less what the
+tables call harmless.
+"""
 
 import copy
 import dataclasses
@@ -31,19 +33,30 @@ from kvhold.integrations.vllm.naming import engine_facts, environment, tables, w
 from kvhold.integrations.vllm.space import namespace_of
 from kvhold.integrations.weights import code_identity, model_identity
 from kvhold.node import NodeClient
-from tests.vllm.scheduling import LAYERS, NodeProcess, Options, make_config, make_folder, make_kv_config
+from tests.vllm.scheduling import (
+    LAYERS,
+    NodeProcess,
+    Options,
+    make_config,
+    make_folder,
+    make_kv_config,
+)
 
 pytestmark = pytest.mark.vllm
 
 
 def digest(config: VllmConfig, kv: KVCacheConfig | None = None, **settings: Any) -> bytes:
-    return engine_facts(config, kv or make_kv_config(Options(Path("unused"))), load_config(settings, environ={})).digest
+    return engine_facts(
+        config, kv or make_kv_config(Options(Path("unused"))), load_config(settings, environ={})
+    ).digest
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
     """Made once; a test changes what it gets of `changed`."""
-    return make_config(Options(make_folder(tmp_path_factory.mktemp("named") / "model")), Path("unused"))
+    return make_config(
+        Options(make_folder(tmp_path_factory.mktemp("named") / "model")), Path("unused")
+    )
 
 
 @pytest.fixture
@@ -55,7 +68,11 @@ def config_classes() -> Iterator[type]:
     """Every dataclass of vLLM's configuration, and those that describe KV."""
     for module in pkgutil.iter_modules(vllm.config.__path__):
         for kind in vars(importlib.import_module(f"vllm.config.{module.name}")).values():
-            if inspect.isclass(kind) and dataclasses.is_dataclass(kind) and kind.__module__.startswith("vllm.config"):
+            if (
+                inspect.isclass(kind)
+                and dataclasses.is_dataclass(kind)
+                and kind.__module__.startswith("vllm.config")
+            ):
                 yield kind
     yield from (kv_cache_interface.KVCacheConfig, kv_cache_interface.KVCacheGroupSpec)
 
@@ -64,7 +81,9 @@ CLASSES = {kind.__name__: kind for kind in config_classes()}
 
 
 class TestEveryFieldIsClassified:
-    """One that fails here is new: decide whether it may shape KV, and put it into tables.py with the reason."""
+    """One that fails here is new: decide whether it may shape KV, and put it into tables.py with
+    the reason.
+    """
 
     @pytest.mark.parametrize("kind", CLASSES.values(), ids=CLASSES.keys())
     def test_of_a_class(self, kind: type) -> None:
@@ -83,14 +102,23 @@ class TestEveryFieldIsClassified:
                 known = table.named | table.harmless.keys()
                 assert {n for n in vars(value) if not n.startswith("__")} <= known, name
 
-    def test_no_class_is_called_harmless_and_reached_by_a_named_field(self, config: VllmConfig) -> None:
-        reached = {text.rpartition(".")[2] for _, text in engine_facts(config, make_kv_config(Options(Path("x"))), Config()).items}
+    def test_no_class_is_called_harmless_and_reached_by_a_named_field(
+        self, config: VllmConfig
+    ) -> None:
+        reached = {
+            text.rpartition(".")[2]
+            for _, text in engine_facts(config, make_kv_config(Options(Path("x"))), Config()).items
+        }
         assert not reached & tables.WHOLE_HARMLESS
 
     def test_of_vllms_environment(self) -> None:
-        listed = environment.NAMED | {name for names in environment.HARMLESS.values() for name in names.split()}
+        listed = environment.NAMED | {
+            name for names in environment.HARMLESS.values() for name in names.split()
+        }
         assert set(envs.environment_variables) <= listed, "unclassified"
-        assert not environment.NAMED & {name for names in environment.HARMLESS.values() for name in names.split()}
+        assert not environment.NAMED & {
+            name for names in environment.HARMLESS.values() for name in names.split()
+        }
 
     def test_each_reason_is_one_of_the_groups(self) -> None:
         found = {reason for table in tables.TABLES.values() for reason in table.harmless.values()}
@@ -119,15 +147,32 @@ def other(value: Any) -> Any:
 
 
 SECTIONS = [
-    *("model_config", "cache_config", "parallel_config", "scheduler_config", "device_config", "load_config", "offload_config"),
-    *("attention_config", "aux_output_config", "mamba_config", "kernel_config", "compilation_config", "kv_transfer_config"),
+    *(
+        "model_config",
+        "cache_config",
+        "parallel_config",
+        "scheduler_config",
+        "device_config",
+        "load_config",
+        "offload_config",
+    ),
+    *(
+        "attention_config",
+        "aux_output_config",
+        "mamba_config",
+        "kernel_config",
+        "compilation_config",
+        "kv_transfer_config",
+    ),
     *("ec_manager_config",),
 ]
 
 
 class TestFlips:
     @pytest.mark.parametrize("section", SECTIONS)
-    def test_each_named_field_changes_the_digest_and_no_harmless_one_does(self, config: VllmConfig, section: str) -> None:
+    def test_each_named_field_changes_the_digest_and_no_harmless_one_does(
+        self, config: VllmConfig, section: str
+    ) -> None:
         part = getattr(config, section)
         table = tables.TABLES[type(part).__name__]
         before = digest(config)
@@ -158,26 +203,37 @@ class TestFlips:
 
     @pytest.mark.parametrize("name", sorted(environment.NAMED))
     def test_each_named_variable_changes_the_facts(self, name: str) -> None:
-        values = [environment.environment_facts(environ) for environ in ({}, {name: "0"}, {name: "1"})]
+        values = [
+            environment.environment_facts(environ) for environ in ({}, {name: "0"}, {name: "1"})
+        ]
         assert values[0] != values[1] != values[2] != values[0]
 
     def test_harmless_variables_and_those_of_others_do_not(self) -> None:
         harmless = {name: "x" for names in environment.HARMLESS.values() for name in names.split()}
-        assert environment.environment_facts({"HOME": "/root", "PATH": "/bin", "OMP_NUM_THREADS": "4", **harmless}) == {}
+        assert (
+            environment.environment_facts(
+                {"HOME": "/root", "PATH": "/bin", "OMP_NUM_THREADS": "4", **harmless}
+            )
+            == {}
+        )
 
     def test_what_a_worker_on_a_cpu_sets_at_each_start_is_not_named(self) -> None:
         """The address of this start (vllm/v1/worker/cpu_worker.py)."""
         assert environment.environment_facts({"VLLM_DIST_IDENT": "54321"}) == {}
 
     def test_a_variable_of_vllms_that_nobody_knows_is_named(self) -> None:
-        assert environment.environment_facts({"VLLM_FROM_THE_FUTURE": "1"}) == {"environment.VLLM_FROM_THE_FUTURE": "'1'"}
+        assert environment.environment_facts({"VLLM_FROM_THE_FUTURE": "1"}) == {
+            "environment.VLLM_FROM_THE_FUTURE": "'1'"
+        }
 
     def test_a_field_that_nobody_knows_is_named(self, config: VllmConfig) -> None:
         before = digest(config)
         object.__setattr__(config.cache_config, "from_the_future", 1)
         assert digest(config) != before
 
-    def test_versions_and_processor(self, config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_versions_and_processor(
+        self, config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         found = {digest(config)}
         monkeypatch.setattr(vllm, "__version__", "0.32.1")
         found.add(digest(config))
@@ -208,14 +264,25 @@ class TestNoPlainValue:
 
 
 class TestRecurrentStates:
-    """A1: states of equal size and kind that are other bytes. Shapes by vLLM's own calculator, as Qwen3-Next has them."""
+    """A1: states of equal size and kind that are other bytes.
+
+    Shapes by vLLM's own calculator, as Qwen3-Next has them.
+    """
 
     def kv(self, dtypes: tuple[torch.dtype, ...]) -> KVCacheConfig:
-        shapes = mamba_utils.MambaStateShapeCalculator.gated_delta_net_state_shape(1, 16, 32, 128, 128, 4, 0)
+        shapes = mamba_utils.MambaStateShapeCalculator.gated_delta_net_state_shape(
+            1, 16, 32, 128, 128, 4, 0
+        )
         state = MambaSpec(block_size=64, shapes=shapes, dtypes=dtypes, mamba_cache_mode="align")
-        return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(list(LAYERS), state)])
+        return KVCacheConfig(
+            num_blocks=8,
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec(list(LAYERS), state)],
+        )
 
-    def test_shapes_dtypes_and_layouts_are_named(self, config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_shapes_dtypes_and_layouts_are_named(
+        self, config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         found, sizes = set(), set()
         bf16, fp16 = torch.bfloat16, torch.float16
         plain = self.kv((bf16, bf16))
@@ -237,7 +304,11 @@ class TestWhatLeaked:
         from vllm.config.quantization import QuantizationConfigArgs
 
         found = {digest(config)}
-        for arguments in ({"linear": "fp8_per_token"}, {"linear": "mxfp8"}, {"linear": "mxfp8", "ignore": ["lm_head"]}):
+        for arguments in (
+            {"linear": "fp8_per_token"},
+            {"linear": "mxfp8"},
+            {"linear": "mxfp8", "ignore": ["lm_head"]},
+        ):
             config.model_config.quantization_config = QuantizationConfigArgs(**arguments)  # type: ignore[arg-type]
             found.add(digest(config))
         assert len(found) == 4
@@ -264,13 +335,37 @@ class TestWhatLeaked:
         """As with kv_cache_dtype_skip_layers of [0] and of [1]."""
 
         def kv(*names: str) -> KVCacheConfig:
-            spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=32, dtype=torch.float32)
-            return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(list(names), spec)])
+            spec = FullAttentionSpec(
+                block_size=16, num_kv_heads=1, head_size=32, dtype=torch.float32
+            )
+            return KVCacheConfig(
+                num_blocks=8,
+                kv_cache_tensors=[],
+                kv_cache_groups=[KVCacheGroupSpec(list(names), spec)],
+            )
 
-        assert len({digest(config, kv(*names)) for names in (("l.0", "l.1"), ("l.1", "l.0"), ("l.0", "l.2"))}) == 3
+        assert (
+            len(
+                {
+                    digest(config, kv(*names))
+                    for names in (("l.0", "l.1"), ("l.1", "l.0"), ("l.0", "l.2"))
+                }
+            )
+            == 3
+        )
 
-    @pytest.mark.parametrize("file", ["modeling_own.py", "model.tensors", "part/model-1.safetensors", "model.safetensors.index.json"])
-    def test_files_beside_the_weights(self, config: VllmConfig, tmp_path: Path, file: str, notes: None) -> None:
+    @pytest.mark.parametrize(
+        "file",
+        [
+            "modeling_own.py",
+            "model.tensors",
+            "part/model-1.safetensors",
+            "model.safetensors.index.json",
+        ],
+    )
+    def test_files_beside_the_weights(
+        self, config: VllmConfig, tmp_path: Path, file: str, notes: None
+    ) -> None:
         found = set()
         for number, content in enumerate((None, "one", "two")):
             folder = make_folder(tmp_path / str(number))
@@ -282,8 +377,13 @@ class TestWhatLeaked:
             found.add(namespace_of(config, kv, geometry_of(config, kv, Config()), Config()).digest)
         assert len(found) == 3
 
-    @pytest.mark.parametrize("file", ["README.md", "tokenizer.json", "generation_config.json", ".gitattributes", ".cache/x"])
-    def test_files_that_shape_no_kv(self, config: VllmConfig, tmp_path: Path, file: str, notes: None) -> None:
+    @pytest.mark.parametrize(
+        "file",
+        ["README.md", "tokenizer.json", "generation_config.json", ".gitattributes", ".cache/x"],
+    )
+    def test_files_that_shape_no_kv(
+        self, config: VllmConfig, tmp_path: Path, file: str, notes: None
+    ) -> None:
         found = set()
         for number in range(2):
             folder = make_folder(tmp_path / str(number))
@@ -317,7 +417,10 @@ class TestRemoteCode:
         self.snapshot(hub, "org/model", "a" * 40, "main", "config.json", "modeling_own.py")
         self.snapshot(hub, "org/model", "b" * 40, "code", "modeling_own.py")
         assert model_identity("org/model", "main") == f"hub:org/model@{'a' * 40}"
-        auto_map = {"AutoModelForCausalLM": "modeling_own.Model", "AutoTokenizer": ["modeling_own.Slow", None]}
+        auto_map = {
+            "AutoModelForCausalLM": "modeling_own.Model",
+            "AutoTokenizer": ["modeling_own.Slow", None],
+        }
         assert code_identity("org/model", auto_map, None) == []
         assert code_identity("org/model", auto_map, "code") == [f"hub:org/model@{'b' * 40}"]
 
@@ -339,11 +442,17 @@ class TestTheSame:
         assert digest(again) == digest(config)
 
     def test_for_all_processes_of_an_engine(self, tmp_path: Path) -> None:
-        """Keys are the scheduler's alone: workers register the layout, whatever vLLM has changed in their configuration."""
+        """Keys are the scheduler's alone: workers register the layout, whatever vLLM has changed in
+        their configuration.
+        """
         folder, node = make_folder(tmp_path / "model"), NodeProcess(tmp_path / "node.sock")
         connectors = []
         try:
-            for rank, role in ((0, KVConnectorRole.SCHEDULER), (0, KVConnectorRole.WORKER), (1, KVConnectorRole.WORKER)):
+            for rank, role in (
+                (0, KVConnectorRole.SCHEDULER),
+                (0, KVConnectorRole.WORKER),
+                (1, KVConnectorRole.WORKER),
+            ):
                 options = Options(folder)
                 config = make_config(options, node.socket)
                 config.parallel_config.tensor_parallel_size, config.parallel_config.rank = 2, rank

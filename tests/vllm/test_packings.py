@@ -16,8 +16,13 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("isa", "block", "head_dim"), [("vec", 32, 64), ("vec", 128, 128), ("vec16", 16, 64), ("vec16", 48, 80)])
-def test_what_the_kernel_writes_is_put_in_the_canonical_order(isa: str, block: int, head_dim: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("isa", "block", "head_dim"),
+    [("vec", 32, 64), ("vec", 128, 128), ("vec16", 16, 64), ("vec16", 48, 80)],
+)
+def test_what_the_kernel_writes_is_put_in_the_canonical_order(
+    isa: str, block: int, head_dim: int, dtype: torch.dtype
+) -> None:
     version = ".".join(vllm.__version__.split(".")[:2])
     group = Group(
         layers=1,
@@ -33,8 +38,14 @@ def test_what_the_kernel_writes_is_put_in_the_canonical_order(isa: str, block: i
     cache = torch.zeros(4, 3, block, 2 * head_dim, dtype=dtype)
     keys, values = cache.view(4, 3, 2 * block, head_dim).chunk(2, dim=2)
     k, v = (torch.randn(2 * block, 3, head_dim).to(dtype) for _ in "kv")
-    slots = torch.cat([torch.arange(block) + 2 * block, torch.arange(block)])  # the first tokens in block 2, the others in block 0
-    ops.cpu_attn_reshape_and_cache(k, v, keys, values, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto")
+    slots = torch.cat(
+        [torch.arange(block) + 2 * block, torch.arange(block)]
+    )  # the first tokens in block 2, the others in block 0
+    ops.cpu_attn_reshape_and_cache(
+        k, v, keys, values, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto"
+    )
     layer = torch.stack([cache[2], cache[0]]).reshape(-1).view(torch.uint8).numpy()
-    plain = torch.from_numpy(np.frombuffer(to_canonical(memoryview(layer.data), group), np.uint8).copy()).view(dtype)
+    plain = torch.from_numpy(
+        np.frombuffer(to_canonical(memoryview(layer.data), group), np.uint8).copy()
+    ).view(dtype)
     assert torch.equal(plain.view(2, 2 * block, 3, head_dim), torch.stack([k, v]))

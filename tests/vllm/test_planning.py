@@ -1,4 +1,6 @@
-"""The planner under vLLM's real scheduler and over a real node: engines whose passes take as long as the test says load, or compute."""
+"""The planner under vLLM's real scheduler and over a real node: engines whose passes take as long
+as the test says load, or compute.
+"""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -50,7 +52,11 @@ def engine(node: NodeProcess, folder: Path) -> Iterator[MakeEngine]:
 
     def make(*, token_s: float, **options: Any) -> Engine:
         given = {"rules": {"plan": True}} | options.pop("settings", {})
-        engines.append(Engine(Options(folder, block=BLOCK, caching=False, settings=given, **options), node.socket))
+        engines.append(
+            Engine(
+                Options(folder, block=BLOCK, caching=False, settings=given, **options), node.socket
+            )
+        )
         Clock(engines[-1], token_s=token_s)
         return engines[-1]
 
@@ -85,7 +91,9 @@ def test_an_engine_for_which_computing_is_dear_loads(engine: MakeEngine, node: N
     assert told[0].why.startswith("loading all of it takes")
 
 
-def test_an_engine_for_which_loads_are_dearer_computes_and_answers_the_same(engine: MakeEngine, node: NodeProcess) -> None:
+def test_an_engine_for_which_loads_are_dearer_computes_and_answers_the_same(
+    engine: MakeEngine, node: NodeProcess
+) -> None:
     one = engine(token_s=0.1)
     cheap = engine(token_s=1e-7)
     prompt = make_prompt("cheap", 300)

@@ -1,4 +1,6 @@
-"""A real vLLM gets its KV back: exactly, in the same engine and in others, and whatever dies on the way."""
+"""A real vLLM gets its KV back: exactly, in the same engine and in others, and whatever dies on the
+way.
+"""
 
 import os
 import random
@@ -22,7 +24,9 @@ from kvhold.testing.damage import OpenArena
 pytestmark = pytest.mark.vllm
 
 BLOCK = 32
-CHUNK = 64  # two blocks, so that tails, whole chunks and chunk boundaries all happen in short prompts
+CHUNK = (
+    64  # two blocks, so that tails, whole chunks and chunk boundaries all happen in short prompts
+)
 OUTPUT_TOKENS = 6
 RAM = "256MiB"
 
@@ -49,7 +53,14 @@ def ledger(tmp_path: Path) -> Path:
     return folder
 
 
-def engine(model: ModelInfo, socket: Path | None, ledger: Path | None = None, *, pause: str = "", **options: Any) -> Engine:
+def engine(
+    model: ModelInfo,
+    socket: Path | None,
+    ledger: Path | None = None,
+    *,
+    pause: str = "",
+    **options: Any,
+) -> Engine:
     """An engine with the watched connector, or without any when `socket` is None."""
     connector = {
         "kv_connector": "WatchedConnector",
@@ -60,21 +71,45 @@ def engine(model: ModelInfo, socket: Path | None, ledger: Path | None = None, *,
             "ram_bytes": RAM,
             "rules": {"plan": False},
             "node": {"socket": str(socket), "idle_exit_s": 300},
-            # Busy cores must not turn a hit into a miss here; a dead node is noticed at once whatever the deadline.
+            # Busy cores must not turn a hit into a miss here; a dead node is noticed at once
+            # whatever the deadline.
             "client": {"reconnect_interval_s": 0.1, "call_timeout_s": 30},
         },
     }
-    settings = {"max_model_len": 2048, "block_size": BLOCK, "kv_cache_bytes": 8 * 2048 * model.kv_bytes_per_token} | options
+    settings = {
+        "max_model_len": 2048,
+        "block_size": BLOCK,
+        "kv_cache_bytes": 8 * 2048 * model.kv_bytes_per_token,
+    } | options
     return Engine(
         options_for(model, kv_transfer_config=connector if socket else None, **settings),
-        environment={"TEST_LEDGER": str(ledger), "TEST_PAUSE": pause, "PYTHONPATH": str(Path(__file__).parents[2])},
+        environment={
+            "TEST_LEDGER": str(ledger),
+            "TEST_PAUSE": pause,
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+        },
     )
 
 
 def random_prompts(count: int, seed: int) -> list[list[int]]:
-    """Lengths around every boundary, some long; about half of them share a prefix with an earlier one."""
+    """Lengths around every boundary, some long; about half of them share a prefix with an earlier
+    one.
+    """
     rng = random.Random(seed)
-    edges = [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK - 1, 3 * CHUNK, 3 * CHUNK + 1, 5 * CHUNK + BLOCK]
+    edges = [
+        1,
+        2,
+        BLOCK - 1,
+        BLOCK,
+        BLOCK + 1,
+        CHUNK - 1,
+        CHUNK,
+        CHUNK + 1,
+        3 * CHUNK - 1,
+        3 * CHUNK,
+        3 * CHUNK + 1,
+        5 * CHUNK + BLOCK,
+    ]
     prompts: list[list[int]] = []
     for _ in range(count):
         length = rng.choice(edges) if rng.random() < 0.6 else rng.randrange(1, 1200)
@@ -82,7 +117,9 @@ def random_prompts(count: int, seed: int) -> list[list[int]]:
         if prompts and rng.random() < 0.5:
             earlier = rng.choice(prompts)
             prefix = earlier[: rng.choice([len(earlier), rng.randrange(len(earlier) + 1)])]
-        prompts.append((prefix + [rng.randrange(1, 8000) for _ in range(length)])[: max(length, len(prefix))])
+        prompts.append(
+            (prefix + [rng.randrange(1, 8000) for _ in range(length)])[: max(length, len(prefix))]
+        )
     return prompts
 
 
@@ -107,7 +144,11 @@ def test_200_random_prompts_in_two_engines_give_the_tokens_of_vllm_alone_and_the
 ) -> None:
     prompts = random_prompts(200, seed=7)
     with engine(model, None, prefix_caching=False) as plain:
-        expected = [tokens for batch in batches(prompts) for tokens in plain.generate_many(batch, max_tokens=OUTPUT_TOKENS).token_ids]
+        expected = [
+            tokens
+            for batch in batches(prompts)
+            for tokens in plain.generate_many(batch, max_tokens=OUTPUT_TOKENS).token_ids
+        ]
         with pytest.raises(EngineFailed):
             plain.generate([], max_tokens=1)
 
@@ -116,10 +157,14 @@ def test_200_random_prompts_in_two_engines_give_the_tokens_of_vllm_alone_and_the
         engine(model, socket, ledger, prefix_caching=False, max_num_batched_tokens=512) as first,
         engine(model, socket, ledger, prefix_caching=True) as second,
     ):
-        for number, engines in enumerate(((first, second), (second, first))):  # the second round finds everything
+        for number, engines in enumerate(
+            ((first, second), (second, first))
+        ):  # the second round finds everything
             for at, batch in enumerate(batches(prompts)):
                 answer = engines[at % 2].generate_many(batch, max_tokens=OUTPUT_TOKENS)
-                assert answer.token_ids == expected[8 * at : 8 * at + len(batch)], f"round {number}, batch {at}"
+                assert answer.token_ids == expected[8 * at : 8 * at + len(batch)], (
+                    f"round {number}, batch {at}"
+                )
                 reused[number] += sum(answer.num_cached_tokens)
         with pytest.raises(EngineFailed):
             second.generate([], max_tokens=1)
@@ -127,7 +172,9 @@ def test_200_random_prompts_in_two_engines_give_the_tokens_of_vllm_alone_and_the
         assert status(socket)["pinned_chunks"] == 0
 
     assert not (ledger / "mismatches").exists(), (ledger / "mismatches").read_text()
-    assert sum(map(int, (ledger / "compared").read_text().split())) > 500, "blocks were loaded and compared"
+    assert sum(map(int, (ledger / "compared").read_text().split())) > 500, (
+        "blocks were loaded and compared"
+    )
     assert reused[1] > 0.9 * sum(len(p) // BLOCK * BLOCK for p in prompts)
 
 
@@ -137,16 +184,26 @@ def test_an_arena_too_small_for_the_prompts_changes_no_token(
     monkeypatch.setattr(f"{__name__}.RAM", "2MiB")  # four chunks of the tiny model in each MiB
     prompts = random_prompts(48, seed=11)
     with engine(model, None) as plain:
-        expected = [tokens for batch in batches(prompts) for tokens in plain.generate_many(batch, max_tokens=OUTPUT_TOKENS).token_ids]
+        expected = [
+            tokens
+            for batch in batches(prompts)
+            for tokens in plain.generate_many(batch, max_tokens=OUTPUT_TOKENS).token_ids
+        ]
     with engine(model, socket, ledger, prefix_caching=False) as small:
         for _ in range(2):
-            answers = [tokens for batch in batches(prompts) for tokens in small.generate_many(batch, max_tokens=OUTPUT_TOKENS).token_ids]
+            answers = [
+                tokens
+                for batch in batches(prompts)
+                for tokens in small.generate_many(batch, max_tokens=OUTPUT_TOKENS).token_ids
+            ]
             assert answers == expected
         assert status(socket)["counters"]["kvhold_evicted_chunks{tier=ram}"] > 0
     assert not (ledger / "mismatches").exists()
 
 
-def test_a_damaged_chunk_is_computed_what_is_before_it_is_loaded_and_no_token_changes(model: ModelInfo, socket: Path, ledger: Path) -> None:
+def test_a_damaged_chunk_is_computed_what_is_before_it_is_loaded_and_no_token_changes(
+    model: ModelInfo, socket: Path, ledger: Path
+) -> None:
     prompt = list(range(1, 900))
     with engine(model, None, prefix_caching=False) as plain:
         expected = plain.generate(prompt, max_tokens=OUTPUT_TOKENS).token_ids
@@ -178,7 +235,9 @@ def test_an_engine_killed_in_the_middle_leaves_nothing_and_disturbs_nobody(
         victim = engine(model, socket, ledger, pause=moment, prefix_caching=False).start()
         try:
             with pytest.raises(EngineFailed):
-                victim.generate(prompt, max_tokens=1, timeout_s=kill_when(ledger / "paused", victim))
+                victim.generate(
+                    prompt, max_tokens=1, timeout_s=kill_when(ledger / "paused", victim)
+                )
         finally:
             victim.kill()
         until(lambda: not any(status(socket)["held"].values()), "the node to notice")
@@ -216,7 +275,9 @@ def test_an_engine_whose_node_is_killed_in_the_middle_answers_rightly_and_joins_
 
 
 def kill_when(marker: Path, victim: Engine) -> float:
-    """Kill the engine from a thread as soon as the marker is there; returns a time-out for the call that it dies in."""
+    """Kill the engine from a thread as soon as the marker is there; returns a time-out for the call
+    that it dies in.
+    """
 
     def wait_and_kill() -> None:
         until(marker.exists, "the engine to pause")

@@ -1,4 +1,6 @@
-"""The connector under vLLM's real scheduler and over a real node: what is stored and loaded, when, and whatever goes wrong."""
+"""The connector under vLLM's real scheduler and over a real node: what is stored and loaded, when,
+and whatever goes wrong.
+"""
 
 import random
 import sys
@@ -24,7 +26,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.pooling_params import PoolingParams
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+)
 from vllm.v1.request import Request, RequestStatus
 
 from kvhold.core.config import ClientConfig, Config, load_config
@@ -56,7 +63,14 @@ pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("notes")]
 
 BLOCK, CHUNK = 16, 64
 NOTHING = {"tickets": 0, "loans": 0, "rooms": 0}
-IMPATIENT = {"client": {"call_timeout_s": 0.2, "connect_timeout_s": 2.0, "reconnect_interval_s": 0.05, "heartbeat_interval_s": 0.2}}
+IMPATIENT = {
+    "client": {
+        "call_timeout_s": 0.2,
+        "connect_timeout_s": 2.0,
+        "reconnect_interval_s": 0.05,
+        "heartbeat_interval_s": 0.2,
+    }
+}
 
 MakeEngine = Callable[..., Engine]
 
@@ -71,7 +85,10 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
 
 @pytest.fixture
 def engine(node: NodeProcess, folder: Path) -> Iterator[MakeEngine]:
-    """Engines on the node. In the end each has finished its requests, and nothing is held for it any more."""
+    """Engines on the node.
+
+    In the end each has finished its requests, and nothing is held for it any more.
+    """
     yield from engines_on(node, folder)
 
 
@@ -134,14 +151,21 @@ def table(engine: Engine, request_id: str) -> list[int]:
 def matched(engine: Engine, request: Request, computed: int = 0) -> tuple[int, bool]:
     """The connector's answer about a request, once it has one."""
     answers = []
-    eventually(lambda: answers.append(engine.connector.get_num_new_matched_tokens(request, computed)) or answers[-1][0] is not None)
+    eventually(
+        lambda: (
+            answers.append(engine.connector.get_num_new_matched_tokens(request, computed))
+            or answers[-1][0] is not None
+        )
+    )
     tokens, asynchronous = answers[-1]
     assert tokens is not None
     return tokens, asynchronous
 
 
 def unanswered(one: Engine, prompt: list[int], monkeypatch: pytest.MonkeyPatch) -> Event:
-    """The engine has the prompt itself, its node has not, and lookups are answered when the event is set."""
+    """The engine has the prompt itself, its node has not, and lookups are answered when the event
+    is set.
+    """
     one.add("a", prompt)
     one.run()
     one.hands.client.clear()
@@ -154,7 +178,9 @@ def unanswered(one: Engine, prompt: list[int], monkeypatch: pytest.MonkeyPatch) 
 
 class TestStores:
     @pytest.mark.parametrize(("block", "chunk"), [(16, 64), (32, 64), (128, 128), (128, 256)])
-    def test_chunks_are_stored_as_they_become_whole_and_the_tail_at_the_end(self, engine: MakeEngine, block: int, chunk: int) -> None:
+    def test_chunks_are_stored_as_they_become_whole_and_the_tail_at_the_end(
+        self, engine: MakeEngine, block: int, chunk: int
+    ) -> None:
         miss = engine(block=block, chunk=chunk, budget=200)
         prompt = make_prompt(f"whole {block} {chunk}", 700)
         miss.add("a", prompt, max_tokens=4)
@@ -171,7 +197,9 @@ class TestStores:
         assert miss.loads == []
         assert miss.hands.granted_chunks == -(-stored // chunk)
 
-    def test_the_scheduled_tokens_add_up_as_the_real_scheduler_counts_them(self, engine: MakeEngine) -> None:
+    def test_the_scheduled_tokens_add_up_as_the_real_scheduler_counts_them(
+        self, engine: MakeEngine
+    ) -> None:
         counted = engine(budget=400)
         counted.add("a", make_prompt("sums", 1000), max_tokens=4)
         sums = []
@@ -182,7 +210,9 @@ class TestStores:
             sums.append((tracker.num_scheduled_tokens, tracker.computed_tokens))
         assert sums == [(400, 400), (800, 800), (1000, 1000), (1001, 1000), (1002, 1000)]
 
-    def test_blocks_that_were_hit_count_as_computed_and_are_not_stored_again(self, engine: MakeEngine) -> None:
+    def test_blocks_that_were_hit_count_as_computed_and_are_not_stored_again(
+        self, engine: MakeEngine
+    ) -> None:
         """20 blocks hit, 160 tokens scheduled: blocks 20 to 29 are stored."""
         warm = engine(chunk=160, budget=160)
         prompt = make_prompt("bound", 480)
@@ -204,7 +234,9 @@ class TestStores:
         shared.stores.clear()
         shared.add("b", [*prompt, 1, 2, 3])
         shared.run()
-        assert [len(s.names) for s in shared.stores] == [5], "from the first chunk on, though vLLM found all of it in its own cache"
+        assert [len(s.names) for s in shared.stores] == [5], (
+            "from the first chunk on, though vLLM found all of it in its own cache"
+        )
         forget_locally(shared)
         shared.add("c", prompt)
         shared.run()
@@ -212,11 +244,21 @@ class TestStores:
 
     @pytest.mark.parametrize("save_decode", [False, True])
     @pytest.mark.parametrize("max_tokens", [2, 40])
-    @pytest.mark.parametrize("asynchronous", [False, True], ids=["one pass at a time", "two passes at a time"])
+    @pytest.mark.parametrize(
+        "asynchronous", [False, True], ids=["one pass at a time", "two passes at a time"]
+    )
     def test_an_answer_that_comes_when_the_request_runs_is_caught_up_with(
-        self, engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, *, asynchronous: bool, max_tokens: int, save_decode: bool
+        self,
+        engine: MakeEngine,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        asynchronous: bool,
+        max_tokens: int,
+        save_decode: bool,
     ) -> None:
-        """What the engine has itself waits for no answer; what the node has not is stored when it says so, or when the request ends."""
+        """What the engine has itself waits for no answer; what the node has not is stored when it
+        says so, or when the request ends.
+        """
         late = engine(asynchronous=asynchronous, settings={"save_decode": save_decode})
         prompt = make_prompt(f"late {asynchronous} {max_tokens} {save_decode}", 320)
         answer = unanswered(late, prompt, monkeypatch)
@@ -253,10 +295,15 @@ class TestStores:
         reader = engine()
         reader.add("c", prompt)
         reader.run()
-        assert reader.tokens_computed["c"] == length - length // BLOCK * BLOCK + (length % BLOCK == 0) + 1
+        assert (
+            reader.tokens_computed["c"]
+            == length - length // BLOCK * BLOCK + (length % BLOCK == 0) + 1
+        )
         eventually(lambda: late.followed() == 0)
 
-    def test_a_prompt_that_the_node_holds_whole_is_not_stored_again(self, engine: MakeEngine) -> None:
+    def test_a_prompt_that_the_node_holds_whole_is_not_stored_again(
+        self, engine: MakeEngine
+    ) -> None:
         warm = engine()
         prompt = make_prompt("held whole", 4 * CHUNK)
         store(warm, prompt)
@@ -274,13 +321,19 @@ class TestStores:
 
 
 class TestLoads:
-    @pytest.mark.parametrize("asynchronous", [False, True], ids=["one pass at a time", "two passes at a time"])
+    @pytest.mark.parametrize(
+        "asynchronous", [False, True], ids=["one pass at a time", "two passes at a time"]
+    )
     @pytest.mark.parametrize("real_worker", [False, True], ids=["worker played", "worker real"])
-    @pytest.mark.parametrize(("length", "loaded"), [(1000, 992), (1008, 1008), (960, 960), (15, 0), (17, 16), (64, 64)])
+    @pytest.mark.parametrize(
+        ("length", "loaded"), [(1000, 992), (1008, 1008), (960, 960), (15, 0), (17, 16), (64, 64)]
+    )
     def test_a_prompt_that_was_seen_is_loaded_not_computed(
         self, engine: MakeEngine, length: int, loaded: int, real_worker: bool, asynchronous: bool
     ) -> None:
-        """All of it up to the last whole block; the last token is always computed, to go on from."""
+        """All of it up to the last whole block; the last token is always computed, to
+        go on from.
+        """
         warm = engine(real_worker=real_worker, asynchronous=asynchronous)
         prompt = make_prompt(f"seen {length} {real_worker} {asynchronous}", length)
         store(warm, prompt)
@@ -308,7 +361,9 @@ class TestLoads:
     def test_a_longer_prompt_loads_what_it_shares_in_whole_chunks(self, engine: MakeEngine) -> None:
         warm = engine()
         prompt = make_prompt("shared", 300)
-        store(warm, prompt)  # 4 chunks, and a tail of 2 blocks that the longer prompt has no use for
+        store(
+            warm, prompt
+        )  # 4 chunks, and a tail of 2 blocks that the longer prompt has no use for
         longer = prompt + make_prompt("own", 100)
         warm.add("a", longer)
         warm.run(until=lambda: warm.tokens_computed.get("a"))
@@ -324,13 +379,19 @@ class TestLoads:
         warm.run()
         assert [len(load.block_ids[0]) for load in warm.loads] == [12]
 
-    @pytest.mark.parametrize(("local", "first_chunk", "kept"), [(96, 1, 2), (128, 2, 0), (16, 0, 1), (176, 2, 3)])
-    def test_blocks_that_vllm_has_itself_are_never_written(self, engine: MakeEngine, local: int, first_chunk: int, kept: int) -> None:
+    @pytest.mark.parametrize(
+        ("local", "first_chunk", "kept"), [(96, 1, 2), (128, 2, 0), (16, 0, 1), (176, 2, 3)]
+    )
+    def test_blocks_that_vllm_has_itself_are_never_written(
+        self, engine: MakeEngine, local: int, first_chunk: int, kept: int
+    ) -> None:
         warm = engine()
         prompt = make_prompt(f"overlap {local}", 300)
         store(warm, prompt)
         warm.hands.client.clear()
-        warm.add("short", prompt[:local], max_tokens=1)  # now the first blocks are in vLLM's own cache
+        warm.add(
+            "short", prompt[:local], max_tokens=1
+        )  # now the first blocks are in vLLM's own cache
         warm.run()
         other = engine()
         other.add("whole", prompt, max_tokens=1)  # and all of them in the node
@@ -342,7 +403,9 @@ class TestLoads:
         assert load.first_chunk == first_chunk
         assert load.block_ids[0] == [-1] * kept + table(warm, "a")[local // BLOCK : 18]
 
-    def test_what_vllm_has_itself_is_neither_loaded_nor_held(self, engine: MakeEngine, node: NodeProcess) -> None:
+    def test_what_vllm_has_itself_is_neither_loaded_nor_held(
+        self, engine: MakeEngine, node: NodeProcess
+    ) -> None:
         warm = engine()
         prompt = make_prompt("local", 300)
         warm.add("a", prompt)
@@ -355,8 +418,12 @@ class TestLoads:
         assert warm.loads == []
         assert warm.tokens_computed["b"] == 300 - 288 + 299
 
-    def test_where_vllm_has_all_but_the_last_block_nothing_is_loaded(self, engine: MakeEngine) -> None:
-        """vLLM computes a prompt's last token again, and with it the block it is in; the hit has that, too."""
+    def test_where_vllm_has_all_but_the_last_block_nothing_is_loaded(
+        self, engine: MakeEngine
+    ) -> None:
+        """vLLM computes a prompt's last token again, and with it the block it is in; the hit has
+        that, too.
+        """
         warm = engine()
         prompt = make_prompt("all but a block", 320)
         warm.add("a", prompt)
@@ -368,8 +435,12 @@ class TestLoads:
         assert warm.tokens_computed["b"] == BLOCK
         assert warm.outputs["b"] == answer_to(prompt, 1)
 
-    def test_a_hit_is_kept_while_its_request_waits_for_blocks_even_where_vllm_had_as_much_at_first(self, engine: MakeEngine) -> None:
-        """vLLM evicts its own blocks meanwhile: 39 are there, 20 are cached, and the other request grows."""
+    def test_a_hit_is_kept_while_its_request_waits_for_blocks_even_where_vllm_had_as_much_at_first(
+        self, engine: MakeEngine
+    ) -> None:
+        """vLLM evicts its own blocks meanwhile: 39 are there, 20 are cached, and the other request
+        grows.
+        """
         tight = engine(num_blocks=40)
         prompt = make_prompt("evicted meanwhile", 325)
         tight.add("first", prompt, max_tokens=1)
@@ -378,10 +449,14 @@ class TestLoads:
         tight.next_pass()
         tight.add("a", prompt)
         tight.run()
-        assert [load.block_ids[0].count(-1) for load in tight.loads] != [20], "else vLLM evicted nothing"
+        assert [load.block_ids[0].count(-1) for load in tight.loads] != [20], (
+            "else vLLM evicted nothing"
+        )
         assert tight.tokens_computed["a"] == 325 - 320 + 1
 
-    def test_without_prefix_caching_in_vllm_hits_are_loaded_just_the_same(self, engine: MakeEngine) -> None:
+    def test_without_prefix_caching_in_vllm_hits_are_loaded_just_the_same(
+        self, engine: MakeEngine
+    ) -> None:
         warm = engine(caching=False)
         prompt = make_prompt("no local cache", 300)
         for request_id in "ab":
@@ -392,9 +467,15 @@ class TestLoads:
 
 
 class TestWork:
-    def test_what_a_step_does_in_python_does_not_grow_with_the_prompt(self, engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Counted, not timed: the instructions that kvhold's own code runs on the scheduler's thread."""
-        monkeypatch.setattr(scheduler, "_PATIENCE_S", 20.0)  # an answer that is late leaves a part of the work to the next step
+    def test_what_a_step_does_in_python_does_not_grow_with_the_prompt(
+        self, engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Counted, not timed: the instructions that kvhold's own code runs on the scheduler's
+        thread.
+        """
+        monkeypatch.setattr(
+            scheduler, "_PATIENCE_S", 20.0
+        )  # an answer that is late leaves a part of the work to the next step
         counts = {}
         for num_chunks in (2, 60):
             warm = engine(num_blocks=600, budget=8192)
@@ -408,7 +489,9 @@ class TestWork:
 
     @staticmethod
     def most(engine: Engine, name: str, prompt: list[int]) -> tuple[int, int]:
-        """Of the request's steps: instructions of the one with the most; and the blocks that were loaded."""
+        """Of the request's steps: instructions of the one with the most; and the blocks that were
+        loaded.
+        """
         engine.add(name, prompt, max_tokens=1)
         naming = engine.connector.scheduler._followed[name].naming
         assert naming is not None
@@ -447,7 +530,9 @@ class TestQueues:
     def test_what_waits_in_the_queue_pins_nothing_and_finds_what_was_stored_meanwhile(
         self, engine: MakeEngine, node: NodeProcess, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(scheduler, "_PATIENCE_S", 20.0)  # else vLLM asks about the second while the first is looked up
+        monkeypatch.setattr(
+            scheduler, "_PATIENCE_S", 20.0
+        )  # else vLLM asks about the second while the first is looked up
         one = engine(max_running=1, caching=False)
         prompt = make_prompt("twins", 300)
         one.add("first", prompt, max_tokens=2)
@@ -459,8 +544,12 @@ class TestQueues:
 
 
 class TestPreemption:
-    @pytest.mark.parametrize("asynchronous", [False, True], ids=["one pass at a time", "two passes at a time"])
-    def test_a_preempted_request_comes_back_with_other_blocks_and_its_own_kv(self, engine: MakeEngine, asynchronous: bool) -> None:
+    @pytest.mark.parametrize(
+        "asynchronous", [False, True], ids=["one pass at a time", "two passes at a time"]
+    )
+    def test_a_preempted_request_comes_back_with_other_blocks_and_its_own_kv(
+        self, engine: MakeEngine, asynchronous: bool
+    ) -> None:
         tight = engine(num_blocks=48, asynchronous=asynchronous, caching=False)
         prompts = {name: make_prompt(f"{name} {asynchronous}", 200) for name in "abc"}
         for name, prompt in prompts.items():
@@ -472,28 +561,41 @@ class TestPreemption:
         assert [load.request_id for load in tight.loads[before:]] == [name]
         assert tight.outputs == {name: answer_to(prompt, 100) for name, prompt in prompts.items()}
 
-    def test_a_request_that_comes_back_stores_what_the_node_has_lost(self, engine: MakeEngine) -> None:
+    def test_a_request_that_comes_back_stores_what_the_node_has_lost(
+        self, engine: MakeEngine
+    ) -> None:
         tight = engine(num_blocks=48, caching=False)
         prompts = {name: make_prompt(f"comes back {name}", 200) for name in "abc"}
         for name, prompt in prompts.items():
             tight.add(name, prompt, max_tokens=100)
         tight.run(until=lambda: tight.preempted)
         (name,) = tight.preempted
-        assert tight.connector.scheduler._followed[name].lookup is None, "it was looked up last before it was preempted"
+        assert tight.connector.scheduler._followed[name].lookup is None, (
+            "it was looked up last before it was preempted"
+        )
         tight.hands.client.clear()
         store(engine(), prompts[name][:CHUNK])
         tight.loads.clear()
         tight.stores.clear()
         tight.run(until=lambda: tight.stores)
-        assert [(load.request_id, load.block_ids[0]) for load in tight.loads] == [(name, table(tight, name)[:4])]
-        assert [(s.request_id, s.block_ids[0]) for s in tight.stores] == [(name, table(tight, name)[4:12])]
+        assert [(load.request_id, load.block_ids[0]) for load in tight.loads] == [
+            (name, table(tight, name)[:4])
+        ]
+        assert [(s.request_id, s.block_ids[0]) for s in tight.stores] == [
+            (name, table(tight, name)[4:12])
+        ]
 
-    def test_what_was_generated_before_the_preemption_is_not_stored_as_prompt(self, engine: MakeEngine) -> None:
+    def test_what_was_generated_before_the_preemption_is_not_stored_as_prompt(
+        self, engine: MakeEngine
+    ) -> None:
         tight = engine(num_blocks=48, caching=False)
         for name in "abc":
             tight.add(name, make_prompt(f"generated {name}", 200), max_tokens=100)
         tight.run()
-        tokens = sum(int(s.names.num_tokens(tight.connector.scheduler._namespace.layout).sum()) for s in tight.stores)
+        tokens = sum(
+            int(s.names.num_tokens(tight.connector.scheduler._namespace.layout).sum())
+            for s in tight.stores
+        )
         assert tokens <= 3 * 192, "only whole blocks of the three prompts"
 
 
@@ -554,7 +656,9 @@ class TestAborts:
         forget_locally(warm)
         warm.add("b", prompt)
         warm.run()
-        assert [len(load.block_ids[0]) for load in warm.loads] == [12], "what it had computed is in the node: 3 whole chunks"
+        assert [len(load.block_ids[0]) for load in warm.loads] == [12], (
+            "what it had computed is in the node: 3 whole chunks"
+        )
 
     def test_in_the_moment_it_arrives(self, engine: MakeEngine) -> None:
         warm = engine()
@@ -566,7 +670,9 @@ class TestAborts:
 
 
 class TestBrokenPromises:
-    def test_a_load_that_fails_is_computed_once_and_not_tried_again(self, engine: MakeEngine) -> None:
+    def test_a_load_that_fails_is_computed_once_and_not_tried_again(
+        self, engine: MakeEngine
+    ) -> None:
         warm = engine()
         prompt = make_prompt("failing", 300)
         store(warm, prompt)
@@ -609,13 +715,18 @@ class TestBrokenPromises:
 
     @pytest.mark.parametrize("asynchronous", [False, True])
     @pytest.mark.parametrize("caching", [False, True])
-    def test_what_is_before_a_damaged_chunk_is_loaded_and_not_computed(self, engine: MakeEngine, caching: bool, asynchronous: bool) -> None:
+    def test_what_is_before_a_damaged_chunk_is_loaded_and_not_computed(
+        self, engine: MakeEngine, caching: bool, asynchronous: bool
+    ) -> None:
         warm = engine(real_worker=True, caching=caching, asynchronous=asynchronous)
         prompt = make_prompt(f"damaged {caching} {asynchronous}", 640)
         store(warm, prompt)
         eventually(lambda: not warm.hands.client.status()["held"]["rooms"])
         damage(warm, prompt, chunk=6)
-        for name, computed in {"damaged": 640 - 6 * CHUNK, "whole": 1}.items():  # what was computed was stored
+        for name, computed in {
+            "damaged": 640 - 6 * CHUNK,
+            "whole": 1,
+        }.items():  # what was computed was stored
             warm.add(name, prompt)
             warm.run()
             assert warm.outputs[name] == answer_to(prompt, 2)
@@ -623,7 +734,9 @@ class TestBrokenPromises:
             forget_locally(warm)
             eventually(lambda: not warm.hands.client.status()["held"]["rooms"])
 
-    def test_vllm_is_told_to_compute_what_did_not_arrive_whatever_its_own_policy(self, engine: MakeEngine) -> None:
+    def test_vllm_is_told_to_compute_what_did_not_arrive_whatever_its_own_policy(
+        self, engine: MakeEngine
+    ) -> None:
         warm = engine()
         assert KVTransferConfig().kv_load_failure_policy == "fail"
         assert warm.scheduler.recompute_kv_load_failures
@@ -646,7 +759,13 @@ class TestNeverAFalseHit:
         "changes",
         [
             {"cache_salt": "somebody else"},
-            {"mm_features": [MultiModalFeatureSpec(None, "image", "hash", PlaceholderRange(offset=0, length=10))]},
+            {
+                "mm_features": [
+                    MultiModalFeatureSpec(
+                        None, "image", "hash", PlaceholderRange(offset=0, length=10)
+                    )
+                ]
+            },
             {"prompt_embeds": torch.zeros(300, 8)},
             {"prompt_embeds": torch.zeros(300, 8), "prompt_is_token_ids": [True] * 299 + [False]},
             {"sampling": {"skip_reading_prefix_cache": True}},
@@ -655,7 +774,9 @@ class TestNeverAFalseHit:
         ],
         ids=lambda changes: " and ".join(changes),
     )
-    def test_for_what_its_kv_depends_on_besides_tokens(self, warm: Engine, changes: dict[str, Any]) -> None:
+    def test_for_what_its_kv_depends_on_besides_tokens(
+        self, warm: Engine, changes: dict[str, Any]
+    ) -> None:
         if "pooling_params" in changes:
             request = Request("a", list(self.PROMPT), None, PoolingParams())
             warm.connector.on_new_request(request)
@@ -690,7 +811,9 @@ class TestNeverAFalseHit:
 
 @pytest.fixture
 def files_count_as_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Adapters are named only if they are older than the engine: see tests/vllm/test_adapters.py."""
+    """Adapters are named only if they are older than the engine: see
+    tests/vllm/test_adapters.py.
+    """
     monkeypatch.setattr(adapters, "MARGIN_NS", -(10**18))
 
 
@@ -700,7 +823,9 @@ class TestAdapters:
 
     @pytest.fixture
     def adapter(self, tmp_path: Path) -> Callable[..., LoRARequest]:
-        def make(folder: str, weights: bytes = b"weights", *, name: str = "tuned", number: int = 1) -> LoRARequest:
+        def make(
+            folder: str, weights: bytes = b"weights", *, name: str = "tuned", number: int = 1
+        ) -> LoRARequest:
             path = tmp_path / folder
             path.mkdir(exist_ok=True)
             (path / "adapter_config.json").write_text("{}")
@@ -717,7 +842,9 @@ class TestAdapters:
         forget_locally(engine)
         return sum(BLOCK * len(load.block_ids[0]) for load in engine.loads[before:])
 
-    def test_each_has_its_own_kv_whatever_its_name(self, engine: MakeEngine, adapter: Callable[..., LoRARequest]) -> None:
+    def test_each_has_its_own_kv_whatever_its_name(
+        self, engine: MakeEngine, adapter: Callable[..., LoRARequest]
+    ) -> None:
         tuned = engine()
         assert self.hit(tuned, None) == 0
         assert self.hit(tuned, adapter("one", number=1)) == 0
@@ -725,17 +852,25 @@ class TestAdapters:
         assert self.hit(tuned, adapter("other", b"Weights", number=2)) == 0
         assert self.hit(tuned, None) == 288
 
-    def test_the_same_content_elsewhere_is_the_same(self, engine: MakeEngine, adapter: Callable[..., LoRARequest]) -> None:
+    def test_the_same_content_elsewhere_is_the_same(
+        self, engine: MakeEngine, adapter: Callable[..., LoRARequest]
+    ) -> None:
         one, two = engine(), engine()
         tuned, copy = adapter("here", b"the same"), adapter("there", b"the same", number=7)
         assert self.hit(one, tuned) == 0
         assert self.hit(two, copy) == 288
 
-    def test_files_that_change_in_place_are_not_cached_any_more(self, engine: MakeEngine, adapter: Callable[..., LoRARequest]) -> None:
-        """vLLM evicts adapters and loads them from their files again, so a worker may have either state. Another engine has the new one."""
+    def test_files_that_change_in_place_are_not_cached_any_more(
+        self, engine: MakeEngine, adapter: Callable[..., LoRARequest]
+    ) -> None:
+        """vLLM evicts adapters and loads them from their files again, so a worker may have either
+        state. Another engine has the new one.
+        """
         old = engine()
         assert self.hit(old, adapter("mutable", b"first")) == 0
-        assert self.hit(old, adapter("mutable", b"first")) == 288, "written again with the same content"
+        assert self.hit(old, adapter("mutable", b"first")) == 288, (
+            "written again with the same content"
+        )
         changed = adapter("mutable", b"second version")
         stored = len(old.stores)
         reloaded = LoRARequest("tuned", 1, changed.lora_path, load_inplace=True)
@@ -751,7 +886,9 @@ class TestAdapters:
     def test_files_that_change_before_a_step_is_planned_store_nothing(
         self, engine: MakeEngine, adapter: Callable[..., LoRARequest]
     ) -> None:
-        """The worker loads the adapter with its first step, which is after the request was named."""
+        """The worker loads the adapter with its first step, which is after the request
+        was named.
+        """
         changing = engine()
         request = adapter("soon", b"before")
         changing.add("named", self.PROMPT, lora_request=request)
@@ -762,9 +899,18 @@ class TestAdapters:
         assert changing.stores == []
 
     @pytest.mark.parametrize(
-        "path", ["/nowhere/at/all", "~/nowhere-at-all", "no-such-user/no-such-adapter", "not a name:at all", "s3://bucket/adapter"]
+        "path",
+        [
+            "/nowhere/at/all",
+            "~/nowhere-at-all",
+            "no-such-user/no-such-adapter",
+            "not a name:at all",
+            "s3://bucket/adapter",
+        ],
     )
-    def test_one_that_cannot_be_told_is_computed_and_not_stored(self, engine: MakeEngine, path: str) -> None:
+    def test_one_that_cannot_be_told_is_computed_and_not_stored(
+        self, engine: MakeEngine, path: str
+    ) -> None:
         unknown = engine()
         for _ in range(2):
             assert self.hit(unknown, LoRARequest("unknown", 1, path)) == 0
@@ -826,17 +972,23 @@ class TestLostNode:
         for number in range(count):
             assert warm.outputs[f"{number}"] == answer_to([*prompt, number], 2)
 
-    def test_when_it_is_killed_requests_are_computed(self, warm: Engine, frail: NodeProcess) -> None:
+    def test_when_it_is_killed_requests_are_computed(
+        self, warm: Engine, frail: NodeProcess
+    ) -> None:
         frail.kill()
         self.check(warm, make_prompt("lost", 300))
         assert warm.loads == []
 
-    def test_when_it_is_held_up_requests_are_computed_and_it_is_used_again_later(self, warm: Engine, frail: NodeProcess) -> None:
+    def test_when_it_is_held_up_requests_are_computed_and_it_is_used_again_later(
+        self, warm: Engine, frail: NodeProcess
+    ) -> None:
         frail.hold_up()
         self.check(warm, make_prompt("lost", 300))
         assert warm.loads == []
         frail.go_on()
-        eventually(lambda: warm.connector.scheduler._cache.connected and warm.hands.client.connected)
+        eventually(
+            lambda: warm.connector.scheduler._cache.connected and warm.hands.client.connected
+        )
         forget_locally(warm)
         prompt = make_prompt("lost", 300)
         warm.add("back", prompt)
@@ -845,7 +997,9 @@ class TestLostNode:
         eventually(lambda: frail.held() == NOTHING)
 
     @pytest.fixture
-    def restart(self, warm: Engine, frail: NodeProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[Restart]:
+    def restart(
+        self, warm: Engine, frail: NodeProcess, monkeypatch: pytest.MonkeyPatch
+    ) -> Iterator[Restart]:
         """The node is killed, and another is being started."""
         restart = Restart(frail)
         restart.begin(warm, monkeypatch)
@@ -858,11 +1012,15 @@ class TestLostNode:
         monkeypatch.setattr(warm.connector.scheduler._costs, "compute_s", lambda *_: WITHIN_S)
         prompt = make_prompt("lost", 300)
         warm.add("a", prompt)
-        lookup = eventually(lambda: not warm.step().total_num_scheduled_tokens and followed(warm, "a").lookup)
+        lookup = eventually(
+            lambda: not warm.step().total_num_scheduled_tokens and followed(warm, "a").lookup
+        )
         lookup.result()
         assert followed(warm, "a").is_lost
         for _ in range(20):
-            assert warm.step().total_num_scheduled_tokens == 0, "it is asked again, and no pass waits"
+            assert warm.step().total_num_scheduled_tokens == 0, (
+                "it is asked again, and no pass waits"
+            )
         restart.end()
         warm.run()
         assert warm.outputs["a"] == answer_to(prompt, 2)
@@ -872,7 +1030,11 @@ class TestLostNode:
         self, warm: Engine, restart: Restart, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         computed_in_s = {1: 0.0, 300: WITHIN_S}
-        monkeypatch.setattr(warm.connector.scheduler._costs, "compute_s", lambda num_tokens, _: computed_in_s[num_tokens])
+        monkeypatch.setattr(
+            warm.connector.scheduler._costs,
+            "compute_s",
+            lambda num_tokens, _: computed_in_s[num_tokens],
+        )
         monkeypatch.setattr(scheduler, "_START_S", WITHIN_S)
         long, short = make_prompt("lost", 300), make_prompt("lost", 1)
         warm.add("long", long)
@@ -884,36 +1046,49 @@ class TestLostNode:
         assert warm.outputs == {"long": answer_to(long, 2), "short": answer_to(short, 2)}
         assert restart.missed == {"not_awaited": 1, "never_stored": 300}
 
-    def test_when_the_node_is_away_for_long_nobody_waits(self, warm: Engine, restart: Restart, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_when_the_node_is_away_for_long_nobody_waits(
+        self, warm: Engine, restart: Restart, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(warm.connector.scheduler._costs, "compute_s", lambda *_: 1e9)
         monkeypatch.setattr(warm.connector.scheduler._cache, "_lost_at_s", time.monotonic() - 3600)
         began_s = time.monotonic()
         warm.add("a", make_prompt("lost", 300))
         eventually(lambda: warm.step() and restart.missed)
         assert restart.missed == {"not_awaited": 300}
-        assert time.monotonic() - began_s < warm.connector.scheduler._config.client.arrival_timeout_s / 2, "which is as long as any waits"
+        assert (
+            time.monotonic() - began_s
+            < warm.connector.scheduler._config.client.arrival_timeout_s / 2
+        ), "which is as long as any waits"
         warm.run()
 
-    def test_where_the_start_has_failed_nobody_waits(self, warm: Engine, restart: Restart, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_where_the_start_has_failed_nobody_waits(
+        self, warm: Engine, restart: Restart, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(warm.connector.scheduler._costs, "compute_s", lambda *_: 1e9)
         restart.end(fail=True)
         eventually(lambda: not warm.connector.scheduler._cache.is_rejoining)
         self.check(warm, make_prompt("lost", 300), count=2)
         assert restart.missed == {"no_answer": 602}
 
-    def test_what_the_engine_has_itself_does_not_wait_for_it(self, warm: Engine, frail: NodeProcess) -> None:
+    def test_what_the_engine_has_itself_does_not_wait_for_it(
+        self, warm: Engine, frail: NodeProcess
+    ) -> None:
         prompt = make_prompt("lost", 300)
         warm.add("a", prompt)
         warm.run()
         frail.hold_up()
         request = warm.add("b", prompt)
-        assert warm.step().num_scheduled_tokens == {request.request_id: 300 - 288}, "in the very next pass"
+        assert warm.step().num_scheduled_tokens == {request.request_id: 300 - 288}, (
+            "in the very next pass"
+        )
         warm.run()
         assert warm.outputs["b"] == answer_to(prompt, 2)
         frail.go_on()
         eventually(lambda: frail.held() == NOTHING)
 
-    def test_when_it_dies_under_a_load_the_request_is_computed(self, warm: Engine, frail: NodeProcess) -> None:
+    def test_when_it_dies_under_a_load_the_request_is_computed(
+        self, warm: Engine, frail: NodeProcess
+    ) -> None:
         prompt = make_prompt("lost", 300)
         warm.hands.hold = True
         warm.add("a", prompt)
@@ -924,7 +1099,9 @@ class TestLostNode:
         assert len(warm.hands.gone) == 1
         assert warm.outputs["a"] == answer_to(prompt, 2)
 
-    def test_when_another_took_its_place_a_hit_of_the_first_is_not_one_of_the_second(self, warm: Engine, frail: NodeProcess) -> None:
+    def test_when_another_took_its_place_a_hit_of_the_first_is_not_one_of_the_second(
+        self, warm: Engine, frail: NodeProcess
+    ) -> None:
         prompt = make_prompt("lost", 300)
         warm.hands.hold = True
         warm.add("a", prompt)
@@ -932,7 +1109,9 @@ class TestLostNode:
         frail.kill()
         second = NodeProcess(frail.socket)
         try:
-            eventually(lambda: warm.hands.client.connected and warm.connector.scheduler._cache.connected)
+            eventually(
+                lambda: warm.hands.client.connected and warm.connector.scheduler._cache.connected
+            )
             other = Engine(Options(warm.options.folder), second.socket)
             store(other, make_prompt("something else", 300))
             warm.hands.hold = False
@@ -965,12 +1144,18 @@ class TestLostNode:
         monkeypatch.undo()
         warm.run()
 
-    def test_lookups_that_nobody_waits_for_any_more_are_not_made(self, warm: Engine, frail: NodeProcess) -> None:
+    def test_lookups_that_nobody_waits_for_any_more_are_not_made(
+        self, warm: Engine, frail: NodeProcess
+    ) -> None:
         frail.hold_up()
         for number in range(50):
             warm.add(f"{number}", make_prompt(number, 100))
         warm.step()
-        pending = [followed.lookup for followed in warm.connector.scheduler._followed.values() if followed.lookup is not None]
+        pending = [
+            followed.lookup
+            for followed in warm.connector.scheduler._followed.values()
+            if followed.lookup is not None
+        ]
         warm.abort(*map(str, range(50)))
         assert len(pending) > 10
         assert sum(lookup.cancelled() for lookup in pending) >= len(pending) - 1
@@ -994,7 +1179,9 @@ class TestReset:
         reset.run()
         assert len(reset.loads) == 1, "what was stored since then is"
 
-    def test_a_hit_that_a_waiting_request_has_is_given_up(self, engine: MakeEngine, node: NodeProcess) -> None:
+    def test_a_hit_that_a_waiting_request_has_is_given_up(
+        self, engine: MakeEngine, node: NodeProcess
+    ) -> None:
         tight = engine(num_blocks=41)
         prompt = make_prompt("reset waiting", 320)
         store(tight, prompt)
@@ -1035,12 +1222,18 @@ class TestReset:
 
 
 class TestStreaming:
-    def test_a_session_that_goes_on_keeps_its_kv_and_holds_nothing_in_the_end(self, engine: MakeEngine) -> None:
+    def test_a_session_that_goes_on_keeps_its_kv_and_holds_nothing_in_the_end(
+        self, engine: MakeEngine
+    ) -> None:
         warm = engine(budget=100)
         first, second = make_prompt("turn 1", 150), make_prompt("turn 2", 150)
         store(warm, first)
         warm.add("a", first, max_tokens=5, resumable=True)
-        warm.run(until=lambda: warm.scheduler.requests["a"].status == RequestStatus.WAITING_FOR_STREAMING_REQ)
+        warm.run(
+            until=lambda: (
+                warm.scheduler.requests["a"].status == RequestStatus.WAITING_FOR_STREAMING_REQ
+            )
+        )
         warm.add("a", second, max_tokens=5, resumable=True)
         warm.run(until=lambda: len(warm.outputs["a"]) == 10)
         warm.add("a", [], resumable=False)
@@ -1060,12 +1253,16 @@ class TestStreaming:
 
 
 @pytest.mark.parametrize("real_worker", [False, True], ids=["worker played", "worker real"])
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["one pass at a time", "two passes at a time"])
+@pytest.mark.parametrize(
+    "asynchronous", [False, True], ids=["one pass at a time", "two passes at a time"]
+)
 @pytest.mark.parametrize(("seed", "caching"), [(0, False), (1, True), (2, False)])
 def test_whatever_happens_no_token_is_read_that_is_not_the_request_s_own(
     engine: MakeEngine, seed: int, caching: bool, asynchronous: bool, real_worker: bool
 ) -> None:
-    """Shared prefixes, few blocks, aborts, failed and late loads, a cache that is cleared now and then."""
+    """Shared prefixes, few blocks, aborts, failed and late loads, a cache that is cleared now and
+    then.
+    """
     rng = random.Random(seed)
     block = rng.choice([16, 32])
     tight = engine(
@@ -1103,18 +1300,26 @@ def test_whatever_happens_no_token_is_read_that_is_not_the_request_s_own(
         tight.step()
     tight.hands.hold = False
     tight.run()
-    assert {name: tight.outputs[name] for name in asked} == {name: answer_to(prompt, count) for name, (prompt, count) in asked.items()}
+    assert {name: tight.outputs[name] for name in asked} == {
+        name: answer_to(prompt, count) for name, (prompt, count) in asked.items()
+    }
     assert tight.stores
     assert tight.loads or caching
 
 
 @pytest.mark.parametrize("real_worker", [False, True], ids=["worker played", "worker real"])
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["one pass at a time", "two passes at a time"])
+@pytest.mark.parametrize(
+    "asynchronous", [False, True], ids=["one pass at a time", "two passes at a time"]
+)
 class TestSaveDecode:
     """What is generated is stored, too, so that the next turn of a conversation finds it."""
 
-    def test_the_next_turn_loads_the_answer(self, engine: MakeEngine, asynchronous: bool, real_worker: bool) -> None:
-        talk = engine(asynchronous=asynchronous, real_worker=real_worker, settings={"save_decode": True})
+    def test_the_next_turn_loads_the_answer(
+        self, engine: MakeEngine, asynchronous: bool, real_worker: bool
+    ) -> None:
+        talk = engine(
+            asynchronous=asynchronous, real_worker=real_worker, settings={"save_decode": True}
+        )
         prompt = make_prompt(f"talk {asynchronous} {real_worker}", 100)
         talk.add("a", prompt, max_tokens=150)
         talk.run()
@@ -1130,15 +1335,23 @@ class TestSaveDecode:
         assert talk.outputs["b"] == answer_to([*text, *make_prompt("and then", 5)], 3)
         assert free_blocks(talk) == talk.options.num_blocks - 1, "no block is kept for ever"
 
-    def test_an_aborted_request_keeps_no_blocks(self, engine: MakeEngine, asynchronous: bool, real_worker: bool) -> None:
-        talk = engine(asynchronous=asynchronous, real_worker=real_worker, settings={"save_decode": True})
-        request = talk.add("a", make_prompt(f"aborted talk {asynchronous} {real_worker}", 100), max_tokens=500)
+    def test_an_aborted_request_keeps_no_blocks(
+        self, engine: MakeEngine, asynchronous: bool, real_worker: bool
+    ) -> None:
+        talk = engine(
+            asynchronous=asynchronous, real_worker=real_worker, settings={"save_decode": True}
+        )
+        request = talk.add(
+            "a", make_prompt(f"aborted talk {asynchronous} {real_worker}", 100), max_tokens=500
+        )
         talk.run(until=lambda: request.num_output_tokens > 60)
         talk.abort("a")
         talk.run()
         assert free_blocks(talk) == talk.options.num_blocks - 1
 
-    def test_without_tails_whole_chunks_alone_are_stored(self, engine: MakeEngine, asynchronous: bool, real_worker: bool) -> None:
+    def test_without_tails_whole_chunks_alone_are_stored(
+        self, engine: MakeEngine, asynchronous: bool, real_worker: bool
+    ) -> None:
         settings = {"save_decode": True, "store_tails": False}
         talk = engine(asynchronous=asynchronous, real_worker=real_worker, settings=settings)
         prompt = make_prompt(f"no tails {asynchronous} {real_worker}", 100)
@@ -1150,8 +1363,12 @@ class TestSaveDecode:
         talk.run()
         assert talk.tokens_computed["b"] == len(text) - 3 * CHUNK
 
-    def test_the_last_tokens_may_be_left_out(self, engine: MakeEngine, asynchronous: bool, real_worker: bool) -> None:
-        talk = engine(asynchronous=asynchronous, real_worker=real_worker, settings={"skip_last_n_tokens": 20})
+    def test_the_last_tokens_may_be_left_out(
+        self, engine: MakeEngine, asynchronous: bool, real_worker: bool
+    ) -> None:
+        talk = engine(
+            asynchronous=asynchronous, real_worker=real_worker, settings={"skip_last_n_tokens": 20}
+        )
         prompt = make_prompt(f"skipped {asynchronous} {real_worker}", 4 * CHUNK)
         talk.add("a", prompt)
         talk.run()
@@ -1161,10 +1378,21 @@ class TestSaveDecode:
         assert talk.tokens_computed["b"] == 4 * CHUNK - (4 * CHUNK - 20) // BLOCK * BLOCK
         assert talk.outputs["b"] == answer_to(prompt, 1)
 
-    def test_a_preempted_request_loads_what_it_had_generated(self, engine: MakeEngine, asynchronous: bool, real_worker: bool) -> None:
+    def test_a_preempted_request_loads_what_it_had_generated(
+        self, engine: MakeEngine, asynchronous: bool, real_worker: bool
+    ) -> None:
         settings = {"save_decode": True}
-        tight = engine(asynchronous=asynchronous, real_worker=real_worker, num_blocks=40, caching=False, settings=settings)
-        prompts = {name: make_prompt(f"{name} loads its own {asynchronous} {real_worker}", 40) for name in "abc"}
+        tight = engine(
+            asynchronous=asynchronous,
+            real_worker=real_worker,
+            num_blocks=40,
+            caching=False,
+            settings=settings,
+        )
+        prompts = {
+            name: make_prompt(f"{name} loads its own {asynchronous} {real_worker}", 40)
+            for name in "abc"
+        }
         requests = [tight.add(name, prompt, max_tokens=300) for name, prompt in prompts.items()]
         tight.run(until=lambda: tight.preempted)
         (name,) = tight.preempted
@@ -1172,17 +1400,30 @@ class TestSaveDecode:
         known = request.num_tokens
         before = tight.tokens_computed[name]
         assert known > 3 * CHUNK, "most of it is generated"
-        eventually(lambda: tokens_held(tight, list(request.all_token_ids)) >= 3 * CHUNK)  # a worker stores beside its passes
+        eventually(
+            lambda: tokens_held(tight, list(request.all_token_ids)) >= 3 * CHUNK
+        )  # a worker stores beside its passes
         tight.run(until=lambda: len(tight.outputs[name]) > known - 40 + 1)
         loaded = [load for load in tight.loads if load.request_id == name]
         assert len(loaded) == 1
-        assert tight.tokens_computed[name] - before <= CHUNK + 3, "what was generated was not computed again, but for an unfinished chunk"
+        assert tight.tokens_computed[name] - before <= CHUNK + 3, (
+            "what was generated was not computed again, but for an unfinished chunk"
+        )
         tight.run()
         assert tight.outputs == {name: answer_to(prompt, 300) for name, prompt in prompts.items()}
 
-    def test_a_preempted_request_stores_nothing_wrong(self, engine: MakeEngine, asynchronous: bool, real_worker: bool) -> None:
-        tight = engine(asynchronous=asynchronous, real_worker=real_worker, num_blocks=40, settings={"save_decode": True})
-        prompts = {name: make_prompt(f"{name} decodes {asynchronous} {real_worker}", 150) for name in "abc"}
+    def test_a_preempted_request_stores_nothing_wrong(
+        self, engine: MakeEngine, asynchronous: bool, real_worker: bool
+    ) -> None:
+        tight = engine(
+            asynchronous=asynchronous,
+            real_worker=real_worker,
+            num_blocks=40,
+            settings={"save_decode": True},
+        )
+        prompts = {
+            name: make_prompt(f"{name} decodes {asynchronous} {real_worker}", 150) for name in "abc"
+        }
         for name, prompt in prompts.items():
             tight.add(name, prompt, max_tokens=150)
         tight.run()
@@ -1197,15 +1438,23 @@ class TestSaveDecode:
 
 
 @pytest.mark.usefixtures("files_count_as_old")
-def test_where_adapters_may_leak_into_plain_requests_these_are_not_stored(engine: MakeEngine, tmp_path: Path) -> None:
-    """vLLM's CPU build computes a request without an adapter with that of another one in its batch."""
+def test_where_adapters_may_leak_into_plain_requests_these_are_not_stored(
+    engine: MakeEngine, tmp_path: Path
+) -> None:
+    """vLLM's CPU build computes a request without an adapter with that of another one
+    in its batch.
+    """
     (tmp_path / "adapter_config.json").write_text("{}")
     (tmp_path / "adapter_model.safetensors").write_bytes(b"adapter")
     adapter = LoRARequest("tuned", 1, str(tmp_path))
     leaky = engine(caching=False)
     leaky.connector.scheduler._stores_plain = False
     prompt = make_prompt("leaks", 300)
-    for request_id, changes in (("plain", {}), ("tuned", {"lora_request": adapter}), ("tuned again", {"lora_request": adapter})):
+    for request_id, changes in (
+        ("plain", {}),
+        ("tuned", {"lora_request": adapter}),
+        ("tuned again", {"lora_request": adapter}),
+    ):
         leaky.add(request_id, prompt, **changes)
         leaky.run()
     assert {store.request_id for store in leaky.stores} == {"tuned"}
@@ -1220,10 +1469,16 @@ def test_adapters_leak_where_they_are_enabled_on_a_cpu(lora: object, trusted: bo
 class TestRefusals:
     """What is not proven to come back exactly is refused at the start, with the reason."""
 
-    def refused(self, folder: Path, change: Callable[[Any], None] | None = None, kv: KVCacheConfig | None = None) -> str:
+    def refused(
+        self,
+        folder: Path,
+        change: Callable[[Any], None] | None = None,
+        kv: KVCacheConfig | None = None,
+    ) -> str:
         options = Options(folder)
         config = make_config(options, Path("unused"))
-        # Of vLLM's configuration only what is asked for; the real one would refuse some of these changes itself.
+        # Of vLLM's configuration only what is asked for; the real one would refuse some of these
+        # changes itself.
         view = SimpleNamespace(
             model_config=config.model_config,
             cache_config=SimpleNamespace(cache_dtype="auto", kv_cache_layout="LBNHC"),
@@ -1248,17 +1503,37 @@ class TestRefusals:
         ("section", "name", "value", "reason"),
         [
             ("cache_config", "cache_dtype", "nvfp4", "kv_cache_dtype is nvfp4"),
-            ("parallel_config", "pipeline_parallel_size", 3, "2 layers are not divided evenly among 3 pipeline stages"),
+            (
+                "parallel_config",
+                "pipeline_parallel_size",
+                3,
+                "2 layers are not divided evenly among 3 pipeline stages",
+            ),
             ("parallel_config", "nnodes_within_dp", 2, "its workers are on 2 hosts"),
-            ("parallel_config", "decode_context_parallel_size", 2, "decode_context_parallel_size > 1"),
-            ("parallel_config", "prefill_context_parallel_size", 2, "prefill_context_parallel_size > 1"),
+            (
+                "parallel_config",
+                "decode_context_parallel_size",
+                2,
+                "decode_context_parallel_size > 1",
+            ),
+            (
+                "parallel_config",
+                "prefill_context_parallel_size",
+                2,
+                "prefill_context_parallel_size > 1",
+            ),
             (
                 None,
                 "speculative_config",
                 SimpleNamespace(method="medusa"),
                 "decoding by medusa; ngram, suffix, draft_model, eagle",
             ),
-            (None, "speculative_config", SimpleNamespace(method="eagle3"), "by eagle3 has not been shown to be exact (allow_unproven"),
+            (
+                None,
+                "speculative_config",
+                SimpleNamespace(method="eagle3"),
+                "by eagle3 has not been shown to be exact (allow_unproven",
+            ),
             (
                 None,
                 "speculative_config",
@@ -1267,8 +1542,12 @@ class TestRefusals:
             ),
         ],
     )
-    def test_of_an_engine_that_is_set_up_otherwise(self, folder: Path, section: str | None, name: str, value: object, reason: str) -> None:
-        assert reason in self.refused(folder, lambda view: setattr(getattr(view, section) if section else view, name, value))
+    def test_of_an_engine_that_is_set_up_otherwise(
+        self, folder: Path, section: str | None, name: str, value: object, reason: str
+    ) -> None:
+        assert reason in self.refused(
+            folder, lambda view: setattr(getattr(view, section) if section else view, name, value)
+        )
 
     @pytest.mark.parametrize(
         ("changes", "reason"),
@@ -1277,33 +1556,59 @@ class TestRefusals:
             ({"non_causal": True}, "looks ahead"),
         ],
     )
-    def test_of_attention_of_another_kind(self, folder: Path, changes: dict[str, Any], reason: str) -> None:
+    def test_of_attention_of_another_kind(
+        self, folder: Path, changes: dict[str, Any], reason: str
+    ) -> None:
         assert reason in self.refused(folder, kv=make_kv_config(Options(folder), **changes))
 
     def test_of_groups_of_another_kind(self, folder: Path) -> None:
         one = make_kv_config(Options(folder)).kv_cache_groups[0]
         state = {"block_size": 16, "shapes": ((4, 4),), "dtypes": (torch.float32,)}
-        chunked = {"block_size": 16, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32, "attention_chunk_size": 64}
+        chunked = {
+            "block_size": 16,
+            "num_kv_heads": 1,
+            "head_size": 32,
+            "dtype": torch.float32,
+            "attention_chunk_size": 64,
+        }
         for groups, reason in [
-            ([one, KVCacheGroupSpec(["a"], ChunkedLocalAttentionSpec(**chunked))], "its layers are ChunkedLocalAttentionSpec"),
+            (
+                [one, KVCacheGroupSpec(["a"], ChunkedLocalAttentionSpec(**chunked))],
+                "its layers are ChunkedLocalAttentionSpec",
+            ),
             ([one, KVCacheGroupSpec(["a"], MambaSpec(**state))], "mamba_cache_mode is none"),
-            ([KVCacheGroupSpec(one.layer_names, one.kv_cache_spec, enable_kv_transfer=False)], "not for transfer"),
+            (
+                [KVCacheGroupSpec(one.layer_names, one.kv_cache_spec, enable_kv_transfer=False)],
+                "not for transfer",
+            ),
             ([], "has no KV cache"),
         ]:
-            assert reason in self.refused(folder, kv=KVCacheConfig(num_blocks=10, kv_cache_tensors=[], kv_cache_groups=groups))
+            assert reason in self.refused(
+                folder, kv=KVCacheConfig(num_blocks=10, kv_cache_tensors=[], kv_cache_groups=groups)
+            )
 
     def test_of_all_reasons_at_once(self, folder: Path) -> None:
         def change(view: Any) -> None:
             view.speculative_config = SimpleNamespace(method="medusa")
             view.parallel_config.decode_context_parallel_size = 4
 
-        message = self.refused(folder, change, make_kv_config(Options(folder), attention_chunk_size=64))
-        assert "chunked" in message and "decode_context_parallel_size" in message and "speculative" in message
+        message = self.refused(
+            folder, change, make_kv_config(Options(folder), attention_chunk_size=64)
+        )
+        assert (
+            "chunked" in message
+            and "decode_context_parallel_size" in message
+            and "speculative" in message
+        )
 
     def test_of_heads_that_cannot_be_divided(self, folder: Path) -> None:
         options = Options(folder)
         with pytest.raises(LayoutError, match="head_shards is 3; 1 workers with 4 heads each"):
-            geometry_of(make_config(options, Path("unused")), make_kv_config(options, num_kv_heads=4), Config(head_shards=3))
+            geometry_of(
+                make_config(options, Path("unused")),
+                make_kv_config(options, num_kv_heads=4),
+                Config(head_shards=3),
+            )
 
     @pytest.mark.parametrize(
         ("settings", "named"),
@@ -1315,7 +1620,9 @@ class TestRefusals:
             ({"tokens_per_chunk": "many"}, "whole number"),
         ],
     )
-    def test_of_settings_that_are_none(self, folder: Path, settings: dict[str, Any], named: str) -> None:
+    def test_of_settings_that_are_none(
+        self, folder: Path, settings: dict[str, Any], named: str
+    ) -> None:
         config = make_config(Options(folder, settings=settings), Path("unused"))
         with pytest.raises(ConfigError, match=named):
             KVHoldConnector(config, KVConnectorRole.SCHEDULER, make_kv_config(Options(folder)))
@@ -1335,7 +1642,10 @@ class TestIdentity:
         return space.namespace_of(config, kv, geometry, settings or Config()).digest
 
     def test_the_same_model_in_another_folder_is_the_same(self, tmp_path: Path) -> None:
-        one, two = make_folder(tmp_path / "one" / "llama"), make_folder(tmp_path / "two" / "elsewhere")
+        one, two = (
+            make_folder(tmp_path / "one" / "llama"),
+            make_folder(tmp_path / "two" / "elsewhere"),
+        )
         assert self.digest(one) == self.digest(two)
 
     def test_one_byte_anywhere_in_the_weights_makes_another(self, tmp_path: Path) -> None:
@@ -1355,10 +1665,17 @@ class TestIdentity:
 
     @pytest.mark.parametrize(
         "changes",
-        [{"rope_theta": 500_000.0}, {"num_hidden_layers": 3}, {"rms_norm_eps": 1e-6}, {"sliding_window": 7}],
+        [
+            {"rope_theta": 500_000.0},
+            {"num_hidden_layers": 3},
+            {"rms_norm_eps": 1e-6},
+            {"sliding_window": 7},
+        ],
         ids=str,
     )
-    def test_other_settings_of_the_model_make_another(self, tmp_path: Path, folder: Path, changes: dict[str, Any]) -> None:
+    def test_other_settings_of_the_model_make_another(
+        self, tmp_path: Path, folder: Path, changes: dict[str, Any]
+    ) -> None:
         assert self.digest(make_folder(tmp_path / "changed", **changes)) != self.digest(folder)
 
     def test_weights_that_are_not_read_from_the_folder_need_a_name(self, folder: Path) -> None:
@@ -1371,11 +1688,20 @@ class TestIdentity:
     def test_random_weights_are_not_those_of_the_folder(self, folder: Path) -> None:
         assert self.digest(folder, load_config__load_format="dummy") != self.digest(folder)
 
-    def test_how_long_a_prompt_may_be_matters_only_where_it_chooses_the_rotation(self, tmp_path: Path, folder: Path) -> None:
+    def test_how_long_a_prompt_may_be_matters_only_where_it_chooses_the_rotation(
+        self, tmp_path: Path, folder: Path
+    ) -> None:
         assert self.digest(folder, model_config__max_model_len=100) == self.digest(folder)
-        rope = {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16, "original_max_position_embeddings": 1024}
+        rope = {
+            "rope_type": "longrope",
+            "short_factor": [1.0] * 16,
+            "long_factor": [2.0] * 16,
+            "original_max_position_embeddings": 1024,
+        }
         long = make_folder(tmp_path / "longrope", rope_scaling=rope)
-        assert self.digest(long, model_config__max_model_len=1024) != self.digest(long, model_config__max_model_len=2048)
+        assert self.digest(long, model_config__max_model_len=1024) != self.digest(
+            long, model_config__max_model_len=2048
+        )
 
 
 class TestRegistration:
@@ -1388,7 +1714,11 @@ class TestRegistration:
         assert KVConnectorFactory.get_connector_class(by_name) is KVHoldConnector
 
     def test_by_the_path_of_the_module(self) -> None:
-        by_path = KVTransferConfig(kv_connector="KVHoldConnector", kv_role="kv_both", kv_connector_module_path="kvhold.integrations.vllm")
+        by_path = KVTransferConfig(
+            kv_connector="KVHoldConnector",
+            kv_role="kv_both",
+            kv_connector_module_path="kvhold.integrations.vllm",
+        )
         assert KVConnectorFactory.get_connector_class(by_path) is KVHoldConnector
 
 
@@ -1428,8 +1758,13 @@ class TestRoles:
 
 def test_steps_cross_processes_unchanged() -> None:
     group = Group(layers=1, planes=2, heads=1, head_dim=8, dtype="float32")
-    prompt = Namespace("model", Layout((group,), tokens_per_chunk=CHUNK, tail_tokens=BLOCK)).prompt(make_prompt("pipe", 200))
-    steps = Steps([Load("a", 2**60, 1, [[-1, 2]])], [Store("b", prompt.chunks(1), [[3, 4, 5, 6, 7, 8, 9, 10]])])
+    prompt = Namespace("model", Layout((group,), tokens_per_chunk=CHUNK, tail_tokens=BLOCK)).prompt(
+        make_prompt("pipe", 200)
+    )
+    steps = Steps(
+        [Load("a", 2**60, 1, [[-1, 2]])],
+        [Store("b", prompt.chunks(1), [[3, 4, 5, 6, 7, 8, 9, 10]])],
+    )
     one, other = Pipe()
     with one, other:
         one.send(steps)
@@ -1444,12 +1779,18 @@ class TestTiersBelow:
     """Prompts that only a tier below the node's memory has."""
 
     @pytest.fixture
-    def start(self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[NodeProcess, Engine]]]:
-        """A function that starts a node over a disk, with faults in its reads if told so, and an engine on it."""
+    def start(
+        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> Iterator[Callable[..., tuple[NodeProcess, Engine]]]:
+        """A function that starts a node over a disk, with faults in its reads if told so, and an
+        engine on it.
+        """
         nodes: list[NodeProcess] = []
         made: list[Iterator[MakeEngine]] = []
 
-        def start(faults: str = "", options: str = "", **engine_options: Any) -> tuple[NodeProcess, Engine]:
+        def start(
+            faults: str = "", options: str = "", **engine_options: Any
+        ) -> tuple[NodeProcess, Engine]:
             url = f"disk://{tmp_path}/kv?max_bytes=1GiB{options}"
             with monkeypatch.context() as patched:
                 patched.setenv("KVHOLD_TIERS", f"faults+{url}&faults={faults}" if faults else url)
@@ -1490,10 +1831,14 @@ class TestTiersBelow:
         node, waits = start("get:delay:1:600s", settings=PATIENT)
         monkeypatch.setattr(waits.connector.scheduler._costs, "compute_s", lambda *_: WITHIN_S)
         waits.add("a", prompt)
-        eventually(lambda: not waits.step().total_num_scheduled_tokens and followed(waits, "a").arriving)
+        eventually(
+            lambda: not waits.step().total_num_scheduled_tokens and followed(waits, "a").arriving
+        )
         restart = Restart(node)
         restart.begin(waits, monkeypatch)
-        eventually(lambda: not waits.step().total_num_scheduled_tokens and followed(waits, "a").is_lost)
+        eventually(
+            lambda: not waits.step().total_num_scheduled_tokens and followed(waits, "a").is_lost
+        )
         monkeypatch.setenv("KVHOLD_TIERS", f"disk://{tmp_path}/kv?max_bytes=1GiB")
         restart.end()
         eventually(lambda: waits.hands.client.connected)
@@ -1516,14 +1861,24 @@ class TestTiersBelow:
         assert engine.tokens_computed["a"] == len(longer) - 288 + 1
         status = engine.hands.client.status()
         assert status["arriving_chunks"] == 0
-        assert not [name for name in status["tier_counters"] if "operation=get" in name], "nothing was read"
+        assert not [name for name in status["tier_counters"] if "operation=get" in name], (
+            "nothing was read"
+        )
 
-    @pytest.mark.parametrize("asynchronous", [False, True], ids=["one pass at a time", "two passes at a time"])
+    @pytest.mark.parametrize(
+        "asynchronous", [False, True], ids=["one pass at a time", "two passes at a time"]
+    )
     @pytest.mark.parametrize("real_worker", [False, True], ids=["worker played", "worker real"])
     def test_it_is_loaded_when_it_has_come(
-        self, start: Callable[..., tuple[NodeProcess, Engine]], prompt: list[int], real_worker: bool, asynchronous: bool
+        self,
+        start: Callable[..., tuple[NodeProcess, Engine]],
+        prompt: list[int],
+        real_worker: bool,
+        asynchronous: bool,
     ) -> None:
-        _, engine = start("get:delay:1:50ms", settings=PATIENT, real_worker=real_worker, asynchronous=asynchronous)
+        _, engine = start(
+            "get:delay:1:50ms", settings=PATIENT, real_worker=real_worker, asynchronous=asynchronous
+        )
         engine.add("a", prompt)
         engine.run()
         assert engine.outputs["a"] == answer_to(prompt, 2)
@@ -1545,8 +1900,12 @@ class TestTiersBelow:
         engine.abort("waits")
         eventually(lambda: node.held() == NOTHING)
 
-    def test_no_pass_is_held_up_by_what_arrives(self, start: Callable[..., tuple[NodeProcess, Engine]], prompt: list[int]) -> None:
-        """The answer about one that arrives is taken when it is there, however long the node takes."""
+    def test_no_pass_is_held_up_by_what_arrives(
+        self, start: Callable[..., tuple[NodeProcess, Engine]], prompt: list[int]
+    ) -> None:
+        """The answer about one that arrives is taken when it is there, however long the
+        node takes.
+        """
         node, engine = start("get:hang", "&get_timeout_s=1000", settings=PATIENT)
         engine.add("waits", prompt)
         eventually(lambda: engine.step() and engine.connector.scheduler._followed["waits"].arriving)
@@ -1559,7 +1918,9 @@ class TestTiersBelow:
         node.go_on()
         engine.abort("waits")
 
-    def test_it_is_computed_when_it_comes_too_late(self, start: Callable[..., tuple[NodeProcess, Engine]], prompt: list[int]) -> None:
+    def test_it_is_computed_when_it_comes_too_late(
+        self, start: Callable[..., tuple[NodeProcess, Engine]], prompt: list[int]
+    ) -> None:
         node, engine = start("get:hang", "&get_timeout_s=1000", settings=LATE)
         engine.add("a", prompt)
         engine.run()
@@ -1582,12 +1943,16 @@ class TestTiersBelow:
     def test_what_has_come_in_time_is_loaded_and_the_rest_computed(
         self, start: Callable[..., tuple[NodeProcess, Engine]], prompt: list[int]
     ) -> None:
-        node, engine = start("get:hang:@3", "&get_timeout_s=1000&batch_bytes=1&concurrent_calls=1", settings=LATE)
+        node, engine = start(
+            "get:hang:@3", "&get_timeout_s=1000&batch_bytes=1&concurrent_calls=1", settings=LATE
+        )
         engine.add("a", prompt)
         engine.run()
         assert probed(node)
         assert engine.outputs["a"] == answer_to(prompt, 2)
-        assert engine.tokens_computed["a"] in (300 + 1, 300 - 64 + 1, 300 - 128 + 1), "no more than two chunks came"
+        assert engine.tokens_computed["a"] in (300 + 1, 300 - 64 + 1, 300 - 128 + 1), (
+            "no more than two chunks came"
+        )
 
     def test_requests_that_go_away_while_it_comes_leave_nothing_whatever_was_being_asked(
         self, start: Callable[..., tuple[NodeProcess, Engine]], prompt: list[int]
@@ -1602,12 +1967,16 @@ class TestTiersBelow:
         engine.step()
         asked = [followed[name].lookup for name in names]
         engine.abort(*names)
-        assert any(lookup is not None and lookup.cancelled() for lookup in asked), "some were never asked again"
+        assert any(lookup is not None and lookup.cancelled() for lookup in asked), (
+            "some were never asked again"
+        )
         node.go_on()
         engine.run()
         eventually(lambda: node.held() == NOTHING)
 
-    def test_one_that_may_not_load_does_not_wait(self, start: Callable[..., tuple[NodeProcess, Engine]], prompt: list[int]) -> None:
+    def test_one_that_may_not_load_does_not_wait(
+        self, start: Callable[..., tuple[NodeProcess, Engine]], prompt: list[int]
+    ) -> None:
         node, engine = start("get:hang", "&get_timeout_s=1000", settings=PATIENT)
         engine.add("a", prompt, **asks(load=False))
         engine.step()
@@ -1615,8 +1984,12 @@ class TestTiersBelow:
         engine.run()
         assert engine.tokens_computed["a"] == 300 + 1
 
-    def test_an_engine_that_only_stores_does_not_wait(self, start: Callable[..., tuple[NodeProcess, Engine]], prompt: list[int]) -> None:
-        node, engine = start("get:hang", "&get_timeout_s=1000", settings=PATIENT, role="kv_producer")
+    def test_an_engine_that_only_stores_does_not_wait(
+        self, start: Callable[..., tuple[NodeProcess, Engine]], prompt: list[int]
+    ) -> None:
+        node, engine = start(
+            "get:hang", "&get_timeout_s=1000", settings=PATIENT, role="kv_producer"
+        )
         engine.add("a", prompt)
         engine.step()
         eventually(lambda: probed(node))
@@ -1640,7 +2013,9 @@ def asks(**rules: Any) -> dict[str, Any]:
 
 
 class TestRules:
-    def test_what_is_not_to_be_stored_is_not_and_what_is_there_is_loaded(self, engine: MakeEngine) -> None:
+    def test_what_is_not_to_be_stored_is_not_and_what_is_there_is_loaded(
+        self, engine: MakeEngine
+    ) -> None:
         one = engine()
         prompt = make_prompt("rules store", 300)
         one.add("a", prompt, **asks(store=False))
@@ -1653,7 +2028,9 @@ class TestRules:
         assert one.tokens_computed["b"] == 301 - 288 + 1
         assert one.stores == []
 
-    def test_what_is_not_to_be_loaded_is_computed_and_not_stored_twice(self, engine: MakeEngine) -> None:
+    def test_what_is_not_to_be_loaded_is_computed_and_not_stored_twice(
+        self, engine: MakeEngine
+    ) -> None:
         one = engine()
         prompt = make_prompt("rules load", 300)
         store(one, prompt)
@@ -1669,13 +2046,18 @@ class TestRules:
         assert one.hands.granted_chunks == 5
 
     @pytest.mark.parametrize(
-        ("settings", "asked", "ttl_s"), [(0, 50, 50.0), (30, None, 30.0), (30, 50, 30.0), (30, 20, 20.0), (0, None, None)]
+        ("settings", "asked", "ttl_s"),
+        [(0, 50, 50.0), (30, None, 30.0), (30, 50, 30.0), (30, 20, 20.0), (0, None, None)],
     )
     def test_a_time_to_live_goes_with_what_is_stored(
         self, engine: MakeEngine, settings: float, asked: float | None, ttl_s: float | None
     ) -> None:
         one = engine(settings={"rules": {"ttl_s": settings}})
-        one.add("a", make_prompt(f"rules ttl {settings} {asked}", 300), **asks(**({} if asked is None else {"ttl_s": asked})))
+        one.add(
+            "a",
+            make_prompt(f"rules ttl {settings} {asked}", 300),
+            **asks(**({} if asked is None else {"ttl_s": asked})),
+        )
         one.run()
         assert one.stores
         assert {each.terms.ttl_s for each in one.stores} == {ttl_s}
@@ -1709,7 +2091,9 @@ class TestRules:
             computed[name] = one.tokens_computed[name]
         assert computed == {"none": 301, "other": 301, "same": 300 - 288 + 1}
 
-    @pytest.mark.parametrize("rules", [{"stor": False}, {"store": "no"}, {"ttl_s": -1}, {"tags": "a"}], ids=str)
+    @pytest.mark.parametrize(
+        "rules", [{"stor": False}, {"store": "no"}, {"ttl_s": -1}, {"tags": "a"}], ids=str
+    )
     def test_a_request_that_is_not_understood_is_computed_and_not_cached(
         self, engine: MakeEngine, rules: dict[str, Any], caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -1727,7 +2111,9 @@ class TestRules:
         one = engine(settings={"memory_codec": "int8"})
         prompt = make_prompt("rules of a codec", 300)
         refused: list[str] = []
-        monkeypatch.setattr(one.connector.scheduler.tally, "add", lambda name, value, label="": refused.append(name))
+        monkeypatch.setattr(
+            one.connector.scheduler.tally, "add", lambda name, value, label="": refused.append(name)
+        )
         one.add("strict", prompt, **asks(max_error=0.001))
         one.run()
         assert (one.stores, one.loads) == ([], [])
@@ -1743,7 +2129,9 @@ class TestRules:
         prompt = make_prompt("rules of a tenant", 300)
         store(one, prompt)
         refused: list[str] = []
-        monkeypatch.setattr(one.connector.scheduler.tally, "add", lambda name, value, label="": refused.append(name))
+        monkeypatch.setattr(
+            one.connector.scheduler.tally, "add", lambda name, value, label="": refused.append(name)
+        )
         one.add("other", prompt, **asks(tags={"tenant": "victim"}))
         one.run()
         assert one.tokens_computed["other"] == 300 + 1
@@ -1765,7 +2153,9 @@ class TestRules:
 
 
 class TestDrafts:
-    """A pass with a request near the drafter's limit has no drafter: what it computes is not stored."""
+    """A pass with a request near the drafter's limit has no drafter: what it computes is not
+    stored.
+    """
 
     @pytest.fixture
     def one(self, engine: MakeEngine) -> Engine:
@@ -1774,13 +2164,17 @@ class TestDrafts:
         side._undrafted = Undrafted(side._geometry.parts, 250)
         return one
 
-    def test_what_is_computed_beside_a_long_request_is_not_stored_nor_what_others_share_of_it(self, one: Engine) -> None:
+    def test_what_is_computed_beside_a_long_request_is_not_stored_nor_what_others_share_of_it(
+        self, one: Engine
+    ) -> None:
         short = make_prompt("drafts short", 128)
         one.add("long", make_prompt("drafts long", 300))
         one.add("short", short)
         one.run()
         assert one.stores == []
-        one.add("again", [*short, *make_prompt("drafts more", 64)])  # the engine's own prefix cache has its beginning
+        one.add(
+            "again", [*short, *make_prompt("drafts more", 64)]
+        )  # the engine's own prefix cache has its beginning
         one.run()
         assert one.tokens_computed["again"] < 128
         stored = [store for store in one.stores if store.request_id == "again"]

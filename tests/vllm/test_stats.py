@@ -46,7 +46,10 @@ def test_prometheus_has_them_with_vllms_labels(tmp_path: Path) -> None:
     prom = KVConnectorProm(config, ["model_name", "engine"], {0: ["m", "0"], 1: ["m", "1"]})
     try:
         prom.observe({"hit_tokens:disk": 7, "loads": 2}, engine_idx=1)
-        prom.observe({"hit_tokens:disk": 3, "missed_tokens:evicted": 4, "of another version": 1}, engine_idx=1)
+        prom.observe(
+            {"hit_tokens:disk": 3, "missed_tokens:evicted": 4, "of another version": 1},
+            engine_idx=1,
+        )
         value = prometheus_client.REGISTRY.get_sample_value
         labels = {"model_name": "m", "engine": "1"}
         assert value("vllm:kvhold_hit_tokens_total", labels | {"source": "disk"}) == 10
@@ -59,7 +62,9 @@ def test_prometheus_has_them_with_vllms_labels(tmp_path: Path) -> None:
 
 
 def test_vllms_log_has_them(tmp_path: Path) -> None:
-    logging = KVConnectorLogging(make_config(Options(make_folder(tmp_path / "model")), Path("unused")).kv_transfer_config)
+    logging = KVConnectorLogging(
+        make_config(Options(make_folder(tmp_path / "model")), Path("unused")).kv_transfer_config
+    )
     lines: list[str] = []
     logging.observe({"loads": 1})
     logging.observe({"loads": 2})

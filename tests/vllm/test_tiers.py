@@ -1,4 +1,6 @@
-"""A real vLLM and tiers below RAM: KV outlives engine and node on disk, hosts share through Redis, and a tier that dies costs nothing."""
+"""A real vLLM and tiers below RAM: KV outlives engine and node on disk, hosts share through Redis,
+and a tier that dies costs nothing.
+"""
 
 import random
 from collections.abc import Iterator
@@ -75,7 +77,11 @@ def engine(model: ModelInfo, socket: Path | None, *tiers: str, role: str = "kv_b
             "client": {"reconnect_interval_s": 0.1, "call_timeout_s": 30},
         },
     }
-    settings = {"max_model_len": 2048, "block_size": 32, "kv_cache_bytes": 8 * 2048 * model.kv_bytes_per_token}
+    settings = {
+        "max_model_len": 2048,
+        "block_size": 32,
+        "kv_cache_bytes": 8 * 2048 * model.kv_bytes_per_token,
+    }
     return Engine(options_for(model, kv_transfer_config=connector if socket else None, **settings))
 
 
@@ -96,26 +102,39 @@ def test_kv_outlives_engine_and_node_on_disk(
         again = second.generate_many(ASKED[0], max_tokens=OUTPUT_TOKENS)
     assert again.token_ids == expected[0]
     cached = again.num_cached_tokens
-    assert all(n >= len(prompt) // CHUNK * CHUNK - 1 for n, prompt in zip(cached, ASKED[0], strict=True)), cached
+    assert all(
+        n >= len(prompt) // CHUNK * CHUNK - 1 for n, prompt in zip(cached, ASKED[0], strict=True)
+    ), cached
 
 
 def test_a_producer_and_a_consumer_on_two_hosts_share_through_redis(
     model: ModelInfo, expected: list[list[list[int]]], sockets: list[Path]
 ) -> None:
-    """Field report R1: the consumer's hits are of the producer's KV, and the outputs are those of vLLM alone."""
+    """Field report R1: the consumer's hits are of the producer's KV, and the outputs are those of
+    vLLM alone.
+    """
     with ExitStack() as running:
         try:
             server = running.enter_context(RedisServer())
         except NotInstalled as error:
             pytest.skip(str(error))
         with engine(model, sockets[0], server.url, role="kv_producer") as producer:
-            assert producer.generate_many(ASKED[1], max_tokens=OUTPUT_TOKENS).token_ids == expected[1]
+            assert (
+                producer.generate_many(ASKED[1], max_tokens=OUTPUT_TOKENS).token_ids == expected[1]
+            )
             flush(sockets[0])
         with engine(model, sockets[1], server.url, role="kv_consumer") as consumer:
             found = consumer.generate_many(ASKED[1], max_tokens=OUTPUT_TOKENS)
             assert found.token_ids == expected[1]
-            assert sum(found.num_cached_tokens) > 0.9 * sum(map(len, ASKED[1])) - len(ASKED[1]) * CHUNK
-            assert status_of(sockets[1])["tier_counters"]["kvhold_tier_items{tier=redis,operation=get,result=hit}"] > 0
+            assert (
+                sum(found.num_cached_tokens) > 0.9 * sum(map(len, ASKED[1])) - len(ASKED[1]) * CHUNK
+            )
+            assert (
+                status_of(sockets[1])["tier_counters"][
+                    "kvhold_tier_items{tier=redis,operation=get,result=hit}"
+                ]
+                > 0
+            )
             server.kill()  # nobody notices but the breaker
             for asked, tokens in zip(ASKED[1:], expected[1:], strict=True):
                 assert consumer.generate_many(asked, max_tokens=OUTPUT_TOKENS).token_ids == tokens

@@ -30,7 +30,9 @@ def finish(tracker: RequestTracker, token_ids: Sequence[int], num_blocks: int) -
     return checked(tracker, tracker.finish(token_ids, num_blocks), token_ids)
 
 
-def checked(tracker: RequestTracker, names: ChunkNames | None, token_ids: Sequence[int]) -> range | None:
+def checked(
+    tracker: RequestTracker, names: ChunkNames | None, token_ids: Sequence[int]
+) -> range | None:
     """The blocks of what was taken, when its names are those of the text that lies in them."""
     if names is None:
         return None
@@ -40,7 +42,9 @@ def checked(tracker: RequestTracker, names: ChunkNames | None, token_ids: Sequen
     assert rest == 0, "begins with a chunk"
     end = names.first_token + int(names.num_tokens(layout).sum())
     assert end % layout.tail_tokens == 0, "ends with a block"
-    assert names == namespace.prompt(list(token_ids) or tracker.prompt.tokens).until(end).chunks(first)
+    assert names == namespace.prompt(list(token_ids) or tracker.prompt.tokens).until(end).chunks(
+        first
+    )
     return range(names.first_token // layout.tail_tokens, end // layout.tail_tokens)
 
 
@@ -55,7 +59,9 @@ def test_the_scheduled_tokens_of_a_chunked_prompt_and_of_the_decoding_after_it_a
         taken.append(take(tracker))
     assert sums == [400, 800, 1000, 1001, 1002]
     assert bounds == [400, 800, 1000, 1000, 1000], "of the prompt alone"
-    assert taken == [range(20), range(20, 50), range(50, 62), None, None], "two chunks, three, one and the tail of two blocks"
+    assert taken == [range(20), range(20, 50), range(50, 62), None, None], (
+        "two chunks, three, one and the tail of two blocks"
+    )
 
 
 def test_hit_blocks_count_as_computed_and_are_not_stored_again() -> None:
@@ -88,7 +94,16 @@ def test_a_step_in_which_nothing_becomes_whole_takes_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("num_tokens", "blocks"),
-    [(15, None), (16, range(1)), (31, range(1)), (159, range(9)), (160, range(10)), (175, range(10)), (176, range(11)), (335, range(20))],
+    [
+        (15, None),
+        (16, range(1)),
+        (31, range(1)),
+        (159, range(9)),
+        (160, range(10)),
+        (175, range(10)),
+        (176, range(11)),
+        (335, range(20)),
+    ],
 )
 def test_the_tail_reaches_to_the_last_whole_block(num_tokens: int, blocks: range | None) -> None:
     tracker = make_tracker(num_tokens)
@@ -124,7 +139,9 @@ def test_after_a_preemption_it_counts_from_what_is_computed_then() -> None:
     tracker.start(160)
     assert (tracker.computed_tokens, tracker.num_scheduled_tokens) == (160, 0)
     tracker.advance(160)
-    assert take(tracker) == range(10, 20), "its blocks are others now, and the first ones may not have been stored"
+    assert take(tracker) == range(10, 20), (
+        "its blocks are others now, and the first ones may not have been stored"
+    )
     tracker.advance(680)
     assert take(tracker) == range(20, 62)
 
@@ -146,7 +163,9 @@ def test_a_broken_promise_of_the_tail_alone_is_void_too() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [160, 176, 320, 992, 1000])
-def test_of_a_whole_hit_nothing_is_stored_although_the_last_token_is_computed_again(num_tokens: int) -> None:
+def test_of_a_whole_hit_nothing_is_stored_although_the_last_token_is_computed_again(
+    num_tokens: int,
+) -> None:
     tracker = make_tracker(num_tokens)
     hit = num_tokens // 16 * 16
     tracker.found(hit)
@@ -174,7 +193,9 @@ class TestDecode:
             tracker.advance(scheduled)
             sums.append(tracker.num_scheduled_tokens)
             taken.append(take(tracker, known))
-            known += [7] * (tracker.num_scheduled_tokens >= 1000)  # each pass from the prompt's last on samples a token
+            known += [7] * (
+                tracker.num_scheduled_tokens >= 1000
+            )  # each pass from the prompt's last on samples a token
         assert sums == [400, 800, 1000, 1001, 1002]
         assert taken == [range(20), range(20, 50), range(50, 62), None, None]
 
@@ -186,7 +207,9 @@ class TestDecode:
         assert tracker.computed_tokens == 30 * 16
         assert take(tracker, range(480)) == range(20, 30)
 
-    def test_a_chunk_that_generated_tokens_complete_is_taken_with_the_pass_that_computes_its_last_token(self) -> None:
+    def test_a_chunk_that_generated_tokens_complete_is_taken_with_the_pass_that_computes_its_last_token(
+        self,
+    ) -> None:
         tracker = self.generating(150)
         tracker.start(0)
         tracker.advance(150)
@@ -195,7 +218,9 @@ class TestDecode:
             tracker.advance(1)
             assert take(tracker, range(known)) is None
         tracker.advance(1)
-        assert take(tracker, range(160)) == range(10), "the 160th token was sampled by the pass before, and is computed in this one"
+        assert take(tracker, range(160)) == range(10), (
+            "the 160th token was sampled by the pass before, and is computed in this one"
+        )
         tracker.advance(1)
         assert take(tracker, range(161)) is None, "once"
 
@@ -220,7 +245,13 @@ class TestDecode:
         assert take(tracker, range(160)) == range(10)
 
     def test_the_end_leaves_a_tail_of_whole_blocks_without_the_token_sampled_last(self) -> None:
-        for num_tokens, blocks in [(176, None), (177, range(10, 11)), (192, range(10, 11)), (193, range(10, 12)), (321, range(10, 20))]:
+        for num_tokens, blocks in [
+            (176, None),
+            (177, range(10, 11)),
+            (192, range(10, 11)),
+            (193, range(10, 12)),
+            (321, range(10, 20)),
+        ]:
             tracker = self.generating(165)
             tracker.start(0)
             tracker.advance(165)
@@ -255,7 +286,9 @@ class TestDecode:
         tracker.advance(10)
         assert tracker.finish(range(187), 25) is None, "its tail ends where the prompt's does"
 
-    def test_a_request_that_ends_before_anything_generated_is_computed_leaves_nothing_new(self) -> None:
+    def test_a_request_that_ends_before_anything_generated_is_computed_leaves_nothing_new(
+        self,
+    ) -> None:
         for scheduled, known in [(100, 200), (200, 200), (200, 201)]:
             tracker = self.generating(200)
             tracker.start(0)
@@ -271,7 +304,9 @@ class TestDecode:
         take(tracker, range(165))
         tracker.advance(100)
         assert tracker.finish(range(260), 0) is None
-        assert finish(tracker, range(260), 15) == range(10, 15), "with only some of them, what lies in those"
+        assert finish(tracker, range(260), 15) == range(10, 15), (
+            "with only some of them, what lies in those"
+        )
 
     def test_without_tails_only_whole_chunks_are_taken(self) -> None:
         tracker = self.generating(200, store_tails=False)
@@ -283,7 +318,9 @@ class TestDecode:
         tracker.advance(100)
         assert finish(tracker, range(400), 25) == range(10, 20)
 
-    def test_after_a_preemption_what_was_generated_is_taken_again_as_it_is_computed_again(self) -> None:
+    def test_after_a_preemption_what_was_generated_is_taken_again_as_it_is_computed_again(
+        self,
+    ) -> None:
         tracker = self.generating(150)
         tracker.start(0)
         tracker.advance(150)
@@ -309,7 +346,9 @@ class TestDecode:
         assert take(tracker, range(330)) == range(20)
         tracker.start(0)
         tracker.advance(300)
-        assert finish(tracker, range(330), 25) == range(10), "and no tail: the text is named beyond it already"
+        assert finish(tracker, range(330), 25) == range(10), (
+            "and no tail: the text is named beyond it already"
+        )
 
     def test_rejected_drafts_change_nothing(self) -> None:
         told, untold = self.generating(150), self.generating(150)
@@ -341,14 +380,21 @@ class TestDecode:
 
 
 class TestSkippedEnd:
-    """`skip_last_n_tokens`: the prompt is cut, and what is generated is stored up to so many tokens before its end."""
+    """`skip_last_n_tokens`: the prompt is cut, and what is generated is stored up to so many tokens
+    before its end.
+    """
 
     @staticmethod
     def cut(num_prompt: int, skip: int, **options: Any) -> RequestTracker:
         prompt = make_tracker(num_prompt).prompt
-        return RequestTracker(prompt.until(max(0, num_prompt - skip)), skip_last_n_tokens=skip, **options)
+        return RequestTracker(
+            prompt.until(max(0, num_prompt - skip)), skip_last_n_tokens=skip, **options
+        )
 
-    @pytest.mark.parametrize(("skip", "blocks"), [(0, range(12)), (1, range(12)), (8, range(12)), (9, range(11)), (40, range(10))])
+    @pytest.mark.parametrize(
+        ("skip", "blocks"),
+        [(0, range(12)), (1, range(12)), (8, range(12)), (9, range(11)), (40, range(10))],
+    )
     def test_the_last_tokens_of_the_prompt_are_not_stored(self, skip: int, blocks: range) -> None:
         for save_decode in (False, True):
             tracker = self.cut(200, skip, save_decode=save_decode)
@@ -386,7 +432,9 @@ class TestSkippedEnd:
 
 @dataclass
 class _Life:
-    """From one start to the next: what the cache held at its beginning, where it began, and the steps after that."""
+    """From one start to the next: what the cache held at its beginning, where it began, and the
+    steps after that.
+    """
 
     hit_blocks: int
     start_tokens: int
@@ -395,13 +443,21 @@ class _Life:
 
 @st.composite
 def stories(draw: st.DrawFn) -> tuple[int, int, int, list[_Life]]:
-    """A prompt, a block, a chunk, and lives. Each starts at a block's end or one token before the prompt's; the last ends the prompt."""
+    """A prompt, a block, a chunk, and lives.
+
+    Each starts at a block's end or one token before the prompt's; the last ends the prompt.
+    """
     block = draw(st.sampled_from([1, 2, 16]))
     chunk = block * draw(st.integers(1, 5))
     num_tokens = draw(st.integers(1, 12 * block))
     lives = []
     for _ in range(draw(st.integers(1, 4))):
-        hit = draw(st.one_of(st.just(num_tokens // block), st.integers(0, num_tokens // chunk).map(lambda n: n * chunk // block)))
+        hit = draw(
+            st.one_of(
+                st.just(num_tokens // block),
+                st.integers(0, num_tokens // chunk).map(lambda n: n * chunk // block),
+            )
+        )
         kept = draw(st.one_of(st.just(hit), st.integers(0, num_tokens // block)))
         life = _Life(hit, min(kept * block, num_tokens - 1))
         at = life.start_tokens
@@ -415,8 +471,12 @@ def stories(draw: st.DrawFn) -> tuple[int, int, int, list[_Life]]:
 
 
 @given(stories())
-def test_everything_whole_is_taken_once_and_never_before_it_is_computed(story: tuple[int, int, int, list[_Life]]) -> None:
-    """Whatever the steps and restarts: what the last life did not find in the cache, or lost, is taken in it exactly once."""
+def test_everything_whole_is_taken_once_and_never_before_it_is_computed(
+    story: tuple[int, int, int, list[_Life]],
+) -> None:
+    """Whatever the steps and restarts: what the last life did not find in the cache, or lost, is
+    taken in it exactly once.
+    """
     num_tokens, block, chunk, lives = story
     first = make_tracker(num_tokens, block=block, chunk=chunk)
     taken_at: list[int] = []
@@ -439,7 +499,9 @@ def test_everything_whole_is_taken_once_and_never_before_it_is_computed(story: t
 
 
 @given(stories())
-def test_without_a_new_lookup_a_restart_takes_again_only_what_it_lost(story: tuple[int, int, int, list[_Life]]) -> None:
+def test_without_a_new_lookup_a_restart_takes_again_only_what_it_lost(
+    story: tuple[int, int, int, list[_Life]],
+) -> None:
     num_tokens, block, chunk, lives = story
     tracker = make_tracker(num_tokens, block=block, chunk=chunk)
     known = lives[0].hit_blocks  # blocks from the first on that the cache was told, or said to hold

@@ -1,8 +1,10 @@
-"""What the tracker names is what lies in the blocks: one request on a little engine with drafts, passes under way, preemptions and ends.
+"""What the tracker names is what lies in the blocks: one request on a little engine with drafts,
+passes under way, preemptions and ends.
 
-The engine counts as vLLM's scheduler does, and its passes write, for each token they are given, a number that depends on all tokens before
-it: rejected drafts, too, until the right token overwrites them. Whatever the tracker takes is compared with those numbers when the pass has
-run that it was planned with.
+The engine counts as vLLM's scheduler does, and its passes write, for each token they are given, a
+number that depends on all tokens before
+it: rejected drafts, too, until the right token overwrites them. Whatever the tracker takes is
+compared with those numbers when the pass has run that it was planned with.
 """
 
 from collections import deque
@@ -40,12 +42,16 @@ class Setting:
     def namespace(self) -> Namespace:
         """Names of this engine's blocks."""
         group = Group(layers=1, planes=2, heads=1, head_dim=8, dtype="float32")
-        return Namespace("model", Layout((group,), tokens_per_chunk=self.chunk, tail_tokens=self.block))
+        return Namespace(
+            "model", Layout((group,), tokens_per_chunk=self.chunk, tail_tokens=self.block)
+        )
 
 
 @dataclass
 class Pass:
-    """One step: tokens scheduled, of them drafts; the first of them, as the scheduler counts; what is to be gathered after it."""
+    """One step: tokens scheduled, of them drafts; the first of them, as the scheduler counts; what
+    is to be gathered after it.
+    """
 
     scheduled: int
     drafts: int
@@ -59,7 +65,9 @@ class LittleEngine:
 
     def __init__(self, setting: Setting, random: Random) -> None:
         self.setting, self.random = setting, random
-        self.known = [random.randrange(2) for _ in range(setting.prompt)]  # vLLM: request.all_token_ids
+        self.known = [
+            random.randrange(2) for _ in range(setting.prompt)
+        ]  # vLLM: request.all_token_ids
         self.computed = 0  # vLLM: request.num_computed_tokens
         self.placeholders = self.draft_tokens = 0
         self.stale = 0  # passes under way of a life that is over
@@ -71,7 +79,10 @@ class LittleEngine:
         self.waiting = True
         prompt = setting.namespace.prompt(self.known).until(max(0, setting.prompt - setting.skip))
         self.tracker = RequestTracker(
-            prompt, save_decode=setting.save_decode, store_tails=setting.store_tails, skip_last_n_tokens=setting.skip
+            prompt,
+            save_decode=setting.save_decode,
+            store_tails=setting.store_tails,
+            skip_last_n_tokens=setting.skip,
         )
         self.stored: list[range] = []
         self.lives = 0
@@ -97,18 +108,32 @@ class LittleEngine:
                 return False
             self._start()
         before = self.computed
-        scheduled = min(len(self.known) + self.draft_tokens + self.placeholders - before, self.setting.budget)
-        if self.placeholders and before + 2 - self.placeholders >= self.setting.prompt + self.setting.max_tokens:
+        scheduled = min(
+            len(self.known) + self.draft_tokens + self.placeholders - before, self.setting.budget
+        )
+        if (
+            self.placeholders
+            and before + 2 - self.placeholders >= self.setting.prompt + self.setting.max_tokens
+        ):
             return False
         if scheduled <= 0:
             return False
-        drafts = max(0, before + scheduled - len(self.known) - self.placeholders) if self.draft_tokens else 0
+        drafts = (
+            max(0, before + scheduled - len(self.known) - self.placeholders)
+            if self.draft_tokens
+            else 0
+        )
         step = Pass(scheduled, drafts, before)
         self.computed += scheduled
-        self.tracker.advance(scheduled, before if self.setting.tells_count and before != self.tracker.start_tokens else None)
+        self.tracker.advance(
+            scheduled,
+            before if self.setting.tells_count and before != self.tracker.start_tokens else None,
+        )
         step.taken = self.tracker.take(self.known)
         self.draft_tokens = 0
-        if self.setting.depth > 1 and self.computed >= len(self.known) + self.placeholders:  # it samples something
+        if (
+            self.setting.depth > 1 and self.computed >= len(self.known) + self.placeholders
+        ):  # it samples something
             self.placeholders += 1 + drafts
             self.draft_tokens = self.setting.drafts
         self.passes.append(step)
@@ -117,7 +142,10 @@ class LittleEngine:
     def _start(self) -> None:
         """It gets blocks; some of its text may have come from elsewhere."""
         self.waiting, self.real, self.slots = False, list(self.known), {}
-        hit = min(self.random.choice([0, len(self.known) // self.setting.block * self.setting.block]), len(self.known) - 1)
+        hit = min(
+            self.random.choice([0, len(self.known) // self.setting.block * self.setting.block]),
+            len(self.known) - 1,
+        )
         hit = hit if self.lives else 0
         self.lives += 1
         for at, number in enumerate(numbers(self.known[:hit])):
@@ -136,8 +164,13 @@ class LittleEngine:
             truth = [self._next(real)]
             while len(truth) <= step.drafts:
                 truth.append(self._next(real + truth))
-            drafts = [token if self.random.random() < 0.7 else 1 - token for token in truth[: step.drafts]]
-            accepted = next((i for i, (a, b) in enumerate(zip(drafts, truth, strict=False)) if a != b), len(drafts))
+            drafts = [
+                token if self.random.random() < 0.7 else 1 - token for token in truth[: step.drafts]
+            ]
+            accepted = next(
+                (i for i, (a, b) in enumerate(zip(drafts, truth, strict=False)) if a != b),
+                len(drafts),
+            )
             inputs = real[first:] + drafts
             step.sampled = truth[: accepted + 1]
             self.real = real + step.sampled
@@ -186,7 +219,9 @@ class LittleEngine:
         true = self.setting.namespace.prompt(list(text)[:end]).chunks(start // self.setting.chunk)
         assert taken == true, "the names of another text"
         truth = numbers(text[:end])
-        assert [self.slots.get(at) for at in range(start, end)] == truth[start:end], "another text's KV"
+        assert [self.slots.get(at) for at in range(start, end)] == truth[start:end], (
+            "another text's KV"
+        )
         self.stored.append(range(start, end))
 
     def _next(self, text: Sequence[int]) -> int:
@@ -226,23 +261,37 @@ seeds = st.integers(0, 2**32 - 1)
 
 @settings(max_examples=300)
 @given(engine_settings(), seeds)
-def test_what_is_taken_lies_in_the_blocks_and_nothing_whole_is_left_out_or_taken_twice(setting: Setting, seed: int) -> None:
+def test_what_is_taken_lies_in_the_blocks_and_nothing_whole_is_left_out_or_taken_twice(
+    setting: Setting, seed: int
+) -> None:
     engine = LittleEngine(setting, Random(seed))
     engine.run()
     assert len(engine.known) == setting.prompt + setting.max_tokens
     last = max(0, (len(engine.known) if setting.save_decode else setting.prompt) - setting.skip)
     if setting.save_decode:
         last = min(last, len(engine.known) - 1)
-    whole = [at for taken in engine.stored for at in range(taken.start, taken.stop - taken.stop % setting.chunk)]
+    whole = [
+        at
+        for taken in engine.stored
+        for at in range(taken.start, taken.stop - taken.stop % setting.chunk)
+    ]
     assert whole == list(range(last // setting.chunk * setting.chunk))
     tails = [taken.stop for taken in engine.stored if taken.stop % setting.chunk]
     ends = {max(0, setting.prompt - setting.skip), last} if setting.store_tails else set()
-    assert tails == sorted({end // setting.block * setting.block for end in ends if end // setting.block * setting.block % setting.chunk})
+    assert tails == sorted(
+        {
+            end // setting.block * setting.block
+            for end in ends
+            if end // setting.block * setting.block % setting.chunk
+        }
+    )
 
 
 @settings(max_examples=300)
 @given(engine_settings(), seeds, st.sampled_from([0.0, 0.05, 0.2]), st.sampled_from([0.0, 0.02]))
-def test_what_is_taken_lies_in_the_blocks_through_preemptions_and_aborts(setting: Setting, seed: int, preempt: float, abort: float) -> None:
+def test_what_is_taken_lies_in_the_blocks_through_preemptions_and_aborts(
+    setting: Setting, seed: int, preempt: float, abort: float
+) -> None:
     engine = LittleEngine(setting, Random(seed))
     engine.run(preempt=preempt, abort=abort)
     if not setting.save_decode:
@@ -251,7 +300,19 @@ def test_what_is_taken_lies_in_the_blocks_through_preemptions_and_aborts(setting
 
 def test_drafts_are_both_accepted_and_rejected_here_and_passes_do_run_ahead() -> None:
     """Else the tests above would show nothing."""
-    engine = LittleEngine(Setting(block=2, chunk=4, prompt=8, max_tokens=200, drafts=3, depth=2, budget=40, tells_count=False), Random(1))
+    engine = LittleEngine(
+        Setting(
+            block=2,
+            chunk=4,
+            prompt=8,
+            max_tokens=200,
+            drafts=3,
+            depth=2,
+            budget=40,
+            tells_count=False,
+        ),
+        Random(1),
+    )
     engine.run()
     assert engine.tracker.num_scheduled_tokens > len(engine.known) + 50, "drafts were rejected"
     assert engine.tracker.num_scheduled_tokens < 4 * 200, "and accepted"

@@ -1,4 +1,6 @@
-"""OpenAI servers on one host, and the engines of one, with the connector's name and nothing else configured, share what they compute."""
+"""OpenAI servers on one host, and the engines of one, with the connector's name and nothing else
+configured, share what they compute.
+"""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +35,10 @@ def test_a_prompt_sent_to_one_server_is_a_hit_in_the_other(runtime_folder: Path)
     prompt = make_prompt(model.path, 1500)
     options = options_for(model, max_model_len=2048, kv_transfer_config=CONNECTOR, num_threads=1)
     environment = {"XDG_RUNTIME_DIR": str(runtime_folder)}
-    one, two = OpenAIServer(options, environment=environment), OpenAIServer(options, environment=environment)
+    one, two = (
+        OpenAIServer(options, environment=environment),
+        OpenAIServer(options, environment=environment),
+    )
     try:
         with ThreadPoolExecutor(2) as starters:
             for started in [starters.submit(server.start) for server in (one, two)]:
@@ -53,15 +58,23 @@ def test_a_prompt_sent_to_one_server_is_a_hit_in_the_other(runtime_folder: Path)
         assert client.status()["chunks"] > 0, "the node outlives its engines"
 
 
-def test_what_one_of_a_servers_engines_has_computed_is_a_hit_in_the_other(runtime_folder: Path) -> None:
+def test_what_one_of_a_servers_engines_has_computed_is_a_hit_in_the_other(
+    runtime_folder: Path,
+) -> None:
     """vLLM's data parallel engines."""
     model = make_model("tiny")
     prompt = make_prompt(model.path, 1500)
     options = options_for(model, max_model_len=2048, kv_transfer_config=CONNECTOR, num_threads=1)
-    with OpenAIServer(options, environment={"XDG_RUNTIME_DIR": str(runtime_folder)}, engines=2) as server:
+    with OpenAIServer(
+        options, environment={"XDG_RUNTIME_DIR": str(runtime_folder)}, engines=2
+    ) as server:
         cold = server.complete(prompt, max_tokens=12, engine=0)
         warm = server.complete(prompt, max_tokens=12, engine=1)
         assert warm.token_ids == cold.token_ids
         assert (cold.num_cached_tokens, warm.num_cached_tokens) == (0, 1500 // 128 * 128)
-        hits = {name: value for name, value in server.metrics().items() if name.startswith("vllm:external_prefix_cache_hits_total")}
+        hits = {
+            name: value
+            for name, value in server.metrics().items()
+            if name.startswith("vllm:external_prefix_cache_hits_total")
+        }
         assert sorted(hits.values()) == [0, 1500 // 128 * 128]

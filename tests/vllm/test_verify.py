@@ -1,4 +1,6 @@
-"""`kvhold verify` on a real vLLM: every class of model that this build runs passes, and a connector that lies is caught."""
+"""`kvhold verify` on a real vLLM: every class of model that this build runs passes, and a connector
+that lies is caught.
+"""
 
 import json
 import os
@@ -25,19 +27,27 @@ from kvhold.lab.verify.paths import DEFAULT
 # All classes are one test's fixture, which takes long on busy cores.
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(3_600)]
 
-# What this vLLM does with each class in float32 on CPUs; a change of it is news. Refused: kvhold says why it does not serve them here.
-REFUSED = {"falcon-h1": "mamba_cache_mode is none", "deepseek-v2": "turns chunked prefill off for its MLA"}
+# What this vLLM does with each class in float32 on CPUs; a change of it is news. Refused: kvhold
+# says why it does not serve them here.
+REFUSED = {
+    "falcon-h1": "mamba_cache_mode is none",
+    "deepseek-v2": "turns chunked prefill off for its MLA",
+}
 UNSUPPORTED = {"jamba": "selective_scan_fwd"}
 HAS_FP8_KV = torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
 if not HAS_FP8_KV:
     UNSUPPORTED["llama-fp8"] = "FP8 KV cache on CPU requires x86 with AVX-512 or AMX"
 UNSTEADY = {"lfm2"}  # answers by what else is in the batch
 PASSING = sorted(RECIPES.keys() - REFUSED.keys() - UNSUPPORTED.keys() - UNSTEADY)
-IN_BFLOAT16 = "qwen3-next"  # what is computed together decides near ties, and busy cores decide what is: it runs by itself
-REFUSED_PATHS = {("qwen3-next", "no-prefix-caching"): "mamba_cache_mode is none"}  # then vLLM keeps its states at no block's end
+# what is computed together decides near ties, and busy cores decide what is: it runs by itself
+IN_BFLOAT16 = "qwen3-next"
+REFUSED_PATHS = {
+    ("qwen3-next", "no-prefix-caching"): "mamba_cache_mode is none"
+}  # then vLLM keeps its states at no block's end
 
-# The fewest blocks that a path loads. How many exactly, busy cores decide: a request of a batch finds in the engine what one before it has
-# just loaded, or asks before that and loads it again. qwen3-next, whose blocks are the largest, has 10 or 9.
+# The fewest blocks that a path loads. How many exactly, busy cores decide: a request of a batch
+# finds in the engine what one before it has just loaded, or asks before that and loads it again.
+# qwen3-next, whose blocks are the largest, has 10 or 9.
 LEAST_BLOCKS = 6
 
 
@@ -59,35 +69,75 @@ def verify(folder: Path, *arguments: str, environment: Mapping[str, str] | None 
     return verify_beside(folder, [arguments], environment=environment)
 
 
-def verify_beside(folder: Path, lots: Sequence[Sequence[str]], *, environment: Mapping[str, str] | None = None) -> Verified:
+def verify_beside(
+    folder: Path, lots: Sequence[Sequence[str]], *, environment: Mapping[str, str] | None = None
+) -> Verified:
     """The command with each of the arguments, all at the same time."""
     with ThreadPoolExecutor(len(lots)) as pool:
-        ran = list(pool.map(lambda number: _run(folder / f"{number}.json", lots[number], environment or {}), range(len(lots))))
-    rows = [row for number in range(len(lots)) for row in json.loads((folder / f"{number}.json").read_text())]
+        ran = list(
+            pool.map(
+                lambda number: _run(folder / f"{number}.json", lots[number], environment or {}),
+                range(len(lots)),
+            )
+        )
+    rows = [
+        row
+        for number in range(len(lots))
+        for row in json.loads((folder / f"{number}.json").read_text())
+    ]
     output = "\n".join(one.stdout + one.stderr for one in ran)
-    return Verified([one.returncode for one in ran], output, {(row["model"], row["path"]): row for row in rows})
+    return Verified(
+        [one.returncode for one in ran], output, {(row["model"], row["path"]): row for row in rows}
+    )
 
 
-def _run(rows: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "kvhold", "verify", *arguments, "--threads", "1", "--json", str(rows)]
-    return subprocess.run(argv, env=os.environ | environment, capture_output=True, text=True, check=False)
+def _run(
+    rows: Path, arguments: Sequence[str], environment: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
+    argv = [
+        sys.executable,
+        "-m",
+        "kvhold",
+        "verify",
+        *arguments,
+        "--threads",
+        "1",
+        "--json",
+        str(rows),
+    ]
+    return subprocess.run(
+        argv, env=os.environ | environment, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.fixture(scope="module")
 def classes(tmp_path_factory: pytest.TempPathFactory) -> Verified:
-    """The classes that pass, in all paths that a user's model is verified in by default; half of them on each of two cores."""
+    """The classes that pass, in all paths that a user's model is verified in by default; half of
+    them on each of two cores.
+    """
     folder, paths = tmp_path_factory.mktemp("verify"), ["--paths", ",".join(DEFAULT)]
     steady = [name for name in PASSING if name != IN_BFLOAT16]
-    beside = verify_beside(folder, [["--classes", ",".join(steady[half::2]), *paths] for half in (0, 1)])
+    beside = verify_beside(
+        folder, [["--classes", ",".join(steady[half::2]), *paths] for half in (0, 1)]
+    )
     alone = verify(folder, "--classes", IN_BFLOAT16, *paths)
-    return Verified(beside.exit_codes + alone.exit_codes, beside.output + alone.output, beside.rows | alone.rows)
+    return Verified(
+        beside.exit_codes + alone.exit_codes, beside.output + alone.output, beside.rows | alone.rows
+    )
 
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory: pytest.TempPathFactory) -> Verified:
     """The others, in the plain path."""
-    names = [*REFUSED, *UNSUPPORTED, *UNSTEADY, "llama"]  # one that passes: nothing but refusals is no success
-    return verify(tmp_path_factory.mktemp("verify"), "--classes", ",".join(names), "--paths", "plain")
+    names = [
+        *REFUSED,
+        *UNSUPPORTED,
+        *UNSTEADY,
+        "llama",
+    ]  # one that passes: nothing but refusals is no success
+    return verify(
+        tmp_path_factory.mktemp("verify"), "--classes", ",".join(names), "--paths", "plain"
+    )
 
 
 def assert_passed(row: dict[str, Any], output: str) -> None:
@@ -102,7 +152,9 @@ def assert_passed(row: dict[str, Any], output: str) -> None:
 class TestClasses:
     @pytest.mark.parametrize("path", DEFAULT)
     @pytest.mark.parametrize("name", PASSING)
-    def test_a_class_that_this_vllm_runs_passes(self, classes: Verified, name: str, path: str) -> None:
+    def test_a_class_that_this_vllm_runs_passes(
+        self, classes: Verified, name: str, path: str
+    ) -> None:
         row = classes.rows[name, path]
         if (name, path) in REFUSED_PATHS:
             assert (row["outcome"], row["kv_exact"]) == ("refused", None), classes.output
@@ -116,28 +168,45 @@ class TestClasses:
         assert all(f"\n{name}" in classes.output for name in PASSING)
 
     @pytest.mark.parametrize("name", sorted(REFUSED))
-    def test_what_would_not_come_back_exactly_is_refused_with_the_reason(self, others: Verified, name: str) -> None:
+    def test_what_would_not_come_back_exactly_is_refused_with_the_reason(
+        self, others: Verified, name: str
+    ) -> None:
         row = others.rows[name, "plain"]
-        assert (row["outcome"], row["kv_exact"], row["tokens_equal"]) == ("refused", None, None), others.output
+        assert (row["outcome"], row["kv_exact"], row["tokens_equal"]) == ("refused", None, None), (
+            others.output
+        )
         assert REFUSED[name] in row["reason"]
 
     @pytest.mark.parametrize("name", sorted(UNSUPPORTED))
-    def test_what_this_vllm_does_not_run_is_named_with_its_own_error(self, others: Verified, name: str) -> None:
+    def test_what_this_vllm_does_not_run_is_named_with_its_own_error(
+        self, others: Verified, name: str
+    ) -> None:
         row = others.rows[name, "unsupported by vLLM"]
-        assert (row["outcome"], row["kv_exact"], row["tokens_equal"], row["requests"]) == ("unsupported", None, None, 0)
+        assert (row["outcome"], row["kv_exact"], row["tokens_equal"], row["requests"]) == (
+            "unsupported",
+            None,
+            None,
+            0,
+        )
         assert UNSUPPORTED[name] in row["reason"]
 
     @pytest.mark.parametrize("name", sorted(UNSTEADY))
-    def test_where_this_vllm_does_not_answer_twice_alike_tokens_are_not_judged(self, others: Verified, name: str) -> None:
+    def test_where_this_vllm_does_not_answer_twice_alike_tokens_are_not_judged(
+        self, others: Verified, name: str
+    ) -> None:
         row = others.rows[name, "plain"]
         assert row["kv_exact"] is True, others.output
-        assert (row["outcome"], row["tokens_equal"]) in (("unsupported", None), ("pass", True)), others.output
+        assert (row["outcome"], row["tokens_equal"]) in (("unsupported", None), ("pass", True)), (
+            others.output
+        )
 
     def test_what_a_tensor_parallel_worker_refuses_is_named_too(self, tmp_path: Path) -> None:
         """Its reason is in the log, where vLLM's own processes write much more after it."""
         verified = verify(tmp_path, "--classes", "falcon-h1", "--paths", "tp2")
         row = verified.rows["falcon-h1", "tp2"]
-        assert (row["outcome"], row["kv_exact"], row["tokens_equal"]) == ("refused", None, None), verified.output
+        assert (row["outcome"], row["kv_exact"], row["tokens_equal"]) == ("refused", None, None), (
+            verified.output
+        )
         assert REFUSED["falcon-h1"] in row["reason"]
 
     def test_refusals_do_not_fail_it(self, others: Verified) -> None:
@@ -167,10 +236,24 @@ def test_the_other_paths_pass_on_a_users_model(tmp_path: Path) -> None:
     assert verified.exit_code == 0, verified.output
 
 
-@pytest.mark.parametrize(("damage", "dtype"), [("bit", "float32"), ("block", "float32"), ("bit", "bfloat16"), ("block", "bfloat16")])
-def test_a_loaded_block_that_is_damaged_on_the_way_fails(tmp_path: Path, damage: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("damage", "dtype"),
+    [("bit", "float32"), ("block", "float32"), ("bit", "bfloat16"), ("block", "bfloat16")],
+)
+def test_a_loaded_block_that_is_damaged_on_the_way_fails(
+    tmp_path: Path, damage: str, dtype: str
+) -> None:
     environment = {"PYTHONPATH": str(write_plugin(tmp_path)), "TEST_DAMAGE": damage}
-    verified = verify(tmp_path, "--classes", "llama", "--paths", "plain", "--dtype", dtype, environment=environment)
+    verified = verify(
+        tmp_path,
+        "--classes",
+        "llama",
+        "--paths",
+        "plain",
+        "--dtype",
+        dtype,
+        environment=environment,
+    )
     row = verified.rows["llama", "plain"]
     assert verified.exit_code == 1, verified.output
     assert "kvhold verify: FAILED" in verified.output
@@ -181,14 +264,23 @@ def test_a_loaded_block_that_is_damaged_on_the_way_fails(tmp_path: Path, damage:
 
 
 def test_a_connector_that_finds_nothing_fails(tmp_path: Path) -> None:
-    verified = verify(tmp_path, "--classes", "llama", "--paths", "plain", "--config", '{"rules": {"load": false}}')
+    verified = verify(
+        tmp_path, "--classes", "llama", "--paths", "plain", "--config", '{"rules": {"load": false}}'
+    )
     row = verified.rows["llama", "plain"]
-    assert (verified.exit_code, row["outcome"], row["kv_exact"], row["tokens_equal"]) == (1, "FAIL", None, True), verified.output
+    assert (verified.exit_code, row["outcome"], row["kv_exact"], row["tokens_equal"]) == (
+        1,
+        "FAIL",
+        None,
+        True,
+    ), verified.output
     assert "no hit" in row["reason"]
 
 
 def write_plugin(folder: Path) -> Path:
-    """A plugin of vLLM's, as a folder for PYTHONPATH: the first block that is loaded is damaged after it was copied."""
+    """A plugin of vLLM's, as a folder for PYTHONPATH: the first block that is loaded is damaged
+    after it was copied.
+    """
     (folder / "damaging.py").write_text(
         """
 import ctypes
@@ -221,20 +313,31 @@ def register():
     information = folder / "damaging-1.0.dist-info"
     information.mkdir()
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: damaging\nVersion: 1.0\n")
-    (information / "entry_points.txt").write_text("[vllm.general_plugins]\ndamaging = damaging:register\n")
+    (information / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\ndamaging = damaging:register\n"
+    )
     return folder
 
 
 def test_this_vllm_s_mla_does_not_go_on_from_its_own_kv_as_it_computes_a_prompt() -> None:
-    """Why it is refused: any hit, of vLLM's own too, has the end of a prompt computed by what computes outputs. Llama does it well."""
+    """Why it is refused: any hit, of vLLM's own too, has the end of a prompt computed by what
+    computes outputs. Llama does it well.
+    """
     rng = random.Random(3)
     differ = {}
     for name in ("deepseek-v2", "llama"):
-        arguments = {"model": str(make_checkpoint(name).path), "dtype": "float32", "enforce_eager": True, "max_num_seqs": 1}
+        arguments = {
+            "model": str(make_checkpoint(name).path),
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_num_seqs": 1,
+        }
         arguments |= {"max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20}
         with Engines(timeout_s=600, threads=1) as engines:
             vocabulary = engines.start(Start(engine=arguments)).vocabulary
-            prompts = [[rng.choice(vocabulary) for _ in range(length)] for length in (20, 65, 129, 200)]
+            prompts = [
+                [rng.choice(vocabulary) for _ in range(length)] for length in (20, 65, 129, 200)
+            ]
             differ[name] = sum(_continues_otherwise(engines, prompt) for prompt in prompts)
     if not torch.cpu._is_amx_tile_supported():
         assert differ["deepseek-v2"] > 0, "vLLM has mended it: serve MLA here, and verify it"
@@ -242,7 +345,11 @@ def test_this_vllm_s_mla_does_not_go_on_from_its_own_kv_as_it_computes_a_prompt(
 
 
 def _continues_otherwise(engines: Engines, prompt: list[int]) -> bool:
-    """Whether a prompt that ends with what the engine has answered goes on otherwise than the answer did."""
+    """Whether a prompt that ends with what the engine has answered goes on otherwise than the
+    answer did.
+    """
     answer = engines.ask(Ask(questions=[Question(tokens=prompt)], max_tokens=5)).token_ids[0]
     longer = [Question(tokens=prompt + answer[:end]) for end in range(1, len(answer))]
-    return [tokens[0] for tokens in engines.ask(Ask(questions=longer, max_tokens=1)).token_ids] != answer[1:]
+    return [
+        tokens[0] for tokens in engines.ask(Ask(questions=longer, max_tokens=1)).token_ids
+    ] != answer[1:]

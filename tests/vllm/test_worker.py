@@ -1,4 +1,6 @@
-"""The worker's side of the connector: whatever the node or the pass does, the engine's step goes on, and nothing wrong is kept."""
+"""The worker's side of the connector: whatever the node or the pass does, the engine's step goes
+on, and nothing wrong is kept.
+"""
 
 import threading
 import time
@@ -27,7 +29,16 @@ from kvhold.integrations.vllm.worker import WorkerSide
 from kvhold.memory.coding import ERROR_BOUND, coded_group
 from kvhold.memory.copy import Planned
 from kvhold.testing.damage import OpenArena
-from tests.vllm.scheduling import LAYERS, Engine, NodeProcess, Options, RealHands, eventually, make_folder, make_prompt
+from tests.vllm.scheduling import (
+    LAYERS,
+    Engine,
+    NodeProcess,
+    Options,
+    RealHands,
+    eventually,
+    make_folder,
+    make_prompt,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -45,7 +56,14 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
 @pytest.fixture
 def namespace() -> Namespace:
     group = Group(
-        layers=len(LAYERS), planes=2, heads=1, head_dim=32, dtype="float32", packing="test", block_tokens=BLOCK, block_bytes=BLOCK * 64 * 4
+        layers=len(LAYERS),
+        planes=2,
+        heads=1,
+        head_dim=32,
+        dtype="float32",
+        packing="test",
+        block_tokens=BLOCK,
+        block_bytes=BLOCK * 64 * 4,
     )
     return Namespace("model", Layout((group,), tokens_per_chunk=4 * BLOCK, tail_tokens=BLOCK))
 
@@ -57,7 +75,10 @@ def geometry(namespace: Namespace) -> Geometry:
 
 @pytest.fixture
 def side(node: NodeProcess, namespace: Namespace) -> Iterator[WorkerSide]:
-    config = Config(node=NodeConfig(socket=str(node.socket), autostart=False), client=ClientConfig(call_timeout_s=0.3))
+    config = Config(
+        node=NodeConfig(socket=str(node.socket), autostart=False),
+        client=ClientConfig(call_timeout_s=0.3),
+    )
     side = WorkerSide(config, namespace, geometry(namespace), num_blocks=BLOCKS)
     side.register(tensors())
     cache = side._cache
@@ -73,8 +94,13 @@ def tensors(blocks: int = BLOCKS, head: int = 64) -> dict[str, torch.Tensor]:
 
 def stores(namespace: Namespace, count: int) -> list[Store]:
     """One chunk of each of so many prompts."""
-    prompts = [namespace.prompt(make_prompt(f"worker {number}", 4 * BLOCK)) for number in range(count)]
-    return [Store(str(number), prompt.chunks(), [list(range(4))]) for number, prompt in enumerate(prompts)]
+    prompts = [
+        namespace.prompt(make_prompt(f"worker {number}", 4 * BLOCK)) for number in range(count)
+    ]
+    return [
+        Store(str(number), prompt.chunks(), [list(range(4))])
+        for number, prompt in enumerate(prompts)
+    ]
 
 
 class SlowCache:
@@ -85,7 +111,9 @@ class SlowCache:
         self.given_back = 0
         self._layout = layout
 
-    def reserve(self, layout: Layout, names: Any, shard: int = 0, *, terms: Any = None, groups: Any = None) -> Room:
+    def reserve(
+        self, layout: Layout, names: Any, shard: int = 0, *, terms: Any = None, groups: Any = None
+    ) -> Room:
         self.go.wait(20)
         offsets, buffer = np.zeros((1, 1), dtype=np.int64), np.zeros(1 << 20, dtype=np.uint8)
         return Room(offsets, np.array([4 * BLOCK]), buffer, lambda *_: 0, self._back, layout=layout)
@@ -110,7 +138,9 @@ def test_what_is_stored_comes_back_bit_for_bit(side: WorkerSide, namespace: Name
     prompt = namespace.prompt(make_prompt("bits", 7 * BLOCK + 3))
     side.begin(Steps(stores=[Store("a", prompt.chunks(), [[9, 2, 30, 4, 11, 12, 39]])]))
     side.store()
-    hit = eventually(lambda: hit if (hit := side._cache.lookup(prompt.query())).num_tokens else hit.close())
+    hit = eventually(
+        lambda: hit if (hit := side._cache.lookup(prompt.query())).num_tokens else hit.close()
+    )
     before = {name: tensor.clone() for name, tensor in caches.items()}
     side.start_loads(Steps(loads=[Load("b", hit.ticket, 0, [[20, -1, 22, 23, 24, 25, 26]])]))
     assert eventually(side.take_loaded) == {"b"}
@@ -127,12 +157,23 @@ class TestCoded:
     """`memory_codec`: chunks hold 8 bits an element."""
 
     @pytest.fixture
-    def coded(self, node: NodeProcess, namespace: Namespace) -> Iterator[tuple[WorkerSide, Namespace, dict[str, torch.Tensor]]]:
+    def coded(
+        self, node: NodeProcess, namespace: Namespace
+    ) -> Iterator[tuple[WorkerSide, Namespace, dict[str, torch.Tensor]]]:
         plain = namespace.layout.groups[0]
-        space = replace(namespace, layout=replace(namespace.layout, groups=(coded_group(plain, "int8"),)))
+        space = replace(
+            namespace, layout=replace(namespace.layout, groups=(coded_group(plain, "int8"),))
+        )
         part = Part(0, tuple(LAYERS), space.layout.groups[0], plain)
-        config = Config(node=NodeConfig(socket=str(node.socket), autostart=False), memory_codec="int8")
-        side = WorkerSide(config, space, Geometry((part,), space.layout, shards=1, per_worker=1, copies=1, width=1), num_blocks=BLOCKS)
+        config = Config(
+            node=NodeConfig(socket=str(node.socket), autostart=False), memory_codec="int8"
+        )
+        side = WorkerSide(
+            config,
+            space,
+            Geometry((part,), space.layout, shards=1, per_worker=1, copies=1, width=1),
+            num_blocks=BLOCKS,
+        )
         caches = tensors()
         side.register(caches)
         for tensor in caches.values():
@@ -140,12 +181,16 @@ class TestCoded:
         yield side, space, caches
         side.close()
 
-    def test_what_comes_back_is_near_and_takes_less_than_half(self, coded: tuple[WorkerSide, Namespace, dict[str, torch.Tensor]]) -> None:
+    def test_what_comes_back_is_near_and_takes_less_than_half(
+        self, coded: tuple[WorkerSide, Namespace, dict[str, torch.Tensor]]
+    ) -> None:
         side, space, caches = coded
         prompt = space.prompt(make_prompt("coded", 4 * BLOCK))
         side.begin(Steps(stores=[Store("a", prompt.chunks(), [[9, 2, 30, 4]])]))
         side.store()
-        hit = eventually(lambda: hit if (hit := side._cache.lookup(prompt.query())).num_tokens else hit.close())
+        hit = eventually(
+            lambda: hit if (hit := side._cache.lookup(prompt.query())).num_tokens else hit.close()
+        )
         before = {name: tensor.clone() for name, tensor in caches.items()}
         side.start_loads(Steps(loads=[Load("b", hit.ticket, 0, [[20, 21, 22, -1]])]))
         assert eventually(side.take_loaded) == {"b"}
@@ -157,7 +202,9 @@ class TestCoded:
                 assert ((was - now).abs() <= ERROR_BOUND * was.abs().amax(1, keepdim=True)).all()
                 assert not torch.equal(was, now)
             rest = [block for block in range(BLOCKS) if block not in (20, 21, 22)]
-            assert torch.equal(tensor[rest], before[name][rest]), "only the named blocks were written"
+            assert torch.equal(tensor[rest], before[name][rest]), (
+                "only the named blocks were written"
+            )
         stats = side.tally.take()
         assert stats is not None
         assert stats.data["stored_bytes"] == len(LAYERS) * 4 * BLOCK * 64 * (1 + 4 / 32)
@@ -169,9 +216,13 @@ class TestCoded:
         caches[LAYERS[-1]][7, 0, 5, 17] = torch.inf
         wild, well = (space.prompt(make_prompt(name, 12 * BLOCK)) for name in ("wild", "well"))
         blocks, others = list(range(12)), list(range(20, 32))
-        side.begin(Steps(stores=[Store("a", wild.chunks(), [blocks]), Store("b", well.chunks(), [others])]))
+        side.begin(
+            Steps(stores=[Store("a", wild.chunks(), [blocks]), Store("b", well.chunks(), [others])])
+        )
         side.store()
-        eventually(lambda: hit if (hit := side._cache.lookup(well.query())).num_tokens else hit.close()).close()
+        eventually(
+            lambda: hit if (hit := side._cache.lookup(well.query())).num_tokens else hit.close()
+        ).close()
         with side._cache.lookup(wild.query()) as hit:
             assert hit.num_tokens == 4 * BLOCK, "the chunk before it is there"
         eventually(lambda: node.held() == NOTHING)
@@ -189,13 +240,27 @@ def test_of_a_load_the_blocks_of_damaged_chunks_alone_fail_and_the_next_lookup_m
     prompt = namespace.prompt(make_prompt(f"damaged {inside} {layer}", 11 * BLOCK))
     side.begin(Steps(stores=[Store("a", prompt.chunks(), [list(range(11))])]))
     side.store()
-    hit = eventually(lambda: hit if (hit := side._cache.lookup(prompt.query())).num_tokens else hit.close())
+    hit = eventually(
+        lambda: hit if (hit := side._cache.lookup(prompt.query())).num_tokens else hit.close()
+    )
     loan = side._cache.claim(hit.ticket)
     assert loan is not None
     with loan, OpenArena(side._cache.status()["pid"]) as arena:
         second = int(loan.chunks().offsets[1])
         arena.flip(second + namespace.layout.layer_range(0, layer, 4 * BLOCK)[0] + 77, 3)
-    side.start_loads(Steps(loads=[Load("b", hit.ticket, 0, [[20, 21, 22, 23, -1, -1, 26, 27, 28, 29, 30]], inside=inside)]))
+    side.start_loads(
+        Steps(
+            loads=[
+                Load(
+                    "b",
+                    hit.ticket,
+                    0,
+                    [[20, 21, 22, 23, -1, -1, 26, 27, 28, 29, 30]],
+                    inside=inside,
+                )
+            ]
+        )
+    )
     if inside:
         for name in LAYERS:
             side.wait_for_layer(name)
@@ -204,15 +269,21 @@ def test_of_a_load_the_blocks_of_damaged_chunks_alone_fail_and_the_next_lookup_m
         assert eventually(side.take_loaded) == {"b"}
     assert side.take_failed_blocks() == {26, 27}, "those of the second chunk that were to be loaded"
     for tensor in caches.values():
-        for target, source in zip([20, 21, 22, 23, 28, 29, 30], [0, 1, 2, 3, 8, 9, 10], strict=True):
-            assert torch.equal(tensor[target], tensor[source]), "the other chunks are there, with all layers"
+        for target, source in zip(
+            [20, 21, 22, 23, 28, 29, 30], [0, 1, 2, 3, 8, 9, 10], strict=True
+        ):
+            assert torch.equal(tensor[target], tensor[source]), (
+                "the other chunks are there, with all layers"
+            )
     hit.close()
     with side._cache.lookup(prompt.query()) as hit:
         assert hit.num_tokens == 4 * BLOCK, "what is not damaged stays"
     side.close()
 
 
-def test_a_load_of_a_hit_that_is_gone_reports_all_its_blocks_and_only_once(side: WorkerSide) -> None:
+def test_a_load_of_a_hit_that_is_gone_reports_all_its_blocks_and_only_once(
+    side: WorkerSide,
+) -> None:
     side.start_loads(Steps(loads=[Load("a", 12345, 0, [[-1, 5, 6, 7]])]))
     assert eventually(side.take_loaded) == {"a"}
     assert side.take_failed_blocks() == {5, 6, 7}
@@ -226,7 +297,9 @@ def test_a_load_that_breaks_in_an_unforeseen_way_is_reported_too(side: WorkerSid
     assert side.take_failed_blocks() == {5}
 
 
-def test_a_store_that_breaks_in_an_unforeseen_way_does_not_break_the_step(side: WorkerSide, namespace: Namespace) -> None:
+def test_a_store_that_breaks_in_an_unforeseen_way_does_not_break_the_step(
+    side: WorkerSide, namespace: Namespace
+) -> None:
     cache = side._cache
     side._cache = BrokenCache()  # type: ignore[assignment]
     side.begin(Steps(stores=stores(namespace, 2)))
@@ -241,7 +314,9 @@ def test_a_store_that_breaks_in_an_unforeseen_way_does_not_break_the_step(side: 
         assert hit.num_tokens == 0
 
 
-def test_the_stores_of_one_pass_wait_for_the_node_together_and_late_room_is_given_back(side: WorkerSide, namespace: Namespace) -> None:
+def test_the_stores_of_one_pass_wait_for_the_node_together_and_late_room_is_given_back(
+    side: WorkerSide, namespace: Namespace
+) -> None:
     """20 deadlines would be six seconds."""
     slow = SlowCache(namespace.layout)
     side._cache = slow  # type: ignore[assignment]
@@ -277,7 +352,9 @@ def test_the_next_pass_waits_until_the_last_one_s_blocks_are_read(
     assert go.is_set()
     for tensor in caches.values():
         tensor[1:5] = 0  # the next pass
-    hit = eventually(lambda: hit if (hit := side._cache.lookup(prompt.query())).num_tokens else hit.close())
+    hit = eventually(
+        lambda: hit if (hit := side._cache.lookup(prompt.query())).num_tokens else hit.close()
+    )
     side.start_loads(Steps(loads=[Load("b", hit.ticket, 0, [[21, 22, 23, 24]])]))
     assert eventually(side.take_loaded) == {"b"}
     hit.close()
@@ -286,14 +363,18 @@ def test_the_next_pass_waits_until_the_last_one_s_blocks_are_read(
 
 
 def test_a_pass_that_fails_leaves_nothing_in_the_cache(node: NodeProcess, tmp_path: Path) -> None:
-    """vLLM's own runner calls the connector after a pass that raised, too; its blocks hold anything but KV."""
+    """vLLM's own runner calls the connector after a pass that raised, too; its blocks hold anything
+    but KV.
+    """
 
     class Failing(RealHands):
         def run(self, output: SchedulerOutput, compute: Callable[[], None]) -> KVConnectorOutput:
             def fail() -> None:
                 raise RuntimeError("out of memory, say")
 
-            computes = output.total_num_scheduled_tokens > 0  # while the lookup is under way a pass has nothing to fail with
+            computes = (
+                output.total_num_scheduled_tokens > 0
+            )  # while the lookup is under way a pass has nothing to fail with
             return super().run(output, fail if computes else compute)
 
     engine = Engine(Options(make_folder(tmp_path / "model")), node.socket)

@@ -1,4 +1,6 @@
-"""The worker's side over a device whose streams run late: bytes are right in every order, and in some order wrong without any one event."""
+"""The worker's side over a device whose streams run late: bytes are right in every order, and in
+some order wrong without any one event.
+"""
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
@@ -41,14 +43,22 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
 
 
 class OverFake(DeviceCopier):
-    """Nothing is left out. The ring for stores has room for one chunk, so some of them go directly."""
+    """Nothing is left out.
+
+    The ring for stores has room for one chunk, so some of them go directly.
+    """
 
     make_driver = FakeDriver
 
     def __init__(self, engine: "MiniEngine") -> None:
         self.driver = driver = self.make_driver(engine.device)
         sizes = Settings(store_ring_bytes=1 << 17, batch_bytes=1)
-        super().__init__(driver, PinnedArenas(driver), sizes, mappings=lambda: engine.side._cache.map_for_device())
+        super().__init__(
+            driver,
+            PinnedArenas(driver),
+            sizes,
+            mappings=lambda: engine.side._cache.map_for_device(),
+        )
 
     def wait_until_pinned(self) -> None:
         """Copies of memory that is not pinned end in their call."""
@@ -58,18 +68,34 @@ class OverFake(DeviceCopier):
 
 
 class MiniEngine:
-    """An engine on the device: it computes a prompt's blocks, stores, forgets, loads, and reads what it got."""
+    """An engine on the device: it computes a prompt's blocks, stores, forgets, loads, and reads
+    what it got.
+    """
 
-    def __init__(self, socket: Path, seed: int, make_copier: type[OverFake], *, inside: bool = False, codec: str = "none") -> None:
-        """inside: it loads and stores a layer at a time, inside its passes. codec: `memory_codec`; what it computes here loses nothing."""
+    def __init__(
+        self,
+        socket: Path,
+        seed: int,
+        make_copier: type[OverFake],
+        *,
+        inside: bool = False,
+        codec: str = "none",
+    ) -> None:
+        """inside: it loads and stores a layer at a time, inside its passes. codec: `memory_codec`;
+        what it computes here loses nothing.
+        """
         self.inside = inside
         size = {"block_tokens": BLOCK, "block_bytes": BLOCK * 64 * 4}
-        plain = Group(layers=len(LAYERS), planes=2, heads=1, head_dim=32, dtype="float32", packing="d", **size)
+        plain = Group(
+            layers=len(LAYERS), planes=2, heads=1, head_dim=32, dtype="float32", packing="d", **size
+        )
         group = coded_group(plain, codec)
         layout = Layout((group,), tokens_per_chunk=CHUNK * BLOCK, tail_tokens=BLOCK)
         self.namespace = Namespace(f"device {seed} {make_copier} {inside}", layout)
         part = Part(table=0, layer_names=tuple(LAYERS), group=group, engine_group=plain)
-        geometry = Geometry((part,), self.namespace.layout, shards=1, per_worker=1, copies=1, width=1)
+        geometry = Geometry(
+            (part,), self.namespace.layout, shards=1, per_worker=1, copies=1, width=1
+        )
         self.device = FakeDevice(seed)
         self.side = WorkerSide(
             Config(node=NodeConfig(socket=str(socket), autostart=False), memory_codec=codec),
@@ -81,7 +107,9 @@ class MiniEngine:
         )
         self.blocks: Blocks = {name: torch.zeros(BLOCKS, 1, BLOCK, 64) for name in LAYERS}
         self.side.register(self.blocks)
-        self.side._copier = copier = make_copier(self)  # what it leaves out, it leaves out after the proof
+        self.side._copier = copier = make_copier(
+            self
+        )  # what it leaves out, it leaves out after the proof
         if self.side._layerwise is not None:
             self.side._layerwise.use(copier)
         copier.wait_until_pinned()
@@ -115,23 +143,34 @@ class MiniEngine:
         prompt = self.namespace.prompt(make_prompt(f"device {number}", len(ids) * BLOCK))
         self.side.begin(Steps(stores=[Store(f"s{number}", prompt.chunks(), [list(ids)])]))
         if self.inside:
-            wait([one.room for one in self.side._reserved], timeout=20)  # else it is copied after the pass
+            wait(
+                [one.room for one in self.side._reserved], timeout=20
+            )  # else it is copied after the pass
         for name in self.blocks:
             self.fill(ids, value, name)
             self.side.save_layer(name)
         self.side.store()
 
     def load(self, number: int, ids: Sequence[int]) -> tuple[set[float], list[int]]:
-        """Load what was stored under that number into blocks, which are zeroed before, as new blocks are.
+        """Load what was stored under that number into blocks, which are zeroed before, as new
+        blocks are.
 
         Returns what a pass reads there, and the blocks that failed.
         """
         prompt = self.namespace.prompt(make_prompt(f"device {number}", len(ids) * BLOCK))
         whole, seen = len(ids) * BLOCK, set[float]()
-        hit = eventually(lambda: hit if (hit := self.side._cache.lookup(prompt.query())).num_tokens == whole else hit.close())
+        hit = eventually(
+            lambda: (
+                hit
+                if (hit := self.side._cache.lookup(prompt.query())).num_tokens == whole
+                else hit.close()
+            )
+        )
         self.side.begin(Steps())
         self.fill(ids, 0.0)
-        self.side.start_loads(Steps(loads=[Load(f"l{number}", hit.ticket, 0, [list(ids)], inside=self.inside)]))
+        self.side.start_loads(
+            Steps(loads=[Load(f"l{number}", hit.ticket, 0, [list(ids)], inside=self.inside)])
+        )
         if self.inside:
             for name in self.blocks:
                 self.side.wait_for_layer(name)
@@ -226,14 +265,21 @@ def drain(device: FakeDevice) -> None:
             continue
 
 
-@pytest.mark.parametrize("broken", [NoMark, NoMarkForStores, NoMarkForLoads, NoFence, NoWaitForStores, NoWaitForLoads])
-def test_the_proof_finds_what_is_left_out_before_anything_is_served(node: NodeProcess, broken: type[OverFake]) -> None:
+@pytest.mark.parametrize(
+    "broken", [NoMark, NoMarkForStores, NoMarkForLoads, NoFence, NoWaitForStores, NoWaitForLoads]
+)
+def test_the_proof_finds_what_is_left_out_before_anything_is_served(
+    node: NodeProcess, broken: type[OverFake]
+) -> None:
     said = ""
     for seed in SEEDS:
         engine = MiniEngine(node.socket, seed, broken)
         try:
             engine.side.register(engine.blocks)
-        except (LayoutError, AssertionError) as error:  # what was not waited for finds that its memory has gone
+        except (
+            LayoutError,
+            AssertionError,
+        ) as error:  # what was not waited for finds that its memory has gone
             said = str(error)
         drain(engine.device)
         engine.close()
@@ -241,13 +287,23 @@ def test_the_proof_finds_what_is_left_out_before_anything_is_served(node: NodePr
             break
     assert any(
         text in said
-        for text in ("gathered bytes are not those", "did not come back as it was", "are out of order", "the device does not take")
+        for text in (
+            "gathered bytes are not those",
+            "did not come back as it was",
+            "are out of order",
+            "the device does not take",
+        )
     )
 
 
 @pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize(("seed", "codec"), [*((seed, "none") for seed in SEEDS), *((seed, "int8") for seed in SEEDS[:3])])
-def test_in_every_order_of_streams_the_bytes_are_right(node: NodeProcess, seed: int, inside: bool, codec: str) -> None:
+@pytest.mark.parametrize(
+    ("seed", "codec"),
+    [*((seed, "none") for seed in SEEDS), *((seed, "int8") for seed in SEEDS[:3])],
+)
+def test_in_every_order_of_streams_the_bytes_are_right(
+    node: NodeProcess, seed: int, inside: bool, codec: str
+) -> None:
     engine = MiniEngine(node.socket, seed, OverFake, inside=inside, codec=codec)
     assert serve(engine) == ""
     engine.close()
@@ -265,7 +321,9 @@ def test_in_every_order_of_streams_the_bytes_are_right(node: NodeProcess, seed: 
         (NoWaitForLoads, False, "none"),  # inside a pass: `tests/vllm/test_layerwise.py`
     ],
 )
-def test_without_any_one_event_some_order_gives_wrong_bytes(node: NodeProcess, broken: type[OverFake], inside: bool, codec: str) -> None:
+def test_without_any_one_event_some_order_gives_wrong_bytes(
+    node: NodeProcess, broken: type[OverFake], inside: bool, codec: str
+) -> None:
     """A control: the test above would find each of them left out."""
     found = []
     for seed in range(10 * len(SEEDS)):
@@ -277,7 +335,9 @@ def test_without_any_one_event_some_order_gives_wrong_bytes(node: NodeProcess, b
     assert found[-1]
 
 
-def test_a_copy_that_was_submitted_is_waited_for_whatever_goes_wrong_after_it(node: NodeProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_was_submitted_is_waited_for_whatever_goes_wrong_after_it(
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else its memory would go back while the device writes to it."""
 
     def broken(*_: Any) -> None:
@@ -307,7 +367,9 @@ class OverFailing(OverFake):
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_after_a_fault_of_the_device_loads_are_computed_and_memory_is_kept(node: NodeProcess, inside: bool) -> None:
+def test_after_a_fault_of_the_device_loads_are_computed_and_memory_is_kept(
+    node: NodeProcess, inside: bool
+) -> None:
     """Nobody knows for how long the device goes on to read and write."""
     engine = MiniEngine(node.socket, 200, OverFailing, inside=inside)
     copier, before = engine.side._copier, node.held()
@@ -321,7 +383,12 @@ def test_after_a_fault_of_the_device_loads_are_computed_and_memory_is_kept(node:
     assert failed == [9, 10, 11, 12]
     engine.store(2, [1, 2, 3, 4], 2.0)
     engine.side.begin(Steps())
-    eventually(lambda: node.held()["loans"] == before["loans"] + 1 and node.held()["rooms"] == before["rooms"] + 1)
+    eventually(
+        lambda: (
+            node.held()["loans"] == before["loans"] + 1
+            and node.held()["rooms"] == before["rooms"] + 1
+        )
+    )
     assert "illegal memory access" in copier.fault
     engine.close()
     gc.collect()

@@ -1,9 +1,10 @@
 """Work that would hold a loop for too long, done in steps between other work.
 
-    chores.add(ram.sweep())         # an iterator; each item says how much work was done since the last one
+    chores.add(ram.sweep())  # an iterator; each item says how much work was done since the last one
     while chores.step(): ...        # its driver does other things between two steps
 
-Work is counted in units of about one microsecond, not measured, so that equal calls make equal steps. Single writer: the state.
+Work is counted in units of about one microsecond, not measured, so that equal calls make equal
+steps. Single writer: the state.
 """
 
 from collections import deque
@@ -17,7 +18,10 @@ _MOST_POPPED = 200  # items of a dictionary, in one step
 Result = TypeVar("Result")
 
 Turns: TypeAlias = Generator[int, None, Result]
-"""A call that may take several steps. It yields how much was done since it yielded last; its return value is the answer."""
+"""A call that may take several steps.
+
+It yields how much was done since it yielded last; its return value is the answer.
+"""
 
 
 class Chores:

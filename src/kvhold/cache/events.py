@@ -58,7 +58,9 @@ class EventLog:
 
 def event_of(kind: str, entry: Entry, number: int) -> Event:
     """Make an event about an entry of memory."""
-    return Event(number, kind, entry.key, "ram", entry.num_tokens, entry.first_token, entry.parent or b"")
+    return Event(
+        number, kind, entry.key, "ram", entry.num_tokens, entry.first_token, entry.parent or b""
+    )
 
 
 def snapshot_of(entries: Iterable[Entry], number: int) -> list[Event]:

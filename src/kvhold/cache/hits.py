@@ -10,11 +10,18 @@ from collections.abc import Callable, Sequence
 from kvhold.cache.chores import Turns, finish
 from kvhold.core.layout import Group, Layout
 
-Present = Callable[[int, int], bool]  # (group, number of the chunk or of the tail) -> every shard has it
+Present = Callable[
+    [int, int], bool
+]  # (group, number of the chunk or of the tail) -> every shard has it
 
 
 def longest_hit(
-    layout: Layout, reach: int, num_whole: int, tail_lengths: Sequence[int], has_chunk: Present, has_tail: Present
+    layout: Layout,
+    reach: int,
+    num_whole: int,
+    tail_lengths: Sequence[int],
+    has_chunk: Present,
+    has_tail: Present,
 ) -> tuple[int, int | None]:
     """Return `(whole chunks, tail)` of the longest hit; tail: an index into `tail_lengths`, or
     None.
@@ -56,7 +63,10 @@ def longest_hit_turns(
         for tail in reversed(range(len(tail_lengths))):
             yield units
             tokens = num_whole * layout.tokens_per_chunk + tail_lengths[tail]
-            if all(has_tail(g, tail) for g in range(len(layout.groups))) and (yield from first_gap(tokens)) is None:
+            if (
+                all(has_tail(g, tail) for g in range(len(layout.groups)))
+                and (yield from first_gap(tokens)) is None
+            ):
                 return num_whole, tail
     chunks = reach
     while chunks:

@@ -1,9 +1,10 @@
 """Frames of the arena's chunks: made for a tier, or read from a tier into the arena.
 
     writer = Writer(make_codec("lossless"), keyring)
-    written = writer.framed(entry, layout, ram.view(entry), terms)     # down: a tier writes written.parts
-    landing = Landing.of(ram, arrival, keyring)                        # up: a tier reads into landing.parts
-    landing.accept(nbytes)                                             # decrypt, check, decode; or FrameError
+    written = writer.framed(entry, layout, ram.view(entry), terms)     # down: a tier writes
+    written.parts
+    landing = Landing.of(ram, arrival, keyring)  # up: a tier reads into landing.parts
+    landing.accept(nbytes)  # decrypt, check, decode; or FrameError
 
 Raw payloads that are not encrypted move without a copy. Any thread; hashing, coding and copying
 release the GIL.
@@ -46,7 +47,9 @@ class Landing:
     another size goes into memory of its own as a whole.
     """
 
-    def __init__(self, arrival: Arrival, chunk: memoryview, parts: Parts, keyring: Keyring | None) -> None:
+    def __init__(
+        self, arrival: Arrival, chunk: memoryview, parts: Parts, keyring: Keyring | None
+    ) -> None:
         self.arrival = arrival
         self.parts = parts
         self._chunk = chunk
@@ -65,7 +68,12 @@ class Landing:
             return cls(arrival, chunk, (page_aligned(header_bytes), chunk), None)
         most = max_frame_bytes(_RAW, layout, _group(entry), entry.num_tokens, align=ALIGNMENT)
         # A larger value does not fit: a miss. An empty value is a frame that was cut short.
-        return cls(arrival, chunk, (page_aligned(max(1, min(arrival.place.nbytes, 2 * most + OVERHEAD_BYTES))),), keyring)
+        return cls(
+            arrival,
+            chunk,
+            (page_aligned(max(1, min(arrival.place.nbytes, 2 * most + OVERHEAD_BYTES))),),
+            keyring,
+        )
 
     def accept(self, nbytes: int, *, check: bool) -> int:
         """Check and decode the frame into the arena, and set the entry's checksums.
@@ -77,12 +85,22 @@ class Landing:
         if self._keyring is not None:
             frame = self._keyring.unseal(frame, key=entry.key, tenant=self.arrival.tenant)
         header = read_header(frame, frame_bytes=len(frame) if len(self.parts) == 1 else nbytes)
-        check_identity(header, key=entry.key, layout=layout, num_tokens=entry.num_tokens, first_token=entry.first_token)
-        in_place = len(self.parts) == 2 and header.codec == RAW and header.header_bytes == len(frame)
+        check_identity(
+            header,
+            key=entry.key,
+            layout=layout,
+            num_tokens=entry.num_tokens,
+            first_token=entry.first_token,
+        )
+        in_place = (
+            len(self.parts) == 2 and header.codec == RAW and header.header_bytes == len(frame)
+        )
         if not in_place:
             if len(self.parts) == 2:  # another frame has taken the place of the one that was probed
                 frame = memoryview(b"".join(self.parts))[:nbytes]
-            entry.checksums = pack(_decode(header, frame[header.header_bytes :], self._chunk, layout))
+            entry.checksums = pack(
+                _decode(header, frame[header.header_bytes :], self._chunk, layout)
+            )
             return header.expires_at
         if check:
             verify(header, self._chunk)
@@ -110,7 +128,9 @@ class Writer:
     codec: Codec
     keyring: Keyring | None = None
 
-    def framed(self, entry: Entry, layout: Layout, view: memoryview, terms: Terms) -> Written | None:
+    def framed(
+        self, entry: Entry, layout: Layout, view: memoryview, terms: Terms
+    ) -> Written | None:
         """Return header and payload of an entry. A raw payload is not copied (`view`).
 
         The header begins at a page, for direct I/O. A raw frame states the checksums from the
@@ -132,7 +152,10 @@ class Writer:
         )
         if written is not None and checksums is not None and written.codec != RAW:
             size = len(view) // len(checksums)
-            if any(checksum(view[layer * size : (layer + 1) * size]) != stated for layer, stated in enumerate(checksums)):
+            if any(
+                checksum(view[layer * size : (layer + 1) * size]) != stated
+                for layer, stated in enumerate(checksums)
+            ):
                 raise DamagedChunks([0])
         return written
 
@@ -163,11 +186,17 @@ class Writer:
             checksums=checksums,
             align=ALIGNMENT,
         )
-        parts = frame.parts if self.keyring is None else self.keyring.seal(frame.parts, key=key, tenant=terms.tenant)
+        parts = (
+            frame.parts
+            if self.keyring is None
+            else self.keyring.seal(frame.parts, key=key, tenant=terms.tenant)
+        )
         return Written(_on_a_page(parts), sum(part.nbytes for part in parts), frame.fields.codec)
 
 
-def _decode(header: FrameHeader, payload: memoryview, chunk: memoryview, layout: Layout) -> list[int]:
+def _decode(
+    header: FrameHeader, payload: memoryview, chunk: memoryview, layout: Layout
+) -> list[int]:
     """Verify and decode all layers into `chunk`. Return their checksums.
 
     The checksums are taken before the bytes are in memory that others may write.
@@ -195,7 +224,11 @@ def _on_a_page(parts: Parts) -> Parts:
 
 def _header_bytes(entry: Entry, layout: Layout) -> int:
     group = _group(entry)
-    return header_size(rank=len(layer_shape(layout, group, entry.num_tokens)[1]), num_layers=layout.groups[group].layers, align=ALIGNMENT)
+    return header_size(
+        rank=len(layer_shape(layout, group, entry.num_tokens)[1]),
+        num_layers=layout.groups[group].layers,
+        align=ALIGNMENT,
+    )
 
 
 def _group(entry: Entry) -> int:

@@ -48,7 +48,9 @@ class LocalCache:
         Raises CapacityError if the arena does not fit, ConfigError for invalid tiers.
         """
         self._config = config
-        self._arena = Arena.create(config.ram_bytes or default_arena_bytes(), huge_pages=config.huge_pages)
+        self._arena = Arena.create(
+            config.ram_bytes or default_arena_bytes(), huge_pages=config.huge_pages
+        )
         self._state = new_state(config, self._arena)
         self._lock = threading.Condition()
         self._closed = False
@@ -85,7 +87,13 @@ class LocalCache:
             self._state.register(namespace.layout, namespace.digest, terms_of(namespace.tags))
 
     def lookup(
-        self, query: Query, *, work: Work | None = None, have_tokens: int = 0, wait_s: float | None = None, deadline_s: float | None = None
+        self,
+        query: Query,
+        *,
+        work: Work | None = None,
+        have_tokens: int = 0,
+        wait_s: float | None = None,
+        deadline_s: float | None = None,
     ) -> Hit:
         """Find and pin the longest prefix that is here, or arrives from lower tiers in time."""
         with self._lock:
@@ -99,7 +107,9 @@ class LocalCache:
         ticket = found.ticket
         return Hit(found, lambda: self._release(ticket), ask=self._ask, pause=self._pause)
 
-    def came_of(self, request: str, *, load_s: float, compute_s: float, deadline_s: float | None = None) -> None:
+    def came_of(
+        self, request: str, *, load_s: float, compute_s: float, deadline_s: float | None = None
+    ) -> None:
         """Record how long the engine took."""
         with self._lock:
             self._check_open()
@@ -120,7 +130,13 @@ class LocalCache:
         self._finish_chores()
 
     def claim(
-        self, ticket: int, shard: int = 0, *, first_chunk: int = 0, arriving: bool = False, deadline_s: float | None = None
+        self,
+        ticket: int,
+        shard: int = 0,
+        *,
+        first_chunk: int = 0,
+        arriving: bool = False,
+        deadline_s: float | None = None,
     ) -> Loan | None:
         """Return a loan of one shard's part of a hit."""
         with self._lock:
@@ -154,7 +170,9 @@ class LocalCache:
         with self._lock:
             self._check_open()
             layout = self._state.layout(layout.fingerprint)
-            granted = self._state.reserve(self._owner, layout, names, shard, groups=mask, terms=terms)
+            granted = self._state.reserve(
+                self._owner, layout, names, shard, groups=mask, terms=terms
+            )
         return Room(
             _table(granted.offsets),
             names.num_tokens(layout),
@@ -180,17 +198,28 @@ class LocalCache:
             self._check_open()
             mark = self._state.mark if mark is None else mark
             wait_s = self._config.client.arrival_timeout_s if deadline_s is None else deadline_s
-            return self._lock.wait_for(lambda: self._closed or self._state.all_done(mark), wait_s) and not self._closed
+            return (
+                self._lock.wait_for(lambda: self._closed or self._state.all_done(mark), wait_s)
+                and not self._closed
+            )
 
     def recode(
-        self, tier: str, codec: str, *, namespace: bytes | None = None, query: Query | None = None, deadline_s: float | None = None
+        self,
+        tier: str,
+        codec: str,
+        *,
+        namespace: bytes | None = None,
+        query: Query | None = None,
+        deadline_s: float | None = None,
     ) -> Recoding:
         """Re-encode the chunks of a tier with another codec."""
         with self._lock:
             self._check_open()
             number = self._state.recode(self._owner, Wish(tier, codec, namespace, query))
             self._move()
-        return Recoding(Recoded(), lambda: self._release(number), ask=lambda: self._ask_recoding(number))
+        return Recoding(
+            Recoded(), lambda: self._release(number), ask=lambda: self._ask_recoding(number)
+        )
 
     def snapshot(self, *, deadline_s: float | None = None) -> EventBatch:
         """Return all chunks that are visible in memory now."""
@@ -211,7 +240,14 @@ class LocalCache:
         with self._lock:
             self._check_open()
             tiers = self.mover.status() if self.mover is not None else {}
-            return self._state.status() | {"arena_touched_bytes": self._toucher.touched_bytes, "scrub": self._scrubber.status()} | tiers
+            return (
+                self._state.status()
+                | {
+                    "arena_touched_bytes": self._toucher.touched_bytes,
+                    "scrub": self._scrubber.status(),
+                }
+                | tiers
+            )
 
     def close(self) -> None:
         """Write queued chunks to lower tiers, then free everything. Idempotent.
@@ -290,7 +326,9 @@ class LocalCache:
     def _ask_recoding(self, number: int) -> Recoded:
         with self._lock:
             self._check_open()
-            return self._state.recodings.find(self._owner, number) or Recoded(done=True, stopped="closed")
+            return self._state.recodings.find(self._owner, number) or Recoded(
+                done=True, stopped="closed"
+            )
 
     def _release(self, number: int) -> None:
         with self._lock:

@@ -22,7 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from kvhold.cache.landing import Landing, Writer, Written
-from kvhold.cache.orders import Arrival, ClearOrder, FetchOrder, Order, ProbeOrder, RecodeOrder, StopOrder, WriteOrder
+from kvhold.cache.orders import (
+    Arrival,
+    ClearOrder,
+    FetchOrder,
+    Order,
+    ProbeOrder,
+    RecodeOrder,
+    StopOrder,
+    WriteOrder,
+)
 from kvhold.cache.outbox import Coding, Outbox, Write
 from kvhold.cache.recode import LOSES_NOTHING, RecodableTier
 from kvhold.cache.recoder import Recoder
@@ -101,7 +110,10 @@ class Mover:
         self._encoding = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvhold-encode")
         self._outboxes: list[Outbox] = []
         self._shared = [guard for guard in stack.guards if guard.traits.shared]
-        self._codings = [Coding(guard.config.codec, keyring if guard.config.encrypt else None) for guard in stack.guards]
+        self._codings = [
+            Coding(guard.config.codec, keyring if guard.config.encrypt else None)
+            for guard in stack.guards
+        ]
         self._tasks: set[asyncio.Task[Any]] = set()
         self._owing: set[asyncio.Task[Any]] = set()  # clears that are not in the journal yet
         # The first use of a codec on a machine compiles it. Do that early: it takes a while.
@@ -109,7 +121,9 @@ class Mover:
         self._dealt_with = asyncio.Event()
         self._remembering = asyncio.Lock()
         keyrings = [coding.keyring for coding in self._codings]
-        self._recoder = Recoder(stack, keyrings, metrics, self._encoding, tell=self._tell_recoded, now=self._ram.now)
+        self._recoder = Recoder(
+            stack, keyrings, metrics, self._encoding, tell=self._tell_recoded, now=self._ram.now
+        )
         self._recodings: dict[int, asyncio.Task[Any]] = {}
         self._loop = loop or asyncio.new_event_loop()
         # before any order: `submit` may be called before the thread runs
@@ -127,7 +141,12 @@ class Mover:
     def status(self) -> dict[str, Any]:
         """Return the state of the tiers, from the top, and their counters. Safe from any thread."""
         tiers = [
-            of_tier | {"codec": coding.codec, "codec_ready": self._is_ready(coding.codec), "encrypted": coding.keyring is not None}
+            of_tier
+            | {
+                "codec": coding.codec,
+                "codec_ready": self._is_ready(coding.codec),
+                "encrypted": coding.keyring is not None,
+            }
             for of_tier, coding in zip(self._stack.status(), self._codings, strict=True)
         ]
         return {"tiers": tiers, "tier_counters": self._metrics.as_dict()}
@@ -155,7 +174,9 @@ class Mover:
         """Do `close` without ending the thread or the loop. In the mover's loop."""
         self._closed = True
         until = self._loop.time() + drain_timeout_s
-        while self._loop.time() < until and any(box for box in self._outboxes if box.guard.available):
+        while self._loop.time() < until and any(
+            box for box in self._outboxes if box.guard.available
+        ):
             await self._some_written()
         left = sum(box.num_queued for box in self._outboxes)
         if left:
@@ -179,14 +200,18 @@ class Mover:
         for guard, coding in zip(self._stack.guards, self._codings, strict=True):
             outbox = Outbox(guard, coding, self._metrics)
             self._outboxes.append(outbox)
-            guard.share(self._learn, self._journal, may_hold=self._may_hold, remember=self._remember)
+            guard.share(
+                self._learn, self._journal, may_hold=self._may_hold, remember=self._remember
+            )
             if self._journal is not None:
                 guard.resume_clears(self._journal)
             if guard.traits.shared:
                 self._start(self._refresh(guard))
             if not guard.config.read_only:
                 if coding.codec != RAW:
-                    self._compiling[coding.codec] = self._loop.run_in_executor(self._encoding, make_codec, coding.codec)
+                    self._compiling[coding.codec] = self._loop.run_in_executor(
+                        self._encoding, make_codec, coding.codec
+                    )
                 for _ in range(max(1, guard.config.concurrent_calls - 1)):
                     self._start(self._write_from(outbox))
         self._start(self._stack.check())
@@ -254,10 +279,14 @@ class Mover:
             by_tier.setdefault(arrival.place.tier, []).append(arrival)
         for tier, arrivals in by_tier.items():
             guard = self._stack.guards[tier]
-            for batch in _batches(arrivals, lambda arrival: arrival.entry.nbytes, guard.batch_bytes):
+            for batch in _batches(
+                arrivals, lambda arrival: arrival.entry.nbytes, guard.batch_bytes
+            ):
                 self._start(self._fetch_batch(guard, self._codings[tier].keyring, batch))
 
-    async def _fetch_batch(self, guard: Guard, keyring: Keyring | None, batch: list[Arrival], *, again: bool = False) -> None:
+    async def _fetch_batch(
+        self, guard: Guard, keyring: Keyring | None, batch: list[Arrival], *, again: bool = False
+    ) -> None:
         left = {id(arrival): arrival for arrival in batch}  # not reported to the state yet
         why: dict[int, str] = {}
         try:
@@ -268,18 +297,33 @@ class Mover:
             if outcome.pending is not None:
                 self._give_up(left, outcome.pending)
                 return
-            arrived = await self._loop.run_in_executor(self._checking, self._check_all, landings, outcome.items)
+            arrived = await self._loop.run_in_executor(
+                self._checking, self._check_all, landings, outcome.items
+            )
             good = [one for one in arrived if self._is_good(one)]
-            self._tell_fetched([(left.pop(id(one.landing.arrival)).entry, one.expires_at) for one in good])
-            why |= {id(arrival): TIER_DOWN if failed else EVICTED for arrival, failed in zip(batch, outcome.failed, strict=True)}
+            self._tell_fetched(
+                [(left.pop(id(one.landing.arrival)).entry, one.expires_at) for one in good]
+            )
+            why |= {
+                id(arrival): TIER_DOWN if failed else EVICTED
+                for arrival, failed in zip(batch, outcome.failed, strict=True)
+            }
             if not again:
                 missed = zip(batch, outcome.items, outcome.failed, strict=True)
-                resized = await self._resized(guard, [arrival for arrival, size, failed in missed if size is None and not failed])
+                resized = await self._resized(
+                    guard,
+                    [arrival for arrival, size, failed in missed if size is None and not failed],
+                )
                 for number in resized:
                     del left[number]
                 if resized:
-                    self._start(self._fetch_batch(guard, keyring, list(resized.values()), again=True))
-            why |= {id(one.landing.arrival): BAD_FRAME if one.fault is not None else EXPIRED for one in arrived}
+                    self._start(
+                        self._fetch_batch(guard, keyring, list(resized.values()), again=True)
+                    )
+            why |= {
+                id(one.landing.arrival): BAD_FRAME if one.fault is not None else EXPIRED
+                for one in arrived
+            }
             # before the rest is reported, so that the next lookup does not find it again
             await self._remove_bad(guard, arrived)
         # the mover ends: the tier may still use the memory, so it is not reused
@@ -287,7 +331,9 @@ class Mover:
             self._tell_given_up(left)
             raise
         finally:  # in every case: no search waits for ever, no memory is lost
-            self._tell_fetched([(arrival.entry, why.get(number, TIER_DOWN)) for number, arrival in left.items()])
+            self._tell_fetched(
+                [(arrival.entry, why.get(number, TIER_DOWN)) for number, arrival in left.items()]
+            )
 
     async def _resized(self, guard: Guard, missed: list[Arrival]) -> dict[int, Arrival]:
         """Return the missed arrivals whose frame has another size than probed, by `id`.
@@ -317,9 +363,15 @@ class Mover:
             self._post(lambda entry=entry: self._state.given_up(entry))  # type: ignore[misc]
         return entries
 
-    def _check_all(self, landings: Sequence[Landing], sizes: Sequence[int | None]) -> list["_Arrived"]:
+    def _check_all(
+        self, landings: Sequence[Landing], sizes: Sequence[int | None]
+    ) -> list["_Arrived"]:
         """Check the frames of a batch, in a thread, while the next batch is read."""
-        return [_accepted(landing, nbytes, check=self.check) for landing, nbytes in zip(landings, sizes, strict=True) if nbytes is not None]
+        return [
+            _accepted(landing, nbytes, check=self.check)
+            for landing, nbytes in zip(landings, sizes, strict=True)
+            if nbytes is not None
+        ]
 
     def _is_good(self, one: "_Arrived") -> bool:
         return one.fault is None and not self._has_expired(one)
@@ -332,12 +384,16 @@ class Mover:
         for one in arrived:
             key = one.landing.arrival.entry.key
             if one.fault is not None:
-                self._metrics.add("kvhold_tier_bad_frames", tier=guard.name, reason=one.fault.reason)
+                self._metrics.add(
+                    "kvhold_tier_bad_frames", tier=guard.name, reason=one.fault.reason
+                )
                 log.warning("tier %s: %s is removed: %s", guard.name, key.hex(), one.fault)
                 keys.append(key)
             elif self._has_expired(one):
                 self._metrics.add("kvhold_expired_chunks", tier=guard.name)
-                self._metrics.add("kvhold_expired_bytes", one.landing.arrival.entry.nbytes, tier=guard.name)
+                self._metrics.add(
+                    "kvhold_expired_bytes", one.landing.arrival.entry.nbytes, tier=guard.name
+                )
                 keys.append(key)
         if keys:
             await self._remove(guard, keys)
@@ -399,21 +455,35 @@ class Mover:
             else:  # the tier may still be reading the entries' memory
                 pending.add_done_callback(partial(self._finish_late, guard, batch))
 
-    async def _write_batch(self, guard: Guard, coding: Coding, batch: list[Write]) -> "asyncio.Task[Any] | None":
+    async def _write_batch(
+        self, guard: Guard, coding: Coding, batch: list[Write]
+    ) -> "asyncio.Task[Any] | None":
         """Write the chunks that the tier lacks. Return a task if calls still use their memory."""
         if not guard.available:  # then not even hash for it
             guard.drop(len(batch), reason="unavailable")
             return None
         there = await guard.probe([write.order.entry.key for write in batch])
-        missing = [write for write, size in zip(batch, there, strict=True) if size is None and not self._ram.is_doomed(write.order.entry)]
+        missing = [
+            write
+            for write, size in zip(batch, there, strict=True)
+            if size is None and not self._ram.is_doomed(write.order.entry)
+        ]
         pending = []
         for expires_at in sorted({write.order.entry.expires_at for write in missing}):
             ttl_s = expires_at - self._ram.now() if expires_at else None
             if ttl_s is not None and ttl_s <= 0:
                 continue
             group = [write for write in missing if write.order.entry.expires_at == expires_at]
-            framed = [(write, written) for write in group if (written := await self._frame(guard, coding, write))]
-            items = [(write.order.entry.key, written.parts) for write, written in framed if not write.stale]
+            framed = [
+                (write, written)
+                for write in group
+                if (written := await self._frame(guard, coding, write))
+            ]
+            items = [
+                (write.order.entry.key, written.parts)
+                for write, written in framed
+                if not write.stale
+            ]
             outcome = await guard.put(items, ttl_s=ttl_s)
             if outcome.pending is not None:
                 pending.append(outcome.pending)
@@ -425,7 +495,9 @@ class Mover:
         None if the tier is encrypted and there is no key, or if the chunk is damaged.
         """
         if coding not in write.frames:
-            making = self._loop.run_in_executor(self._encoding, self._make_frame, coding, write.order)
+            making = self._loop.run_in_executor(
+                self._encoding, self._make_frame, coding, write.order
+            )
             write.frames[coding] = asyncio.ensure_future(_future_result(making))
         try:
             written = await asyncio.shield(write.frames[coding])
@@ -437,8 +509,12 @@ class Mover:
             guard.drop(1, reason="no key")
             return None
         self._metrics.add("kvhold_encoded_chunks", tier=guard.name, codec=written.codec)
-        self._metrics.add("kvhold_encoded_bytes", written.nbytes, tier=guard.name, codec=written.codec)
-        self._metrics.add("kvhold_encoded_plain_bytes", write.nbytes, tier=guard.name, codec=written.codec)
+        self._metrics.add(
+            "kvhold_encoded_bytes", written.nbytes, tier=guard.name, codec=written.codec
+        )
+        self._metrics.add(
+            "kvhold_encoded_plain_bytes", write.nbytes, tier=guard.name, codec=written.codec
+        )
         return written
 
     def _make_frame(self, coding: Coding, order: WriteOrder) -> Written | None:
@@ -447,7 +523,9 @@ class Mover:
         return writer.framed(order.entry, order.layout, self._ram.view(order.entry), order.terms)
 
     def _finish_late(self, guard: Guard, batch: list[Write], _: "asyncio.Task[Any]") -> None:
-        cleared = [write.order.entry.key for write in batch if self._ram.is_doomed(write.order.entry)]
+        cleared = [
+            write.order.entry.key for write in batch if self._ram.is_doomed(write.order.entry)
+        ]
         # clears do not wait for hung calls; in a shared tier, these wrote under old names
         if cleared and not guard.traits.shared:
             self._start(self._remove(guard, cleared))
@@ -495,7 +573,11 @@ class Mover:
         space: a namespace, or ALL for any
         """
         in_use = self._state.in_use
-        return space in in_use or (space == ALL and bool(in_use)) or len(self._shared) < len(self._stack.guards)
+        return (
+            space in in_use
+            or (space == ALL and bool(in_use))
+            or len(self._shared) < len(self._stack.guards)
+        )
 
     def _is_barred(self, key: bytes) -> bool:
         return any(key.startswith(prefix) for prefix in self._barred)
@@ -523,7 +605,9 @@ class Mover:
                 await guard.remember()
             await self._journal.reach(numbers)
 
-    async def _owe(self, order: ClearOrder) -> tuple[list[tuple[Outbox, set[Write]]], list[tuple[Guard, Debt]]]:
+    async def _owe(
+        self, order: ClearOrder
+    ) -> tuple[list[tuple[Outbox, set[Write]]], list[tuple[Guard, Debt]]]:
         """Put a clear into the journal. Return the writes in progress, and the debts of the tiers.
 
         The debts are paid after those writes.
@@ -562,7 +646,10 @@ def _accepted(landing: Landing, nbytes: int, *, check: bool) -> _Arrived:
 
 
 def make_mover(
-    config: Config, state: CacheState, post: Callable[[Callable[[], None]], None], clears_file: Path | None = None
+    config: Config,
+    state: CacheState,
+    post: Callable[[Callable[[], None]], None],
+    clears_file: Path | None = None,
 ) -> Mover | None:
     """Make the mover of the configured tiers; None if there are none. Raises ConfigError.
 
@@ -580,25 +667,37 @@ def make_mover(
     state.recodings.tiers = _recodable(stack)
     file = Path(config.clears_file).expanduser().absolute() if config.clears_file else clears_file
     return Mover(
-        state, stack, metrics, post, keyring, journal=ClearsJournal(file, any_owner=config.node.any_owner) if file is not None else None
+        state,
+        stack,
+        metrics,
+        post,
+        keyring,
+        journal=ClearsJournal(file, any_owner=config.node.any_owner) if file is not None else None,
     )
 
 
 def _check_coding(guard: Guard, config: Config) -> None:
-    """Raise ConfigError for a codec that is unknown or cannot be loaded here, and for encryption without a key."""
+    """Raise ConfigError for a codec that is unknown or cannot be loaded here, and for encryption
+    without a key.
+    """
     try:
         check_codec(guard.config.codec)
     except ConfigError as error:
         raise ConfigError(f"tier {guard.name}: {error}") from None
     if guard.config.encrypt and not config.encryption.keys:
-        raise ConfigError(f"tier {guard.name}: encrypt is set, and encryption.keys names no key, such as =file:/etc/kvhold/key")
+        raise ConfigError(
+            f"tier {guard.name}: encrypt is set, and encryption.keys names no key, such as "
+            "=file:/etc/kvhold/key"
+        )
 
 
 def _recodable(stack: Stack) -> dict[str, RecodableTier]:
     tiers: dict[str, RecodableTier] = {}
     lossy = ""
     for number, guard in reversed(list(enumerate(stack.guards))):
-        tiers[guard.name] = RecodableTier(number, guard.config.encrypt, _why_not_recoded(guard), lossy)
+        tiers[guard.name] = RecodableTier(
+            number, guard.config.encrypt, _why_not_recoded(guard), lossy
+        )
         lossy = lossy if guard.config.codec in LOSES_NOTHING else guard.name
     return dict(reversed(tiers.items()))
 
@@ -606,7 +705,12 @@ def _recodable(stack: Stack) -> dict[str, RecodableTier]:
 def _why_not_recoded(guard: Guard) -> str:
     if guard.config.read_only:
         return "it is read_only; set that to false to have it recoded"
-    return "" if guard.traits.replaces else f"{guard.traits.name} cannot put a value in the place of another in one step; clear it instead"
+    return (
+        ""
+        if guard.traits.replaces
+        else f"{guard.traits.name} cannot put a value in the place of another in one step; "
+        "clear it instead"
+    )
 
 
 def _batches(items: Sequence[Any], size: Callable[[Any], int], most: int) -> Iterable[list[Any]]:

@@ -1,7 +1,8 @@
 """Decides how much of a prompt's KV is worth waiting for, and remembers why.
 
     planner.pays(work, query, layout, here)          # before the probe: can any tier be worth it?
-    plan = planner.plan(number, work, layout, ...)   # after the probe: how far, and what to order now
+    plan = planner.plan(number, work, layout, ...)   # after the probe: how far, and what to order
+    now
     planner.is_too_slow(number, ...)                 # while it waits
     planner.settled(number, num_tokens)              # and the result
 
@@ -85,7 +86,13 @@ class Marks:
 class Planner:
     """The planner of one cache."""
 
-    def __init__(self, metrics: Metrics, names: Callable[[], Sequence[str]], num_tiers: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        names: Callable[[], Sequence[str]],
+        num_tiers: int,
+        clock: Callable[[], float],
+    ) -> None:
         """Make a planner without measurements.
 
         names: the names of the tiers, from the top
@@ -124,10 +131,21 @@ class Planner:
         size, last = layout.tokens_per_chunk, len(query.hashes) // HASH_BYTES
         chunks = np.arange(here.whole + 1, last + 1 + bool(query.tail_lengths))
         tokens = np.minimum(chunks * size, last * size + max(query.tail_lengths, default=0))
-        a_chunk = sum(layout.chunk_bytes(g, size) for g, group in enumerate(layout.groups) if group.attention == "full") * query.shards
+        a_chunk = (
+            sum(
+                layout.chunk_bytes(g, size)
+                for g, group in enumerate(layout.groups)
+                if group.attention == "full"
+            )
+            * query.shards
+        )
         first = work.computed_tokens // size
         more = [
-            Options(tokens, np.maximum(chunks - first, 0) * a_chunk, self._probe_s + speed.wait_s((chunks - here.whole) * a_chunk + 1))
+            Options(
+                tokens,
+                np.maximum(chunks - first, 0) * a_chunk,
+                self._probe_s + speed.wait_s((chunks - here.whole) * a_chunk + 1),
+            )
             for speed in self.speeds
         ]
         return any(choose(work, _joined(options, one)) >= len(options.tokens) for one in more)
@@ -138,7 +156,9 @@ class Planner:
         True at most once in 30 s.
         """
         now_s = self.clock()
-        if now_s - self._tried_s < _TRY_S or not any(speed.is_stale(now_s) for speed in self.speeds):
+        if now_s - self._tried_s < _TRY_S or not any(
+            speed.is_stale(now_s) for speed in self.speeds
+        ):
             return False
         self._tried_s = now_s
         return True
@@ -160,7 +180,10 @@ class Planner:
         From an unknown tier, order at most a few times the bytes that arrived at once before.
         """
         options = self._options_here(work, found.query, layout, found.here.num_tokens)
-        first, waits = len(options.tokens), {tier: np.array(nbytes, np.int64) for tier, nbytes in found.below.items()}
+        first, waits = (
+            len(options.tokens),
+            {tier: np.array(nbytes, np.int64) for tier, nbytes in found.below.items()},
+        )
         options = _joined(options, self._options_below(work, layout, found, waits))
         chosen = choose(work, options)
         self._decide(number, work, options, chosen, found.sources, memory=first - 1)
@@ -171,9 +194,17 @@ class Planner:
         for tier, nbytes in waits.items():
             missing = np.flatnonzero(nbytes)
             if len(missing):
-                reach = int(np.searchsorted(np.cumsum(nbytes), max(1, self.speeds[tier].most_bytes), side="right"))
+                reach = int(
+                    np.searchsorted(
+                        np.cumsum(nbytes), max(1, self.speeds[tier].most_bytes), side="right"
+                    )
+                )
                 chunks = min(chunks, max(int(missing[0]) + 1, reach))
-        more_bytes = {tier: int(nbytes[chunks:wanted].sum()) for tier, nbytes in waits.items()} if chunks < wanted else {}
+        more_bytes = (
+            {tier: int(nbytes[chunks:wanted].sum()) for tier, nbytes in waits.items()}
+            if chunks < wanted
+            else {}
+        )
         return Plan(num_tokens, chunks, float(options.wait_s[chosen]), more_bytes)
 
     def ordered(self, tier: int, nbytes: int) -> int:
@@ -191,7 +222,16 @@ class Planner:
             self._metrics.set("kvhold_tier_gib_seconds", speed.costs[1] * (1 << 30), tier=name)
 
     def is_too_slow(
-        self, number: int, work: Work, query: Query, layout: Layout, here: int, *, waited_s: float, probing: bool, marks: Marks
+        self,
+        number: int,
+        work: Work,
+        query: Query,
+        layout: Layout,
+        here: int,
+        *,
+        waited_s: float,
+        probing: bool,
+        marks: Marks,
     ) -> bool:
         """Return whether the outstanding chunks take longer than computing them.
 
@@ -204,7 +244,10 @@ class Planner:
         now_s = self.clock()
         goal = here
         more_bytes = marks.plan.more_bytes if marks.plan is not None else {}
-        left = [self.speeds[tier].left_s(mark, now_s, more_bytes=more_bytes.get(tier, 0)) for tier, mark in marks.by_tier.items()]
+        left = [
+            self.speeds[tier].left_s(mark, now_s, more_bytes=more_bytes.get(tier, 0))
+            for tier, mark in marks.by_tier.items()
+        ]
         left_s = max(left, default=0.0)
         if probing:
             goal = len(query.hashes) // HASH_BYTES * layout.tokens_per_chunk
@@ -213,31 +256,66 @@ class Planner:
             goal = max(here, marks.plan.num_tokens)
             # reads of other searches may end while one of this search hangs
             left_s = max(left_s, waited_s - 2 * marks.plan.wait_s)
-        then = Options(np.array([goal]), np.array([_load_bytes(layout, query.shards, work, goal)]), np.array([left_s]))
+        then = Options(
+            np.array([goal]),
+            np.array([_load_bytes(layout, query.shards, work, goal)]),
+            np.array([left_s]),
+        )
         now = self._options_here(work, query, layout, here)
         if float(total_s(work, then)[0]) <= _SURELY * float(total_s(work, now).min()):
             return False
         self._metrics.add("kvhold_plans_cut_short")
         if number not in self._decisions:
-            self._decide(number, work, now, choose(work, now), {"ram": here} if here else {}, memory=len(now.tokens) - 1)
-        self._change(number, why="what was on its way took longer than computing it, so no more was waited for")
+            self._decide(
+                number,
+                work,
+                now,
+                choose(work, now),
+                {"ram": here} if here else {},
+                memory=len(now.tokens) - 1,
+            )
+        self._change(
+            number,
+            why="what was on its way took longer than computing it, so no more was waited for",
+        )
         return True
 
     # Decisions.
 
-    def decided_here(self, number: int, work: Work, query: Query, layout: Layout, num_tokens: int, *, worth: bool, declined: bool) -> None:
+    def decided_here(
+        self,
+        number: int,
+        work: Work,
+        query: Query,
+        layout: Layout,
+        num_tokens: int,
+        *,
+        worth: bool,
+        declined: bool,
+    ) -> None:
         """Record whether a hit in memory is loaded.
 
         declined: tiers were not probed for the rest, because it did not pay
         """
         options = self._options_here(work, query, layout, num_tokens)
         last = len(options.tokens) - 1
-        self._decide(number, work, options, last if worth else 0, {"ram": num_tokens} if num_tokens else {}, memory=last)
+        self._decide(
+            number,
+            work,
+            options,
+            last if worth else 0,
+            {"ram": num_tokens} if num_tokens else {},
+            memory=last,
+        )
         self._change(number, hit_tokens=num_tokens if worth else 0)
         if declined:
             self._metrics.add("kvhold_plans_unasked")
             why = self._decisions[number].why
-            self._change(number, why=f"tiers were not asked: had they all of it, computing it would be faster; of memory: {why}")
+            self._change(
+                number,
+                why="tiers were not asked: had they all of it, computing it would be faster; "
+                f"of memory: {why}",
+            )
 
     def settled(self, number: int, num_tokens: int, *, waited_s: float) -> None:
         """Record the end of a lookup: its wait and its hit."""
@@ -258,9 +336,20 @@ class Planner:
         """
         decisions = list(reversed(self._decisions.values()))
         exact = [decision for decision in decisions if decision.request == request]
-        return (exact or [decision for decision in decisions if request in decision.request])[:_SHOWN]
+        return (exact or [decision for decision in decisions if request in decision.request])[
+            :_SHOWN
+        ]
 
-    def _decide(self, number: int, work: Work, options: Options, chosen: int, sources: Mapping[str, int], *, memory: int) -> None:
+    def _decide(
+        self,
+        number: int,
+        work: Work,
+        options: Options,
+        chosen: int,
+        sources: Mapping[str, int],
+        *,
+        memory: int,
+    ) -> None:
         """Record a decision.
 
         chosen: the chosen option
@@ -295,7 +384,9 @@ class Planner:
         nbytes = [_load_bytes(layout, query.shards, work, end) for end in ends]
         return Options(np.array(ends), np.array(nbytes), np.zeros(len(ends)))
 
-    def _options_below(self, work: Work, layout: Layout, found: Found, waits: Mapping[int, "np.ndarray[Any, Any]"]) -> Options:
+    def _options_below(
+        self, work: Work, layout: Layout, found: Found, waits: Mapping[int, "np.ndarray[Any, Any]"]
+    ) -> Options:
         """Return one option for the end of each chunk beyond the hit in memory.
 
         If some group has no full attention, only the end of the whole extent is an option.
@@ -305,7 +396,9 @@ class Planner:
         if count:
             ends[-1] = found.extent.num_tokens
         is_copied = np.arange(count) >= work.computed_tokens // size
-        copied = np.cumsum(np.where(is_copied, np.array(found.nbytes, np.int64), 0)).astype(np.int64)
+        copied = np.cumsum(np.where(is_copied, np.array(found.nbytes, np.int64), 0)).astype(
+            np.int64
+        )
         wait_s = np.zeros(count)
         for tier, nbytes in waits.items():
             wait_s = np.maximum(wait_s, self.speeds[tier].wait_s(np.cumsum(nbytes)))
@@ -318,12 +411,19 @@ class Planner:
 def _load_bytes(layout: Layout, shards: int, work: Work, num_tokens: int) -> int:
     """Return the bytes that loading a hit copies; a tail counts as a whole chunk."""
     first = work.computed_tokens // layout.tokens_per_chunk
-    counts = [len(range(max(first, needed.start), needed.stop)) for needed in _needed(layout, num_tokens)]
-    return shards * sum(count * layout.chunk_bytes(g, layout.tokens_per_chunk) for g, count in enumerate(counts))
+    counts = [
+        len(range(max(first, needed.start), needed.stop)) for needed in _needed(layout, num_tokens)
+    ]
+    return shards * sum(
+        count * layout.chunk_bytes(g, layout.tokens_per_chunk) for g, count in enumerate(counts)
+    )
 
 
 def _needed(layout: Layout, num_tokens: int) -> Iterable[range]:
-    return [needed_chunks(layout, group, num_tokens) if num_tokens else range(0) for group in range(len(layout.groups))]
+    return [
+        needed_chunks(layout, group, num_tokens) if num_tokens else range(0)
+        for group in range(len(layout.groups))
+    ]
 
 
 def _joined(one: Options, other: Options) -> Options:
@@ -348,7 +448,9 @@ def _choice(work: Work, alternatives: Mapping[str, Alternative]) -> str:
 
 
 def _why(work: Work, alternatives: Mapping[str, Alternative], choice: str) -> str:
-    loaded, everything, computed = (_shown(alternatives[name].total_s) for name in ("chosen", "all", "compute"))
+    loaded, everything, computed = (
+        _shown(alternatives[name].total_s) for name in ("chosen", "all", "compute")
+    )
     match choice:
         case "nothing":
             return "nothing was found"

@@ -105,8 +105,12 @@ class Presence(Generic[Found]):
         self._layout = layout
         self._num_whole = len(query.hashes) // HASH_BYTES
         # the longest possible hit
-        self.asked_tokens = self._num_whole * layout.tokens_per_chunk + max(query.tail_lengths, default=0)
-        self._suffixes = [[place_suffix(g, s) for s in range(query.shards)] for g in range(len(layout.groups))]
+        self.asked_tokens = self._num_whole * layout.tokens_per_chunk + max(
+            query.tail_lengths, default=0
+        )
+        self._suffixes = [
+            [place_suffix(g, s) for s in range(query.shards)] for g in range(len(layout.groups))
+        ]
         self._runs: dict[tuple[int, int], list[Found]] = {}
         # chunks outside runs: once found they stay, even if they expire
         self._seen: dict[bytes, Found] = {}
@@ -116,7 +120,13 @@ class Presence(Generic[Found]):
         layout, query = self._layout, self._query
         reach = yield from self._reach_turns()
         whole, tail = yield from longest_hit_turns(
-            layout, reach, self._num_whole, query.tail_lengths, self._has_chunk, self._has_tail, units=query.shards
+            layout,
+            reach,
+            self._num_whole,
+            query.tail_lengths,
+            self._has_chunk,
+            self._has_tail,
+            units=query.shards,
         )
         tail_tokens = 0 if tail is None else query.tail_lengths[tail]
         return Extent(whole, tail, tail_tokens, whole * layout.tokens_per_chunk + tail_tokens)
@@ -144,7 +154,8 @@ class Presence(Generic[Found]):
         for (group, shard), row in prefix.rows.items():
             if self._layout.groups[group].attention == "full":
                 del row[whole:]
-                self._runs[group, shard] = row  # type: ignore[assignment]  # a full group needs every chunk: no None
+                # a full group needs every chunk: no None
+                self._runs[group, shard] = row  # type: ignore[assignment]
 
     def shard_rows(self, shard: int, extent: Extent) -> list[list[Found | None]]:
         """Return the whole chunks of one shard that a hit of `extent` needs, `[group][chunk]`."""
@@ -178,14 +189,27 @@ class Presence(Generic[Found]):
             return None
         layout, shards = self._layout, range(self._query.shards)
         tail = len(self._query.tail_lengths) - 1 if extent.whole == self._num_whole else None
-        end = self.asked_tokens if tail is not None else (extent.whole + 1) * layout.tokens_per_chunk
+        end = (
+            self.asked_tokens if tail is not None else (extent.whole + 1) * layout.tokens_per_chunk
+        )
         firsts = [
-            extent.whole if geometry.attention == "full" else needed_chunks(layout, group, end).start
+            extent.whole
+            if geometry.attention == "full"
+            else needed_chunks(layout, group, end).start
             for group, geometry in enumerate(layout.groups)
         ]
         for chunk in range(min(firsts), extent.whole + 1):
-            keys = [[self._key(g, s, chunk, tail if chunk == extent.whole else None) for s in shards] for g in range(len(firsts))]
-            absent = [key for first, row in zip(firsts, keys, strict=True) if chunk >= first for key in row if self._find_key(key) is None]
+            keys = [
+                [self._key(g, s, chunk, tail if chunk == extent.whole else None) for s in shards]
+                for g in range(len(firsts))
+            ]
+            absent = [
+                key
+                for first, row in zip(firsts, keys, strict=True)
+                if chunk >= first
+                for key in row
+                if self._find_key(key) is None
+            ]
             if absent:
                 return Gap(absent[0], [key for row in keys for key in row if key != absent[0]])
         return None
@@ -216,7 +240,9 @@ class Presence(Generic[Found]):
             if geometry.attention == "full":
                 for shard in range(self._query.shards):
                     run = self._runs.setdefault((group, shard), [])
-                    while len(run) < reach and self._extend(run, group, shard, min(reach, len(run) + _MOST_LOOKED)):
+                    while len(run) < reach and self._extend(
+                        run, group, shard, min(reach, len(run) + _MOST_LOOKED)
+                    ):
                         yield _MOST_LOOKED
                     yield 1 + len(run) % _MOST_LOOKED
                     reach = min(reach, len(run))
@@ -224,8 +250,14 @@ class Presence(Generic[Found]):
 
     def _extend(self, run: list[Found], group: int, shard: int, most: int) -> bool:
         """Extend a run up to chunk `most`. Return whether all those chunks are present."""
-        find, namespace, suffix = self._find_key, self._query.namespace, self._suffixes[group][shard]
-        for chain_hash in split_hashes(self._query.hashes[len(run) * HASH_BYTES : most * HASH_BYTES]):
+        find, namespace, suffix = (
+            self._find_key,
+            self._query.namespace,
+            self._suffixes[group][shard],
+        )
+        for chain_hash in split_hashes(
+            self._query.hashes[len(run) * HASH_BYTES : most * HASH_BYTES]
+        ):
             found = find(namespace + chain_hash + suffix)
             if found is None:
                 return False
@@ -264,11 +296,21 @@ class Presence(Generic[Found]):
         return found
 
     def _has_chunk(self, group: int, chunk: int) -> bool:
-        return all(self._chunk(group, shard, chunk) is not None for shard in range(self._query.shards))
+        return all(
+            self._chunk(group, shard, chunk) is not None for shard in range(self._query.shards)
+        )
 
     def _has_tail(self, group: int, tail: int) -> bool:
-        return all(self._tail(group, shard, tail) is not None for shard in range(self._query.shards))
+        return all(
+            self._tail(group, shard, tail) is not None for shard in range(self._query.shards)
+        )
 
     def _key(self, group: int, shard: int, chunk: int, tail: int | None) -> bytes:
-        hashes, at = (self._query.hashes, chunk) if tail is None else (self._query.tail_hashes, tail)
-        return self._query.namespace + hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES] + self._suffixes[group][shard]
+        hashes, at = (
+            (self._query.hashes, chunk) if tail is None else (self._query.tail_hashes, tail)
+        )
+        return (
+            self._query.namespace
+            + hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES]
+            + self._suffixes[group][shard]
+        )

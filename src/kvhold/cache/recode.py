@@ -1,7 +1,7 @@
 """Recodings as the cache's state sees them: known namespaces, running recodings, their owners.
 
     recodings.learn(namespace, layout, terms)                # registered, or stored in
-    recodings.begin(number, owner, wish, layouts)            # an order for the mover, or ConfigError
+    recodings.begin(number, owner, wish, layouts)  # an order for the mover, or ConfigError
     recodings.progressed(number, recoded)                    # the mover reports
     recodings.drop(number)                                   # its owner has released it
 
@@ -87,7 +87,10 @@ class Recodings:
             self._known[namespace] = Space(layout, replace(terms, ttl_s=None))
         elif known.terms != terms:
             before = known.terms
-            error, bits = _strictest(before.max_error, terms.max_error), _strictest(before.max_bits, terms.max_bits)
+            error, bits = (
+                _strictest(before.max_error, terms.max_error),
+                _strictest(before.max_bits, terms.max_bits),
+            )
             self._known[namespace] = Space(layout, replace(before, max_error=error, max_bits=bits))
             if terms.tenant != before.tenant:
                 self._shared.add(namespace)
@@ -96,24 +99,35 @@ class Recodings:
             oldest, _ = self._known.popitem(last=False)
             self._shared.discard(oldest)
 
-    def begin(self, number: int, owner: Hashable, wish: Wish, layouts: Mapping[bytes, Layout]) -> None:
+    def begin(
+        self, number: int, owner: Hashable, wish: Wish, layouts: Mapping[bytes, Layout]
+    ) -> None:
         """Order a recoding. Raises ConfigError that says what is impossible, and what to do."""
         tier = self._tier(wish.tier)
         check_codec(wish.codec)
         if tier.above and wish.codec not in LOSES_NOTHING:
             raise ConfigError(
-                f"tier {wish.tier}: some of what it holds may have come up from tier {tier.above}, whose codec may have lost something;"
-                f" by a codec with a loss it would lose more, so only {' and '.join(LOSES_NOTHING)} are taken here"
+                f"tier {wish.tier}: some of what it holds may have come up from tier "
+                f"{tier.above}, whose codec may have lost something;"
+                " by a codec with a loss it would lose more, so only "
+                f"{' and '.join(LOSES_NOTHING)} are taken here"
             )
         if len(self._running) >= _MOST_RECODINGS:
-            raise ConfigError(f"{_MOST_RECODINGS} recodings are under way or were not closed; close some first")
+            raise ConfigError(
+                f"{_MOST_RECODINGS} recodings are under way or were not closed; close some first"
+            )
         keys = None
         if wish.query is not None:
             keys = Presence(wish.query, layouts[wish.query.layout], _nothing).missing()
-        order = RecodeOrder(number, tier.number, wish.codec, self._spaces(wish, tier, layouts), dict(layouts), keys)
+        order = RecodeOrder(
+            number, tier.number, wish.codec, self._spaces(wish, tier, layouts), dict(layouts), keys
+        )
         if wish.codec not in LOSES_NOTHING:
             self.tiers = {
-                name: replace(one, above=one.above or wish.tier) if one.number < tier.number else one for name, one in self.tiers.items()
+                name: replace(one, above=one.above or wish.tier)
+                if one.number < tier.number
+                else one
+                for name, one in self.tiers.items()
             }
         self._running[number] = _Running(owner, Recoded())
         self._give_order(order)
@@ -135,7 +149,9 @@ class Recodings:
 
     def drop_all(self, owner: Hashable) -> None:
         """Drop the recodings of an owner that is gone."""
-        for number in [number for number, running in self._running.items() if running.owner == owner]:
+        for number in [
+            number for number, running in self._running.items() if running.owner == owner
+        ]:
             self.drop(number)
 
     def _tier(self, name: str) -> RecodableTier:
@@ -143,32 +159,51 @@ class Recodings:
         if tier is None:
             near = get_close_matches(name, self.tiers, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"tier {name!r} is unknown; known are {', '.join(self.tiers) or 'none: this cache has memory alone'}{hint}")
+            raise ConfigError(
+                f"tier {name!r} is unknown; known are "
+                f"{', '.join(self.tiers) or 'none: this cache has memory alone'}{hint}"
+            )
         if tier.refusal:
             raise ConfigError(f"tier {name}: {tier.refusal}")
         return tier
 
-    def _spaces(self, wish: Wish, tier: RecodableTier, layouts: Mapping[bytes, Layout]) -> dict[bytes, Space]:
+    def _spaces(
+        self, wish: Wish, tier: RecodableTier, layouts: Mapping[bytes, Layout]
+    ) -> dict[bytes, Space]:
         digest = wish.namespace if wish.query is None else wish.query.namespace
         if digest is None:
-            return {digest: space for digest, space in self._known.items() if not (tier.encrypted and digest in self._shared)}
+            return {
+                digest: space
+                for digest, space in self._known.items()
+                if not (tier.encrypted and digest in self._shared)
+            }
         if len(digest) != NAMESPACE_BYTES:
-            raise ProtocolError(f"the namespace to recode has {len(digest)} bytes; a digest has {NAMESPACE_BYTES}")
+            raise ProtocolError(
+                f"the namespace to recode has {len(digest)} bytes; a digest has {NAMESPACE_BYTES}"
+            )
         if wish.query is not None and wish.namespace not in (None, digest):
             raise ProtocolError("the namespace to recode is not that of the prompt")
         tenant = wish.query.tenant if wish.query is not None else None
         known = self._known.get(digest)
         if known is None and wish.codec not in LOSES_NOTHING:
             raise ConfigError(
-                f"namespace {digest.hex()} is not known here, so its budget is not either, and only {' and '.join(LOSES_NOTHING)} can be"
+                f"namespace {digest.hex()} is not known here, so its budget is not either, "
+                f"and only {' and '.join(LOSES_NOTHING)} can be"
                 " sure to keep it; it is known once an engine that uses it has connected"
             )
         if tenant is None and tier.encrypted and (known is None or digest in self._shared):
-            raise ConfigError(f"tier {wish.tier} is encrypted, and whose key opens namespace {digest.hex()} is not known here")
+            raise ConfigError(
+                f"tier {wish.tier} is encrypted, and whose key opens namespace "
+                f"{digest.hex()} is not known here"
+            )
         if known is None:
             layout = layouts[wish.query.layout] if wish.query is not None else None
             return {digest: Space(layout, Terms(tenant=tenant or ""))}
-        return {digest: known if tenant is None else replace(known, terms=replace(known.terms, tenant=tenant))}
+        return {
+            digest: known
+            if tenant is None
+            else replace(known, terms=replace(known.terms, tenant=tenant))
+        }
 
 
 def _strictest(one: float | None, other: float | None) -> float | None:

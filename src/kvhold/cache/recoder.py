@@ -1,7 +1,7 @@
 """Re-encodes the chunks of a tier with another codec, online: read, check, decode, encode, replace.
 
     recoder = Recoder(stack, keyrings, metrics, pool, tell=..., now=ram.now)
-    await recoder.run(order)                  # a task of the mover's loop; reports after each batch and at the end
+    await recoder.run(order)  # a task of the mover's loop; reports after each batch and at the end
 
 There is one recoding at a time, one batch at a time, and one chunk at a time in the codec. The
 memory is one batch as read, one batch as written, and one chunk. A batch takes a turn at the tier
@@ -23,7 +23,17 @@ from typing import Literal, TypeAlias, TypeVar
 
 from kvhold.cache.landing import Writer, Written
 from kvhold.cache.orders import RecodeOrder, Space
-from kvhold.codecs import Codec, Raw, check_identity, find_codec, make_codec, max_frame_bytes, read_header, unframe_payload, verify
+from kvhold.codecs import (
+    Codec,
+    Raw,
+    check_identity,
+    find_codec,
+    make_codec,
+    max_frame_bytes,
+    read_header,
+    unframe_payload,
+    verify,
+)
 from kvhold.codecs.chunk import arranged
 from kvhold.codecs.frame import group_of
 from kvhold.codecs.sealing import OVERHEAD_BYTES, Keyring
@@ -62,7 +72,9 @@ class _Tally:
 
     def so_far(self, *, done: bool = False, stopped: str = "") -> Recoded:
         """Return the counts as a report."""
-        return Recoded(done, stopped, **{each.name: getattr(self, each.name) for each in fields(self)})
+        return Recoded(
+            done, stopped, **{each.name: getattr(self, each.name) for each in fields(self)}
+        )
 
 
 @dataclass(frozen=True)
@@ -146,9 +158,18 @@ class Recoder:
         guard, keyring = self._stack.guards[order.tier], self._keyrings[order.tier]
         codec = await self._in_thread(lambda: make_codec(order.codec))
         run = _Run(order, guard, keyring, codec, _most_bytes(order), tally)
-        log.info("tier %s: what it holds of %d namespaces is written by %s", guard.name, len(order.spaces), codec.name)
+        log.info(
+            "tier %s: what it holds of %d namespaces is written by %s",
+            guard.name,
+            len(order.spaces),
+            codec.name,
+        )
         silent: set[str] = set()
-        keys = KeyList(order.keys) if order.keys is not None else await self._scan(guard, order.spaces, silent)
+        keys = (
+            KeyList(order.keys)
+            if order.keys is not None
+            else await self._scan(guard, order.spaces, silent)
+        )
         for part in keys.parts:
             if not guard.available:
                 break
@@ -156,7 +177,9 @@ class Recoder:
         if silent or not guard.available:
             return f"tier {guard.name} failed: {guard.last_fault}"
         recoded = tally.so_far()
-        log.info("tier %s: %d of %d chunks were replaced", guard.name, recoded.replaced, recoded.seen)
+        log.info(
+            "tier %s: %d of %d chunks were replaced", guard.name, recoded.replaced, recoded.seen
+        )
         return ""
 
     async def _scan(self, guard: Guard, spaces: Collection[bytes], silent: set[str]) -> KeyList:
@@ -189,9 +212,14 @@ class Recoder:
         guard = run.guard
         buffers = [page_aligned(size) for _, size in batch]
         async with guard.gate.turn(Urgency.REWRITE):
-            names = dict(zip((key for key, _ in batch), guard.names([key for key, _ in batch]), strict=True))
+            names = dict(
+                zip((key for key, _ in batch), guard.names([key for key, _ in batch]), strict=True)
+            )
             outcome = await guard.get([key for key, _ in batch], [[buffer] for buffer in buffers])
-        frames = [None if size is None else buffer[:size] for buffer, size in zip(buffers, outcome.items, strict=True)]
+        frames = [
+            None if size is None else buffer[:size]
+            for buffer, size in zip(buffers, outcome.items, strict=True)
+        ]
         ready: list[_Ready] = []
         unusable: list[bytes] = []
         for (key, _), frame, failed in zip(batch, frames, outcome.failed, strict=True):
@@ -214,7 +242,9 @@ class Recoder:
             async with guard.gate.turn(Urgency.DELETE):
                 await guard.delete(unusable)
 
-    async def _replace(self, run: _Run, ready: Sequence[_Ready], names: Mapping[bytes, bytes]) -> None:
+    async def _replace(
+        self, run: _Run, ready: Sequence[_Ready], names: Mapping[bytes, bytes]
+    ) -> None:
         if not ready:
             return
         guard, tally = run.guard, run.tally
@@ -231,8 +261,15 @@ class Recoder:
                 self._metrics.add("kvhold_recoded_bytes_before", one.before, tier=guard.name)
                 self._metrics.add("kvhold_recoded_bytes_after", written.nbytes, tier=guard.name)
                 self._metrics.add("kvhold_encoded_chunks", tier=guard.name, codec=written.codec)
-                self._metrics.add("kvhold_encoded_bytes", written.nbytes, tier=guard.name, codec=written.codec)
-                self._metrics.add("kvhold_encoded_plain_bytes", one.looked.plain_bytes, tier=guard.name, codec=written.codec)
+                self._metrics.add(
+                    "kvhold_encoded_bytes", written.nbytes, tier=guard.name, codec=written.codec
+                )
+                self._metrics.add(
+                    "kvhold_encoded_plain_bytes",
+                    one.looked.plain_bytes,
+                    tier=guard.name,
+                    codec=written.codec,
+                )
 
     def _look(self, run: _Run, key: bytes, value: memoryview) -> _Looked:
         """Check one frame, and re-encode it if necessary. In a thread."""
@@ -246,7 +283,11 @@ class Recoder:
 
     def _recoded(self, run: _Run, key: bytes, space: Space, value: memoryview) -> _Looked:
         """Do `_look`. Raises FrameError or LayoutError for a frame that is wrong."""
-        frame = value if run.keyring is None else run.keyring.unseal(value, key=key, tenant=space.terms.tenant)
+        frame = (
+            value
+            if run.keyring is None
+            else run.keyring.unseal(value, key=key, tenant=space.terms.tenant)
+        )
         header = read_header(frame, frame_bytes=len(frame))
         layout = space.layout or run.order.layouts.get(header.layout)
         if layout is None:
@@ -275,7 +316,9 @@ class Recoder:
         )
         if written is None:
             return _Looked("failed")
-        over_budget = written.codec != run.codec.name and arranged(run.codec, layout, group) is not None
+        over_budget = (
+            written.codec != run.codec.name and arranged(run.codec, layout, group) is not None
+        )
         if written.codec == header.codec:
             return _Looked("same", over_budget=over_budget)
         return _Looked(written=written, over_budget=over_budget, plain_bytes=len(chunk))
@@ -290,7 +333,9 @@ class Recoder:
         assert looked.result is not None
         self._count(run, looked.result)
         if looked.fault is not None:
-            self._metrics.add("kvhold_tier_bad_frames", tier=run.guard.name, reason=looked.fault.reason)
+            self._metrics.add(
+                "kvhold_tier_bad_frames", tier=run.guard.name, reason=looked.fault.reason
+            )
             log.warning("tier %s: %s is removed: %s", run.guard.name, key.hex(), looked.fault)
         if looked.expired:
             self._metrics.add("kvhold_expired_chunks", tier=run.guard.name)
@@ -299,7 +344,9 @@ class Recoder:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
-def _batches(items: Sequence[tuple[bytes, int]], most_bytes: int) -> Iterator[list[tuple[bytes, int]]]:
+def _batches(
+    items: Sequence[tuple[bytes, int]], most_bytes: int
+) -> Iterator[list[tuple[bytes, int]]]:
     """Split items in order, each batch of `most_bytes` at most, or of one item."""
     batch: list[tuple[bytes, int]] = []
     for item in items:
@@ -313,7 +360,14 @@ def _batches(items: Sequence[tuple[bytes, int]], most_bytes: int) -> Iterator[li
 
 def _most_bytes(order: RecodeOrder) -> int:
     """Return a limit that no frame of these layouts reaches; larger frames are not read."""
-    layouts = [*order.layouts.values(), *(space.layout for space in order.spaces.values() if space.layout is not None)]
+    layouts = [
+        *order.layouts.values(),
+        *(space.layout for space in order.spaces.values() if space.layout is not None),
+    ]
     raw = Raw()
-    sizes = [max_frame_bytes(raw, layout, group, layout.tokens_per_chunk) for layout in layouts for group in range(len(layout.groups))]
+    sizes = [
+        max_frame_bytes(raw, layout, group, layout.tokens_per_chunk)
+        for layout in layouts
+        for group in range(len(layout.groups))
+    ]
     return 2 * max(sizes, default=0) + OVERHEAD_BYTES

@@ -1,7 +1,8 @@
 """Rooms: memory that is reserved for missing chunks, written, then made visible or freed.
 
-    offsets = finish(rooms.reserve_turns(room, names, shard))       # room.chunks: the granted chunks; offsets: where to write them
-    finish(rooms.commit_turns(room, [0, 1], checksums))             # visible now, and queued for the tiers
+    offsets = finish(rooms.reserve_turns(room, names, shard))  # room.chunks: the granted chunks;
+    offsets: where to write them finish(rooms.commit_turns(room, [0, 1], checksums))  # visible now,
+    and queued for the tiers
     finish(rooms.abandon_turns(room))                               # the rest is freed
 
 No I/O. The state knows the owner of each room, and calls this as its single writer. A writer may
@@ -25,7 +26,14 @@ from kvhold.cache.writes import Writes
 from kvhold.core.api import ABSENT
 from kvhold.core.checksums import BYTES
 from kvhold.core.errors import ProtocolError
-from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES, ChunkNames, place_suffix, split_hashes, split_key
+from kvhold.core.keys import (
+    HASH_BYTES,
+    NAMESPACE_BYTES,
+    ChunkNames,
+    place_suffix,
+    split_hashes,
+    split_key,
+)
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
 from kvhold.core.reasons import NO_ROOM
@@ -110,7 +118,9 @@ class Rooms:
         # entries being written, since when, in which room
         self._writing: dict[bytes, tuple[Entry, float, Room]] = {}
 
-    def reserve_turns(self, room: Room, names: ChunkNames, shard: int, *, groups: bytes | None = None) -> Turns[list[list[int]]]:
+    def reserve_turns(
+        self, room: Room, names: ChunkNames, shard: int, *, groups: bytes | None = None
+    ) -> Turns[list[list[int]]]:
         """Reserve chunks for `room`, in steps (`chores.py`). Return the offsets, `[group][chunk]`.
 
         See `CacheState.reserve`. Raises ProtocolError.
@@ -119,25 +129,41 @@ class Rooms:
         _check_names(layout, names, shard)
         if groups is not None and len(groups) != len(layout.groups) * len(names):
             raise ProtocolError(
-                f"groups has {len(groups)} bytes for {len(layout.groups)} groups of {len(names)} chunks; one each is needed"
+                f"groups has {len(groups)} bytes for {len(layout.groups)} groups of "
+                f"{len(names)} chunks; one each is needed"
             )
         expires_at = 0 if terms.ttl_s is None else ceil(self._ram.now() + terms.ttl_s)
         offsets = [[ABSENT] * len(names) for _ in layout.groups]
         now_s = self._clock()
-        every_group, num_tokens, first_token = range(len(layout.groups)), layout.tokens_per_chunk, names.first_token
-        suffixes, sizes = [place_suffix(g, shard) for g in every_group], [layout.chunk_bytes(g, num_tokens) for g in every_group]
-        parents: Sequence[bytes | None] = [names.namespace + names.parent + s if names.parent else None for s in suffixes]
+        every_group, num_tokens, first_token = (
+            range(len(layout.groups)),
+            layout.tokens_per_chunk,
+            names.first_token,
+        )
+        suffixes, sizes = (
+            [place_suffix(g, shard) for g in every_group],
+            [layout.chunk_bytes(g, num_tokens) for g in every_group],
+        )
+        parents: Sequence[bytes | None] = [
+            names.namespace + names.parent + s if names.parent else None for s in suffixes
+        ]
         for chunk, chain_hash in enumerate(split_hashes(names.hashes)):
             if names.tail_tokens and chunk == len(names) - 1:
                 num_tokens = names.tail_tokens
                 sizes = [layout.chunk_bytes(g, num_tokens) for g in every_group]
             keys = [names.namespace + chain_hash + suffix for suffix in suffixes]
-            asked = every_group if groups is None else [g for g in every_group if groups[g * len(names) + chunk]]
+            asked = (
+                every_group
+                if groups is None
+                else [g for g in every_group if groups[g * len(names) + chunk]]
+            )
             missing, there = self._split(keys, asked)
             if missing:
                 wanted = [Wanted(keys[g], sizes[g], parents[g]) for g in missing]
                 self._ram.hold_all(there)  # the new entries must not evict their own chunk
-                entries = self._ram.reserve_all(wanted, num_tokens=num_tokens, first_token=first_token, expires_at=expires_at)
+                entries = self._ram.reserve_all(
+                    wanted, num_tokens=num_tokens, first_token=first_token, expires_at=expires_at
+                )
                 self._ram.unpin_all(there)
                 if entries is None:  # the chunks after it are of no use without it
                     self._metrics.add("kvhold_store_skipped_chunks", len(missing), reason="no room")
@@ -153,7 +179,9 @@ class Rooms:
             yield _RESERVE_UNITS * len(keys)
         return offsets
 
-    def commit_turns(self, room: Room, chunks: Sequence[int], checksums: bytes | None) -> Turns[None]:
+    def commit_turns(
+        self, room: Room, chunks: Sequence[int], checksums: bytes | None
+    ) -> Turns[None]:
         """Make chunks visible, in steps.
 
         The last one comes first, so that eviction by age never takes a prefix before its
@@ -165,7 +193,9 @@ class Rooms:
         Raises ProtocolError for too few or too many checksums; nothing is committed then.
         """
         if checksums is not None:
-            yield from _keep_checksums(room, [chunk for chunk in dict.fromkeys(chunks) if chunk in room.chunks], checksums)
+            yield from _keep_checksums(
+                room, [chunk for chunk in dict.fromkeys(chunks) if chunk in room.chunks], checksums
+            )
         numbers = sorted(set(chunks) & room.chunks.keys(), reverse=True)
         committed: list[list[Entry]] = []
         held: list[Entry] = []  # visible, and not queued yet: only this hold keeps their memory
@@ -196,7 +226,11 @@ class Rooms:
         stored = [entry for entry in entries if not self._ram.is_doomed(entry)]
         count_entries(self._metrics, "stored", stored)
         if len(stored) < len(entries):  # the others were cleared during the writing
-            count_entries(self._metrics, "abandoned", [entry for entry in entries if self._ram.is_doomed(entry)])
+            count_entries(
+                self._metrics,
+                "abandoned",
+                [entry for entry in entries if self._ram.is_doomed(entry)],
+            )
         for entry in entries:
             self._ram.commit(entry)
 
@@ -254,10 +288,16 @@ def _keep_checksums(room: Room, chunks: Sequence[int], packed: bytes) -> Turns[N
     by_group = [BYTES * group.layers for group in room.layout.groups]
     sizes: list[int] = []
     for begin in range(0, len(entries), _MOST_CHECKSUMS):
-        sizes += [by_group[split_key(entry.key).group] for entry in entries[begin : begin + _MOST_CHECKSUMS]]
+        sizes += [
+            by_group[split_key(entry.key).group]
+            for entry in entries[begin : begin + _MOST_CHECKSUMS]
+        ]
         yield _MOST_CHECKSUMS
     if len(packed) != sum(sizes):
-        raise ProtocolError(f"checksums has {len(packed)} bytes for {len(entries)} chunks; {sum(sizes)} are needed, {BYTES} a layer")
+        raise ProtocolError(
+            f"checksums has {len(packed)} bytes for {len(entries)} chunks; {sum(sizes)} "
+            f"are needed, {BYTES} a layer"
+        )
     at = 0
     for number, (entry, size) in enumerate(zip(entries, sizes, strict=True), 1):
         entry.checksums = packed[at : at + size]
@@ -267,7 +307,11 @@ def _keep_checksums(room: Room, chunks: Sequence[int], packed: bytes) -> Turns[N
 
 
 def _check_names(layout: Layout, names: ChunkNames, shard: int) -> None:
-    if len(names.namespace) != NAMESPACE_BYTES or len(names.hashes) % HASH_BYTES or not 0 <= shard < MAX_SHARDS:
+    if (
+        len(names.namespace) != NAMESPACE_BYTES
+        or len(names.hashes) % HASH_BYTES
+        or not 0 <= shard < MAX_SHARDS
+    ):
         raise ProtocolError("the chunks' namespace, hashes or shard have an impossible size")
     if len(names.parent) not in (0, HASH_BYTES):
         raise ProtocolError("the hash before the chunks has an impossible size")

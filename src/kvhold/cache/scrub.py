@@ -1,6 +1,7 @@
 """Compares idle chunks of memory with their checksums, to find damage before a reader does.
 
-    scrubber = Scrubber(state, post, interval_s=3600).start()     # all of memory once in about an hour
+    scrubber = Scrubber(state, post, interval_s=3600).start()     # all of memory once in about an
+    hour
     scrubber.stop()                                               # before the arena is closed
 
 A thread of its own hashes; xxhash releases the GIL. It pins a few chunks at a time, for some
@@ -30,7 +31,9 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 60.0
 class Scrubber:
     """One pass over memory after another. `start` and `stop` are called once each."""
 
-    def __init__(self, state: CacheState, post: Callable[[Callable[[], None]], None], interval_s: float) -> None:
+    def __init__(
+        self, state: CacheState, post: Callable[[Callable[[], None]], None], interval_s: float
+    ) -> None:
         """Make a scrubber that is not started.
 
         post:       runs a call where the state lives, later or at once
@@ -63,7 +66,11 @@ class Scrubber:
 
     def status(self) -> dict[str, Any]:
         """Return the progress."""
-        return {"interval_s": self._interval_s, "passes": self._passes, "pass_bytes": self._pass_bytes}
+        return {
+            "interval_s": self._interval_s,
+            "passes": self._passes,
+            "pass_bytes": self._pass_bytes,
+        }
 
     def step(self) -> int | None:
         """Take some chunks, compare them, and unpin them. Return their bytes.
@@ -82,7 +89,9 @@ class Scrubber:
         """Return the pause after a step that returned `nbytes`, or before the first one (None)."""
         if nbytes is None:
             return min(_LONGEST_PAUSE_S, max(_SHORTEST_PAUSE_S, self._interval_s / 100))
-        return max(nbytes / _MOST_BYTES_S, self._interval_s * nbytes / max(1, self._state.ram.used_bytes))
+        return max(
+            nbytes / _MOST_BYTES_S, self._interval_s * nbytes / max(1, self._state.ram.used_bytes)
+        )
 
     def take(self) -> list[Entry] | None:
         """Pin the next chunks, where the state lives. None at the end of a pass.

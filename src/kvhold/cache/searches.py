@@ -235,7 +235,16 @@ class Searches:
         prefix: the hit in RAM, held by the caller until the last step; then it belongs to the
                 search
         """
-        search = Search(owner, query, layout, num_keys, work=work, began_s=self._planner.clock(), sample=sample, have_tokens=have_tokens)
+        search = Search(
+            owner,
+            query,
+            layout,
+            num_keys,
+            work=work,
+            began_s=self._planner.clock(),
+            sample=sample,
+            have_tokens=have_tokens,
+        )
         self._searches[number] = search
         present = yield from prefix.in_order_turns()
         while present:
@@ -276,7 +285,14 @@ class Searches:
             return False
         waited_s = self._planner.clock() - search.began_s
         search.hurried = self._planner.is_too_slow(
-            number, search.work, search.query, search.layout, here, waited_s=waited_s, probing=search.probing, marks=search.marks
+            number,
+            search.work,
+            search.query,
+            search.layout,
+            here,
+            waited_s=waited_s,
+            probing=search.probing,
+            marks=search.marks,
         )
         return search.hurried
 
@@ -291,7 +307,9 @@ class Searches:
         arrivals: list[Arrival] = []
         search.marks.plan = None
         try:
-            presence: Presence[Entry | Place] = Presence(search.query, search.layout, self._finder_anywhere(search, held))
+            presence: Presence[Entry | Place] = Presence(
+                search.query, search.layout, self._finder_anywhere(search, held)
+            )
             prefix = yield from presence.take_turns()
             chunks = yield from self._worth_ordering_turns(number, search, presence, prefix)
             parts = _parts(chunks, max(1, _MOST_RESERVED // len(prefix.rows)))
@@ -299,7 +317,14 @@ class Searches:
                 if not self._may_order(number, search):
                     return
                 found = [need.found for need in presence.needs(prefix, part)]
-                self._pin(search, [entry for entry in found if isinstance(entry, Entry) and self._ram.find(entry.key) is entry])
+                self._pin(
+                    search,
+                    [
+                        entry
+                        for entry in found
+                        if isinstance(entry, Entry) and self._ram.find(entry.key) is entry
+                    ],
+                )
                 yield 3 * len(found)
             for part in parts:
                 if not self._may_order(number, search):
@@ -331,7 +356,13 @@ class Searches:
             return False
         return self._searches.get(number) is search and not search.settling
 
-    def _reserve_all(self, number: int, search: Search, needs: Sequence[Need[Entry | Place]], arrivals: list[Arrival]) -> bool:
+    def _reserve_all(
+        self,
+        number: int,
+        search: Search,
+        needs: Sequence[Need[Entry | Place]],
+        arrivals: list[Arrival],
+    ) -> bool:
         """Reserve memory for the chunks that are not being read yet. False if memory runs out."""
         for need in needs:
             if need.key in search.pinned:
@@ -342,13 +373,19 @@ class Searches:
                     return False
                 arrivals.append(arrival)
                 self._coming[need.key] = _Coming(arrival)
-                search.marks.by_tier[arrival.place.tier] = self._planner.ordered(arrival.place.tier, arrival.entry.nbytes)
+                search.marks.by_tier[arrival.place.tier] = self._planner.ordered(
+                    arrival.place.tier, arrival.entry.nbytes
+                )
             self._coming[need.key].searches.add(number)
             search.awaited.add(need.key)
         return True
 
     def _worth_ordering_turns(
-        self, number: int, search: Search, presence: Presence[Entry | Place], prefix: Prefix[Entry | Place]
+        self,
+        number: int,
+        search: Search,
+        presence: Presence[Entry | Place],
+        prefix: Prefix[Entry | Place],
     ) -> Turns[range]:
         """Return the chunks to be brought in next, in steps. Sets the plan and `idle`.
 
@@ -369,13 +406,19 @@ class Searches:
                 survey.add(need.chunk, nbytes, tier, is_coming=need.key in self._coming)
                 if (tier_before := search.sources.get(need.key)) is not None:
                     survey.slowest[need.chunk] = max(survey.slowest[need.chunk], tier_before)
-            if search.work is None and (below := [chunk for chunk in part if any(row[chunk] for row in survey.below.values())]):
+            if search.work is None and (
+                below := [
+                    chunk for chunk in part if any(row[chunk] for row in survey.below.values())
+                ]
+            ):
                 return range(below[0], below[0] + 1)
             yield 3 * len(needs)
         if search.work is None:
             return nothing
         here = yield from search.here.extent_turns()
-        sources = _sources(survey.slowest, extent.num_tokens, search.layout.tokens_per_chunk, self._planner.names)
+        sources = _sources(
+            survey.slowest, extent.num_tokens, search.layout.tokens_per_chunk, self._planner.names
+        )
         found = Found(search.query, here, extent, survey.nbytes, survey.below, sources)
         plan = search.marks.plan = self._planner.plan(number, search.work, search.layout, found)
         for tier, first in survey.coming.items():
@@ -392,7 +435,9 @@ class Searches:
         place = search.places.get(key)
         return place.tier if place is not None else IN_RAM  # the chunk has just expired in the tier
 
-    def _finder_anywhere(self, search: Search, held: list[Entry]) -> Callable[[bytes], Entry | Place | None]:
+    def _finder_anywhere(
+        self, search: Search, held: list[Entry]
+    ) -> Callable[[bytes], Entry | Place | None]:
         """Return a function that finds entries and places, and holds the entries."""
 
         def find(key: bytes) -> Entry | Place | None:
@@ -425,11 +470,15 @@ class Searches:
             if coming.arrival.place.tier > 0:
                 # a chunk loses precision once
                 terms = Terms(max_error=0, tenant=coming.arrival.tenant)
-                self._writes.add(entry, coming.arrival.layout, terms, above=coming.arrival.place.tier)
+                self._writes.add(
+                    entry, coming.arrival.layout, terms, above=coming.arrival.place.tier
+                )
         else:
             self._metrics.add("kvhold_withdrawn_chunks", reason=why)
             self._ram.abandon(entry)
-        self._tell(coming, entry, why if not ok else CLEARED if self._ram.is_doomed(entry) else EXPIRED)
+        self._tell(
+            coming, entry, why if not ok else CLEARED if self._ram.is_doomed(entry) else EXPIRED
+        )
 
     def given_up(self, entry: Entry) -> None:
         """End a read that failed while something may still write to its memory.
@@ -461,7 +510,11 @@ class Searches:
 
     def _tell(self, coming: _Coming, entry: Entry, why_not: str) -> None:
         """Tell the waiting searches that a read has ended, well or not."""
-        waiting = {number: search for number in coming.searches if (search := self._searches.get(number)) is not None}
+        waiting = {
+            number: search
+            for number in coming.searches
+            if (search := self._searches.get(number)) is not None
+        }
         arrived = self._ram.find(entry.key) is entry
         for search in waiting.values():
             search.awaited.discard(entry.key)
@@ -477,15 +530,21 @@ class Searches:
             elif search.over:
                 self._is_over(number)
 
-    def _reserve(self, search: Search, need: Need[Entry | Place], place: Place | None) -> Arrival | None:
+    def _reserve(
+        self, search: Search, need: Need[Entry | Place], place: Place | None
+    ) -> Arrival | None:
         # another owner writes it, or a given-up read still holds its memory
         if place is None or self._ram.holds(need.key):
             stuck = any(entry.key == need.key for entry in self._given_up)
             self._withdraw(search, need.key, DEADLINE if stuck else BEING_WRITTEN)
             return None
         first_token = need.chunk * search.layout.tokens_per_chunk
-        wanted = Wanted(need.key, search.layout.chunk_bytes(need.group, need.num_tokens), need.parent)
-        entries = self._ram.reserve_all([wanted], num_tokens=need.num_tokens, first_token=first_token)
+        wanted = Wanted(
+            need.key, search.layout.chunk_bytes(need.group, need.num_tokens), need.parent
+        )
+        entries = self._ram.reserve_all(
+            [wanted], num_tokens=need.num_tokens, first_token=first_token
+        )
         if entries is None:
             self._withdraw(search, need.key, NO_ROOM)
             return None
@@ -511,20 +570,26 @@ class Searches:
         return coming.arrival.entry if coming is not None else self._ram.find(key)
 
 
-def sources_turns(prefix: Prefix[Entry], search: Search, names: Sequence[str]) -> Turns[dict[str, int]]:
+def sources_turns(
+    prefix: Prefix[Entry], search: Search, names: Sequence[str]
+) -> Turns[dict[str, int]]:
     """Return the tokens of a hit by source, in steps.
 
     The source of a chunk is the slowest tier that any part of the chunk came from, or `ram`.
     """
     slowest, find = list[int](), search.sources.get
     for column in prefix.columns():
-        below = [tier for entry in column if entry is not None and (tier := find(entry.key)) is not None]
+        below = [
+            tier for entry in column if entry is not None and (tier := find(entry.key)) is not None
+        ]
         slowest.append(max(below, default=IN_RAM))
         yield len(column) // 4
     return _sources(slowest, prefix.extent.num_tokens, search.layout.tokens_per_chunk, names)
 
 
-def _sources(slowest: Sequence[int], num_tokens: int, tokens_per_chunk: int, names: Sequence[str]) -> dict[str, int]:
+def _sources(
+    slowest: Sequence[int], num_tokens: int, tokens_per_chunk: int, names: Sequence[str]
+) -> dict[str, int]:
     """Count tokens by source. slowest: the source of each chunk, a tier or IN_RAM."""
     tokens: dict[str, int] = {}
     for chunk, tier in enumerate(slowest):

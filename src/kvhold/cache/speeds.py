@@ -1,7 +1,7 @@
 """The speed of a tier, learned from the reads of requests, and estimates for the next read.
 
-    speed.ordered(nbytes, now_s); speed.ended(nbytes, now_s)      # each read: queue, tier, checks, until it is visible
-    speed.wait_s(nbytes)                                          # for so many more bytes, behind the reads in progress
+    speed.ordered(nbytes, now_s); speed.ended(nbytes, now_s)  # each read: queue, tier, checks,
+    until it is visible speed.wait_s(nbytes)  # for so many more bytes, behind the reads in progress
 
 It measures the time in which reads were in progress, and the bytes that arrived in that time. These
 are bytes in memory, so a codec's ratio and speed are included. A tier that was never read has no
@@ -93,7 +93,9 @@ class TierSpeed:
     def ended(self, nbytes: int, now_s: float, *, ok: bool = True) -> None:
         """Note that bytes have arrived or failed. A failure says nothing about speed."""
         piece = self._piece
-        assert piece is not None and self.ended_bytes < self.ordered_bytes, "nothing ends that was not ordered"
+        assert piece is not None and self.ended_bytes < self.ordered_bytes, (
+            "nothing ends that was not ordered"
+        )
         if now_s - self._last_s > _TOGETHER_S and self._last_s - piece.began_s >= _PIECE_S:
             self._note(piece, self._last_s)
             piece = self._piece = _Piece(self._last_s, 0.0)
@@ -134,7 +136,9 @@ class TierSpeed:
         if costs is None:
             return _DOUBT * silent_s
         byte_s = self._byte_s(*costs)
-        thought_s = (costs[0] if self._piece is not None and not self._piece.nbytes else 0.0) + left * byte_s
+        thought_s = (
+            costs[0] if self._piece is not None and not self._piece.nbytes else 0.0
+        ) + left * byte_s
         if silent_s > _LATE * thought_s:
             if not self._is_new and not self._is_far_beyond(left):
                 return silent_s + more_bytes * byte_s
@@ -167,7 +171,11 @@ class TierSpeed:
         if piece is None or not piece.nbytes or not self._is_new:
             return byte_s
         took_s = self._last_s - piece.began_s
-        return took_s / piece.nbytes if took_s > _LATE * (piece.call * call_s + piece.nbytes * byte_s) else byte_s
+        return (
+            took_s / piece.nbytes
+            if took_s > _LATE * (piece.call * call_s + piece.nbytes * byte_s)
+            else byte_s
+        )
 
     def _note(self, piece: _Piece, end_s: float) -> None:
         self._last_took_s = end_s - piece.began_s

@@ -149,7 +149,9 @@ class _Holdings:
 def new_state(config: Config, arena: Arena) -> "CacheState":
     """Make an empty cache over an arena, with the configured policy."""
     metrics = Metrics()
-    ram = RamTier(arena, make_policy(config.policy), metrics, quota_bytes=config.namespace_quota_bytes)
+    ram = RamTier(
+        arena, make_policy(config.policy), metrics, quota_bytes=config.namespace_quota_bytes
+    )
     write_behind_bytes = config.write_behind_bytes or arena.nbytes // 4
     return CacheState(
         ram,
@@ -198,7 +200,14 @@ class CacheState:
         self._writes = Writes(ram, metrics, self._give_order, limit_bytes=write_behind_bytes)
         self.planner = Planner(metrics, lambda: self.tier_names, num_tiers, clock)
         self._searches = Searches(
-            ram, self._writes, metrics, self._give_order, self.planner, run=self._run, unpin=self._unpin, is_over=self._is_over
+            ram,
+            self._writes,
+            metrics,
+            self._give_order,
+            self.planner,
+            run=self._run,
+            unpin=self._unpin,
+            is_over=self._is_over,
         )
         self.recodings = Recodings(self._give_order)
         self._clears = 0
@@ -206,7 +215,14 @@ class CacheState:
         self._chores = Chores()
         self._has_news = False
         self.turn_units = TURN  # per step
-        self._rooms = Rooms(ram, metrics, self._gone, self._writes if num_tiers else None, stalled_after_s=stalled_after_s, clock=clock)
+        self._rooms = Rooms(
+            ram,
+            metrics,
+            self._gone,
+            self._writes if num_tiers else None,
+            stalled_after_s=stalled_after_s,
+            clock=clock,
+        )
         self._log = EventLog(event_buffer) if event_buffer else None
         self.tier_names = [f"tier-{number}" for number in range(1, num_tiers + 1)]
         ram.watch = self._changed
@@ -225,10 +241,14 @@ class CacheState:
         """Return the registered layout. Raises LayoutError for an unknown one."""
         layout = self._layouts.get(fingerprint)
         if layout is None:
-            raise LayoutError(f"layout {fingerprint.hex()} was not registered; register the namespace first")
+            raise LayoutError(
+                f"layout {fingerprint.hex()} was not registered; register the namespace first"
+            )
         return layout
 
-    def lookup(self, owner: Owner, query: Query, work: Work | None = None, *, have_tokens: int = 0) -> Found:
+    def lookup(
+        self, owner: Owner, query: Query, work: Work | None = None, *, have_tokens: int = 0
+    ) -> Found:
         """Find the longest hit, pin it, and issue a ticket. Start to load the rest from the tiers.
 
         work:        the caller's compute cost; the hit is capped where loading stops being faster.
@@ -237,14 +257,24 @@ class CacheState:
         """
         return finish(self.lookup_turns(owner, query, work, have_tokens=have_tokens))
 
-    def lookup_turns(self, owner: Owner, query: Query, work: Work | None = None, *, have_tokens: int = 0) -> Turns[Found]:
+    def lookup_turns(
+        self, owner: Owner, query: Query, work: Work | None = None, *, have_tokens: int = 0
+    ) -> Turns[Found]:
         """Do `lookup` in steps. Entries that are found early are held until the hit is pinned."""
         layout = self.layout(query.layout)
         num_keys = _check_query(layout, query)
         turns = self._look_up(owner, query, layout, work, have_tokens, num_keys)
         return finish(turns) if num_keys <= _ONE_TURN_KEYS else (yield from turns)
 
-    def _look_up(self, owner: Owner, query: Query, layout: Layout, work: Work | None, have_tokens: int, num_keys: int) -> Turns[Found]:
+    def _look_up(
+        self,
+        owner: Owner,
+        query: Query,
+        layout: Layout,
+        work: Work | None,
+        have_tokens: int,
+        num_keys: int,
+    ) -> Turns[Found]:
         for _ in range(_LOOKUP_ATTEMPTS):
             clears = self.ram.num_clears
             held: list[Entry] = []
@@ -253,11 +283,20 @@ class CacheState:
                 prefix = yield from presence.take_turns()
                 extent, number, declined = prefix.extent, next(self._numbers), False
                 if self._is_worth_a_search(query, presence, extent):
-                    declined = work is not None and not self.planner.pays(work, query, layout, extent)
+                    declined = work is not None and not self.planner.pays(
+                        work, query, layout, extent
+                    )
                     if not declined:
                         self._of(owner).tickets.add(number)
                         yield from self._searches.begin_turns(
-                            number, owner, query, layout, prefix, work, num_keys=num_keys, have_tokens=have_tokens
+                            number,
+                            owner,
+                            query,
+                            layout,
+                            prefix,
+                            work,
+                            num_keys=num_keys,
+                            have_tokens=have_tokens,
                         )
                         if clears == self.ram.num_clears:
                             return (yield from self._refresh(number))
@@ -266,7 +305,11 @@ class CacheState:
                 pinned = yield from prefix.in_order_turns()
                 yield from self._pin_turns(pinned)
                 if clears == self.ram.num_clears:  # else the hit may have been cleared since
-                    answer = self._answer_from_ram(_Looked(number, owner, query, layout, presence, extent), work, declined=declined)
+                    answer = self._answer_from_ram(
+                        _Looked(number, owner, query, layout, presence, extent),
+                        work,
+                        declined=declined,
+                    )
                     if answer.ticket:
                         self._issue(answer, owner, query, layout, prefix, pinned)
                     else:
@@ -288,7 +331,9 @@ class CacheState:
         """Return the answer of a lookup that ends in RAM, and count it."""
         answer = self._answer(looked.number, looked.presence, looked.extent)
         if work is not None:
-            answer = self._if_worth_loading(looked.number, answer, looked.query, looked.layout, work, declined)
+            answer = self._if_worth_loading(
+                looked.number, answer, looked.query, looked.layout, work, declined
+            )
         count_lookup(self.metrics, answer, looked.presence.asked_tokens)
         return answer
 
@@ -409,7 +454,9 @@ class CacheState:
         """Return the number of chunks that have arrived for a ticket. Cheap, unlike `refresh`."""
         return len(self._searches[ticket].sources) if ticket in self._searches else 0
 
-    def claim(self, owner: Owner, ticket: int, shard: int, first_chunk: int, *, arriving: bool = False) -> Lent | None:
+    def claim(
+        self, owner: Owner, ticket: int, shard: int, first_chunk: int, *, arriving: bool = False
+    ) -> Lent | None:
         """Pin one shard's entries for `owner`, from `first_chunk` on. None: the ticket is invalid.
 
         The ticket keeps its own pins.
@@ -419,7 +466,9 @@ class CacheState:
         """
         return finish(self.claim_turns(owner, ticket, shard, first_chunk, arriving=arriving))
 
-    def claim_turns(self, owner: Owner, ticket: int, shard: int, first_chunk: int, *, arriving: bool = False) -> Turns[Lent | None]:
+    def claim_turns(
+        self, owner: Owner, ticket: int, shard: int, first_chunk: int, *, arriving: bool = False
+    ) -> Turns[Lent | None]:
         """Do `claim` in steps. The ticket's own pins stay until the last step, even if released."""
         if first_chunk < 0:
             raise ProtocolError(f"a claim from chunk {first_chunk} on; the first one is 0")
@@ -434,27 +483,56 @@ class CacheState:
             else:
                 extent = yield from search.here.extent_turns()
                 if self._searches.get(ticket) is search and not search.settling:
-                    return (yield from self._lend_arriving(owner, ticket, search, shard, first_chunk, extent))
+                    return (
+                        yield from self._lend_arriving(
+                            owner, ticket, search, shard, first_chunk, extent
+                        )
+                    )
         held = self._tickets.get(ticket)
         if held is None or shard not in held.shards:
-            self.metrics.add("kvhold_claims_failed", reason="no such shard" if held or self._is_arriving(ticket) else "unknown ticket")
+            self.metrics.add(
+                "kvhold_claims_failed",
+                reason="no such shard" if held or self._is_arriving(ticket) else "unknown ticket",
+            )
             return None
         held.claiming += 1
         try:
-            return (yield from self._lend(owner, [row[first_chunk:] for row in held.shards[shard]], held.num_tokens[first_chunk:]))
+            return (
+                yield from self._lend(
+                    owner,
+                    [row[first_chunk:] for row in held.shards[shard]],
+                    held.num_tokens[first_chunk:],
+                )
+            )
         finally:
             held.claiming -= 1
             if held.dropped and not held.claiming:
                 self._unpin_ticket(held)
 
-    def _lend_arriving(self, owner: Owner, ticket: int, search: Search, shard: int, first_chunk: int, extent: Extent) -> Turns[Lent | None]:
+    def _lend_arriving(
+        self,
+        owner: Owner,
+        ticket: int,
+        search: Search,
+        shard: int,
+        first_chunk: int,
+        extent: Extent,
+    ) -> Turns[Lent | None]:
         """Lend the whole chunks that have arrived; fewer if the search ends during the steps."""
         rows = [row[first_chunk:] for row in search.here.shard_rows(shard, extent)]
         num_tokens = [search.layout.tokens_per_chunk] * len(rows[0])
-        return (yield from self._lend(owner, rows, num_tokens, may_go_on=lambda: self._searches.get(ticket) is search))
+        return (
+            yield from self._lend(
+                owner, rows, num_tokens, may_go_on=lambda: self._searches.get(ticket) is search
+            )
+        )
 
     def _lend(
-        self, owner: Owner, rows: list[list[Entry | None]], num_tokens: list[int], may_go_on: Callable[[], bool] = lambda: True
+        self,
+        owner: Owner,
+        rows: list[list[Entry | None]],
+        num_tokens: list[int],
+        may_go_on: Callable[[], bool] = lambda: True,
     ) -> Turns[Lent]:
         """Pin entries for an owner, in steps.
 
@@ -491,7 +569,10 @@ class CacheState:
         Pins keep their memory. The report is not checked, because a wrong one costs only a miss.
         """
         reported = set(offsets)
-        self.remove_damaged([entry for entry in self._of(owner).loans.get(loan, []) if entry.offset in reported], "reader")
+        self.remove_damaged(
+            [entry for entry in self._of(owner).loans.get(loan, []) if entry.offset in reported],
+            "reader",
+        )
 
     def remove_damaged(self, entries: Iterable[Entry], found_by: str) -> None:
         """Remove entries whose bytes have changed since the commit.
@@ -503,7 +584,8 @@ class CacheState:
                 continue  # removed already
             self.metrics.add("kvhold_damaged_chunks", found_by=found_by)
             log.error(
-                "%s: bytes in memory (offset %d, %d bytes) are not those that were stored: removed; found by a %s",
+                "%s: bytes in memory (offset %d, %d bytes) are not those that were stored: "
+                "removed; found by a %s",
                 entry.key.hex(),
                 entry.offset,
                 entry.nbytes,
@@ -531,7 +613,14 @@ class CacheState:
             self._unpin(self._of(owner).loans.pop(number, []))
 
     def reserve(
-        self, owner: Owner, layout: Layout, names: ChunkNames, shard: int, *, groups: bytes | None = None, terms: Terms = FREE
+        self,
+        owner: Owner,
+        layout: Layout,
+        names: ChunkNames,
+        shard: int,
+        *,
+        groups: bytes | None = None,
+        terms: Terms = FREE,
     ) -> Granted:
         """Reserve memory for the missing chunks, in order, up to the first chunk that does not fit.
 
@@ -540,7 +629,14 @@ class CacheState:
         return finish(self.reserve_turns(owner, layout, names, shard, groups=groups, terms=terms))
 
     def reserve_turns(
-        self, owner: Owner, layout: Layout, names: ChunkNames, shard: int, *, groups: bytes | None = None, terms: Terms = FREE
+        self,
+        owner: Owner,
+        layout: Layout,
+        names: ChunkNames,
+        shard: int,
+        *,
+        groups: bytes | None = None,
+        terms: Terms = FREE,
     ) -> Turns[Granted]:
         """Do `reserve` in steps. The owner holds each chunk as soon as it is reserved."""
         self.in_use[names.namespace] = None
@@ -554,14 +650,18 @@ class CacheState:
                 self._of(owner).rooms.pop(number, None)
         return Granted(number if room.chunks else 0, offsets)
 
-    def commit(self, owner: Owner, room: int, chunks: Sequence[int], checksums: bytes | None = None) -> int:
+    def commit(
+        self, owner: Owner, room: int, chunks: Sequence[int], checksums: bytes | None = None
+    ) -> int:
         """Make chunks of a room visible. Return the mark for `all_done`.
 
         checksums: see `Rooms.commit_turns`; None: this cache has no readers, as in simulations
         """
         return finish(self.commit_turns(owner, room, chunks, checksums))
 
-    def commit_turns(self, owner: Owner, room: int, chunks: Sequence[int], checksums: bytes | None = None) -> Turns[int]:
+    def commit_turns(
+        self, owner: Owner, room: int, chunks: Sequence[int], checksums: bytes | None = None
+    ) -> Turns[int]:
         """Do `commit` in steps. Each chunk is visible after its own step."""
         rooms = self._of(owner).rooms
         if room in rooms:
@@ -702,7 +802,9 @@ class CacheState:
             "arriving_chunks": self._searches.num_arriving,
             "recodings": len(self.recodings),
             "write_behind": {"chunks": len(self._writes), "bytes": self._writes.queued_bytes},
-            "namespaces": {namespace.hex(): nbytes for namespace, nbytes in self.ram.used_by_namespace.items()},
+            "namespaces": {
+                namespace.hex(): nbytes for namespace, nbytes in self.ram.used_by_namespace.items()
+            },
             "held": self.holdings(),
             "counters": self.metrics.as_dict(),
         }
@@ -790,7 +892,9 @@ class CacheState:
                 self._unpin(pinned)
                 return Found(0, 0)
             if search.work is not None:
-                self.planner.settled(number, answer.num_tokens, waited_s=self.planner.clock() - search.began_s)
+                self.planner.settled(
+                    number, answer.num_tokens, waited_s=self.planner.clock() - search.began_s
+                )
             count_lookup(self.metrics, answer, search.here.asked_tokens)
             self._searches.take(number)
             self._of(search.owner).tickets.discard(number)
@@ -821,8 +925,14 @@ class CacheState:
     def _count_and_let_go(self, number: int, search: Search) -> Turns[None]:
         """Count a search that was released before it was final, and unpin its entries."""
         try:
-            prefix = yield from Presence(search.query, search.layout, search.pinned.get).take_turns()
-            count_lookup(self.metrics, (yield from self._answer_turns(number, search, prefix)), search.here.asked_tokens)
+            prefix = yield from Presence(
+                search.query, search.layout, search.pinned.get
+            ).take_turns()
+            count_lookup(
+                self.metrics,
+                (yield from self._answer_turns(number, search, prefix)),
+                search.here.asked_tokens,
+            )
             yield from prefix.empty_turns()
         finally:
             self._let_go(search)
@@ -850,13 +960,17 @@ class CacheState:
         news, self._has_news = self._has_news, False
         return news
 
-    def _if_worth_loading(self, number: int, answer: Found, query: Query, layout: Layout, work: Work, declined: bool) -> Found:
+    def _if_worth_loading(
+        self, number: int, answer: Found, query: Query, layout: Layout, work: Work, declined: bool
+    ) -> Found:
         """Return the answer from memory alone; an empty one if computing is faster.
 
         declined: tiers were not probed, because it would not pay
         """
         worth = self.planner.is_worth_loading(work, query, layout, answer.num_tokens)
-        self.planner.decided_here(number, work, query, layout, answer.num_tokens, worth=worth, declined=declined)
+        self.planner.decided_here(
+            number, work, query, layout, answer.num_tokens, worth=worth, declined=declined
+        )
         if answer.num_tokens and not worth:
             answer = Found(0, 0, reason=SLOWER)
         elif declined:
@@ -864,7 +978,13 @@ class CacheState:
         return answer
 
     def _search_for_nobody(
-        self, query: Query, layout: Layout, num_keys: int, *, prefix: Prefix[Entry] | None = None, sample: bool = False
+        self,
+        query: Query,
+        layout: Layout,
+        num_keys: int,
+        *,
+        prefix: Prefix[Entry] | None = None,
+        sample: bool = False,
     ) -> Turns[None]:
         """Load chunks from tiers into memory without a waiting request.
 
@@ -875,8 +995,12 @@ class CacheState:
         held: list[Entry] = []
         try:
             if prefix is None:
-                prefix = yield from Presence(query, layout, self._finder(num_keys, held)).take_turns()
-            yield from self._searches.begin_turns(number, None, query, layout, prefix, num_keys=num_keys, sample=sample)
+                prefix = yield from Presence(
+                    query, layout, self._finder(num_keys, held)
+                ).take_turns()
+            yield from self._searches.begin_turns(
+                number, None, query, layout, prefix, num_keys=num_keys, sample=sample
+            )
             has_begun = clears == self.ram.num_clears  # else its pins may have been cleared since
         finally:  # the caller may leave between two steps
             if number in self._searches and not has_begun:
@@ -884,10 +1008,19 @@ class CacheState:
             self._unpin(held)
 
     def _is_worth_a_search(self, query: Query, presence: Presence[Entry], extent: Extent) -> bool:
-        return self._has_lower and extent.num_tokens < presence.asked_tokens and self._searches.may_begin(query)
+        return (
+            self._has_lower
+            and extent.num_tokens < presence.asked_tokens
+            and self._searches.may_begin(query)
+        )
 
     def _answer(
-        self, number: int, presence: Presence[Entry], extent: Extent, search: Search | None = None, sources: dict[str, int] | None = None
+        self,
+        number: int,
+        presence: Presence[Entry],
+        extent: Extent,
+        search: Search | None = None,
+        sources: dict[str, int] | None = None,
     ) -> Found:
         """Return a final answer: length, sources, and the reason why it is not longer.
 
@@ -896,11 +1029,17 @@ class CacheState:
         reason = self._reason(presence, extent, search)
         if not extent.num_tokens:
             return Found(0, 0, reason=reason)
-        return Found(number, extent.num_tokens, sources=sources or {"ram": extent.num_tokens}, reason=reason)
+        return Found(
+            number, extent.num_tokens, sources=sources or {"ram": extent.num_tokens}, reason=reason
+        )
 
     def _answer_turns(self, number: int, search: Search, prefix: Prefix[Entry]) -> Turns[Found]:
         """Do `_answer` for a search, in steps."""
-        sources = (yield from sources_turns(prefix, search, self.tier_names)) if len(search.sources) else None
+        sources = (
+            (yield from sources_turns(prefix, search, self.tier_names))
+            if len(search.sources)
+            else None
+        )
         return self._answer(number, search.here, prefix.extent, search, sources)
 
     def _reason(self, presence: Presence[Entry], extent: Extent, search: Search | None) -> str:
@@ -928,17 +1067,33 @@ class CacheState:
         partly = any(key in places or self.ram.find(key) is not None for key in gap.siblings)
         return self._gone.why(gap.key) or (INCOMPLETE if partly else NEVER_STORED)
 
-    def _issue(self, answer: Found, owner: Owner, query: Query, layout: Layout, prefix: Prefix[Entry], pinned: list[Entry]) -> None:
+    def _issue(
+        self,
+        answer: Found,
+        owner: Owner,
+        query: Query,
+        layout: Layout,
+        prefix: Prefix[Entry],
+        pinned: list[Entry],
+    ) -> None:
         """Issue a final ticket over pinned entries."""
-        shards = {shard: [prefix.rows[group, shard] for group in range(len(layout.groups))] for shard in range(query.shards)}
+        shards = {
+            shard: [prefix.rows[group, shard] for group in range(len(layout.groups))]
+            for shard in range(query.shards)
+        }
         extent = prefix.extent
-        counts = [layout.tokens_per_chunk] * extent.whole + ([extent.tail_tokens] if extent.tail is not None else [])
+        counts = [layout.tokens_per_chunk] * extent.whole + (
+            [extent.tail_tokens] if extent.tail is not None else []
+        )
         self._tickets[answer.ticket] = _Ticket(owner, counts, shards, pinned, answer)
         self._of(owner).tickets.add(answer.ticket)
 
     def _events_log(self) -> EventLog:
         if self._log is None:
-            raise ConfigError("event_buffer is 0: this cache keeps no events; set it to how many are to be remembered, such as 100000")
+            raise ConfigError(
+                "event_buffer is 0: this cache keeps no events; set it to how many are to "
+                "be remembered, such as 100000"
+            )
         return self._log
 
     def _changed(self, what: str, entry: Entry) -> None:
@@ -971,16 +1126,27 @@ def _bytes_of(entries: Iterable[Entry]) -> int:
 
 def _check_query(layout: Layout, query: Query) -> int:
     """Return the number of keys of a query. Raises ProtocolError if it is invalid or too large."""
-    if len(query.namespace) != NAMESPACE_BYTES or len(query.hashes) % HASH_BYTES or not 1 <= query.shards <= MAX_SHARDS:
+    if (
+        len(query.namespace) != NAMESPACE_BYTES
+        or len(query.hashes) % HASH_BYTES
+        or not 1 <= query.shards <= MAX_SHARDS
+    ):
         raise ProtocolError("a query's namespace, hashes or shards have an impossible size")
     if len(query.tail_hashes) != len(query.tail_lengths) * HASH_BYTES:
         raise ProtocolError("a query's tail hashes and tail lengths do not agree")
     if not all(0 < length < layout.tokens_per_chunk for length in query.tail_lengths):
-        raise ProtocolError(f"a query's tail is not shorter than a chunk of {layout.tokens_per_chunk} tokens")
-    num_keys = (len(query.hashes) // HASH_BYTES + len(query.tail_lengths)) * len(layout.groups) * query.shards
+        raise ProtocolError(
+            f"a query's tail is not shorter than a chunk of {layout.tokens_per_chunk} tokens"
+        )
+    num_keys = (
+        (len(query.hashes) // HASH_BYTES + len(query.tail_lengths))
+        * len(layout.groups)
+        * query.shards
+    )
     if num_keys > _MOST_KEYS:
         raise ProtocolError(
-            f"a query of {num_keys} keys ({len(query.hashes) // HASH_BYTES} chunks, {len(query.tail_lengths)} tails, {len(layout.groups)} "
+            f"a query of {num_keys} keys ({len(query.hashes) // HASH_BYTES} chunks, "
+            f"{len(query.tail_lengths)} tails, {len(layout.groups)} "
             f"groups, {query.shards} shards); {_MOST_KEYS} is the most: look up a shorter prompt"
         )
     return num_keys

@@ -1,6 +1,7 @@
 """The bounded queue of chunks for lower tiers. It drops chunks instead of blocking.
 
-    writes.add(entry, layout)        # held in RAM until it is written; or dropped and counted if the queue is full
+    writes.add(entry, layout)  # held in RAM until it is written; or dropped and counted if the
+    queue is full
     writes.done(number)              # the mover has finished with it, well or not
 
 No I/O: the mover writes. A dropped chunk stays in RAM until it is evicted. After that it is a miss.
@@ -23,7 +24,14 @@ log = logging.getLogger(__name__)
 class Writes:
     """The queue of one cache, as its state sees it."""
 
-    def __init__(self, ram: RamTier, metrics: Metrics, give_order: Callable[[Order], None], *, limit_bytes: int) -> None:
+    def __init__(
+        self,
+        ram: RamTier,
+        metrics: Metrics,
+        give_order: Callable[[Order], None],
+        *,
+        limit_bytes: int,
+    ) -> None:
         self._ram = ram
         self._metrics = metrics
         self._give_order = give_order
@@ -47,7 +55,9 @@ class Writes:
         """Return whether no write up to `mark` is waiting."""
         return not self._held or next(iter(self._held)) > mark
 
-    def add(self, entry: Entry, layout: Layout, terms: Terms = FREE, *, above: int | None = None) -> None:
+    def add(
+        self, entry: Entry, layout: Layout, terms: Terms = FREE, *, above: int | None = None
+    ) -> None:
         """Hold an entry and order its write; drop it if the queue is full."""
         if self._ram.is_doomed(entry):
             return  # cleared while it was written
@@ -71,5 +81,8 @@ class Writes:
     def _drop(self) -> None:
         self._metrics.add("kvhold_tier_dropped_chunks", tier="all", reason="queue full")
         if not self._dropping:  # once a burst
-            log.warning("lower tiers do not keep up: with %s waiting, chunks are dropped", format_size(self.queued_bytes))
+            log.warning(
+                "lower tiers do not keep up: with %s waiting, chunks are dropped",
+                format_size(self.queued_bytes),
+            )
         self._dropping = True

@@ -19,7 +19,10 @@ _COMMANDS = {
     "status": ("kvhold.cli.status", "Show what the node holds and counts."),
     "explain": ("kvhold.cli.explain", "Say why a request was loaded, or computed."),
     "names": ("kvhold.cli.names", "Say what KV is named by, and why two engines share none."),
-    "compress": ("kvhold.cli.compress", "Write what a tier holds anew by a codec, while all serves."),
+    "compress": (
+        "kvhold.cli.compress",
+        "Write what a tier holds anew by a codec, while all serves.",
+    ),
     "decompress": ("kvhold.cli.decompress", "Write what a tier holds anew without a codec."),
     "clients": ("kvhold.cli.clients", "List the node's clients and what each holds."),
     "kick": ("kvhold.cli.kick", "End a client of the node."),
@@ -27,9 +30,15 @@ _COMMANDS = {
     "tiers": ("kvhold.cli.tiers", "Which tiers there are, and what can be set."),
     "doctor": ("kvhold.cli.doctor", "Try each tier, and say what is wrong."),
     "demo": ("kvhold.lab.demo.command", "Show on a real engine what a hit is worth."),
-    "verify": ("kvhold.lab.verify.command", "Prove on a model that kvhold changes no answer and no bit."),
+    "verify": (
+        "kvhold.lab.verify.command",
+        "Prove on a model that kvhold changes no answer and no bit.",
+    ),
     "size": ("kvhold.cli.size", "How large a model's KV is, and how much of it fits where."),
-    "simulate": ("kvhold.lab.simulate.command", "What caches would have found of a trace, by policy and size."),
+    "simulate": (
+        "kvhold.lab.simulate.command",
+        "What caches would have found of a trace, by policy and size.",
+    ),
     "bench": ("kvhold.lab.bench.command", "Measure, against limits taken in the same run."),
 }
 
@@ -44,10 +53,15 @@ class _Lazy(click.Group):
         command: click.Command = import_module(_COMMANDS[cmd_name][0]).command
         return command
 
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
         if args[0] not in _COMMANDS and not args[0].startswith("-"):
             near = get_close_matches(args[0], _COMMANDS, n=1)
-            ctx.fail(f"There is no command {args[0]!r}." + (f" Did you mean {near[0]!r}?" if near else ""))
+            ctx.fail(
+                f"There is no command {args[0]!r}."
+                + (f" Did you mean {near[0]!r}?" if near else "")
+            )
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -61,7 +75,10 @@ def cli() -> None:
     """kvhold holds the KV caches of LLM engines, so that no text is prefilled twice."""
     level = os.environ.get("KVHOLD_LOG_LEVEL", "INFO").upper()
     if level not in logging.getLevelNamesMapping():
-        raise ConfigError(f"environment: KVHOLD_LOG_LEVEL = {level!r}: must be one of DEBUG, INFO, WARNING, ERROR, CRITICAL")
+        raise ConfigError(
+            f"environment: KVHOLD_LOG_LEVEL = {level!r}: must be one of DEBUG, INFO, "
+            "WARNING, ERROR, CRITICAL"
+        )
     logging.basicConfig(
         level=level,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",

@@ -31,18 +31,27 @@ def command(socket: str | None, as_json: bool) -> None:
 def as_row(client: Client) -> dict[str, object]:
     """Return a client as `--json` shows it."""
     row = msgspec.structs.asdict(client)
-    return {"id": name_of(client)} | {name: value for name, value in row.items() if name != "number"}
+    return {"id": name_of(client)} | {
+        name: value for name, value in row.items() if name != "number"
+    }
 
 
 def as_table(clients: list[Client]) -> str:
     """Format clients, one per line."""
-    lines = [f"{'ID':6} {'NAME':20} {'PID':>8} {'SILENT':>8} {'HITS':>6} {'LOANS':>6} {'ROOMS':>6} {'HOLDS':>10}  STATE"]
+    lines = [
+        (
+            f"{'ID':6} {'NAME':20} {'PID':>8} {'SILENT':>8} {'HITS':>6} {'LOANS':>6} "
+            f"{'ROOMS':>6} {'HOLDS':>10}  STATE"
+        )
+    ]
     for one in clients:
         state = "dead" if not one.alive else "ended, not gone yet" if one.ended else "alive"
         if one.device:
             state += f", {format_size(one.pinned_bytes)} pinned for a device"
         held = f"{one.hits:6} {one.loans:6} {one.rooms:6} {format_size(one.nbytes):>10}"
-        lines.append(f"{name_of(one):6} {one.name:20.20} {one.pid:8} {one.silent_s:7.1f}s {held}  {state}")
+        lines.append(
+            f"{name_of(one):6} {one.name:20.20} {one.pid:8} {one.silent_s:7.1f}s {held}  {state}"
+        )
     return "\n".join(lines)
 
 

@@ -40,11 +40,20 @@ class Options:
 
 @click.command()
 @click.option("--tier", required=True, help="Its name, as `kvhold status` has it.")
-@click.option("--codec", required=True, help="What its chunks are to be written by, such as lossless or cachegen.")
-@click.option("--namespace", help="Of this namespace alone: its digest in hex. [default: all that the node knows]")
+@click.option(
+    "--codec",
+    required=True,
+    help="What its chunks are to be written by, such as lossless or cachegen.",
+)
+@click.option(
+    "--namespace",
+    help="Of this namespace alone: its digest in hex. [default: all that the node knows]",
+)
 @click.option("--socket", help="Path of the node's Unix socket. [default: this user's]")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-def command(tier: str, codec: str, namespace: str | None, socket: str | None, as_json: bool) -> None:
+def command(
+    tier: str, codec: str, namespace: str | None, socket: str | None, as_json: bool
+) -> None:
     """Re-encode the chunks of a tier of this host's node with another codec, online.
 
     Returns when it is done.
@@ -60,11 +69,15 @@ def recode(codec: str, options: Options) -> None:
     config = load_config({"node": {"socket": options.socket}} if options.socket else {})
     namespace = _digest(options.namespace)
     with (
-        NodeClient(socket_path(config.node.socket), config.client, name="kvhold compress") as client,
+        NodeClient(
+            socket_path(config.node.socket), config.client, name="kvhold compress"
+        ) as client,
         client.recode(options.tier, codec, namespace=namespace) as recoding,
     ):
         recoded = recoding.wait()
-    click.echo(json.dumps(asdict(recoded), indent=2) if options.as_json else _describe(recoded, codec))
+    click.echo(
+        json.dumps(asdict(recoded), indent=2) if options.as_json else _describe(recoded, codec)
+    )
     if recoded.stopped:
         click.echo(f"kvhold: it ended early: {recoded.stopped}", err=True)
         sys.exit(1)
@@ -78,16 +91,31 @@ def _digest(text: str | None) -> bytes | None:
     except ValueError:
         digest = b""
     if len(digest) != NAMESPACE_BYTES:
-        raise ConfigError(f"--namespace {text!r}: write its digest, {2 * NAMESPACE_BYTES} hexadecimal digits")
+        raise ConfigError(
+            f"--namespace {text!r}: write its digest, {2 * NAMESPACE_BYTES} hexadecimal digits"
+        )
     return digest
 
 
 def _describe(recoded: Recoded, codec: str) -> str:
     if not recoded.seen:
-        return "nothing to do: the tier holds no chunk of a namespace that the node knows; engines make theirs known when they connect"
+        return (
+            "nothing to do: the tier holds no chunk of a namespace that the node knows; "
+            "engines make theirs known when they connect"
+        )
     before, after = format_size(recoded.bytes_before), format_size(recoded.bytes_after)
-    lines = [f"{recoded.replaced} of {recoded.seen} chunks are written anew by {codec}: {before} before, {after} now"]
+    lines = [
+        (
+            f"{recoded.replaced} of {recoded.seen} chunks are written anew by {codec}: "
+            f"{before} before, {after} now"
+        )
+    ]
     if recoded.over_budget:
-        lines.append(f"  {recoded.over_budget} of all are by another codec, because of their namespace's budget")
-    lines += [f"  {count} {what}" for name, what in _RESULTS.items() if (count := getattr(recoded, name))]
+        lines.append(
+            f"  {recoded.over_budget} of all are by another codec, because of their "
+            "namespace's budget"
+        )
+    lines += [
+        f"  {count} {what}" for name, what in _RESULTS.items() if (count := getattr(recoded, name))
+    ]
     return "\n".join(lines)

@@ -10,11 +10,22 @@ from kvhold.cli.compress import Options, recode
 
 @click.command()
 @click.option("--tier", required=True, help="Its name, as `kvhold status` has it.")
-@click.option("--codec", type=click.Choice(["raw", "lossless"]), default="raw", show_default=True, help="As it is, or smaller and exact.")
-@click.option("--namespace", help="Of this namespace alone: its digest in hex. [default: all that the node knows]")
+@click.option(
+    "--codec",
+    type=click.Choice(["raw", "lossless"]),
+    default="raw",
+    show_default=True,
+    help="As it is, or smaller and exact.",
+)
+@click.option(
+    "--namespace",
+    help="Of this namespace alone: its digest in hex. [default: all that the node knows]",
+)
 @click.option("--socket", help="Path of the node's Unix socket. [default: this user's]")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-def command(tier: str, codec: str, namespace: str | None, socket: str | None, as_json: bool) -> None:
+def command(
+    tier: str, codec: str, namespace: str | None, socket: str | None, as_json: bool
+) -> None:
     """Re-encode the chunks of a tier of this host's node without compression, online.
 
     Returns when it is done.

@@ -21,7 +21,14 @@ from kvhold.cli.lmcache import advice
 from kvhold.cli.tier_urls import check_no_secrets
 from kvhold.codecs import Raw, frame_chunk, unframe_chunk
 from kvhold.core.config import Config, load_config
-from kvhold.core.errors import ConfigError, FrameError, KVHoldError, NodeError, TierError, TierUnavailable
+from kvhold.core.errors import (
+    ConfigError,
+    FrameError,
+    KVHoldError,
+    NodeError,
+    TierError,
+    TierUnavailable,
+)
 from kvhold.core.keys import HASH_BYTES, Namespace, make_key
 from kvhold.core.layout import Group, Layout
 from kvhold.node import NodeClient
@@ -34,7 +41,10 @@ from kvhold.tiers.url import parse_url
 
 Result = TypeVar("Result")
 
-_LAYOUT = Layout(groups=(Group(layers=4, planes=2, heads=4, head_dim=128, dtype="bfloat16"),), tokens_per_chunk=128)  # 1 MiB
+_LAYOUT = Layout(
+    groups=(Group(layers=4, planes=2, heads=4, head_dim=128, dtype="bfloat16"),),
+    tokens_per_chunk=128,
+)  # 1 MiB
 
 
 @dataclass
@@ -58,8 +68,15 @@ class Finding:
 
 
 @click.command()
-@click.option("--tier", "tiers", multiple=True, help="Look at this one instead of those that the settings name; again for more.")
-@click.option("--config", "config_file", type=click.Path(path_type=Path), help="Settings file, TOML or YAML.")
+@click.option(
+    "--tier",
+    "tiers",
+    multiple=True,
+    help="Look at this one instead of those that the settings name; again for more.",
+)
+@click.option(
+    "--config", "config_file", type=click.Path(path_type=Path), help="Settings file, TOML or YAML."
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON list.")
 def command(tiers: tuple[str, ...], config_file: Path | None, as_json: bool) -> None:
     """Try each tier, and say in plain words what is wrong. Exits with 1 if there is a fault."""
@@ -68,7 +85,11 @@ def command(tiers: tuple[str, ...], config_file: Path | None, as_json: bool) -> 
     findings = [_look_at_node(config, may_differ=bool(tiers)), *asyncio.run(_look_at_tiers(config))]
     if foreign := list(advice(os.environ)):
         findings.append(Finding("environment", says=foreign))
-    click.echo(json.dumps([asdict(finding) for finding in findings], indent=2) if as_json else "\n".join(map(_describe, findings)))
+    click.echo(
+        json.dumps([asdict(finding) for finding in findings], indent=2)
+        if as_json
+        else "\n".join(map(_describe, findings))
+    )
     if not all(finding.ok for finding in findings):
         raise SystemExit(1)
 
@@ -90,7 +111,9 @@ def _look_at_node(config: Config, *, may_differ: bool) -> Finding:
                 if not tier["available"]:
                     finding.wrong(f"its tier {tier['name']} is left alone: {tier['last_fault']}")
         if not may_differ:  # would the node accept an engine with these settings?
-            NodeClient(path, config.client, name="kvhold doctor", requires=pack(requirements_of(config))).close()
+            NodeClient(
+                path, config.client, name="kvhold doctor", requires=pack(requirements_of(config))
+            ).close()
     except NodeError as error:
         if path.exists() or not config.node.autostart:
             finding.wrong(str(error))
@@ -138,7 +161,15 @@ class _Visit:
         namespace = Namespace(model="kvhold doctor", layout=_LAYOUT)
         self._key = make_key(namespace.digest, os.urandom(HASH_BYTES), 0, 0)
         self._chunk = memoryview(bytearray(os.urandom(_LAYOUT.chunk_bytes(0, 128))))
-        self._frame = frame_chunk(self._chunk, Raw(), key=self._key, layout=_LAYOUT, num_tokens=128, first_token=0, align=4096)
+        self._frame = frame_chunk(
+            self._chunk,
+            Raw(),
+            key=self._key,
+            layout=_LAYOUT,
+            num_tokens=128,
+            first_token=0,
+            align=4096,
+        )
 
     async def run(self) -> None:
         settings = self._settings
@@ -146,63 +177,103 @@ class _Visit:
         if settings.read_only:
             self._finding.says.append("read_only: nothing was put")
             return
-        (fault,) = await self._step("put", settings.put_timeout_s, lambda: self._tier.put([(self._key, self._frame.parts)], ttl_s=3600))
+        (fault,) = await self._step(
+            "put",
+            settings.put_timeout_s,
+            lambda: self._tier.put([(self._key, self._frame.parts)], ttl_s=3600),
+        )
         if fault is not None:
             self._finding.wrong(f"it does not take a chunk: {fault}")
             return
         try:
             await self._read()
         finally:
-            (removed,) = await self._step("delete", settings.put_timeout_s, lambda: self._tier.delete([self._key]))
+            (removed,) = await self._step(
+                "delete", settings.put_timeout_s, lambda: self._tier.delete([self._key])
+            )
         if not removed:
-            self._finding.wrong("the chunk was gone before it was deleted: it evicts at once, or somebody else deletes there")
-        elif (await self._step("probe", settings.probe_timeout_s, lambda: self._tier.probe([self._key]))) != [None]:
+            self._finding.wrong(
+                "the chunk was gone before it was deleted: it evicts at once, or somebody "
+                "else deletes there"
+            )
+        elif (
+            await self._step(
+                "probe", settings.probe_timeout_s, lambda: self._tier.probe([self._key])
+            )
+        ) != [None]:
             self._finding.wrong("a deleted chunk is still there")
 
     async def _read(self) -> None:
-        (size,) = await self._step("probe", self._settings.probe_timeout_s, lambda: self._tier.probe([self._key]))
+        (size,) = await self._step(
+            "probe", self._settings.probe_timeout_s, lambda: self._tier.probe([self._key])
+        )
         if size != self._frame.nbytes:
             found = "nothing" if size is None else f"{size} bytes"
-            self._finding.wrong(f"{self._frame.nbytes} bytes were put and acknowledged; a probe finds {found}")
+            self._finding.wrong(
+                f"{self._frame.nbytes} bytes were put and acknowledged; a probe finds {found}"
+            )
             return
         whole = bytearray(self._frame.nbytes)
-        (got,) = await self._step("get", self._settings.get_timeout_s, lambda: self._tier.get([self._key], [[memoryview(whole)]]))
+        (got,) = await self._step(
+            "get",
+            self._settings.get_timeout_s,
+            lambda: self._tier.get([self._key], [[memoryview(whole)]]),
+        )
         self._compare(got, whole)
         start, length = self._frame.fields.layer_range(2)
         part = bytearray(length)
         (got,) = await self._step(
-            "get a layer", self._settings.get_timeout_s, lambda: self._tier.get([self._key], [[memoryview(part)]], starts=[start])
+            "get a layer",
+            self._settings.get_timeout_s,
+            lambda: self._tier.get([self._key], [[memoryview(part)]], starts=[start]),
         )
         if got != length or part != self._chunk[2 * length : 3 * length]:
             self._finding.wrong("a layer that is read alone is not what was put")
 
     def _compare(self, got: int | TierError | None, whole: bytearray) -> None:
         if got != self._frame.nbytes:
-            self._finding.wrong(f"the chunk does not come back: {got if got is not None else 'nothing there'}")
+            self._finding.wrong(
+                f"the chunk does not come back: {got if got is not None else 'nothing there'}"
+            )
             return
         back = bytearray(len(self._chunk))
         try:
-            unframe_chunk(memoryview(whole), memoryview(back), key=self._key, layout=_LAYOUT, num_tokens=128, first_token=0)
+            unframe_chunk(
+                memoryview(whole),
+                memoryview(back),
+                key=self._key,
+                layout=_LAYOUT,
+                num_tokens=128,
+                first_token=0,
+            )
         except FrameError as error:
             self._finding.wrong(f"the chunk comes back damaged: {error}")
             return
         if back != self._chunk:
-            self._finding.wrong("the chunk comes back with other bytes, and with checksums that fit them")
+            self._finding.wrong(
+                "the chunk comes back with other bytes, and with checksums that fit them"
+            )
 
-    async def _step(self, name: str, timeout_s: float, call: Callable[[], Awaitable[Result]]) -> Result:
+    async def _step(
+        self, name: str, timeout_s: float, call: Callable[[], Awaitable[Result]]
+    ) -> Result:
         began = time.perf_counter()
         try:
             async with asyncio.timeout(timeout_s):
                 return await call()
         except TimeoutError:
-            raise TierUnavailable(self._tier.traits.name, name, f"no answer within {timeout_s:g} s") from None
+            raise TierUnavailable(
+                self._tier.traits.name, name, f"no answer within {timeout_s:g} s"
+            ) from None
         finally:
             self._finding.ms.setdefault(name, _ms(began))
 
 
 def _describe(finding: Finding) -> str:
     times = ", ".join(f"{name} {ms:.1f} ms" for name, ms in finding.ms.items())
-    lines = [f"{'ok   ' if finding.ok else 'WRONG'}  {finding.name}{f'  ({times})' if times else ''}"]
+    lines = [
+        f"{'ok   ' if finding.ok else 'WRONG'}  {finding.name}{f'  ({times})' if times else ''}"
+    ]
     lines += [f"       {said}" for said in finding.says]
     return "\n".join(lines)
 

@@ -12,13 +12,19 @@ from kvhold.core.planning import MOST_NAME, Decision
 from kvhold.node import NodeClient
 from kvhold.node.paths import socket_path
 
-_NAMES = {"compute": "compute all", "memory": "load what memory has", "all": "load all that was found"}
+_NAMES = {
+    "compute": "compute all",
+    "memory": "load what memory has",
+    "all": "load all that was found",
+}
 
 
 @click.command()
 @click.argument("request_id", metavar="[REQUEST]", default="")
 @click.option("--socket", help="Path of the node's Unix socket. [default: this user's]")
-@click.option("--json", "as_json", is_flag=True, help="A JSON array of decisions, the last one first.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="A JSON array of decisions, the last one first."
+)
 def command(request_id: str, socket: str | None, as_json: bool) -> None:
     """Explain the node's decision for a request of an engine, and its result; without REQUEST, list
     the latest.
@@ -27,7 +33,9 @@ def command(request_id: str, socket: str | None, as_json: bool) -> None:
     512 decisions. Exits with 1 if none matches.
     """
     config = load_config({"node": {"socket": socket}} if socket else {})
-    with NodeClient(socket_path(config.node.socket), config.client, name="kvhold explain") as client:
+    with NodeClient(
+        socket_path(config.node.socket), config.client, name="kvhold explain"
+    ) as client:
         decisions = client.explain(request_id[:MOST_NAME])
     if as_json:
         click.echo(json.dumps(to_builtins(decisions, str_keys=True), indent=2))
@@ -36,34 +44,48 @@ def command(request_id: str, socket: str | None, as_json: bool) -> None:
     elif decisions:
         click.echo("\n".join(map(_line, decisions)))
     if not decisions:
-        what = f"of a request {request_id!r}" if request_id else "of any request yet; engines with rules.plan off decide nothing"
+        what = (
+            f"of a request {request_id!r}"
+            if request_id
+            else "of any request yet; engines with rules.plan off decide nothing"
+        )
         click.echo(f"kvhold: the node remembers no decision {what}", err=True)
         sys.exit(1)
 
 
 def _line(decision: Decision) -> str:
-    return f"{_time(decision)}  {decision.request}  {_hit(decision)} of {decision.num_tokens} tokens: {decision.why}"
+    return (
+        f"{_time(decision)}  {decision.request}  {_hit(decision)} of {decision.num_tokens} "
+        f"tokens: {decision.why}"
+    )
 
 
 def _describe(decision: Decision) -> str:
     found = ", ".join(f"{tokens} in {place}" for place, tokens in decision.found.items()) or "none"
     lines = [
         f"request   {decision.request}, at {_time(decision)}",
-        f"tokens    {decision.num_tokens} in all, {decision.computed_tokens} in the engine already, found: {found}",
+        (
+            f"tokens    {decision.num_tokens} in all, {decision.computed_tokens} in the engine "
+            f"already, found: {found}"
+        ),
         f"decision  {decision.why}",
         "",
         f"{'':25}{'tokens':>8}{'wait s':>10}{'load s':>10}{'compute s':>11}{'in all s':>10}",
     ]
     for name, label in _NAMES.items():
         one = decision.alternatives[name]
-        lines.append(f"{label:25}{one.num_tokens:8}{one.wait_s:10.4f}{one.load_s:10.4f}{one.compute_s:11.4f}{one.total_s:10.4f}")
+        lines.append(
+            f"{label:25}{one.num_tokens:8}{one.wait_s:10.4f}{one.load_s:10.4f}{one.compute_s:11.4f}{one.total_s:10.4f}"
+        )
     chosen = decision.alternatives["chosen"]
     for label, tokens, wait_s, load_s, compute_s in (
         ("chosen", chosen.num_tokens, chosen.wait_s, chosen.load_s, chosen.compute_s),
         ("what came of it", _hit(decision), decision.waited_s, decision.load_s, decision.compute_s),
     ):
         in_all = f"{wait_s + max(load_s, 0) + compute_s:10.4f}" if compute_s >= 0 else f"{'-':>10}"
-        lines.append(f"{label:25}{tokens:>8}{wait_s:10.4f}{_seconds(load_s):>10}{_seconds(compute_s):>11}{in_all}")
+        lines.append(
+            f"{label:25}{tokens:>8}{wait_s:10.4f}{_seconds(load_s):>10}{_seconds(compute_s):>11}{in_all}"
+        )
     return "\n".join(lines)
 
 

@@ -25,7 +25,10 @@ def command(client: str, socket: str | None) -> None:
     """
     match = re.fullmatch(r"(c?)([1-9][0-9]{0,9})", client)
     if match is None:
-        raise click.BadParameter(f"{client!r} is neither an ID of `kvhold clients`, such as c12, nor a process id", param_hint="ID|PID")
+        raise click.BadParameter(
+            f"{client!r} is neither an ID of `kvhold clients`, such as c12, nor a process id",
+            param_hint="ID|PID",
+        )
     number = int(match[2])
     config = load_config({"node": {"socket": socket}} if socket else {})
     with NodeClient(socket_path(config.node.socket), config.client, name="kvhold kick") as node:
@@ -39,4 +42,7 @@ def command(client: str, socket: str | None) -> None:
 def _what_is_left(client: Client) -> str:
     if not client.loans and not client.rooms:
         return ""
-    return f": the {format_size(client.nbytes)} that it reads or writes are free when it closes its connection, or is dead"
+    return (
+        f": the {format_size(client.nbytes)} that it reads or writes are free when it closes "
+        "its connection, or is dead"
+    )

@@ -27,5 +27,8 @@ def advice(environ: Mapping[str, str]) -> Iterator[str]:
     """
     for name in sorted(environ):
         if name.startswith(_PREFIX):
-            here = _NAMES.get(name.removeprefix(_PREFIX), "in docs/tiers.md and `kvhold serve --help`, if there is such a setting")
+            here = _NAMES.get(
+                name.removeprefix(_PREFIX),
+                "in docs/tiers.md and `kvhold serve --help`, if there is such a setting",
+            )
             yield f"{name} is a variable of LMCache and has no effect here; in kvhold it is {here}"

@@ -15,7 +15,10 @@ from kvhold.node import NodeClient
 from kvhold.node.paths import socket_path
 
 _SHOWN = 16  # digits of a digest
-_HINT = "If you know that a difference changes no KV, add its name to the setting `share` of both engines, and they share."
+_HINT = (
+    "If you know that a difference changes no KV, add its name to the setting `share` of both "
+    "engines, and they share."
+)
 
 
 @click.command()
@@ -34,17 +37,34 @@ def command(one: str, two: str, socket: str | None, as_json: bool) -> None:
     with NodeClient(socket_path(config.node.socket), config.client, name="kvhold names") as client:
         if not one:
             spaces, others, other_bytes = client.names()
-            click.echo(_list_json(spaces, others, other_bytes) if as_json else _list(spaces, others, other_bytes))
+            click.echo(
+                _list_json(spaces, others, other_bytes)
+                if as_json
+                else _list(spaces, others, other_bytes)
+            )
             return
         chosen = [_find(client, digits) for digits in (one, two) if digits]
     facts = [unpack(space.description).facts for space in chosen]
     if not two:
-        click.echo(json.dumps(_space(chosen[0]) | {"facts": facts[0]}, indent=2) if as_json else _describe(chosen[0]))
+        click.echo(
+            json.dumps(_space(chosen[0]) | {"facts": facts[0]}, indent=2)
+            if as_json
+            else _describe(chosen[0])
+        )
         return
-    names = sorted(name for name in facts[0].keys() | facts[1].keys() if facts[0].get(name) != facts[1].get(name))
+    names = sorted(
+        name
+        for name in facts[0].keys() | facts[1].keys()
+        if facts[0].get(name) != facts[1].get(name)
+    )
     differences = {name: [found.get(name) for found in facts] for name in names}
     if as_json:
-        click.echo(json.dumps({"namespaces": [_space(space) for space in chosen], "differences": differences}, indent=2))
+        click.echo(
+            json.dumps(
+                {"namespaces": [_space(space) for space in chosen], "differences": differences},
+                indent=2,
+            )
+        )
     else:
         click.echo(_compare(chosen, differences))
 
@@ -53,7 +73,11 @@ def _find(client: NodeClient, digits: str) -> KnownSpace:
     spaces, _, _ = client.names(digits.lower()[:32])
     if len(spaces) == 1:
         return spaces[0]
-    what = f"{len(spaces)} namespaces begin with" if spaces else "the node knows of no namespace that begins with"
+    what = (
+        f"{len(spaces)} namespaces begin with"
+        if spaces
+        else "the node knows of no namespace that begins with"
+    )
     click.echo(f"kvhold: {what} {digits!r}; `kvhold names` lists them", err=True)
     sys.exit(1)
 
@@ -69,36 +93,69 @@ def _space(space: KnownSpace) -> dict[str, object]:
 
 
 def _list_json(spaces: list[KnownSpace], others: int, other_bytes: int) -> str:
-    return json.dumps({"namespaces": [_space(space) for space in spaces], "others": others, "other_bytes": other_bytes}, indent=2)
+    return json.dumps(
+        {
+            "namespaces": [_space(space) for space in spaces],
+            "others": others,
+            "other_bytes": other_bytes,
+        },
+        indent=2,
+    )
 
 
 def _list(spaces: list[KnownSpace], others: int, other_bytes: int) -> str:
     lines = [_line(space) for space in spaces] or ["no engine has registered a namespace here"]
     if others > 0:
-        lines.append(f"{others} more, by an adapter, a salt or tags of requests, or of engines of before: {format_size(other_bytes)}")
+        lines.append(
+            f"{others} more, by an adapter, a salt or tags of requests, or of engines of "
+            f"before: {format_size(other_bytes)}"
+        )
     return "\n".join(lines)
 
 
 def _line(space: KnownSpace) -> str:
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(space.at_s))
     title = unpack(space.description).title
-    return f"{space.digest.hex()[:_SHOWN]}  {format_size(space.nbytes):>10}  {at}  {space.client}  {title}"
+    return (
+        f"{space.digest.hex()[:_SHOWN]}  {format_size(space.nbytes):>10}  {at}  {space.client} "
+        f" {title}"
+    )
 
 
 def _describe(space: KnownSpace) -> str:
     facts = unpack(space.description).facts
-    return "\n".join([_line(space), "", *(f"{name} = {text}" for name, text in sorted(facts.items()))])
+    return "\n".join(
+        [_line(space), "", *(f"{name} = {text}" for name, text in sorted(facts.items()))]
+    )
 
 
 def _compare(spaces: list[KnownSpace], differences: dict[str, list[str | None]]) -> str:
     lines = [f"{label}  {_line(space)}" for label, space in zip("AB", spaces, strict=True)]
     if not differences:
         same = spaces[0].digest == spaces[1].digest
-        return "\n".join([*lines, "", "the same namespace" if same else "they differ in a salt or a tenant, which are not shown"])
+        return "\n".join(
+            [
+                *lines,
+                "",
+                "the same namespace"
+                if same
+                else "they differ in a salt or a tenant, which are not shown",
+            ]
+        )
     for name, texts in differences.items():
-        lines += ["", name, *(f"  {label}  {'-' if text is None else text}" for label, text in zip("AB", texts, strict=True))]
+        lines += [
+            "",
+            name,
+            *(
+                f"  {label}  {'-' if text is None else text}"
+                for label, text in zip("AB", texts, strict=True)
+            ),
+        ]
     lines += [
         "",
-        'To share KV in spite of a difference, add its name to the setting `share`, if you know that it changes no KV: see "Names".',
+        (
+            "To share KV in spite of a difference, add its name to the setting `share`, if you "
+            'know that it changes no KV: see "Names".'
+        ),
     ]
     return "\n".join(lines)

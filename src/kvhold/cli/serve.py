@@ -31,25 +31,57 @@ log = logging.getLogger(__name__)
 
 @click.command()
 @click.option("--socket", help="Path of the Unix socket. [default: one for this user]")
-@click.option("--ram-bytes", help="Size of the cache, such as 8GiB. [default: a quarter of what is free, at most 4GiB]")
+@click.option(
+    "--ram-bytes",
+    help="Size of the cache, such as 8GiB. [default: a quarter of what is free, at most 4GiB]",
+)
 @click.option("--policy", help="Which chunk is evicted first: lru, lfu, fifo, mru or s3fifo.")
-@click.option("--tier", "tiers", multiple=True, help="Where chunks live below RAM, such as disk:///var/cache/kvhold; the fastest first.")
 @click.option(
-    "--listen", metavar="HOST:PORT", help="Be the central cache of other hosts instead; beyond loopback only with authentication."
+    "--tier",
+    "tiers",
+    multiple=True,
+    help="Where chunks live below RAM, such as disk:///var/cache/kvhold; the fastest first.",
 )
-@click.option("--token-file", type=click.Path(path_type=Path), help="With --listen: a file with the token that clients must know.")
-@click.option("--tls-cert", type=click.Path(path_type=Path), help="With --listen: PEM file of the certificate (and key) to talk TLS with.")
 @click.option(
-    "--tls-client-ca", type=click.Path(path_type=Path), help="With --listen: PEM file of who must have signed clients' certificates."
+    "--listen",
+    metavar="HOST:PORT",
+    help="Be the central cache of other hosts instead; beyond loopback only with authentication.",
 )
-@click.option("--insecure", is_flag=True, help="With --listen beyond loopback: without TLS, so that others may read token and KV.")
-@click.option("--idle-exit-s", type=float, help="End after so many seconds without clients. [default: never]")
-@click.option("--detach", is_flag=True, help="Go on in the background once it is ready, and belong to nobody.")
 @click.option(
-    "--log-file", type=click.Path(path_type=Path), help="With --detach: log to this file, which is rotated, not to standard error."
+    "--token-file",
+    type=click.Path(path_type=Path),
+    help="With --listen: a file with the token that clients must know.",
+)
+@click.option(
+    "--tls-cert",
+    type=click.Path(path_type=Path),
+    help="With --listen: PEM file of the certificate (and key) to talk TLS with.",
+)
+@click.option(
+    "--tls-client-ca",
+    type=click.Path(path_type=Path),
+    help="With --listen: PEM file of who must have signed clients' certificates.",
+)
+@click.option(
+    "--insecure",
+    is_flag=True,
+    help="With --listen beyond loopback: without TLS, so that others may read token and KV.",
+)
+@click.option(
+    "--idle-exit-s", type=float, help="End after so many seconds without clients. [default: never]"
+)
+@click.option(
+    "--detach", is_flag=True, help="Go on in the background once it is ready, and belong to nobody."
+)
+@click.option(
+    "--log-file",
+    type=click.Path(path_type=Path),
+    help="With --detach: log to this file, which is rotated, not to standard error.",
 )
 @click.option("--restart", is_flag=True, help="With --detach: start it again when it was killed.")
-@click.option("--config", "config_file", type=click.Path(path_type=Path), help="Settings file, TOML or YAML.")
+@click.option(
+    "--config", "config_file", type=click.Path(path_type=Path), help="Settings file, TOML or YAML."
+)
 def command(
     socket: str | None,
     ram_bytes: str | None,
@@ -78,7 +110,12 @@ def command(
         arguments["tiers"] = tiers
     if socket is not None:
         arguments["node"] = {"socket": socket}
-    given = {"address": listen, "token_file": token_file, "tls_cert": tls_cert, "tls_client_ca": tls_client_ca}
+    given = {
+        "address": listen,
+        "token_file": token_file,
+        "tls_cert": tls_cert,
+        "tls_client_ca": tls_client_ca,
+    }
     if listening := {name: str(value) for name, value in given.items() if value is not None}:
         arguments["listen"] = listening | ({"insecure": True} if insecure else {})
     config = load_config(arguments, file=config_file)
@@ -91,12 +128,20 @@ def command(
         config, release = _detach(config, log_file, restart=restart and not config.listen.address)
     avoid_pauses()
     if config.listen.address:
-        asyncio.run(Central(config).serve(on_ready=lambda central: _announce_central(central, release)))
+        asyncio.run(
+            Central(config).serve(on_ready=lambda central: _announce_central(central, release))
+        )
     else:
-        asyncio.run(Node(config, idle_exit_s=idle_exit_s).serve(on_ready=lambda node: _announce(node, release)))
+        asyncio.run(
+            Node(config, idle_exit_s=idle_exit_s).serve(
+                on_ready=lambda node: _announce(node, release)
+            )
+        )
 
 
-def _detach(config: Config, log_file: Path | None, *, restart: bool) -> tuple[Config, Callable[[], None]]:
+def _detach(
+    config: Config, log_file: Path | None, *, restart: bool
+) -> tuple[Config, Callable[[], None]]:
     """Continue in a child process with its own session, which belongs to the host: see
     `node/host.py`.
 
@@ -145,13 +190,19 @@ def _detach(config: Config, log_file: Path | None, *, restart: bool) -> tuple[Co
 
 def _announce_central(central: Central, release: Callable[[], None] | None) -> None:
     size = format_size(central.shelf.arena.nbytes)
-    click.echo(f"kvhold central cache ready on {central.host}:{central.port}: {size}, protocol {CENTRAL_VERSION}")
+    click.echo(
+        f"kvhold central cache ready on {central.host}:{central.port}: {size}, protocol "
+        f"{CENTRAL_VERSION}"
+    )
     if release is not None:
         release()
 
 
 def _announce(node: Node, release: Callable[[], None] | None) -> None:
     pages = "huge" if node.arena.huge else "normal"
-    click.echo(f"kvhold node ready on {node.path}: {format_size(node.arena.nbytes)} in {pages} pages, protocol {PROTOCOL_VERSION}")
+    click.echo(
+        f"kvhold node ready on {node.path}: {format_size(node.arena.nbytes)} in {pages} "
+        f"pages, protocol {PROTOCOL_VERSION}"
+    )
     if release is not None:
         release()

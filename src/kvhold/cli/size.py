@@ -20,14 +20,43 @@ from kvhold.tiers.url import parse_url
 
 @click.command()
 @click.argument("model")
-@click.option("--dtype", default="auto", show_default=True, help="Of the KV: bf16, fp16, fp32, fp8, int8 ... [auto: the model's]")
-@click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor parallel workers.")
-@click.option("--tokens", type=click.IntRange(1), default=32_768, show_default=True, help="Length of the prompt.")
-@click.option("--chunk-tokens", type=click.IntRange(1), default=128, show_default=True, help="Tokens in a chunk.")
+@click.option(
+    "--dtype",
+    default="auto",
+    show_default=True,
+    help="Of the KV: bf16, fp16, fp32, fp8, int8 ... [auto: the model's]",
+)
+@click.option(
+    "--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor parallel workers."
+)
+@click.option(
+    "--tokens",
+    type=click.IntRange(1),
+    default=32_768,
+    show_default=True,
+    help="Length of the prompt.",
+)
+@click.option(
+    "--chunk-tokens",
+    type=click.IntRange(1),
+    default=128,
+    show_default=True,
+    help="Tokens in a chunk.",
+)
 @click.option("--ram", type=Size(), help="Memory, such as 64GiB: how many tokens fit.")
 @click.option("--disk", type=Size(), help="A tier below it, such as 1TiB: how many fit, by codec.")
-@click.option("--codec", "codecs", multiple=True, type=click.Choice(list(RATIOS)), help="Only these. [default: all]")
-@click.option("--config", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="The memory and tiers of a settings file.")
+@click.option(
+    "--codec",
+    "codecs",
+    multiple=True,
+    type=click.Choice(list(RATIOS)),
+    help="Only these. [default: all]",
+)
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="The memory and tiers of a settings file.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def command(
     model: str,
@@ -51,12 +80,23 @@ def command(
     below = codecs or tuple(codec for codec in RATIOS if is_measured(codec, element))
     configured, notes = _of_settings(config, element) if config is not None else ([], [])
     places = [("ram", ram, ("raw",)), ("disk", disk, below), *configured]
-    rows = [row for name, limit, names in places if limit for row in fits(name, limit, chunk_bytes, chunk_tokens, element, names)]
+    rows = [
+        row
+        for name, limit, names in places
+        if limit
+        for row in fits(name, limit, chunk_bytes, chunk_tokens, element, names)
+    ]
     result = {
         "model": model,
         "dtype": element,
         "tp": tp,
-        "groups": [{name: getattr(group, name) for name in ("layers", "planes", "heads", "head_dim", "window")} for group in kv.groups],
+        "groups": [
+            {
+                name: getattr(group, name)
+                for name in ("layers", "planes", "heads", "head_dim", "window")
+            }
+            for group in kv.groups
+        ],
         "state_layers": kv.state_layers,
         "notes": [*kv.notes, *notes],
         "token_bytes": kv.stored_bytes(1),
@@ -72,7 +112,9 @@ def command(
     click.echo(json.dumps(result, indent=2) if as_json else _describe(kv, result, rows))
 
 
-def _of_settings(file: Path, element: str) -> tuple[list[tuple[str, int | None, Sequence[str]]], list[str]]:
+def _of_settings(
+    file: Path, element: str
+) -> tuple[list[tuple[str, int | None, Sequence[str]]], list[str]]:
     """Return memory and the limited tiers, each with its codec, and notes.
 
     A note says that a codec's ratio for this element type was not measured; its tier counts as raw.
@@ -86,7 +128,10 @@ def _of_settings(file: Path, element: str) -> tuple[list[tuple[str, int | None, 
         if limit is None:
             continue  # its size is not limited by kvhold
         if not is_measured(codec, element):
-            notes.append(f"{url.shown}: how much smaller {codec} makes KV of {element} was not measured; it is counted raw")
+            notes.append(
+                f"{url.shown}: how much smaller {codec} makes KV of {element} was not "
+                "measured; it is counted raw"
+            )
             codec = "raw"
         try:
             places.append((url.shown, parse_size(limit), (codec,)))
@@ -97,29 +142,57 @@ def _of_settings(file: Path, element: str) -> tuple[list[tuple[str, int | None, 
 
 def _describe(kv: ModelKV, result: dict[str, Any], rows: Sequence[Fit]) -> str:
     tokens, tp = result["prompt_tokens"], result["tp"]
-    lines = [f"{result['model']}, {result['dtype']}", *(f"  {_of_group(group)}" for group in kv.groups)]
+    lines = [
+        f"{result['model']}, {result['dtype']}",
+        *(f"  {_of_group(group)}" for group in kv.groups),
+    ]
     lines += [f"  note: {note}" for note in result["notes"]]
-    heading = f"{'':24}{'stored by kvhold':>24}{'loaded by a hit':>24}" + (f"{f'one of {tp} workers':>24}" if tp > 1 else "")
+    heading = f"{'':24}{'stored by kvhold':>24}{'loaded by a hit':>24}" + (
+        f"{f'one of {tp} workers':>24}" if tp > 1 else ""
+    )
     lines += ["", heading]
     for name, count in (
         ("a token", 1),
         (f"a chunk of {result['chunk_tokens']:,}", result["chunk_tokens"]),
         (f"a prompt of {tokens:,}", tokens),
     ):
-        sizes = [kv.stored_bytes(count), kv.kept_bytes(count), *([kv.rank_bytes(count, tp)] if tp > 1 else [])]
-        lines.append(f"{name:24}" + "".join(f"{f'{nbytes:,} B':>24}" if count == 1 else f"{format_size(nbytes):>24}" for nbytes in sizes))
+        sizes = [
+            kv.stored_bytes(count),
+            kv.kept_bytes(count),
+            *([kv.rank_bytes(count, tp)] if tp > 1 else []),
+        ]
+        lines.append(
+            f"{name:24}"
+            + "".join(
+                f"{f'{nbytes:,} B':>24}" if count == 1 else f"{format_size(nbytes):>24}"
+                for nbytes in sizes
+            )
+        )
     if rows:
         width = max(len(row.place) for row in rows)
-        lines += ["", f"{'place':{width}}  {'size':>10}  {'codec':14}  {'ratio':>6}  {'tokens':>16}  prompts"]
+        lines += [
+            "",
+            f"{'place':{width}}  {'size':>10}  {'codec':14}  {'ratio':>6}  {'tokens':>16}  prompts",
+        ]
         for row in rows:
             fitting = f"{row.tokens:>16,}  {row.tokens / tokens:,.1f}"
-            lines.append(f"{row.place:{width}}  {format_size(row.size_bytes):>10}  {row.codec:14}  {row.ratio:6.3f}  {fitting}")
+            lines.append(
+                f"{row.place:{width}}  {format_size(row.size_bytes):>10}  {row.codec:14}  "
+                f"{row.ratio:6.3f}  {fitting}"
+            )
         if any(row.codec != "raw" for row in rows):
-            lines.append("ratios are those of a small trained model (docs/quality.md); measure yours with kvhold bench quality --model")
+            lines.append(
+                "ratios are those of a small trained model (docs/quality.md); measure "
+                "yours with kvhold bench quality --model"
+            )
     return "\n".join(lines)
 
 
 def _of_group(group: Group) -> str:
-    what = f"K and V, {group.heads} heads of {group.head_dim}" if group.planes == 2 else f"one latent of {group.head_dim} (MLA)"
+    what = (
+        f"K and V, {group.heads} heads of {group.head_dim}"
+        if group.planes == 2
+        else f"one latent of {group.head_dim} (MLA)"
+    )
     where = f"the last {group.window:,} tokens" if group.window else "all tokens"
     return f"{group.layers} layers see {where}: {what}"

@@ -26,8 +26,14 @@ def _describe(status: dict[str, Any]) -> str:
     held, pages = status["held"], "huge" if status["huge_pages"] else "normal"
     used, ready = format_size(status["used_bytes"]), format_size(status["arena_touched_bytes"])
     lines = [
-        f"node      pid {status['pid']}, kvhold {status['version']}, up {status['uptime_s']:.0f} s, on {status['socket']}",
-        f"arena     {used} of {format_size(status['arena_bytes'])} used, {pages} pages, {ready} ready",
+        (
+            f"node      pid {status['pid']}, kvhold {status['version']}, up "
+            f"{status['uptime_s']:.0f} s, on {status['socket']}"
+        ),
+        (
+            f"arena     {used} of {format_size(status['arena_bytes'])} used, {pages} pages, "
+            f"{ready} ready"
+        ),
         f"chunks    {status['chunks']}, of which {status['pinned_chunks']} are being read",
         f"held      {held['tickets']} hits, {held['loans']} loans, {held['rooms']} rooms",
         f"memory    {format_size(status['resident_bytes'])} beside the arena",
@@ -40,15 +46,24 @@ def _describe(status: dict[str, Any]) -> str:
     if tiers:
         behind = status["write_behind"]
         lines.append(
-            f"below     {behind['chunks']} chunks wait to be written ({format_size(behind['bytes'])}), {status['arriving_chunks']} arrive"
+            f"below     {behind['chunks']} chunks wait to be written "
+            f"({format_size(behind['bytes'])}), {status['arriving_chunks']} arrive"
         )
-    lines += [f"client    {c['name']} (pid {c['pid']}), heard {c['silent_s']:.1f} s ago" for c in status["clients"]]
-    lines += [f"          {name} {value:.0f}" for name, value in (status["counters"] | status.get("tier_counters", {})).items()]
+    lines += [
+        f"client    {c['name']} (pid {c['pid']}), heard {c['silent_s']:.1f} s ago"
+        for c in status["clients"]
+    ]
+    lines += [
+        f"          {name} {value:.0f}"
+        for name, value in (status["counters"] | status.get("tier_counters", {})).items()
+    ]
     return "\n".join(lines)
 
 
 def _describe_tier(tier: dict[str, Any]) -> str:
     if not tier["available"]:
         return f"left alone: {tier['last_fault']}"
-    how = ([] if tier["codec"] == "raw" else [f"codec {tier['codec']}"]) + (["encrypted"] if tier["encrypted"] else [])
+    how = ([] if tier["codec"] == "raw" else [f"codec {tier['codec']}"]) + (
+        ["encrypted"] if tier["encrypted"] else []
+    )
     return ", ".join(["in use", *how])

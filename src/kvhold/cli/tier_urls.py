@@ -14,7 +14,9 @@ def check_no_secrets(tiers: Sequence[str]) -> None:
     for text in tiers:
         if (url := parse_url(text)).has_secret:
             raise ConfigError(
-                f"--tier {url.shown}: every user of this host can read a command line; name the secret instead, as in "
-                f"'redis://user:${{env:REDIS_PASSWORD}}@host' or 'redis://:${{file:/etc/kvhold/password}}@host', "
+                f"--tier {url.shown}: every user of this host can read a command line; "
+                "name the secret instead, as in "
+                f"'redis://user:${{env:REDIS_PASSWORD}}@host' or "
+                f"'redis://:${{file:/etc/kvhold/password}}@host', "
                 f"or put the URL into the settings file or KVHOLD_TIERS"
             )

@@ -20,5 +20,11 @@ def command(scheme: str | None) -> None:
 def _show(scheme: str) -> None:
     for name, default, help in tier_options(scheme):
         is_size = isinstance(default, int) and not isinstance(default, bool) and default >= 1 << 20
-        shown = format_size(default) if is_size and isinstance(default, int) else "" if default in ("", ()) else str(default).lower()
+        shown = (
+            format_size(default)
+            if is_size and isinstance(default, int)
+            else ""
+            if default in ("", ())
+            else str(default).lower()
+        )
         click.echo(f"  {name:22} {shown:10} {help}")

@@ -10,7 +10,14 @@ unframe_chunk(received, into, key=key, layout=layout, num_tokens=256)
 
 from kvhold.codecs.base import Codec
 from kvhold.codecs.budget import frame_within
-from kvhold.codecs.chunk import Frame, frame_chunk, max_frame_bytes, unframe_chunk, unframe_layer, unframe_payload
+from kvhold.codecs.chunk import (
+    Frame,
+    frame_chunk,
+    max_frame_bytes,
+    unframe_chunk,
+    unframe_layer,
+    unframe_payload,
+)
 from kvhold.codecs.frame import (
     FrameHeader,
     FrameSize,

@@ -41,7 +41,16 @@ class Codec(Protocol):
     def max_size(self, layout: Layout, group: int, num_tokens: int) -> int:
         """Return the most bytes that an encoded layer of `num_tokens` tokens can have."""
 
-    def encode(self, plain: memoryview, out: memoryview, *, layout: Layout, group: int, layer: int, num_tokens: int) -> int:
+    def encode(
+        self,
+        plain: memoryview,
+        out: memoryview,
+        *,
+        layout: Layout,
+        group: int,
+        layer: int,
+        num_tokens: int,
+    ) -> int:
         """Encode one layer and return the number of encoded bytes.
 
         plain: the layer as in the arena, `Group.layer_bytes(num_tokens)` bytes; read only
@@ -49,7 +58,16 @@ class Codec(Protocol):
         layer: number within the group
         """
 
-    def decode(self, encoded: memoryview, out: memoryview, *, layout: Layout, group: int, layer: int, num_tokens: int) -> None:
+    def decode(
+        self,
+        encoded: memoryview,
+        out: memoryview,
+        *,
+        layout: Layout,
+        group: int,
+        layer: int,
+        num_tokens: int,
+    ) -> None:
         """Decode one layer.
 
         Do not trust `encoded`: its checksum is verified, but its writer may have been wrong. For

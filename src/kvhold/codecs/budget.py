@@ -1,6 +1,7 @@
 """Choose the codec of a chunk: the tier's codec, or one within the request's terms.
 
-    frame = frame_within(chunk, make_codec("cachegen"), Terms(max_error=0.02), key=key, layout=layout, num_tokens=128, first_token=0)
+    frame = frame_within(chunk, make_codec("cachegen"), Terms(max_error=0.02), key=key,
+    layout=layout, num_tokens=128, first_token=0)
 
 A codec's error bound is for the worst possible KV, and a chunk usually loses less. So if the bound
 exceeds `max_error`, the frame is decoded and its error measured. `lossless` writes chunks that no
@@ -118,7 +119,11 @@ def _better(codec: Codec) -> Iterator[Codec]:
 def _bits(frame: Frame, layout: Layout, group: int, num_tokens: int) -> float:
     """Return the mean bits per element."""
     place = layout.groups[group]
-    return 8 * len(frame.payload) / (place.layers * place.planes * num_tokens * place.heads * place.head_dim)
+    return (
+        8
+        * len(frame.payload)
+        / (place.layers * place.planes * num_tokens * place.heads * place.head_dim)
+    )
 
 
 def _is_within(frame: Frame, chunk: memoryview, codec: Codec, terms: Terms, layout: Layout) -> bool:
@@ -128,7 +133,12 @@ def _is_within(frame: Frame, chunk: memoryview, codec: Codec, terms: Terms, layo
     group = layout.groups[group_of(fields.key, layout)]
     decoded = memoryview(bytearray(len(chunk)))
     unframe_payload(fields, frame.payload, decoded, layout=layout, find=lambda _: codec)
-    kind: Any = np.dtype(f"<u{len(chunk) // (group.layers * group.planes * fields.num_tokens * group.heads * group.head_dim)}")
+    kind: Any = np.dtype(
+        f"<u{len(chunk) // (group.layers * group.planes * fields.num_tokens * group.heads * group.head_dim)}"
+    )
     layers = len(fields.lengths)
     before, after = (np.frombuffer(data, kind).reshape(layers, -1) for data in (chunk, decoded))
-    return all(measured_error(one, other, group.dtype) <= terms.max_error for one, other in zip(before, after, strict=True))
+    return all(
+        measured_error(one, other, group.dtype) <= terms.max_error
+        for one, other in zip(before, after, strict=True)
+    )

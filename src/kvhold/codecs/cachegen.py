@@ -56,7 +56,8 @@ _SHIFT_FROM = 2.0 ** ((np.arange(1 - bins.SHIFTS, bins.SHIFTS) - 0.5) / 2)
 
 @dataclass(frozen=True)
 class Fineness:
-    """Steps, in standard deviations of a channel, if its numbers were normal: in the first quarter of the layers, and after.
+    """Steps, in standard deviations of a channel, if its numbers were normal: in the first quarter
+    of the layers, and after.
 
     parts: a step is at most the layer's largest magnitude over this, whatever the numbers are
     """
@@ -86,7 +87,9 @@ class CacheGen(Quantised):
 
     name: ClassVar[str] = "cachegen"
     error_bound: ClassVar[float] = 0.15  # 1/7, and 8/7 of 1/256
-    fineness: ClassVar[Fineness] = Fineness(early_keys=0.9, keys=1.05, early_values=1.1, values=1.2, parts=3.5)
+    fineness: ClassVar[Fineness] = Fineness(
+        early_keys=0.9, keys=1.05, early_values=1.1, values=1.2, parts=3.5
+    )
 
     def _code(self, elements: Elements, place: Place, out: memoryview) -> int | None:
         found = elements.reshape(place.planes, -1)
@@ -98,7 +101,14 @@ class CacheGen(Quantised):
         target, end = np.frombuffer(out, np.uint8), 1
         target[0] = CODED
         for number, (plane, channels) in enumerate(zip(found, measured, strict=True)):
-            steps = _Steps.choose(plane, place, channels, largest, self.fineness.of(place, number), largest / self.fineness.parts)
+            steps = _Steps.choose(
+                plane,
+                place,
+                channels,
+                largest,
+                self.fineness.of(place, number),
+                largest / self.fineness.parts,
+            )
             for piece in _plane_pieces(plane, place, steps):
                 if end + piece.size > place.nbytes:
                     return None
@@ -121,7 +131,9 @@ class CacheGenFine(CacheGen):
 
     name: ClassVar[str] = "cachegen-fine"
     error_bound: ClassVar[float] = 0.07  # 1/16, and 17/16 of 1/256
-    fineness: ClassVar[Fineness] = Fineness(early_keys=0.45, keys=0.52, early_values=0.55, values=0.6, parts=8)
+    fineness: ClassVar[Fineness] = Fineness(
+        early_keys=0.45, keys=0.52, early_values=0.55, values=0.6, parts=8
+    )
 
 
 class CacheGenSmall(CacheGen):
@@ -129,7 +141,9 @@ class CacheGenSmall(CacheGen):
 
     name: ClassVar[str] = "cachegen-small"
     error_bound: ClassVar[float] = 0.21  # 1/5, and 6/5 of 1/256
-    fineness: ClassVar[Fineness] = Fineness(early_keys=1.45, keys=1.7, early_values=1.75, values=1.9, parts=2.5)
+    fineness: ClassVar[Fineness] = Fineness(
+        early_keys=1.45, keys=1.7, early_values=1.75, values=1.9, parts=2.5
+    )
 
 
 @dataclass(frozen=True)
@@ -148,7 +162,15 @@ class _Steps:
     offsets: Codes
 
     @classmethod
-    def choose(cls, plane: Elements, place: Place, channels: bins.Channels, largest: float, fineness: float, widest: float) -> "_Steps":
+    def choose(
+        cls,
+        plane: Elements,
+        place: Place,
+        channels: bins.Channels,
+        largest: float,
+        fineness: float,
+        widest: float,
+    ) -> "_Steps":
         """Choose steps from the mean, spread and largest magnitude of each group.
 
         Only comparisons and products decide, so the result is the same on every machine.
@@ -157,17 +179,32 @@ class _Steps:
         groups = _groups(place.heads, place.head_dim, share)
         sizes = np.bincount(groups) * place.tokens
         means = np.bincount(groups, channels.sums) / sizes
-        spreads = np.bincount(groups, bins.distances(plane, place.dtype, place.tokens, means[groups])) / sizes
-        peaks = np.maximum.reduceat(channels.largest, np.flatnonzero(np.diff(groups, prepend=-1))).astype(np.float64)
+        spreads = (
+            np.bincount(groups, bins.distances(plane, place.dtype, place.tokens, means[groups]))
+            / sizes
+        )
+        peaks = np.maximum.reduceat(
+            channels.largest, np.flatnonzero(np.diff(groups, prepend=-1))
+        ).astype(np.float64)
         wide = np.sort(spreads[spreads > 0])
         middling = float(wide[wide.size // 2]) if wide.size else largest / 16
         # The mean distance of normal numbers from their mean is 0.8 of their standard deviation.
-        base = np.float32(max(min(1.25 * fineness * middling, widest) / 2**_NEUTRAL, largest / (2**7 * 126)))
+        base = np.float32(
+            max(min(1.25 * fineness * middling, widest) / 2**_NEUTRAL, largest / (2**7 * 126))
+        )
         widths = float(base) * 2.0 ** np.arange(OCTAVES)
-        wanted = np.minimum(np.searchsorted(_WIDER * middling, spreads, "right"), np.count_nonzero(widths <= widest) - 1)
+        wanted = np.minimum(
+            np.searchsorted(_WIDER * middling, spreads, "right"),
+            np.count_nonzero(widths <= widest) - 1,
+        )
         octaves = np.maximum(wanted, np.searchsorted(widths * bins.MOST, peaks))
         offsets = np.rint(means / widths[octaves]) if largest else means
-        return cls(base, share, octaves.astype(np.uint8), np.clip(offsets, -bins.MOST, bins.MOST).astype(np.int8))
+        return cls(
+            base,
+            share,
+            octaves.astype(np.uint8),
+            np.clip(offsets, -bins.MOST, bins.MOST).astype(np.int8),
+        )
 
     def of_channels(self, place: Place) -> tuple[Floats, Codes]:
         """Return the step and the offset of each channel, both [width]."""
@@ -177,7 +214,9 @@ class _Steps:
 
 def _widths(base: float | np.float32) -> Floats:
     """Return the steps, [OCTAVES]. The largest float32 replaces infinite products."""
-    return np.minimum(np.float64(base) * 2.0 ** np.arange(OCTAVES), np.finfo(np.float32).max).astype(np.float32)
+    return np.minimum(
+        np.float64(base) * 2.0 ** np.arange(OCTAVES), np.finfo(np.float32).max
+    ).astype(np.float32)
 
 
 @lru_cache(maxsize=64)
@@ -205,8 +244,14 @@ def _plane_pieces(plane: Elements, place: Place, steps: _Steps) -> list[Bytes]:
     coding = _Coding.choose(deviations, place, _groups(place.heads, place.head_dim, steps.share))
     reach = np.maximum(coding.lengths.astype(np.int64) - 1, 0)
     symbols, exceptions = bins.to_symbols(deviations, coding.kinds, offsets, reach)
-    words, segments = rans.encode(symbols, coding.kinds, place.width, _odds(coding.lengths, coding.frequencies))
-    channels = coding.classes | steps.octaves << np.uint8(4) | (steps.offsets != 0).astype(np.uint8) << np.uint8(7)
+    words, segments = rans.encode(
+        symbols, coding.kinds, place.width, _odds(coding.lengths, coding.frequencies)
+    )
+    channels = (
+        coding.classes
+        | steps.octaves << np.uint8(4)
+        | (steps.offsets != 0).astype(np.uint8) << np.uint8(7)
+    )
     head = _HEAD.pack(steps.base, steps.share, bool(coding.shifts.size), coding.lengths.size)
     return [
         np.frombuffer(head, np.uint8),
@@ -250,7 +295,12 @@ class _Coding:
         sizes = np.bincount(groups)
         means = np.bincount(groups, found.of_columns) / (sizes * place.tokens)
         expected = np.add.reduceat(means[groups], bounds[:-1])
-        shifts = np.searchsorted(_SHIFT_FROM, found.of_runs / np.where(expected > 0, expected, 1), "right") - bins.SHIFTS
+        shifts = (
+            np.searchsorted(
+                _SHIFT_FROM, found.of_runs / np.where(expected > 0, expected, 1), "right"
+            )
+            - bins.SHIFTS
+        )
         # A distribution for numbers sqrt(2) times as large or small costs about 1/7 bit a number,
         # one for numbers twice as large four times that, and so on.
         if np.square(shifts).sum() * place.width < 28 * bounds[1:].size * shifts.size:
@@ -259,10 +309,14 @@ class _Coding:
             gains = np.repeat((2.0 ** (shifts / 2)).sum(axis=0), np.diff(bounds))
             means *= sizes * place.tokens / np.bincount(groups, gains)
         classes = (np.searchsorted(_CLASS_FROM, means, "right") + (means > 0)).astype(np.uint8)
-        kinds = bins.spread_kinds(classes[groups], shifts.astype(np.int8), bounds, place.tokens, CLASSES)
+        kinds = bins.spread_kinds(
+            classes[groups], shifts.astype(np.int8), bounds, place.tokens, CLASSES
+        )
         counts = bins.count(deviations, kinds, CLASSES)
         used = 1 + max(int(classes.max()), int(np.flatnonzero(counts.any(axis=1))[-1]))
-        return cls(classes, shifts.astype(np.int8), kinds, *bins.frequencies(counts[:used], rans.SCALE))
+        return cls(
+            classes, shifts.astype(np.int8), kinds, *bins.frequencies(counts[:used], rans.SCALE)
+        )
 
 
 def _odds(lengths: Bytes, frequencies: rans.Frequencies) -> rans.Frequencies:
@@ -292,8 +346,20 @@ def _read_plane(reader: Reader, place: Place, plane: Elements) -> None:
     base, share, shifted, num_kinds = _HEAD.unpack(reader.take(_HEAD.size))
     if not 0 <= base < np.inf or share > 15 or shifted > 1 or not 1 <= num_kinds <= CLASSES:
         raise reader.wrong(f"a plane that begins with {base}, {share}, {shifted}, {num_kinds}")
-    shape = planes.Shape(place.tokens, _groups(place.heads, place.head_dim, share), _bounds(place.heads, place.head_dim))
-    used = planes.restore(np.frombuffer(reader.rest(), np.uint8), shape, _widths(base), num_kinds, bool(shifted), place.dtype, plane)
+    shape = planes.Shape(
+        place.tokens,
+        _groups(place.heads, place.head_dim, share),
+        _bounds(place.heads, place.head_dim),
+    )
+    used = planes.restore(
+        np.frombuffer(reader.rest(), np.uint8),
+        shape,
+        _widths(base),
+        num_kinds,
+        bool(shifted),
+        place.dtype,
+        plane,
+    )
     if used < 0:
         raise reader.wrong(planes.WRONG[used])
     reader.take(used)

@@ -70,12 +70,16 @@ def arranged(codec: Codec, layout: Layout, group: int) -> Layout | None:
     return None
 
 
-def max_frame_bytes(codec: Codec, layout: Layout, group: int, num_tokens: int, *, align: int = ALIGNMENT) -> int:
+def max_frame_bytes(
+    codec: Codec, layout: Layout, group: int, num_tokens: int, *, align: int = ALIGNMENT
+) -> int:
     """Return the most bytes that a frame can have: the size of `out` for `frame_chunk`."""
     layers = layout.groups[group].layers
     rank = len(layer_shape(layout, group, num_tokens)[1])
     of_codec = arranged(codec, layout, group) or layout
-    return header_size(rank=rank, num_layers=layers, align=align) + layers * codec.max_size(of_codec, group, num_tokens)
+    return header_size(rank=rank, num_layers=layers, align=align) + layers * codec.max_size(
+        of_codec, group, num_tokens
+    )
 
 
 def frame_chunk(
@@ -107,7 +111,9 @@ def frame_chunk(
     layout.check_tokens(num_tokens)
     plain, size = memoryview(chunk).cast("B"), layout.chunk_bytes(group, num_tokens)
     if len(plain) != size:
-        raise LayoutError(f"a chunk of {len(plain)} bytes; {num_tokens} tokens of group {group} have {size}")
+        raise LayoutError(
+            f"a chunk of {len(plain)} bytes; {num_tokens} tokens of group {group} have {size}"
+        )
     if (of_codec := arranged(codec, layout, group)) is None:
         raise LayoutError(f"codec {codec.name!r} does not accept group {group}")
 
@@ -117,7 +123,9 @@ def frame_chunk(
     payload = plain if target is None else target[header_bytes:]
     stated = checksums if codec.name == RAW else None
     if stated is not None and len(stated) != layout.groups[group].layers:
-        raise LayoutError(f"{len(stated)} checksums for a chunk of {layout.groups[group].layers} layers")
+        raise LayoutError(
+            f"{len(stated)} checksums for a chunk of {layout.groups[group].layers} layers"
+        )
     lengths, sums, end = [], [], 0
     for layer in range(layout.groups[group].layers):
         start, length = layout.layer_range(group, layer, num_tokens)
@@ -177,23 +185,45 @@ def unframe_chunk(
     return header
 
 
-def unframe_payload(header: FrameHeader, payload: memoryview, into: memoryview, *, layout: Layout, find: FindCodec = find_codec) -> None:
+def unframe_payload(
+    header: FrameHeader,
+    payload: memoryview,
+    into: memoryview,
+    *,
+    layout: Layout,
+    find: FindCodec = find_codec,
+) -> None:
     """Verify and decode all layers. Call `check_identity` first.
 
     `into` and errors as for `unframe_chunk`.
     """
     view, target = memoryview(payload).cast("B"), memoryview(into).cast("B")
     if len(view) != header.payload_bytes:
-        raise FrameError("length", f"a payload of {len(view)} bytes, stated are {header.payload_bytes}")
+        raise FrameError(
+            "length", f"a payload of {len(view)} bytes, stated are {header.payload_bytes}"
+        )
     size = header.layer_bytes
     if len(target) != size * len(header.lengths):
         raise ValueError(f"into has {len(target)} bytes, the chunk {size * len(header.lengths)}")
     for layer, (offset, length) in enumerate(zip(header.offsets, header.lengths, strict=True)):
-        unframe_layer(header, layer, view[offset : offset + length], target[layer * size : (layer + 1) * size], layout=layout, find=find)
+        unframe_layer(
+            header,
+            layer,
+            view[offset : offset + length],
+            target[layer * size : (layer + 1) * size],
+            layout=layout,
+            find=find,
+        )
 
 
 def unframe_layer(
-    header: FrameHeader, layer: int, encoded: memoryview, into: memoryview, *, layout: Layout, find: FindCodec = find_codec
+    header: FrameHeader,
+    layer: int,
+    encoded: memoryview,
+    into: memoryview,
+    *,
+    layout: Layout,
+    find: FindCodec = find_codec,
 ) -> None:
     """Verify and decode one layer. Call `check_identity` first.
 
@@ -207,15 +237,21 @@ def unframe_layer(
         raise ValueError(f"into has {len(target)} bytes, a layer {header.layer_bytes}")
     codec, group = find(header.codec), group_of(header.key, layout)
     if codec is None or (of_codec := arranged(codec, layout, group)) is None:
-        raise FrameError("version", f"codec {header.codec!r} is not known here, or not for this layout")
+        raise FrameError(
+            "version", f"codec {header.codec!r} is not known here, or not for this layout"
+        )
     verify_layer(header, layer, source)
     plain = target if of_codec is layout else memoryview(bytearray(len(target)))
-    codec.decode(source, plain, layout=of_codec, group=group, layer=layer, num_tokens=header.num_tokens)
+    codec.decode(
+        source, plain, layout=of_codec, group=group, layer=layer, num_tokens=header.num_tokens
+    )
     if plain is not target:
         from_canonical(plain, target, layout.groups[group])
 
 
-def _target(codec: Codec, layout: Layout, group: int, num_tokens: int, align: int, out: memoryview | None) -> memoryview | None:
+def _target(
+    codec: Codec, layout: Layout, group: int, num_tokens: int, align: int, out: memoryview | None
+) -> memoryview | None:
     """Return where to write header and payload: `out`, or new memory. None: raw without `out`."""
     if out is None and codec.name == RAW:
         return None
@@ -228,9 +264,23 @@ def _target(codec: Codec, layout: Layout, group: int, num_tokens: int, align: in
     return target
 
 
-def _encode_layer(codec: Codec, plain: memoryview, out: memoryview, layout: Layout, group: int, layer: int, num_tokens: int) -> int:
+def _encode_layer(
+    codec: Codec,
+    plain: memoryview,
+    out: memoryview,
+    layout: Layout,
+    group: int,
+    layer: int,
+    num_tokens: int,
+) -> int:
     most = codec.max_size(layout, group, num_tokens)
-    length = index(codec.encode(plain, out[:most], layout=layout, group=group, layer=layer, num_tokens=num_tokens))
+    length = index(
+        codec.encode(
+            plain, out[:most], layout=layout, group=group, layer=layer, num_tokens=num_tokens
+        )
+    )
     if not 0 <= length <= most:
-        raise ValueError(f"codec {codec.name!r} says that layer {layer} took {length} of {most} bytes")
+        raise ValueError(
+            f"codec {codec.name!r} says that layer {layer} took {length} of {most} bytes"
+        )
     return length

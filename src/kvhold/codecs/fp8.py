@@ -21,7 +21,8 @@ TOKENS_FOR_CHANNELS = 32
 
 
 class FP8(Quantised):
-    """e4m3 (OCP; torch.float8_e4m3fn), scaled so that a channel's largest magnitude becomes 448, rounded to nearest even.
+    """e4m3 (OCP; torch.float8_e4m3fn), scaled so that a channel's largest magnitude becomes 448,
+    rounded to nearest even.
 
     |decoded - original| is at most 1/16 of |original|, or 2**-10 / 448 of the channel's largest
     magnitude if that is more. It is at most 1/28 of the channel's largest magnitude. Add half a
@@ -37,13 +38,18 @@ class FP8(Quantised):
         largest = quantise.column_largest(elements, place.dtype, place.planes, place.width)
         form, scales = BY_CHANNEL, largest
         if place.tokens < TOKENS_FOR_CHANNELS:
-            form, scales = BY_HEAD, largest.reshape(place.planes * place.heads, place.head_dim).max(axis=1)
+            form, scales = (
+                BY_HEAD,
+                largest.reshape(place.planes * place.heads, place.head_dim).max(axis=1),
+            )
             largest = np.repeat(scales, place.head_dim).reshape(largest.shape)
         end = 1 + 4 * scales.size + elements.size
         most = float(largest.max())
         if end > place.nbytes or not np.isfinite(most) or 0 < most < LEAST_NORMAL[place.dtype]:
             return None
-        quantise.fp8_encode(elements, place.dtype, largest, np.frombuffer(out, np.uint8)[end - elements.size : end])
+        quantise.fp8_encode(
+            elements, place.dtype, largest, np.frombuffer(out, np.uint8)[end - elements.size : end]
+        )
         out[0] = form
         np.frombuffer(out[1 : 1 + 4 * scales.size], "<f4")[:] = scales.reshape(-1)
         return end

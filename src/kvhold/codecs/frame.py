@@ -201,7 +201,10 @@ def read_size(prefix: Buffer) -> FrameSize:
         raise FrameError("version", f"version {version}; this reader knows {VERSION}")
     if flags:
         raise FrameError("version", f"flags {flags:#06x}; version {VERSION} has none")
-    if not header_size(rank=1, num_layers=1, align=8) <= header_bytes <= MAX_HEADER_BYTES or header_bytes % 8:
+    if (
+        not header_size(rank=1, num_layers=1, align=8) <= header_bytes <= MAX_HEADER_BYTES
+        or header_bytes % 8
+    ):
         raise FrameError("length", f"a header of {header_bytes} bytes")
     if payload_bytes > MAX_CHUNK_BYTES:
         raise FrameError("length", f"a payload of {payload_bytes} bytes; at most {MAX_CHUNK_BYTES}")
@@ -218,20 +221,37 @@ def read_header(buffer: Buffer, *, frame_bytes: int | None = None) -> FrameHeade
     view = memoryview(buffer).cast("B")
     size = read_size(view[:PREFIX_BYTES])
     if frame_bytes is not None and frame_bytes != size.header_bytes + size.payload_bytes:
-        raise FrameError("length", f"{frame_bytes} bytes; header and payload are {size.header_bytes} and {size.payload_bytes}")
+        raise FrameError(
+            "length",
+            f"{frame_bytes} bytes; header and payload are {size.header_bytes} and "
+            f"{size.payload_bytes}",
+        )
     if len(view) < size.header_bytes:
         raise FrameError("length", f"{len(view)} bytes of a header of {size.header_bytes}")
     end = size.header_bytes - _CHECKSUM.size
     if _CHECKSUM.unpack_from(view, end)[0] != checksum(view[:end]):
         raise FrameError("checksum", "of the header")
 
-    layout, key, first_token, num_tokens, num_layers, layer_bytes, codec, dtype, packing, expires_at, rank = _FIXED.unpack_from(
-        view, PREFIX_BYTES
-    )
+    (
+        layout,
+        key,
+        first_token,
+        num_tokens,
+        num_layers,
+        layer_bytes,
+        codec,
+        dtype,
+        packing,
+        expires_at,
+        rank,
+    ) = _FIXED.unpack_from(view, PREFIX_BYTES)
     table_at = _SHAPE_AT + 8 * rank
     table_end = table_at + _ROW_BYTES * num_layers
     if table_end > end:
-        raise FrameError("length", f"a header of {size.header_bytes} bytes with rank {rank} and {num_layers} layers")
+        raise FrameError(
+            "length",
+            f"a header of {size.header_bytes} bytes with rank {rank} and {num_layers} layers",
+        )
     if bytes(view[table_end:end]).strip(b"\0"):
         raise FrameError("length", "the header's padding is not zero")
     numbers = unpack_from(f"<{rank + 3 * num_layers}Q", view, _SHAPE_AT)
@@ -252,13 +272,26 @@ def read_header(buffer: Buffer, *, frame_bytes: int | None = None) -> FrameHeade
     if fault := _fault(header):
         raise FrameError(*fault)
     if layer_bytes != header.layer_bytes:
-        raise FrameError("length", f"layers of {layer_bytes} bytes; {header.dtype} {list(header.shape)} has {header.layer_bytes}")
+        raise FrameError(
+            "length",
+            f"layers of {layer_bytes} bytes; {header.dtype} {list(header.shape)} has "
+            f"{header.layer_bytes}",
+        )
     if numbers[rank::3] != header.offsets or size.payload_bytes != header.payload_bytes:
-        raise FrameError("length", f"the layers do not lie end to end in a payload of {size.payload_bytes} bytes")
+        raise FrameError(
+            "length", f"the layers do not lie end to end in a payload of {size.payload_bytes} bytes"
+        )
     return header
 
 
-def check_identity(header: FrameHeader, *, key: bytes, layout: Layout, num_tokens: int, first_token: int | None = None) -> None:
+def check_identity(
+    header: FrameHeader,
+    *,
+    key: bytes,
+    layout: Layout,
+    num_tokens: int,
+    first_token: int | None = None,
+) -> None:
     """Raise FrameError("identity") unless `header` describes the requested chunk.
 
     first_token: if the position in the prompt matters; None for chunks that are found by their own
@@ -268,21 +301,31 @@ def check_identity(header: FrameHeader, *, key: bytes, layout: Layout, num_token
     if header.key != key:
         raise FrameError("identity", f"the key is {header.key.hex()}, asked was {key.hex()}")
     if header.layout != layout.fingerprint:
-        raise FrameError("identity", f"the layout is {header.layout.hex()}, asked was {layout.fingerprint.hex()}")
+        raise FrameError(
+            "identity", f"the layout is {header.layout.hex()}, asked was {layout.fingerprint.hex()}"
+        )
     if header.num_tokens != num_tokens:
         raise FrameError("identity", f"{header.num_tokens} tokens, asked was {num_tokens}")
     if first_token is not None and header.first_token != first_token:
         raise FrameError("identity", f"first token {header.first_token}, asked was {first_token}")
     found = (len(header.lengths), header.packing, header.dtype, header.shape)
-    expected = (layout.groups[group].layers, layout.groups[group].packing, *layer_shape(layout, group, num_tokens))
+    expected = (
+        layout.groups[group].layers,
+        layout.groups[group].packing,
+        *layer_shape(layout, group, num_tokens),
+    )
     if found != expected:
-        raise FrameError("identity", f"layers, packing, dtype and shape are {found}, the layout has {expected}")
+        raise FrameError(
+            "identity", f"layers, packing, dtype and shape are {found}, the layout has {expected}"
+        )
 
 
 def verify_layer(header: FrameHeader, layer: int, encoded: Buffer) -> None:
     """Raise FrameError unless `encoded` is the layer that `header` describes."""
     if len(encoded) != header.lengths[layer]:
-        raise FrameError("length", f"layer {layer} is {len(encoded)} bytes of {header.lengths[layer]}")
+        raise FrameError(
+            "length", f"layer {layer} is {len(encoded)} bytes of {header.lengths[layer]}"
+        )
     if checksum(encoded) != header.checksums[layer]:
         raise FrameError("checksum", f"of layer {layer}")
 
@@ -291,14 +334,20 @@ def verify(header: FrameHeader, payload: Buffer) -> None:
     """Raise FrameError unless all layers in `payload` are those that `header` describes."""
     view = memoryview(payload).cast("B")
     if len(view) != header.payload_bytes:
-        raise FrameError("length", f"a payload of {len(view)} bytes, stated are {header.payload_bytes}")
+        raise FrameError(
+            "length", f"a payload of {len(view)} bytes, stated are {header.payload_bytes}"
+        )
     for layer, (offset, length) in enumerate(zip(header.offsets, header.lengths, strict=True)):
         verify_layer(header, layer, view[offset : offset + length])
 
 
 def _fault(header: FrameHeader) -> tuple[FrameReason, str] | None:
     """Return the fault in a header's values, for writers and readers; None: there is none."""
-    if not header.num_tokens or not 0 <= header.first_token < _INT64 or not header.num_tokens < _UINT32:
+    if (
+        not header.num_tokens
+        or not 0 <= header.first_token < _INT64
+        or not header.num_tokens < _UINT32
+    ):
         return "length", f"{header.num_tokens} tokens from {header.first_token} on"
     if not 0 <= header.expires_at < _INT64:
         return "length", f"it expires at {header.expires_at}"
@@ -307,7 +356,10 @@ def _fault(header: FrameHeader) -> tuple[FrameReason, str] | None:
     if not _is_name(header.codec, CODEC_BYTES) or not _is_name(header.packing, PACKING_BYTES):
         return (
             "version",
-            f"codec {header.codec!r}, packing {header.packing!r}; names are visible ASCII, {CODEC_BYTES} and {PACKING_BYTES} bytes",
+            (
+                f"codec {header.codec!r}, packing {header.packing!r}; names are visible ASCII, "
+                f"{CODEC_BYTES} and {PACKING_BYTES} bytes"
+            ),
         )
     if len(header.key) != KEY_BYTES or len(header.layout) != 16:
         return "length", f"key and layout have {len(header.key)} and {len(header.layout)} bytes"
@@ -316,16 +368,32 @@ def _fault(header: FrameHeader) -> tuple[FrameReason, str] | None:
 
 def _fault_of_sizes(header: FrameHeader) -> tuple[FrameReason, str] | None:
     layers, rank = len(header.lengths), len(header.shape)
-    if not 1 <= rank <= MAX_RANK or not 1 <= layers <= MAX_LAYERS or layers != len(header.checksums):
+    if (
+        not 1 <= rank <= MAX_RANK
+        or not 1 <= layers <= MAX_LAYERS
+        or layers != len(header.checksums)
+    ):
         return "length", f"rank {rank}, {layers} layers, {len(header.checksums)} checksums"
     if min(header.shape) < 1 or layers * header.layer_bytes > MAX_CHUNK_BYTES:
         return "length", f"{layers} layers of {header.dtype} {list(header.shape)}"
-    if min(header.lengths) < 0 or header.payload_bytes > MAX_CHUNK_BYTES or not _fit(header.checksums):
+    if (
+        min(header.lengths) < 0
+        or header.payload_bytes > MAX_CHUNK_BYTES
+        or not _fit(header.checksums)
+    ):
         return "length", f"a payload of {header.payload_bytes} bytes"
     if header.codec == RAW and header.lengths.count(header.layer_bytes) != layers:
         return "length", f"raw layers are {header.layer_bytes} bytes each"
-    if not header_size(rank=rank, num_layers=layers, align=8) <= header.header_bytes <= MAX_HEADER_BYTES or header.header_bytes % 8:
-        return "length", f"a header of {header.header_bytes} bytes with rank {rank} and {layers} layers"
+    if (
+        not header_size(rank=rank, num_layers=layers, align=8)
+        <= header.header_bytes
+        <= MAX_HEADER_BYTES
+        or header.header_bytes % 8
+    ):
+        return (
+            "length",
+            f"a header of {header.header_bytes} bytes with rank {rank} and {layers} layers",
+        )
     return None
 
 

@@ -41,19 +41,25 @@ class K8V4(Quantised):
                 return None
         largest = np.empty(_scales(place), np.float32)
         codes = np.frombuffer(out, np.int8)[1 + largest.nbytes : begin]
-        quantise.int8_encode(planes[0].reshape(-1), place.dtype, place.head_dim, RUN, codes, largest)
+        quantise.int8_encode(
+            planes[0].reshape(-1), place.dtype, place.head_dim, RUN, codes, largest
+        )
         out[0] = CODED
         np.frombuffer(out[1 : 1 + largest.nbytes], "<f4")[:] = largest
         return end
 
     def _restore(self, encoded: memoryview, place: Place, target: Elements) -> None:
         begin = 1 + _keys_bytes(place)
-        if encoded[0] != CODED or len(encoded) != begin + (place.planes - 1) * values_bytes(place, VALUE_BITS):
+        if encoded[0] != CODED or len(encoded) != begin + (place.planes - 1) * values_bytes(
+            place, VALUE_BITS
+        ):
             raise place.wrong(f"{len(encoded)} bytes of the form {encoded[0]}")
         planes = target.reshape(place.planes, place.tokens, place.width)
         largest = read_scales(encoded[1 : 1 + 4 * _scales(place)], place)
         codes = np.frombuffer(encoded[1 + largest.nbytes : begin], np.int8)
-        quantise.int8_decode(codes, largest, place.dtype, place.head_dim, RUN, planes[0].reshape(-1))
+        quantise.int8_decode(
+            codes, largest, place.dtype, place.head_dim, RUN, planes[0].reshape(-1)
+        )
         for plane in planes[1:]:
             read_values(encoded[begin:], place, VALUE_BITS, plane)
 

@@ -59,7 +59,9 @@ class KIVI(Quantised):
 
     def _restore(self, encoded: memoryview, place: Place, target: Elements) -> None:
         begin = 1 + keys_bytes(place, self.bits)
-        if encoded[0] != CODED or len(encoded) != begin + (place.planes - 1) * values_bytes(place, self.bits):
+        if encoded[0] != CODED or len(encoded) != begin + (place.planes - 1) * values_bytes(
+            place, self.bits
+        ):
             raise place.wrong(f"{len(encoded)} bytes of the form {encoded[0]}")
         planes = target.reshape(place.planes, place.tokens, place.width)
         read_keys(encoded[1:begin], place, self.bits, planes[0])
@@ -93,7 +95,9 @@ def write_keys(plane: Elements, place: Place, bits: int, out: memoryview) -> flo
     full = place.tokens // groups.GROUP
     ends = np.empty((full, 2, place.width), plane.dtype)
     codes, rest = _keys_parts(np.frombuffer(out, np.uint8), place, bits, ends)
-    groups.columns_encode(plane[: full * groups.GROUP], place.dtype, bits=bits, ends=ends, codes=codes)
+    groups.columns_encode(
+        plane[: full * groups.GROUP], place.dtype, bits=bits, ends=ends, codes=codes
+    )
     rest[:] = plane[full * groups.GROUP :].reshape(-1).view(np.uint8)
     np.frombuffer(out, np.uint8)[: ends.nbytes] = ends.reshape(-1).view(np.uint8)
     return largest_magnitude(ends, place.dtype)
@@ -104,7 +108,9 @@ def read_keys(encoded: memoryview, place: Place, bits: int, plane: Elements) -> 
     full = place.tokens // groups.GROUP
     ends = _read_ends(encoded, place, (full, 2, place.width))
     codes, rest = _keys_parts(np.frombuffer(encoded, np.uint8), place, bits, ends)
-    groups.columns_decode(codes, ends, place.dtype, bits=bits, elements=plane[: full * groups.GROUP])
+    groups.columns_decode(
+        codes, ends, place.dtype, bits=bits, elements=plane[: full * groups.GROUP]
+    )
     plane[full * groups.GROUP :].reshape(-1).view(np.uint8)[:] = rest
 
 
@@ -112,14 +118,18 @@ def write_values(plane: Elements, place: Place, bits: int, out: memoryview) -> f
     """Encode values [tokens, width] to `values_bytes`. Returns the largest magnitude."""
     ends = np.empty((place.tokens, 2, groups.num_groups(place.width, place.head_dim)), plane.dtype)
     codes = np.frombuffer(out, np.uint8)[ends.nbytes :].reshape(place.tokens, -1)
-    groups.rows_encode(plane, place.dtype, head_dim=place.head_dim, bits=bits, ends=ends, codes=codes)
+    groups.rows_encode(
+        plane, place.dtype, head_dim=place.head_dim, bits=bits, ends=ends, codes=codes
+    )
     np.frombuffer(out, np.uint8)[: ends.nbytes] = ends.reshape(-1).view(np.uint8)
     return largest_magnitude(ends, place.dtype)
 
 
 def read_values(encoded: memoryview, place: Place, bits: int, plane: Elements) -> None:
     """The inverse. Raises FrameError for ends that no encoder writes."""
-    ends = _read_ends(encoded, place, (place.tokens, 2, groups.num_groups(place.width, place.head_dim)))
+    ends = _read_ends(
+        encoded, place, (place.tokens, 2, groups.num_groups(place.width, place.head_dim))
+    )
     codes = np.frombuffer(encoded, np.uint8)[ends.nbytes :].reshape(place.tokens, -1)
     groups.rows_decode(codes, ends, place.dtype, head_dim=place.head_dim, bits=bits, elements=plane)
 

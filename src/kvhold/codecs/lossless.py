@@ -91,14 +91,25 @@ class Lossless:
         """Return the layer's size and one byte."""
         return 1 + layout.groups[group].layer_bytes(num_tokens)
 
-    def encode(self, plain: memoryview, out: memoryview, *, layout: Layout, group: int, layer: int, num_tokens: int) -> int:
+    def encode(
+        self,
+        plain: memoryview,
+        out: memoryview,
+        *,
+        layout: Layout,
+        group: int,
+        layer: int,
+        num_tokens: int,
+    ) -> int:
         """Encode plane by plane; store the layer unchanged if the planes are not smaller."""
         cut = _cut(layout, group, num_tokens)
         elements = read_elements(plain, cut.kind).reshape(cut.parts, cut.elements)
         target, end = np.frombuffer(out, np.uint8), 1
         for part in elements:
             for plane, values in enumerate(rans.split(part)):
-                for piece in _encode_plane(values, cut.width if plane == 0 and cut.step else 0, cut.step):
+                for piece in _encode_plane(
+                    values, cut.width if plane == 0 and cut.step else 0, cut.step
+                ):
                     if end + len(piece) > len(plain):  # not smaller than the unchanged layer
                         out[0] = RAW
                         copy(plain, out[1 : 1 + len(plain)])
@@ -108,7 +119,16 @@ class Lossless:
         out[0] = CODED
         return end
 
-    def decode(self, encoded: memoryview, out: memoryview, *, layout: Layout, group: int, layer: int, num_tokens: int) -> None:
+    def decode(
+        self,
+        encoded: memoryview,
+        out: memoryview,
+        *,
+        layout: Layout,
+        group: int,
+        layer: int,
+        num_tokens: int,
+    ) -> None:
         """Decode. Raises FrameError for a wrong length, and for bytes that no encoder writes."""
         reader = Reader(encoded, self.name, layer)
         form = reader.byte()
@@ -154,11 +174,18 @@ def _encode_plane(values: Bytes, width: int, step: int) -> list[Bytes]:
         return [np.array([PLAIN], np.uint8), values]
     words, segments = rans.encode(symbols, freq)
     present = np.flatnonzero(freq)
-    table = bytes([present.size - 1]) + b"".join(_SYMBOL.pack(symbol, freq[symbol]) for symbol in present)
+    table = bytes([present.size - 1]) + b"".join(
+        _SYMBOL.pack(symbol, freq[symbol]) for symbol in present
+    )
     pieces = [np.array([form], np.uint8)]
     if form == BIASED_PLANE:
         pieces.append(bias)
-    return [*pieces, np.frombuffer(table, np.uint8), segments.astype("<u4").view(np.uint8), words.astype("<u2").view(np.uint8)]
+    return [
+        *pieces,
+        np.frombuffer(table, np.uint8),
+        segments.astype("<u4").view(np.uint8),
+        words.astype("<u2").view(np.uint8),
+    ]
 
 
 def _coded_bytes(counts: rans.Counts, freq: rans.Counts) -> float:
@@ -189,7 +216,9 @@ def _decode_plane(reader: Reader, cut: _Cut, *, biased: bool) -> tuple[Bytes, By
         freq[symbol], last = often, symbol
     if freq.sum() != rans.SCALE:
         raise reader.wrong(f"frequencies of the sum {freq.sum()}")
-    segments = np.frombuffer(reader.take(4 * rans.num_segments(cut.elements)), "<u4").astype(np.int64)
+    segments = np.frombuffer(reader.take(4 * rans.num_segments(cut.elements)), "<u4").astype(
+        np.int64
+    )
     if segments.min(initial=rans.STATE_WORDS) < rans.STATE_WORDS:
         raise reader.wrong("a segment shorter than its states")
     words = read_elements(reader.take(2 * int(segments.sum())), "<u2")

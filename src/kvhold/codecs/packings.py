@@ -25,7 +25,11 @@ _HEADS_WITH_K_TRANSPOSED = frozenset({"vllm-0.32-cpu_attn-vec", "vllm-0.32-cpu_a
 def is_known(group: Group) -> bool:
     """Return whether the group's blocks can be converted to the canonical packing."""
     block_bytes = 2 * group.block_tokens * group.token_bytes
-    return group.packing in _HEADS_WITH_K_TRANSPOSED and group.planes == 2 and group.block_bytes == block_bytes
+    return (
+        group.packing in _HEADS_WITH_K_TRANSPOSED
+        and group.planes == 2
+        and group.block_bytes == block_bytes
+    )
 
 
 @lru_cache(64)
@@ -45,26 +49,38 @@ def canonical_twin(layout: Layout, group: int) -> Layout | None:
 def to_canonical(layer: memoryview, group: Group) -> memoryview:
     """Return a copy of one layer of whole blocks in the canonical packing."""
     plain = np.empty(len(layer), np.uint8)
-    for packed, plane in zip(_packed(np.frombuffer(layer, np.uint8), group), _planes(plain, group), strict=True):
+    for packed, plane in zip(
+        _packed(np.frombuffer(layer, np.uint8), group), _planes(plain, group), strict=True
+    ):
         np.copyto(plane, packed)
     return memoryview(plain.data)
 
 
 def from_canonical(plain: memoryview, layer: memoryview, group: Group) -> None:
     """Undo `to_canonical`, into `layer` of the same size."""
-    for packed, plane in zip(_packed(np.frombuffer(layer, np.uint8), group), _planes(np.frombuffer(plain, np.uint8), group), strict=True):
+    for packed, plane in zip(
+        _packed(np.frombuffer(layer, np.uint8), group),
+        _planes(np.frombuffer(plain, np.uint8), group),
+        strict=True,
+    ):
         np.copyto(packed, plane)
 
 
-def _planes(plain: npt.NDArray[np.uint8], group: Group) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+def _planes(
+    plain: npt.NDArray[np.uint8], group: Group
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     """Return views of K and V in `plain`, each [blocks, tokens of a block, heads, head_dim]."""
     k, v = plain.view(_kind(group)).reshape(2, -1, group.block_tokens, group.heads, group.head_dim)
     return k, v
 
 
-def _packed(layer: npt.NDArray[np.uint8], group: Group) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+def _packed(
+    layer: npt.NDArray[np.uint8], group: Group
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     """Return views of K and V in the engine's blocks, of the same shape as in `_planes`."""
-    blocks = layer.view(_kind(group)).reshape(-1, group.heads, 2, group.block_tokens * group.head_dim)
+    blocks = layer.view(_kind(group)).reshape(
+        -1, group.heads, 2, group.block_tokens * group.head_dim
+    )
     k = blocks[:, :, 0].reshape(-1, group.heads, group.head_dim, group.block_tokens)
     v = blocks[:, :, 1].reshape(-1, group.heads, group.block_tokens, group.head_dim)
     return k.transpose(0, 3, 1, 2), v.transpose(0, 2, 1, 3)

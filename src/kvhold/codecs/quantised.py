@@ -71,7 +71,16 @@ class Quantised(ABC):
         """Return the layer's size and one byte."""
         return 1 + layout.groups[group].layer_bytes(num_tokens)
 
-    def encode(self, plain: memoryview, out: memoryview, *, layout: Layout, group: int, layer: int, num_tokens: int) -> int:
+    def encode(
+        self,
+        plain: memoryview,
+        out: memoryview,
+        *,
+        layout: Layout,
+        group: int,
+        layer: int,
+        num_tokens: int,
+    ) -> int:
         """Encode with `_code`; if it returns None, store the layer unchanged."""
         place = self._place(layout, group, layer, num_tokens)
         end = self._code(read_elements(plain, place.kind), place, out)
@@ -81,7 +90,16 @@ class Quantised(ABC):
         copy(plain, out[1 : 1 + len(plain)])
         return 1 + len(plain)
 
-    def decode(self, encoded: memoryview, out: memoryview, *, layout: Layout, group: int, layer: int, num_tokens: int) -> None:
+    def decode(
+        self,
+        encoded: memoryview,
+        out: memoryview,
+        *,
+        layout: Layout,
+        group: int,
+        layer: int,
+        num_tokens: int,
+    ) -> None:
         """Decode. Raises FrameError for a wrong length, and for bytes that no encoder writes."""
         place = self._place(layout, group, layer, num_tokens)
         if not len(encoded):
@@ -108,7 +126,16 @@ class Quantised(ABC):
 
     def _place(self, layout: Layout, group: int, layer: int, num_tokens: int) -> Place:
         found = layout.groups[group]
-        return Place(self.name, layer, found.layers, found.planes, num_tokens, found.heads, found.head_dim, found.dtype)
+        return Place(
+            self.name,
+            layer,
+            found.layers,
+            found.planes,
+            num_tokens,
+            found.heads,
+            found.head_dim,
+            found.dtype,
+        )
 
 
 def read_scales(data: memoryview, place: Place) -> Floats:

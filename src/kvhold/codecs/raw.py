@@ -24,12 +24,30 @@ class Raw:
         """Return the layer's size."""
         return layout.groups[group].layer_bytes(num_tokens)
 
-    def encode(self, plain: memoryview, out: memoryview, *, layout: Layout, group: int, layer: int, num_tokens: int) -> int:
+    def encode(
+        self,
+        plain: memoryview,
+        out: memoryview,
+        *,
+        layout: Layout,
+        group: int,
+        layer: int,
+        num_tokens: int,
+    ) -> int:
         """Copy."""
         copy(plain, out[: len(plain)])
         return len(plain)
 
-    def decode(self, encoded: memoryview, out: memoryview, *, layout: Layout, group: int, layer: int, num_tokens: int) -> None:
+    def decode(
+        self,
+        encoded: memoryview,
+        out: memoryview,
+        *,
+        layout: Layout,
+        group: int,
+        layer: int,
+        num_tokens: int,
+    ) -> None:
         """Copy. Raises FrameError if the lengths differ."""
         if len(encoded) != len(out):
             raise FrameError("length", f"raw layer {layer} is {len(encoded)} bytes of {len(out)}")

@@ -64,7 +64,9 @@ def check_codec(name: str) -> None:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"codec {name!r} is unknown; known are {', '.join(codec_names())}{hint}")
     if name in _OURS and name != "raw" and find_spec("numba") is None:
-        raise ConfigError(f"codec {name!r} needs more than kvhold itself: pip install 'kvhold[numba]'")
+        raise ConfigError(
+            f"codec {name!r} needs more than kvhold itself: pip install 'kvhold[numba]'"
+        )
 
 
 def find_codec(name: str) -> Codec | None:
@@ -85,8 +87,13 @@ def _instance(name: str) -> Codec:
         codec: Codec = point.load()()
     except (ImportError, AttributeError, TypeError) as error:
         if name in _OURS:
-            raise ConfigError(f"codec {name!r} needs more than kvhold itself: pip install 'kvhold[numba]' ({error})") from error
-        raise ConfigError(f"codec {name!r}: the plugin {point.value} cannot be loaded: {error}") from error
+            raise ConfigError(
+                f"codec {name!r} needs more than kvhold itself: pip install "
+                f"'kvhold[numba]' ({error})"
+            ) from error
+        raise ConfigError(
+            f"codec {name!r}: the plugin {point.value} cannot be loaded: {error}"
+        ) from error
     if codec.name != name:
         raise ConfigError(f"codec {name!r}: the plugin {point.value} calls itself {codec.name!r}")
     return codec

@@ -1,7 +1,8 @@
 """Encrypted frames: AES-256-GCM over a whole frame, so a tier cannot read, swap or alter chunks.
 
-    keyring = Keyring.read(["=file:/etc/kvhold/key", "acme=env:ACME_KEY", "acme=file:/etc/kvhold/acme-2025"])
-    parts = keyring.seal((header, payload), key=key, tenant="acme")
+    keyring = Keyring.read(["=file:/etc/kvhold/key", "acme=env:ACME_KEY",
+    "acme=file:/etc/kvhold/acme-2025"]) parts = keyring.seal((header, payload), key=key,
+    tenant="acme")
     frame = keyring.unseal(sealed, key=key, tenant="acme")          # altered: FrameError("sealed")
 
 docs/format.md ("Sealed frames") defines the bytes. Each sealed frame has its own key. HKDF-SHA256
@@ -62,11 +63,16 @@ class Keyring:
         try:
             import cryptography  # noqa: F401 - fail now, not at the first frame
         except ImportError as error:
-            raise ConfigError(f"encryption needs the cryptography library: pip install 'kvhold[encryption]' ({error})") from error
+            raise ConfigError(
+                "encryption needs the cryptography library: pip install "
+                f"'kvhold[encryption]' ({error})"
+            ) from error
         self._keys: dict[str, list[_Key]] = {}
         for tenant, secrets in keys.items():
             if not secrets or any(len(secret) != KEY_BYTES for secret in secrets):
-                raise ConfigError(f"encryption.keys: a key of {tenant or 'all'} does not have {KEY_BYTES} bytes")
+                raise ConfigError(
+                    f"encryption.keys: a key of {tenant or 'all'} does not have {KEY_BYTES} bytes"
+                )
             self._keys[tenant] = [_Key(secret, _identity(secret)) for secret in secrets]
 
     @classmethod
@@ -80,7 +86,9 @@ class Keyring:
             tenant, equals, source = line.partition("=")
             kind, colon, place = source.partition(":")
             if not equals or not colon or kind not in ("file", "env") or not place:
-                raise ConfigError(f"encryption.keys: {tenant!r} is followed by no =file:PATH or =env:NAME")
+                raise ConfigError(
+                    f"encryption.keys: {tenant!r} is followed by no =file:PATH or =env:NAME"
+                )
             keys.setdefault(tenant, []).append(_read_key(kind, place, environ))
         return cls(keys)
 
@@ -115,14 +123,21 @@ class Keyring:
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
         if len(sealed) < OVERHEAD_BYTES:
-            raise FrameError("sealed", f"{len(sealed)} bytes; a sealed frame has at least {OVERHEAD_BYTES}")
+            raise FrameError(
+                "sealed", f"{len(sealed)} bytes; a sealed frame has at least {OVERHEAD_BYTES}"
+            )
         head = bytes(sealed[: _HEAD.size])
         magic, version, flags, identity, _ = _HEAD.unpack(head)
         if magic != MAGIC or version != VERSION or flags:
-            raise FrameError("sealed", f"it begins with {head[:12].hex()}, which is no sealed frame that this reader knows")
+            raise FrameError(
+                "sealed",
+                f"it begins with {head[:12].hex()}, which is no sealed frame that this reader knows",
+            )
         known = next((one for one in self._of(tenant) if one.identity == identity), None)
         if known is None:
-            raise FrameError("sealed", f"by key {identity.hex()}, which is none of {tenant or 'the common ones'}")
+            raise FrameError(
+                "sealed", f"by key {identity.hex()}, which is none of {tenant or 'the common ones'}"
+            )
         secret, nonce = _derived(known, head, key, tenant)
         end = len(sealed) - _TAG_BYTES
         decryptor = Cipher(algorithms.AES(secret), modes.GCM(nonce)).decryptor()
@@ -132,7 +147,9 @@ class Keyring:
         try:
             decryptor.finalize_with_tag(bytes(sealed[end:]))
         except InvalidTag:
-            raise FrameError("sealed", "it was altered, or is another chunk's or tenant's") from None
+            raise FrameError(
+                "sealed", "it was altered, or is another chunk's or tenant's"
+            ) from None
         return frame[:nbytes]
 
     def _of(self, tenant: str) -> list[_Key]:
@@ -177,7 +194,10 @@ def _read_key(kind: str, place: str, environ: Mapping[str, str]) -> bytes:
     for found in (as_is, _hex(raw.strip()), _base64(raw.strip())):
         if found is not None and len(found) == KEY_BYTES:
             return found
-    raise ConfigError(f"{where} is not a key: {KEY_BYTES} bytes, as they are, in hexadecimal or in base64 (`openssl rand -hex 32`)")
+    raise ConfigError(
+        f"{where} is not a key: {KEY_BYTES} bytes, as they are, in hexadecimal or in "
+        "base64 (`openssl rand -hex 32`)"
+    )
 
 
 def _hex(text: bytes) -> bytes | None:

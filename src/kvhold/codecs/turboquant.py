@@ -50,7 +50,9 @@ class TurboQuant4(Quantised):
         scales = np.empty((heads, -(-head_dim // turns.RUN)), np.float32)
         data = np.frombuffer(out, np.uint8)
         codes = data[begin:end].reshape(heads, -1)
-        turns.encode(elements, place.dtype, head_dim=head_dim, limit=LIMIT * most, codes=codes, scales=scales)
+        turns.encode(
+            elements, place.dtype, head_dim=head_dim, limit=LIMIT * most, codes=codes, scales=scales
+        )
         for kept, channels in _kept(scales, head_dim):
             found = elements.reshape(heads, head_dim)[kept, channels].reshape(-1).view(np.uint8)
             if end + found.size > place.nbytes:
@@ -68,18 +70,23 @@ class TurboQuant4(Quantised):
             raise place.wrong(f"{len(encoded)} bytes of the form {encoded[0]}")
         scales: Floats = read_elements(encoded[1:begin], "<f4").reshape(heads, -1)
         if not ((scales >= 0) | (scales == turns.KEPT)).all() or not np.isfinite(scales).all():
-            raise place.wrong("a scale that is neither that of a kept vector nor zero or more, and finite")
+            raise place.wrong(
+                "a scale that is neither that of a kept vector nor zero or more, and finite"
+            )
         found = list(_kept(scales, head_dim))
-        sizes = [int(np.count_nonzero(kept)) * (channels.stop - channels.start) for kept, channels in found]
+        sizes = [
+            int(np.count_nonzero(kept)) * (channels.stop - channels.start)
+            for kept, channels in found
+        ]
         if len(encoded) != end + sum(sizes) * target.itemsize:
             raise place.wrong(f"{len(encoded)} bytes of the form {encoded[0]}")
         codes = np.frombuffer(encoded[begin:end], np.uint8).reshape(heads, -1)
         turns.decode(codes, scales, place.dtype, head_dim=head_dim, elements=target)
         for (kept, channels), size in zip(found, sizes, strict=True):
             nbytes = size * target.itemsize
-            target.reshape(heads, head_dim)[kept, channels] = read_elements(encoded[end : end + nbytes], place.kind).reshape(
-                -1, channels.stop - channels.start
-            )
+            target.reshape(heads, head_dim)[kept, channels] = read_elements(
+                encoded[end : end + nbytes], place.kind
+            ).reshape(-1, channels.stop - channels.start)
             end += nbytes
 
 
@@ -93,4 +100,7 @@ def _parts(place: Place) -> tuple[int, int]:
 def _kept(scales: Floats, head_dim: int) -> Iterator[tuple[npt.NDArray[np.bool_], slice]]:
     """Yield for each run of a head the unchanged vectors, a mask [heads], and the channels."""
     for run in range(scales.shape[1]):
-        yield scales[:, run] == turns.KEPT, slice(run * turns.RUN, min(head_dim, (run + 1) * turns.RUN))
+        yield (
+            scales[:, run] == turns.KEPT,
+            slice(run * turns.RUN, min(head_dim, (run + 1) * turns.RUN)),
+        )

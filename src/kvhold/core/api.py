@@ -57,7 +57,9 @@ class ChunkBytes:
 
     def first(self, chunks: int) -> "ChunkBytes":
         """Return the first `chunks` chunks."""
-        return ChunkBytes(self.offsets[:chunks], self.num_tokens[:chunks], self.sums and self.sums.first(chunks))
+        return ChunkBytes(
+            self.offsets[:chunks], self.num_tokens[:chunks], self.sums and self.sums.first(chunks)
+        )
 
 
 kept: list["Holding"] = []
@@ -86,7 +88,12 @@ class Holding:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if isinstance(error, DeviceError):
             self.keep()
         else:
@@ -286,7 +293,9 @@ class Recoding(Holding):
     Closing it early stops it. Finished chunks stay re-encoded.
     """
 
-    def __init__(self, recoded: Recoded, give_back: Callable[[], None], *, ask: Callable[[], Recoded]) -> None:
+    def __init__(
+        self, recoded: Recoded, give_back: Callable[[], None], *, ask: Callable[[], Recoded]
+    ) -> None:
         super().__init__(give_back)
         self.recoded = recoded
         self._ask = ask
@@ -348,13 +357,19 @@ class Loan(Holding):
             if len(checksums) != len(offsets):
                 raise ProtocolError(f"checksums of {len(checksums)} groups for {len(offsets)}")
             self._sums = [
-                Checksums.expected(packed, row != ABSENT, lambda chunks, row=row: report([int(at) for at in row[chunks]]))  # type: ignore[misc]
+                Checksums.expected(
+                    packed,
+                    row != ABSENT,
+                    lambda chunks, row=row: report([int(at) for at in row[chunks]]),
+                )  # type: ignore[misc]
                 for packed, row in zip(checksums, offsets, strict=True)
             ]
 
     def chunks(self, group: int = 0) -> ChunkBytes:
         """Return the places of the chunks of `group` in `buffer`."""
-        return ChunkBytes(self._offsets[group], self.num_tokens, None if self._sums is None else self._sums[group])
+        return ChunkBytes(
+            self._offsets[group], self.num_tokens, None if self._sums is None else self._sums[group]
+        )
 
     def verify(self, layout: Layout) -> None:
         """Compare every chunk that no copy has compared yet.
@@ -364,10 +379,19 @@ class Loan(Holding):
         """
         for group, sums in enumerate(self._sums or ()):
             places = self.chunks(group)
-            if np.count_nonzero(places.offsets != ABSENT) and sums.layers != layout.groups[group].layers:
-                raise ProtocolError(f"checksums of {sums.layers} layers; group {group} has {layout.groups[group].layers}")
+            if (
+                np.count_nonzero(places.offsets != ABSENT)
+                and sums.layers != layout.groups[group].layers
+            ):
+                raise ProtocolError(
+                    f"checksums of {sums.layers} layers; group {group} has "
+                    f"{layout.groups[group].layers}"
+                )
             rest = np.flatnonzero((places.offsets != ABSENT) & ~sums.known.all(axis=1))
-            found = np.array([_sums_of_chunk(self.buffer, layout, group, places, int(chunk)) for chunk in rest], np.uint64)
+            found = np.array(
+                [_sums_of_chunk(self.buffer, layout, group, places, int(chunk)) for chunk in rest],
+                np.uint64,
+            )
             if rest.size:
                 sums.compare(rest, range(sums.layers), found)
 
@@ -420,7 +444,11 @@ class Room(Holding):
 
         Returns a mark: `flush(mark)` waits until these chunks have been written to lower tiers.
         """
-        wanted = [chunk for chunk in dict.fromkeys(self.granted if chunks is None else chunks) if chunk in self._uncommitted]
+        wanted = [
+            chunk
+            for chunk in dict.fromkeys(self.granted if chunks is None else chunks)
+            if chunk in self._uncommitted
+        ]
         packed = b"".join(self._packed(chunk) for chunk in wanted)
         self._uncommitted.difference_update(wanted)
         return self._commit(wanted, packed)
@@ -437,11 +465,17 @@ class Room(Holding):
         return packed
 
 
-def _sums_of_chunk(buffer: npt.NDArray[np.uint8], layout: Layout, group: int, places: ChunkBytes, chunk: int) -> list[int]:
+def _sums_of_chunk(
+    buffer: npt.NDArray[np.uint8], layout: Layout, group: int, places: ChunkBytes, chunk: int
+) -> list[int]:
     """Return the checksums of one chunk in the buffer: [layers]. xxhash releases the GIL."""
     at, num_tokens = int(places.offsets[chunk]), int(places.num_tokens[chunk])
-    ranges = (layout.layer_range(group, layer, num_tokens) for layer in range(layout.groups[group].layers))
-    return [xxh3_64_intdigest(buffer[at + start : at + start + length].data) for start, length in ranges]
+    ranges = (
+        layout.layer_range(group, layer, num_tokens) for layer in range(layout.groups[group].layers)
+    )
+    return [
+        xxh3_64_intdigest(buffer[at + start : at + start + length].data) for start, length in ranges
+    ]
 
 
 class Cache(Protocol):
@@ -467,7 +501,13 @@ class Cache(Protocol):
         """
 
     def lookup(
-        self, query: Query, *, work: Work | None = None, have_tokens: int = 0, wait_s: float | None = None, deadline_s: float | None = None
+        self,
+        query: Query,
+        *,
+        work: Work | None = None,
+        have_tokens: int = 0,
+        wait_s: float | None = None,
+        deadline_s: float | None = None,
     ) -> Hit:
         """Return the longest prefix for which every shard and group has the chunks it needs.
 
@@ -482,7 +522,9 @@ class Cache(Protocol):
                      so the hit may be arriving
         """
 
-    def came_of(self, request: str, *, load_s: float, compute_s: float, deadline_s: float | None = None) -> None:
+    def came_of(
+        self, request: str, *, load_s: float, compute_s: float, deadline_s: float | None = None
+    ) -> None:
         """Report the timing of a request that was looked up with its `work`, for `explain`.
 
         load_s:    how long the load took; -1: there was none
@@ -500,7 +542,13 @@ class Cache(Protocol):
         """Start to bring a prompt's chunks from lower tiers into memory. Do not wait."""
 
     def claim(
-        self, ticket: int, shard: int = 0, *, first_chunk: int = 0, arriving: bool = False, deadline_s: float | None = None
+        self,
+        ticket: int,
+        shard: int = 0,
+        *,
+        first_chunk: int = 0,
+        arriving: bool = False,
+        deadline_s: float | None = None,
     ) -> Loan | None:
         """Return a lease on one shard's part of a hit, from chunk `first_chunk` on.
 
@@ -550,7 +598,13 @@ class Cache(Protocol):
         """
 
     def recode(
-        self, tier: str, codec: str, *, namespace: bytes | None = None, query: Query | None = None, deadline_s: float | None = None
+        self,
+        tier: str,
+        codec: str,
+        *,
+        namespace: bytes | None = None,
+        query: Query | None = None,
+        deadline_s: float | None = None,
     ) -> Recoding:
         """Re-encode the chunks of a tier with another codec, in the background, online.
 
@@ -600,11 +654,16 @@ def mask_bytes(groups: npt.ArrayLike | None, layout: Layout, names: ChunkNames) 
         return None
     mask, wanted = np.asarray(groups), (len(layout.groups), len(names))
     if mask.dtype != np.bool_ or mask.shape != wanted:
-        raise ProtocolError(f"groups must be bool and have the shape [groups, chunks] = {wanted}, not {mask.dtype} and {mask.shape}")
+        raise ProtocolError(
+            f"groups must be bool and have the shape [groups, chunks] = {wanted}, not "
+            f"{mask.dtype} and {mask.shape}"
+        )
     return mask.tobytes()
 
 
-def loans_as_they_come(cache: Cache, hit: Hit, tokens_per_chunk: int, *, shard: int = 0, until_s: float) -> Iterator[Loan]:
+def loans_as_they_come(
+    cache: Cache, hit: Hit, tokens_per_chunk: int, *, shard: int = 0, until_s: float
+) -> Iterator[Loan]:
     """Yield leases on one shard's part of a hit, in the order in which its chunks arrive.
 
     Each lease is valid until the next is requested. So its chunks can be copied while the rest is

@@ -41,7 +41,9 @@ class Checksums:
         return cls(np.zeros((chunks, layers), np.uint64), np.zeros((chunks, layers), np.bool_))
 
     @classmethod
-    def expected(cls, packed: bytes, present: npt.NDArray[np.bool_], report: Callable[[Numbers], None]) -> "Checksums":
+    def expected(
+        cls, packed: bytes, present: npt.NDArray[np.bool_], report: Callable[[Numbers], None]
+    ) -> "Checksums":
         """Return the checksums in the answer to a claim, for a reader.
 
         packed:  BYTES for each layer of each present chunk, little-endian
@@ -52,8 +54,15 @@ class Checksums:
         """
         count = int(np.count_nonzero(present))
         if len(packed) % (BYTES * max(1, count)) or bool(packed) != bool(count):
-            raise ProtocolError(f"checksums has {len(packed)} bytes for {count} chunks; {BYTES} for each layer of each are needed")
-        rows = np.frombuffer(packed, "<u8").reshape(count, -1) if count else np.zeros((0, 0), np.uint64)
+            raise ProtocolError(
+                f"checksums has {len(packed)} bytes for {count} chunks; {BYTES} for each "
+                "layer of each are needed"
+            )
+        rows = (
+            np.frombuffer(packed, "<u8").reshape(count, -1)
+            if count
+            else np.zeros((0, 0), np.uint64)
+        )
         values = np.zeros((len(present), rows.shape[1]), np.uint64)
         values[present] = rows
         return cls(values, np.zeros(values.shape, np.bool_), report)

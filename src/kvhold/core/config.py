@@ -44,41 +44,79 @@ def size(default: int, help: str) -> Any:
     return field(default=default, metadata={"help": help, "size": True, "minimum": 0})
 
 
-def setting(default: Any, help: str, *, choices: tuple[str, ...] = (), minimum: float | None = None, secret: bool = False) -> Any:
+def setting(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] = (),
+    minimum: float | None = None,
+    secret: bool = False,
+) -> Any:
     """Return a field with its help, and its choices or its least value.
 
     secret: errors, logs and status never contain its value
     """
-    return field(default=default, metadata={"help": help, "choices": choices, "minimum": minimum, "secret": secret}, repr=not secret)
+    return field(
+        default=default,
+        metadata={"help": help, "choices": choices, "minimum": minimum, "secret": secret},
+        repr=not secret,
+    )
 
 
 @dataclass(frozen=True)
 class NodeConfig:
     """Settings of this host's daemon."""
 
-    socket: str = setting("", "path of the node's Unix socket; empty: one for this user in the runtime directory")
+    socket: str = setting(
+        "", "path of the node's Unix socket; empty: one for this user in the runtime directory"
+    )
     autostart: bool = setting(True, "start a node when none answers")
     start_timeout_s: float = setting(
-        60.0, "how long an engine waits for a node that is being started; one that ends while starting is known at once", minimum=0.01
+        60.0,
+        "how long an engine waits for a node that is being started; one that ends while "
+        "starting is known at once",
+        minimum=0.01,
     )
-    any_owner: bool = setting(False, "the socket's folder may belong to another user, or others may write to it, as to a pod's emptyDir")
+    any_owner: bool = setting(
+        False,
+        "the socket's folder may belong to another user, or others may write to it, as to "
+        "a pod's emptyDir",
+    )
     on_mismatch: str = setting(
         "warn",
-        "an engine whose settings name tiers, codecs or keys that the node does not have joins it with a warning, or not at all; it never "
+        "an engine whose settings name tiers, codecs or keys that the node does not have "
+        "joins it with a warning, or not at all; it never "
         "joins one that would store in clear text what the engine's settings encrypt",
         choices=("warn", "refuse"),
     )
-    require_encryption: bool = setting(False, "an engine joins no node with a tier below memory that is not encrypted")
-    idle_exit_s: float = setting(600.0, "a node that was started by an engine exits after so long without clients", minimum=1)
-    nice: int = setting(-5, "nice value of a node that runs in the background, where this user may set it", minimum=-20)
-    numa: str = setting(
-        "spread", "NUMA nodes of the cached KV: spread over all, engine (those of the engine that starts the node), or a list such as 0,1"
+    require_encryption: bool = setting(
+        False, "an engine joins no node with a tier below memory that is not encrypted"
     )
-    environment: tuple[str, ...] = setting((), "more variables that a node takes over from the engine that starts it, by name")
-    log_bytes: int = size(10 << 20, "largest log file of a node that was started by an engine; then it is rotated")
+    idle_exit_s: float = setting(
+        600.0, "a node that was started by an engine exits after so long without clients", minimum=1
+    )
+    nice: int = setting(
+        -5,
+        "nice value of a node that runs in the background, where this user may set it",
+        minimum=-20,
+    )
+    numa: str = setting(
+        "spread",
+        "NUMA nodes of the cached KV: spread over all, engine (those of the engine that "
+        "starts the node), or a list such as 0,1",
+    )
+    environment: tuple[str, ...] = setting(
+        (), "more variables that a node takes over from the engine that starts it, by name"
+    )
+    log_bytes: int = size(
+        10 << 20, "largest log file of a node that was started by an engine; then it is rotated"
+    )
     log_files: int = setting(3, "log files that are kept, the current one included", minimum=1)
     reservation_timeout_s: float = setting(
-        60.0, "after so long, what one engine reserved and has not written may be written by another, in other memory", minimum=0.01
+        60.0,
+        "after so long, what one engine reserved and has not written may be written by "
+        "another, in other memory",
+        minimum=0.01,
     )
 
 
@@ -86,16 +124,30 @@ class NodeConfig:
 class ClientConfig:
     """Settings of an engine's process as a client of the node."""
 
-    connect_timeout_s: float = setting(5.0, "how long a node that is there may take to answer who joins it", minimum=0.01)
-    call_timeout_s: float = setting(1.0, "deadline of one call; after it the engine computes for itself", minimum=0.001)
-    arrival_timeout_s: float = setting(10.0, "how long a request waits for chunks that come from lower tiers", minimum=0)
-    reconnect_interval_s: float = setting(1.0, "how often a lost node is looked for, in the background", minimum=0.01)
-    check_memory: bool = setting(
-        True, "compare what is read from memory with the checksums of what was stored; off only to measure what that costs"
+    connect_timeout_s: float = setting(
+        5.0, "how long a node that is there may take to answer who joins it", minimum=0.01
     )
-    heartbeat_interval_s: float = setting(2.0, "how often an idle connection is tried", minimum=0.05)
+    call_timeout_s: float = setting(
+        1.0, "deadline of one call; after it the engine computes for itself", minimum=0.001
+    )
+    arrival_timeout_s: float = setting(
+        10.0, "how long a request waits for chunks that come from lower tiers", minimum=0
+    )
+    reconnect_interval_s: float = setting(
+        1.0, "how often a lost node is looked for, in the background", minimum=0.01
+    )
+    check_memory: bool = setting(
+        True,
+        "compare what is read from memory with the checksums of what was stored; off only "
+        "to measure what that costs",
+    )
+    heartbeat_interval_s: float = setting(
+        2.0, "how often an idle connection is tried", minimum=0.05
+    )
     cores: str = setting(
-        "", "cores for kvhold's threads in an engine, such as 8-15; empty: those that the engine binds no thread to; inherit: the engine's"
+        "",
+        "cores for kvhold's threads in an engine, such as 8-15; empty: those that the "
+        "engine binds no thread to; inherit: the engine's",
     )
 
 
@@ -103,16 +155,30 @@ class ClientConfig:
 class ListenConfig:
     """Settings of a central cache for other hosts (`kvhold serve --listen`)."""
 
-    address: str = setting("", "HOST:PORT to listen on; beyond the loopback interface only with a token or client certificates")
+    address: str = setting(
+        "",
+        "HOST:PORT to listen on; beyond the loopback interface only with a token or client "
+        "certificates",
+    )
     token: str = setting("", "what clients must know; better in a file", secret=True)
     token_file: str = setting("", "a file that holds it")
     tls_cert: str = setting("", "PEM file of the server's certificate: clients must talk TLS")
     tls_key: str = setting("", "PEM file of its key; empty: it is in tls_cert")
-    tls_client_ca: str = setting("", "PEM file of the authorities that must have signed clients' certificates (mTLS)")
-    insecure: bool = setting(False, "listen beyond loopback with a token and without TLS: whoever can listen on the network can read both")
+    tls_client_ca: str = setting(
+        "", "PEM file of the authorities that must have signed clients' certificates (mTLS)"
+    )
+    insecure: bool = setting(
+        False,
+        "listen beyond loopback with a token and without TLS: whoever can listen on the "
+        "network can read both",
+    )
     max_value_bytes: int = size(1 << 30, "larger values are refused")
     max_connections: int = setting(256, "connections at once", minimum=1)
-    request_timeout_s: float = setting(60.0, "a request that takes longer ends its connection: the client does not read", minimum=0.1)
+    request_timeout_s: float = setting(
+        60.0,
+        "a request that takes longer ends its connection: the client does not read",
+        minimum=0.1,
+    )
 
 
 @dataclass(frozen=True)
@@ -121,19 +187,28 @@ class RulesConfig:
 
     store: bool = setting(True, "store the KV of requests")
     load: bool = setting(True, "load what is cached")
-    plan: bool = setting(False, "load only what is faster than computing it, by what was measured; off: load all that is found (vLLM)")
+    plan: bool = setting(
+        False,
+        "load only what is faster than computing it, by what was measured; off: load all "
+        "that is found (vLLM)",
+    )
     ttl_s: float = setting(0.0, "what is stored is not used after so long; 0: no limit", minimum=0)
     max_error: float = setting(
         1.0,
-        "the most that codecs of tiers may lose, as |decoded - original| over the largest of a layer; 0: nothing; 1: what they state",
+        "the most that codecs of tiers may lose, as |decoded - original| over the largest "
+        "of a layer; 0: nothing; 1: what they state",
         minimum=0,
     )
     max_bits: float = setting(
-        0.0, "the most bits that codecs with a loss may take for an element, as far as max_error goes; 0: no limit", minimum=0
+        0.0,
+        "the most bits that codecs with a loss may take for an element, as far as "
+        "max_error goes; 0: no limit",
+        minimum=0,
     )
     tenant: str = setting(
         "",
-        "whose KV it is: with that key it is encrypted below memory. A request whose tag `tenant` names another one is not cached; "
+        "whose KV it is: with that key it is encrypted below memory. A request whose tag "
+        "`tenant` names another one is not cached; "
         "empty: the tag decides",
     )
 
@@ -144,7 +219,8 @@ class EncryptionConfig:
 
     keys: tuple[str, ...] = setting(
         (),
-        "TENANT=file:PATH or TENANT=env:NAME, each a key of 32 bytes; no tenant before the =: of all who have none of their own",
+        "TENANT=file:PATH or TENANT=env:NAME, each a key of 32 bytes; no tenant before the "
+        "=: of all who have none of their own",
         secret=True,
     )
 
@@ -153,57 +229,104 @@ class EncryptionConfig:
 class Config:
     """All settings of one process."""
 
-    tokens_per_chunk: int = setting(128, "tokens in a chunk; engines round it up to a multiple of their block", minimum=1)
+    tokens_per_chunk: int = setting(
+        128, "tokens in a chunk; engines round it up to a multiple of their block", minimum=1
+    )
     head_shards: int = setting(
         0,
-        "into how many shards the heads are divided, so that engines with other numbers of tensor parallel workers share; 0: one a worker",
+        "into how many shards the heads are divided, so that engines with other numbers of "
+        "tensor parallel workers share; 0: one a worker",
     )
-    save_decode: bool = setting(False, "store what is generated, too, so that the next turn of a conversation finds it (vLLM)")
+    save_decode: bool = setting(
+        False,
+        "store what is generated, too, so that the next turn of a conversation finds it (vLLM)",
+    )
     store_tails: bool = setting(
-        True, "store the blocks after the last whole chunk, too, at the end of a prompt and of what is generated (vLLM)"
+        True,
+        "store the blocks after the last whole chunk, too, at the end of a prompt and of "
+        "what is generated (vLLM)",
     )
-    layerwise: bool = setting(False, "load and store a layer at a time inside the engine's passes, not beside and after them (vLLM)")
+    layerwise: bool = setting(
+        False,
+        "load and store a layer at a time inside the engine's passes, not beside and after "
+        "them (vLLM)",
+    )
     memory_codec: str = setting(
         "none",
-        "int8: chunks take half the memory, and half the bytes cross the bus to a device; each element loses up to 1/127 of the largest "
+        "int8: chunks take half the memory, and half the bytes cross the bus to a device; "
+        "each element loses up to 1/127 of the largest "
         "of the (at most 128) elements that share its scale. none: nothing is lost (vLLM)",
         choices=("none", "int8"),
     )
     allow_unproven: bool = setting(
-        False, "serve an engine on a device on which copies have not been shown to be exact, if the check at start passes"
+        False,
+        "serve an engine on a device on which copies have not been shown to be exact, if "
+        "the check at start passes",
     )
     skip_last_n_tokens: int = setting(
         0,
-        "the last tokens of a text that are neither stored nor looked up: of a prompt; with save_decode, of what there is so far (vLLM)",
+        "the last tokens of a text that are neither stored nor looked up: of a prompt; "
+        "with save_decode, of what there is so far (vLLM)",
         minimum=0,
     )
-    model_id: str = setting("", "a name for the model and its weights, where they cannot be told by content or hub commit")
+    model_id: str = setting(
+        "",
+        "a name for the model and its weights, where they cannot be told by content or hub commit",
+    )
     share: tuple[str, ...] = setting(
         (),
-        "differences between engines that are to share KV all the same: versions, cpu, tensor_parallel, data_parallel, expert_parallel, "
+        "differences between engines that are to share KV all the same: versions, cpu, "
+        "tensor_parallel, data_parallel, expert_parallel, "
         "environment, or a fact that `kvhold names A B` shows",
     )
-    ram_bytes: int = size(0, "memory for cached KV; 0: a quarter of what is free at start, at most 4 GiB")
-    policy: str = setting("lru", "which chunk is evicted first", choices=("lru", "lfu", "fifo", "mru", "s3fifo"))
-    namespace_quota_bytes: int = size(0, "the most memory that the chunks of one namespace may have; 0: no limit")
-    huge_pages: str = setting("auto", "huge pages for the arena", choices=("auto", "never", "always"))
+    ram_bytes: int = size(
+        0, "memory for cached KV; 0: a quarter of what is free at start, at most 4 GiB"
+    )
+    policy: str = setting(
+        "lru", "which chunk is evicted first", choices=("lru", "lfu", "fifo", "mru", "s3fifo")
+    )
+    namespace_quota_bytes: int = size(
+        0, "the most memory that the chunks of one namespace may have; 0: no limit"
+    )
+    huge_pages: str = setting(
+        "auto", "huge pages for the arena", choices=("auto", "never", "always")
+    )
     tiers: tuple[str, ...] = setting(
-        (), "where chunks live below RAM, the fastest first: URLs such as disk:///var/cache/kvhold", secret=True
+        (),
+        "where chunks live below RAM, the fastest first: URLs such as disk:///var/cache/kvhold",
+        secret=True,
     )
-    plugins: tuple[str, ...] = setting((), "tiers of others that may be loaded: entry points' names, or module:Class")
+    plugins: tuple[str, ...] = setting(
+        (), "tiers of others that may be loaded: entry points' names, or module:Class"
+    )
     write_behind_bytes: int = size(
-        0, "chunks that may wait to be written to lower tiers, beyond which they are dropped; 0: a quarter of RAM"
+        0,
+        "chunks that may wait to be written to lower tiers, beyond which they are dropped; "
+        "0: a quarter of RAM",
     )
-    event_buffer: int = setting(0, "changes of memory that are remembered for routers and other indexes; 0: none, and no events", minimum=0)
+    event_buffer: int = setting(
+        0,
+        "changes of memory that are remembered for routers and other indexes; 0: none, and "
+        "no events",
+        minimum=0,
+    )
     clears_file: str = setting(
         "",
-        "file that remembers clears which a tier still owes; a node's default is in $XDG_STATE_HOME/kvhold",
+        "file that remembers clears which a tier still owes; a node's default is in "
+        "$XDG_STATE_HOME/kvhold",
     )
     scrub_interval_s: float = setting(
-        3600.0, "idle chunks of memory are compared with their checksums, all of them once in about so long; 0: never", minimum=0
+        3600.0,
+        "idle chunks of memory are compared with their checksums, all of them once in "
+        "about so long; 0: never",
+        minimum=0,
     )
-    drain_timeout_s: float = setting(5.0, "how long an ending cache goes on writing what waits", minimum=0)
-    copy_threads: int = setting(0, "threads that copy between engine and arena; 0: as many as cores, at most 2", minimum=0)
+    drain_timeout_s: float = setting(
+        5.0, "how long an ending cache goes on writing what waits", minimum=0
+    )
+    copy_threads: int = setting(
+        0, "threads that copy between engine and arena; 0: as many as cores, at most 2", minimum=0
+    )
     node: NodeConfig = field(default_factory=NodeConfig)
     client: ClientConfig = field(default_factory=ClientConfig)
     rules: RulesConfig = field(default_factory=RulesConfig)
@@ -234,7 +357,9 @@ def load_config(
     return apply(config, arguments or {}, source="arguments")
 
 
-def apply(config: Settings, values: Mapping[str, Any], *, source: str, spell: Any = None, path: str = "") -> Settings:
+def apply(
+    config: Settings, values: Mapping[str, Any], *, source: str, spell: Any = None, path: str = ""
+) -> Settings:
     """Return `config` with `values` applied.
 
     source: the origin of the values, for errors
@@ -251,7 +376,10 @@ def apply(config: Settings, values: Mapping[str, Any], *, source: str, spell: An
         current = getattr(config, name)
         if is_dataclass(current):
             if not isinstance(value, Mapping):
-                raise ConfigError(f"{source}: {spell(dotted)} is a section of settings, not a {type(value).__name__}")
+                raise ConfigError(
+                    f"{source}: {spell(dotted)} is a section of settings, not a "
+                    f"{type(value).__name__}"
+                )
             changes[name] = apply(current, value, source=source, spell=spell, path=f"{dotted}.")
         else:
             try:
@@ -285,7 +413,10 @@ def _convert(value: Any, kind: Any, rules: Mapping[str, Any]) -> Any:
         raise ValueError("must be text")
     if rules.get("choices") and value not in rules["choices"]:
         near = get_close_matches(str(value), rules["choices"], n=1)
-        raise ValueError(f"must be one of {', '.join(rules['choices'])}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        raise ValueError(
+            f"must be one of {', '.join(rules['choices'])}"
+            + (f"; did you mean {near[0]!r}?" if near else "")
+        )
     if rules.get("minimum") is not None and value < rules["minimum"]:
         raise ValueError(f"must be at least {rules['minimum']}")
     return value
@@ -303,17 +434,35 @@ def _as_line(item: Any, number: int) -> str:
     if isinstance(item, str) and item and not set(item) & set(" \t\n"):
         return item
     if isinstance(item, Mapping) and isinstance(item.get("url"), str):
-        options = {name: ("true" if v else "false") if isinstance(v, bool) else v for name, v in item.items() if name != "url"}
+        options = {
+            name: ("true" if v else "false") if isinstance(v, bool) else v
+            for name, v in item.items()
+            if name != "url"
+        }
         if not options:
             return _as_line(item["url"], number)
-        return _as_line(f"{item['url']}{'&' if '?' in item['url'] else '?'}{urlencode(options)}", number)
-    raise ValueError(f"item {number} is neither text without blanks (a blank in a URL is %20) nor a table with a url")
+        return _as_line(
+            f"{item['url']}{'&' if '?' in item['url'] else '?'}{urlencode(options)}", number
+        )
+    raise ValueError(
+        f"item {number} is neither text without blanks (a blank in a URL is %20) nor a "
+        "table with a url"
+    )
 
 
 def _as_bool(value: Any) -> bool:
     if isinstance(value, bool):
         return value
-    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    words = {
+        "1": True,
+        "true": True,
+        "yes": True,
+        "on": True,
+        "0": False,
+        "false": False,
+        "no": False,
+        "off": False,
+    }
     if isinstance(value, str) and value.strip().lower() in words:
         return words[value.strip().lower()]
     raise ValueError("must be true or false")
@@ -337,7 +486,11 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
     names = {_env_name(name): name for name, _, _ in describe()}
     values: dict[str, Any] = {}
     for variable, text in environ.items():
-        if not variable.startswith(_PREFIX) or variable.startswith(_INSTALLER) or variable in _NOT_SETTINGS:
+        if (
+            not variable.startswith(_PREFIX)
+            or variable.startswith(_INSTALLER)
+            or variable in _NOT_SETTINGS
+        ):
             continue
         if variable not in names:
             if _is_of_kubernetes(variable, text):
@@ -388,12 +541,16 @@ def _read_yaml(path: Path, raw: str) -> dict[str, Any]:
     try:
         import yaml
     except ImportError:
-        raise ConfigError(f"{path} is YAML, which needs PyYAML: pip install 'kvhold[yaml]', or write it as TOML") from None
+        raise ConfigError(
+            f"{path} is YAML, which needs PyYAML: pip install 'kvhold[yaml]', or write it as TOML"
+        ) from None
     try:
         values = yaml.safe_load(raw)
     except yaml.MarkedYAMLError as error:  # the error's text quotes the file, secrets included
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{path} is not valid YAML: {error.problem or error.context}{line}") from None
+        raise ConfigError(
+            f"{path} is not valid YAML: {error.problem or error.context}{line}"
+        ) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {type(error).__name__}") from None
     except ValueError as error:  # an invalid date
@@ -401,5 +558,7 @@ def _read_yaml(path: Path, raw: str) -> dict[str, Any]:
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ConfigError(f"{path}: the file must hold names and values, not a {type(values).__name__}")
+        raise ConfigError(
+            f"{path}: the file must hold names and values, not a {type(values).__name__}"
+        )
     return values

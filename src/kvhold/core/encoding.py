@@ -10,7 +10,8 @@ Encodings are never stored or decoded.
 from collections.abc import Sequence
 from typing import TypeAlias, Union
 
-Plain: TypeAlias = Union[bool, int, float, str, bytes, Sequence["Plain"], None]  # noqa: UP007 - a recursive alias needs the quoted form
+# a recursive alias needs the quoted form
+Plain: TypeAlias = Union[bool, int, float, str, bytes, Sequence["Plain"], None]  # noqa: UP007
 
 
 def canonical(value: Plain) -> bytes:

@@ -105,7 +105,10 @@ class DamagedChunks(KVHoldError):
     """
 
     def __init__(self, chunks: Sequence[int]) -> None:
-        super().__init__(f"the bytes of {len(chunks)} chunks in memory are not those that were stored; they are removed")
+        super().__init__(
+            f"the bytes of {len(chunks)} chunks in memory are not those that were stored; "
+            "they are removed"
+        )
         self.chunks = tuple(chunks)
 
 

@@ -36,7 +36,11 @@ class Estimate:
     """
 
     def __init__(self, num_quantities: int) -> None:
-        self._subsets = [s for size in range(1, num_quantities + 1) for s in combinations(range(num_quantities), size)]
+        self._subsets = [
+            s
+            for size in range(1, num_quantities + 1)
+            for s in combinations(range(num_quantities), size)
+        ]
         self._num_quantities = num_quantities
         self._measured: deque[tuple[Quantities, float]] = deque(maxlen=_MOST)
         self._costs: Quantities | None = None
@@ -96,18 +100,30 @@ class Estimate:
         """Return 1 if it took far longer than predicted, -1 if far shorter, else 0."""
         if self._costs is None:
             return 0
-        thought = sum(cost * quantity for cost, quantity in zip(self._costs, quantities, strict=True))
+        thought = sum(
+            cost * quantity for cost, quantity in zip(self._costs, quantities, strict=True)
+        )
         return 1 if seconds > _OFF * thought else -1 if seconds * _OFF < thought else 0
 
     def _fit(self) -> None:
         rows = np.array([quantities for quantities, _ in self._measured], np.float64)
         seconds = np.array([seconds for _, seconds in self._measured], np.float64)
-        self._costs = tuple(fit(rows, seconds, np.power(_FADING, np.arange(len(seconds), dtype=np.float64))[::-1], self._subsets).tolist())
+        self._costs = tuple(
+            fit(
+                rows,
+                seconds,
+                np.power(_FADING, np.arange(len(seconds), dtype=np.float64))[::-1],
+                self._subsets,
+            ).tolist()
+        )
         self._unseen = 0
 
 
 def fit(
-    rows: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64], weights: npt.NDArray[np.float64], subsets: list[tuple[int, ...]]
+    rows: npt.NDArray[np.float64],
+    seconds: npt.NDArray[np.float64],
+    weights: npt.NDArray[np.float64],
+    subsets: list[tuple[int, ...]],
 ) -> npt.NDArray[np.float64]:
     """Return costs [quantities], none negative, such that rows @ costs is near `seconds`.
 
@@ -125,16 +141,22 @@ def fit(
     tried: list[tuple[float, npt.NDArray[np.float64]]] = []
     for subset in subsets:
         columns = relative[:, subset]
-        if (scales[list(subset)] >= 1).all() and (costs := _deviations(columns, weights)) is not None:
+        if (scales[list(subset)] >= 1).all() and (
+            costs := _deviations(columns, weights)
+        ) is not None:
             error = float(weights @ np.abs(columns @ costs - 1) / weights.sum())
             found = np.zeros(rows.shape[1])
             found[list(subset)] = costs / scales[list(subset)]
             tried.append((error, found))
     best = min((error for error, _ in tried), default=0.0)
-    return next((found for error, found in tried if error <= best + _ALIKE), np.zeros(rows.shape[1]))
+    return next(
+        (found for error, found in tried if error <= best + _ALIKE), np.zeros(rows.shape[1])
+    )
 
 
-def _deviations(columns: npt.NDArray[np.float64], weights: npt.NDArray[np.float64]) -> npt.NDArray[np.float64] | None:
+def _deviations(
+    columns: npt.NDArray[np.float64], weights: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64] | None:
     """Return costs for which each row's sum is near 1.
 
     Returns None if a cost would be negative, or if the rows do not determine the costs.

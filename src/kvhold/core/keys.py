@@ -142,9 +142,24 @@ class Namespace:
     @cached_property
     def digest(self) -> bytes:
         """16 bytes that identify this namespace."""
-        fields: Plain = [self.model, self.revision, self.dtype, self.quantization, self.shards, self.lora, self.cache_salt, self.hashing]
+        fields: Plain = [
+            self.model,
+            self.revision,
+            self.dtype,
+            self.quantization,
+            self.shards,
+            self.lora,
+            self.cache_salt,
+            self.hashing,
+        ]
         tags: Plain = [list(tag) for tag in sorted(self.tags)]
-        parts: Plain = ["kvhold-namespace-2", fields, tags, self.layout.fingerprint, self.facts.digest]
+        parts: Plain = [
+            "kvhold-namespace-2",
+            fields,
+            tags,
+            self.layout.fingerprint,
+            self.facts.digest,
+        ]
         return blake2b(canonical(parts), digest_size=NAMESPACE_BYTES).digest()
 
     @cached_property
@@ -157,12 +172,25 @@ class Namespace:
         if not self.model:
             return b""
         layout = self.layout
-        shown = {name: repr(getattr(self, name)) for name in ("model", "revision", "dtype", "quantization", "shards", "lora", "hashing")}
+        shown = {
+            name: repr(getattr(self, name))
+            for name in ("model", "revision", "dtype", "quantization", "shards", "lora", "hashing")
+        }
         shown |= {f"tag.{name}": repr(value) for name, value in self.tags if name != TENANT}
-        shown |= {name: "set" for name, is_set in (("cache_salt", self.cache_salt), ("tenant", self.tenant)) if is_set}
-        shown |= {f"layout.{name}": repr(getattr(layout, name)) for name in ("tokens_per_chunk", "tail_tokens")}
+        shown |= {
+            name: "set"
+            for name, is_set in (("cache_salt", self.cache_salt), ("tenant", self.tenant))
+            if is_set
+        }
+        shown |= {
+            f"layout.{name}": repr(getattr(layout, name))
+            for name in ("tokens_per_chunk", "tail_tokens")
+        }
         for number, group in enumerate(layout.groups):
-            shown |= {f"layout.groups[{number}].{f.name}": repr(getattr(group, f.name)) for f in fields(group)}
+            shown |= {
+                f"layout.groups[{number}].{f.name}": repr(getattr(group, f.name))
+                for f in fields(group)
+            }
         return pack(self.title or self.model, shown | dict(self.facts.items))
 
     @property
@@ -170,16 +198,29 @@ class Namespace:
         """The owner of the KV: the value of the tag `tenant`."""
         return dict(self.tags).get(TENANT, "")
 
-    def narrowed(self, *, lora: str = "", cache_salt: str = "", tags: Sequence[tuple[str, str]] = ()) -> "Namespace":
+    def narrowed(
+        self, *, lora: str = "", cache_salt: str = "", tags: Sequence[tuple[str, str]] = ()
+    ) -> "Namespace":
         """Return this namespace for one request: with its LoRA, salt and tags in addition to the
         present ones."""
         if not (lora or cache_salt or tags):
             return self
         if cache_salt and self.cache_salt:  # a request's salt is added to the configured one
             cache_salt = canonical([self.cache_salt, cache_salt]).hex()
-        return replace(self, lora=lora or self.lora, cache_salt=cache_salt or self.cache_salt, tags=(*self.tags, *tags))
+        return replace(
+            self,
+            lora=lora or self.lora,
+            cache_salt=cache_salt or self.cache_salt,
+            tags=(*self.tags, *tags),
+        )
 
-    def prompt(self, tokens: npt.ArrayLike, extras: Mapping[int, bytes] | None = None, *, inserts: Iterable[Insert] = ()) -> "Prompt":
+    def prompt(
+        self,
+        tokens: npt.ArrayLike,
+        extras: Mapping[int, bytes] | None = None,
+        *,
+        inserts: Iterable[Insert] = (),
+    ) -> "Prompt":
         """Hash a prompt once. Raises ValueError, which names the field, for invalid tokens or
         inserts.
 
@@ -211,7 +252,9 @@ def as_tokens(tokens: npt.ArrayLike) -> npt.NDArray[np.int32]:
     if found.size == 0:
         return np.empty(0, dtype="<i4")
     if found.ndim != 1 or found.dtype.kind not in "iu":
-        raise ValueError(f"tokens must be one axis of integers, not {found.dtype} with shape {found.shape}")
+        raise ValueError(
+            f"tokens must be one axis of integers, not {found.dtype} with shape {found.shape}"
+        )
     if found.dtype != np.dtype("<i4"):
         if found.max() > np.iinfo(np.int32).max or found.min() < np.iinfo(np.int32).min:
             raise ValueError("a token id does not fit 32 bits")
@@ -227,11 +270,16 @@ def as_inserts(inserts: Iterable[Insert], num_tokens: int) -> tuple[Insert, ...]
 
     Raises ValueError unless each lies within `num_tokens` tokens and none overlap.
     """
-    checked = [(_as_insert(insert, f"inserts[{i}]", num_tokens), i) for i, insert in enumerate(inserts)]
+    checked = [
+        (_as_insert(insert, f"inserts[{i}]", num_tokens), i) for i, insert in enumerate(inserts)
+    ]
     checked.sort(key=lambda pair: pair[0].start)
     for (before, i), (after, j) in pairwise(checked):
         if after.start < before.start + before.length:
-            raise ValueError(f"inserts[{j}].start is {after.start}, inside inserts[{i}] at {_place(before)}; inserts must not overlap")
+            raise ValueError(
+                f"inserts[{j}].start is {after.start}, inside inserts[{i}] at "
+                f"{_place(before)}; inserts must not overlap"
+            )
     return tuple(insert for insert, _ in checked)
 
 
@@ -244,15 +292,23 @@ def _as_insert(insert: Any, name: str, num_tokens: int) -> Insert:
         try:
             numbers[name_of] = index(value)
         except TypeError:
-            raise ValueError(f"{name}.{name_of} is {value!r}; it must be a whole number of tokens") from None
+            raise ValueError(
+                f"{name}.{name_of} is {value!r}; it must be a whole number of tokens"
+            ) from None
         if isinstance(value, bool) or numbers[name_of] < least:
             raise ValueError(f"{name}.{name_of} is {value!r}; it must be {least} or more")
     digest: Any = insert.digest
     if not isinstance(digest, (bytes, str)) or not digest:
-        raise ValueError(f"{name}.digest is {digest!r}; it must be the content's whole hash, as bytes or text, and not empty")
+        raise ValueError(
+            f"{name}.digest is {digest!r}; it must be the content's whole hash, as bytes "
+            "or text, and not empty"
+        )
     whole = Insert(**numbers, digest=digest)
     if whole.start + whole.length > num_tokens:
-        raise ValueError(f"{name}.length is {whole.length}: it reaches from {_place(whole)}, beyond the prompt's {num_tokens} tokens")
+        raise ValueError(
+            f"{name}.length is {whole.length}: it reaches from {_place(whole)}, beyond the "
+            f"prompt's {num_tokens} tokens"
+        )
     return whole
 
 
@@ -308,7 +364,15 @@ class _Text(ABC):
     def query(self) -> Query:
         """Return the query that looks up this text."""
         space = self.namespace
-        return Query(space.digest, space.layout.fingerprint, space.shards, self.chain, self.tails, self.tail_lengths, space.tenant)
+        return Query(
+            space.digest,
+            space.layout.fingerprint,
+            space.shards,
+            self.chain,
+            self.tails,
+            self.tail_lengths,
+            space.tenant,
+        )
 
     def chunks(self, first: int = 0, *, last: int | None = None, tail: bool = True) -> ChunkNames:
         """Return the whole chunks from number `first` to before `last` (default: all), and the
@@ -384,13 +448,18 @@ class Prompt(_Text):
         """Return a copy of this prompt that can grow. The prompt itself does not change."""
         return GrowingPrompt(self)
 
-    def _links(self, chunk: int, parent: bytes, raw: "memoryview | bytes", size: int) -> list[bytes]:
+    def _links(
+        self, chunk: int, parent: bytes, raw: "memoryview | bytes", size: int
+    ) -> list[bytes]:
         """Return the hashes of the chunks of `size` tokens in `raw`.
 
         The first one is chunk number `chunk` and follows the chunk with hash `parent`.
         """
         header, step, links = size.to_bytes(4, "little"), 4 * size, []
-        start, is_text = chunk * self.namespace.layout.tokens_per_chunk, not (self.inserts or self.extras)
+        start, is_text = (
+            chunk * self.namespace.layout.tokens_per_chunk,
+            not (self.inserts or self.extras),
+        )
         for at in range(0, len(raw), step):
             inserts = () if is_text else self._inserts_in(start, start + size)
             state = self._hash_with_inserts.copy() if inserts else self._hash.copy()
@@ -399,7 +468,17 @@ class Prompt(_Text):
             if not is_text:
                 extra = self.extras.get(chunk, b"")
                 if inserts:
-                    state.update(canonical([extra, [[insert.start, insert.length, insert.digest] for insert in inserts]]))
+                    state.update(
+                        canonical(
+                            [
+                                extra,
+                                [
+                                    [insert.start, insert.length, insert.digest]
+                                    for insert in inserts
+                                ],
+                            ]
+                        )
+                    )
                 elif extra:
                     state.update(extra)
                 chunk, start = chunk + 1, start + size
@@ -414,17 +493,25 @@ class Prompt(_Text):
 
     @cached_property
     def _hash_with_inserts(self) -> blake2b:
-        return blake2b(digest_size=HASH_BYTES, salt=self.namespace.digest, person=_PERSON_WITH_INSERTS)
+        return blake2b(
+            digest_size=HASH_BYTES, salt=self.namespace.digest, person=_PERSON_WITH_INSERTS
+        )
 
     @cached_property
     def _raw(self) -> memoryview:
         """The bytes of the tokens; a copy if the array is writable."""
-        return memoryview(self.tokens.tobytes()) if self.tokens.flags.writeable else self.tokens.view(np.uint8).data
+        return (
+            memoryview(self.tokens.tobytes())
+            if self.tokens.flags.writeable
+            else self.tokens.view(np.uint8).data
+        )
 
     @cached_property
     def _edges(self) -> tuple[list[int], list[int]]:
         """The starts and the ends of the inserts. Both ascend, because inserts do not overlap."""
-        return [insert.start for insert in self.inserts], [insert.start + insert.length for insert in self.inserts]
+        return [insert.start for insert in self.inserts], [
+            insert.start + insert.length for insert in self.inserts
+        ]
 
     def _inserts_in(self, start: int, end: int) -> tuple[Insert, ...]:
         """Return the inserts that have a token from `start` to before `end`."""
@@ -437,7 +524,9 @@ class Prompt(_Text):
     def _tail_hash(self, num_tokens: int) -> bytes:
         first = 4 * self.num_whole * self.namespace.layout.tokens_per_chunk
         parent = self.chain[-HASH_BYTES:] or _NO_PARENT
-        return self._links(self.num_whole, parent, self._raw[first : first + 4 * num_tokens], num_tokens)[0]
+        return self._links(
+            self.num_whole, parent, self._raw[first : first + 4 * num_tokens], num_tokens
+        )[0]
 
 
 class GrowingPrompt(_Text):
@@ -452,12 +541,17 @@ class GrowingPrompt(_Text):
         self.namespace = prompt.namespace
         self._prompt = prompt
         self._hashed = bytearray(prompt.chain)
-        self._rest = bytearray(prompt.tokens[prompt.num_whole * self.namespace.layout.tokens_per_chunk :].tobytes())
+        self._rest = bytearray(
+            prompt.tokens[prompt.num_whole * self.namespace.layout.tokens_per_chunk :].tobytes()
+        )
 
     @property
     def num_tokens(self) -> int:
         """The number of all its tokens."""
-        return len(self._hashed) // HASH_BYTES * self.namespace.layout.tokens_per_chunk + len(self._rest) // 4
+        return (
+            len(self._hashed) // HASH_BYTES * self.namespace.layout.tokens_per_chunk
+            + len(self._rest) // 4
+        )
 
     def append(self, tokens: npt.ArrayLike) -> None:
         """Append [n] integers. Raises ValueError, and changes nothing, for invalid tokens."""
@@ -465,7 +559,9 @@ class GrowingPrompt(_Text):
         size = self.namespace.layout.tokens_per_chunk
         whole = len(self._rest) // (4 * size) * 4 * size
         if whole:
-            links = self._prompt._links(len(self._hashed) // HASH_BYTES, self._parent, bytes(self._rest[:whole]), size)
+            links = self._prompt._links(
+                len(self._hashed) // HASH_BYTES, self._parent, bytes(self._rest[:whole]), size
+            )
             self._hashed += b"".join(links)
             del self._rest[:whole]
 
@@ -477,7 +573,9 @@ class GrowingPrompt(_Text):
         return bytes(self._hashed[first * HASH_BYTES : last * HASH_BYTES])
 
     def _tail_hash(self, num_tokens: int) -> bytes:
-        return self._prompt._links(self.num_whole, self._parent, bytes(self._rest[: 4 * num_tokens]), num_tokens)[0]
+        return self._prompt._links(
+            self.num_whole, self._parent, bytes(self._rest[: 4 * num_tokens]), num_tokens
+        )[0]
 
 
 def make_key(namespace: bytes, chain_hash: bytes, group: int, shard: int) -> bytes:

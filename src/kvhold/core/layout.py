@@ -44,7 +44,11 @@ def packing_name(name: str) -> str:
 
     A longer name ends with its digest.
     """
-    return name if len(name) <= MOST_PACKING else f"{name[:23]}-{blake2b(name.encode(), digest_size=4).hexdigest()}"
+    return (
+        name
+        if len(name) <= MOST_PACKING
+        else f"{name[:23]}-{blake2b(name.encode(), digest_size=4).hexdigest()}"
+    )
 
 
 @dataclass(frozen=True)
@@ -80,20 +84,36 @@ class Group:
             if getattr(self, field) < 1:
                 raise LayoutError(f"group.{field} is {getattr(self, field)}; it must be 1 or more")
         if self.dtype not in DTYPE_BYTES:
-            raise LayoutError(f"group.dtype {self.dtype!r} is unknown; known are {', '.join(DTYPE_BYTES)}")
+            raise LayoutError(
+                f"group.dtype {self.dtype!r} is unknown; known are {', '.join(DTYPE_BYTES)}"
+            )
         if self.attention not in get_args(Attention):
-            raise LayoutError(f"group.attention {self.attention!r} is unknown; known are {', '.join(get_args(Attention))}")
+            raise LayoutError(
+                f"group.attention {self.attention!r} is unknown; known are "
+                f"{', '.join(get_args(Attention))}"
+            )
         if self.window < 0 or (self.attention == "sliding") != (self.window > 0):
-            raise LayoutError(f"group.window is {self.window} with attention {self.attention!r}; only sliding attention has a window")
-        if not 0 < len(self.packing) <= MOST_PACKING or not all("!" <= letter <= "~" for letter in self.packing):
-            raise LayoutError(f"group.packing {self.packing!r}: {CANONICAL!r}, or a name of 1 to {MOST_PACKING} visible ASCII characters")
+            raise LayoutError(
+                f"group.window is {self.window} with attention {self.attention!r}; only "
+                "sliding attention has a window"
+            )
+        if not 0 < len(self.packing) <= MOST_PACKING or not all(
+            "!" <= letter <= "~" for letter in self.packing
+        ):
+            raise LayoutError(
+                f"group.packing {self.packing!r}: {CANONICAL!r}, or a name of 1 to "
+                f"{MOST_PACKING} visible ASCII characters"
+            )
         if self.layers > MOST_LAYERS:
             raise LayoutError(f"group.layers is {self.layers}; it must be at most {MOST_LAYERS}")
         opaque = self.packing != CANONICAL
         for field in ("block_tokens", "block_bytes"):
             if (getattr(self, field) > 0) != opaque or getattr(self, field) < 0:
                 value = getattr(self, field)
-                raise LayoutError(f"group.{field} is {value} with packing {self.packing!r}; opaque packings have it, and only they")
+                raise LayoutError(
+                    f"group.{field} is {value} with packing {self.packing!r}; opaque "
+                    "packings have it, and only they"
+                )
 
     @property
     def token_bytes(self) -> int:
@@ -125,30 +145,58 @@ class Layout:
         if self.tokens_per_chunk < 1:
             raise LayoutError(f"tokens_per_chunk is {self.tokens_per_chunk}; it must be 1 or more")
         if self.tokens_per_chunk > MOST_CHUNK_TOKENS:
-            raise LayoutError(f"tokens_per_chunk is {self.tokens_per_chunk}; it must be at most {MOST_CHUNK_TOKENS}")
+            raise LayoutError(
+                f"tokens_per_chunk is {self.tokens_per_chunk}; it must be at most "
+                f"{MOST_CHUNK_TOKENS}"
+            )
         if self.tail_tokens < 0 or (self.tail_tokens and self.tokens_per_chunk % self.tail_tokens):
-            raise LayoutError(f"tail_tokens {self.tail_tokens} must divide tokens_per_chunk {self.tokens_per_chunk} (or be 0 for no tails)")
+            raise LayoutError(
+                f"tail_tokens {self.tail_tokens} must divide tokens_per_chunk "
+                f"{self.tokens_per_chunk} (or be 0 for no tails)"
+            )
         for group in self.groups:
-            for field, tokens in (("tokens_per_chunk", self.tokens_per_chunk), ("tail_tokens", self.tail_tokens)):
+            for field, tokens in (
+                ("tokens_per_chunk", self.tokens_per_chunk),
+                ("tail_tokens", self.tail_tokens),
+            ):
                 if group.block_tokens and tokens % group.block_tokens:
-                    raise LayoutError(f"{field} {tokens} must be a multiple of the engine's block of {group.block_tokens} tokens")
+                    raise LayoutError(
+                        f"{field} {tokens} must be a multiple of the engine's block of "
+                        f"{group.block_tokens} tokens"
+                    )
         for number in range(len(self.groups)):
             if (nbytes := self.chunk_bytes(number, self.tokens_per_chunk)) > MOST_CHUNK_BYTES:
                 raise LayoutError(
-                    f"a chunk of group {number} would have {nbytes} bytes, at most {MOST_CHUNK_BYTES} are possible: "
-                    f"check the group's numbers, or make tokens_per_chunk {self.tokens_per_chunk} smaller"
+                    f"a chunk of group {number} would have {nbytes} bytes, at most "
+                    f"{MOST_CHUNK_BYTES} are possible: "
+                    "check the group's numbers, or make tokens_per_chunk "
+                    f"{self.tokens_per_chunk} smaller"
                 )
 
     @cached_property
     def whole_bytes(self) -> int:
         """Bytes of one whole chunk in all groups."""
-        return sum(self.chunk_bytes(number, self.tokens_per_chunk) for number in range(len(self.groups)))
+        return sum(
+            self.chunk_bytes(number, self.tokens_per_chunk) for number in range(len(self.groups))
+        )
 
     @cached_property
     def fingerprint(self) -> bytes:
         """16 bytes that differ whenever any number or name of the layout differs."""
         groups = [
-            [g.layers, g.planes, g.heads, g.head_dim, g.dtype, g.attention, g.window, g.packing, g.block_tokens, g.block_bytes, g.rotary]
+            [
+                g.layers,
+                g.planes,
+                g.heads,
+                g.head_dim,
+                g.dtype,
+                g.attention,
+                g.window,
+                g.packing,
+                g.block_tokens,
+                g.block_bytes,
+                g.rotary,
+            ]
             for g in self.groups
         ]
         encoded = canonical(["kvhold-layout-1", self.tokens_per_chunk, self.tail_tokens, groups])
@@ -164,7 +212,10 @@ class Layout:
         `layer` counts within the group. Raises LayoutError if there is no such layer.
         """
         if not 0 <= layer < self.groups[group].layers:
-            raise LayoutError(f"layer {layer} is not one of the {self.groups[group].layers} layers of group {group}")
+            raise LayoutError(
+                f"layer {layer} is not one of the {self.groups[group].layers} layers of "
+                f"group {group}"
+            )
         length = self.groups[group].layer_bytes(num_tokens)
         return layer * length, length
 
@@ -173,7 +224,13 @@ class Layout:
         if num_tokens == self.tokens_per_chunk:
             return
         if not 0 < num_tokens < self.tokens_per_chunk:
-            raise LayoutError(f"a chunk of {num_tokens} tokens; it must hold 1 to {self.tokens_per_chunk}")
+            raise LayoutError(
+                f"a chunk of {num_tokens} tokens; it must hold 1 to {self.tokens_per_chunk}"
+            )
         if not self.tail_tokens or num_tokens % self.tail_tokens:
-            allowed = f"tails end at multiples of {self.tail_tokens}" if self.tail_tokens else "this layout has none"
+            allowed = (
+                f"tails end at multiples of {self.tail_tokens}"
+                if self.tail_tokens
+                else "this layout has none"
+            )
             raise LayoutError(f"a tail of {num_tokens} tokens; {allowed}")

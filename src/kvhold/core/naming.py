@@ -34,9 +34,13 @@ MAX_UNPACKED_BYTES = 4 << 20
 
 _MAX_DEPTH = 12
 _PLAIN = (str, int, float, bytes, list, tuple, set, frozenset)
-_SECRET = re.compile(r"(token|secret|passw\w*|credentials?|api_?key|access_?key\w*|auth\w*|private_?key)$", re.IGNORECASE)
+_SECRET = re.compile(
+    r"(token|secret|passw\w*|credentials?|api_?key|access_?key\w*|auth\w*|private_?key)$",
+    re.IGNORECASE,
+)
 _SECRET_INSIDE = re.compile(
-    r"(token|secret|passw\w*|credentials?|api_?key|access_?key\w*|authori\w*|private_?key)'?\s*[:=]\s*'|://[^/'\s]*@", re.IGNORECASE
+    r"(token|secret|passw\w*|credentials?|api_?key|access_?key\w*|authori\w*|private_?key)'?\s*[:=]\s*'|://[^/'\s]*@",
+    re.IGNORECASE,
 )
 
 
@@ -57,9 +61,13 @@ class Table:
 
         `harmless` maps a reason to its fields.
         """
-        reasons = {name: reason for reason, names in (harmless or {}).items() for name in names.split()}
+        reasons = {
+            name: reason for reason, names in (harmless or {}).items() for name in names.split()
+        }
         table = cls(frozenset(named.split()), reasons)
-        assert not table.named & reasons.keys(), f"both named and harmless: {table.named & reasons.keys()}"
+        assert not table.named & reasons.keys(), (
+            f"both named and harmless: {table.named & reasons.keys()}"
+        )
         return table
 
 
@@ -106,7 +114,9 @@ class Facts:
         """32 bytes; empty if there are no facts."""
         if not self.items:
             return b""
-        return blake2b(canonical(["kvhold-facts-1", [list(item) for item in self.items]]), digest_size=32).digest()
+        return blake2b(
+            canonical(["kvhold-facts-1", [list(item) for item in self.items]]), digest_size=32
+        ).digest()
 
     def without(self, left_out: Callable[[str], bool]) -> "Facts":
         """Return the facts for whose names `left_out` is false."""
@@ -140,7 +150,10 @@ def text_of(value: Any, name: str, rules: Rules = _PLAIN_VALUES, depth: int = 0)
     text = _text(value, name, rules, depth)
     if len(text) <= MAX_TEXT:
         return text
-    return f"blake2b of {len(text)} characters: {blake2b(text.encode('utf-8', 'surrogatepass'), digest_size=16).hexdigest()}"
+    return (
+        f"blake2b of {len(text)} characters: "
+        f"{blake2b(text.encode('utf-8', 'surrogatepass'), digest_size=16).hexdigest()}"
+    )
 
 
 def _text(value: Any, name: str, rules: Rules, depth: int) -> str:
@@ -160,7 +173,9 @@ def _text(value: Any, name: str, rules: Rules, depth: int) -> str:
     if isinstance(value, PurePath):
         return f"Path({str(value)!r})"
     if isinstance(value, (list, tuple)):
-        kind_name = _class_name(type(value)) if hasattr(value, "_fields") else ""  # of a named tuple
+        kind_name = (
+            _class_name(type(value)) if hasattr(value, "_fields") else ""
+        )  # of a named tuple
         return f"{kind_name}[{', '.join(_text(item, f'{name}[{i}]', rules, depth + 1) for i, item in enumerate(value))}]"
     if isinstance(value, (set, frozenset)):
         return f"set{{{', '.join(sorted(_text(item, name, rules, depth + 1) for item in value))}}}"
@@ -172,11 +187,16 @@ def _text(value: Any, name: str, rules: Rules, depth: int) -> str:
                 pairs.append(f"{key_text}: {_text(item, f'{name}[{key_text}]', rules, depth + 1)}")
         return f"{{{', '.join(sorted(pairs))}}}"
     if _is_open(value, rules):
-        inside = (f"{field_name}={_text(item, f'{name}.{field_name}', rules, depth + 1)}" for field_name, item in _fields_of(value, rules))
+        inside = (
+            f"{field_name}={_text(item, f'{name}.{field_name}', rules, depth + 1)}"
+            for field_name, item in _fields_of(value, rules)
+        )
         return f"{_class_name(type(value))}({', '.join(inside)})"
     raise LayoutError(
-        f"{name} is a {_class_name(type(value))}, which is no plain value: kvhold cannot tell two of them apart, so it does not cache. "
-        f'Use a plain value, or add "{name}" to the setting `share`: then you answer for it that all engines that share have the same'
+        f"{name} is a {_class_name(type(value))}, which is no plain value: kvhold cannot "
+        "tell two of them apart, so it does not cache. "
+        f'Use a plain value, or add "{name}" to the setting `share`: then you answer for '
+        "it that all engines that share have the same"
     )
 
 
@@ -185,18 +205,32 @@ def _is_open(value: Any, rules: Rules) -> bool:
     if value is None or isinstance(value, (*_PLAIN, type, Enum, Mapping)):
         return False
     kind = type(value)
-    return dataclasses.is_dataclass(kind) or isinstance(value, msgspec.Struct) or (rules.opens(kind) and not callable(value))
+    return (
+        dataclasses.is_dataclass(kind)
+        or isinstance(value, msgspec.Struct)
+        or (rules.opens(kind) and not callable(value))
+    )
 
 
 def _fields_of(value: Any, rules: Rules) -> list[tuple[str, Any]]:
     """Return the fields and attributes of an object, without harmless and computed ones."""
     kind = type(value)
-    declared = {f.name for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set(getattr(kind, "__struct_fields__", ()))
+    declared = (
+        {f.name for f in dataclasses.fields(kind)}
+        if dataclasses.is_dataclass(kind)
+        else set(getattr(kind, "__struct_fields__", ()))
+    )
     names = declared | vars(value).keys() if hasattr(value, "__dict__") else declared
     chosen = []
     for name in sorted(names):
         computed = isinstance(getattr(kind, name, None), cached_property)
-        if computed or name.startswith("__") or rules.harmless(kind, name) or name in rules.not_keys or not hasattr(value, name):
+        if (
+            computed
+            or name.startswith("__")
+            or rules.harmless(kind, name)
+            or name in rules.not_keys
+            or not hasattr(value, name)
+        ):
             continue
         chosen.append((name, getattr(value, name)))
     return chosen
@@ -208,7 +242,9 @@ def _class_name(kind: type) -> str:
 
 def _check_depth(name: str, depth: int) -> None:
     if depth > _MAX_DEPTH:
-        raise LayoutError(f"{name} is nested {_MAX_DEPTH} deep or contains itself, so kvhold cannot name it")
+        raise LayoutError(
+            f"{name} is nested {_MAX_DEPTH} deep or contains itself, so kvhold cannot name it"
+        )
 
 
 class Description(msgspec.Struct, frozen=True, array_like=True):
@@ -226,13 +262,19 @@ def pack(title: str, facts: Mapping[str, str]) -> bytes:
 
     If it is larger, the longest texts are replaced by digests.
     """
-    shown = {name: _hide(text) if _may_be_secret(name, text) else text for name, text in facts.items()}
+    shown = {
+        name: _hide(text) if _may_be_secret(name, text) else text for name, text in facts.items()
+    }
     for longest in (MAX_TEXT, 256, 64):
         cut = {name: text if len(text) <= longest else _hide(text) for name, text in shown.items()}
         packed = zlib.compress(msgspec.msgpack.encode(Description(title[:256], cut)))
         if len(packed) <= MAX_DESCRIPTION_BYTES:
             return packed
-    return zlib.compress(msgspec.msgpack.encode(Description(title[:256], {"facts": f"{len(facts)}, too many to list"})))
+    return zlib.compress(
+        msgspec.msgpack.encode(
+            Description(title[:256], {"facts": f"{len(facts)}, too many to list"})
+        )
+    )
 
 
 def unpack(packed: bytes) -> Description:
@@ -251,7 +293,9 @@ def unpack(packed: bytes) -> Description:
 
 def _may_be_secret(name: str, text: str) -> bool:
     """Return whether a quoted text has the name of a secret, or contains one."""
-    return ("'" in text or '"' in text) and bool(_SECRET.search(name) or _SECRET_INSIDE.search(text))
+    return ("'" in text or '"' in text) and bool(
+        _SECRET.search(name) or _SECRET_INSIDE.search(text)
+    )
 
 
 def _hide(text: str) -> str:

@@ -127,19 +127,29 @@ def compute_s(work: Work, tokens: Ints) -> Floats:
     """
     num_left = np.maximum(work.num_tokens - np.maximum(tokens, work.computed_tokens), 1)
     pairs = num_left * (work.num_tokens - num_left / 2)
-    seconds: Floats = -(-num_left // work.step_tokens) * work.step_s + num_left * work.token_s + pairs * work.pair_s
+    seconds: Floats = (
+        -(-num_left // work.step_tokens) * work.step_s
+        + num_left * work.token_s
+        + pairs * work.pair_s
+    )
     return seconds
 
 
 def load_s(work: Work, tokens: Ints, nbytes: Ints) -> Floats:
     """Return the seconds to copy the tokens into the engine: [n]; 0 if it has them already."""
-    seconds: Floats = np.where(tokens > work.computed_tokens, work.load_s + nbytes * work.load_byte_s, 0.0)
+    seconds: Floats = np.where(
+        tokens > work.computed_tokens, work.load_s + nbytes * work.load_byte_s, 0.0
+    )
     return seconds
 
 
 def total_s(work: Work, options: Options) -> Floats:
     """Return the seconds until the first token: [n]."""
-    return options.wait_s + load_s(work, options.tokens, options.nbytes) + compute_s(work, options.tokens)
+    return (
+        options.wait_s
+        + load_s(work, options.tokens, options.nbytes)
+        + compute_s(work, options.tokens)
+    )
 
 
 def choose(work: Work, options: Options) -> int:
@@ -158,4 +168,6 @@ def alternative(work: Work, options: Options, number: int) -> Alternative:
     at = slice(number, number + 1)
     tokens = options.tokens[at]
     load, compute = load_s(work, tokens, options.nbytes[at]), compute_s(work, tokens)
-    return Alternative(int(tokens[0]), float(options.wait_s[number]), float(load[0]), float(compute[0]))
+    return Alternative(
+        int(tokens[0]), float(options.wait_s[number]), float(load[0]), float(compute[0])
+    )

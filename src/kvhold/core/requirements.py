@@ -63,7 +63,13 @@ def compare(required: Requirements, offered: Requirements) -> Missing:
 
 def digest_of(lines: Sequence[str]) -> bytes:
     """Return a digest of settings; empty for none."""
-    return blake2b("\0".join(sorted(lines)).encode(), digest_size=8, person=b"kvhold-requires").digest() if lines else b""
+    return (
+        blake2b(
+            "\0".join(sorted(lines)).encode(), digest_size=8, person=b"kvhold-requires"
+        ).digest()
+        if lines
+        else b""
+    )
 
 
 def _leaks(required: Requirements, offered: Requirements) -> list[str]:
@@ -73,9 +79,12 @@ def _leaks(required: Requirements, offered: Requirements) -> list[str]:
     """
     if not required.encrypted and not any(tier.encrypt for tier in required.tiers):
         return []
-    accepted = set() if required.encrypted else {tier.place for tier in required.tiers if not tier.encrypt}
+    accepted = (
+        set() if required.encrypted else {tier.place for tier in required.tiers if not tier.encrypt}
+    )
     return [
-        f"the node's tier {tier.shown} is not encrypted, and this engine's settings demand it: its KV would be stored there in clear text"
+        f"the node's tier {tier.shown} is not encrypted, and this engine's settings demand "
+        "it: its KV would be stored there in clear text"
         for tier in offered.tiers
         if not tier.encrypt and tier.kind not in STAYS_IN_MEMORY and tier.place not in accepted
     ]
@@ -90,7 +99,10 @@ def _differences(required: Requirements, offered: Requirements) -> list[str]:
         elif found.encrypt and not tier.encrypt:
             different.append(f"the node encrypts {tier.shown}, and this engine's settings do not")
         elif found.codec != tier.codec:
-            different.append(f"the node writes {tier.shown} by the codec {found.codec}, and this engine's settings say {tier.codec}")
+            different.append(
+                f"the node writes {tier.shown} by the codec {found.codec}, and this "
+                f"engine's settings say {tier.codec}"
+            )
     if required.keys and required.keys != offered.keys:
         different.append("the node has other encryption.keys")
     return different

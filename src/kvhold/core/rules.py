@@ -50,14 +50,25 @@ def request_rules(asked: Any, settings: RulesConfig) -> Rules:
         raise ConfigError(f"kvhold: must hold some of {', '.join(_NAMES)}, not {_quoted(asked)}")
     for name in asked:
         if name not in _NAMES:
-            raise ConfigError(f"kvhold.{str(name)[:_MOST_QUOTED]}: there is no such rule; known are {', '.join(_NAMES)}")
+            raise ConfigError(
+                f"kvhold.{str(name)[:_MOST_QUOTED]}: there is no such rule; known are "
+                f"{', '.join(_NAMES)}"
+            )
     tags = _with_tenant(_tags(asked.get("tags")), settings)
-    max_error = _least(asked, "max_error", settings.max_error if settings.max_error < 1 else None, most=1, zero=True)
+    max_error = _least(
+        asked,
+        "max_error",
+        settings.max_error if settings.max_error < 1 else None,
+        most=1,
+        zero=True,
+    )
     max_bits = _least(asked, "max_bits", settings.max_bits or None, most=MAX_BITS)
     budget = {"kvhold.max_error": max_error, "kvhold.max_bits": max_bits}
     ttl_s = _least(asked, "ttl_s", settings.ttl_s or None, most=MAX_TTL_S)
     try:
-        terms = Terms(ttl_s=ttl_s, max_error=max_error, max_bits=max_bits, tenant=tags.get(TENANT, ""))
+        terms = Terms(
+            ttl_s=ttl_s, max_error=max_error, max_bits=max_bits, tenant=tags.get(TENANT, "")
+        )
     except ValueError as error:
         raise ConfigError(f"kvhold: {error}") from None
     return Rules(
@@ -65,21 +76,35 @@ def request_rules(asked: Any, settings: RulesConfig) -> Rules:
         load=_flag(asked, "load") and settings.load,
         plan=_flag(asked, "plan") and settings.plan,
         terms=terms,
-        tags=tuple(sorted((tags | {name: repr(value) for name, value in budget.items() if value is not None}).items())),
+        tags=tuple(
+            sorted(
+                (
+                    tags
+                    | {name: repr(value) for name, value in budget.items() if value is not None}
+                ).items()
+            )
+        ),
     )
 
 
 def check_tags(tags: Iterable[tuple[str, str]], settings: RulesConfig) -> None:
     """Raise ConfigError if the settings name a tenant and `tags` do not name the same one."""
     if settings.tenant and dict(tags).get(TENANT) != settings.tenant:
-        raise ConfigError("rules: the tag 'tenant' is not the configured rules.tenant; make the rules with request_rules")
+        raise ConfigError(
+            "rules: the tag 'tenant' is not the configured rules.tenant; make the rules "
+            "with request_rules"
+        )
 
 
 def terms_of(tags: Iterable[tuple[str, str]]) -> Terms | None:
     """Return the budget and the tenant in a namespace's tags. None if a value is invalid."""
     named = dict(tags)
     try:
-        budget = {name: float(named[f"kvhold.{name}"]) for name in ("max_error", "max_bits") if f"kvhold.{name}" in named}
+        budget = {
+            name: float(named[f"kvhold.{name}"])
+            for name in ("max_error", "max_bits")
+            if f"kvhold.{name}" in named
+        }
         return Terms(tenant=named.get(TENANT, ""), **budget)
     except ValueError:
         return None
@@ -91,7 +116,8 @@ def _with_tenant(tags: Mapping[str, str], settings: RulesConfig) -> dict[str, st
         return dict(tags)
     if (named := tags.get(TENANT, settings.tenant)) != settings.tenant:
         raise ConfigError(
-            f"kvhold.tags.tenant = {_quoted(named)}: the engine's setting rules.tenant names another tenant; leave this tag out"
+            f"kvhold.tags.tenant = {_quoted(named)}: the engine's setting rules.tenant "
+            "names another tenant; leave this tag out"
         )
     return {**tags, TENANT: settings.tenant}
 
@@ -110,21 +136,36 @@ def _flag(asked: Mapping[str, Any], name: str) -> bool:
     return value
 
 
-def _least(asked: Mapping[str, Any], name: str, settings: float | None, *, most: float, zero: bool = False) -> float | None:
+def _least(
+    asked: Mapping[str, Any], name: str, settings: float | None, *, most: float, zero: bool = False
+) -> float | None:
     """Return the smaller of the request's value and the configured one; None if neither is set."""
     value = asked.get(name)
     if value is None:
         return settings
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (0 < value <= most or (zero and value == 0)):
-        raise ConfigError(f"kvhold.{name} = {_quoted(value)}: must be a number {'from' if zero else 'above'} 0 to {most:g}")
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not (0 < value <= most or (zero and value == 0))
+    ):
+        raise ConfigError(
+            f"kvhold.{name} = {_quoted(value)}: must be a number "
+            f"{'from' if zero else 'above'} 0 to {most:g}"
+        )
     return float(value) if settings is None else min(float(value), settings)
 
 
 def _tags(asked: Any) -> Mapping[str, str]:
     if asked is None:
         return {}
-    if not isinstance(asked, Mapping) or not all(isinstance(k, str) and isinstance(v, str) for k, v in asked.items()):
-        raise ConfigError(f"kvhold.tags = {_quoted(asked)}: must be names and values, all of them text")
+    if not isinstance(asked, Mapping) or not all(
+        isinstance(k, str) and isinstance(v, str) for k, v in asked.items()
+    ):
+        raise ConfigError(
+            f"kvhold.tags = {_quoted(asked)}: must be names and values, all of them text"
+        )
     if own := next((name for name in asked if name.startswith("kvhold.")), None):
-        raise ConfigError(f"kvhold.tags: {_quoted(own)} is a name of kvhold's own; take another one")
+        raise ConfigError(
+            f"kvhold.tags: {_quoted(own)} is a name of kvhold's own; take another one"
+        )
     return asked

@@ -25,7 +25,9 @@ log = logging.getLogger(__name__)
 _public: set[str] = set()  # files for which a warning was logged
 _MOST_BYTES = 64 << 10  # of a file that holds a secret
 _NAME = re.compile(r"secret|token|pas+(?!ive)|pwd|auth|cred|key(?!s)", re.IGNORECASE)
-_NO_SECRET = re.compile(r".*_file|tls_key|tokens_per_.*|.*_tokens", re.IGNORECASE)  # paths, and tokens of text
+_NO_SECRET = re.compile(
+    r".*_file|tls_key|tokens_per_.*|.*_tokens", re.IGNORECASE
+)  # paths, and tokens of text
 
 
 def is_secret_name(name: str) -> bool:
@@ -43,7 +45,10 @@ def resolve(text: str, *, where: str, environ: Mapping[str, str] | None = None) 
 
     Raises ConfigError, which names the reference and not its value.
     """
-    return REFERENCE.sub(lambda found: _read(found[1], found[2], where, os.environ if environ is None else environ), text)
+    return REFERENCE.sub(
+        lambda found: _read(found[1], found[2], where, os.environ if environ is None else environ),
+        text,
+    )
 
 
 def referenced_variables(texts: Iterable[str]) -> set[str]:
@@ -83,7 +88,9 @@ def warn_if_public(fd: int, path: str) -> None:
     """Warn once if every user of this host can read a file that holds a secret."""
     if os.fstat(fd).st_mode & stat.S_IROTH and path not in _public:
         _public.add(path)
-        log.warning("%s holds a secret, and every user of this host can read it: chmod 600 it", path)
+        log.warning(
+            "%s holds a secret, and every user of this host can read it: chmod 600 it", path
+        )
 
 
 def _read(kind: str, place: str, where: str, environ: Mapping[str, str]) -> str:

@@ -6,7 +6,9 @@ from decimal import Decimal
 
 _FACTORS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
-    _FACTORS[_letter] = _FACTORS[f"{_letter}ib"] = 1024**_power  # redis and docker users write "4g" and mean GiB
+    _FACTORS[_letter] = _FACTORS[f"{_letter}ib"] = (
+        1024**_power
+    )  # redis and docker users write "4g" and mean GiB
     _FACTORS[f"{_letter}b"] = 1000**_power
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
@@ -19,14 +21,19 @@ def parse_size(text: str | int) -> int:
     accepted forms.
     """
     if isinstance(text, bool) or not isinstance(text, (int, str)):
-        raise ValueError(f"{text!r} is not a size; write bytes or a number with a unit, such as 5GiB")
+        raise ValueError(
+            f"{text!r} is not a size; write bytes or a number with a unit, such as 5GiB"
+        )
     if isinstance(text, int):
         if text < 0:
             raise ValueError(f"{text} is negative; a size is 0 or more bytes")
         return text
     match = _SIZE.fullmatch(text)
     if match is None or match[2].lower() not in _FACTORS:
-        raise ValueError(f"{text!r} is not a size; write bytes or a number with a unit, such as 5GiB, 512MiB or 2GB")
+        raise ValueError(
+            f"{text!r} is not a size; write bytes or a number with a unit, such as 5GiB, "
+            "512MiB or 2GB"
+        )
     return int(Decimal(match[1]) * _FACTORS[match[2].lower()])
 
 

@@ -33,7 +33,9 @@ class Terms:
             if value is not None and not 0 <= value <= most:
                 raise ValueError(f"{name} is {value}; it must be from 0 to {most:g}")
         if len(self.tenant) > MAX_TENANT or not self.tenant.isprintable():
-            raise ValueError(f"tenant {self.tenant[:80]!r} is not a name of at most {MAX_TENANT} characters")
+            raise ValueError(
+                f"tenant {self.tenant[:80]!r} is not a name of at most {MAX_TENANT} characters"
+            )
 
 
 FREE = Terms()

@@ -16,9 +16,37 @@ import torch
 
 from kvhold.core.naming import Table
 
-_INSTRUCTIONS = ("avx", "amx", "fma", "f16c", "sse4", "bf16", "fp16", "asimd", "sve", "sme", "i8mm", "vnni")
-_PREFIXES = ("ATEN_", "CUBLAS_", "CUDNN_", "DNNL_", "FLASHINFER_", "HIPBLASLT_", "MKL_", "NVTE_", "ONEDNN_", "ROCBLAS_", "TORCHINDUCTOR_")
-_OTHERS = Table.of("NCCL_ALGO NCCL_PROTO NVIDIA_TF32_OVERRIDE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE TORCH_BLAS_PREFER_CUBLASLT").named
+_INSTRUCTIONS = (
+    "avx",
+    "amx",
+    "fma",
+    "f16c",
+    "sse4",
+    "bf16",
+    "fp16",
+    "asimd",
+    "sve",
+    "sme",
+    "i8mm",
+    "vnni",
+)
+_PREFIXES = (
+    "ATEN_",
+    "CUBLAS_",
+    "CUDNN_",
+    "DNNL_",
+    "FLASHINFER_",
+    "HIPBLASLT_",
+    "MKL_",
+    "NVTE_",
+    "ONEDNN_",
+    "ROCBLAS_",
+    "TORCHINDUCTOR_",
+)
+_OTHERS = Table.of(
+    "NCCL_ALGO NCCL_PROTO NVIDIA_TF32_OVERRIDE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE "
+    "TORCH_BLAS_PREFER_CUBLASLT"
+).named
 
 HARMLESS = Table.of(
     harmless={
@@ -34,7 +62,9 @@ HARMLESS = Table.of(
 
 @lru_cache(maxsize=1)
 def processor_facts() -> Mapping[str, str]:
-    """Return the processor as far as kernels are chosen by it: its maker and its vector instructions."""
+    """Return the processor as far as kernels are chosen by it: its maker and its vector
+    instructions.
+    """
     maker, flags = "", ""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -42,7 +72,11 @@ def processor_facts() -> Mapping[str, str]:
             if name in ("vendor_id", "CPU implementer"):
                 maker = text
             if name in ("flags", "Features"):
-                flags = " ".join(sorted(flag for flag in text.split() if any(word in flag for word in _INSTRUCTIONS)))
+                flags = " ".join(
+                    sorted(
+                        flag for flag in text.split() if any(word in flag for word in _INSTRUCTIONS)
+                    )
+                )
                 break
     except OSError:
         pass
@@ -56,7 +90,9 @@ def processor_facts() -> Mapping[str, str]:
 
 @lru_cache(maxsize=8)
 def version_facts(*names: str) -> Mapping[str, str]:
-    """Return the versions of the distributions that are installed, down to the patch level and the build."""
+    """Return the versions of the distributions that are installed, down to the patch level and the
+    build.
+    """
     found = {}
     for name in names:
         try:
@@ -69,7 +105,9 @@ def version_facts(*names: str) -> Mapping[str, str]:
 def library_facts(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the variables that are set and that shape what libraries compute."""
     environ = os.environ if environ is None else environ
-    return {f"environment.{name}": repr(environ[name]) for name in sorted(environ) if _is_named(name)}
+    return {
+        f"environment.{name}": repr(environ[name]) for name in sorted(environ) if _is_named(name)
+    }
 
 
 def _is_named(name: str) -> bool:

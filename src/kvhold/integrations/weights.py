@@ -1,14 +1,18 @@
-"""Which weights these are, told the same on every host: KV of other weights must never be taken for theirs.
+"""Which weights these are, told the same on every host: KV of other weights must never be taken for
+theirs.
 
-    model_identity("/models/llama", None)          # "content:..." from every byte of the folder's files
-    model_identity("org/llama", "main")            # "hub:org/llama@<commit>" of the copy in the local hub cache
-    adapter_identity("/adapters/tuned")            # the same of a LoRA adapter, whose files lie in the folder itself
+    model_identity("/models/llama", None)  # "content:..." from every byte of the folder's files
+    model_identity("org/llama", "main")  # "hub:org/llama@<commit>" of the copy in the local hub
+    cache adapter_identity("/adapters/tuned")  # the same of a LoRA adapter, whose files lie in the
+    folder itself
 
-Every file counts, in subfolders too: weights of any format, indexes, settings, and code beside the weights. Left out is what cannot shape
-KV, by the list below. Files are hashed whole (xxh3, 128 bits; it guards against accidents, nobody gains by forging their own weights),
-once for each state of a file: the digests are kept in the user's cache folder under the file's path, size, time and inode. A kept digest
-is used only if it is this user's own and whole; that of a file which has just changed is not kept. The engine reads the same files next,
-so the first hashing mostly warms the page cache.
+Every file counts, in subfolders too: weights of any format, indexes, settings, and code beside the
+weights. Left out is what cannot shape KV, by the list below. Files are hashed whole (xxh3, 128
+bits; it guards against accidents, nobody gains by forging their own weights),
+once for each state of a file: the digests are kept in the user's cache folder under the file's
+path, size, time and inode. A kept digest is used only if it is this user's own and whole; that of a
+file which has just changed is not kept. The engine reads the same files next, so the first hashing
+mostly warms the page cache.
 """
 
 import logging
@@ -35,7 +39,9 @@ _SETTINGS = ("config.json", "adapter_config.json")
 _PIECE_BYTES = 8 << 20
 _WORTH_A_LINE = 1 << 30
 _MAX_FILES = 20_000
-_SETTLED_NS = 2_000_000_000  # since the last change; file systems round times, to 2 seconds at worst
+_SETTLED_NS = (
+    2_000_000_000  # since the last change; file systems round times, to 2 seconds at worst
+)
 _NOTE_BYTES = 65  # a digest, a blank, a check
 _DIGEST = re.compile("[0-9a-f]{32}")
 
@@ -46,16 +52,24 @@ HARMLESS_FILES = {
     "how tokens are sampled": "generation_config.json",
     "logs, locks and files that are not complete": "*.log *.lock *.incomplete *.tmp events.out.tfevents.*",
 }
-"""Names of files that are left out, by the reason. Files and folders that begin with a dot, and __pycache__, are left out, too."""
+"""Names of files that are left out, by the reason.
+
+Files and folders that begin with a dot, and __pycache__, are left out, too.
+"""
 
 ALWAYS_NAMED = "*.safetensors *.bin *.pt *.pth *.ckpt *.gguf *.npz *.tensors *.py"
-"""Names of files that hold weights or code, and count whatever else their names say (`tokenizer-codec.safetensors`)."""
+"""Names of files that hold weights or code, and count whatever else their names say
+(`tokenizer-codec.safetensors`).
+"""
 
 _HARMLESS = tuple(pattern for patterns in HARMLESS_FILES.values() for pattern in patterns.split())
 
 
 def model_identity(model: str, revision: str | None) -> str:
-    """Return the name of a model's weights and code. Raises LayoutError when they cannot be told."""
+    """Return the name of a model's weights and code.
+
+    Raises LayoutError when they cannot be told.
+    """
     path = Path(model).expanduser()
     if path.is_dir():
         return f"content:{_digest_of(path, files_of(path))}"
@@ -73,7 +87,10 @@ def adapter_identity(folder: str) -> str:
 
 
 def adapter_places(folder: str) -> list[Path]:
-    """Return the files whose change may change which adapter this names. Raises LayoutError as `adapter_identity` does."""
+    """Return the files whose change may change which adapter this names.
+
+    Raises LayoutError as `adapter_identity` does.
+    """
     path = Path(folder).expanduser()
     if path.is_dir():
         return files_of(path, subfolders=False)
@@ -84,7 +101,8 @@ def adapter_places(folder: str) -> list[Path]:
 
 
 def code_identity(model: str, auto_map: object, code_revision: str | None) -> list[str]:
-    """Return the names of the code that a model's `auto_map` takes from the hub, other than from `model` at its own revision.
+    """Return the names of the code that a model's `auto_map` takes from the hub, other than from
+    `model` at its own revision.
 
     Raises LayoutError for code that is not in the local hub cache.
     """
@@ -97,24 +115,37 @@ def code_identity(model: str, auto_map: object, code_revision: str | None) -> li
 
 
 def files_of(folder: Path, *, subfolders: bool = True) -> list[Path]:
-    """Return the files of a folder that may shape KV, in order; links are followed. Raises LayoutError for too many."""
+    """Return the files of a folder that may shape KV, in order; links are followed.
+
+    Raises LayoutError for too many.
+    """
     found: list[Path] = []
     seen: set[str] = set()
     for place, folders, names in os.walk(folder, followlinks=True):
         real = os.path.realpath(place)
-        folders[:] = sorted(name for name in folders if name[0] != "." and name != "__pycache__") if subfolders else []
+        folders[:] = (
+            sorted(name for name in folders if name[0] != "." and name != "__pycache__")
+            if subfolders
+            else []
+        )
         if real in seen:  # a link to a folder above it
             folders[:] = []
             continue
         seen.add(real)
         found += [Path(place, name) for name in names if name[0] != "." and not _is_harmless(name)]
         if len(found) > _MAX_FILES:
-            raise LayoutError(f"{folder} holds more than {_MAX_FILES} files, so its weights cannot be told; set model_id")
+            raise LayoutError(
+                f"{folder} holds more than {_MAX_FILES} files, so its weights cannot be "
+                "told; set model_id"
+            )
     return sorted(path for path in found if path.is_file())
 
 
 def file_digest(path: Path) -> str:
-    """Return the digest of one file's content, kept from before where the file is as it was. Raises OSError."""
+    """Return the digest of one file's content, kept from before where the file is as it was.
+
+    Raises OSError.
+    """
     return _file_digest(path)
 
 
@@ -126,11 +157,18 @@ def _is_harmless(name: str) -> bool:
 
 def _digest_of(folder: Path, files: list[Path]) -> str:
     if not files:
-        raise LayoutError(f"the model folder {folder} holds no weights to tell it by; set model_id to a name that is theirs alone")
+        raise LayoutError(
+            f"the model folder {folder} holds no weights to tell it by; set model_id to a "
+            "name that is theirs alone"
+        )
     try:
         total = sum(file.stat().st_size for file in files)
         if total >= _WORTH_A_LINE:
-            log.info("kvhold: telling %s of weights by their content; their digests are kept for the next start", format_size(total))
+            log.info(
+                "kvhold: telling %s of weights by their content; their digests are kept "
+                "for the next start",
+                format_size(total),
+            )
         named: list[Plain] = [[str(file.relative_to(folder)), _file_digest(file)] for file in files]
     except OSError as error:
         raise LayoutError(f"cannot read the weights in {folder}: {error}; set model_id") from None
@@ -144,7 +182,8 @@ def _file_digest(path: Path) -> str:
     digest = _noted(folder / name, state) if _is_ours(folder) else None
     if digest is None:
         digest = _hash(path)
-        # Else this is the digest of no state at all, or of one that a change in the same moment would not tell from the next.
+        # Else this is the digest of no state at all, or of one that a change in the same moment
+        # would not tell from the next.
         if _state_of(path) == state and _last_change(path) < time.time_ns() - _SETTLED_NS:
             _keep(folder / name, state, digest)
     return digest
@@ -158,7 +197,9 @@ def _last_change(path: Path) -> int:
 def _state_of(path: Path) -> bytes:
     """What tells a change of a file without reading it."""
     status = path.stat()
-    return canonical([str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino])
+    return canonical(
+        [str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+    )
 
 
 def _hash(path: Path) -> str:
@@ -171,7 +212,10 @@ def _hash(path: Path) -> str:
 
 
 def _noted(note: Path, state: bytes) -> str | None:
-    """Return the digest that was kept for this state. None where there is no note, or it is another user's, or damaged."""
+    """Return the digest that was kept for this state.
+
+    None where there is no note, or it is another user's, or damaged.
+    """
     try:
         with os.fdopen(os.open(note, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             if os.fstat(file.fileno()).st_uid != os.geteuid():
@@ -192,7 +236,9 @@ def _keep(note: Path, state: bytes, digest: str) -> None:
         with tempfile.NamedTemporaryFile("w", dir=note.parent, delete=False) as draft:
             draft.write(f"{digest} {_check(state, digest)}")
             draft.flush()
-            os.fsync(draft.fileno())  # else a power failure may leave an empty file under the note's name
+            os.fsync(
+                draft.fileno()
+            )  # else a power failure may leave an empty file under the note's name
         Path(draft.name).replace(note)
     except OSError as error:
         log.debug("kvhold: digests are not kept: %s", error)
@@ -232,7 +278,10 @@ def _in_hub_cache(model: str, revision: str | None, names: Sequence[str]) -> Pat
             found = try_to_load_from_cache(model, name, revision=revision)
             if isinstance(found, str):
                 return Path(found)
-    raise LayoutError(f"cannot tell which weights {model!r} names, because it is no folder and not in the local hub cache; set model_id")
+    raise LayoutError(
+        f"cannot tell which weights {model!r} names, because it is no folder and not in "
+        "the local hub cache; set model_id"
+    )
 
 
 def _snapshot_of(path: Path) -> str:
@@ -242,7 +291,9 @@ def _snapshot_of(path: Path) -> str:
 
 
 def _code_files(auto_map: object) -> list[tuple[str, str]]:
-    """(repository or nothing, file) of each class in an auto_map: "org/repo--module.Class" or "module.Class"."""
+    """(repository or nothing, file) of each class in an auto_map: "org/repo--module.Class" or
+    "module.Class".
+    """
     found = []
     for value in auto_map.values() if isinstance(auto_map, Mapping) else ():
         for reference in value if isinstance(value, (list, tuple)) else (value,):

@@ -1,4 +1,5 @@
-"""Numbers into few bins and back, compiled: a step for each channel, and for each bin a symbol whose odds its channel and token tell.
+"""Numbers into few bins and back, compiled: a step for each channel, and for each bin a symbol
+whose odds its channel and token tell.
 
     measure(elements, "bfloat16", tokens, width)               # what an encoder chooses steps by
     deviations = quantise(elements, "bfloat16", steps, offsets)
@@ -6,13 +7,16 @@
     symbols, exceptions = to_symbols(deviations, kinds, offsets, reach)
     dequantise(symbols, offsets, steps, exceptions, "bfloat16", elements)
 
-One plane of a layer at a time: [tokens, width], a column a channel. The bin of a number is the nearest integer to number / step, within
--127..127; a channel's offset, the bin of its mean, is taken off, and what is left is the deviation. A symbol is the deviation as one byte,
-or ESCAPE where it is out of the reach of the symbol's kind; then the bin itself is an exception, in the order of elements. Bin 0
-is the number 0 whatever the offset, so zeros stay zeros.
+One plane of a layer at a time: [tokens, width], a column a channel. The bin of a number is the
+    nearest integer to number / step, within
+-127..127; a channel's offset, the bin of its mean, is taken off, and what is left is the deviation.
+A symbol is the deviation as one byte, or ESCAPE where it is out of the reach of the symbol's kind;
+then the bin itself is an exception, in the order of elements. Bin 0 is the number 0 whatever the
+offset, so zeros stay zeros.
 
-Elements are as in numba_floats.py, and finite. Sums are in float64, token by token; all that a decoder does is a product in float32.
-Any thread; the GIL is released. Sizes are asserted before compiled code is entered.
+Elements are as in numba_floats.py, and finite. Sums are in float64, token by token; all that a
+decoder does is a product in float32. Any thread; the GIL is released. Sizes are asserted before
+compiled code is entered.
 """
 
 from typing import Any, NamedTuple, TypeAlias
@@ -22,7 +26,20 @@ import numpy.typing as npt
 from numba import njit, types
 
 from kvhold.kernels.numba_compile import compiled, readonly
-from kvhold.kernels.numba_floats import FLOAT32, KINDS, MAGNITUDE, Bytes, Codes, Elements, Floats, as_bits, as_float, load, nearest, store
+from kvhold.kernels.numba_floats import (
+    FLOAT32,
+    KINDS,
+    MAGNITUDE,
+    Bytes,
+    Codes,
+    Elements,
+    Floats,
+    as_bits,
+    as_float,
+    load,
+    nearest,
+    store,
+)
 
 Doubles: TypeAlias = npt.NDArray[np.float64]
 Counts: TypeAlias = npt.NDArray[np.int64]
@@ -32,12 +49,16 @@ Deviations: TypeAlias = npt.NDArray[np.int16]
 MOST = 127  # the largest bin
 ESCAPE = 0x80
 REACH = 63  # the largest deviation that a symbol can stand for
-WORTH_IT = 3  # a magnitude has a frequency, of two bytes, if it or a larger one occurs so often; else ESCAPE and a byte each time
+# a magnitude has a frequency, of two bytes, if it or a larger one occurs so often; else ESCAPE and
+# a byte each time
+WORTH_IT = 3
 SHIFTS = 8  # a token's shift is -SHIFTS..SHIFTS - 1
 
 
 class Channels(NamedTuple):
-    """Of each column of a plane: its sum in float64, and its largest magnitude in float32, above all others if not finite."""
+    """Of each column of a plane: its sum in float64, and its largest magnitude in float32, above
+    all others if not finite.
+    """
 
     sums: Doubles
     largest: Floats
@@ -60,7 +81,9 @@ def distances(elements: Elements, dtype: str, tokens: int, means: Doubles) -> Do
 
 
 def quantise(elements: Elements, dtype: str, steps: Floats, offsets: Codes) -> Deviations:
-    """int16 [tokens * width]; steps [width] of which each is at least a 127th of the channel's largest, 0 where all is zero."""
+    """int16 [tokens * width]; steps [width] of which each is at least a 127th of the channel's
+    largest, 0 where all is zero.
+    """
     assert steps.size == offsets.size and elements.size % steps.size == 0
     deviations = np.empty(elements.size, np.int16)
     _quantise(elements, KINDS[dtype], steps, offsets, deviations)
@@ -68,23 +91,32 @@ def quantise(elements: Elements, dtype: str, steps: Floats, offsets: Codes) -> D
 
 
 class Magnitudes(NamedTuple):
-    """Sums of |deviation|: int64 [width] of each column, and [tokens, runs] of each token's runs."""
+    """Sums of |deviation|: int64 [width] of each column, and [tokens, runs] of each
+    token's runs.
+    """
 
     of_columns: Counts
     of_runs: Counts
 
 
 def magnitudes(deviations: Deviations, width: int, bounds: Counts) -> Magnitudes:
-    """bounds: [runs + 1] the columns at which runs begin, in ascending order from 0 on, and `width`."""
+    """bounds: [runs + 1] the columns at which runs begin, in ascending order from 0 on, and
+    `width`.
+    """
     assert deviations.size % width == 0
     _check_bounds(bounds, width)
-    found = Magnitudes(np.zeros(width, np.int64), np.zeros((deviations.size // width, bounds.size - 1), np.int64))
+    found = Magnitudes(
+        np.zeros(width, np.int64), np.zeros((deviations.size // width, bounds.size - 1), np.int64)
+    )
     _magnitudes(deviations, bounds, found.of_columns, found.of_runs)
     return found
 
 
-def spread_kinds(classes: Bytes, shifts: Codes, bounds: Counts, tokens: int, num_kinds: int) -> Bytes:
-    """uint8 [tokens * width] each element's kind: its channel's class, plus its token's shift from class 1 on, within 1..num_kinds - 1.
+def spread_kinds(
+    classes: Bytes, shifts: Codes, bounds: Counts, tokens: int, num_kinds: int
+) -> Bytes:
+    """uint8 [tokens * width] each element's kind: its channel's class, plus its token's shift from
+    class 1 on, within 1..num_kinds - 1.
 
     classes: [width], each less than num_kinds
     shifts:  [tokens, runs], or of no elements: no shift
@@ -100,7 +132,9 @@ def spread_kinds(classes: Bytes, shifts: Codes, bounds: Counts, tokens: int, num
 
 
 def count(deviations: Deviations, kinds: Bytes, num_kinds: int) -> Counts:
-    """int64 [num_kinds, REACH + 2] how often each magnitude occurs in each kind; in the last column, all beyond REACH."""
+    """int64 [num_kinds, REACH + 2] how often each magnitude occurs in each kind; in the last
+    column, all beyond REACH.
+    """
     assert deviations.size == kinds.size and int(kinds.max(initial=0)) < num_kinds
     counts = np.zeros((num_kinds, REACH + 2), np.int64)
     _count(deviations, kinds, counts)
@@ -111,17 +145,25 @@ def frequencies(counts: Counts, scale: int) -> tuple[Bytes, Frequencies]:
     """What is worth a frequency in each kind, and the frequencies.
 
     counts: [kinds, REACH + 2] as `count` finds them
-    return: uint8 [kinds] how many frequencies a kind has, none if all is 0; and uint16 [kinds, REACH + 1] that of 0, of 1 and of -1 each,
-            of 2 and of -2 each ..., zeros behind. What they lack of `scale` is ESCAPE's
+    return: uint8 [kinds] how many frequencies a kind has, none if all is 0; and uint16 [kinds,
+            REACH + 1] that of 0, of 1 and of -1 each, of 2 and of -2 each ..., zeros behind. What
+            they lack of `scale` is ESCAPE's
     """
     assert counts.shape[1] == REACH + 2 and scale >= 4 * (REACH + 1)
-    lengths, found = np.zeros(counts.shape[0], np.uint8), np.zeros((counts.shape[0], REACH + 1), np.uint16)
+    lengths, found = (
+        np.zeros(counts.shape[0], np.uint8),
+        np.zeros((counts.shape[0], REACH + 1), np.uint16),
+    )
     _frequencies(counts, scale, lengths, found)
     return lengths, found
 
 
-def to_symbols(deviations: Deviations, kinds: Bytes, offsets: Codes, reach: Counts) -> tuple[Bytes, Codes]:
-    """uint8 [tokens * width] symbols, and int8 [n] exceptions; reach [kinds] is the largest deviation of each kind that is no exception."""
+def to_symbols(
+    deviations: Deviations, kinds: Bytes, offsets: Codes, reach: Counts
+) -> tuple[Bytes, Codes]:
+    """uint8 [tokens * width] symbols, and int8 [n] exceptions; reach [kinds] is the largest
+    deviation of each kind that is no exception.
+    """
     assert deviations.size == kinds.size and deviations.size % offsets.size == 0
     assert int(kinds.max(initial=0)) < reach.size and int(reach.max()) <= REACH
     symbols, exceptions = np.empty(deviations.size, np.uint8), np.empty(deviations.size, np.int8)
@@ -129,27 +171,41 @@ def to_symbols(deviations: Deviations, kinds: Bytes, offsets: Codes, reach: Coun
     return symbols, exceptions[:used]
 
 
-def dequantise(symbols: Bytes, offsets: Codes, steps: Floats, exceptions: Codes, dtype: str, elements: Elements) -> bool:
-    """The inverse, as near as the bins are narrow. False if there are not as many exceptions as ESCAPEs; `elements` then hold anything.
+def dequantise(
+    symbols: Bytes, offsets: Codes, steps: Floats, exceptions: Codes, dtype: str, elements: Elements
+) -> bool:
+    """The inverse, as near as the bins are narrow. False if there are not as many exceptions as
+    ESCAPEs; `elements` then hold anything.
 
     steps: finite, not negative
     """
-    assert symbols.size == elements.size and steps.size == offsets.size and symbols.size % steps.size == 0
+    assert (
+        symbols.size == elements.size
+        and steps.size == offsets.size
+        and symbols.size % steps.size == 0
+    )
     return bool(_dequantise(symbols, offsets, steps, exceptions, KINDS[dtype], elements))
 
 
 def _check_bounds(bounds: Counts, width: int) -> None:
-    assert bounds.size >= 2 and bounds[0] == 0 and bounds[-1] == width and bool((np.diff(bounds) > 0).all())
+    assert (
+        bounds.size >= 2
+        and bounds[0] == 0
+        and bounds[-1] == width
+        and bool((np.diff(bounds) > 0).all())
+    )
 
 
-# --- compiled --------------------------------------------------------------------------------------------------------------------------
+# --- compiled -------------------------------------------------------------------------------------
 
 _UINTS = (types.uint16, types.uint32)
 _u8s, _i8s, _i16s, _f32s, _f64s, _i64s = (
-    kind[::1] for kind in (types.uint8, types.int8, types.int16, types.float32, types.float64, types.int64)
+    kind[::1]
+    for kind in (types.uint8, types.int8, types.int16, types.float32, types.float64, types.int64)
 )
 _u8r, _i8r, _i16r, _f32r, _f64r, _i64r = (
-    readonly(kind) for kind in (types.uint8, types.int8, types.int16, types.float32, types.float64, types.int64)
+    readonly(kind)
+    for kind in (types.uint8, types.int8, types.int16, types.float32, types.float64, types.int64)
 )
 _LARGEST = np.float32(np.finfo(np.float32).max)
 
@@ -181,7 +237,11 @@ def _distances(elements: Any, kind: int, means: Any, sums: Any) -> None:
 @compiled(*(types.void(readonly(kind), types.int64, _f32r, _i8r, _i16s) for kind in _UINTS))
 def _quantise(elements: Any, kind: int, steps: Any, offsets: Any, deviations: Any) -> None:
     width = steps.size
-    values, inverses, means = np.empty(width, np.float32), np.zeros(width, np.float32), np.empty(width, np.int32)
+    values, inverses, means = (
+        np.empty(width, np.float32),
+        np.zeros(width, np.float32),
+        np.empty(width, np.int32),
+    )
     for i in range(width):
         means[i] = offsets[i]
         if steps[i] > np.float32(0):
@@ -190,7 +250,9 @@ def _quantise(elements: Any, kind: int, steps: Any, offsets: Any, deviations: An
         load(elements, begin, width, kind, values)
         into = deviations[begin : begin + width]
         for i in range(width):
-            number = np.float32(min(max(np.float32(values[i] * inverses[i]), np.float32(-MOST)), np.float32(MOST)))
+            number = np.float32(
+                min(max(np.float32(values[i] * inverses[i]), np.float32(-MOST)), np.float32(MOST))
+            )
             into[i] = np.int16(nearest(number) - means[i])
 
 
@@ -231,12 +293,16 @@ def _spread_kinds(classes: Any, shifts: Any, bounds: Any, num_kinds: int, kinds:
 @compiled(types.void(_i16r, _u8r, types.int64[:, ::1]))
 def _count(deviations: Any, kinds: Any, counts: Any) -> None:
     piece = 1024
-    parts = np.zeros((2, counts.shape[0] * 128), np.uint32)  # two, so that equal neighbours do not wait for each other's store
+    parts = np.zeros(
+        (2, counts.shape[0] * 128), np.uint32
+    )  # two, so that equal neighbours do not wait for each other's store
     places = np.empty(piece, np.uint32)
     for begin in range(0, deviations.size, piece):
         row, row_kinds = deviations[begin : begin + piece], kinds[begin : begin + piece]
         for i in range(row.size):
-            places[i] = np.uint32(row_kinds[i]) * np.uint32(128) + np.uint32(min(abs(np.int32(row[i])), np.int32(REACH + 1)))
+            places[i] = np.uint32(row_kinds[i]) * np.uint32(128) + np.uint32(
+                min(abs(np.int32(row[i])), np.int32(REACH + 1))
+            )
         for i in range(row.size // 2):
             parts[0, places[2 * i]] += np.uint32(1)
             parts[1, places[2 * i + 1]] += np.uint32(1)
@@ -288,13 +354,19 @@ def _frequencies(counts: Any, scale: int, lengths: Any, found: Any) -> None:
 
 
 @compiled(types.int64(_i16r, _u8r, _i8r, _i64r, _u8s, _i8s))
-def _to_symbols(deviations: Any, kinds: Any, offsets: Any, reach: Any, symbols: Any, exceptions: Any) -> int:
+def _to_symbols(
+    deviations: Any, kinds: Any, offsets: Any, reach: Any, symbols: Any, exceptions: Any
+) -> int:
     width = offsets.size
     reaches = np.zeros(256, np.int16)
     reaches[: reach.size] = reach
     used = 0
     for begin in range(0, deviations.size, width):
-        row, row_kinds, into = deviations[begin : begin + width], kinds[begin : begin + width], symbols[begin : begin + width]
+        row, row_kinds, into = (
+            deviations[begin : begin + width],
+            kinds[begin : begin + width],
+            symbols[begin : begin + width],
+        )
         escapes = np.int32(0)
         for i in range(width):
             is_far = abs(np.int32(row[i])) > np.int32(reaches[row_kinds[i]])
@@ -320,7 +392,9 @@ def _bins(row: Any, offsets: Any, values: Any) -> Any:
 
 
 @compiled(*(types.boolean(_u8r, _i8r, _f32r, _i8r, types.int64, kind[::1]) for kind in _UINTS))
-def _dequantise(symbols: Any, offsets: Any, steps: Any, exceptions: Any, kind: int, elements: Any) -> bool:
+def _dequantise(
+    symbols: Any, offsets: Any, steps: Any, exceptions: Any, kind: int, elements: Any
+) -> bool:
     width = steps.size
     values = np.empty(width, np.float32)
     used = 0

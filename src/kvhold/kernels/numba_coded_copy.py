@@ -1,7 +1,9 @@
-"""The copy in host memory of a view whose chunks hold 8 bits an element: one pass from the engine's blocks to codes and scales, or back.
+"""The copy in host memory of a view whose chunks hold 8 bits an element: one pass from the engine's
+blocks to codes and scales, or back.
 
-The work is `layers x rows` tasks, which threads take from one counter, as in `numba_copy.py`. The arithmetic is that of
-`numba_quantise.py`, so a row is what the codec int8 makes of the same elements. How codes and scales lie in a row, see `Coding`.
+The work is `layers x rows` tasks, which threads take from one counter, as in `numba_copy.py`. The
+arithmetic is that of `numba_quantise.py`, so a row is what the codec int8 makes of the same
+elements. How codes and scales lie in a row, see `Coding`.
 """
 
 from typing import Any
@@ -20,7 +22,10 @@ from kvhold.kernels.plan import Plan
 
 
 def copy(plan: Plan, layers: range, to_arena: bool, threads: int) -> None:
-    """Move the plan's rows of `layers`, to the arena or from it. Returns when all bytes are there."""
+    """Move the plan's rows of `layers`, to the arena or from it.
+
+    Returns when all bytes are there.
+    """
     view, coding = plan.view, plan.view.coding
     assert coding is not None and view.planes == 1
     view_offsets, arena_offsets, strides = plan.of_rows()

@@ -1,4 +1,6 @@
-"""How the arithmetic of codecs is compiled: for stated types, at import, from numba's cache where there is one, without the GIL."""
+"""How the arithmetic of codecs is compiled: for stated types, at import, from numba's cache where
+there is one, without the GIL.
+"""
 
 from typing import Any
 

@@ -1,10 +1,13 @@
-"""The copy in host memory: compiled loops over raw addresses, without the GIL, on as many threads as the caller allows.
+"""The copy in host memory: compiled loops over raw addresses, without the GIL, on as many threads
+as the caller allows.
 
-The work is `layers x planes x runs` tiles. Every thread takes the next few tiles from one atomic counter until there are none, so a thread
-that the host delays, or never starts, costs only its share. The threads are our own: numba's pool and torch's OpenMP starve each other.
+The work is `layers x planes x runs` tiles. Every thread takes the next few tiles from one atomic
+counter until there are none, so a thread that the host delays, or never starts, costs only its
+share. The threads are our own: numba's pool and torch's OpenMP starve each other.
 
-Two ways to move a piece. A call of memcpy leaves the bytes in the cache. Streaming stores do not read the lines that they overwrite, which
-is what libc's memcpy does too beyond a size no single run reaches: worth 10-25% for copies larger than the cache, a loss for small ones.
+Two ways to move a piece. A call of memcpy leaves the bytes in the cache. Streaming stores do not
+read the lines that they overwrite, which is what libc's memcpy does too beyond a size no single run
+reaches: worth 10-25% for copies larger than the cache, a loss for small ones.
 """
 
 import os
@@ -20,20 +23,27 @@ from numba.extending import intrinsic
 from kvhold.kernels.plan import Plan
 
 STREAM_BYTES = 4 << 20  # from this many bytes a call on, streaming stores
-SLICE_BYTES = 1 << 20  # a thread takes about this much at a time; less than two slices are not worth a second thread
+SLICE_BYTES = (
+    1 << 20
+)  # a thread takes about this much at a time; less than two slices are not worth a second thread
 LINE = 64
 LEAD_BYTES = 4 << 10  # how far ahead of a streaming copy its source is fetched
 
 
 def copy(plan: Plan, layers: range, to_arena: bool, threads: int) -> None:
-    """Move the plan's rows of `layers`, to the arena or from it. Arguments were checked by the door. Returns when all bytes are there."""
+    """Move the plan's rows of `layers`, to the arena or from it.
+
+    Arguments were checked by the door. Returns when all bytes are there.
+    """
     view = plan.view
     tiles = len(layers) * view.planes * plan.num_runs
     nbytes = plan.nbytes(len(layers))
     slices = max(1, min(nbytes // SLICE_BYTES, tiles))
     threads = min(threads, slices)
     counter = np.zeros(1, np.int64)
-    heads, head_bytes = (1, view.row_bytes) if view.rows_are_whole else (view.heads, view.head_bytes)
+    heads, head_bytes = (
+        (1, view.row_bytes) if view.rows_are_whole else (view.heads, view.head_bytes)
+    )
     arguments = (
         to_arena,
         nbytes >= STREAM_BYTES and _on_lines(plan, to_arena),
@@ -57,7 +67,10 @@ def copy(plan: Plan, layers: range, to_arena: bool, threads: int) -> None:
 
 
 def on_threads(work: Any, threads: int, arguments: tuple[Any, ...]) -> None:
-    """Call `work(*arguments)` on so many threads, of which the caller is one. They divide it by the counter among the arguments."""
+    """Call `work(*arguments)` on so many threads, of which the caller is one.
+
+    They divide it by the counter among the arguments.
+    """
     helpers = _start(work, threads - 1, arguments)
     work(*arguments)
     for helper in helpers:
@@ -66,13 +79,20 @@ def on_threads(work: Any, threads: int, arguments: tuple[Any, ...]) -> None:
 
 
 def _on_lines(plan: Plan, to_arena: bool) -> bool:
-    """Whether every piece is whole cache lines where it is written to, as streaming stores want it."""
+    """Whether every piece is whole cache lines where it is written to, as streaming
+    stores want it.
+    """
     view = plan.view
     bits = view.row_bytes if view.rows_are_whole else view.head_bytes
     if to_arena:
         bits |= int(np.bitwise_or.reduce(plan.chunks.address + plan.chunk_starts[plan.chunk]))
     else:
-        bits |= view.block_stride | view.row_stride | view.head_stride | int(np.bitwise_or.reduce(view.table, axis=None))
+        bits |= (
+            view.block_stride
+            | view.row_stride
+            | view.head_stride
+            | int(np.bitwise_or.reduce(view.table, axis=None))
+        )
     return bits % LINE == 0
 
 
@@ -100,7 +120,7 @@ def _forget_pool() -> None:
 os.register_at_fork(after_in_child=_forget_pool)
 
 
-# --- compiled --------------------------------------------------------------------------------------------------------------------------
+# --- compiled -------------------------------------------------------------------------------------
 
 _BYTE = ir.IntType(8).as_pointer()
 _LINE = ir.VectorType(ir.IntType(64), LINE // 8)
@@ -110,7 +130,9 @@ _LINE = ir.VectorType(ir.IntType(64), LINE // 8)
 def _memcpy(_: Any, to: Any, source: Any, nbytes: Any) -> Any:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         target, origin, count = args
-        cgutils.raw_memcpy(builder, builder.inttoptr(target, _BYTE), builder.inttoptr(origin, _BYTE), count, 1)
+        cgutils.raw_memcpy(
+            builder, builder.inttoptr(target, _BYTE), builder.inttoptr(origin, _BYTE), count, 1
+        )
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), emit
@@ -123,7 +145,9 @@ def _stream_line(_: Any, to: Any, source: Any) -> Any:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         target, origin = (builder.inttoptr(address, _LINE.as_pointer()) for address in args)
         store = builder.store(builder.load(origin, align=1), target, align=LINE)
-        store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+        store.set_metadata(
+            "nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
+        )
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), emit
@@ -150,14 +174,18 @@ def _take(_: Any, counter: Any, count: Any) -> Any:
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         address, amount = args
-        return builder.atomic_rmw("add", builder.inttoptr(address, ir.IntType(64).as_pointer()), amount, "monotonic")
+        return builder.atomic_rmw(
+            "add", builder.inttoptr(address, ir.IntType(64).as_pointer()), amount, "monotonic"
+        )
 
     return types.int64(types.int64, types.int64), emit
 
 
 @intrinsic
 def _fence(_: Any) -> Any:
-    """Streaming stores are not ordered before later ones, such as the commit that makes a chunk visible, unless a fence says so."""
+    """Streaming stores are not ordered before later ones, such as the commit that makes a chunk
+    visible, unless a fence says so.
+    """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("seq_cst")
@@ -185,7 +213,10 @@ def _copy_tiles_source(
     head_bytes: int,
     head_stride: int,
 ) -> None:
-    """Copy tiles until the counter runs out. Planes count through the layers; the rest is as in View and Plan."""
+    """Copy tiles until the counter runs out.
+
+    Planes count through the layers; the rest is as in View and Plan.
+    """
     num_runs = rows.size
     num_tiles = (stop_plane - first_plane) * num_runs
     row_bytes = heads * head_bytes
@@ -207,7 +238,11 @@ def _copy_tiles_source(
                     continue
                 for row in range(rows[run]):
                     for head in range(heads):
-                        _memcpy(target + row * target_row + head * target_head, source + row * source_row + head * source_head, head_bytes)
+                        _memcpy(
+                            target + row * target_row + head * target_head,
+                            source + row * source_row + head * source_head,
+                            head_bytes,
+                        )
                 continue
             follows = min(tile + 1, stop - 1)
             plane, follower = first_plane + follows // num_runs, follows % num_runs
@@ -223,7 +258,9 @@ def _copy_tiles_source(
                 for row in range(rows[run]):
                     for offset in range(0, head_bytes, LINE):
                         _prefetch(wanted + row * source_row + offset)
-                        _stream_line(target + row * target_row + offset, source + row * source_row + offset)
+                        _stream_line(
+                            target + row * target_row + offset, source + row * source_row + offset
+                        )
                 source += source_head
                 target += target_head
     if stream:
@@ -232,7 +269,9 @@ def _copy_tiles_source(
 
 @njit(inline="always")
 def _stream(target: int, source: int, nbytes: int, ahead: int) -> None:
-    """Copy one piece, fetching what is LEAD_BYTES further on; near the end, the beginning of the piece at `ahead`."""
+    """Copy one piece, fetching what is LEAD_BYTES further on; near the end, the beginning of the
+    piece at `ahead`.
+    """
     lead = min(LEAD_BYTES, nbytes)
     for offset in range(0, nbytes - lead, LINE):
         _prefetch(source + offset + lead)
@@ -256,7 +295,9 @@ _COPY_TILES = types.void(
 
 
 def _compile() -> Any:
-    """Compiled here and now, from the cache if it can be: the first copy is as fast as the second."""
+    """Compiled here and now, from the cache if it can be: the first copy is as fast as
+    the second.
+    """
     try:
         return njit(_COPY_TILES, nogil=True, cache=True)(_copy_tiles_source)
     except (RuntimeError, OSError):  # nowhere to keep the cache

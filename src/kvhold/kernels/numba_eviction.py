@@ -1,19 +1,24 @@
-"""What a cache of a given size would have held of a trace, compiled: the rules of `tiers/policies` over integers.
+"""What a cache of a given size would have held of a trace, compiled: the rules of `tiers/policies`
+over integers.
 
     replayed = replay(chunks, starts, parents, policy="lru", capacity=4096)
     replayed.found[:, 0]                              # of each request, how many chunks memory had
     replay(..., capacity=512, lower_capacity=8192)    # one more tier below memory
 
-All chunks are of one size, and sizes are counted in chunks. A request takes place as in a cache that serves one at a time: the longest run
-of its chunks that memory has, from the first on, is touched, the last one first; what the tier below has beyond it is brought up; the rest
-is reserved, which evicts, and committed, the last one first. In memory a prefix never goes before its continuation. The tier below knows no
-parents, gets what was computed, and is inclusive. What a request brings up is read before anything is written there.
+All chunks are of one size, and sizes are counted in chunks. A request takes place as in a cache
+that serves one at a time: the longest run of its chunks that memory has, from the first on, is
+touched, the last one first; what the tier below has beyond it is brought up; the rest is reserved,
+which evicts, and committed, the last one first. In memory a prefix never goes before its
+continuation. The tier below knows no parents, gets what was computed, and is inclusive. What a
+request brings up is read before anything is written there.
 
-The policies of kvhold are those of `tiers/policies`, event for event (tests hold both beside each other). Two are for comparison alone:
+The policies of kvhold are those of `tiers/policies`, event for event (tests hold both beside each
+other). Two are for comparison alone:
 
 - `arc`: Megiddo and Modha, FAST 2003, over those chunks that nothing continues.
-- `belady`: what is used again last goes first, and what is never used again, or later than all that is here, is not stored (Belady 1966,
-  with bypass). No order of eviction finds more. A prefix is always used before its continuation, so that it keeps the rule by itself.
+- `belady`: what is used again last goes first, and what is never used again, or later than all that
+  is here, is not stored (Belady 1966, with bypass). No order of eviction finds more. A prefix is
+  always used before its continuation, so that it keeps the rule by itself.
 
 Any thread; the GIL is released. Sizes and ids are asserted before compiled code is entered.
 """
@@ -37,9 +42,11 @@ Starts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Replayed:
-    """found: [requests, 2] int32, chunks of each that memory had, and that were brought up for it after these
+    """found: [requests, 2] int32, chunks of each that memory had, and that were brought up for it
+    after these
 
-    stored:  chunks that were computed and stored in memory; promoted: brought up from below; written: to the tier below
+    stored:  chunks that were computed and stored in memory; promoted: brought up from below;
+        written: to the tier below
     evicted, evicted_below: chunks that went
     victims: [] int32, what went from memory, in order, as far as there was room for it
     """
@@ -54,7 +61,14 @@ class Replayed:
 
 
 def replay(
-    chunks: Ids, starts: Starts, parents: Ids, *, policy: str, capacity: int, lower_capacity: int = 0, num_victims: int = 0
+    chunks: Ids,
+    starts: Starts,
+    parents: Ids,
+    *,
+    policy: str,
+    capacity: int,
+    lower_capacity: int = 0,
+    num_victims: int = 0,
 ) -> Replayed:
     """Serve the requests of a trace one after another.
 
@@ -66,22 +80,41 @@ def replay(
     """
     assert policy in POLICIES and capacity >= 0 and lower_capacity >= 0
     assert chunks.dtype == np.int32 and parents.dtype == np.int32 and starts.dtype == np.int64
-    assert starts.size >= 1 and starts[0] == 0 and starts[-1] == chunks.size and bool(np.all(np.diff(starts) >= 0))
+    assert (
+        starts.size >= 1
+        and starts[0] == 0
+        and starts[-1] == chunks.size
+        and bool(np.all(np.diff(starts) >= 0))
+    )
     assert chunks.size == 0 or 0 <= int(chunks.min()) <= int(chunks.max()) < parents.size
     assert parents.size == 0 or -1 <= int(parents.min()) <= int(parents.max()) < parents.size
-    assert policy != "belady" or not lower_capacity, "the bound of two tiers is that of one of their size"
+    assert policy != "belady" or not lower_capacity, (
+        "the bound of two tiers is that of one of their size"
+    )
     found = np.zeros((starts.size - 1, 2), np.int32)
     totals = np.zeros(_TOTALS, np.int64)
     victims = np.empty(num_victims, np.int32)
     if policy == "belady":
         _belady(chunks, starts, parents, capacity, found, totals)
     else:
-        _replay(chunks, starts, parents, POLICIES[policy], capacity, lower_capacity, found, totals, victims)
+        _replay(
+            chunks,
+            starts,
+            parents,
+            POLICIES[policy],
+            capacity,
+            lower_capacity,
+            found,
+            totals,
+            victims,
+        )
     stored, promoted, written, evicted, below = (int(total) for total in totals)
-    return Replayed(found, stored, promoted, written, evicted, below, victims[: min(num_victims, evicted)])
+    return Replayed(
+        found, stored, promoted, written, evicted, below, victims[: min(num_victims, evicted)]
+    )
 
 
-# --- compiled --------------------------------------------------------------------------------------------------------------------------
+# --- compiled -------------------------------------------------------------------------------------
 
 _STORED, _PROMOTED, _WRITTEN, _EVICTED, _EVICTED_BELOW, _TOTALS = range(6)
 _LRU, _LFU, _FIFO, _MRU, _S3FIFO, _ARC = range(6)
@@ -95,14 +128,29 @@ _NOWHERE = -(1 << 63)  # no rank
 _USES_SHIFT = 40  # of LFU's rank: uses above, the time below
 _NOBODY, _NO_ROOM = -1, -2  # instead of a chunk
 
-# Columns of `nodes`, a row a chunk: all that is known of it lies in one or two lines of a processor's cache.
-#   PLACED: the rank of its newest entry in a heap, or _NOWHERE; an entry counts if the chunk is a leaf of that rank
+# Columns of `nodes`, a row a chunk: all that is known of it lies in one or two lines of a
+# processor's cache.
+#   PLACED: the rank of its newest entry in a heap, or _NOWHERE; an entry counts if the chunk is a
+#     leaf of that rank
 #   KIDS: how many chunks that are here, or being written, continue it
-#   GHOST: 1 + the queue in which it is remembered as evicted, or 0; OLDER, NEWER: its neighbours there
+#   GHOST: 1 + the queue in which it is remembered as evicted, or 0; OLDER, NEWER: its neighbours
+#     there
 _STATE, _RANK, _PLACED, _KIDS, _PARENT, _QUEUE, _USES, _GHOST, _OLDER, _NEWER, _COLUMNS = range(11)
 
 # In `numbers`: some are of each queue.
-_CLOCK, _USED, _SIZE, _HEAP, _GHOSTS, _OLDEST, _NEWEST, _PASSED, _HOLE, _TARGET, _NUMBERS = 0, 1, 2, 4, 6, 8, 10, 12, 14, 16, 17
+_CLOCK, _USED, _SIZE, _HEAP, _GHOSTS, _OLDEST, _NEWEST, _PASSED, _HOLE, _TARGET, _NUMBERS = (
+    0,
+    1,
+    2,
+    4,
+    6,
+    8,
+    10,
+    12,
+    14,
+    16,
+    17,
+)
 
 
 class _Place(NamedTuple):
@@ -141,7 +189,10 @@ def _pointer(_: Any, address: Any) -> Any:
 
 @njit
 def _lent(place: Any) -> Any:
-    """The same without counted references, which took more than half of the time. Whoever made the place keeps it meanwhile."""
+    """The same without counted references, which took more than half of the time.
+
+    Whoever made the place keeps it meanwhile.
+    """
     return _Place(
         carray(_pointer(place.nodes.ctypes.data), place.nodes.shape),
         carray(_pointer(place.heaps.ctypes.data), place.heaps.shape),
@@ -153,7 +204,9 @@ def _lent(place: Any) -> Any:
 @njit
 def _is_leaf(place: Any, chunk: int, rank: int) -> Any:
     nodes = place.nodes
-    return nodes[chunk, _RANK] == rank and nodes[chunk, _KIDS] == 0 and nodes[chunk, _STATE] == _HERE
+    return (
+        nodes[chunk, _RANK] == rank and nodes[chunk, _KIDS] == 0 and nodes[chunk, _STATE] == _HERE
+    )
 
 
 @njit
@@ -218,7 +271,8 @@ def _push(place: Any, chunk: int) -> None:
 def _pop(place: Any, queue: int) -> Any:
     """Take the leaf of the lowest rank out of its heap; _NOBODY if there is none.
 
-    It leaves a hole, which often the chunk before it fills, without a step down: when that becomes a leaf, it is the next of the lowest.
+    It leaves a hole, which often the chunk before it fills, without a step down: when that becomes
+    a leaf, it is the next of the lowest.
     """
     nodes, heaps, numbers = place.nodes, place.heaps, place.numbers
     while numbers[_HEAP + queue] > numbers[_HOLE + queue]:
@@ -277,7 +331,11 @@ def _touch(place: Any, policy: int, chunk: int) -> None:
 def _remember(place: Any, chunk: int, queue: int) -> None:
     """As the newest ghost of a queue."""
     newest = place.numbers[_NEWEST + queue]
-    place.nodes[chunk, _GHOST], place.nodes[chunk, _OLDER], place.nodes[chunk, _NEWER] = 1 + queue, newest, _NOBODY
+    place.nodes[chunk, _GHOST], place.nodes[chunk, _OLDER], place.nodes[chunk, _NEWER] = (
+        1 + queue,
+        newest,
+        _NOBODY,
+    )
     if newest >= 0:
         place.nodes[newest, _NEWER] = chunk
     else:
@@ -288,7 +346,11 @@ def _remember(place: Any, chunk: int, queue: int) -> None:
 
 @njit
 def _forget(place: Any, chunk: int) -> None:
-    queue, older, newer = place.nodes[chunk, _GHOST] - 1, place.nodes[chunk, _OLDER], place.nodes[chunk, _NEWER]
+    queue, older, newer = (
+        place.nodes[chunk, _GHOST] - 1,
+        place.nodes[chunk, _OLDER],
+        place.nodes[chunk, _NEWER],
+    )
     if older >= 0:
         place.nodes[older, _NEWER] = newer
     else:
@@ -322,12 +384,16 @@ def _cold(place: Any, queue: int) -> Any:
 def _choose_s3fifo(place: Any) -> Any:
     numbers, passed = place.numbers, place.passed
     numbers[_PASSED] = numbers[_PASSED + 1] = 0
-    first = _SMALL if numbers[_SIZE] > _SMALL_SHARE * (numbers[_SIZE] + numbers[_SIZE + 1]) else _MAIN
+    first = (
+        _SMALL if numbers[_SIZE] > _SMALL_SHARE * (numbers[_SIZE] + numbers[_SIZE + 1]) else _MAIN
+    )
     chunk = _cold(place, first)
     if chunk < 0:
         chunk = _cold(place, 1 - first)
     for queue in (_MAIN, _SMALL):
-        if chunk < 0 and numbers[_PASSED + queue] > 0:  # nothing is cold: the oldest of those passed over
+        if (
+            chunk < 0 and numbers[_PASSED + queue] > 0
+        ):  # nothing is cold: the oldest of those passed over
             chunk = passed[queue, 0]
             passed[queue, 0] = _NOBODY
     for queue in (_SMALL, _MAIN):
@@ -338,7 +404,11 @@ def _choose_s3fifo(place: Any) -> Any:
                     place.nodes[each, _USES] -= 1
                     _move(place, each, _MAIN)
                 continue
-            while each >= 0 and place.nodes[each, _STATE] == _HERE and place.nodes[each, _QUEUE] == _SMALL:  # and its prefix
+            while (
+                each >= 0
+                and place.nodes[each, _STATE] == _HERE
+                and place.nodes[each, _QUEUE] == _SMALL
+            ):  # and its prefix
                 place.nodes[each, _USES] = 0
                 _move(place, each, _MAIN)
                 each = place.nodes[each, _PARENT]
@@ -347,13 +417,19 @@ def _choose_s3fifo(place: Any) -> Any:
 
 @njit
 def _choose(place: Any, policy: int, came_back: int) -> Any:
-    """Who goes first. came_back: 1 + the queue in which the chunk that wants room was remembered."""
+    """Who goes first. came_back: 1 + the queue in which the chunk that wants room was
+    remembered.
+    """
     if policy == _S3FIFO:
         return _choose_s3fifo(place)
     if policy != _ARC:
         return _pop(place, 0)
     once, target = place.numbers[_SIZE], place.numbers[_TARGET]
-    first = _SMALL if once > 0 and (once > target or (came_back == 1 + _MAIN and once == target)) else _MAIN
+    first = (
+        _SMALL
+        if once > 0 and (once > target or (came_back == 1 + _MAIN and once == target))
+        else _MAIN
+    )
     chunk = _pop(place, first)
     return chunk if chunk >= 0 else _pop(place, 1 - first)
 
@@ -387,13 +463,19 @@ def _continue_no_more(place: Any, chunk: int) -> None:
 
 @njit
 def _come_back(place: Any, chunk: int, capacity: int) -> Any:
-    """ARC: where it is remembered; it moves the size that what was used once is to have, and goes to the others."""
+    """ARC: where it is remembered; it moves the size that what was used once is to have, and goes
+    to the others.
+    """
     numbers, ghost = place.numbers, place.nodes[chunk, _GHOST]
     place.nodes[chunk, _QUEUE] = _MAIN if ghost else _SMALL
     if ghost:
         ghosts, others = numbers[_GHOSTS + ghost - 1], numbers[_GHOSTS + 2 - ghost]
         step = max(1, others // ghosts)
-        numbers[_TARGET] = min(capacity, numbers[_TARGET] + step) if ghost == 1 + _SMALL else max(0, numbers[_TARGET] - step)
+        numbers[_TARGET] = (
+            min(capacity, numbers[_TARGET] + step)
+            if ghost == 1 + _SMALL
+            else max(0, numbers[_TARGET] - step)
+        )
         _forget(place, chunk)
     return ghost
 
@@ -418,7 +500,9 @@ def _reserve(place: Any, policy: int, capacity: int, chunk: int) -> Any:
 
 
 @njit
-def _reserve_run(place: Any, policy: int, capacity: int, chunks: Any, totals: Any, victims: Any) -> Any:
+def _reserve_run(
+    place: Any, policy: int, capacity: int, chunks: Any, totals: Any, victims: Any
+) -> Any:
     """In memory, one after another, until there is no room for one. How many got it."""
     for i in range(chunks.size):
         victim = _reserve(place, policy, capacity, np.int64(chunks[i]))
@@ -447,7 +531,10 @@ def _commit(place: Any, policy: int, chunk: int) -> None:
 def _write(place: Any, policy: int, capacity: int, chunks: Any, totals: Any) -> None:
     """To the tier below, what it does not have."""
     for i in range(chunks.size):
-        if place.nodes[chunks[i], _STATE] == _ABSENT and _reserve(place, policy, capacity, np.int64(chunks[i])) >= 0:
+        if (
+            place.nodes[chunks[i], _STATE] == _ABSENT
+            and _reserve(place, policy, capacity, np.int64(chunks[i])) >= 0
+        ):
             totals[_EVICTED_BELOW] += 1
     for i in range(chunks.size):
         if place.nodes[chunks[i], _STATE] == _RESERVED:
@@ -500,12 +587,32 @@ def _serve(
 _TRACE = (readonly(types.int32), readonly(types.int64), readonly(types.int32))
 
 
-@compiled(types.void(*_TRACE, types.int64, types.int64, types.int64, types.int32[:, ::1], types.int64[::1], types.int32[::1]))
+@compiled(
+    types.void(
+        *_TRACE,
+        types.int64,
+        types.int64,
+        types.int64,
+        types.int32[:, ::1],
+        types.int64[::1],
+        types.int32[::1],
+    )
+)
 def _replay(
-    chunks: Any, starts: Any, parents: Any, policy: int, capacity: int, lower_capacity: int, found: Any, totals: Any, victims: Any
+    chunks: Any,
+    starts: Any,
+    parents: Any,
+    policy: int,
+    capacity: int,
+    lower_capacity: int,
+    found: Any,
+    totals: Any,
+    victims: Any,
 ) -> None:
     memory = _new_place(parents, capacity)
-    lower = _new_place(np.full(parents.size if lower_capacity else 0, _NOBODY, np.int32), lower_capacity)
+    lower = _new_place(
+        np.full(parents.size if lower_capacity else 0, _NOBODY, np.int32), lower_capacity
+    )
     _serve(memory, lower, policy, capacity, lower_capacity, chunks, starts, found, totals, victims)
 
 
@@ -526,7 +633,9 @@ def _belady(chunks: Any, starts: Any, parents: Any, capacity: int, found: Any, t
         while at < end and again[at] < _NEVER and capacity > 0:
             if place.numbers[_USED] == capacity:
                 victim = _pop(place, 0)
-                if -place.nodes[victim, _RANK] <= again[at]:  # all that is here comes again before it
+                if (
+                    -place.nodes[victim, _RANK] <= again[at]
+                ):  # all that is here comes again before it
                     _push(place, victim)
                     break
                 _evict(place, _FIFO, capacity, victim)

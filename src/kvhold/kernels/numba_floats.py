@@ -3,7 +3,8 @@
     load(elements, begin, count, kind, row)       # bits of bfloat16, float16 or float32 to float32
     store(row, count, kind, elements, begin)      # and back, rounded to nearest even
 
-To be called from compiled functions only, which take these in as they are compiled. numba's cache does not look at files that a function
+To be called from compiled functions only, which take these in as they are compiled. numba's cache
+does not look at files that a function
 was taken in from: who changes this one deletes the `__pycache__` beside it.
 """
 
@@ -65,7 +66,9 @@ def nearest(_: Any, value: Any) -> Any:
     """The nearest integer, ties to even, as int32; the value is within its range."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        rounded = builder.call(builder.module.declare_intrinsic("llvm.rint", (ir.FloatType(),)), args)
+        rounded = builder.call(
+            builder.module.declare_intrinsic("llvm.rint", (ir.FloatType(),)), args
+        )
         return builder.fptosi(rounded, ir.IntType(32))
 
     return types.int32(types.float32), emit
@@ -75,14 +78,22 @@ def nearest(_: Any, value: Any) -> Any:
 def to_bfloat16(value: Any) -> Any:
     bits = as_bits(value)
     magnitude = np.uint32(bits & MAGNITUDE)
-    rounded = np.uint32(np.uint32(magnitude + np.uint32(0x7FFF) + (magnitude >> np.uint32(16) & np.uint32(1))) >> np.uint32(16))
+    rounded = np.uint32(
+        np.uint32(magnitude + np.uint32(0x7FFF) + (magnitude >> np.uint32(16) & np.uint32(1)))
+        >> np.uint32(16)
+    )
     return np.uint16(min(rounded, np.uint32(0x7F7F)) | np.uint32(bits & SIGN) >> np.uint32(16))
 
 
 @njit(inline="always")
 def load(elements: Any, begin: int, count: int, kind: int, row: Any) -> None:
-    """`row[:count]` the numbers from `begin` on. Through this row, which stays in the nearest cache, the arithmetic is the same for all."""
-    source = elements[begin : begin + count]  # indices from 0 on: none can be negative, and the compiler uses vectors
+    """`row[:count]` the numbers from `begin` on.
+
+    Through this row, which stays in the nearest cache, the arithmetic is the same for all.
+    """
+    source = elements[
+        begin : begin + count
+    ]  # indices from 0 on: none can be negative, and the compiler uses vectors
     if kind == BFLOAT16:
         for i in range(count):
             row[i] = as_float(np.uint32(np.uint32(source[i]) << np.uint32(16)))

@@ -1,14 +1,18 @@
-"""Numbers into 4 or 2 bits and back, compiled: where each lies between the least and the largest of its group.
+"""Numbers into 4 or 2 bits and back, compiled: where each lies between the least and the largest of
+its group.
 
-    columns_encode(elements, "bfloat16", bits=4, ends=ends, codes=codes)                 # a group is 32 tokens of a channel
-    rows_encode(elements, "bfloat16", head_dim=128, bits=4, ends=ends, codes=codes)      # a group is 32 channels of a head, in a token
+    columns_encode(elements, "bfloat16", bits=4, ends=ends, codes=codes)  # a group is 32 tokens of
+    a channel rows_encode(elements, "bfloat16", head_dim=128, bits=4, ends=ends, codes=codes)  # a
+    group is 32 channels of a head, in a token
 
-Elements are the bits of bfloat16, float16 (uint16) or float32 (uint32), and finite. A group's ends are two of its elements, so they are
-exact in the dtype whatever they are and nothing can overflow. Arithmetic is in float32, with the ends' halves where their difference could
-overflow; every rounding is to nearest, ties to even.
+Elements are the bits of bfloat16, float16 (uint16) or float32 (uint32), and finite. A group's ends
+are two of its elements, so they are exact in the dtype whatever they are and nothing can overflow.
+Arithmetic is in float32, with the ends' halves where their difference could overflow; every
+rounding is to nearest, ties to even.
 
-A row is the codes of a token, [packed_width(width, bits)] bytes: element i is in byte i mod that, at bits `bits` * (i // that). So
-neighbours stay neighbours, and packing is a matter of whole vectors.
+A row is the codes of a token, [packed_width(width, bits)] bytes: element i is in byte i mod that,
+at bits `bits` * (i // that). So neighbours stay neighbours, and packing is a matter of whole
+vectors.
 
 Any thread; the GIL is released. Sizes are asserted before compiled code is entered.
 """
@@ -19,7 +23,17 @@ import numpy as np
 from numba import njit, types
 
 from kvhold.kernels.numba_compile import compiled, readonly
-from kvhold.kernels.numba_floats import FLOAT32, KINDS, Bytes, Elements, as_bits, as_float, load, nearest, store
+from kvhold.kernels.numba_floats import (
+    FLOAT32,
+    KINDS,
+    Bytes,
+    Elements,
+    as_bits,
+    as_float,
+    load,
+    nearest,
+    store,
+)
 
 GROUP = 32  # as in the paper
 
@@ -34,25 +48,37 @@ def num_groups(width: int, head_dim: int) -> int:
     return width // head_dim * -(-head_dim // GROUP)
 
 
-def columns_encode(elements: Elements, dtype: str, *, bits: int, ends: Elements, codes: Bytes) -> None:
-    """elements [n * GROUP, width] to ends [n, 2, width], the least and the largest of each group, and codes [n * GROUP, packed_width]."""
+def columns_encode(
+    elements: Elements, dtype: str, *, bits: int, ends: Elements, codes: Bytes
+) -> None:
+    """elements [n * GROUP, width] to ends [n, 2, width], the least and the largest of each group,
+    and codes [n * GROUP, packed_width].
+    """
     _check_columns(elements, bits, ends, codes)
     _columns_encode(elements, KINDS[dtype], bits, ends, codes)
 
 
-def columns_decode(codes: Bytes, ends: Elements, dtype: str, *, bits: int, elements: Elements) -> None:
+def columns_decode(
+    codes: Bytes, ends: Elements, dtype: str, *, bits: int, elements: Elements
+) -> None:
     """The inverse, as near as the bits allow."""
     _check_columns(elements, bits, ends, codes)
     _columns_decode(codes, ends, KINDS[dtype], bits, elements)
 
 
-def rows_encode(elements: Elements, dtype: str, *, head_dim: int, bits: int, ends: Elements, codes: Bytes) -> None:
-    """elements [tokens, width] to ends [tokens, 2, num_groups], least and largest of each group, and codes [tokens, packed_width]."""
+def rows_encode(
+    elements: Elements, dtype: str, *, head_dim: int, bits: int, ends: Elements, codes: Bytes
+) -> None:
+    """elements [tokens, width] to ends [tokens, 2, num_groups], least and largest of each group,
+    and codes [tokens, packed_width].
+    """
     _check_rows(elements, head_dim, bits, ends, codes)
     _rows_encode(elements, KINDS[dtype], head_dim, bits, ends, codes)
 
 
-def rows_decode(codes: Bytes, ends: Elements, dtype: str, *, head_dim: int, bits: int, elements: Elements) -> None:
+def rows_decode(
+    codes: Bytes, ends: Elements, dtype: str, *, head_dim: int, bits: int, elements: Elements
+) -> None:
     """The inverse, as near as the bits allow."""
     _check_rows(elements, head_dim, bits, ends, codes)
     _rows_decode(codes, ends, KINDS[dtype], head_dim, bits, elements)
@@ -61,27 +87,38 @@ def rows_decode(codes: Bytes, ends: Elements, dtype: str, *, head_dim: int, bits
 def _check_columns(elements: Elements, bits: int, ends: Elements, codes: Bytes) -> None:
     groups, two, width = ends.shape
     assert bits in (2, 4) and two == 2 and width >= 1 and elements.shape == (groups * GROUP, width)
-    assert codes.shape == (groups * GROUP, packed_width(width, bits)) and elements.dtype == ends.dtype
+    assert (
+        codes.shape == (groups * GROUP, packed_width(width, bits)) and elements.dtype == ends.dtype
+    )
 
 
 def _check_rows(elements: Elements, head_dim: int, bits: int, ends: Elements, codes: Bytes) -> None:
     tokens, width = elements.shape
-    assert bits in (2, 4) and width >= 1 and width % head_dim == 0 and ends.shape == (tokens, 2, num_groups(width, head_dim))
+    assert (
+        bits in (2, 4)
+        and width >= 1
+        and width % head_dim == 0
+        and ends.shape == (tokens, 2, num_groups(width, head_dim))
+    )
     assert codes.shape == (tokens, packed_width(width, bits)) and elements.dtype == ends.dtype
 
 
-# --- compiled --------------------------------------------------------------------------------------------------------------------------
+# --- compiled -------------------------------------------------------------------------------------
 
 _UINTS = (types.uint16, types.uint32)
 _HALF = np.float32(0.5)
-_LEAST = np.float32(2.0**-120)  # of half a range: the inverse of what is smaller may overflow, and all of such a group becomes its least
+_LEAST = np.float32(
+    2.0**-120
+)  # of half a range: the inverse of what is smaller may overflow, and all of such a group becomes its least
 _LARGEST = np.float32(np.finfo(np.float32).max)
 _BELOW = np.int32(0x7FFF_FFFF)
 
 
 @njit(inline="always")
 def _rank(value: Any) -> Any:
-    """An int32 in the order of the values, -0 before 0; of integers, least and largest are found in vectors."""
+    """An int32 in the order of the values, -0 before 0; of integers, least and largest are found in
+    vectors.
+    """
     bits = np.int32(as_bits(value))
     return np.int32(bits ^ np.int32(np.int32(bits >> np.int32(31)) & _BELOW))
 
@@ -110,7 +147,10 @@ def _pack(row: Any, bits: int, into: Any) -> None:
         second, third, fourth = row[count:], row[2 * count :], row[3 * count :]
         for i in range(count):
             low = np.uint8(row[i] | np.uint8(second[i] << np.uint8(2)))
-            into[i] = np.uint8(low | np.uint8(np.uint8(third[i] << np.uint8(4)) | np.uint8(fourth[i] << np.uint8(6))))
+            into[i] = np.uint8(
+                low
+                | np.uint8(np.uint8(third[i] << np.uint8(4)) | np.uint8(fourth[i] << np.uint8(6)))
+            )
 
 
 @njit(inline="always")
@@ -146,13 +186,28 @@ def _store_within(values: Any, count: int, kind: int, elements: Any, begin: int)
     store(values, count, kind, elements, begin)
 
 
-@compiled(*(types.void(readonly(kind, 2), types.int64, types.int64, kind[:, :, ::1], types.uint8[:, ::1]) for kind in _UINTS))
+@compiled(
+    *(
+        types.void(
+            readonly(kind, 2), types.int64, types.int64, kind[:, :, ::1], types.uint8[:, ::1]
+        )
+        for kind in _UINTS
+    )
+)
 def _columns_encode(elements: Any, kind: int, bits: int, ends: Any, codes: Any) -> None:
     groups, _, width = ends.shape
     flat, flat_ends = elements.reshape(-1), ends.reshape(-1)
     steps = np.float32((1 << bits) - 1)
-    values, least, largest = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(width, np.float32)
-    first, last, inverses = np.empty(width, np.int32), np.empty(width, np.int32), np.empty(width, np.float32)
+    values, least, largest = (
+        np.empty(width, np.float32),
+        np.empty(width, np.float32),
+        np.empty(width, np.float32),
+    )
+    first, last, inverses = (
+        np.empty(width, np.int32),
+        np.empty(width, np.int32),
+        np.empty(width, np.float32),
+    )
     row = np.zeros(8 // bits * codes.shape[1], np.uint8)
     for group in range(groups):
         first[:] = np.int32(0x7FFF_FFFF)
@@ -174,17 +229,34 @@ def _columns_encode(elements: Any, kind: int, bits: int, ends: Any, codes: Any) 
         for token in range(group * GROUP, (group + 1) * GROUP):
             load(flat, token * width, width, kind, values)
             for i in range(width):
-                row[i] = np.uint8(nearest(np.float32(np.float32(np.float32(values[i] * _HALF) - least[i]) * inverses[i])))
+                row[i] = np.uint8(
+                    nearest(
+                        np.float32(
+                            np.float32(np.float32(values[i] * _HALF) - least[i]) * inverses[i]
+                        )
+                    )
+                )
             _pack(row, bits, codes[token])
 
 
-@compiled(*(types.void(readonly(types.uint8, 2), readonly(kind, 3), types.int64, types.int64, kind[:, ::1]) for kind in _UINTS))
+@compiled(
+    *(
+        types.void(
+            readonly(types.uint8, 2), readonly(kind, 3), types.int64, types.int64, kind[:, ::1]
+        )
+        for kind in _UINTS
+    )
+)
 def _columns_decode(codes: Any, ends: Any, kind: int, bits: int, elements: Any) -> None:
     groups, _, width = ends.shape
     flat, flat_ends = elements.reshape(-1), ends.reshape(-1)
     steps = np.float32((1 << bits) - 1)
     part = np.float32(np.float32(1) / steps)
-    values, least, largest = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(width, np.float32)
+    values, least, largest = (
+        np.empty(width, np.float32),
+        np.empty(width, np.float32),
+        np.empty(width, np.float32),
+    )
     row = np.empty(8 // bits * codes.shape[1], np.uint8)
     for group in range(groups):
         load(flat_ends, 2 * group * width, width, kind, least)
@@ -196,13 +268,29 @@ def _columns_decode(codes: Any, ends: Any, kind: int, bits: int, elements: Any) 
             _store_within(values, width, kind, flat, token * width)
 
 
-@compiled(*(types.void(readonly(kind, 2), types.int64, types.int64, types.int64, kind[:, :, ::1], types.uint8[:, ::1]) for kind in _UINTS))
+@compiled(
+    *(
+        types.void(
+            readonly(kind, 2),
+            types.int64,
+            types.int64,
+            types.int64,
+            kind[:, :, ::1],
+            types.uint8[:, ::1],
+        )
+        for kind in _UINTS
+    )
+)
 def _rows_encode(elements: Any, kind: int, head_dim: int, bits: int, ends: Any, codes: Any) -> None:
     tokens, width = elements.shape
     flat, flat_ends = elements.reshape(-1), ends.reshape(-1)
     steps = np.float32((1 << bits) - 1)
     of_head, of_row = -(-head_dim // GROUP), ends.shape[2]
-    values, least, largest = np.empty(width, np.float32), np.empty(of_row, np.float32), np.empty(of_row, np.float32)
+    values, least, largest = (
+        np.empty(width, np.float32),
+        np.empty(of_row, np.float32),
+        np.empty(of_row, np.float32),
+    )
     row = np.zeros(8 // bits * codes.shape[1], np.uint8)
     for token in range(tokens):
         load(flat, token * width, width, kind, values)
@@ -219,14 +307,26 @@ def _rows_encode(elements: Any, kind: int, head_dim: int, bits: int, ends: Any, 
             inverse = _inverse(least[group], largest[group], steps)
             half = np.float32(least[group] * _HALF)
             for i in range(count):
-                into[i] = np.uint8(nearest(np.float32(np.float32(np.float32(source[i] * _HALF) - half) * inverse)))
+                into[i] = np.uint8(
+                    nearest(np.float32(np.float32(np.float32(source[i] * _HALF) - half) * inverse))
+                )
         store(least, of_row, kind, flat_ends, 2 * token * of_row)
         store(largest, of_row, kind, flat_ends, (2 * token + 1) * of_row)
         _pack(row, bits, codes[token])
 
 
 @compiled(
-    *(types.void(readonly(types.uint8, 2), readonly(kind, 3), types.int64, types.int64, types.int64, kind[:, ::1]) for kind in _UINTS)
+    *(
+        types.void(
+            readonly(types.uint8, 2),
+            readonly(kind, 3),
+            types.int64,
+            types.int64,
+            types.int64,
+            kind[:, ::1],
+        )
+        for kind in _UINTS
+    )
 )
 def _rows_decode(codes: Any, ends: Any, kind: int, head_dim: int, bits: int, elements: Any) -> None:
     tokens, width = elements.shape
@@ -234,7 +334,11 @@ def _rows_decode(codes: Any, ends: Any, kind: int, head_dim: int, bits: int, ele
     steps = np.float32((1 << bits) - 1)
     part = np.float32(np.float32(1) / steps)
     of_head, of_row = -(-head_dim // GROUP), ends.shape[2]
-    values, least, largest = np.empty(width, np.float32), np.empty(of_row, np.float32), np.empty(of_row, np.float32)
+    values, least, largest = (
+        np.empty(width, np.float32),
+        np.empty(of_row, np.float32),
+        np.empty(of_row, np.float32),
+    )
     row = np.empty(8 // bits * codes.shape[1], np.uint8)
     for token in range(tokens):
         load(flat_ends, 2 * token * of_row, of_row, kind, least)

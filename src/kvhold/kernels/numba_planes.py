@@ -1,9 +1,12 @@
-"""A whole plane of bins from the bytes that `codecs/cachegen.py` writes, in one compiled call: layers are small, so each call counts.
+"""A whole plane of bins from the bytes that `codecs/cachegen.py` writes, in one compiled call:
+layers are small, so each call counts.
 
-    used = restore(data, head, place, "bfloat16", elements)      # bytes of `data`; or what is WRONG with them
+    used = restore(data, head, place, "bfloat16", elements)  # bytes of `data`; or what is WRONG
+    with them
 
-What it reads, in order (docs/format.md, "cachegen"): a byte a group of channels, offsets, shifts, of each kind a length and frequencies,
-exceptions, segments, words. Nothing in it is believed: every read is checked, and what is allocated is at most some times the plane's size.
+What it reads, in order (docs/format.md, "cachegen"): a byte a group of channels, offsets, shifts,
+of each kind a length and frequencies, exceptions, segments, words. Nothing in it is believed: every
+read is checked, and what is allocated is at most some times the plane's size.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +20,9 @@ from kvhold.kernels.numba_floats import KINDS, Bytes, Elements, Floats
 from kvhold.kernels.numba_rans import STATE_WORDS, WIDE
 from kvhold.kernels.numba_rans_kinds import SCALE, _decode, num_segments, segment_size
 
-TOO_SHORT, NO_FREQUENCIES, BAD_FREQUENCIES, SHORT_SEGMENT, BAD_END, BAD_EXCEPTIONS = range(-1, -7, -1)
+TOO_SHORT, NO_FREQUENCIES, BAD_FREQUENCIES, SHORT_SEGMENT, BAD_END, BAD_EXCEPTIONS = range(
+    -1, -7, -1
+)
 
 WRONG = {
     TOO_SHORT: "bytes missing",
@@ -30,29 +35,57 @@ WRONG = {
 
 
 class Shape(NamedTuple):
-    """tokens of a plane; groups: int64 [width] each channel's, ascending from 0; bounds: as `numba_bins.magnitudes` has them."""
+    """tokens of a plane; groups: int64 [width] each channel's, ascending from 0; bounds: as
+    `numba_bins.magnitudes` has them.
+    """
 
     tokens: int
     groups: Counts
     bounds: Counts
 
 
-def restore(data: Bytes, shape: Shape, widths: Floats, num_kinds: int, shifted: bool, dtype: str, elements: Elements) -> int:
-    """Fill `elements` [tokens * width] and return how many of the bytes it took; or less than 0, a key of WRONG.
+def restore(
+    data: Bytes,
+    shape: Shape,
+    widths: Floats,
+    num_kinds: int,
+    shifted: bool,
+    dtype: str,
+    elements: Elements,
+) -> int:
+    """Fill `elements` [tokens * width] and return how many of the bytes it took; or less than 0, a
+    key of WRONG.
 
     widths:    float32 [8] the step of each octave; finite, not negative
     num_kinds: at least 1
     shifted:   whether there are shifts
     """
     width = shape.groups.size
-    assert elements.size == shape.tokens * width and shape.bounds[-1] == width and widths.size == 8 and 1 <= num_kinds <= 16
+    assert (
+        elements.size == shape.tokens * width
+        and shape.bounds[-1] == width
+        and widths.size == 8
+        and 1 <= num_kinds <= 16
+    )
     segments = num_segments(elements.size, width)
     return int(
-        _restore(data, shape.groups, shape.bounds, widths, num_kinds, shifted, segments, segment_size(width), WIDE, KINDS[dtype], elements)
+        _restore(
+            data,
+            shape.groups,
+            shape.bounds,
+            widths,
+            num_kinds,
+            shifted,
+            segments,
+            segment_size(width),
+            WIDE,
+            KINDS[dtype],
+            elements,
+        )
     )
 
 
-# --- compiled --------------------------------------------------------------------------------------------------------------------------
+# --- compiled -------------------------------------------------------------------------------------
 
 _UINTS = (types.uint16, types.uint32)
 _u8r, _f32r, _i64r = (readonly(kind) for kind in (types.uint8, types.float32, types.int64))
@@ -60,12 +93,29 @@ _u8r, _f32r, _i64r = (readonly(kind) for kind in (types.uint8, types.float32, ty
 
 @njit(inline="always")
 def _uint32(data: Any, at: int) -> Any:
-    return np.int64(data[at]) | np.int64(data[at + 1]) << 8 | np.int64(data[at + 2]) << 16 | np.int64(data[at + 3]) << 24
+    return (
+        np.int64(data[at])
+        | np.int64(data[at + 1]) << 8
+        | np.int64(data[at + 2]) << 16
+        | np.int64(data[at + 3]) << 24
+    )
 
 
 @compiled(
     *(
-        types.int64(_u8r, _i64r, _i64r, _f32r, types.int64, types.boolean, types.int64, types.int64, types.boolean, types.int64, kind[::1])
+        types.int64(
+            _u8r,
+            _i64r,
+            _i64r,
+            _f32r,
+            types.int64,
+            types.boolean,
+            types.int64,
+            types.int64,
+            types.boolean,
+            types.int64,
+            kind[::1],
+        )
         for kind in _UINTS
     )
 )
@@ -96,10 +146,18 @@ def _restore(
                 return TOO_SHORT
             of_groups[group] = np.int8(data[at])
             at += 1
-    classes, offsets, steps = np.empty(width, np.uint8), np.empty(width, np.int8), np.empty(width, np.float32)
+    classes, offsets, steps = (
+        np.empty(width, np.uint8),
+        np.empty(width, np.int8),
+        np.empty(width, np.float32),
+    )
     for i in range(width):
         channel = data[groups[i]]
-        classes[i], offsets[i], steps[i] = channel & 15, of_groups[groups[i]], widths[channel >> 4 & 7]
+        classes[i], offsets[i], steps[i] = (
+            channel & 15,
+            of_groups[groups[i]],
+            widths[channel >> 4 & 7],
+        )
 
     kinds = np.empty(elements.size, np.uint8)
     if shifted:

@@ -1,13 +1,16 @@
-"""Numbers into 8 bits and back, compiled: int8 with a scale for each run of channels, and float8 e4m3 with one for each column.
+"""Numbers into 8 bits and back, compiled: int8 with a scale for each run of channels, and float8
+e4m3 with one for each column.
 
     int8_encode(elements, "bfloat16", head_dim=128, run=128, codes=codes, largest=largest)
-    fp8_encode(elements, "bfloat16", column_largest(elements, "bfloat16", planes=2, width=1024), codes)
-    float_to_e4m3(values), e4m3_to_float(codes)               # what torch's float8_e4m3fn does, bit by bit
+    fp8_encode(elements, "bfloat16", column_largest(elements, "bfloat16", planes=2, width=1024),
+    codes)
+    float_to_e4m3(values), e4m3_to_float(codes)  # what torch's float8_e4m3fn does, bit by bit
 
-Elements are the bits of bfloat16, float16 (uint16) or float32 (uint32), and finite; arithmetic is in float32, and every rounding is to
-nearest, ties to even. A scale is stored as the largest magnitude that it stands for, which float32 holds exactly whatever it is, and
-never as that over 127 or 448, which could vanish. Where its inverse would overflow, numbers and scale are first multiplied by a power
-of two. What an encoder has written never becomes infinite.
+Elements are the bits of bfloat16, float16 (uint16) or float32 (uint32), and finite; arithmetic is
+in float32, and every rounding is to nearest, ties to even. A scale is stored as the largest
+magnitude that it stands for, which float32 holds exactly whatever it is, and never as that over 127
+or 448, which could vanish. Where its inverse would overflow, numbers and scale are first multiplied
+by a power of two. What an encoder has written never becomes infinite.
 
 Any thread; the GIL is released. Sizes are asserted before compiled code is entered.
 """
@@ -37,21 +40,28 @@ from kvhold.kernels.numba_floats import (
 E4M3_MAX = 448.0
 
 
-def int8_encode(elements: Elements, dtype: str, head_dim: int, run: int, codes: Codes, largest: Floats) -> None:
-    """elements [rows * head_dim] to codes [rows * head_dim]; largest [rows * runs of a row], the last run of a row may be shorter."""
+def int8_encode(
+    elements: Elements, dtype: str, head_dim: int, run: int, codes: Codes, largest: Floats
+) -> None:
+    """elements [rows * head_dim] to codes [rows * head_dim]; largest [rows * runs of a row], the
+    last run of a row may be shorter.
+    """
     _check_int8(elements, head_dim, run, codes, largest)
     _int8_encode(elements, KINDS[dtype], head_dim, run, codes, largest)
 
 
-def int8_decode(codes: Codes, largest: Floats, dtype: str, head_dim: int, run: int, elements: Elements) -> None:
+def int8_decode(
+    codes: Codes, largest: Floats, dtype: str, head_dim: int, run: int, elements: Elements
+) -> None:
     """The inverse, as near as 8 bits allow."""
     _check_int8(elements, head_dim, run, codes, largest)
     _int8_decode(codes, largest, KINDS[dtype], head_dim, run, elements)
 
 
 def column_largest(elements: Elements, dtype: str, planes: int, width: int) -> Floats:
-    """float32 [planes, width] the largest magnitude of each column of `elements` as [planes, tokens, width]; above all others where
-    something is not finite."""
+    """float32 [planes, width] the largest magnitude of each column of `elements` as [planes,
+    tokens, width]; above all others where something is not finite.
+    """
     assert elements.size % (planes * width) == 0
     largest = np.zeros((planes, width), np.float32)
     _column_largest(elements, KINDS[dtype], largest)
@@ -65,7 +75,9 @@ def all_finite(elements: Elements, dtype: str) -> bool:
 
 
 def fp8_encode(elements: Elements, dtype: str, largest: Floats, codes: Bytes) -> None:
-    """elements [planes, tokens, width] to as many codes; largest [planes, width], of which the column's largest is one or below."""
+    """elements [planes, tokens, width] to as many codes; largest [planes, width], of which the
+    column's largest is one or below.
+    """
     assert codes.size == elements.size and elements.size % largest.size == 0
     _fp8_encode(elements, KINDS[dtype], largest, codes)
 
@@ -77,7 +89,9 @@ def fp8_decode(codes: Bytes, largest: Floats, dtype: str, elements: Elements) ->
 
 
 def float_to_e4m3(values: Floats) -> Bytes:
-    """Each of `values` to float8_e4m3fn as torch does it: to nearest even, what is larger than 448 to that, NaN to NaN."""
+    """Each of `values` to float8_e4m3fn as torch does it: to nearest even, what is larger than 448
+    to that, NaN to NaN.
+    """
     codes = np.empty(values.size, np.uint8)
     _convert_to_e4m3(np.ascontiguousarray(values).reshape(-1), codes)
     return codes.reshape(values.shape)
@@ -92,10 +106,14 @@ def e4m3_to_float(codes: Bytes) -> Floats:
 
 def _check_int8(elements: Elements, head_dim: int, run: int, codes: Codes, largest: Floats) -> None:
     rows = elements.size // head_dim
-    assert run >= 1 and elements.size == rows * head_dim == codes.size and largest.size == rows * -(-head_dim // run)
+    assert (
+        run >= 1
+        and elements.size == rows * head_dim == codes.size
+        and largest.size == rows * -(-head_dim // run)
+    )
 
 
-# --- compiled --------------------------------------------------------------------------------------------------------------------------
+# --- compiled -------------------------------------------------------------------------------------
 
 _SMALL = np.float32(2.0**-60)  # below this the inverse of a scale may overflow
 _UP = np.float32(2.0**64)
@@ -113,10 +131,18 @@ def _to_e4m3(value: Any) -> Any:
     magnitude = np.uint32(bits & MAGNITUDE)
     # From 2**-6 on: 20 bits of mantissa fall away, and the exponent's bias goes from 127 to 7.
     normal = np.uint32(
-        np.uint32(magnitude + np.uint32(0x7FFFF) + (magnitude >> np.uint32(20) & np.uint32(1)) - np.uint32(120 << 23)) >> np.uint32(20)
+        np.uint32(
+            magnitude
+            + np.uint32(0x7FFFF)
+            + (magnitude >> np.uint32(20) & np.uint32(1))
+            - np.uint32(120 << 23)
+        )
+        >> np.uint32(20)
     )
     # Below: an addition to 2**14, where float32 has steps of 2**-9, rounds for us.
-    below = np.uint32(as_bits(np.float32(as_float(magnitude) + np.float32(16384))) - np.uint32(141 << 23))
+    below = np.uint32(
+        as_bits(np.float32(as_float(magnitude) + np.float32(16384))) - np.uint32(141 << 23)
+    )
     code = below if magnitude < np.uint32(121 << 23) else min(normal, np.uint32(0x7E))
     return np.uint8(code | np.uint32(bits & SIGN) >> np.uint32(24))
 
@@ -127,7 +153,8 @@ def _from_e4m3(code: Any) -> Any:
     bits = np.uint32(code)
     low = np.uint32(bits & np.uint32(0x7F))
     value = as_float(np.uint32((low << np.uint32(20)) + np.uint32(120 << 23)))
-    # Below 8 the exponent is 0 and has no hidden one; taken as if it had, it is 2**-7 * (1 + m/8) instead of 2**-6 * m/8.
+    # Below 8 the exponent is 0 and has no hidden one; taken as if it had, it is 2**-7 * (1 + m/8)
+    # instead of 2**-6 * m/8.
     small = np.float32(np.float32(value - np.float32(2.0**-7)) * np.float32(2))
     value = value if low >= np.uint32(8) else small
     return as_float(np.uint32(as_bits(value) | np.uint32(bits & np.uint32(0x80)) << np.uint32(24)))
@@ -162,8 +189,15 @@ _UINTS = (types.uint16, types.uint32)
 _u8s, _i8s, _f32s = types.uint8[::1], types.int8[::1], types.float32[::1]
 
 
-@compiled(*(types.void(readonly(kind), types.int64, types.int64, types.int64, _i8s, _f32s) for kind in _UINTS))
-def _int8_encode(elements: Any, kind: int, head_dim: int, run: int, codes: Any, largest: Any) -> None:
+@compiled(
+    *(
+        types.void(readonly(kind), types.int64, types.int64, types.int64, _i8s, _f32s)
+        for kind in _UINTS
+    )
+)
+def _int8_encode(
+    elements: Any, kind: int, head_dim: int, run: int, codes: Any, largest: Any
+) -> None:
     values = np.empty(run, np.float32)
     runs = largest.size // (elements.size // head_dim)
     for index in range(largest.size):
@@ -184,8 +218,22 @@ def _int8_encode(elements: Any, kind: int, head_dim: int, run: int, codes: Any, 
             into[i] = np.int8(nearest(np.float32(np.float32(values[i] * up) * scale)))
 
 
-@compiled(*(types.void(readonly(types.int8), readonly(types.float32), types.int64, types.int64, types.int64, kind[::1]) for kind in _UINTS))
-def _int8_decode(codes: Any, largest: Any, kind: int, head_dim: int, run: int, elements: Any) -> None:
+@compiled(
+    *(
+        types.void(
+            readonly(types.int8),
+            readonly(types.float32),
+            types.int64,
+            types.int64,
+            types.int64,
+            kind[::1],
+        )
+        for kind in _UINTS
+    )
+)
+def _int8_decode(
+    codes: Any, largest: Any, kind: int, head_dim: int, run: int, elements: Any
+) -> None:
     values = np.empty(run, np.float32)
     runs = largest.size // (elements.size // head_dim)
     for index in range(largest.size):
@@ -213,11 +261,17 @@ def _column_largest(elements: Any, kind: int, largest: Any) -> None:
         load(most, 0, width, kind, largest[plane])
 
 
-@compiled(*(types.void(readonly(kind), types.int64, readonly(types.float32, 2), _u8s) for kind in _UINTS))
+@compiled(
+    *(types.void(readonly(kind), types.int64, readonly(types.float32, 2), _u8s) for kind in _UINTS)
+)
 def _fp8_encode(elements: Any, kind: int, largest: Any, codes: Any) -> None:
     planes, width = largest.shape
     tokens = elements.size // largest.size
-    values, ups, scales = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(width, np.float32)
+    values, ups, scales = (
+        np.empty(width, np.float32),
+        np.empty(width, np.float32),
+        np.empty(width, np.float32),
+    )
     for plane in range(planes):
         for i in range(width):
             peak = largest[plane, i]
@@ -239,7 +293,12 @@ def _fp8_encode(elements: Any, kind: int, largest: Any, codes: Any) -> None:
                 into[i] = _to_e4m3(np.float32(values[i] * scales[i]))
 
 
-@compiled(*(types.void(readonly(types.uint8), readonly(types.float32, 2), types.int64, kind[::1]) for kind in _UINTS))
+@compiled(
+    *(
+        types.void(readonly(types.uint8), readonly(types.float32, 2), types.int64, kind[::1])
+        for kind in _UINTS
+    )
+)
 def _fp8_decode(codes: Any, largest: Any, kind: int, elements: Any) -> None:
     planes, width = largest.shape
     tokens = elements.size // largest.size
@@ -248,5 +307,7 @@ def _fp8_decode(codes: Any, largest: Any, kind: int, elements: Any) -> None:
         for token in range(tokens):
             begin = (plane * tokens + token) * width
             for i in range(width):
-                values[i] = np.float32(np.float32(_from_e4m3(codes[begin + i]) * _PART) * largest[plane, i])
+                values[i] = np.float32(
+                    np.float32(_from_e4m3(codes[begin + i]) * _PART) * largest[plane, i]
+                )
             store(values, width, kind, elements, begin)

@@ -1,19 +1,23 @@
-"""Bytes into planes and planes into fewer bytes: rANS (Duda 2013; interleaved as in Giesen 2014), in many lanes, compiled.
+"""Bytes into planes and planes into fewer bytes: rANS (Duda 2013; interleaved as in Giesen 2014),
+in many lanes, compiled.
 
     planes = split(elements)                                   # [bytes of an element][n]
     words, counts = encode(planes[0], frequencies(histogram(planes[0])))
-    intact = decode(words, counts, freq, found)                # False: no encoder can have written this
+    intact = decode(words, counts, freq, found)  # False: no encoder can have written this
     merge([found, ...], bias, elements)
 
-An element is turned left by one bit, so that the sign leaves the top, and cut into bytes, most significant first: plane 0 of a bfloat16 is
-its exponent, plane 1 mantissa and sign.
+An element is turned left by one bit, so that the sign leaves the top, and cut into bytes, most
+significant first: plane 0 of a bfloat16 is its exponent, plane 1 mantissa and sign.
 
-A plane is cut into segments of SEGMENT symbols, each decoded by itself. Symbol i of a segment belongs to lane i % LANES; a lane is a
-32-bit state in [2**16, 2**32) and frequencies sum to 2**12, so a symbol costs at most one 16-bit word. All lanes of a segment share one
-row of words, which the decoder takes in the order of symbols. LANES states are independent of each other, which keeps a core's
-arithmetic busy here, and are a warp on a GPU. A segment is LANES states as pairs of words, low half first, then the row.
+A plane is cut into segments of SEGMENT symbols, each decoded by itself. Symbol i of a segment
+belongs to lane i % LANES; a lane is a 32-bit state in [2**16, 2**32) and frequencies sum to 2**12,
+so a symbol costs at most one 16-bit word. All lanes of a segment share one row of words, which the
+decoder takes in the order of symbols. LANES states are independent of each other, which keeps a
+core's arithmetic busy here, and are a warp on a GPU. A segment is LANES states as pairs of words,
+low half first, then the row.
 
-Nothing in `words` is believed: every read is checked, as often as it must be, and a wrong end is reported. Any thread; the GIL is released.
+Nothing in `words` is believed: every read is checked, as often as it must be, and a wrong end is
+    reported. Any thread; the GIL is released.
 """
 
 from collections.abc import Sequence
@@ -42,14 +46,18 @@ STATE_WORDS = 2 * LANES
 
 
 def split(elements: Elements) -> Bytes:
-    """uint8 [bytes of an element, n], most significant plane first, of `elements` [n], contiguous."""
+    """uint8 [bytes of an element, n], most significant plane first, of `elements` [n],
+    contiguous.
+    """
     planes = np.empty((elements.itemsize, elements.size), np.uint8)
     _split(elements, planes)
     return planes
 
 
 def merge(planes: Sequence[Bytes], bias: Bytes | None, out: Elements) -> None:
-    """What `split` took apart; `bias` [width] is added to plane 0, over and over, modulo 256 (width divides n)."""
+    """What `split` took apart; `bias` [width] is added to plane 0, over and over, modulo 256 (width
+    divides n).
+    """
     assert len(planes) == out.itemsize and all(plane.size == out.size for plane in planes)
     assert bias is None or out.size % bias.size == 0
     if bias is None:
@@ -80,7 +88,10 @@ def channel_sums(plane: Bytes, width: int) -> Counts:
 
 
 def frequencies(counts: Counts) -> Counts:
-    """int64 [256] `counts` brought to the sum SCALE, at least 1 wherever something occurs. At least two bytes must occur."""
+    """int64 [256] `counts` brought to the sum SCALE, at least 1 wherever something occurs.
+
+    At least two bytes must occur.
+    """
     present = np.flatnonzero(counts)
     assert present.size >= 2
     total = int(counts.sum())
@@ -104,26 +115,38 @@ def num_segments(symbols: int) -> int:
 
 
 def encode(plane: Bytes, freq: Counts) -> tuple[Words, Counts]:
-    """All segments end to end, and int64 [segments] the words of each. Every byte of the plane has a frequency below SCALE."""
+    """All segments end to end, and int64 [segments] the words of each.
+
+    Every byte of the plane has a frequency below SCALE.
+    """
     words = np.empty(plane.size + num_segments(plane.size) * STATE_WORDS, np.uint16)
     counts = np.zeros(num_segments(plane.size), np.int64)
     used = _encode(plane, freq, words, counts)
     return words[:used], counts
 
 
-def decode(words: Words, counts: Counts, freq: Counts, out: Bytes, *, wide: bool | None = None) -> bool:
-    """Fill `out` from all segments. False if they do not end as an encoder ends them; `out` then holds anything.
+def decode(
+    words: Words, counts: Counts, freq: Counts, out: Bytes, *, wide: bool | None = None
+) -> bool:
+    """Fill `out` from all segments. False if they do not end as an encoder ends them; `out` then
+    holds anything.
 
-    counts: int64 [num_segments(out.size)], of sum `words.size`, each at least STATE_WORDS (asserted)
+    counts: int64 [num_segments(out.size)], of sum `words.size`, each at least STATE_WORDS
+        (asserted)
     freq:   int64 [256] of sum SCALE, none negative (asserted)
-    wide:   whether 16 lanes go in one vector; by default where AVX-512 VBMI2 makes that faster. Same results, for tests
+    wide:   whether 16 lanes go in one vector; by default where AVX-512 VBMI2 makes that faster.
+        Same results, for tests
     """
-    assert counts.size == num_segments(out.size) and int(counts.sum()) == words.size and int(counts.min(initial=STATE_WORDS)) >= STATE_WORDS
+    assert (
+        counts.size == num_segments(out.size)
+        and int(counts.sum()) == words.size
+        and int(counts.min(initial=STATE_WORDS)) >= STATE_WORDS
+    )
     assert freq.size == 256 and int(freq.sum()) == SCALE and int(freq.min()) >= 0
     return bool(_decode(words, counts, freq, WIDE if wide is None else wide, out))
 
 
-# --- compiled --------------------------------------------------------------------------------------------------------------------------
+# --- compiled -------------------------------------------------------------------------------------
 
 _NO_BIAS: Bytes = np.zeros(0, np.uint8)
 _LOW = 1 << 16  # the least value of a state between two symbols, and where an encoder starts
@@ -159,7 +182,10 @@ def _split(elements: Any, planes: Any) -> None:
 def _merge1(high: Any, bias: Any, out: Any) -> None:
     width = bias.size if bias.size else out.size
     for row in range(0, out.size, width):
-        row_high, row_out = high[row : row + width], out[row : row + width]  # indices from 0 on let the compiler use vectors
+        row_high, row_out = (
+            high[row : row + width],
+            out[row : row + width],
+        )  # indices from 0 on let the compiler use vectors
         if bias.size:
             for i in range(width):
                 x = np.uint8(row_high[i] + bias[i])
@@ -174,10 +200,16 @@ def _merge1(high: Any, bias: Any, out: Any) -> None:
 def _merge2(high: Any, low: Any, bias: Any, out: Any) -> None:
     width = bias.size if bias.size else out.size
     for row in range(0, out.size, width):
-        row_high, row_low, row_out = high[row : row + width], low[row : row + width], out[row : row + width]
+        row_high, row_low, row_out = (
+            high[row : row + width],
+            low[row : row + width],
+            out[row : row + width],
+        )
         if bias.size:
             for i in range(width):
-                x = np.uint16(np.uint16(np.uint8(row_high[i] + bias[i])) << 8 | np.uint16(row_low[i]))
+                x = np.uint16(
+                    np.uint16(np.uint8(row_high[i] + bias[i])) << 8 | np.uint16(row_low[i])
+                )
                 row_out[i] = np.uint16(x >> 1 | x << 15)
         else:
             for i in range(width):
@@ -198,7 +230,12 @@ def _merge4(highest: Any, high: Any, low: Any, lowest: Any, bias: Any, out: Any)
         )
         for i in range(width):
             top = np.uint8(a[i] + bias[i]) if bias.size else a[i]
-            x = np.uint32(top) << 24 | np.uint32(b[i]) << 16 | np.uint32(c[i]) << 8 | np.uint32(d[i])
+            x = (
+                np.uint32(top) << 24
+                | np.uint32(b[i]) << 16
+                | np.uint32(c[i]) << 8
+                | np.uint32(d[i])
+            )
             into[i] = np.uint32(x >> 1 | x << 31)
 
 
@@ -219,7 +256,9 @@ def _merge(planes: Any, bias: Any, out: Any) -> None:
 
 @compiled(types.void(_bytes, types.int64[::1]))
 def _histogram(plane: Any, counts: Any) -> None:
-    parts = np.zeros((4, 256), np.uint32)  # four, so that equal neighbours do not wait for each other's store
+    parts = np.zeros(
+        (4, 256), np.uint32
+    )  # four, so that equal neighbours do not wait for each other's store
     whole = plane.size // 4 * 4
     for i in range(0, whole, 4):
         parts[0, plane[i]] += 1
@@ -229,7 +268,9 @@ def _histogram(plane: Any, counts: Any) -> None:
     for i in range(whole, plane.size):
         parts[0, plane[i]] += 1
     for value in range(256):
-        counts[value] = np.int64(parts[0, value]) + parts[1, value] + parts[2, value] + parts[3, value]
+        counts[value] = (
+            np.int64(parts[0, value]) + parts[1, value] + parts[2, value] + parts[3, value]
+        )
 
 
 @compiled(types.void(_bytes, types.int64[::1]))
@@ -250,7 +291,8 @@ def _channel_sums(plane: Any, sums: Any) -> None:
 
 @compiled(types.int64(_bytes, readonly(types.int64), types.uint16[::1], types.int64[::1]))
 def _encode(plane: Any, freq: Any, words: Any, counts: Any) -> int:
-    # x // f is (x * reciprocal) >> 44, exact for f < 2**12 and x < f * 2**20, which renormalising has just made true.
+    # x // f is (x * reciprocal) >> 44, exact for f < 2**12 and x < f * 2**20, which renormalising
+    # has just made true.
     begins = np.zeros(256, np.uint64)
     freqs = np.zeros(256, np.uint64)
     reciprocals = np.zeros(256, np.uint64)
@@ -276,7 +318,8 @@ def _encode(plane: Any, freq: Any, words: Any, counts: Any) -> int:
             symbol = plane[i]
             x = states[lane]
             f = freqs[symbol]
-            # Whether a word goes out is a coin's toss: written in any case, and kept or not, there is no branch to guess.
+            # Whether a word goes out is a coin's toss: written in any case, and kept or not, there
+            # is no branch to guess.
             full = x >= f << _u20
             row[at - 1] = np.uint16(x & _WORD_MASK)
             at -= int(full)
@@ -300,10 +343,12 @@ WIDE = "avx512vbmi2" in get_host_cpu_features() and get_host_cpu_features()["avx
 
 
 def emit_step16(builder: Any, addresses: Any, scale_bits: int, kinds: Any = None) -> Any:
-    """One symbol from each of 16 lanes; how many words were taken. 16 words must be there to be read.
+    """One symbol from each of 16 lanes; how many words were taken. 16 words must be there to be
+    read.
 
     addresses:  of the states, of the table, of the next word and of the 16 symbols
-    scale_bits: a table has 2**scale_bits entries, each of a symbol (8 bits), its frequency less one and the place within (scale_bits each)
+    scale_bits: a table has 2**scale_bits entries, each of a symbol (8 bits), its frequency less one
+        and the place within (scale_bits each)
     kinds:      address of 16 bytes, the number of each lane's table, of several that lie end to end
     """
     module, count = builder.module, 16
@@ -313,18 +358,23 @@ def emit_step16(builder: Any, addresses: Any, scale_bits: int, kinds: Any = None
     def every(kind: Any, value: Any) -> Any:
         if isinstance(value, int):
             return ir.Constant(ir.VectorType(kind, count), [value] * count)
-        single = builder.insert_element(ir.Constant(ir.VectorType(kind, count), ir.Undefined), value, word(0))
+        single = builder.insert_element(
+            ir.Constant(ir.VectorType(kind, count), ir.Undefined), value, word(0)
+        )
         return builder.shuffle_vector(single, single, ir.Constant(_row, [0] * count))
 
     states, table, words, out = addresses
     at_states, at_words, at_out = (
-        builder.inttoptr(address, kind.as_pointer()) for address, kind in ((states, _row), (words, half), (out, bytes_))
+        builder.inttoptr(address, kind.as_pointer())
+        for address, kind in ((states, _row), (words, half), (out, bytes_))
     )
     mask = (1 << scale_bits) - 1
     x = builder.load(at_states, align=4)
     slots = builder.zext(builder.and_(x, every(word, mask)), longs)
     if kinds is not None:
-        numbers = builder.zext(builder.load(builder.inttoptr(kinds, bytes_.as_pointer()), align=1), longs)
+        numbers = builder.zext(
+            builder.load(builder.inttoptr(kinds, bytes_.as_pointer()), align=1), longs
+        )
         slots = builder.or_(slots, builder.shl(numbers, every(long, scale_bits)))
     entries_at = builder.add(builder.shl(slots, every(long, 2)), every(long, table))
     pointers = builder.inttoptr(entries_at, ir.VectorType(word.as_pointer(), count))
@@ -332,7 +382,9 @@ def emit_step16(builder: Any, addresses: Any, scale_bits: int, kinds: Any = None
     gather = cgutils.get_or_insert_function(module, gather_type, "llvm.masked.gather.v16i32.v16p0")
     entries = builder.call(gather, [pointers, word(4), every(bit, 1), every(word, 0)])
     builder.store(builder.trunc(entries, bytes_), at_out, align=1)
-    freq = builder.add(builder.and_(builder.lshr(entries, every(word, 8)), every(word, mask)), every(word, 1))
+    freq = builder.add(
+        builder.and_(builder.lshr(entries, every(word, 8)), every(word, mask)), every(word, 1)
+    )
     within = builder.lshr(entries, every(word, 8 + scale_bits))
     x = builder.add(builder.mul(freq, builder.lshr(x, every(word, scale_bits))), within)
     wanted = builder.icmp_unsigned("<", x, every(word, _LOW))
@@ -352,9 +404,20 @@ def _step16(_: Any, states: Any, table: Any, words: Any, out: Any) -> Any:
     return types.int64(types.int64, types.int64, types.int64, types.int64), emit
 
 
-@compiled(types.boolean(readonly(types.uint16), readonly(types.int64), readonly(types.int64), types.boolean, types.uint8[::1]))
+@compiled(
+    types.boolean(
+        readonly(types.uint16),
+        readonly(types.int64),
+        readonly(types.int64),
+        types.boolean,
+        types.uint8[::1],
+    )
+)
 def _decode(words: Any, counts: Any, freq: Any, wide: bool, out: Any) -> bool:
-    table, slot = np.empty(SCALE, np.uint32), 0  # what a slot stands for: the symbol, its frequency less one, the place within
+    table, slot = (
+        np.empty(SCALE, np.uint32),
+        0,
+    )  # what a slot stands for: the symbol, its frequency less one, the place within
     for symbol in range(256):
         first = np.uint32(symbol) | np.uint32(freq[symbol] - 1) << np.uint32(8)
         for within in range(freq[symbol]):
@@ -364,7 +427,9 @@ def _decode(words: Any, counts: Any, freq: Any, wide: bool, out: Any) -> bool:
     begin = 0
     for segment in range(counts.size):
         for lane in range(LANES):
-            states[lane] = np.uint32(words[begin + 2 * lane]) | np.uint32(words[begin + 2 * lane + 1]) << np.uint32(16)
+            states[lane] = np.uint32(words[begin + 2 * lane]) | np.uint32(
+                words[begin + 2 * lane + 1]
+            ) << np.uint32(16)
         at = np.uint64(begin + STATE_WORDS)
         begin += counts[segment]
         end = np.uint64(begin)
@@ -374,9 +439,17 @@ def _decode(words: Any, counts: Any, freq: Any, wide: bool, out: Any) -> bool:
             while i + LANES <= stop and at + np.uint64(LANES) <= end:
                 for half in range(0, LANES, 16):
                     words_at = words.ctypes.data + 2 * np.int64(at)
-                    at += np.uint64(_step16(states.ctypes.data + 4 * half, table.ctypes.data, words_at, out.ctypes.data + i + half))
+                    at += np.uint64(
+                        _step16(
+                            states.ctypes.data + 4 * half,
+                            table.ctypes.data,
+                            words_at,
+                            out.ctypes.data + i + half,
+                        )
+                    )
                 i += LANES
-        # As long as a word is left for each lane, one can be loaded before it is known whether it is wanted: no branch to guess.
+        # As long as a word is left for each lane, one can be loaded before it is known whether it
+        # is wanted: no branch to guess.
         while i + LANES <= stop and at + np.uint64(LANES) <= end:
             for lane in range(LANES):
                 x = np.uint64(states[lane])

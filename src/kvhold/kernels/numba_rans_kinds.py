@@ -1,11 +1,15 @@
-"""rANS as in numba_rans.py, for rows of symbols of many kinds: each kind has frequencies of its own, and who decodes knows the kinds.
+"""rANS as in numba_rans.py, for rows of symbols of many kinds: each kind has frequencies of its
+own, and who decodes knows the kinds.
 
-    words, counts = encode(symbols, kinds, width, freq)        # kinds[i] is the row of freq that symbol i is coded with
-    intact = decode(words, counts, kinds, width, freq, found)  # False: no encoder can have written this
+    words, counts = encode(symbols, kinds, width, freq)  # kinds[i] is the row of freq that symbol i
+    is coded with intact = decode(words, counts, kinds, width, freq, found)  # False: no encoder can
+    have written this
 
-`symbols` are rows of `width`. A segment is as many whole rows as fit into SEGMENT symbols, and at least one; a symbol's lane is its column
-modulo LANES. Frequencies sum to 2**SCALE_BITS: a table of that many entries for each kind, so that those in use lie in the nearest cache.
-A kind that has a single symbol costs nothing. The rest is the same, and so is what is promised about `words` that no encoder wrote.
+`symbols` are rows of `width`. A segment is as many whole rows as fit into SEGMENT symbols, and at
+least one; a symbol's lane is its column modulo LANES. Frequencies sum to 2**SCALE_BITS: a table of
+that many entries for each kind, so that those in use lie in the nearest cache. A kind that has a
+single symbol costs nothing. The rest is the same, and so is what is promised about `words` that no
+encoder wrote.
 """
 
 from typing import Any, TypeAlias
@@ -45,17 +49,39 @@ def encode(symbols: Bytes, kinds: Bytes, width: int, freq: Frequencies) -> tuple
     return words[:used], counts
 
 
-def decode(words: Words, counts: Counts, kinds: Bytes, width: int, freq: Frequencies, out: Bytes, *, wide: bool | None = None) -> bool:
-    """Fill `out` [rows * width] from all segments. False if they do not end as an encoder ends them; `out` then holds anything.
+def decode(
+    words: Words,
+    counts: Counts,
+    kinds: Bytes,
+    width: int,
+    freq: Frequencies,
+    out: Bytes,
+    *,
+    wide: bool | None = None,
+) -> bool:
+    """Fill `out` [rows * width] from all segments. False if they do not end as an encoder ends
+    them; `out` then holds anything.
 
-    counts: int64 [num_segments(out.size, width)], of sum `words.size`, each at least STATE_WORDS (asserted)
+    counts: int64 [num_segments(out.size, width)], of sum `words.size`, each at least STATE_WORDS
+        (asserted)
     kinds, freq: as for `encode` (asserted)
     wide:   as for `numba_rans.decode`
     """
     _check(kinds, freq, out, width)
     assert counts.size == num_segments(out.size, width) and int(counts.sum()) == words.size
     assert int(counts.min(initial=STATE_WORDS)) >= STATE_WORDS
-    return bool(_decode(words, counts, kinds, width, segment_size(width), freq, WIDE if wide is None else wide, out))
+    return bool(
+        _decode(
+            words,
+            counts,
+            kinds,
+            width,
+            segment_size(width),
+            freq,
+            WIDE if wide is None else wide,
+            out,
+        )
+    )
 
 
 def segment_size(width: int) -> int:
@@ -65,11 +91,15 @@ def segment_size(width: int) -> int:
 
 def _check(kinds: Bytes, freq: Frequencies, symbols: Bytes, width: int) -> None:
     assert width > 0 and symbols.size % width == 0 and kinds.size == symbols.size
-    assert freq.ndim == 2 and freq.shape[1] == 256 and bool((freq.sum(axis=1, dtype=np.int64) == SCALE).all())
+    assert (
+        freq.ndim == 2
+        and freq.shape[1] == 256
+        and bool((freq.sum(axis=1, dtype=np.int64) == SCALE).all())
+    )
     assert int(kinds.max(initial=0)) < freq.shape[0]
 
 
-# --- compiled --------------------------------------------------------------------------------------------------------------------------
+# --- compiled -------------------------------------------------------------------------------------
 
 _LOW = 1 << 16
 
@@ -90,10 +120,20 @@ _LIMIT = np.uint64(_LOW)
 _bytes, _freq = readonly(types.uint8), readonly(types.uint16, 2)
 
 
-@compiled(types.int64(_bytes, _bytes, types.int64, types.int64, _freq, types.uint16[::1], types.int64[::1]))
-def _encode(symbols: Any, kinds: Any, width: int, segment_size: int, freq: Any, words: Any, counts: Any) -> int:
-    # x // f is (x * reciprocal) >> _DIVISION_BITS, exact for f <= 2**SCALE_BITS and x < f << _FULL_BITS.
-    reciprocals, ranges = np.zeros(freq.size, np.uint64), np.zeros(freq.size, np.uint64)  # a range: frequency, and below it where it begins
+@compiled(
+    types.int64(
+        _bytes, _bytes, types.int64, types.int64, _freq, types.uint16[::1], types.int64[::1]
+    )
+)
+def _encode(
+    symbols: Any, kinds: Any, width: int, segment_size: int, freq: Any, words: Any, counts: Any
+) -> int:
+    # x // f is (x * reciprocal) >> _DIVISION_BITS, exact for f <= 2**SCALE_BITS and x < f <<
+    # _FULL_BITS.
+    reciprocals, ranges = (
+        np.zeros(freq.size, np.uint64),
+        np.zeros(freq.size, np.uint64),
+    )  # a range: frequency, and below it where it begins
     for kind in range(freq.shape[0]):
         begin = np.uint64(0)
         for symbol in range(256):
@@ -108,7 +148,9 @@ def _encode(symbols: Any, kinds: Any, width: int, segment_size: int, freq: Any, 
     for segment in range(counts.size):
         first = segment * segment_size
         states[:] = _LIMIT
-        at = np.uint64(row.size - 1)  # filled from its end: the decoder reads what was written last first
+        at = np.uint64(
+            row.size - 1
+        )  # filled from its end: the decoder reads what was written last first
         begin_row = min(first + segment_size, symbols.size)
         while begin_row > first:
             begin_row -= width
@@ -121,13 +163,16 @@ def _encode(symbols: Any, kinds: Any, width: int, segment_size: int, freq: Any, 
                     entry = np.uint64(block_kinds[place]) << _u8 | np.uint64(block_symbols[place])
                     x = states[place]
                     often = ranges[entry] >> _u32
-                    # Whether a word goes out is a coin's toss: written in any case, and kept or not, there is no branch to guess.
+                    # Whether a word goes out is a coin's toss: written in any case, and kept or
+                    # not, there is no branch to guess.
                     full = x >= often << _FULL_BITS
                     row[at] = np.uint16(x & _WORD_MASK)
                     at -= np.uint64(full)
                     x = x >> _u16 if full else x
                     q = (x * reciprocals[entry]) >> _DIVISION_BITS
-                    states[place] = (q << _SCALE_BITS) + (x - q * often) + (ranges[entry] & _RANGE_MASK)
+                    states[place] = (
+                        (q << _SCALE_BITS) + (x - q * often) + (ranges[entry] & _RANGE_MASK)
+                    )
         begun = used
         for lane in range(LANES):
             words[used] = np.uint16(states[lane] & _WORD_MASK)
@@ -150,13 +195,22 @@ def _step16(_: Any, states: Any, tables: Any, words: Any, out: Any, kinds: Any) 
 
 @njit(inline="always")
 def _step32(states: Any, tables: Any, kinds: Any, words: Any, out: Any) -> Any:
-    """One symbol from each lane; how many words were taken. LANES words must be there to be read."""
+    """One symbol from each lane; how many words were taken.
+
+    LANES words must be there to be read.
+    """
     taken = np.uint32(0)
     for lane in range(LANES):
         x = states[lane]
-        entry = tables[np.uint32(np.uint32(kinds[lane]) << np.uint32(SCALE_BITS)) | np.uint32(x & np.uint32(SCALE - 1))]
+        entry = tables[
+            np.uint32(np.uint32(kinds[lane]) << np.uint32(SCALE_BITS))
+            | np.uint32(x & np.uint32(SCALE - 1))
+        ]
         often = np.uint32(np.uint32(entry >> np.uint32(8) & np.uint32(SCALE - 1)) + np.uint32(1))
-        x = np.uint32(np.uint32(often * np.uint32(x >> np.uint32(SCALE_BITS))) + np.uint32(entry >> np.uint32(8 + SCALE_BITS)))
+        x = np.uint32(
+            np.uint32(often * np.uint32(x >> np.uint32(SCALE_BITS)))
+            + np.uint32(entry >> np.uint32(8 + SCALE_BITS))
+        )
         out[lane] = np.uint8(entry & np.uint32(255))
         word = np.uint32(words[taken])
         wanted = x < np.uint32(_LOW)
@@ -166,46 +220,87 @@ def _step32(states: Any, tables: Any, kinds: Any, words: Any, out: Any) -> Any:
 
 
 _decoder = types.boolean(
-    readonly(types.uint16), readonly(types.int64), _bytes, types.int64, types.int64, _freq, types.boolean, types.uint8[::1]
+    readonly(types.uint16),
+    readonly(types.int64),
+    _bytes,
+    types.int64,
+    types.int64,
+    _freq,
+    types.boolean,
+    types.uint8[::1],
 )
 
 
 @compiled(_decoder)
-def _decode(words: Any, counts: Any, kinds: Any, width: int, segment_size: int, freq: Any, wide: bool, out: Any) -> bool:
+def _decode(
+    words: Any,
+    counts: Any,
+    kinds: Any,
+    width: int,
+    segment_size: int,
+    freq: Any,
+    wide: bool,
+    out: Any,
+) -> bool:
     tables = np.empty(freq.shape[0] << SCALE_BITS, np.uint32)
     slot = 0
     for kind in range(freq.shape[0]):
         for symbol in range(256):
             often = np.uint32(freq[kind, symbol])
             for within in range(often):
-                tables[slot] = np.uint32(symbol) | (often - np.uint32(1)) << np.uint32(8) | np.uint32(within) << np.uint32(8 + SCALE_BITS)
+                tables[slot] = (
+                    np.uint32(symbol)
+                    | (often - np.uint32(1)) << np.uint32(8)
+                    | np.uint32(within) << np.uint32(8 + SCALE_BITS)
+                )
                 slot += 1
     states = np.empty(LANES, np.uint32)
     begin = 0
     for segment in range(counts.size):
         for lane in range(LANES):
-            states[lane] = np.uint32(words[begin + 2 * lane]) | np.uint32(words[begin + 2 * lane + 1]) << np.uint32(16)
+            states[lane] = np.uint32(words[begin + 2 * lane]) | np.uint32(
+                words[begin + 2 * lane + 1]
+            ) << np.uint32(16)
         at = np.uint64(begin + STATE_WORDS)
         begin += counts[segment]
         end = np.uint64(begin)
         first = segment * segment_size
         for row in range(first, min(first + segment_size, out.size), width):
             i, row_end = row, row + width
-            # As long as a word is left for each lane, one can be loaded before it is known whether it is wanted: no branch to guess.
+            # As long as a word is left for each lane, one can be loaded before it is known whether
+            # it is wanted: no branch to guess.
             while i + LANES <= row_end and at + np.uint64(LANES) <= end:
                 if wide:
                     for half in range(0, LANES, 16):
                         words_at = words.ctypes.data + 2 * np.int64(at)
                         out_at, kinds_at = out.ctypes.data + i + half, kinds.ctypes.data + i + half
-                        at += np.uint64(_step16(states.ctypes.data + 4 * half, tables.ctypes.data, words_at, out_at, kinds_at))
+                        at += np.uint64(
+                            _step16(
+                                states.ctypes.data + 4 * half,
+                                tables.ctypes.data,
+                                words_at,
+                                out_at,
+                                kinds_at,
+                            )
+                        )
                 else:
-                    at += np.uint64(_step32(states, tables, kinds[i : i + LANES], words[np.int64(at) :], out[i : i + LANES]))
+                    at += np.uint64(
+                        _step32(
+                            states,
+                            tables,
+                            kinds[i : i + LANES],
+                            words[np.int64(at) :],
+                            out[i : i + LANES],
+                        )
+                    )
                 i += LANES
             lane = 0
             while i < row_end:
                 x = np.uint64(states[lane])
                 entry = np.uint64(tables[np.uint64(kinds[i]) << _SCALE_BITS | x & _SLOT_MASK])
-                x = ((entry >> _u8 & _SLOT_MASK) + _u1) * (x >> _SCALE_BITS) + (entry >> _ENTRY_BITS)
+                x = ((entry >> _u8 & _SLOT_MASK) + _u1) * (x >> _SCALE_BITS) + (
+                    entry >> _ENTRY_BITS
+                )
                 out[i] = np.uint8(entry & _BYTE_MASK)
                 if x < _LIMIT:
                     if at == end:

@@ -1,11 +1,14 @@
-"""The copy in host memory that also takes the checksum of each layer of each chunk: bytes cross memory once.
+"""The copy in host memory that also takes the checksum of each layer of each chunk: bytes cross
+memory once.
 
-The work is `layers x chunks` tasks. A task copies one layer of one chunk, a piece of PIECE_BYTES at a time, and folds each piece into the
-layer's xxh3_64 while it is in the core's cache. Threads and streaming stores are as in `numba_copy.py`.
+The work is `layers x chunks` tasks. A task copies one layer of one chunk, a piece of PIECE_BYTES at
+a time, and folds each piece into the layer's xxh3_64 while it is in the core's cache. Threads and
+streaming stores are as in `numba_copy.py`.
 
-What is hashed: out of the arena, the arena's bytes, after they were copied, so that damage which comes before the copy cannot be missed.
-Into the arena, the arena's bytes, or, where streaming stores keep those out of the cache, the engine's bytes that were copied.
-Layers of at most SHORT_BYTES bytes are not done here.
+What is hashed: out of the arena, the arena's bytes, after they were copied, so that damage which
+comes before the copy cannot be missed. Into the arena, the arena's bytes, or, where streaming
+stores keep those out of the cache, the engine's bytes that were copied. Layers of at most
+SHORT_BYTES bytes are not done here.
 """
 
 from typing import Any
@@ -22,10 +25,14 @@ from kvhold.kernels.plan import Plan
 PIECE_BYTES = 32 << 10
 
 
-def copy(plan: Plan, layers: range, to_arena: bool, threads: int, sums: npt.NDArray[np.uint64]) -> None:
-    """Move the plan's rows of `layers`, and write the checksums of those layers to `sums` [chunks, layers of the view].
+def copy(
+    plan: Plan, layers: range, to_arena: bool, threads: int, sums: npt.NDArray[np.uint64]
+) -> None:
+    """Move the plan's rows of `layers`, and write the checksums of those layers to `sums` [chunks,
+    layers of the view].
 
-    A chunk of which no row is moved keeps what stands in `sums`. Every layer must have more than SHORT_BYTES bytes.
+    A chunk of which no row is moved keeps what stands in `sums`. Every layer must have more than
+    SHORT_BYTES bytes.
     """
     view, chunks = plan.view, plan.chunk_starts.size
     layer_bytes = plan.chunk_rows * (view.planes * view.row_bytes)
@@ -35,7 +42,9 @@ def copy(plan: Plan, layers: range, to_arena: bool, threads: int, sums: npt.NDAr
     tasks = len(layers) * chunks
     slices = max(1, min(plan.nbytes(len(layers)) // numba_copy.SLICE_BYTES, tasks))
     threads = min(threads, slices)
-    heads, head_bytes = (1, view.row_bytes) if view.rows_are_whole else (view.heads, view.head_bytes)
+    heads, head_bytes = (
+        (1, view.row_bytes) if view.rows_are_whole else (view.heads, view.head_bytes)
+    )
     arguments = (
         to_arena,
         plan.nbytes(len(layers)) >= numba_copy.STREAM_BYTES and _may_stream(plan, to_arena),
@@ -63,7 +72,9 @@ def copy(plan: Plan, layers: range, to_arena: bool, threads: int, sums: npt.NDAr
 
 
 def _may_stream(plan: Plan, to_arena: bool) -> bool:
-    """Whether pieces are whole lines at their targets; and into the arena, whether the engine's bytes are all that the layers hold."""
+    """Whether pieces are whole lines at their targets; and into the arena, whether the engine's
+    bytes are all that the layers hold.
+    """
     if not plan.view.runs_are_whole or not _on_lines(plan, to_arena):
         return False
     rows = np.bincount(plan.chunk, weights=plan.rows, minlength=plan.chunk_rows.size)
@@ -93,7 +104,10 @@ def _copy_tasks_source(
     head_stride: int,
     sums: Any,
 ) -> None:
-    """Do tasks until the counter runs out. Runs are in the order of their bytes in the arena; `layer_bytes`, `first_runs` are by chunk."""
+    """Do tasks until the counter runs out.
+
+    Runs are in the order of their bytes in the arena; `layer_bytes`, `first_runs` are by chunk.
+    """
     chunks = chunk_starts.size
     tasks = (stop_layer - first_layer) * chunks
     row_bytes = heads * head_bytes
@@ -120,7 +134,9 @@ def _copy_tasks_source(
                 for run in range(first_runs[chunk], first_runs[chunk + 1]):
                     offset = plane * (nbytes // planes) + first_rows[run] * row_bytes
                     in_view = table[layer * planes + plane] + view_offsets[run]
-                    source, target = (in_view, start + offset) if to_arena else (start + offset, in_view)
+                    source, target = (
+                        (in_view, start + offset) if to_arena else (start + offset, in_view)
+                    )
                     length = rows[run] * row_bytes
                     if not runs_are_whole:
                         for row in range(rows[run]):
@@ -148,7 +164,9 @@ def _copy_tasks_source(
                             fold(at, start + folded * STRIPE_BYTES, folded, upto - folded)
                         folded = upto
             if not hashes_source:
-                fold(at, start + folded * STRIPE_BYTES, folded, stripes - folded)  # rows that nobody asked for, and the rest of the last
+                fold(
+                    at, start + folded * STRIPE_BYTES, folded, stripes - folded
+                )  # rows that nobody asked for, and the rest of the last
             sums[chunk, layer] = finish(at, end - STRIPE_BYTES, nbytes)
     if stream:
         _fence()
@@ -168,7 +186,9 @@ _COPY_TASKS = types.void(
 
 
 def _compile() -> Any:
-    """Compiled here and now, from the cache if it can be: the first copy is as fast as the second."""
+    """Compiled here and now, from the cache if it can be: the first copy is as fast as
+    the second.
+    """
     try:
         return njit(_COPY_TASKS, nogil=True, cache=True)(_copy_tasks_source)
     except (RuntimeError, OSError):  # nowhere to keep the cache

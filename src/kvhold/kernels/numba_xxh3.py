@@ -1,13 +1,16 @@
-"""XXH3-64 for compiled loops: fold memory into a running state, a stripe of 64 bytes at a time, then finish it.
+"""XXH3-64 for compiled loops: fold memory into a running state, a stripe of 64 bytes at a time,
+then finish it.
 
     state = START.copy(); at = state.ctypes.data        # uint64 [8], the running state
     fold(at, address, 0, 100)                           # stripes 0 to 99
     fold(at, further, 100, (nbytes - 1) // STRIPE_BYTES - 100)
     value = finish(at, end - STRIPE_BYTES, nbytes)      # == xxhash.xxh3_64_intdigest of all nbytes
 
-Only for inputs of more than SHORT_BYTES bytes, with the default secret and no seed: shorter inputs have three other algorithms, and are
-left to the `xxhash` library. The copies use this to hash each piece of memory while it is in the core's cache.
-Algorithm: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md. Called from compiled code; keeps no GIL.
+Only for inputs of more than SHORT_BYTES bytes, with the default secret and no seed: shorter inputs
+have three other algorithms, and are left to the `xxhash` library. The copies use this to hash each
+piece of memory while it is in the core's cache.
+Algorithm: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md. Called from compiled
+    code; keeps no GIL.
 """
 
 from struct import unpack
@@ -33,7 +36,19 @@ _PRIME32_1, _PRIME32_2, _PRIME32_3 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
 _PRIME64_1, _PRIME64_2, _PRIME64_3 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
 _PRIME64_4, _PRIME64_5 = 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5
 _PRIME_MX1 = 0x165667919E3779F9
-START = np.array((_PRIME32_3, _PRIME64_1, _PRIME64_2, _PRIME64_3, _PRIME64_4, _PRIME32_2, _PRIME64_5, _PRIME32_1), np.uint64)
+START = np.array(
+    (
+        _PRIME32_3,
+        _PRIME64_1,
+        _PRIME64_2,
+        _PRIME64_3,
+        _PRIME64_4,
+        _PRIME32_2,
+        _PRIME64_5,
+        _PRIME32_1,
+    ),
+    np.uint64,
+)
 _SCRAMBLE_AT, _LAST_AT, _MERGE_AT = 128, 121, 11  # offsets in the secret
 
 _WORD = ir.IntType(64)
@@ -57,7 +72,9 @@ def _load(builder: Any, address: Any) -> Any:
 
 def _accumulate(builder: Any, acc: Any, data: Any, secret: Any) -> Any:
     """acc[i ^ 1] += data[i];  acc[i] += low32(data[i] ^ secret[i]) * high32(data[i] ^ secret[i])"""
-    order = ir.Constant(ir.VectorType(_NUMBER, 8), [ir.Constant(_NUMBER, lane ^ 1) for lane in range(8)])
+    order = ir.Constant(
+        ir.VectorType(_NUMBER, 8), [ir.Constant(_NUMBER, lane ^ 1) for lane in range(8)]
+    )
     swapped = builder.shuffle_vector(data, data, order)
     keyed = builder.xor(data, secret)
     low = builder.and_(keyed, _lanes((0xFFFFFFFF,) * 8))
@@ -66,27 +83,41 @@ def _accumulate(builder: Any, acc: Any, data: Any, secret: Any) -> Any:
 
 
 def _scramble(builder: Any, acc: Any) -> Any:
-    mixed = builder.xor(builder.xor(acc, builder.lshr(acc, _lanes((47,) * 8))), _lanes(_words(_SCRAMBLE_AT)))
+    mixed = builder.xor(
+        builder.xor(acc, builder.lshr(acc, _lanes((47,) * 8))), _lanes(_words(_SCRAMBLE_AT))
+    )
     return builder.mul(mixed, _lanes((_PRIME32_1,) * 8))
 
 
 @intrinsic
 def fold(_: Any, state: Any, data: Any, first: Any, count: Any) -> Any:
-    """`count` stripes from address `data` on, the first of which is stripe number `first` of its input; `state` is an address."""
+    """`count` stripes from address `data` on, the first of which is stripe number `first` of its
+    input; `state` is an address.
+    """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         at, origin, number, stripes = args
         kind = ir.ArrayType(ir.IntType(8), len(_SECRET))
-        table = cgutils.global_constant(builder, "kvhold_xxh3_secret", ir.Constant(kind, bytearray(_SECRET)))
+        table = cgutils.global_constant(
+            builder, "kvhold_xxh3_secret", ir.Constant(kind, bytearray(_SECRET))
+        )
         secret = builder.ptrtoint(table, _WORD)
         place = builder.inttoptr(at, _LANES.as_pointer())
         acc = cgutils.alloca_once_value(builder, builder.load(place, align=8))
         with cgutils.for_range(builder, stripes) as loop:
-            nth = builder.and_(builder.add(number, loop.index), ir.Constant(_WORD, _STRIPES_PER_BLOCK - 1))
-            data = _load(builder, builder.add(origin, builder.mul(loop.index, ir.Constant(_WORD, STRIPE_BYTES))))
+            nth = builder.and_(
+                builder.add(number, loop.index), ir.Constant(_WORD, _STRIPES_PER_BLOCK - 1)
+            )
+            data = _load(
+                builder,
+                builder.add(origin, builder.mul(loop.index, ir.Constant(_WORD, STRIPE_BYTES))),
+            )
             key = _load(builder, builder.add(secret, builder.mul(nth, ir.Constant(_WORD, 8))))
             builder.store(_accumulate(builder, builder.load(acc), data, key), acc)
-            with builder.if_then(builder.icmp_unsigned("==", nth, ir.Constant(_WORD, _STRIPES_PER_BLOCK - 1)), likely=False):
+            with builder.if_then(
+                builder.icmp_unsigned("==", nth, ir.Constant(_WORD, _STRIPES_PER_BLOCK - 1)),
+                likely=False,
+            ):
                 builder.store(_scramble(builder, builder.load(acc)), acc)
         builder.store(builder.load(acc), place, align=8)
         return context.get_dummy_value()
@@ -96,7 +127,9 @@ def fold(_: Any, state: Any, data: Any, first: Any, count: Any) -> Any:
 
 @intrinsic
 def finish(_: Any, state: Any, last: Any, nbytes: Any) -> Any:
-    """The last stripe, which lies at address `last` and may overlap the one before it; then all lanes into one."""
+    """The last stripe, which lies at address `last` and may overlap the one before it; then all
+    lanes into one.
+    """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         at, last_at, length = args
@@ -106,9 +139,15 @@ def finish(_: Any, state: Any, last: Any, nbytes: Any) -> Any:
         wide = ir.IntType(128)
         result = builder.mul(length, ir.Constant(_WORD, _PRIME64_1))
         for lane in range(0, 8, 2):
-            one, other = (builder.zext(builder.extract_element(keyed, ir.Constant(_NUMBER, number)), wide) for number in (lane, lane + 1))
+            one, other = (
+                builder.zext(builder.extract_element(keyed, ir.Constant(_NUMBER, number)), wide)
+                for number in (lane, lane + 1)
+            )
             product = builder.mul(one, other)
-            folded = builder.xor(builder.trunc(product, _WORD), builder.trunc(builder.lshr(product, ir.Constant(wide, 64)), _WORD))
+            folded = builder.xor(
+                builder.trunc(product, _WORD),
+                builder.trunc(builder.lshr(product, ir.Constant(wide, 64)), _WORD),
+            )
             result = builder.add(result, folded)
         result = builder.xor(result, builder.lshr(result, ir.Constant(_WORD, 37)))
         result = builder.mul(result, ir.Constant(_WORD, _PRIME_MX1))

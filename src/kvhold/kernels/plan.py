@@ -1,12 +1,14 @@
-"""What to copy where: slots of a view and places in the arena, turned into runs once for all layers.
+"""What to copy where: slots of a view and places in the arena, turned into runs once for all
+layers.
 
     chunks = Chunks(arena, offsets, num_tokens)
     plan = plan_blocks(view, block_ids, chunks)          # whole blocks, the usual case
     plan = plan_slots(view, slot_mapping, chunks)        # any tokens
 
-A *run* is a stretch of rows that lie in order both in the view and in one chunk. Every bound is checked here, so that a plan, once made,
-reads and writes only inside its view and its chunks. Planning is vectorised numpy on the caller's thread. A plan may be used any number
-of times, whole or a few layers at a time, by one thread after the other.
+A *run* is a stretch of rows that lie in order both in the view and in one chunk. Every bound is
+checked here, so that a plan, once made, reads and writes only inside its view and its chunks.
+Planning is vectorised numpy on the caller's thread. A plan may be used any number of times, whole
+or a few layers at a time, by one thread after the other.
 """
 
 from dataclasses import dataclass, field, replace
@@ -26,8 +28,10 @@ class Chunks:
 
     base:           uint8 [bytes], contiguous: a numpy array (the arena), or a torch tensor (pinned, or staging on the device)
     offsets:        int64 [n], where each chunk begins in `base`, in bytes; any alignment
-    num_tokens:     int64 [n]; a chunk is `layers * planes * num_tokens * token_bytes` long (opaque packing: whole blocks)
-    device_address: where the view's device sees `base`, when that is host memory pinned and mapped for it; None if it is not
+    num_tokens:     int64 [n]; a chunk is `layers * planes * num_tokens * token_bytes` long (opaque
+        packing: whole blocks)
+    device_address: where the view's device sees `base`, when that is host memory pinned and mapped
+        for it; None if it is not
     """
 
     base: Tensor
@@ -37,13 +41,23 @@ class Chunks:
 
     def __post_init__(self) -> None:
         if str(self.base.dtype).removeprefix("torch.") != "uint8" or len(self.base.shape) != 1:
-            raise ValueError(f"chunks.base must be uint8 with one axis; it is {self.base.dtype} {tuple(self.base.shape)}")
-        if not (self.base.flags.c_contiguous if isinstance(self.base, np.ndarray) else self.base.is_contiguous()):
+            raise ValueError(
+                f"chunks.base must be uint8 with one axis; it is {self.base.dtype} "
+                f"{tuple(self.base.shape)}"
+            )
+        if not (
+            self.base.flags.c_contiguous
+            if isinstance(self.base, np.ndarray)
+            else self.base.is_contiguous()
+        ):
             raise ValueError("chunks.base must be contiguous")
         _check_int64s("chunks.offsets", self.offsets)
         _check_int64s("chunks.num_tokens", self.num_tokens)
         if self.offsets.size != self.num_tokens.size:
-            raise ValueError(f"chunks.offsets names {self.offsets.size} chunks, chunks.num_tokens {self.num_tokens.size}")
+            raise ValueError(
+                f"chunks.offsets names {self.offsets.size} chunks, chunks.num_tokens "
+                f"{self.num_tokens.size}"
+            )
 
     @property
     def nbytes(self) -> int:
@@ -56,7 +70,11 @@ class Chunks:
     @property
     def address(self) -> int:
         """Of `base`, on its own device."""
-        return int(self.base.__array_interface__["data"][0] if isinstance(self.base, np.ndarray) else self.base.data_ptr())
+        return int(
+            self.base.__array_interface__["data"][0]
+            if isinstance(self.base, np.ndarray)
+            else self.base.data_ptr()
+        )
 
     @property
     def writable(self) -> bool:
@@ -69,7 +87,8 @@ class Chunks:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Runs, as int64 arrays: run i is `rows[i]` rows, in the view from `slots[i]` on, in chunk `chunk[i]` from its row `first_rows[i]` on.
+    """Runs, as int64 arrays: run i is `rows[i]` rows, in the view from `slots[i]` on, in chunk
+    `chunk[i]` from its row `first_rows[i]` on.
 
     memo: what a worker derives from the plan once, such as tables on the device
     """
@@ -93,7 +112,9 @@ class Plan:
         return int(self.rows.sum())
 
     def of_rows(self) -> tuple[Int64s, Int64s, Int64s]:
-        """`view_offsets`, `chunk_offsets` and `plane_strides` of each row, not of each run; int64 [rows]."""
+        """`view_offsets`, `chunk_offsets` and `plane_strides` of each row, not of each run; int64
+        [rows].
+        """
         within = np.arange(self.num_rows) - np.repeat(np.cumsum(self.rows) - self.rows, self.rows)
         block, row = np.divmod(np.repeat(self.slots, self.rows) + within, self.view.rows_per_block)
         in_view = block * self.view.block_stride + row * self.view.row_stride
@@ -119,7 +140,9 @@ class Plan:
 
     @cached_property
     def plane_strides(self) -> Int64s:
-        """int64 [runs]: bytes between planes, and so between a layer's last plane and the next layer's first, of the run's chunk."""
+        """int64 [runs]: bytes between planes, and so between a layer's last plane and the next
+        layer's first, of the run's chunk.
+        """
         strides: Int64s = self.chunk_rows[self.chunk] * self.view.row_bytes
         return strides
 
@@ -129,7 +152,8 @@ def plan_slots(view: View, slots: npt.NDArray[np.int64], chunks: Chunks) -> Plan
 
     slots: int64 [sum(chunks.num_tokens)]; a negative one is skipped. To scatter, they must differ.
 
-    Raises ValueError for slots or chunks out of bounds, LayoutError for an opaque packing, whose tokens have no slots.
+    Raises ValueError for slots or chunks out of bounds, LayoutError for an opaque packing, whose
+    tokens have no slots.
     """
     if view.is_opaque:
         raise LayoutError(f"packing {view.group.packing!r} moves whole blocks; use plan_blocks")
@@ -142,13 +166,25 @@ def plan_slots(view: View, slots: npt.NDArray[np.int64], chunks: Chunks) -> Plan
     chunk, row = _numbered(chunk_rows)
     kept = slots >= 0
     rows = np.ones(np.count_nonzero(kept), np.int64)
-    return _merged(Plan(view, chunks, chunk[kept], row[kept], slots[kept], rows, chunks.offsets.copy(), chunk_rows))
+    return _merged(
+        Plan(
+            view,
+            chunks,
+            chunk[kept],
+            row[kept],
+            slots[kept],
+            rows,
+            chunks.offsets.copy(),
+            chunk_rows,
+        )
+    )
 
 
 def plan_blocks(view: View, block_ids: npt.NDArray[np.int64], chunks: Chunks) -> Plan:
     """Fill each chunk from whole blocks; the last block of a chunk may be needed in part.
 
-    block_ids: int64 [sum(ceil(num_tokens / tokens_per_block))]; a negative one is skipped. To scatter, they must differ.
+    block_ids: int64 [sum(ceil(num_tokens / tokens_per_block))]; a negative one is skipped. To
+        scatter, they must differ.
 
     Raises ValueError for ids or chunks out of bounds.
     """
@@ -158,24 +194,42 @@ def plan_blocks(view: View, block_ids: npt.NDArray[np.int64], chunks: Chunks) ->
     if block_ids.size != chunk.size:
         raise ValueError(f"{block_ids.size} block ids for chunks of {chunk.size} blocks")
     if block_ids.size and int(block_ids.max()) >= view.num_blocks:
-        raise ValueError(f"block id {int(block_ids.max())} is beyond the {view.num_blocks} blocks of the view")
+        raise ValueError(
+            f"block id {int(block_ids.max())} is beyond the {view.num_blocks} blocks of the view"
+        )
     kept = block_ids >= 0
     if not kept.all():
         chunk, block, block_ids = chunk[kept], block[kept], block_ids[kept]
     first_rows = block * view.rows_per_block
     rows = np.minimum(view.rows_per_block, chunk_rows[chunk] - first_rows)
-    plan = Plan(view, chunks, chunk, first_rows, block_ids * view.rows_per_block, rows, chunks.offsets.copy(), chunk_rows)
+    plan = Plan(
+        view,
+        chunks,
+        chunk,
+        first_rows,
+        block_ids * view.rows_per_block,
+        rows,
+        chunks.offsets.copy(),
+        chunk_rows,
+    )
     return _merged(plan) if view.is_flat else plan
 
 
 def _chunk_rows(view: View, chunks: Chunks) -> Int64s:
-    """int64 [chunks]: rows of each chunk. Raises ValueError unless every chunk lies inside `chunks.base`; cannot overflow."""
+    """int64 [chunks]: rows of each chunk.
+
+    Raises ValueError unless every chunk lies inside `chunks.base`; cannot overflow.
+    """
     if not chunks.offsets.size:
         return chunks.num_tokens
     if int(chunks.num_tokens.min()) < 0:
-        raise ValueError(f"chunks.num_tokens holds {int(chunks.num_tokens.min())}; it must be 0 or more")
+        raise ValueError(
+            f"chunks.num_tokens holds {int(chunks.num_tokens.min())}; it must be 0 or more"
+        )
     if int(chunks.num_tokens.max()) > chunks.nbytes:
-        raise ValueError(f"a chunk of {int(chunks.num_tokens.max())} tokens cannot lie in {chunks.nbytes} bytes")
+        raise ValueError(
+            f"a chunk of {int(chunks.num_tokens.max())} tokens cannot lie in {chunks.nbytes} bytes"
+        )
     tokens_per_row = view.tokens_per_block if view.is_opaque else 1
     rows = -(-chunks.num_tokens // tokens_per_row)
     bytes_per_row = view.layers * view.planes * view.row_bytes
@@ -184,14 +238,18 @@ def _chunk_rows(view: View, chunks: Chunks) -> Int64s:
     if outside.any():
         first = int(np.flatnonzero(outside)[0])
         raise ValueError(
-            f"chunk {first} at offset {int(chunks.offsets[first])} with {int(chunks.num_tokens[first])} tokens "
-            f"({int(rows[first]) * bytes_per_row} bytes) is not inside the {chunks.nbytes} bytes of chunks.base"
+            f"chunk {first} at offset {int(chunks.offsets[first])} with "
+            f"{int(chunks.num_tokens[first])} tokens "
+            f"({int(rows[first]) * bytes_per_row} bytes) is not inside the {chunks.nbytes} "
+            "bytes of chunks.base"
         )
     return rows
 
 
 def _numbered(counts: Int64s) -> tuple[Int64s, Int64s]:
-    """For `counts` of things per chunk, two int64 [sum(counts)]: the chunk of each thing, and its number inside that chunk."""
+    """For `counts` of things per chunk, two int64 [sum(counts)]: the chunk of each thing, and its
+    number inside that chunk.
+    """
     chunk = np.repeat(np.arange(counts.size, dtype=np.int64), counts)
     firsts = np.cumsum(counts) - counts
     return chunk, np.arange(chunk.size, dtype=np.int64) - firsts[chunk]

@@ -1,7 +1,8 @@
 """The copy to which the fast ones are compared, and which does their work where they cannot run.
 
-Plain indexing, one layer, plane and chunk at a time: numpy in host memory, torch on a device, the same lines for both. Where the device
-cannot address the arena, each piece goes through a temporary on the other side. Does not use threads.
+Plain indexing, one layer, plane and chunk at a time: numpy in host memory, torch on a device, the
+same lines for both. Where the device cannot address the arena, each piece goes through a temporary
+on the other side. Does not use threads.
 """
 
 from typing import Any
@@ -13,7 +14,10 @@ from kvhold.kernels.view import Int64s, Tensor, View
 
 
 def copy(plan: Plan, layers: range, to_arena: bool, threads: int) -> None:
-    """Move the plan's rows of `layers`, to the arena or from it. Arguments were checked by the door."""
+    """Move the plan's rows of `layers`, to the arena or from it.
+
+    Arguments were checked by the door.
+    """
     view, chunks = plan.view, plan.chunks
     chunk, row, slot = _each_row(plan)
     block, row_in_block = np.divmod(slot, view.rows_per_block)
@@ -26,7 +30,9 @@ def copy(plan: Plan, layers: range, to_arena: bool, threads: int) -> None:
         places = _index(row[mine], base)
         for layer in layers:
             for plane in range(view.planes):
-                paged = _paged(view, layer, plane)  # [blocks, rows_per_block, heads, head_bytes] uint8
+                paged = _paged(
+                    view, layer, plane
+                )  # [blocks, rows_per_block, heads, head_bytes] uint8
                 where = _index(block[mine], paged), _index(row_in_block[mine], paged)
                 if to_arena:
                     body[layer, plane][places] = _beside(paged[where], body)
@@ -35,15 +41,23 @@ def copy(plan: Plan, layers: range, to_arena: bool, threads: int) -> None:
 
 
 def _each_row(plan: Plan) -> tuple[Int64s, Int64s, Int64s]:
-    """The plan's runs taken apart again: for each row its chunk, its number in the chunk, its slot."""
+    """The plan's runs taken apart again: for each row its chunk, its number in the
+    chunk, its slot.
+    """
     within = np.arange(plan.num_rows) - np.repeat(np.cumsum(plan.rows) - plan.rows, plan.rows)
-    return np.repeat(plan.chunk, plan.rows), np.repeat(plan.first_rows, plan.rows) + within, np.repeat(plan.slots, plan.rows) + within
+    return (
+        np.repeat(plan.chunk, plan.rows),
+        np.repeat(plan.first_rows, plan.rows) + within,
+        np.repeat(plan.slots, plan.rows) + within,
+    )
 
 
 class _HostMemory:
     """Memory at an address, as numpy's array interface wants it."""
 
-    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], read_only: bool) -> None:
+    def __init__(
+        self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], read_only: bool
+    ) -> None:
         self.__array_interface__ = {
             "version": 3,
             "typestr": "|u1",
@@ -71,10 +85,14 @@ def _paged(view: View, layer: int, plane: int) -> Tensor:
 
 
 def _as_tensor(chunks: Chunks) -> Tensor:
-    """The chunks' memory for torch, which knows no read-only memory and warns of it; nothing is written to what is not writable."""
+    """The chunks' memory for torch, which knows no read-only memory and warns of it; nothing is
+    written to what is not writable.
+    """
     if not isinstance(chunks.base, np.ndarray):
         return chunks.base
-    return _torch().as_tensor(np.asarray(_HostMemory(chunks.address, (chunks.nbytes,), (1,), False)))
+    return _torch().as_tensor(
+        np.asarray(_HostMemory(chunks.address, (chunks.nbytes,), (1,), False))
+    )
 
 
 def _index(values: Int64s, of: Tensor) -> Any:

@@ -1,10 +1,12 @@
-"""The copy on a GPU of a view whose chunks hold 8 bits an element: codes and scales as `numba_coded_copy.py` makes them, bit by bit.
+"""The copy on a GPU of a view whose chunks hold 8 bits an element: codes and scales as
+`numba_coded_copy.py` makes them, bit by bit.
 
-One launch for all rows and layers, between the engine's blocks and memory that the device addresses, as in `triton_copy.py`, whose
-programs are as few. A tile is some runs of one row: a run lies in one row of the tile, so its largest element is found in registers.
+One launch for all rows and layers, between the engine's blocks and memory that the device
+addresses, as in `triton_copy.py`, whose programs are as few. A tile is some runs of one row: a run
+lies in one row of the tile, so its largest element is found in registers.
 
-Arithmetic is in float32, one rounding an operation: the division is correctly rounded, and nothing is fused. With TRITON_INTERPRET=1 when
-this module is imported, the same kernel runs on host memory.
+Arithmetic is in float32, one rounding an operation: the division is correctly rounded, and nothing
+is fused. With TRITON_INTERPRET=1 when this module is imported, the same kernel runs on host memory.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -28,7 +30,10 @@ _UP = tl.constexpr(2.0**64)
 
 
 def copy(plan: Plan, layers: range, to_arena: bool, threads: int) -> None:
-    """Move the plan's rows of `layers`, to the arena or from it, on the device's current stream. The arena is addressable."""
+    """Move the plan's rows of `layers`, to the arena or from it, on the device's current stream.
+
+    The arena is addressable.
+    """
     view = plan.view
     if view.device == "cpu" and not INTERPRETED:
         raise ValueError("the triton worker copies host memory only under TRITON_INTERPRET=1")
@@ -38,20 +43,37 @@ def copy(plan: Plan, layers: range, to_arena: bool, threads: int) -> None:
 def prepare(view: View) -> None:
     """Compile both directions for a view."""
     for to_arena in (True, False):  # no row: nothing is moved
-        _launch(view, to_arena, torch.zeros(1, dtype=torch.int64, device=view.device), 0, range(0), _alignment(_bits(view)))
+        _launch(
+            view,
+            to_arena,
+            torch.zeros(1, dtype=torch.int64, device=view.device),
+            0,
+            range(0),
+            _alignment(_bits(view)),
+        )
 
 
 def alignment_of(plan: Plan) -> tuple[int, int]:
-    """What every row's address is a multiple of, in the engine's memory and in the arena: 16 bytes at most."""
+    """What every row's address is a multiple of, in the engine's memory and in the arena: 16 bytes
+    at most.
+    """
     address = plan.chunks.address_seen_from(plan.view.device)
     assert address is not None, "the door lets nothing through that the device cannot address"
     in_view, in_arena = _bits(plan.view)
-    return _alignment((in_view, in_arena | int(np.bitwise_or.reduce(address + plan.chunk_starts[plan.chunk], axis=None))))
+    return _alignment(
+        (
+            in_view,
+            in_arena
+            | int(np.bitwise_or.reduce(address + plan.chunk_starts[plan.chunk], axis=None)),
+        )
+    )
 
 
 def _bits(view: View) -> tuple[int, int]:
     """Addresses and strides, one over the other, in the engine's memory and in the arena."""
-    return view.block_stride | view.row_stride | int(np.bitwise_or.reduce(view.table, axis=None)), view.row_bytes
+    return view.block_stride | view.row_stride | int(
+        np.bitwise_or.reduce(view.table, axis=None)
+    ), view.row_bytes
 
 
 def _alignment(bits: tuple[int, int]) -> tuple[int, int]:
@@ -59,12 +81,21 @@ def _alignment(bits: tuple[int, int]) -> tuple[int, int]:
     return in_view & -in_view, in_arena & -in_arena
 
 
-def _launch(view: View, to_arena: bool, tables: "torch.Tensor", num_rows: int, layers: range, alignment: tuple[int, int]) -> None:
+def _launch(
+    view: View,
+    to_arena: bool,
+    tables: "torch.Tensor",
+    num_rows: int,
+    layers: range,
+    alignment: tuple[int, int],
+) -> None:
     coding = view.coding
     assert isinstance(coding, Coding) and view.planes == 1
     together = max(1, TILE_ELEMENTS // coding.run)
     jobs = num_rows * len(layers) * triton.cdiv(coding.scales, together)
-    device: AbstractContextManager[None] = nullcontext() if view.device == "cpu" else torch.cuda.device(view.device)
+    device: AbstractContextManager[None] = (
+        nullcontext() if view.device == "cpu" else torch.cuda.device(view.device)
+    )
     with device:
         _copy_tiles[(max(1, min(PROGRAMS, jobs)),)](
             tables,
@@ -83,7 +114,9 @@ def _launch(view: View, to_arena: bool, tables: "torch.Tensor", num_rows: int, l
 
 
 def _on_device(plan: Plan) -> Any:
-    """One int64 tensor: of each row its arena address, layer stride and view offset; of each layer its address. Uploaded once a stream."""
+    """One int64 tensor: of each row its arena address, layer stride and view offset; of each layer
+    its address. Uploaded once a stream.
+    """
     view = plan.view
     on_host = view.device == "cpu"
     key = ("triton coded", None if on_host else torch.cuda.current_stream(view.device))
@@ -91,8 +124,12 @@ def _on_device(plan: Plan) -> Any:
         address = plan.chunks.address_seen_from(view.device)
         assert address is not None
         view_offsets, arena_offsets, strides = plan.of_rows()
-        tables = torch.from_numpy(np.concatenate([arena_offsets + address, strides, view_offsets, view.table.reshape(-1)]))
-        plan.memo[key] = tables if on_host else tables.pin_memory().to(view.device, non_blocking=True)
+        tables = torch.from_numpy(
+            np.concatenate([arena_offsets + address, strides, view_offsets, view.table.reshape(-1)])
+        )
+        plan.memo[key] = (
+            tables if on_host else tables.pin_memory().to(view.device, non_blocking=True)
+        )
     return plan.memo[key]
 
 
@@ -110,7 +147,11 @@ def _copy_tiles(  # type: ignore[no-untyped-def]  # Triton reads annotations its
     view_alignment: tl.constexpr,
     arena_alignment: tl.constexpr,
 ):
-    """Grid [programs]. A job is `together` runs of one row of one layer; a program takes every so-manieth. 64-bit arithmetic throughout."""
+    """Grid [programs].
+
+    A job is `together` runs of one row of one layer; a program takes every so-manieth. 64-bit
+    arithmetic throughout.
+    """
     if kind == 2:
         element = tl.pointer_type(tl.uint32)
     else:
@@ -133,14 +174,22 @@ def _copy_tiles(  # type: ignore[no-untyped-def]  # Triton reads annotations its
         scales = (in_arena + runs * run).to(tl.pointer_type(tl.float32)) + number
         if to_arena:
             values = load_floats(elements, mask, kind)
-            peaks = tl.reduce(magnitudes_of(values), 1, tl.standard._elementwise_max).to(tl.float32, bitcast=True)
+            peaks = tl.reduce(magnitudes_of(values), 1, tl.standard._elementwise_max).to(
+                tl.float32, bitcast=True
+            )
             tl.store(scales, peaks, mask=is_run)
-            peaks = tl.where(peaks <= _LARGEST, peaks, 0.0)  # the codes of a run that is not finite mean nothing
+            peaks = tl.where(
+                peaks <= _LARGEST, peaks, 0.0
+            )  # the codes of a run that is not finite mean nothing
             values = tl.where(peaks[:, None] > 0, values, 0.0)
             ups = tl.where(peaks < _SMALL, _UP, 1.0)
             raised = tl.where(peaks > 0, peaks * ups, 1.0)
-            factors = tl.where(peaks > 0, tl.div_rn(tl.full(raised.shape, 127.0, tl.float32), raised), 0.0)
-            tl.store(codes, nearest(values * ups[:, None] * factors[:, None]).to(tl.int8), mask=mask)
+            factors = tl.where(
+                peaks > 0, tl.div_rn(tl.full(raised.shape, 127.0, tl.float32), raised), 0.0
+            )
+            tl.store(
+                codes, nearest(values * ups[:, None] * factors[:, None]).to(tl.int8), mask=mask
+            )
         else:
             peaks = tl.load(scales, mask=is_run, other=0)
             values = tl.load(codes, mask=mask, other=0).to(tl.float32) * (1 / 127)

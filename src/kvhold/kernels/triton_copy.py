@@ -1,17 +1,21 @@
-"""The copy on a GPU: one launch for all runs, layers and planes, straight between the engine's blocks and the arena.
+"""The copy on a GPU: one launch for all runs, layers and planes, straight between the engine's
+blocks and the arena.
 
-The kernel gets addresses, not tensors. The arena may be host memory that is pinned and mapped for the device: the bytes
-then cross the bus once, in the order in which they are copied. Or it is a staging tensor on the device.
+The kernel gets addresses, not tensors. The arena may be host memory that is pinned and mapped for
+the device: the bytes then cross the bus once, in the order in which they are copied. Or it is a
+staging tensor on the device.
 
-- A thread moves 16 bytes at a time where every address, stride and size is a multiple of 16; else the widest word that
-  they allow. What is left of a tile beyond its run is masked.
-- A few programs take all tiles in turn. Bytes that cross the bus come slowly, and a program keeps its multiprocessor
+- A thread moves 16 bytes at a time where every address, stride and size is a multiple of 16; else
+  the widest word that they allow. What is left of a tile beyond its run is masked.
+- A few programs take all tiles in turn. Bytes that cross the bus come slowly, and a program keeps
+  its multiprocessor
   while it waits: many programs would keep the engine's own kernels out.
-- `prepare` compiles what a view will need. Numbers of runs and tiles are not specialised, so that no later copy compiles.
+- `prepare` compiles what a view will need. Numbers of runs and tiles are not specialised, so that
+  no later copy compiles.
 
-Work is put on the device's current stream, and nothing here waits for it: an event that the caller records after the
-call marks the end of the copy. With TRITON_INTERPRET=1 when this module is imported, the same kernel runs on host
-memory, slowly, for tests.
+Work is put on the device's current stream, and nothing here waits for it: an event that the caller
+records after the call marks the end of the copy. With TRITON_INTERPRET=1 when this module is
+imported, the same kernel runs on host memory, slowly, for tests.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -26,21 +30,28 @@ import triton.language as tl
 from kvhold.kernels.plan import Plan
 from kvhold.kernels.view import Int64s, View
 
-TILE_WORDS = 2048  # what one program moves in one turn: 128 threads, eight times 16 bytes each; narrower words take as many registers
+# what one program moves in one turn: 128 threads, eight times 16 bytes each; narrower words take as
+# many registers
+TILE_WORDS = 2048
 PROGRAMS = 16  # at most, and 256 KiB under way at once: a bus of 64 GB/s holds 130 KB in 2 us
 VECTOR_BYTES = 16  # the widest access of a thread
 
 
 @dataclass(frozen=True)
 class Words:
-    """How bytes are moved. nbytes: of a word, 1 to 8; a_vector: consecutive words that one thread moves at once."""
+    """How bytes are moved. nbytes: of a word, 1 to 8; a_vector: consecutive words that one thread
+    moves at once.
+    """
 
     nbytes: int
     a_vector: int
 
 
 def copy(plan: Plan, layers: range, to_arena: bool, threads: int) -> None:
-    """Move the plan's rows of `layers`, to the arena or from it. Arguments were checked by the door; the arena is addressable."""
+    """Move the plan's rows of `layers`, to the arena or from it.
+
+    Arguments were checked by the door; the arena is addressable.
+    """
     view = plan.view
     if view.device == "cpu" and not INTERPRETED:
         raise ValueError("the triton worker copies host memory only under TRITON_INTERPRET=1")
@@ -51,7 +62,9 @@ def copy(plan: Plan, layers: range, to_arena: bool, threads: int) -> None:
 
 
 def prepare(view: View) -> None:
-    """Compile both directions for a view's words, where its chunks begin at multiples of 16 bytes; others compile when they come."""
+    """Compile both directions for a view's words, where its chunks begin at multiples of 16 bytes;
+    others compile when they come.
+    """
     words = _words(_bits(view))
     for to_arena in (True, False):  # no tile: nothing is moved
         tables = torch.zeros(1, dtype=torch.int64, device=view.device)
@@ -60,7 +73,10 @@ def prepare(view: View) -> None:
 
 def words_of(plan: Plan) -> Words:
     """The widest that every address, stride and size of the plan is a multiple of."""
-    return _words(_bits(plan.view) | int(np.bitwise_or.reduce(_arena(plan) + plan.chunk_starts[plan.chunk], axis=None)))
+    return _words(
+        _bits(plan.view)
+        | int(np.bitwise_or.reduce(_arena(plan) + plan.chunk_starts[plan.chunk], axis=None))
+    )
 
 
 def _bits(view: View) -> int:
@@ -77,9 +93,17 @@ def _words(bits: int) -> Words:
     return Words(nbytes, widest // nbytes)
 
 
-def _launch(view: View, words: Words, to_arena: bool, tables: "torch.Tensor", counts: tuple[int, int, int, int]) -> None:
+def _launch(
+    view: View,
+    words: Words,
+    to_arena: bool,
+    tables: "torch.Tensor",
+    counts: tuple[int, int, int, int],
+) -> None:
     """counts: runs, tiles, the first plane of all layers, and how many planes."""
-    heads, head_bytes = (1, view.row_bytes) if view.rows_are_whole else (view.heads, view.head_bytes)
+    heads, head_bytes = (
+        (1, view.row_bytes) if view.rows_are_whole else (view.heads, view.head_bytes)
+    )
     _, num_tiles, _, num_planes = counts
     with _device_of(view):
         _copy_tiles[(max(1, min(PROGRAMS, num_tiles * num_planes)),)](
@@ -108,10 +132,11 @@ def _arena(plan: Plan) -> int:
 
 
 def _on_device(plan: Plan, words: Words) -> tuple[Any, int]:
-    """One int64 tensor that holds every table, and the number of tiles. Uploaded once for each plan and stream.
+    """One int64 tensor that holds every table, and the number of tiles. Uploaded once for each plan
+    and stream.
 
-    Tables, end to end: of each run its arena address, plane stride, view offset and words; of each tile its run and its
-    number in it; of each layer and plane its address.
+    Tables, end to end: of each run its arena address, plane stride, view offset and words; of each
+    tile its run and its number in it; of each layer and plane its address.
     """
     view = plan.view
     on_host = view.device == "cpu"
@@ -121,16 +146,33 @@ def _on_device(plan: Plan, words: Words) -> tuple[Any, int]:
         tiles = -(-num_words // TILE_WORDS)
         run = np.repeat(np.arange(plan.num_runs), tiles)
         within = np.arange(run.size) - (np.cumsum(tiles) - tiles)[run]
-        parts: list[Int64s] = [plan.chunk_offsets + _arena(plan), plan.plane_strides, plan.view_offsets, num_words]
+        parts: list[Int64s] = [
+            plan.chunk_offsets + _arena(plan),
+            plan.plane_strides,
+            plan.view_offsets,
+            num_words,
+        ]
         parts += [run, within, view.table.reshape(-1)]
         tables = torch.from_numpy(np.concatenate(parts))
         # From pinned memory, so that the upload does not wait for the stream's earlier work.
-        plan.memo[key] = (tables if on_host else tables.pin_memory().to(view.device, non_blocking=True)), run.size
+        plan.memo[key] = (
+            (tables if on_host else tables.pin_memory().to(view.device, non_blocking=True)),
+            run.size,
+        )
     tables, num_tiles = plan.memo[key]
     return tables, num_tiles
 
 
-@triton.jit(do_not_specialize=["num_runs", "num_tiles", "first_plane", "num_planes", "row_stride", "head_stride"])
+@triton.jit(
+    do_not_specialize=[
+        "num_runs",
+        "num_tiles",
+        "first_plane",
+        "num_planes",
+        "row_stride",
+        "head_stride",
+    ]
+)
 def _copy_tiles(  # type: ignore[no-untyped-def]  # Triton reads annotations itself and knows few
     tables,
     num_runs,
@@ -147,9 +189,11 @@ def _copy_tiles(  # type: ignore[no-untyped-def]  # Triton reads annotations its
     vector_words: tl.constexpr,
     tile_words: tl.constexpr,
 ):
-    """Grid [programs]. A job is one tile of one plane; a program takes every so-manieth. 64-bit arithmetic throughout.
+    """Grid [programs]. A job is one tile of one plane; a program takes every so-manieth. 64-bit
+    arithmetic throughout.
 
-    `tl.multiple_of` says what `words_of` has found: addresses that come from a table carry no alignment of their own.
+    `tl.multiple_of` says what `words_of` has found: addresses that come from a table carry no
+    alignment of their own.
     """
     if word_bytes == 8:
         word = tl.pointer_type(tl.int64)
@@ -182,8 +226,14 @@ def _copy_tiles(  # type: ignore[no-untyped-def]  # Triton reads annotations its
         else:
             row = within // row_words
             head = within % row_words // head_words
-            offset = row * (row_stride // word_bytes) + head * (head_stride // word_bytes) + within % head_words
-            view_words = tl.max_contiguous(tl.multiple_of(view_base + offset, vector_bytes), vector_words)
+            offset = (
+                row * (row_stride // word_bytes)
+                + head * (head_stride // word_bytes)
+                + within % head_words
+            )
+            view_words = tl.max_contiguous(
+                tl.multiple_of(view_base + offset, vector_bytes), vector_words
+            )
         if to_arena:
             tl.store(arena_words, tl.load(view_words, mask=mask), mask=mask)
         else:

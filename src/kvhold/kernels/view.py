@@ -2,10 +2,12 @@
 
     view = kvhold.memory.views.per_layer(group, kv_caches, axes="plane block token head dim")
 
-A *row* is what one slot names: one token of one plane (canonical packing), or one whole block of bytes (opaque packing, where a slot is
-a block). Rows of one layer and plane lie at `table[layer, plane] + (slot // rows_per_block) * block_stride + (slot % rows_per_block) *
-row_stride`; inside a row, head h lies `h * head_stride` further on. A view is a value: any thread may use it. It keeps the engine's
-tensors alive, and is wrong the day the engine moves them. The constructors, with all the checks, are in `kvhold.memory.views`.
+A *row* is what one slot names: one token of one plane (canonical packing), or one whole block of
+bytes (opaque packing, where a slot is a block). Rows of one layer and plane lie at `table[layer,
+plane] + (slot // rows_per_block) * block_stride + (slot % rows_per_block) * row_stride`; inside a
+row, head h lies `h * head_stride` further on. A view is a value: any thread may use it. It keeps
+the engine's tensors alive, and is wrong the day the engine moves them. The constructors, with all
+the checks, are in `kvhold.memory.views`.
 """
 
 from dataclasses import dataclass
@@ -22,9 +24,11 @@ Tensor: TypeAlias = Any  # torch.Tensor or np.ndarray; torch is not imported for
 
 @dataclass(frozen=True)
 class Coding:
-    """How a row is kept in a chunk with 8 bits an element: `elements` codes (int8), then a scale (float32) for each `run` of them.
+    """How a row is kept in a chunk with 8 bits an element: `elements` codes (int8), then a scale
+    (float32) for each `run` of them.
 
-    A scale is the largest magnitude of its run, an infinity or NaN where one of its elements is not finite.
+    A scale is the largest magnitude of its run, an infinity or NaN where one of its elements is not
+    finite.
 
     dtype:    of the engine's elements: bfloat16, float16 or float32
     elements: of one row; a multiple of `run`
@@ -56,7 +60,8 @@ class View:
     """One group's KV on one device.
 
     group:    as the chunks have it; where `coding` is set, its blocks are smaller than the engine's
-    table:    int64 [layers, planes] (opaque: [layers, 1]), address of slot 0 of each layer and plane
+    table:    int64 [layers, planes] (opaque: [layers, 1]), address of slot 0 of each layer and
+        plane
     owners:   [layers][planes], the tensor each address lies in
     num_rows: slots are 0 .. num_rows - 1
     block_stride, row_stride, head_stride: bytes
@@ -94,7 +99,11 @@ class View:
 
     @property
     def head_bytes(self) -> int:
-        return self.group.block_bytes if self.is_opaque else self.group.head_dim * DTYPE_BYTES[self.group.dtype]
+        return (
+            self.group.block_bytes
+            if self.is_opaque
+            else self.group.head_dim * DTYPE_BYTES[self.group.dtype]
+        )
 
     @property
     def row_bytes(self) -> int:
@@ -110,7 +119,9 @@ class View:
 
     @property
     def is_flat(self) -> bool:
-        """Slots follow each other without a step at the end of a block, so a run of slots may cross it."""
+        """Slots follow each other without a step at the end of a block, so a run of slots may cross
+        it.
+        """
         return self.block_stride == self.rows_per_block * self.row_stride
 
     @property

@@ -8,7 +8,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def ending_in_order() -> Iterator[None]:
-    """SIGTERM ends what the command has started, engines, nodes and servers, on the way out, as Ctrl-C does. The main thread's."""
+    """SIGTERM ends what the command has started, engines, nodes and servers, on the way out, as
+    Ctrl-C does. The main thread's.
+    """
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield

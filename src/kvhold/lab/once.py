@@ -1,5 +1,5 @@
-"""Folders that are there whole or not at all, such as checkpoints made on this host: in the user's cache folder, under a name that tells
-their content.
+"""Folders that are there whole or not at all, such as checkpoints made on this host: in the user's
+cache folder, under a name that tells their content.
 
     path = make_once(root / f"tiny-{fingerprint(recipe)}", lambda folder: write(recipe, folder))
 """
@@ -20,15 +20,18 @@ def default_root() -> Path:
 
 
 def fingerprint(recipe: Any) -> str:
-    """12 hexadecimal digits of everything that decides a checkpoint's bytes, which JSON must be able to hold."""
+    """12 hexadecimal digits of everything that decides a checkpoint's bytes, which JSON must be
+    able to hold.
+    """
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def make_once(path: Path, write: Callable[[Path], None]) -> Path:
     """The folder `path`; if it is not there, `write` fills an empty one, which then gets that name.
 
-    Several processes may do so at once: one of them wins, and its folder is as good as the others'. Raises OSError if the folder cannot
-    be written, and what `write` raises; nothing is left behind then.
+    Several processes may do so at once: one of them wins, and its folder is as good as the others'.
+    Raises OSError if the folder cannot be written, and what `write` raises; nothing is left behind
+    then.
     """
     if not path.is_dir():
         path.parent.mkdir(parents=True, exist_ok=True)

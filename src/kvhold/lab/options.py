@@ -63,5 +63,7 @@ class OutputFile(click.Path):
         if not path.exists() and not os.access(path.parent, os.W_OK):
             self.fail(f"{path}: the folder {path.parent} cannot be written to.", param, ctx)
         if self._endings and path.suffix not in self._endings:
-            self.fail(f"{path}: its name must end in one of {', '.join(self._endings)}.", param, ctx)
+            self.fail(
+                f"{path}: its name must end in one of {', '.join(self._endings)}.", param, ctx
+            )
         return path

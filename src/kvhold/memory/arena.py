@@ -1,6 +1,6 @@
 """The arena: one region of host memory that the node owns and engines map.
 
-    arena = Arena.create(4 << 30)               # the owner: a memfd, in huge pages where the host has them
+    arena = Arena.create(4 << 30)  # the owner: a memfd, in huge pages where the host has them
     other = Arena.attach(fd, nbytes)            # a reader; the fd came over the Unix socket
     third = Arena.attach(fd, nbytes, writable=True)     # a writer: an engine that stores
     arena.view(offset, nbytes)                  # bytes, not copied
@@ -76,7 +76,9 @@ class Arena:
         self.nbytes = nbytes
         self.huge = huge
         self._writable = writable
-        self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
+        self._map = mmap.mmap(
+            fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        )
         self.buffer = memoryview(self._map)
 
     @classmethod
@@ -93,20 +95,27 @@ class Arena:
         huge = huge_pages != "never" and ready * HUGE_PAGE_BYTES >= nbytes
         if huge_pages == "always" and not huge:
             raise CapacityError(
-                f"huge_pages = 'always', but {nbytes // HUGE_PAGE_BYTES} pages of 2 MiB are needed and {ready} are free; "
+                f"huge_pages = 'always', but {nbytes // HUGE_PAGE_BYTES} pages of 2 MiB "
+                f"are needed and {ready} are free; "
                 f"raise vm.nr_hugepages, or set huge_pages = 'auto'"
             )
         if not huge:
             _check_fits(nbytes)
-        fd = os.memfd_create("kvhold-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | (os.MFD_HUGETLB if huge else 0))
+        fd = os.memfd_create(
+            "kvhold-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | (os.MFD_HUGETLB if huge else 0)
+        )
         try:
             os.ftruncate(fd, nbytes)
             # A process that receives the fd must not be able to shrink the memory of the others.
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            fcntl.fcntl(
+                fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            )
             arena = cls(fd, nbytes, huge)
         except OSError as error:
             os.close(fd)
-            raise CapacityError(f"ram_bytes: the host refused an arena of {format_size(nbytes)}: {error}") from None
+            raise CapacityError(
+                f"ram_bytes: the host refused an arena of {format_size(nbytes)}: {error}"
+            ) from None
         log.debug("arena of %s, %s pages", format_size(nbytes), "huge" if huge else "normal")
         return arena
 
@@ -124,7 +133,9 @@ class Arena:
             return cls(fd, nbytes, huge, writable)
         except OSError as error:
             os.close(fd)
-            raise CapacityError(f"the host refused to map an arena of {format_size(nbytes)}: {error}") from None
+            raise CapacityError(
+                f"the host refused to map an arena of {format_size(nbytes)}: {error}"
+            ) from None
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Return bytes of the arena without a copy. They are writable if the mapping is."""
@@ -164,7 +175,13 @@ class Toucher:
     Stop it before the pages are unmapped.
     """
 
-    def __init__(self, regions: Sequence[Region], on_progress: Callable[[int], None] | None = None, *, after_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        regions: Sequence[Region],
+        on_progress: Callable[[int], None] | None = None,
+        *,
+        after_s: float = 0.0,
+    ) -> None:
         """Prepare the thread.
 
         regions:     whole pages, such as `arena.regions`
@@ -212,7 +229,9 @@ class Toucher:
                 if _madvise(region.address + offset, step, advice) != 0:
                     # An old kernel, or no memory left. Pages are then faulted in at their first
                     # write, which is slower.
-                    log.warning("pages are not faulted in ahead: %s", os.strerror(ctypes.get_errno()))
+                    log.warning(
+                        "pages are not faulted in ahead: %s", os.strerror(ctypes.get_errno())
+                    )
                     return
                 self.touched_bytes += step
                 if self._on_progress is not None:
@@ -238,6 +257,8 @@ def _check_fits(nbytes: int) -> None:
     free = available_bytes()
     if nbytes + _KEEP_FREE > free:
         raise CapacityError(
-            f"ram_bytes = {format_size(nbytes)} does not fit: this host has {format_size(free)} free and must keep "
-            f"{format_size(_KEEP_FREE)}; set ram_bytes to at most {format_size(max(0, free - _KEEP_FREE))}"
+            f"ram_bytes = {format_size(nbytes)} does not fit: this host has "
+            f"{format_size(free)} free and must keep "
+            f"{format_size(_KEEP_FREE)}; set ram_bytes to at most "
+            f"{format_size(max(0, free - _KEEP_FREE))}"
         )

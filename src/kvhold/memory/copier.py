@@ -4,7 +4,7 @@ On the host a copy ends in its call. On a device it ends later, in order of the 
 
     copier = HostCopier(threads=2)
     mark = copier.mark()                                # the engine's stream, up to here
-    transfer = copier.gather(pieces, after=mark)        # out of the engine's blocks; `scatter`: into them
+    transfer = copier.gather(pieces, after=mark)  # out of the engine's blocks; `scatter`: into them
     copier.fence([transfer])                            # the engine's later work runs after it
     transfer.wait()                                     # all bytes are copied
 
@@ -111,13 +111,17 @@ class Copier(Protocol):
     def mark(self) -> Mark | None:
         """Return the current end of the engine's stream. None: copies end in their call."""
 
-    def gather(self, pieces: Sequence[Piece], after: Mark | None, *, layers: range | None = None) -> Transfer:
+    def gather(
+        self, pieces: Sequence[Piece], after: Mark | None, *, layers: range | None = None
+    ) -> Transfer:
         """Copy blocks into chunks. Raises the errors of `Piece.planned`.
 
         layers: consecutive layers; all by default
         """
 
-    def scatter(self, pieces: Sequence[Piece], after: Mark | None, *, layers: range | None = None) -> Transfer:
+    def scatter(
+        self, pieces: Sequence[Piece], after: Mark | None, *, layers: range | None = None
+    ) -> Transfer:
         """Copy chunks into blocks, and compare checksums. Raises the errors of `Piece.planned`.
 
         layers: consecutive layers; all by default
@@ -191,14 +195,18 @@ class HostCopier:
     def mark(self) -> None:
         """See `Copier`."""
 
-    def gather(self, pieces: Sequence[Piece], after: Mark | None, *, layers: range | None = None) -> Ended:
+    def gather(
+        self, pieces: Sequence[Piece], after: Mark | None, *, layers: range | None = None
+    ) -> Ended:
         """See `Copier`."""
         _check_on_host(pieces)
         for piece in pieces:
             piece.planned.gather(layers, threads=self._threads)
         return Ended([None] * len(pieces))
 
-    def scatter(self, pieces: Sequence[Piece], after: Mark | None, *, layers: range | None = None) -> Ended:
+    def scatter(
+        self, pieces: Sequence[Piece], after: Mark | None, *, layers: range | None = None
+    ) -> Ended:
         """See `Copier`."""
         _check_on_host(pieces)
         return Ended([self._scatter(piece, layers) for piece in pieces])

@@ -29,17 +29,37 @@ import numpy.typing as npt
 from kvhold.core.api import ABSENT, ChunkBytes
 from kvhold.core.checksums import Checksums
 from kvhold.core.errors import DamagedChunks, LayoutError
-from kvhold.kernels import Chunks, Plan, gather, plan_blocks, plan_slots, scatter, sum_layers, warm_up
+from kvhold.kernels import (
+    Chunks,
+    Plan,
+    gather,
+    plan_blocks,
+    plan_slots,
+    scatter,
+    sum_layers,
+    warm_up,
+)
 from kvhold.memory.views import View
 
-__all__ = ["Planned", "Unit", "gather_blocks", "gather_slots", "plan_copy", "scatter_blocks", "scatter_slots", "warm_up"]
+__all__ = [
+    "Planned",
+    "Unit",
+    "gather_blocks",
+    "gather_slots",
+    "plan_copy",
+    "scatter_blocks",
+    "scatter_slots",
+    "warm_up",
+]
 
 Unit: TypeAlias = Literal["blocks", "slots"]
 Int64s = npt.NDArray[np.int64]
 Buffer = npt.NDArray[np.uint8]
 
 
-def gather_blocks(view: View, block_ids: Int64s, buffer: Buffer, places: ChunkBytes, *, threads: int = 1) -> None:
+def gather_blocks(
+    view: View, block_ids: Int64s, buffer: Buffer, places: ChunkBytes, *, threads: int = 1
+) -> None:
     """Copy blocks into chunks.
 
     block_ids: [blocks of all chunks]; only the last block of a tail may be filled in part
@@ -47,12 +67,16 @@ def gather_blocks(view: View, block_ids: Int64s, buffer: Buffer, places: ChunkBy
     plan_copy(view, block_ids, buffer, places).gather(threads=threads)
 
 
-def scatter_blocks(view: View, block_ids: Int64s, buffer: Buffer, places: ChunkBytes, *, threads: int = 1) -> None:
+def scatter_blocks(
+    view: View, block_ids: Int64s, buffer: Buffer, places: ChunkBytes, *, threads: int = 1
+) -> None:
     """Copy chunks into blocks. Arguments as for `gather_blocks`. Raises DamagedChunks."""
     plan_copy(view, block_ids, buffer, places).scatter(threads=threads)
 
 
-def gather_slots(view: View, slots: Int64s, buffer: Buffer, places: ChunkBytes, *, threads: int = 1) -> None:
+def gather_slots(
+    view: View, slots: Int64s, buffer: Buffer, places: ChunkBytes, *, threads: int = 1
+) -> None:
     """Copy tokens into chunks.
 
     slots: [tokens of all chunks]
@@ -60,7 +84,9 @@ def gather_slots(view: View, slots: Int64s, buffer: Buffer, places: ChunkBytes, 
     plan_copy(view, slots, buffer, places, unit="slots").gather(threads=threads)
 
 
-def scatter_slots(view: View, slots: Int64s, buffer: Buffer, places: ChunkBytes, *, threads: int = 1) -> None:
+def scatter_slots(
+    view: View, slots: Int64s, buffer: Buffer, places: ChunkBytes, *, threads: int = 1
+) -> None:
     """Copy chunks into the slots of their tokens. Raises DamagedChunks.
 
     slots: [tokens of all chunks], all different
@@ -68,7 +94,9 @@ def scatter_slots(view: View, slots: Int64s, buffer: Buffer, places: ChunkBytes,
     plan_copy(view, slots, buffer, places, unit="slots").scatter(threads=threads)
 
 
-def plan_copy(view: View, ids: Int64s, buffer: Buffer, places: ChunkBytes, *, unit: Unit = "blocks") -> "Planned":
+def plan_copy(
+    view: View, ids: Int64s, buffer: Buffer, places: ChunkBytes, *, unit: Unit = "blocks"
+) -> "Planned":
     """Plan a copy, to run it later or layer by layer.
 
     ids:  as for `gather_blocks` or `gather_slots`
@@ -80,9 +108,13 @@ def plan_copy(view: View, ids: Int64s, buffer: Buffer, places: ChunkBytes, *, un
         plan = plan_slots(view, _of_chunks(ids, places.num_tokens, kept), chunks)
     else:
         tokens_per_block = view.group.block_tokens or view.rows_per_block
-        plan = plan_blocks(view, _of_chunks(ids, -(-places.num_tokens // tokens_per_block), kept), chunks)
+        plan = plan_blocks(
+            view, _of_chunks(ids, -(-places.num_tokens // tokens_per_block), kept), chunks
+        )
     if places.sums is not None and kept.any() and places.sums.layers != view.layers:
-        raise LayoutError(f"the chunks have checksums of {places.sums.layers} layers, the view has {view.layers}")
+        raise LayoutError(
+            f"the chunks have checksums of {places.sums.layers} layers, the view has {view.layers}"
+        )
     return Planned(plan, np.flatnonzero(kept), np.unique(plan.chunk), places.sums)
 
 
@@ -107,10 +139,15 @@ class Planned:
             return
         found = self._empty()
         gather(self.plan, layers=layers, threads=threads, sums=found)
-        self.sums.take(self.numbers[self.moved], layers, found[self.moved, layers.start : layers.stop])
+        self.sums.take(
+            self.numbers[self.moved], layers, found[self.moved, layers.start : layers.stop]
+        )
 
     def scatter(self, layers: range | None = None, *, threads: int = 1) -> None:
-        """Copy `layers` (all by default) out of the arena, and compare the checksums. Raises DamagedChunks."""
+        """Copy `layers` (all by default) out of the arena, and compare the checksums.
+
+        Raises DamagedChunks.
+        """
         layers = range(self.plan.view.layers) if layers is None else layers
         if self.sums is None:
             scatter(self.plan, layers=layers, threads=threads)
@@ -133,7 +170,9 @@ class Planned:
         found = self._empty()
         sum_layers(self.plan, layers, found, chunks)
         try:
-            self.sums.compare(self.numbers[chunks], layers, found[chunks, layers.start : layers.stop])
+            self.sums.compare(
+                self.numbers[chunks], layers, found[chunks, layers.start : layers.stop]
+            )
         except DamagedChunks as error:
             return error
         return None
@@ -147,7 +186,9 @@ class Planned:
 
     def _compare(self, layers: range, found: npt.NDArray[np.uint64]) -> None:
         assert self.sums is not None
-        self.sums.compare(self.numbers[self.moved], layers, found[self.moved, layers.start : layers.stop])
+        self.sums.compare(
+            self.numbers[self.moved], layers, found[self.moved, layers.start : layers.stop]
+        )
 
 
 def _of_chunks(rows: Int64s, per_chunk: Int64s, kept: npt.NDArray[np.bool_]) -> Int64s:

@@ -34,7 +34,9 @@ def free_huge_pages() -> int:
     The kernel reserves the pages of a mapping before the mapping touches them.
     """
     try:
-        return int((_HUGE / "free_hugepages").read_text()) - int((_HUGE / "resv_hugepages").read_text())
+        return int((_HUGE / "free_hugepages").read_text()) - int(
+            (_HUGE / "resv_hugepages").read_text()
+        )
     except (OSError, ValueError):
         return 0
 
@@ -55,12 +57,16 @@ def _meminfo(name: str) -> int:
 def _group_headroom() -> int | None:
     """Return how much more this control group (version 2) and its parents allow; None: no limit."""
     try:
-        own = next(line[3:] for line in _OWN_GROUP.read_text().splitlines() if line.startswith("0::"))
+        own = next(
+            line[3:] for line in _OWN_GROUP.read_text().splitlines() if line.startswith("0::")
+        )
     except (OSError, StopIteration):
         return None
     folder = _GROUPS / own.strip("/")
     above = folder.parents[: len(folder.relative_to(_GROUPS).parts)]
-    allowed = [headroom for group in (folder, *above) if (headroom := _headroom_of(group)) is not None]
+    allowed = [
+        headroom for group in (folder, *above) if (headroom := _headroom_of(group)) is not None
+    ]
     return min(allowed, default=None)
 
 

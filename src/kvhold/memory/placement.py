@@ -1,7 +1,8 @@
-"""Where threads run and where memory lies: cores, NUMA nodes, and the policies that processes inherit.
+"""Where threads run and where memory lies: cores, NUMA nodes, and the policies that processes
+inherit.
 
     take_all_cores()                         # this thread may run on all cores of its control group
-    set_default_memory_policy()              # this thread's new pages lie near the core that first writes them
+    set_default_memory_policy()  # this thread's new pages lie near the core that first writes them
     interleave(arena.regions, [0, 1])        # the arena's pages alternate between these NUMA nodes
     place_own_threads()                      # move kvhold's threads off the engine's cores
 
@@ -85,7 +86,9 @@ def memory_nodes() -> list[int]:
     try:
         with_memory = set(parse_list((_NODES / "has_memory").read_text()))
         status = Path("/proc/self/status").read_text().splitlines()
-        allowed = next(line.split(":", 1)[1] for line in status if line.startswith("Mems_allowed_list:"))
+        allowed = next(
+            line.split(":", 1)[1] for line in status if line.startswith("Mems_allowed_list:")
+        )
         return sorted(with_memory & set(parse_list(allowed)))
     except (OSError, ValueError, StopIteration):
         return []
@@ -97,8 +100,17 @@ def engine_memory_nodes() -> list[int]:
     If no policy binds them, return the nodes of the cores on which the thread may run.
     """
     mode, mask = ctypes.c_int(), _mask_of([])
-    if system_call(_GET_MEMPOLICY, "get_mempolicy", ctypes.byref(mode), mask, _MAX_NUMA_NODES, None, 0) and mode.value != _MPOL_DEFAULT:
-        bound = [node for node in range(_MAX_NUMA_NODES) if mask[node // _WORD_BITS] >> (node % _WORD_BITS) & 1]
+    if (
+        system_call(
+            _GET_MEMPOLICY, "get_mempolicy", ctypes.byref(mode), mask, _MAX_NUMA_NODES, None, 0
+        )
+        and mode.value != _MPOL_DEFAULT
+    ):
+        bound = [
+            node
+            for node in range(_MAX_NUMA_NODES)
+            if mask[node // _WORD_BITS] >> (node % _WORD_BITS) & 1
+        ]
         if bound:
             return bound
     return sorted(_nodes_of(os.sched_getaffinity(0)) & set(memory_nodes()))
@@ -120,7 +132,12 @@ def interleave(regions: Iterable[Region], nodes: Sequence[int]) -> bool:
     regions: mappings of the memory, in whole pages
     """
     mask = _mask_of(nodes)
-    spread = [system_call(_MBIND, "mbind", r.address, r.nbytes, _MPOL_INTERLEAVE, mask, _MAX_NUMA_NODES, 0) for r in regions]
+    spread = [
+        system_call(
+            _MBIND, "mbind", r.address, r.nbytes, _MPOL_INTERLEAVE, mask, _MAX_NUMA_NODES, 0
+        )
+        for r in regions
+    ]
     return all(spread)
 
 
@@ -148,8 +165,15 @@ def spun_cores(environ: Mapping[str, str] = os.environ) -> set[int]:
     These are the cores of threads that are bound to one core each, and the cores to which the
     OpenMP settings will bind threads.
     """
-    own = {thread.native_id for thread in threading.enumerate() if thread.name.startswith(OWN_PREFIX)}
-    bound = {core for native_id, cores in _masks() if native_id not in own and len(cores) == 1 for core in cores}
+    own = {
+        thread.native_id for thread in threading.enumerate() if thread.name.startswith(OWN_PREFIX)
+    }
+    bound = {
+        core
+        for native_id, cores in _masks()
+        if native_id not in own and len(cores) == 1
+        for core in cores
+    }
     return bound | _openmp_cores(environ)
 
 
@@ -217,7 +241,11 @@ def _possible_cores() -> list[int]:
 
 def _nodes_of(cores: Iterable[int]) -> set[int]:
     """Return the NUMA nodes of these cores."""
-    return {int(folder.name[4:]) for core in cores for folder in (_CPUS / f"cpu{core}").glob("node[0-9]*")}
+    return {
+        int(folder.name[4:])
+        for core in cores
+        for folder in (_CPUS / f"cpu{core}").glob("node[0-9]*")
+    }
 
 
 def _masks() -> Iterator[tuple[int, set[int]]]:
@@ -234,7 +262,9 @@ def _openmp_cores(environ: Mapping[str, str]) -> set[int]:
         texts = environ["GOMP_CPU_AFFINITY"].replace(",", " ").split()
     elif "proclist=[" in environ.get("KMP_AFFINITY", ""):
         texts = environ["KMP_AFFINITY"].split("proclist=[", 1)[1].split("]", 1)[0].split(",")
-    elif environ.get("OMP_PROC_BIND", "false").lower() != "false" and "{" in environ.get("OMP_PLACES", ""):
+    elif environ.get("OMP_PROC_BIND", "false").lower() != "false" and "{" in environ.get(
+        "OMP_PLACES", ""
+    ):
         texts = environ["OMP_PLACES"].replace("{", "").replace("}", "").split(",")
     try:
         return {core for text in texts for core in parse_list(text)}

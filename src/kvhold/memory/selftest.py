@@ -54,7 +54,12 @@ def check_orders(copier: Copier, piece: Piece, blocks: Blocks) -> None:
     piece: its buffer is from `Copier.scratch`, and its chunks fill the buffer
     """
     for stage in copier.stages():
-        for check in (_gather_after_mark, _scatter_after_mark, _write_after_gather, _read_after_scatter):
+        for check in (
+            _gather_after_mark,
+            _scatter_after_mark,
+            _write_after_gather,
+            _read_after_scatter,
+        ):
             if check is not _write_after_gather or not copier.stores_block:
                 _check(check, copier, stage, piece, blocks)
 
@@ -69,10 +74,15 @@ def _check(check: _Check, copier: Copier, stage: Stage, piece: Piece, blocks: Bl
             raise LayoutError(f"copies on this device are out of order: {what} gave wrong bytes")
         if not check(copier, stage, piece, blocks, delay_s, False):
             return
-    raise LayoutError(f"the order of copies on this device cannot be checked: {what} was right without the wait, too")
+    raise LayoutError(
+        f"the order of copies on this device cannot be checked: {what} was right without "
+        "the wait, too"
+    )
 
 
-def _gather_after_mark(copier: Copier, stage: Stage, piece: Piece, blocks: Blocks, delay_s: float, keeps_order: bool) -> bool:
+def _gather_after_mark(
+    copier: Copier, stage: Stage, piece: Piece, blocks: Blocks, delay_s: float, keeps_order: bool
+) -> bool:
     """Store blocks that are computed late. Return whether the bytes are right."""
     blocks.write(stage, 1)
     stage.drain()
@@ -85,7 +95,9 @@ def _gather_after_mark(copier: Copier, stage: Stage, piece: Piece, blocks: Block
     return is_right
 
 
-def _scatter_after_mark(copier: Copier, stage: Stage, piece: Piece, blocks: Blocks, delay_s: float, keeps_order: bool) -> bool:
+def _scatter_after_mark(
+    copier: Copier, stage: Stage, piece: Piece, blocks: Blocks, delay_s: float, keeps_order: bool
+) -> bool:
     """Load blocks that another request writes late. Return whether the bytes are right."""
     stage.drain()
     piece.buffer[:] = blocks.bytes_of(3)
@@ -96,7 +108,9 @@ def _scatter_after_mark(copier: Copier, stage: Stage, piece: Piece, blocks: Bloc
     return _has(stage, blocks, 3)
 
 
-def _write_after_gather(copier: Copier, stage: Stage, piece: Piece, blocks: Blocks, delay_s: float, keeps_order: bool) -> bool:
+def _write_after_gather(
+    copier: Copier, stage: Stage, piece: Piece, blocks: Blocks, delay_s: float, keeps_order: bool
+) -> bool:
     """Write blocks whose store is late. Return whether the stored bytes are right."""
     blocks.write(stage, 1)
     stage.drain()
@@ -109,7 +123,9 @@ def _write_after_gather(copier: Copier, stage: Stage, piece: Piece, blocks: Bloc
     return np.array_equal(piece.buffer, blocks.bytes_of(1))
 
 
-def _read_after_scatter(copier: Copier, stage: Stage, piece: Piece, blocks: Blocks, delay_s: float, keeps_order: bool) -> bool:
+def _read_after_scatter(
+    copier: Copier, stage: Stage, piece: Piece, blocks: Blocks, delay_s: float, keeps_order: bool
+) -> bool:
     """Read blocks whose load is late. Return whether the bytes that were read are right."""
     blocks.write(stage, 1)
     stage.drain()

@@ -31,7 +31,9 @@ class SlabAllocator:
         self.capacity = capacity // ALIGNMENT * ALIGNMENT
         self.used_bytes = 0  # of objects, after rounding
         self._runs = _Runs(self.capacity)
-        self._partial: dict[int, list[_Slab]] = {}  # class size -> slabs with a free slot, by address
+        self._partial: dict[
+            int, list[_Slab]
+        ] = {}  # class size -> slabs with a free slot, by address
         self._slab_starts: list[int] = []
         self._slabs: dict[int, _Slab] = {}
         self._large: dict[int, int] = {}

@@ -34,7 +34,13 @@ __all__ = ["View", "cross_layer", "opaque_blocks", "per_layer", "separate_pools"
 _KNOWN = ("layer", "plane", "block", "token", "slot", "head", "dim")
 
 
-def per_layer(group: Group, tensors: Sequence[Tensor], *, axes: str | Sequence[str], tokens_per_block: int | None = None) -> View:
+def per_layer(
+    group: Group,
+    tensors: Sequence[Tensor],
+    *,
+    axes: str | Sequence[str],
+    tokens_per_block: int | None = None,
+) -> View:
     """Make a view of one tensor per layer, which holds K and V, or the one latent plane.
 
     tensors: `group.layers` tensors, in the order of the layers
@@ -43,22 +49,39 @@ def per_layer(group: Group, tensors: Sequence[Tensor], *, axes: str | Sequence[s
     tokens_per_block: required with a `slot` axis; else the size of `token`, and checked if given
     """
     named = _axes(axes, without=("layer",))
-    planes = [[_Strided.of(tensor, named, f"the tensor of layer {layer}")] for layer, tensor in enumerate(tensors)]
-    return _paged(group, [list(_split(group, layer[0], "plane", group.planes)) for layer in planes], tokens_per_block)
+    planes = [
+        [_Strided.of(tensor, named, f"the tensor of layer {layer}")]
+        for layer, tensor in enumerate(tensors)
+    ]
+    return _paged(
+        group,
+        [list(_split(group, layer[0], "plane", group.planes)) for layer in planes],
+        tokens_per_block,
+    )
 
 
-def cross_layer(group: Group, tensor: Tensor, *, axes: str | Sequence[str], tokens_per_block: int | None = None) -> View:
+def cross_layer(
+    group: Group, tensor: Tensor, *, axes: str | Sequence[str], tokens_per_block: int | None = None
+) -> View:
     """Make a view of one tensor for all layers, such as "block layer plane token head dim".
 
     Arguments as for `per_layer`.
     """
     whole = _Strided.of(tensor, _axes(axes), "the cross-layer tensor")
     layers = _split(group, whole, "layer", group.layers)
-    return _paged(group, [list(_split(group, layer, "plane", group.planes)) for layer in layers], tokens_per_block)
+    return _paged(
+        group,
+        [list(_split(group, layer, "plane", group.planes)) for layer in layers],
+        tokens_per_block,
+    )
 
 
 def separate_pools(
-    group: Group, planes: Sequence[Sequence[Tensor]], *, axes: str | Sequence[str], tokens_per_block: int | None = None
+    group: Group,
+    planes: Sequence[Sequence[Tensor]],
+    *,
+    axes: str | Sequence[str],
+    tokens_per_block: int | None = None,
 ) -> View:
     """Make a view of one tensor for each layer and plane.
 
@@ -72,9 +95,14 @@ def separate_pools(
     named = _axes(axes, without=("layer", "plane"))
     for plane, tensors in enumerate(planes):
         if len(tensors) != group.layers:
-            raise LayoutError(f"layers: plane {plane} has {len(tensors)} tensors, group.layers is {group.layers}")
+            raise LayoutError(
+                f"layers: plane {plane} has {len(tensors)} tensors, group.layers is {group.layers}"
+            )
     layers = [
-        [_Strided.of(pool[layer], named, f"the tensor of layer {layer}, plane {plane}") for plane, pool in enumerate(planes)]
+        [
+            _Strided.of(pool[layer], named, f"the tensor of layer {layer}, plane {plane}")
+            for plane, pool in enumerate(planes)
+        ]
         for layer in range(group.layers)
     ]
     return _paged(group, layers, tokens_per_block)
@@ -88,22 +116,36 @@ def opaque_blocks(group: Group, tensors: Sequence[Tensor], *, block_axis: int) -
     block_axis: the axis of each tensor that counts the blocks; all other axes are one block
     """
     if group.packing == CANONICAL:
-        raise LayoutError("group.packing is canonical; opaque blocks need the name of the engine's packing")
+        raise LayoutError(
+            "group.packing is canonical; opaque blocks need the name of the engine's packing"
+        )
     blocks = []
     for layer, tensor in enumerate(tensors):
         what = f"the tensor of layer {layer}"
         rank = len(tensor.shape)
         if not 0 <= block_axis < rank:
             raise LayoutError(f"block_axis is {block_axis}; {what} has {rank} axes")
-        memory = _Strided.of(tensor, tuple("block" if axis == block_axis else f"axis {axis}" for axis in range(rank)), what)
+        memory = _Strided.of(
+            tensor,
+            tuple("block" if axis == block_axis else f"axis {axis}" for axis in range(rank)),
+            what,
+        )
         memory.check_dtype(group)
         expected = memory.item_bytes
-        for axis in sorted((axis for axis in memory.sizes if axis != "block" and memory.sizes[axis] != 1), key=memory.strides.__getitem__):
+        for axis in sorted(
+            (axis for axis in memory.sizes if axis != "block" and memory.sizes[axis] != 1),
+            key=memory.strides.__getitem__,
+        ):
             if memory.strides[axis] != expected:
-                raise LayoutError(f"group.block_bytes: a block of {what} is not contiguous bytes ({axis} steps {memory.strides[axis]})")
+                raise LayoutError(
+                    f"group.block_bytes: a block of {what} is not contiguous bytes ({axis} "
+                    f"steps {memory.strides[axis]})"
+                )
             expected *= memory.sizes[axis]
         if expected != group.block_bytes:
-            raise LayoutError(f"group.block_bytes is {group.block_bytes}; a block of {what} has {expected} bytes")
+            raise LayoutError(
+                f"group.block_bytes is {group.block_bytes}; a block of {what} has {expected} bytes"
+            )
         blocks.append(memory)
     _check_alike(group, [[memory] for memory in blocks])
     num_blocks = blocks[0].sizes["block"]
@@ -139,17 +181,33 @@ class _Strided:
     def of(cls, tensor: Tensor, names: tuple[str, ...], what: str) -> "_Strided":
         shape = tuple(int(size) for size in tensor.shape)
         if len(names) != len(shape):
-            raise LayoutError(f"axes: {len(names)} named ({' '.join(names)}), {what} has {len(shape)}: {shape}")
+            raise LayoutError(
+                f"axes: {len(names)} named ({' '.join(names)}), {what} has {len(shape)}: {shape}"
+            )
         if isinstance(tensor, np.ndarray):
             address, steps = tensor.__array_interface__["data"][0], tensor.strides
-            dtype, item, device, writable = tensor.dtype.name, tensor.dtype.itemsize, "cpu", bool(tensor.flags.writeable)
+            dtype, item, device, writable = (
+                tensor.dtype.name,
+                tensor.dtype.itemsize,
+                "cpu",
+                bool(tensor.flags.writeable),
+            )
         else:
             item = int(tensor.element_size())
-            address, steps = int(tensor.data_ptr()), tuple(int(stride) * item for stride in tensor.stride())
-            dtype, device, writable = str(tensor.dtype).removeprefix("torch."), str(tensor.device), True
+            address, steps = (
+                int(tensor.data_ptr()),
+                tuple(int(stride) * item for stride in tensor.stride()),
+            )
+            dtype, device, writable = (
+                str(tensor.dtype).removeprefix("torch."),
+                str(tensor.device),
+                True,
+            )
         for name, size, step in zip(names, shape, steps, strict=True):
             if step == 0 and size > 1:
-                raise LayoutError(f"axes: {name} of {what} has {size} entries in one place (an expanded tensor)")
+                raise LayoutError(
+                    f"axes: {name} of {what} has {size} entries in one place (an expanded tensor)"
+                )
         sizes, strides = dict(zip(names, shape, strict=True)), dict(zip(names, steps, strict=True))
         return cls(tensor, what, address, sizes, strides, dtype, item, device, writable)
 
@@ -165,11 +223,17 @@ class _Strided:
     def check_dtype(self, group: Group) -> None:
         bits = f"uint{8 * DTYPE_BYTES[group.dtype]}"
         if self.dtype not in (group.dtype, bits):
-            raise LayoutError(f"group.dtype is {group.dtype}; {self.what} is {self.dtype}, neither the same nor {bits} for its bits")
+            raise LayoutError(
+                f"group.dtype is {group.dtype}; {self.what} is {self.dtype}, neither the "
+                f"same nor {bits} for its bits"
+            )
 
     def check_size(self, axis: str, size: int, field: str) -> None:
         if self.sizes.get(axis, 1) != size:
-            raise LayoutError(f"{field} is {size}; axis {axis} of {self.what} has {self.sizes.get(axis, 'no entry')}")
+            raise LayoutError(
+                f"{field} is {size}; axis {axis} of {self.what} has "
+                f"{self.sizes.get(axis, 'no entry')}"
+            )
 
 
 def _axes(axes: str | Sequence[str], without: tuple[str, ...] = ()) -> tuple[str, ...]:
@@ -200,23 +264,34 @@ def _split(group: Group, whole: _Strided, axis: str, size: int) -> Iterator[_Str
 def _paged(group: Group, layers: list[list[_Strided]], tokens_per_block: int | None) -> View:
     """Return the view of `layers[layer][plane]`: axes slot (or block and token), head and dim."""
     if group.packing != CANONICAL:
-        raise LayoutError(f"group.packing is {group.packing!r}, which has no token axis; use opaque_blocks")
+        raise LayoutError(
+            f"group.packing is {group.packing!r}, which has no token axis; use opaque_blocks"
+        )
     for memory in (memory for planes in layers for memory in planes):
         memory.check_dtype(group)
         memory.check_size("head", group.heads, "group.heads")
         memory.check_size("dim", group.head_dim, "group.head_dim")
         if group.head_dim > 1 and memory.strides["dim"] != memory.item_bytes:
-            raise LayoutError(f"axes: dim of {memory.what} is not contiguous ({memory.strides['dim']} bytes from element to element)")
+            raise LayoutError(
+                f"axes: dim of {memory.what} is not contiguous ({memory.strides['dim']} "
+                "bytes from element to element)"
+            )
     _check_alike(group, layers)
     any_ = layers[0][0]
     head_bytes = group.head_dim * any_.item_bytes
     head_stride = any_.strides["head"] if group.heads > 1 else head_bytes
     if "slot" in any_.sizes:
         if tokens_per_block is None or tokens_per_block < 1:
-            raise LayoutError("tokens_per_block must be given, and 1 or more, with axis slot: the engine's page size")
+            raise LayoutError(
+                "tokens_per_block must be given, and 1 or more, with axis slot: the "
+                "engine's page size"
+            )
         num_blocks, rest = divmod(any_.sizes["slot"], tokens_per_block)
         if rest:
-            raise LayoutError(f"tokens_per_block is {tokens_per_block}; axis slot has {any_.sizes['slot']}, not a multiple of it")
+            raise LayoutError(
+                f"tokens_per_block is {tokens_per_block}; axis slot has "
+                f"{any_.sizes['slot']}, not a multiple of it"
+            )
         rows, row_stride = tokens_per_block, any_.strides["slot"]
         block_stride = rows * row_stride
     else:
@@ -247,10 +322,16 @@ def _check_alike(group: Group, layers: list[list[_Strided]]) -> None:
     for memory in (memory for planes in layers for memory in planes):
         for field in ("device", "sizes"):
             if getattr(memory, field) != getattr(first, field):
-                raise LayoutError(f"{field}: {memory.what} has {getattr(memory, field)}, {first.what} {getattr(first, field)}")
+                raise LayoutError(
+                    f"{field}: {memory.what} has {getattr(memory, field)}, {first.what} "
+                    f"{getattr(first, field)}"
+                )
         for axis, stride in memory.strides.items():
             if stride != first.strides[axis] and memory.sizes[axis] > 1:
-                raise LayoutError(f"strides: axis {axis} of {memory.what} steps {stride} bytes, that of {first.what} {first.strides[axis]}")
+                raise LayoutError(
+                    f"strides: axis {axis} of {memory.what} steps {stride} bytes, that of "
+                    f"{first.what} {first.strides[axis]}"
+                )
 
 
 def _table(layers: list[list[_Strided]]) -> Int64s:

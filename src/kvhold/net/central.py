@@ -72,7 +72,9 @@ class Get(CentralMessage, frozen=True):
 
 
 class Sizes(CentralMessage, frozen=True):
-    """The size of each value; None if there is none or it does not fit `room`, or for a bad range."""
+    """The size of each value; None if there is none or it does not fit `room`, or for a
+    bad range.
+    """
 
     sizes: list[int | None]
 

@@ -512,4 +512,18 @@ Request = Union[  # noqa: UP007 - msgspec reads the union
     Stop,
     Ping,
 ]
-Answer = Union[Found, Explained, Named, Lent, Gone, Granted, Recoding, Happened, Report, ClientList, News, Done, Refused]  # noqa: UP007
+Answer = Union[  # noqa: UP007
+    Found,
+    Explained,
+    Named,
+    Lent,
+    Gone,
+    Granted,
+    Recoding,
+    Happened,
+    Report,
+    ClientList,
+    News,
+    Done,
+    Refused,
+]

@@ -116,13 +116,17 @@ def _close_unused(opening: "asyncio.Future[Stream]") -> None:
         opening.result().close()
 
 
-async def run(pool: Pool, exchanges: Sequence[Exchange], *, fault: Callable[[Exception], TierError]) -> None:
+async def run(
+    pool: Pool, exchanges: Sequence[Exchange], *, fault: Callable[[Exception], TierError]
+) -> None:
     """Give every exchange its reply or its fault.
 
     Uses one connection, and one more per MiB of values up to the limit.
     """
     queue = deque(exchanges)
-    lanes = min(pool.limit, len(queue), 1 + sum(exchange.value_bytes for exchange in queue) // _LANE_BYTES)
+    lanes = min(
+        pool.limit, len(queue), 1 + sum(exchange.value_bytes for exchange in queue) // _LANE_BYTES
+    )
     if lanes <= 1:
         faults = [await _lane(pool, queue, fault)]
     else:
@@ -133,7 +137,9 @@ async def run(pool: Pool, exchanges: Sequence[Exchange], *, fault: Callable[[Exc
         exchange.fault = next(found for found in faults if found is not None)
 
 
-async def _lane(pool: Pool, queue: deque[Exchange], fault: Callable[[Exception], TierError]) -> TierError | None:
+async def _lane(
+    pool: Pool, queue: deque[Exchange], fault: Callable[[Exception], TierError]
+) -> TierError | None:
     """Run exchanges until the queue is empty.
 
     Returns the fault that ended it earlier; the exchanges in flight have that fault.
@@ -166,9 +172,15 @@ async def _pump(stream: Stream, queue: deque[Exchange], in_flight: deque[Exchang
     """
     nbytes = 0
     while queue or in_flight:
-        if queue and (len(in_flight) < 2 or (len(in_flight) <= _MAX_IN_FLIGHT // 2 and nbytes <= _MAX_IN_FLIGHT_BYTES // 2)):
+        if queue and (
+            len(in_flight) < 2
+            or (len(in_flight) <= _MAX_IN_FLIGHT // 2 and nbytes <= _MAX_IN_FLIGHT_BYTES // 2)
+        ):
             pieces: list[Bytes] = []
-            while queue and (len(in_flight) < 2 or (len(in_flight) < _MAX_IN_FLIGHT and nbytes < _MAX_IN_FLIGHT_BYTES)):
+            while queue and (
+                len(in_flight) < 2
+                or (len(in_flight) < _MAX_IN_FLIGHT and nbytes < _MAX_IN_FLIGHT_BYTES)
+            ):
                 exchange = queue.popleft()
                 in_flight.append(exchange)
                 pieces += exchange.request

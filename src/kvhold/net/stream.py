@@ -1,7 +1,8 @@
 """One connection as a stream of bytes, sent from and received into the caller's buffers.
 
     stream = await open_stream(Address("127.0.0.1", 6379), tls=None)
-    await stream.send([b"$5\r\n", payload]); line = await stream.line(); await stream.read_into([header, body], 5000)
+    await stream.send([b"$5\r\n", payload]); line = await stream.line(); await
+    stream.read_into([header, body], 5000)
 
 The socket is non-blocking and runs in the event loop. The kernel copies from and into the caller's
 buffers, without a thread, so a cancelled call no longer uses its buffers. The connection may then
@@ -145,9 +146,17 @@ class Stream:
 
         False at its end, or if unrequested bytes came.
         """
-        if self.closed or self._start != self._end or (isinstance(self._sock, ssl.SSLSocket) and self._sock.pending()):
+        if (
+            self.closed
+            or self._start != self._end
+            or (isinstance(self._sock, ssl.SSLSocket) and self._sock.pending())
+        ):
             return False
-        peek = partial(socket.socket.recv, self._sock) if isinstance(self._sock, ssl.SSLSocket) else self._sock.recv
+        peek = (
+            partial(socket.socket.recv, self._sock)
+            if isinstance(self._sock, ssl.SSLSocket)
+            else self._sock.recv
+        )
         try:
             peek(1, socket.MSG_PEEK)
         except (BlockingIOError, InterruptedError):
@@ -181,7 +190,11 @@ class Stream:
                 await self._writable()
 
     def _send_some(self, views: list[memoryview]) -> int:
-        return self._sock.send(views[0]) if isinstance(self._sock, ssl.SSLSocket) else self._sock.sendmsg(views)
+        return (
+            self._sock.send(views[0])
+            if isinstance(self._sock, ssl.SSLSocket)
+            else self._sock.sendmsg(views)
+        )
 
     async def _read_exactly(self, view: memoryview) -> None:
         while view.nbytes:
@@ -333,7 +346,9 @@ async def open_stream(address: Address, tls: ssl.SSLContext | None) -> Stream:
     sock = await (_connect_unix(address.socket) if address.socket else _connect_tcp(address))
     if tls is not None:
         try:
-            sock = tls.wrap_socket(sock, server_hostname=address.host or None, do_handshake_on_connect=False)
+            sock = tls.wrap_socket(
+                sock, server_hostname=address.host or None, do_handshake_on_connect=False
+            )
         except BaseException:
             sock.close()
             raise
@@ -346,7 +361,9 @@ async def open_stream(address: Address, tls: ssl.SSLContext | None) -> Stream:
     return stream
 
 
-async def accept_stream(sock: socket.socket, tls: ssl.SSLContext | None, *, allowed_bytes: int | None = None) -> Stream:
+async def accept_stream(
+    sock: socket.socket, tls: ssl.SSLContext | None, *, allowed_bytes: int | None = None
+) -> Stream:
     """Make the server's end of a connection from an accepted socket.
 
     Closes the socket if that fails. Raises OSError.
@@ -371,7 +388,9 @@ async def accept_stream(sock: socket.socket, tls: ssl.SSLContext | None, *, allo
 async def _connect_tcp(address: Address) -> socket.socket:
     loop = asyncio.get_running_loop()
     fault: OSError | None = None
-    for family, kind, protocol, _, where in await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM):
+    for family, kind, protocol, _, where in await loop.getaddrinfo(
+        address.host, address.port, type=socket.SOCK_STREAM
+    ):
         sock = socket.socket(family, kind, protocol)
         try:
             sock.setblocking(False)

@@ -45,4 +45,6 @@ def _load(context: ssl.SSLContext, cert_file: str, key_file: str) -> None:
     try:
         context.load_cert_chain(cert_file, key_file or None)
     except OSError as error:
-        raise ConfigError(f"cert_file: cannot use {cert_file}{f' with {key_file}' if key_file else ''}: {error}") from None
+        raise ConfigError(
+            f"cert_file: cannot use {cert_file}{f' with {key_file}' if key_file else ''}: {error}"
+        ) from None

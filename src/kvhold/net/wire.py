@@ -65,7 +65,10 @@ def split_number(body: Bytes) -> tuple[int, Bytes]:
     Raises ProtocolError if it is too short.
     """
     if len(body) <= NUMBER_BYTES:
-        raise ProtocolError(f"not a message of this protocol: {len(body)} bytes, which is too short for a number and a record")
+        raise ProtocolError(
+            f"not a message of this protocol: {len(body)} bytes, which is too short for a "
+            "number and a record"
+        )
     return int.from_bytes(body[:NUMBER_BYTES], "little"), memoryview(body)[NUMBER_BYTES:]
 
 
@@ -80,7 +83,9 @@ class Decoder(Generic[Record]):
         try:
             record: Record = self._decoder.decode(body)
         except UNDECODABLE as error:
-            raise ProtocolError(f"not a message of this protocol: {str(error)[:_MOST_QUOTED]}") from None
+            raise ProtocolError(
+                f"not a message of this protocol: {str(error)[:_MOST_QUOTED]}"
+            ) from None
         except KVHoldError as error:  # a value that refuses itself, such as a layout with no layers
             raise ProtocolError(str(error)[:_MOST_QUOTED]) from None
         return record

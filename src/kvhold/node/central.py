@@ -106,27 +106,37 @@ class Central:
         self._stopped.set()
 
     def _check_exposed(self, config: ListenConfig) -> None:
-        """Raise ConfigError unless clients must authenticate, over TLS or with `listen.insecure`."""
+        """Raise ConfigError unless clients must authenticate, over TLS or with
+        `listen.insecure`.
+        """
         if not self._token and not config.tls_client_ca:
             raise ConfigError(
-                f"listen.address = {config.address!r}: only the loopback interface is served without authentication; "
-                f"set listen.token_file (or listen.token), or listen.tls_cert and listen.tls_client_ca"
+                f"listen.address = {config.address!r}: only the loopback interface is "
+                "served without authentication; "
+                "set listen.token_file (or listen.token), or listen.tls_cert and "
+                "listen.tls_client_ca"
             )
         if not self._tls and not config.insecure:
             raise ConfigError(
-                f"listen.address = {config.address!r}: the token and all KV would cross the network in clear text; "
+                f"listen.address = {config.address!r}: the token and all KV would cross "
+                "the network in clear text; "
                 f"set listen.tls_cert, or listen.insecure=true if nobody else can listen there"
             )
 
     def _listen(self) -> socket.socket:
         try:
-            family, kind, protocol, _, where = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
+            family, kind, protocol, _, where = socket.getaddrinfo(
+                self.host, self.port, type=socket.SOCK_STREAM
+            )[0]
             listener = socket.socket(family, kind, protocol)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(where)
             listener.listen(1024)
         except OSError as error:
-            raise NodeError(f"listen.address: cannot listen on {self.host}:{self.port}: {error.strerror or error}") from None
+            raise NodeError(
+                f"listen.address: cannot listen on {self.host}:{self.port}: "
+                f"{error.strerror or error}"
+            ) from None
         listener.setblocking(False)
         self.port = listener.getsockname()[1]
         return listener
@@ -138,7 +148,9 @@ class Central:
                 sock, where = await loop.sock_accept(listener)
             # out of descriptors, or the client has gone: the others are still served
             except OSError as error:
-                self._strangers.refused("the network", f"it could not be accepted: {error.strerror or error}")
+                self._strangers.refused(
+                    "the network", f"it could not be accepted: {error.strerror or error}"
+                )
                 await asyncio.sleep(0.05)
                 continue
             task = loop.create_task(self._converse(sock, where[0]))
@@ -163,7 +175,9 @@ class Central:
         stream = None
         try:
             async with asyncio.timeout(_GREET_WITHIN_S):
-                stream = await accept_stream(sock, self._tls, allowed_bytes=LENGTH_BYTES + c.MAX_HELLO_BYTES)
+                stream = await accept_stream(
+                    sock, self._tls, allowed_bytes=LENGTH_BYTES + c.MAX_HELLO_BYTES
+                )
                 await self._log_in(stream)
             task = asyncio.current_task()
             assert task is not None
@@ -188,7 +202,9 @@ class Central:
     async def _log_in(self, stream: Stream) -> None:
         """Read the client's Hello. Raises _Stranger unless it may use this cache."""
         try:
-            hello = _hello.decode(await stream.read(body_length(await stream.read(LENGTH_BYTES), c.MAX_HELLO_BYTES)))
+            hello = _hello.decode(
+                await stream.read(body_length(await stream.read(LENGTH_BYTES), c.MAX_HELLO_BYTES))
+            )
         except ProtocolError:  # its text may quote the stranger
             raise _Stranger(_NO_HELLO) from None
         if hello.magic != c.CENTRAL_MAGIC:
@@ -201,8 +217,15 @@ class Central:
     async def _serve(self, stream: Stream) -> None:
         """Welcome a client that has logged in, and answer its requests until it leaves."""
         if self._num_served >= self._config.max_connections:
-            log.warning("refused a client: listen.max_connections = %d are in use", self._config.max_connections)
-            await self._refuse(stream, f"listen.max_connections = {self._config.max_connections} are in use; try again later")
+            log.warning(
+                "refused a client: listen.max_connections = %d are in use",
+                self._config.max_connections,
+            )
+            await self._refuse(
+                stream,
+                f"listen.max_connections = {self._config.max_connections} are in use; try "
+                "again later",
+            )
             return
         self._num_served += 1
         try:
@@ -211,7 +234,9 @@ class Central:
             while True:
                 prefix = await stream.read(LENGTH_BYTES)
                 async with asyncio.timeout(self._config.request_timeout_s):
-                    await self._answer(stream, _request.decode(await stream.read(body_length(prefix))))
+                    await self._answer(
+                        stream, _request.decode(await stream.read(body_length(prefix)))
+                    )
         finally:
             self._num_served -= 1
 
@@ -220,7 +245,9 @@ class Central:
 
         To a stranger the reason must be a constant text.
         """
-        self.shelf.metrics.add("kvhold_protocol_errors", reason="denied" if denied else "bad message")
+        self.shelf.metrics.add(
+            "kvhold_protocol_errors", reason="denied" if denied else "bad message"
+        )
         self.shelf.metrics.add("kvhold_connections", result="refused")
         if stream is not None and not stream.closed:
             with suppress(OSError, TimeoutError):
@@ -232,7 +259,9 @@ class Central:
             case c.Check():
                 await stream.send([encode(c.Done())])
             case c.Probe():
-                await stream.send([encode(c.Sizes(await self.shelf.probe(c.split_keys(request.keys))))])
+                await stream.send(
+                    [encode(c.Sizes(await self.shelf.probe(c.split_keys(request.keys))))]
+                )
             case c.Get():
                 await self._get(stream, request)
             case c.Put():
@@ -247,14 +276,24 @@ class Central:
     async def _get(self, stream: Stream, request: c.Get) -> None:
         keys = c.split_keys(request.keys)
         starts = request.starts
-        if len(request.room) != len(keys) or (starts is not None and len(starts) != len(keys)) or min(starts or [0]) < 0:
-            raise ProtocolError("a get with lists of unequal length, or a range that begins before its value")
+        if (
+            len(request.room) != len(keys)
+            or (starts is not None and len(starts) != len(keys))
+            or min(starts or [0]) < 0
+        ):
+            raise ProtocolError(
+                "a get with lists of unequal length, or a range that begins before its value"
+            )
         await self.shelf.bring(keys)
         sizes: list[int | None] = []
         pieces: list[memoryview] = []
         with self.shelf.all_lent(keys) as values:
             for at, value in enumerate(values):
-                piece = None if value is None else _piece(value, request.room[at], None if starts is None else starts[at])
+                piece = (
+                    None
+                    if value is None
+                    else _piece(value, request.room[at], None if starts is None else starts[at])
+                )
                 sizes.append(None if piece is None else len(piece))
                 if piece is not None:
                     pieces.append(piece)
@@ -266,7 +305,10 @@ class Central:
             raise ProtocolError("a put with lists of unequal length, or a value without bytes")
         if request.ttl_s is not None and not 0 <= request.ttl_s < 1 << 40:
             raise ProtocolError(f"a time to live of {request.ttl_s} seconds")
-        faults = [await self._receive(stream, key, size, request.ttl_s) for key, size in zip(keys, request.sizes, strict=True)]
+        faults = [
+            await self._receive(stream, key, size, request.ttl_s)
+            for key, size in zip(keys, request.sizes, strict=True)
+        ]
         await stream.send([encode(c.Stored(faults))])
 
     async def _receive(self, stream: Stream, key: bytes, nbytes: int, ttl_s: float | None) -> str:
@@ -274,7 +316,11 @@ class Central:
 
         Returns why it is not stored ("full", "busy"), or "" if it is.
         """
-        room = self.shelf.reserve(key, nbytes, ttl_s) if nbytes <= self._config.max_value_bytes else "full"
+        room = (
+            self.shelf.reserve(key, nbytes, ttl_s)
+            if nbytes <= self._config.max_value_bytes
+            else "full"
+        )
         if not isinstance(room, Entry):
             await stream.skip(nbytes)
             return room
@@ -303,7 +349,9 @@ def _piece(value: memoryview, room: int, start: int | None) -> memoryview | None
 def _address(text: str) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"listen.address = {text!r}: write HOST:PORT, such as 127.0.0.1:{c.DEFAULT_PORT}")
+        raise ConfigError(
+            f"listen.address = {text!r}: write HOST:PORT, such as 127.0.0.1:{c.DEFAULT_PORT}"
+        )
     return host.strip("[]"), int(port)
 
 
@@ -315,7 +363,11 @@ def _digest(token: str) -> bytes:
 
 
 def _token(config: ListenConfig) -> str:
-    token = read_secret(config.token_file, where="listen.token_file") if config.token_file else config.token
+    token = (
+        read_secret(config.token_file, where="listen.token_file")
+        if config.token_file
+        else config.token
+    )
     if len(token.encode()) > c.MAX_TOKEN_BYTES:
         raise ConfigError(f"listen.token: a token has at most {c.MAX_TOKEN_BYTES} bytes")
     return token

@@ -29,7 +29,14 @@ import numpy.typing as npt
 
 from kvhold.core.api import EventBatch, Found, Hit, Loan, Recoded, Recoding, Room, mask_bytes
 from kvhold.core.config import ClientConfig
-from kvhold.core.errors import DeadlineExceeded, KVHoldError, NodeError, NodeLost, NodeRefused, ProtocolError
+from kvhold.core.errors import (
+    DeadlineExceeded,
+    KVHoldError,
+    NodeError,
+    NodeLost,
+    NodeRefused,
+    ProtocolError,
+)
 from kvhold.core.keys import ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
 from kvhold.core.planning import Decision, Work
@@ -82,7 +89,11 @@ class NodeClient:
         # wakes the keeper: the node is lost, an answer is late, or this client is closed
         self._wake = Notifier()
         try:
-            self._membership = Membership(path, Link(path, name, self._config.connect_timeout_s, requires), _departures_from(path))
+            self._membership = Membership(
+                path,
+                Link(path, name, self._config.connect_timeout_s, requires),
+                _departures_from(path),
+            )
         except BaseException:
             self._wake.close()
             raise
@@ -94,7 +105,9 @@ class NodeClient:
     def connected(self) -> bool:
         """Whether calls reach a node now."""
         link = self._link
-        return link is not None and not self._membership.is_silent(link, self._config.call_timeout_s)
+        return link is not None and not self._membership.is_silent(
+            link, self._config.call_timeout_s
+        )
 
     @property
     def is_rejoining(self) -> bool:
@@ -133,7 +146,9 @@ class NodeClient:
 
     def register(self, namespace: Namespace) -> None:
         """Register the namespace and its layout, now and with each node that is joined later."""
-        request = m.Register(namespace.layout, namespace.digest, terms_of(namespace.tags), namespace.description)
+        request = m.Register(
+            namespace.layout, namespace.digest, terms_of(namespace.tags), namespace.description
+        )
         with self._lock:
             self._membership.register(request)
         # Often the first call to a node that has just started, and no request waits for it: the
@@ -141,7 +156,13 @@ class NodeClient:
         self._call(request, m.Done, self._config.connect_timeout_s)
 
     def lookup(
-        self, query: Query, *, work: Work | None = None, have_tokens: int = 0, wait_s: float | None = None, deadline_s: float | None = None
+        self,
+        query: Query,
+        *,
+        work: Work | None = None,
+        have_tokens: int = 0,
+        wait_s: float | None = None,
+        deadline_s: float | None = None,
     ) -> Hit:
         """Return the longest prefix that the node has, pinned.
 
@@ -157,13 +178,18 @@ class NodeClient:
         hit = Hit(_found(found), lambda: self._let_go(link, ticket), ask=ask, pause=link.pause)
         if hit.arriving and wait_s != 0:
             try:
-                hit.wait(time.monotonic() + (self._config.arrival_timeout_s if wait_s is None else wait_s))
+                hit.wait(
+                    time.monotonic()
+                    + (self._config.arrival_timeout_s if wait_s is None else wait_s)
+                )
             except BaseException:
                 hit.close()
                 raise
         return hit
 
-    def came_of(self, request: str, *, load_s: float, compute_s: float, deadline_s: float | None = None) -> None:
+    def came_of(
+        self, request: str, *, load_s: float, compute_s: float, deadline_s: float | None = None
+    ) -> None:
         """Report to the node how long the engine took to load and to compute."""
         self._call(m.Outcome(request, load_s, compute_s), m.Done, deadline_s)
 
@@ -171,7 +197,9 @@ class NodeClient:
         """Return the node's latest decisions and their reasons, newest first."""
         return self._call(m.Explain(request), m.Explained, deadline_s).decisions
 
-    def names(self, prefix: str = "", *, deadline_s: float | None = None) -> tuple[list[m.KnownSpace], int, int]:
+    def names(
+        self, prefix: str = "", *, deadline_s: float | None = None
+    ) -> tuple[list[m.KnownSpace], int, int]:
         """Return the known namespaces, in the order of their digests.
 
         Also returns how many other namespaces without a description have chunks in memory, and the
@@ -181,7 +209,9 @@ class NodeClient:
         """
         spaces: list[m.KnownSpace] = []
         while True:
-            page = self._call(m.Names(spaces[-1].digest if spaces else b"", prefix), m.Named, deadline_s)
+            page = self._call(
+                m.Names(spaces[-1].digest if spaces else b"", prefix), m.Named, deadline_s
+            )
             spaces += page.spaces
             if not page.more or not page.spaces:
                 return spaces, page.other_spaces, page.other_bytes
@@ -191,7 +221,13 @@ class NodeClient:
         self._call(m.Prefetch(query), m.Done, deadline_s)
 
     def claim(
-        self, ticket: int, shard: int = 0, *, first_chunk: int = 0, arriving: bool = False, deadline_s: float | None = None
+        self,
+        ticket: int,
+        shard: int = 0,
+        *,
+        first_chunk: int = 0,
+        arriving: bool = False,
+        deadline_s: float | None = None,
     ) -> Loan | None:
         """Return a loan of one shard's part of a hit; None if the ticket is no longer valid.
 
@@ -236,7 +272,9 @@ class NodeClient:
         deadline_s: float | None = None,
     ) -> Room:
         """Reserve memory in the node's arena for the missing chunks."""
-        request = m.Reserve(layout.fingerprint, names, shard, terms, mask_bytes(groups, layout, names))
+        request = m.Reserve(
+            layout.fingerprint, names, shard, terms, mask_bytes(groups, layout, names)
+        )
         link = self._current("reserve")
         buffer = link.hold(writable=True)
         granted: m.Granted | None = None
@@ -269,7 +307,9 @@ class NodeClient:
 
         Returns False at the deadline.
         """
-        until_s = time.monotonic() + (self._config.arrival_timeout_s if deadline_s is None else deadline_s)
+        until_s = time.monotonic() + (
+            self._config.arrival_timeout_s if deadline_s is None else deadline_s
+        )
         link = self._current("flush")
         if mark is None:
             mark = self._call(m.Flushed(0), m.Done, None, link).mark
@@ -281,7 +321,13 @@ class NodeClient:
         return True
 
     def recode(
-        self, tier: str, codec: str, *, namespace: bytes | None = None, query: Query | None = None, deadline_s: float | None = None
+        self,
+        tier: str,
+        codec: str,
+        *,
+        namespace: bytes | None = None,
+        query: Query | None = None,
+        deadline_s: float | None = None,
     ) -> Recoding:
         """Start to re-encode a tier's chunks with another codec, in the node.
 
@@ -298,7 +344,9 @@ class NodeClient:
                 raise self._misunderstood(answer, link)
             return answer.recoded
 
-        return Recoding(begun.recoded, lambda: self._give_back(link, m.Release(begun.number)), ask=ask)
+        return Recoding(
+            begun.recoded, lambda: self._give_back(link, m.Release(begun.number)), ask=ask
+        )
 
     def snapshot(self, *, deadline_s: float | None = None) -> EventBatch:
         """Return the visible chunks in the node's memory as events; `events` continues from there.
@@ -335,7 +383,9 @@ class NodeClient:
             found += part.clients
         return found
 
-    def kick(self, *, number: int = 0, pid: int = 0, deadline_s: float | None = None) -> list[m.Client]:
+    def kick(
+        self, *, number: int = 0, pid: int = 0, deadline_s: float | None = None
+    ) -> list[m.Client]:
         """End the client with that number, or the clients of a process.
 
         Returns them as they were.
@@ -389,16 +439,26 @@ class NodeClient:
     def _check_process(self) -> None:
         # two processes on one connection would read each other's answers
         if self._pid != os.getpid():
-            raise NodeError("this client was made before the process forked; make one in each process")
+            raise NodeError(
+                "this client was made before the process forked; make one in each process"
+            )
 
-    def _call(self, request: m.Message, expected: type[Kind], deadline_s: float | None, link: Link | None = None) -> Kind:
+    def _call(
+        self,
+        request: m.Message,
+        expected: type[Kind],
+        deadline_s: float | None,
+        link: Link | None = None,
+    ) -> Kind:
         link = link or self._membership.link or self._current(_operation(request))
         answer = self._ask(request, deadline_s, link)
         if not isinstance(answer, expected):
             raise self._misunderstood(answer, link)
         return answer
 
-    def _ask(self, request: m.Message, deadline_s: float | None, link: Link, *, keep: bool = False) -> m.Answer:
+    def _ask(
+        self, request: m.Message, deadline_s: float | None, link: Link, *, keep: bool = False
+    ) -> m.Answer:
         """Send a request, and return its answer.
 
         keep: send it even if the node is silent or the deadline passes; for requests that return a
@@ -417,7 +477,9 @@ class NodeClient:
             raise
         except OSError as error:
             self._break(link, str(error))
-            raise NodeLost(f"{_operation(request)}: lost the node on {self.path}: {error}") from None
+            raise NodeLost(
+                f"{_operation(request)}: lost the node on {self.path}: {error}"
+            ) from None
         except BaseException as error:
             if link.is_broken:
                 self._break(link, str(error) or type(error).__name__)
@@ -437,7 +499,11 @@ class NodeClient:
         self._give_back(link, m.Release(ticket) if ticket else None)
 
     def _commit(self, link: Link, room: int, chunks: Sequence[int], checksums: bytes) -> int:
-        return self._call(m.Commit(room, list(chunks), checksums), m.Done, None, link).mark if room and chunks else 0
+        return (
+            self._call(m.Commit(room, list(chunks), checksums), m.Done, None, link).mark
+            if room and chunks
+            else 0
+        )
 
     def _report_damage(self, link: Link, loan: int, offsets: list[int]) -> None:
         """Report damaged chunks. Never raises: the reader has its own error.
@@ -474,7 +540,9 @@ class NodeClient:
             if lost:
                 self._wake.set()
         if lost:
-            log.warning("lost the node on %s (%s); computing without it until it is back", self.path, why)
+            log.warning(
+                "lost the node on %s (%s); computing without it until it is back", self.path, why
+            )
         link.retire(at_once=False)
 
     def _keep(self) -> None:

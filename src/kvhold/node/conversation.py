@@ -8,7 +8,7 @@
         data = conversation.sent(send(data))              # or fail(error)
     for number, answer in conversation.read(receive(), now_s):
         conversation.deliver(number, answer)
-    call.answer                                           # past its deadline: conversation.give_up(call)
+    call.answer  # past its deadline: conversation.give_up(call)
 
 Answers are matched to calls by number, in any order. A caller may give its call up. If no byte of
 the request is sent yet, the request is dropped. Otherwise the answer is late: no caller gets it,
@@ -80,7 +80,12 @@ class Conversation:
     def prepare(self, request: m.Message, *, keep: bool = False) -> Call:
         """Number and encode a request. Raises ProtocolError when the node could not accept it."""
         number = next(self._numbers)
-        return Call(number, memoryview(encode(request, number)), grants=isinstance(request, _GRANTING), keep=keep)
+        return Call(
+            number,
+            memoryview(encode(request, number)),
+            grants=isinstance(request, _GRANTING),
+            keep=keep,
+        )
 
     def begin(self, call: Call, now_s: float) -> None:
         """Queue the request."""

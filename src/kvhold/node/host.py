@@ -2,7 +2,7 @@
 it.
 
     environ = node_environment(os.environ, config)     # for the process that is spawned
-    belong_to_host(keep=(pipe,))                        # in that process, before it makes threads, files or memory
+    belong_to_host(keep=(pipe,))  # in that process, before it makes threads, files or memory
     raise_priority(config.node.nice)
 
 An engine may pin itself to a few cores and to the memory of one NUMA node, run with another
@@ -58,13 +58,23 @@ def node_environment(environ: Mapping[str, str], config: Config) -> dict[str, st
     Kept are `_KEPT`, the names in `node.environment`, and the variables that settings refer to for
     secrets and encryption keys.
     """
-    named = set(config.node.environment) | referenced_variables((*config.tiers, *config.encryption.keys))
-    return {name: value for name, value in environ.items() if name in named or _KEPT_NAME.fullmatch(name)}
+    named = set(config.node.environment) | referenced_variables(
+        (*config.tiers, *config.encryption.keys)
+    )
+    return {
+        name: value
+        for name, value in environ.items()
+        if name in named or _KEPT_NAME.fullmatch(name)
+    }
 
 
 def spawn_attributes() -> dict[str, Any]:
     """Return arguments for `os.posix_spawn`: a new session, no signal blocked or ignored."""
-    usual = [number for number in signal.valid_signals() if number not in (signal.SIGKILL, signal.SIGSTOP)]
+    usual = [
+        number
+        for number in signal.valid_signals()
+        if number not in (signal.SIGKILL, signal.SIGSTOP)
+    ]
     return {"setsid": True, "setsigmask": [], "setsigdef": usual}
 
 

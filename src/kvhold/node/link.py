@@ -60,7 +60,9 @@ class _Mapping:
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
-        self._toucher = Toucher([region.first(_TOUCHED_BYTES) for region in arena.regions], after_s=_TOUCH_AFTER_S).start()
+        self._toucher = Toucher(
+            [region.first(_TOUCHED_BYTES) for region in arena.regions], after_s=_TOUCH_AFTER_S
+        ).start()
         self.buffer: npt.NDArray[np.uint8] | None = np.frombuffer(arena.buffer, dtype=np.uint8)
 
     def close(self) -> None:
@@ -283,10 +285,16 @@ class Link:
         Threads that the child does not have may hold the parent's locks, so the child gets new
         ones.
         """
-        self._count_lock, self._send_lock, self._lock = threading.Lock(), threading.Lock(), threading.Lock()
+        self._count_lock, self._send_lock, self._lock = (
+            threading.Lock(),
+            threading.Lock(),
+            threading.Lock(),
+        )
         self._change = threading.Condition(self._lock)
         self._lifetime.forget_callers()
-        self._conversation.fail(ConnectionError("this process was forked from the one that joined the node"))
+        self._conversation.fail(
+            ConnectionError("this process was forked from the one that joined the node")
+        )
         self._close_sockets()
 
     def _enter(self) -> None:
@@ -311,7 +319,9 @@ class Link:
                 fd = os.dup(self._arena_fd)  # `attach` owns it, even if it fails
             except OSError as error:
                 raise NodeError(f"the node's arena could not be mapped: {error}") from None
-            mapping = self._mappings[writable] = _Mapping(Arena.attach(fd, nbytes, huge, writable=writable))
+            mapping = self._mappings[writable] = _Mapping(
+                Arena.attach(fd, nbytes, huge, writable=writable)
+            )
         assert mapping.buffer is not None
         return mapping.buffer
 
@@ -347,7 +357,9 @@ class Link:
 
         Raises TimeoutError, OSError.
         """
-        if not self._send_lock.acquire(blocking=False) and not self._send_lock.acquire(timeout=max(0.0, until - time.monotonic())):
+        if not self._send_lock.acquire(blocking=False) and not self._send_lock.acquire(
+            timeout=max(0.0, until - time.monotonic())
+        ):
             raise TimeoutError
         try:
             with self._lock:
@@ -427,7 +439,9 @@ class Link:
             nbytes = self._socket.recv_into(self._incoming)
             if not nbytes:
                 raise ConnectionError("the node closed the connection")
-            for number, answer in self._conversation.read(self._incoming[:nbytes], time.monotonic()):
+            for number, answer in self._conversation.read(
+                self._incoming[:nbytes], time.monotonic()
+            ):
                 with self._lock:
                     self._conversation.deliver(number, answer)
         except BlockingIOError:
@@ -445,7 +459,9 @@ class Link:
             raise TimeoutError
 
     def _fail(self, error: BaseException, cut_short: str) -> None:
-        self._conversation.fail(error if isinstance(error, OSError | ProtocolError) else ConnectionError(cut_short))
+        self._conversation.fail(
+            error if isinstance(error, OSError | ProtocolError) else ConnectionError(cut_short)
+        )
 
     def _check(self) -> None:
         if (error := self._conversation.error) is not None:
@@ -473,7 +489,9 @@ def _forget_links() -> None:
 os.register_at_fork(after_in_child=_forget_links)
 
 
-def _join(path: Path, name: str, timeout_s: float, requires: bytes) -> tuple[socket.socket, m.Welcome, int]:
+def _join(
+    path: Path, name: str, timeout_s: float, requires: bytes
+) -> tuple[socket.socket, m.Welcome, int]:
     """Connect and greet. Returns the socket, the node's welcome, and the arena's descriptor.
 
     Raises NodeError.
@@ -487,14 +505,24 @@ def _join(path: Path, name: str, timeout_s: float, requires: bytes) -> tuple[soc
         sock.settimeout(timeout_s)
         sock.connect(str(path))
         if (uid := peer_user(sock)) != os.getuid():
-            raise NodeError(f"the node on {path} belongs to user {uid}; you are user {os.getuid()}: run your own, on a socket of your own")
-        hello = encode(m.Hello(m.MAGIC, m.PROTOCOL_VERSION, name[:_MOST_NAME], os.getpid(), requires))
+            raise NodeError(
+                f"the node on {path} belongs to user {uid}; you are user {os.getuid()}: "
+                "run your own, on a socket of your own"
+            )
+        hello = encode(
+            m.Hello(m.MAGIC, m.PROTOCOL_VERSION, name[:_MOST_NAME], os.getpid(), requires)
+        )
         if len(hello) > LENGTH_BYTES + m.MAX_HELLO_BYTES:
-            raise NodeError(f"the settings name more tiers than a node can be told of: {len(hello)} bytes of {m.MAX_HELLO_BYTES}")
+            raise NodeError(
+                f"the settings name more tiers than a node can be told of: {len(hello)} "
+                f"bytes of {m.MAX_HELLO_BYTES}"
+            )
         with suppress(BrokenPipeError):  # the node has refused already; its reason is read below
             sock.sendall(hello)
         data, fds = _receive_with_descriptors(sock)
-        while len(data) < LENGTH_BYTES or len(data) < LENGTH_BYTES + body_length(data, m.MAX_HELLO_BYTES):
+        while len(data) < LENGTH_BYTES or len(data) < LENGTH_BYTES + body_length(
+            data, m.MAX_HELLO_BYTES
+        ):
             more = sock.recv(65536)
             if not more:
                 raise ConnectionError("the connection was closed")
@@ -504,19 +532,27 @@ def _join(path: Path, name: str, timeout_s: float, requires: bytes) -> tuple[soc
             raise NodeRefused(f"the node on {path} refused: {greeting.reason}")
         if greeting.version != m.PROTOCOL_VERSION:
             raise NodeError(
-                f"the node on {path} (kvhold {greeting.node}) speaks protocol {greeting.version}, this client {m.PROTOCOL_VERSION}; "
+                f"the node on {path} (kvhold {greeting.node}) speaks protocol "
+                f"{greeting.version}, this client {m.PROTOCOL_VERSION}; "
                 f"install the same kvhold on both sides, then restart the node (kvhold stop)"
             )
         if len(fds) != _DESCRIPTORS:
             raise ProtocolError("the node sent no arena")
         if greeting.different:
-            log.warning("the node on %s has other settings than this process: %s (node.on_mismatch)", path, greeting.different)
+            log.warning(
+                "the node on %s has other settings than this process: %s (node.on_mismatch)",
+                path,
+                greeting.different,
+            )
         (arena,) = fds
         fds = []
         return sock, greeting, arena
     except (FileNotFoundError, ConnectionRefusedError):
         sock.close()
-        raise NodeError(f"no node runs on {path}. The first engine that uses kvhold starts one, or `kvhold serve --detach`") from None
+        raise NodeError(
+            f"no node runs on {path}. The first engine that uses kvhold starts one, or "
+            "`kvhold serve --detach`"
+        ) from None
     except (OSError, ProtocolError) as error:
         sock.close()
         raise NodeError(f"cannot join a node on {path}: {error}") from None
@@ -537,7 +573,9 @@ def _receive_with_descriptors(sock: socket.socket) -> tuple[bytes, list[int]]:
     arena alive.
     """
     fds = array("i")
-    data, ancillary, flags, _ = sock.recvmsg(65536, socket.CMSG_LEN(_DESCRIPTORS * fds.itemsize), socket.MSG_CMSG_CLOEXEC)
+    data, ancillary, flags, _ = sock.recvmsg(
+        65536, socket.CMSG_LEN(_DESCRIPTORS * fds.itemsize), socket.MSG_CMSG_CLOEXEC
+    )
     for level, kind, content in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             fds.frombytes(content[: len(content) - len(content) % fds.itemsize])

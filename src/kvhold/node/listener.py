@@ -31,7 +31,12 @@ EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 class Listener:
     """One listening socket."""
 
-    def __init__(self, sock: socket.socket, make_protocol: Callable[[], asyncio.BaseProtocol], refusal: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        make_protocol: Callable[[], asyncio.BaseProtocol],
+        refusal: Callable[[], str],
+    ) -> None:
         """Keep a descriptor in reserve.
 
         sock:    bound; this object owns it
@@ -80,7 +85,9 @@ class Listener:
     def _join(self, connection: socket.socket) -> None:
         assert self._loop is not None
         connection.setblocking(False)
-        task = self._loop.create_task(self._loop.connect_accepted_socket(self._make_protocol, connection))
+        task = self._loop.create_task(
+            self._loop.connect_accepted_socket(self._make_protocol, connection)
+        )
         self._joining.add(task)
         task.add_done_callback(self._joining.discard)
 

@@ -1,6 +1,6 @@
 """Connections that have not logged in yet, and the log lines about strangers.
 
-    crowded_out = logins.add(task, network_of(host))      # the connection that must be closed, or None
+    crowded_out = logins.add(task, network_of(host))  # the connection that must be closed, or None
     logins.remove(task)                                   # it has logged in, or has ended
 
 These connections have limits of their own, in total and per network, so they never displace a host
@@ -77,7 +77,11 @@ class StrangersLog:
         now_s = self._clock()
         if now_s - self._since_s >= _PERIOD_S:
             if self._num_silent:
-                self._log.warning("refused %d more clients in the last %.0f s", self._num_silent, now_s - self._since_s)
+                self._log.warning(
+                    "refused %d more clients in the last %.0f s",
+                    self._num_silent,
+                    now_s - self._since_s,
+                )
             self._since_s, self._num_lines, self._num_silent = now_s, 0, 0
         self._num_lines += 1
         if self._num_lines <= _LINES:

@@ -1,6 +1,7 @@
 """The node's log file, with a limit on its size and on repeated lines.
 
-    write_log(path, max_bytes=10 << 20, files=3)      # instead of standard error, for the process's whole life
+    write_log(path, max_bytes=10 << 20, files=3)  # instead of standard error, for the process's
+    whole life
 
 A full file is renamed to `node.log.1`, that to `node.log.2`, and so on; the oldest is removed.
 Standard output and error go to the current file, so that the limit covers the output of libraries,
@@ -40,7 +41,10 @@ class RepeatFilter(logging.Filter):
         since_s, count = self._counts.get(kind, (now_s, 0))
         if now_s - since_s >= _PERIOD_S:
             if count > _BURST:
-                record.msg = f"{record.getMessage()} ({count - _BURST} more such lines in the last {now_s - since_s:.0f} s)"
+                record.msg = (
+                    f"{record.getMessage()} ({count - _BURST} more such lines in the last "
+                    f"{now_s - since_s:.0f} s)"
+                )
                 record.args = ()
             since_s, count = now_s, 0
         if len(self._counts) >= _MOST_KINDS:
@@ -70,7 +74,8 @@ class _LogFile(RotatingFileHandler):
         fd = open_beside(Path(self.baseFilename), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for standard in (1, 2):
             os.dup2(fd, standard)
-        return open(fd, "a", encoding="utf-8", errors="backslashreplace")  # noqa: PTH123 - the handler closes it
+        # the handler closes it
+        return open(fd, "a", encoding="utf-8", errors="backslashreplace")  # noqa: PTH123
 
     def doRollover(self) -> None:
         """Start a new file. With one file in all, that one is emptied."""

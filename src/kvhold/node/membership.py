@@ -3,10 +3,10 @@ close it.
 
     membership = Membership(path, link)
     link = membership.current("lookup")                  # NodeError: no node now
-    membership.is_silent(link, after_s=1)                # it owes an answer, and has sent nothing for 1 s
+    membership.is_silent(link, after_s=1)  # it owes an answer, and has sent nothing for 1 s
     membership.lose(link)                                # later calls raise NodeError, until
-    while told := membership.introduce(new_link, known): # ... a new link has been told every namespace
-        ...
+    while told := membership.introduce(new_link, known): # ... a new link has been told every
+        namespace ...
 
 `NodeClient` runs it for threads, the simulation runs it for tasks. Where threads share one, they
 hold a lock around each call, but for `current`, `is_silent` and `return_within_s`.
@@ -128,7 +128,11 @@ class Departures:
     def told(self, departed: m.Departed) -> None:
         """Forget a link that the node was told about."""
         with self._lock:
-            self._links = [left for left in self._links if (left.welcome.run, left.welcome.number) != (departed.run, departed.number)]
+            self._links = [
+                left
+                for left in self._links
+                if (left.welcome.run, left.welcome.number) != (departed.run, departed.number)
+            ]
 
     def forget_in_child(self) -> None:
         """Forget all links in a forked child: they are the parent's.
@@ -154,7 +158,9 @@ class Duty(enum.Enum):
 class Membership(Generic[AnyLink]):
     """The state of one client: its link, its namespaces, its attempts to join."""
 
-    def __init__(self, where: object, link: AnyLink | None = None, departures: Departures | None = None) -> None:
+    def __init__(
+        self, where: object, link: AnyLink | None = None, departures: Departures | None = None
+    ) -> None:
         """Begin with a link, or without one.
 
         where:      the node's address, for messages
@@ -178,7 +184,9 @@ class Membership(Generic[AnyLink]):
         if self.closed:
             raise NodeError(f"{operation}: this client is closed")
         if link is None:
-            raise NodeLost(f"{operation}: no node on {self.where} now; looking for it in the background")
+            raise NodeLost(
+                f"{operation}: no node on {self.where} now; looking for it in the background"
+            )
         return link
 
     def is_silent(self, link: AnyLink, after_s: float) -> bool:
@@ -190,7 +198,10 @@ class Membership(Generic[AnyLink]):
 
         It is not asked, so that callers do not wait one after another.
         """
-        return NodeError(f"{operation}: the node on {self.where} has not answered for {link.silent_s:.1f} s; not waiting for it again")
+        return NodeError(
+            f"{operation}: the node on {self.where} has not answered for "
+            f"{link.silent_s:.1f} s; not waiting for it again"
+        )
 
     def return_within_s(self, link: AnyLink, call_timeout_s: float) -> float | None:
         """Return how long to wait for the return of a grant.
@@ -220,7 +231,9 @@ class Membership(Generic[AnyLink]):
 
         told: the digests that are registered on it already
         """
-        missing = [request for namespace, request in self._registered.items() if namespace not in told]
+        missing = [
+            request for namespace, request in self._registered.items() if namespace not in told
+        ]
         if not missing and not self.closed:
             self.link = link
             self._refusal = ""

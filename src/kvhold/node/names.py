@@ -48,7 +48,9 @@ class Names:
         after:  the last digest of the page before
         prefix: hexadecimal digits that the digests begin with
         """
-        found = sorted(digest for digest in self._spaces if digest > after and digest.hex().startswith(prefix))
+        found = sorted(
+            digest for digest in self._spaces if digest > after and digest.hex().startswith(prefix)
+        )
         return [self._spaces[digest] for digest in found[:PAGE_SPACES]], len(found) > PAGE_SPACES
 
     def digests(self) -> list[bytes]:

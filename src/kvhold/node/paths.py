@@ -43,7 +43,9 @@ def socket_path(configured: str) -> Path:
     """
     path = Path(configured).expanduser().absolute() if configured else default_socket()
     if len(os.fsencode(path)) > _MAX_PATH:
-        raise NodeError(f"node.socket {path} is too long: a Unix socket's path has at most {_MAX_PATH} bytes")
+        raise NodeError(
+            f"node.socket {path} is too long: a Unix socket's path has at most {_MAX_PATH} bytes"
+        )
     return path
 
 
@@ -72,7 +74,12 @@ def clears_path(path: Path) -> Path:
         folder = beside.parent
     if not _is_free_or_ours(folder):
         if folder != beside.parent:
-            log.warning("%s cannot be used: clears that tiers owe are in %s, which a reboot may remove; see clears_file", folder, beside)
+            log.warning(
+                "%s cannot be used: clears that tiers owe are in %s, which a reboot may "
+                "remove; see clears_file",
+                folder,
+                beside,
+            )
         return beside
     digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
     return folder / f"{socket.gethostname()}-{digest}.clears"
@@ -94,9 +101,15 @@ def prepare_folder(path: Path, *, any_owner: bool = False) -> None:
     try:
         os.close(open_folder(folder, any_owner=any_owner))
     except Unsafe as error:
-        raise NodeError(f"node.socket: {error}; or set node.any_owner=true, if nobody else can reach that folder") from None
+        raise NodeError(
+            f"node.socket: {error}; or set node.any_owner=true, if nobody else can reach "
+            "that folder"
+        ) from None
     except OSError as error:
-        raise NodeError(f"node.socket: cannot make the folder {folder}: {error.strerror}; choose a place you can write") from None
+        raise NodeError(
+            f"node.socket: cannot make the folder {folder}: {error.strerror}; choose a "
+            "place you can write"
+        ) from None
     if not os.access(folder, os.W_OK | os.X_OK):
         raise NodeError(f"node.socket: cannot write to {folder}; choose a place you can write")
 
@@ -117,7 +130,9 @@ def open_beside(path: Path, flags: int) -> int:
 
 def peer_user(connection: socket.socket) -> int:
     """Return the user id of the process at the other end of a Unix socket, from the kernel."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    credentials = connection.getsockopt(
+        socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
+    )
     uid: int = struct.unpack("3i", credentials)[1]
     return uid
 
@@ -159,4 +174,9 @@ def _is_free_or_ours(folder: Path) -> bool:
 
 @cache
 def _warn_once(usual: Path, chosen: Path) -> None:
-    log.warning("%s is not this user's alone; the node's socket is in %s instead. Set node.socket to choose a place", usual, chosen)
+    log.warning(
+        "%s is not this user's alone; the node's socket is in %s instead. Set node.socket "
+        "to choose a place",
+        usual,
+        chosen,
+    )

@@ -49,7 +49,9 @@ class Peer:
     @classmethod
     def of(cls, connection: socket.socket) -> "Peer":
         """Return the process that connected, from the kernel."""
-        pid, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        pid, uid, _ = _CREDENTIALS.unpack(
+            connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        )
         return cls(pid, uid, _start_of(pid) if _proc_is_ours() else -1)
 
     def has_ended(self) -> bool:
@@ -76,13 +78,18 @@ class Peer:
         Raises NodeError if it cannot be watched.
         """
         try:
-            (fd,) = struct.unpack("i", connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, struct.calcsize("i")))
+            (fd,) = struct.unpack(
+                "i", connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, struct.calcsize("i"))
+            )
             return ProcessEnd(fd)
         except OSError as error:
             if error.errno != errno.ENOPROTOOPT:  # Linux before 6.5
                 raise NodeError(f"process {self.pid} cannot be watched: {error}") from None
         if self.pid <= 0 or self.start < 0:
-            raise NodeError("the node and this process are in different PID namespaces, and Linux before 6.5 does not show its end then")
+            raise NodeError(
+                "the node and this process are in different PID namespaces, and Linux "
+                "before 6.5 does not show its end then"
+            )
         try:
             fd = os.pidfd_open(self.pid)
         except OSError as error:

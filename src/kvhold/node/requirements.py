@@ -53,7 +53,8 @@ def check(required: Requirements, offered: Requirements) -> tuple[str, ...]:
     fatal = missing.refused + (missing.different if required.refuse else ())
     if fatal:
         raise NodeError(
-            f"{'; '.join(fatal)}. End that node (kvhold stop), and the next engine starts one with its own settings; "
+            f"{'; '.join(fatal)}. End that node (kvhold stop), and the next engine starts "
+            "one with its own settings; "
             f"or give both the same `tiers` and `encryption`"
         )
     return missing.different

@@ -88,14 +88,18 @@ class Node:
         self._idle_exit_s = idle_exit_s
         self._lock = _SocketLock(self.path, any_owner=config.node.any_owner)
         try:
-            arena = Arena.create(config.ram_bytes or default_arena_bytes(), huge_pages=config.huge_pages)
+            arena = Arena.create(
+                config.ram_bytes or default_arena_bytes(), huge_pages=config.huge_pages
+            )
         except BaseException:
             self._lock.close()
             raise
         self._prepare(config, arena, new_state(config, arena))
         try:
             _place_arena(self.arena, config.node.numa)
-            self._mover = make_mover(config, self.state, self._post, clears_path(self.path) if config.tiers else None)
+            self._mover = make_mover(
+                config, self.state, self._post, clears_path(self.path) if config.tiers else None
+            )
         except BaseException:
             self.arena.close()
             self._lock.close()
@@ -183,7 +187,11 @@ class Node:
             self._toucher.start()
             self._scrubber.start()
         except RuntimeError as error:
-            log.error("the host has no more threads for this node (%s): it touches no pages ahead, or compares no idle chunks", error)
+            log.error(
+                "the host has no more threads for this node (%s): it touches no pages "
+                "ahead, or compares no idle chunks",
+                error,
+            )
         finally:
             started.set()
 
@@ -225,7 +233,11 @@ class Node:
                     "recent_longest_turn_cpu_s": round(recent_cpu_s, 6),
                 },
                 "clients": [
-                    {"name": c.session.name, "pid": c.session.pid, "silent_s": round(now - c.last_heard_s, 3)}
+                    {
+                        "name": c.session.name,
+                        "pid": c.session.pid,
+                        "silent_s": round(now - c.last_heard_s, 3),
+                    }
                     for c in self.connections
                     if c.session is not None
                 ],
@@ -334,7 +346,10 @@ class Node:
             return ""
         self.metrics.add("kvhold_protocol_errors", reason="too many")
         self.metrics.add("kvhold_connections", result="refused")
-        return f"the node has {len(self.connections)} clients, as many as its descriptors allow; raise `ulimit -n` and restart it"
+        return (
+            f"the node has {len(self.connections)} clients, as many as its descriptors allow; "
+            "raise `ulimit -n` and restart it"
+        )
 
     async def _watch_clients(self) -> None:
         """Drop the connections of dead processes, every second.
@@ -357,15 +372,24 @@ class Node:
         """Return one page of the clients and their holdings, in the order of their numbers, from
         number `first` on.
         """
-        known = sorted((c for c in self.connections if c.session is not None and c.number >= first), key=lambda c: c.number)
-        return m.ClientList([c.describe() for c in known[:_CLIENTS_A_PAGE]], more=len(known) > _CLIENTS_A_PAGE)
+        known = sorted(
+            (c for c in self.connections if c.session is not None and c.number >= first),
+            key=lambda c: c.number,
+        )
+        return m.ClientList(
+            [c.describe() for c in known[:_CLIENTS_A_PAGE]], more=len(known) > _CLIENTS_A_PAGE
+        )
 
     def kick(self, number: int, pid: int) -> m.ClientList:
         """End the client with that number; if it is 0, all clients of a process.
 
         Returns them as they were.
         """
-        kicked = [c for c in self.connections if c.session is not None and (c.number == number if number else c.session.pid == pid)]
+        kicked = [
+            c
+            for c in self.connections
+            if c.session is not None and (c.number == number if number else c.session.pid == pid)
+        ]
         ended = [c.describe() for c in kicked]
         for connection in kicked:
             connection.kick()
@@ -377,15 +401,24 @@ class Node:
         Ignored if the client is another process's.
         """
         for connection in list(self.connections):
-            if run == self.run and connection.number == number and connection.session is not None and connection.session.pid == pid:
+            if (
+                run == self.run
+                and connection.number == number
+                and connection.session is not None
+                and connection.session.pid == pid
+            ):
                 connection.depart()
 
     async def _until_stopped(self) -> None:
         while not self._stopped.is_set():
             try:
-                await asyncio.wait_for(self._stopped.wait(), timeout=1.0 if self._idle_exit_s is not None else None)
+                await asyncio.wait_for(
+                    self._stopped.wait(), timeout=1.0 if self._idle_exit_s is not None else None
+                )
             except TimeoutError:
-                idle = not self.connections and time.monotonic() - self._empty_since_s > (self._idle_exit_s or 0)
+                idle = not self.connections and time.monotonic() - self._empty_since_s > (
+                    self._idle_exit_s or 0
+                )
                 if idle:
                     log.info("no clients for %.0f s: ending", self._idle_exit_s)
                     return
@@ -427,9 +460,14 @@ class _Connection(asyncio.BufferedProtocol):
         if self._node.is_ending:  # accepted just before the listener closed
             transport.close()
         elif self._peer.uid != os.getuid():
-            self._refuse(f"this node serves user {os.getuid()} alone; you are user {self._peer.uid}", "foreign user")
+            self._refuse(
+                f"this node serves user {os.getuid()} alone; you are user {self._peer.uid}",
+                "foreign user",
+            )
         else:
-            self._hello_timer = asyncio.get_running_loop().call_later(_HELLO_WITHIN_S, self._refuse, "no Hello", "no hello")
+            self._hello_timer = asyncio.get_running_loop().call_later(
+                _HELLO_WITHIN_S, self._refuse, "no Hello", "no hello"
+            )
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._node.incoming
@@ -524,8 +562,17 @@ class _Connection(asyncio.BufferedProtocol):
             self._hello_timer.cancel()
         self._stop_answering()
         self._is_closed = True
-        if self._process_end is not None and not self._has_departed and self.session is not None and self.session.touches_memory:
-            log.info("client %s (pid %d) has closed its connection; a device may still copy until it has ended", *self._who)
+        if (
+            self._process_end is not None
+            and not self._has_departed
+            and self.session is not None
+            and self.session.touches_memory
+        ):
+            log.info(
+                "client %s (pid %d) has closed its connection; a device may still copy "
+                "until it has ended",
+                *self._who,
+            )
             self._process_end.then(self._leave)
         else:
             self._leave()
@@ -608,9 +655,18 @@ class _Connection(asyncio.BufferedProtocol):
         """
         if self._process_end is not None:
             return
-        if self._peer is not None and self._transport is not None and not self._transport.is_closing() and self._peer.has_ended():
+        if (
+            self._peer is not None
+            and self._transport is not None
+            and not self._transport.is_closing()
+            and self._peer.has_ended()
+        ):
             name = self.session.name if self.session is not None else "a client"
-            log.info("the process of %s (pid %d) has ended, and a child of it keeps its socket", name, self._peer.pid)
+            log.info(
+                "the process of %s (pid %d) has ended, and a child of it keeps its socket",
+                name,
+                self._peer.pid,
+            )
             self._transport.abort()
 
     def close(self, why: str) -> None:
@@ -625,10 +681,13 @@ class _Connection(asyncio.BufferedProtocol):
 
     def _greet(self, hello: m.Hello) -> None:
         if hello.magic != m.MAGIC:
-            raise ProtocolError("this is a kvhold node's socket; the first message must be a kvhold Hello")
+            raise ProtocolError(
+                "this is a kvhold node's socket; the first message must be a kvhold Hello"
+            )
         if hello.version != m.PROTOCOL_VERSION:
             self._refuse(
-                f"the node (kvhold {__version__}) speaks protocol {m.PROTOCOL_VERSION}, the client {hello.version}; "
+                f"the node (kvhold {__version__}) speaks protocol {m.PROTOCOL_VERSION}, "
+                f"the client {hello.version}; "
                 f"install the same kvhold on both sides, then restart the node (kvhold stop)",
                 "version",
             )
@@ -661,7 +720,9 @@ class _Connection(asyncio.BufferedProtocol):
             self._refuse(no_descriptor(error), "too many")
             return
         pid = self._peer.pid if self._peer is not None else 0
-        self.session = Session(self._node.state, hello, self._node, pid, watch_process=self._watch_process)
+        self.session = Session(
+            self._node.state, hello, self._node, pid, watch_process=self._watch_process
+        )
         self._node.metrics.add("kvhold_connections", result="accepted")
         log.info("client %s (pid %d) joined", self.session.name, self.session.pid)
 
@@ -673,7 +734,10 @@ class _Connection(asyncio.BufferedProtocol):
         assert self._transport is not None
         # Nothing was sent before on this socket, so it accepts these few bytes at once. asyncio
         # cannot send descriptors.
-        with socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno())) as raw, suppress(BrokenPipeError):
+        with (
+            socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno())) as raw,
+            suppress(BrokenPipeError),
+        ):
             socket.send_fds(raw, [encode(welcome)], [self._node.arena.fd])
 
     def _send(self, answer: m.Message, number: int) -> None:
@@ -684,13 +748,19 @@ class _Connection(asyncio.BufferedProtocol):
 
     def _refuse(self, reason: str, kind: str) -> None:
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(encode(m.Refused(reason, fatal=True), _UNASKED if self.session is not None else None))
+            self._transport.write(
+                encode(
+                    m.Refused(reason, fatal=True), _UNASKED if self.session is not None else None
+                )
+            )
         self._hang_up(reason, kind)
 
     def _hang_up(self, reason: str, kind: str) -> None:
         log.warning("refused a client: %s", reason)
         self._node.metrics.add("kvhold_protocol_errors", reason=kind)
-        self._node.metrics.add("kvhold_connections", result="refused" if self.session is None else "lost")
+        self._node.metrics.add(
+            "kvhold_connections", result="refused" if self.session is None else "lost"
+        )
         if self._transport is None:
             return
         if self.session is not None and self.session.touches_memory:
@@ -726,11 +796,19 @@ def _place_arena(arena: Arena, numa: str) -> None:
         try:
             wanted = parse_list(numa)
         except ValueError as error:
-            raise ConfigError(f"node.numa = {numa!r}: spread, engine, or a list of NUMA nodes such as 0,1 ({error})") from None
+            raise ConfigError(
+                f"node.numa = {numa!r}: spread, engine, or a list of NUMA nodes such as "
+                f"0,1 ({error})"
+            ) from None
         if not wanted or not set(wanted) <= set(nodes):
-            raise ConfigError(f"node.numa = {numa!r}: the NUMA nodes with memory here are {format_list(nodes) or 'not known'}")
+            raise ConfigError(
+                f"node.numa = {numa!r}: the NUMA nodes with memory here are "
+                f"{format_list(nodes) or 'not known'}"
+            )
     if not interleave(arena.regions, wanted):
-        log.warning("the host does not let the arena be spread over NUMA nodes %s", format_list(wanted))
+        log.warning(
+            "the host does not let the arena be spread over NUMA nodes %s", format_list(wanted)
+        )
 
 
 def _now() -> tuple[float, float]:
@@ -745,12 +823,17 @@ def _remove_stale(path: Path) -> None:
     """
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
-            raise NodeError(f"node.socket: {path} is there already, and is no socket; remove it or choose another path")
+            raise NodeError(
+                f"node.socket: {path} is there already, and is no socket; remove it or "
+                "choose another path"
+            )
         path.unlink()
     except FileNotFoundError:
         return
     except OSError as error:
-        raise NodeError(f"node.socket: cannot remove the old socket {path}: {error.strerror}") from None
+        raise NodeError(
+            f"node.socket: cannot remove the old socket {path}: {error.strerror}"
+        ) from None
 
 
 def _lock(fd: int) -> None:
@@ -783,15 +866,23 @@ class _SocketLock:
         except Unsafe as error:
             raise NodeError(f"node.socket: {error}") from None
         except OSError as error:
-            raise NodeError(f"node.socket: cannot write {self._file}: {error.strerror}; choose a place you can write") from None
+            raise NodeError(
+                f"node.socket: cannot write {self._file}: {error.strerror}; choose a place "
+                "you can write"
+            ) from None
         try:
             _lock(self._fd)
         except OSError as error:
             owner = os.read(self._fd, 32).decode(errors="replace").strip() or "unknown"
             os.close(self._fd)
             if error.errno not in (errno.EAGAIN, errno.EACCES):
-                raise NodeError(f"node.socket: cannot lock {self._file}: {error.strerror}") from None
-            raise NodeError(f"a node is running on {path} already (pid {owner}); use it, stop it, or set node.socket") from None
+                raise NodeError(
+                    f"node.socket: cannot lock {self._file}: {error.strerror}"
+                ) from None
+            raise NodeError(
+                f"a node is running on {path} already (pid {owner}); use it, stop it, or "
+                "set node.socket"
+            ) from None
         os.ftruncate(self._fd, 0)
         os.write(self._fd, f"{os.getpid()}\n".encode())
 

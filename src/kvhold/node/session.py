@@ -78,7 +78,13 @@ class Session:
     """One client after the handshake. `answer` takes one request at a time, in order."""
 
     def __init__(
-        self, state: CacheState, hello: m.Hello, node: Host, pid: int = 0, *, watch_process: Callable[[], None] = _watch_nothing
+        self,
+        state: CacheState,
+        hello: m.Hello,
+        node: Host,
+        pid: int = 0,
+        *,
+        watch_process: Callable[[], None] = _watch_nothing,
     ) -> None:
         """Start the session of a client that said `hello`.
 
@@ -145,7 +151,11 @@ class Session:
 
         Each is reported once.
         """
-        news = [ticket for ticket, told in self._arriving.items() if self._state.is_over(ticket) or self._state.num_come(ticket) > told]
+        news = [
+            ticket
+            for ticket, told in self._arriving.items()
+            if self._state.is_over(ticket) or self._state.num_come(ticket) > told
+        ]
         for ticket in news:
             del self._arriving[ticket]
         written = self._unwritten is not None and self._state.all_done(self._unwritten)
@@ -165,7 +175,9 @@ class Session:
         # the same: it is a method of the connection, which refers to this session
         self._watch_process = _watch_nothing
 
-    def _in_turns(self, turns: Turns[Result], answer: Callable[[Result], m.Answer]) -> m.Answer | Running[m.Answer]:
+    def _in_turns(
+        self, turns: Turns[Result], answer: Callable[[Result], m.Answer]
+    ) -> m.Answer | Running[m.Answer]:
         """Run the first turn. Returns the answer if that is enough, else the running call."""
 
         def run() -> Turns[m.Answer]:
@@ -182,11 +194,15 @@ class Session:
 
     def _register(self, request: m.Register) -> m.Answer:
         self._state.register(request.layout, request.namespace, request.terms)
-        self._node.names.learn(request.namespace, f"{self.name} (pid {self.pid})", request.description)
+        self._node.names.learn(
+            request.namespace, f"{self.name} (pid {self.pid})", request.description
+        )
         return m.Done()
 
     def _lookup(self, request: m.Lookup) -> m.Answer | Running[m.Answer]:
-        turns = self._state.lookup_turns(self, request.query, request.work, have_tokens=request.have_tokens)
+        turns = self._state.lookup_turns(
+            self, request.query, request.work, have_tokens=request.have_tokens
+        )
         return self._in_turns(turns, self._found)
 
     def _refresh(self, request: m.Refresh) -> m.Answer | Running[m.Answer]:
@@ -194,7 +210,9 @@ class Session:
         return self._in_turns(turns, lambda found: self._found(found, growth=request.growth))
 
     def _outcome(self, request: m.Outcome) -> m.Answer:
-        self._state.planner.came_of(request.request, load_s=request.load_s, compute_s=request.compute_s)
+        self._state.planner.came_of(
+            request.request, load_s=request.load_s, compute_s=request.compute_s
+        )
         return m.Done()
 
     def _explain(self, request: m.Explain) -> m.Answer:
@@ -212,7 +230,9 @@ class Session:
         return self._in_turns(self._state.prefetch_turns(self, request.query), lambda _: m.Done())
 
     def _claim(self, request: m.Claim) -> m.Answer | Running[m.Answer]:
-        turns = self._state.claim_turns(self, request.ticket, request.shard, request.first_chunk, arriving=request.arriving)
+        turns = self._state.claim_turns(
+            self, request.ticket, request.shard, request.first_chunk, arriving=request.arriving
+        )
         return self._in_turns(turns, lambda lent: m.Gone() if lent is None else self._lent(lent))
 
     def _lent(self, lent: Lent) -> m.Answer:
@@ -223,7 +243,11 @@ class Session:
         nbytes = sum(len(packed) for packed in lent.checksums)
         if nbytes > _MOST_CHECKSUMS:
             self._state.release(self, lent.loan)
-            return m.Refused(f"the claimed chunks have {nbytes} bytes of checksums; at most {_MOST_CHECKSUMS} fit an answer", fatal=False)
+            return m.Refused(
+                f"the claimed chunks have {nbytes} bytes of checksums; at most "
+                f"{_MOST_CHECKSUMS} fit an answer",
+                fatal=False,
+            )
         return m.Lent(lent.loan, lent.offsets, lent.num_tokens, lent.checksums)
 
     def _damaged(self, request: m.Damaged) -> m.Answer:
@@ -236,7 +260,9 @@ class Session:
 
     def _reserve(self, request: m.Reserve) -> m.Answer | Running[m.Answer]:
         layout = self._state.layout(request.layout)
-        turns = self._state.reserve_turns(self, layout, request.names, request.shard, groups=request.groups, terms=request.terms)
+        turns = self._state.reserve_turns(
+            self, layout, request.names, request.shard, groups=request.groups, terms=request.terms
+        )
         return self._in_turns(turns, lambda granted: m.Granted(granted.room, granted.offsets))
 
     def _commit(self, request: m.Commit) -> m.Answer | Running[m.Answer]:
@@ -267,7 +293,12 @@ class Session:
         return m.Done(int(done), self._state.mark)
 
     def _recode(self, request: m.Recode) -> m.Answer:
-        return m.Recoding(self._state.recode(self, Wish(request.tier, request.codec, request.namespace, request.query)), Recoded())
+        return m.Recoding(
+            self._state.recode(
+                self, Wish(request.tier, request.codec, request.namespace, request.query)
+            ),
+            Recoded(),
+        )
 
     def _progress(self, request: m.Progress) -> m.Answer:
         recoded = self._state.recodings.find(self, request.number)
@@ -277,9 +308,14 @@ class Session:
         if request.page == 0:
             self._seen = _Snapshot(*self._state.snapshot())
         if request.page != self._seen.page:
-            raise ProtocolError(f"page {request.page} of a snapshot; the next one is {self._seen.page}, and 0 begins another")
+            raise ProtocolError(
+                f"page {request.page} of a snapshot; the next one is {self._seen.page}, "
+                "and 0 begins another"
+            )
         entries = self._seen.take()
-        return m.Happened(snapshot_of(entries, self._seen.number), self._seen.number, more=self._seen.more)
+        return m.Happened(
+            snapshot_of(entries, self._seen.number), self._seen.number, more=self._seen.more
+        )
 
     def _events(self, request: m.Events) -> m.Answer:
         batch = self._state.events(request.after)
@@ -312,7 +348,9 @@ class Session:
 
     def _found(self, found: Found, *, growth: bool = False) -> m.Found:
         if found.arriving:
-            self._arriving[found.ticket] = self._state.num_come(found.ticket) if growth else math.inf
+            self._arriving[found.ticket] = (
+                self._state.num_come(found.ticket) if growth else math.inf
+            )
         else:
             self._arriving.pop(found.ticket, None)
         return m.Found(found.ticket, found.num_tokens, found.arriving, found.sources, found.reason)

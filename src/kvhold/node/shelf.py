@@ -4,9 +4,10 @@ Values are opaque bytes; their readers check them.
 
     shelf = Shelf(config); await shelf.start()
     sizes = await shelf.probe(keys)
-    await shelf.bring(keys)                              # from lower tiers into memory, if it has space
+    await shelf.bring(keys)  # from lower tiers into memory, if it has space
     with shelf.all_lent(keys) as values: ...             # pinned, not copied
-    room = shelf.reserve(key, nbytes, ttl_s)             # memory to receive into, or why not; then commit or abandon
+    room = shelf.reserve(key, nbytes, ttl_s)  # memory to receive into, or why not; then commit or
+    abandon
 
 One event loop. A value is written to lower tiers after the put is answered. At most
 `write_behind_bytes` are queued; further values stay in memory only.
@@ -46,14 +47,32 @@ class Shelf:
         """
         metrics = Metrics()
         stack = make_stack(config.tiers, plugins=config.plugins, metrics=metrics)
-        self._prepare(config, Arena.create(config.ram_bytes or default_arena_bytes(), huge_pages=config.huge_pages), stack, metrics)
+        self._prepare(
+            config,
+            Arena.create(config.ram_bytes or default_arena_bytes(), huge_pages=config.huge_pages),
+            stack,
+            metrics,
+        )
 
-    def _prepare(self, config: Config, arena: Arena, stack: Stack, metrics: Metrics, clock: Callable[[], float] = time.time) -> None:
+    def _prepare(
+        self,
+        config: Config,
+        arena: Arena,
+        stack: Stack,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         """Set up the store. A simulation passes its own memory, tiers and clock."""
         self.metrics = metrics
         self.arena = arena
         self._stack = stack
-        self.ram = RamTier(arena, make_policy(config.policy), metrics, quota_bytes=config.namespace_quota_bytes, clock=clock)
+        self.ram = RamTier(
+            arena,
+            make_policy(config.policy),
+            metrics,
+            quota_bytes=config.namespace_quota_bytes,
+            clock=clock,
+        )
         self._toucher = Toucher(self.arena.regions)
         self._limit_bytes = config.write_behind_bytes or self.arena.nbytes // 4
         self._drain_timeout_s = config.drain_timeout_s
@@ -72,7 +91,10 @@ class Shelf:
         sizes = await self.ram.probe(keys)
         missing = [key for key, size in zip(keys, sizes, strict=True) if size is None]
         places = await self._stack.probe(missing) if missing and len(self._stack) else {}
-        return [size if size is not None else places[key].nbytes if key in places else None for key, size in zip(keys, sizes, strict=True)]
+        return [
+            size if size is not None else places[key].nbytes if key in places else None
+            for key, size in zip(keys, sizes, strict=True)
+        ]
 
     async def bring(self, keys: Sequence[bytes]) -> None:
         """Load values of `keys` from lower tiers into memory, if it has space.
@@ -87,7 +109,10 @@ class Shelf:
         by_tier: dict[int, list[tuple[bytes, Place]]] = {}
         for key, place in places.items():
             by_tier.setdefault(place.tier, []).append((key, place))
-        reads = [self._begin(self._bring_from(self._stack.guards[tier], found)) for tier, found in by_tier.items()]
+        reads = [
+            self._begin(self._bring_from(self._stack.guards[tier], found))
+            for tier, found in by_tier.items()
+        ]
         if waiting := [*reads, *for_others]:
             await asyncio.wait(waiting)  # unlike `gather`, it cancels nothing when it is cancelled
 
@@ -117,7 +142,9 @@ class Shelf:
         if self.ram.holds(key):
             return "" if self.ram.find(key) else "busy"
         expires_at = ceil(self.ram.now() + ttl_s) if ttl_s is not None else 0
-        entries = self.ram.reserve_all([Wanted(key, nbytes)], num_tokens=0, first_token=0, expires_at=expires_at)
+        entries = self.ram.reserve_all(
+            [Wanted(key, nbytes)], num_tokens=0, first_token=0, expires_at=expires_at
+        )
         return "full" if entries is None else entries[0]
 
     def commit(self, entry: Entry) -> None:
@@ -132,7 +159,13 @@ class Shelf:
         silent: gets the names of tiers that failed to delete
         """
         removed = await self.ram.delete(keys)
-        below = await asyncio.gather(*(guard.delete(keys, silent) for guard in self._stack.guards if not guard.config.read_only))
+        below = await asyncio.gather(
+            *(
+                guard.delete(keys, silent)
+                for guard in self._stack.guards
+                if not guard.config.read_only
+            )
+        )
         return [any(answers) for answers in zip(removed, *below, strict=True)]
 
     def status(self) -> dict[str, Any]:
@@ -170,7 +203,9 @@ class Shelf:
             return
         try:
             async with guard.gate.turn(Urgency.READ):
-                outcome = await guard.get([entry.key for entry in entries], [[self.ram.view(entry)] for entry in entries])
+                outcome = await guard.get(
+                    [entry.key for entry in entries], [[self.ram.view(entry)] for entry in entries]
+                )
             if outcome.pending is not None:  # the tier may still write
                 outcome.pending.add_done_callback(lambda _: self._abandon(entries))
                 return

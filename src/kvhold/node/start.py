@@ -48,12 +48,21 @@ def connect(config: Config | None = None, *, name: str = "python", **settings: A
     if not config.node.autostart:
         return NodeClient(path, config.client, name=name, requires=requires)
     ensure_node(config, path)
-    return NodeClient(path, config.client, name=name, requires=requires, revive=lambda closed: ensure_node(config, path, closed))
+    return NodeClient(
+        path,
+        config.client,
+        name=name,
+        requires=requires,
+        revive=lambda closed: ensure_node(config, path, closed),
+    )
 
 
 def end_node(path: Path, *, timeout_s: float = 60.0) -> None:
     """End the node on `path`. Does nothing if there is none."""
-    with suppress(KVHoldError), NodeClient(path, ClientConfig(call_timeout_s=timeout_s), name="end") as client:
+    with (
+        suppress(KVHoldError),
+        NodeClient(path, ClientConfig(call_timeout_s=timeout_s), name="end") as client,
+    ):
         client.stop_node()
 
 
@@ -69,7 +78,9 @@ def ensure_node(config: Config, path: Path, given_up: threading.Event | None = N
     if _listens(path):
         return
     prepare_folder(path, any_owner=config.node.any_owner)
-    patience = _Patience(path, time.monotonic() + config.node.start_timeout_s, given_up or threading.Event())
+    patience = _Patience(
+        path, time.monotonic() + config.node.start_timeout_s, given_up or threading.Event()
+    )
     try:
         lock = open_beside(Path(f"{path}.start"), os.O_RDWR | os.O_CREAT)
         try:  # held while starting, so that only one of several engines starts the node
@@ -144,14 +155,31 @@ def _is_locked(file: Path) -> bool:
 def _spawn(config: Config, patience: _Patience) -> None:
     path = patience.path
     log_path = path.with_suffix(".log")
-    command = [sys.executable, "-P", "-m", "kvhold", "serve", "--detach", "--restart", "--socket", str(path), "--log-file", str(log_path)]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "kvhold",
+        "serve",
+        "--detach",
+        "--restart",
+        "--socket",
+        str(path),
+        "--log-file",
+        str(log_path),
+    ]
     command += ["--idle-exit-s", f"{config.node.idle_exit_s:g}"]
     environ = node_environment(os.environ, config) | _as_environ(_at_home(config))
     output = open_beside(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:
         start = os.fstat(output).st_size
-        actions = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0), *((os.POSIX_SPAWN_DUP2, output, fd) for fd in (1, 2))]
-        pid = os.posix_spawn(command[0], command, environ, file_actions=actions, **spawn_attributes())
+        actions = [
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            *((os.POSIX_SPAWN_DUP2, output, fd) for fd in (1, 2)),
+        ]
+        pid = os.posix_spawn(
+            command[0], command, environ, file_actions=actions, **spawn_attributes()
+        )
     finally:
         os.close(output)
     # with --detach it ends when its child, the node, listens or has failed
@@ -196,7 +224,9 @@ def _as_environ(settings: Any, prefix: str = "KVHOLD_") -> dict[str, str]:
         if is_dataclass(value):
             values |= _as_environ(value, f"{prefix}{f.name.upper()}_")
         else:
-            values[f"{prefix}{f.name.upper()}"] = " ".join(value) if isinstance(value, tuple) else str(value)
+            values[f"{prefix}{f.name.upper()}"] = (
+                " ".join(value) if isinstance(value, tuple) else str(value)
+            )
     return values
 
 

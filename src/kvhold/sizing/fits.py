@@ -50,16 +50,32 @@ def ratio_of(codec: str, dtype: str) -> float:
     if codec not in RATIOS:
         raise ConfigError(f"codec is {codec!r}; measured are {', '.join(RATIOS)}")
     if not is_measured(codec, dtype):
-        raise ConfigError(f"codec is {codec!r}, whose ratio was measured on 16-bit KV; for {dtype} use raw")
+        raise ConfigError(
+            f"codec is {codec!r}, whose ratio was measured on 16-bit KV; for {dtype} use raw"
+        )
     return RATIOS[codec]
 
 
-def fits(place: str, size_bytes: int, chunk_bytes: int, tokens_per_chunk: int, dtype: str, codecs: Sequence[str]) -> list[Fit]:
+def fits(
+    place: str,
+    size_bytes: int,
+    chunk_bytes: int,
+    tokens_per_chunk: int,
+    dtype: str,
+    codecs: Sequence[str],
+) -> list[Fit]:
     """Return one row per codec.
 
     chunk_bytes: bytes of a whole chunk in memory
     """
     ratios = {codec: ratio_of(codec, dtype) for codec in codecs}
     return [
-        Fit(place, size_bytes, codec, ratio, int(size_bytes * ratio) // chunk_bytes * tokens_per_chunk) for codec, ratio in ratios.items()
+        Fit(
+            place,
+            size_bytes,
+            codec,
+            ratio,
+            int(size_bytes * ratio) // chunk_bytes * tokens_per_chunk,
+        )
+        for codec, ratio in ratios.items()
     ]

@@ -6,7 +6,9 @@ Only the fields that `model.py` reads. For another model, give the path of its c
 from typing import Any
 
 
-def _gqa(layers: int, heads: int, kv_heads: int, hidden: int, head_dim: int = 0, **more: Any) -> dict[str, Any]:
+def _gqa(
+    layers: int, heads: int, kv_heads: int, hidden: int, head_dim: int = 0, **more: Any
+) -> dict[str, Any]:
     fields = {
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
@@ -18,7 +20,12 @@ def _gqa(layers: int, heads: int, kv_heads: int, hidden: int, head_dim: int = 0,
 
 
 def _mla(layers: int) -> dict[str, Any]:
-    return {"num_hidden_layers": layers, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "dtype": "bfloat16"}
+    return {
+        "num_hidden_layers": layers,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "dtype": "bfloat16",
+    }
 
 
 KNOWN: dict[str, dict[str, Any]] = {
@@ -32,7 +39,9 @@ KNOWN: dict[str, dict[str, Any]] = {
     "meta-llama/Llama-3.2-1B": _gqa(16, 32, 8, 2048, 64),
     "meta-llama/Llama-3.2-3B": _gqa(28, 24, 8, 3072, 128),
     "meta-llama/Llama-3.3-70B-Instruct": _gqa(80, 64, 8, 8192),
-    "meta-llama/Llama-4-Scout-17B-16E-Instruct": _gqa(48, 40, 8, 5120, 128, attention_chunk_size=8192),
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": _gqa(
+        48, 40, 8, 5120, 128, attention_chunk_size=8192
+    ),
     "mistralai/Mistral-7B-v0.1": _gqa(32, 32, 8, 4096, sliding_window=4096, model_type="mistral"),
     "mistralai/Mistral-7B-Instruct-v0.3": _gqa(32, 32, 8, 4096),
     "mistralai/Mistral-Nemo-Instruct-2407": _gqa(40, 32, 8, 5120, 128),
@@ -58,9 +67,15 @@ KNOWN: dict[str, dict[str, Any]] = {
     "google/gemma-2-9b-it": _gqa(42, 16, 8, 3584, 256, sliding_window=4096, model_type="gemma2"),
     "google/gemma-2-27b-it": _gqa(46, 32, 16, 4608, 128, sliding_window=4096, model_type="gemma2"),
     "google/gemma-3-1b-it": _gqa(26, 4, 1, 1152, 256, sliding_window=512, sliding_window_pattern=6),
-    "google/gemma-3-4b-it": _gqa(34, 8, 4, 2560, 256, sliding_window=1024, sliding_window_pattern=6),
-    "google/gemma-3-12b-it": _gqa(48, 16, 8, 3840, 256, sliding_window=1024, sliding_window_pattern=6),
-    "google/gemma-3-27b-it": _gqa(62, 32, 16, 5376, 128, sliding_window=1024, sliding_window_pattern=6),
+    "google/gemma-3-4b-it": _gqa(
+        34, 8, 4, 2560, 256, sliding_window=1024, sliding_window_pattern=6
+    ),
+    "google/gemma-3-12b-it": _gqa(
+        48, 16, 8, 3840, 256, sliding_window=1024, sliding_window_pattern=6
+    ),
+    "google/gemma-3-27b-it": _gqa(
+        62, 32, 16, 5376, 128, sliding_window=1024, sliding_window_pattern=6
+    ),
     "openai/gpt-oss-20b": _gqa(24, 64, 8, 2880, 64, sliding_window=128, sliding_window_pattern=2),
     "openai/gpt-oss-120b": _gqa(36, 64, 8, 2880, 64, sliding_window=128, sliding_window_pattern=2),
     "microsoft/phi-4": _gqa(40, 40, 10, 5120),

@@ -47,10 +47,17 @@ _KINDS: dict[str, Kind] = {
     **dict.fromkeys(("full_attention", "attention", "full", "global"), "full"),
     **dict.fromkeys(("sliding_attention", "sliding", "local", "local_attention"), "sliding"),
     "chunked_attention": "chunked",
-    **dict.fromkeys(("linear_attention", "mamba", "mamba2", "conv", "recurrent", "short_conv"), "state"),
+    **dict.fromkeys(
+        ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "short_conv"), "state"
+    ),
     **dict.fromkeys(("mlp", "moe"), "none"),  # in hybrid models: layers without attention
 }
-_BY_LETTER: dict[str, Kind] = {"*": "full", "M": "state", "-": "none", "E": "none"}  # of Nemotron-H's pattern
+_BY_LETTER: dict[str, Kind] = {
+    "*": "full",
+    "M": "state",
+    "-": "none",
+    "E": "none",
+}  # of Nemotron-H's pattern
 
 _LEFT_OUT: dict[str, dict[str, Any]] = {  # transformers' defaults for missing fields, by model_type
     "gemma": {"head_dim": 256},
@@ -63,12 +70,23 @@ _LEFT_OUT: dict[str, dict[str, Any]] = {  # transformers' defaults for missing f
         "sliding_window_pattern": 6,
     },
     "cohere2": {"sliding_window": 4096, "sliding_window_pattern": 4},
-    **{name: {"use_sliding_window": False} for name in ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")},
+    **{
+        name: {"use_sliding_window": False}
+        for name in ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")
+    },
 }
 # A configured window applies to every layer of these models.
 _ALL_WINDOWED = ("mistral", "mixtral", "ministral", "phi3", "phimoe", "starcoder2")
 
-_OF_STATES = ("mamba_d_state", "ssm_state_size", "state_size", "linear_num_key_heads", "linear_attn_config", "lru_width", "conv_L_cache")
+_OF_STATES = (
+    "mamba_d_state",
+    "ssm_state_size",
+    "state_size",
+    "linear_num_key_heads",
+    "linear_attn_config",
+    "lru_width",
+    "conv_L_cache",
+)
 _NOT_UNDERSTOOD = {
     "global_head_dim": "its full layers have heads of another size",
     "compress_ratios": "some of its layers keep a digest of many tokens",
@@ -99,14 +117,19 @@ class ModelKV:
 
     def kept_bytes(self, num_tokens: int) -> int:
         """Return the bytes that a hit loads to continue a text; of sliding layers, the window."""
-        return sum(group.layers * group.layer_bytes(_within(group, num_tokens)) for group in self.groups)
+        return sum(
+            group.layers * group.layer_bytes(_within(group, num_tokens)) for group in self.groups
+        )
 
     def rank_bytes(self, num_tokens: int, tp: int) -> int:
         """Return the bytes that one of `tp` tensor parallel workers holds of a text.
 
         Raises ConfigError if the heads cannot be divided among them.
         """
-        return sum(group.layers * group.layer_bytes(_within(group, num_tokens)) // _divided(group, tp) for group in self.groups)
+        return sum(
+            group.layers * group.layer_bytes(_within(group, num_tokens)) // _divided(group, tp)
+            for group in self.groups
+        )
 
 
 def read_settings(model: str) -> dict[str, Any]:
@@ -119,12 +142,17 @@ def read_settings(model: str) -> dict[str, Any]:
         path /= "config.json"
     if path.is_file():
         return _read(path)
-    by_name = {name.lower(): name for name in KNOWN} | {name.partition("/")[2].lower(): name for name in KNOWN}
+    by_name = {name.lower(): name for name in KNOWN} | {
+        name.partition("/")[2].lower(): name for name in KNOWN
+    }
     if (name := by_name.get(model.lower())) is not None:
         return dict(KNOWN[name])
     near = get_close_matches(model.lower(), by_name, n=1)
     hint = f"did you mean {by_name[near[0]]}?" if near else f"known are {', '.join(KNOWN)}"
-    raise ConfigError(f"{model}: no such file or folder, and no model of that name is known; {hint}. Or give the path of its config.json")
+    raise ConfigError(
+        f"{model}: no such file or folder, and no model of that name is known; {hint}. Or "
+        "give the path of its config.json"
+    )
 
 
 def kv_of(settings: Mapping[str, Any], *, dtype: str = "auto") -> ModelKV:
@@ -137,13 +165,16 @@ def kv_of(settings: Mapping[str, Any], *, dtype: str = "auto") -> ModelKV:
         raise ConfigError("is_encoder_decoder is true; only the KV of decoders is a prefix's")
     outer = settings
     if not any(name in settings for name in _LAYERS):
-        settings = next((part for name in _PARTS if isinstance(part := settings.get(name), Mapping)), settings)
+        settings = next(
+            (part for name in _PARTS if isinstance(part := settings.get(name), Mapping)), settings
+        )
     if isinstance(model_type := settings.get("model_type"), str):
         settings = {**_LEFT_OUT.get(model_type, {}), **settings}
     for name, why in _NOT_UNDERSTOOD.items():
         if settings.get(name):
             raise ConfigError(
-                f"{name} is set: {why}, and how is not known here; serve it once, and divide what kvhold status says is used by its chunks"
+                f"{name} is set: {why}, and how is not known here; serve it once, and "
+                "divide what kvhold status says is used by its chunks"
             )
     kinds = _kinds(settings)
     notes: list[str] = []
@@ -152,10 +183,18 @@ def kv_of(settings: Mapping[str, Any], *, dtype: str = "auto") -> ModelKV:
         notes.append(f"the last {shared} layers use the KV of others and keep none")
     states = sum(kind in ("state", "full+state") for kind in kinds)
     if states:
-        notes.append(f"{states} layers keep a state, whose size is not known from settings and is not counted; kvhold stores one a chunk")
-    counts = {"full": sum(kind in ("full", "full+state") for kind in kinds)} | {k: kinds.count(k) for k in ("sliding", "chunked")}
+        notes.append(
+            f"{states} layers keep a state, whose size is not known from settings and is "
+            "not counted; kvhold stores one a chunk"
+        )
+    counts = {"full": sum(kind in ("full", "full+state") for kind in kinds)} | {
+        k: kinds.count(k) for k in ("sliding", "chunked")
+    }
     if not any(counts.values()):
-        raise ConfigError("none of its layers has attention: they keep states, whose size is not known from settings")
+        raise ConfigError(
+            "none of its layers has attention: they keep states, whose size is not known "
+            "from settings"
+        )
     element = _dtype(settings, outer, dtype)
     planes, heads, head_dim = _geometry(settings)
     if settings.get("index_head_dim"):
@@ -168,8 +207,23 @@ def kv_of(settings: Mapping[str, Any], *, dtype: str = "auto") -> ModelKV:
             continue
         window = 0
         if kind != "full":
-            window = _number(settings, ("sliding_window", "window_size") if kind == "sliding" else ("attention_chunk_size",))
-        groups.append(Group(layers, planes, heads, head_dim, element, attention="sliding" if window else "full", window=window))
+            window = _number(
+                settings,
+                ("sliding_window", "window_size")
+                if kind == "sliding"
+                else ("attention_chunk_size",),
+            )
+        groups.append(
+            Group(
+                layers,
+                planes,
+                heads,
+                head_dim,
+                element,
+                attention="sliding" if window else "full",
+                window=window,
+            )
+        )
     return ModelKV(tuple(groups), states, tuple(notes))
 
 
@@ -196,8 +250,14 @@ def _kinds(settings: Mapping[str, Any]) -> list[Kind]:
         if (types := settings.get(name)) is not None:
             return _named(name, types, layers)
     if (pattern := settings.get("hybrid_override_pattern")) is not None:
-        if not isinstance(pattern, str) or len(pattern) != layers or not set(pattern) <= set(_BY_LETTER):
-            raise ConfigError(f"hybrid_override_pattern must be {layers} letters of {' '.join(_BY_LETTER)}")
+        if (
+            not isinstance(pattern, str)
+            or len(pattern) != layers
+            or not set(pattern) <= set(_BY_LETTER)
+        ):
+            raise ConfigError(
+                f"hybrid_override_pattern must be {layers} letters of {' '.join(_BY_LETTER)}"
+            )
         return [_BY_LETTER[letter] for letter in pattern]
     if (flags := settings.get("attn_type_list")) is not None:
         return _flagged("attn_type_list", flags, layers)
@@ -205,7 +265,10 @@ def _kinds(settings: Mapping[str, Any]) -> list[Kind]:
         if (places := settings.get(name)) is not None:
             return _placed(name, places, layers)
     if settings.get("attn_layer_period"):
-        period, offset = _number(settings, ("attn_layer_period",)), _number(settings, ("attn_layer_offset",), default=0)
+        period, offset = (
+            _number(settings, ("attn_layer_period",)),
+            _number(settings, ("attn_layer_offset",), default=0),
+        )
         return ["full" if i % period == offset else "state" for i in range(layers)]
     if settings.get("full_attention_interval"):
         interval = _number(settings, ("full_attention_interval",))
@@ -213,14 +276,19 @@ def _kinds(settings: Mapping[str, Any]) -> list[Kind]:
     if settings.get("model_type") == "falcon_h1":
         return ["full+state"] * layers
     if found := [name for name in _OF_STATES if settings.get(name)]:
-        raise ConfigError(f"{found[0]} is set, so some layers keep a state, but not which; add layer_types, a list with each layer's kind")
+        raise ConfigError(
+            f"{found[0]} is set, so some layers keep a state, but not which; add "
+            "layer_types, a list with each layer's kind"
+        )
     return _windowed(settings, layers)
 
 
 def _windowed(settings: Mapping[str, Any], layers: int) -> list[Kind]:
     """Return the kind of each layer, for models that do not list their layers."""
     if settings.get("attention_chunk_size"):
-        return ["chunked" if (i + 1) % 4 else "full" for i in range(layers)]  # Llama 4: every fourth layer sees all
+        return [
+            "chunked" if (i + 1) % 4 else "full" for i in range(layers)
+        ]  # Llama 4: every fourth layer sees all
     if not settings.get("sliding_window") or settings.get("use_sliding_window") is False:
         return ["full"] * layers
     if settings.get("use_sliding_window"):  # Qwen 2: layers from max_window_layers on
@@ -229,7 +297,8 @@ def _windowed(settings: Mapping[str, Any], layers: int) -> list[Kind]:
     every = _number(settings, ("sliding_window_pattern", "_sliding_window_pattern"), default=0)
     if not every and settings.get("model_type") not in _ALL_WINDOWED:
         raise ConfigError(
-            "sliding_window is set, but not which layers have it: add layer_types, a list with each layer's kind, or "
+            "sliding_window is set, but not which layers have it: add layer_types, a list "
+            "with each layer's kind, or "
             "sliding_window_pattern, after how many layers one sees all"
         )
     return ["full" if every and not (i + 1) % every else "sliding" for i in range(layers)]
@@ -240,25 +309,38 @@ def _named(name: str, types: Any, layers: int) -> list[Kind]:
         raise ConfigError(f"{name} must be a list of {layers} kinds, as many as there are layers")
     for each in types:
         if not isinstance(each, str) or each not in _KINDS:
-            raise ConfigError(f"{name}: {each!r} is no kind of layer that is known here; known are {', '.join(_KINDS)}")
+            raise ConfigError(
+                f"{name}: {each!r} is no kind of layer that is known here; known are "
+                f"{', '.join(_KINDS)}"
+            )
     return [_KINDS[each] for each in types]
 
 
 def _flagged(name: str, flags: Any, layers: int) -> list[Kind]:
-    if not isinstance(flags, list) or len(flags) != layers or any(flag not in (0, 1) for flag in flags):
-        raise ConfigError(f"{name} must be a list of {layers} numbers, 1 for attention and 0 for a state")
+    if (
+        not isinstance(flags, list)
+        or len(flags) != layers
+        or any(flag not in (0, 1) for flag in flags)
+    ):
+        raise ConfigError(
+            f"{name} must be a list of {layers} numbers, 1 for attention and 0 for a state"
+        )
     return ["full" if flag else "state" for flag in flags]
 
 
 def _placed(name: str, places: Any, layers: int) -> list[Kind]:
-    if not isinstance(places, list) or any(type(place) is not int or not 0 <= place < layers for place in places):
+    if not isinstance(places, list) or any(
+        type(place) is not int or not 0 <= place < layers for place in places
+    ):
         raise ConfigError(f"{name} must be a list of layers' numbers, from 0 to {layers - 1}")
     return ["full" if i in places else "state" for i in range(layers)]
 
 
 def _geometry(settings: Mapping[str, Any]) -> tuple[int, int, int]:
     """Return planes, heads and head_dim."""
-    if settings.get("kv_lora_rank"):  # MLA: one latent for all heads, and the rotated part of the keys
+    if settings.get(
+        "kv_lora_rank"
+    ):  # MLA: one latent for all heads, and the rotated part of the keys
         return 1, 1, _number(settings, ("kv_lora_rank",)) + _number(settings, ("qk_rope_head_dim",))
     heads = _number(settings, _HEADS)
     if settings.get("multi_query_attention") and "multi_query_group_num" in settings:
@@ -272,20 +354,30 @@ def _geometry(settings: Mapping[str, Any]) -> tuple[int, int, int]:
         width = _number(settings, _WIDTH)
         head_dim, rest = divmod(width, heads)
         if rest:
-            raise ConfigError(f"head_dim is missing, and hidden_size {width} is no multiple of num_attention_heads {heads}; add head_dim")
+            raise ConfigError(
+                f"head_dim is missing, and hidden_size {width} is no multiple of "
+                f"num_attention_heads {heads}; add head_dim"
+            )
     values = _number(settings, ("v_head_dim",), default=head_dim)
     if values != head_dim:
-        raise ConfigError(f"v_head_dim is {values} where keys have {head_dim}; heads whose keys and values differ are not known here")
+        raise ConfigError(
+            f"v_head_dim is {values} where keys have {head_dim}; heads whose keys and "
+            "values differ are not known here"
+        )
     return 2, kv_heads, head_dim
 
 
 def _dtype(settings: Mapping[str, Any], outer: Mapping[str, Any], wanted: str) -> str:
     name: Any = wanted
     if wanted == "auto":
-        places = (part.get(field) for part in (settings, outer) for field in ("dtype", "torch_dtype"))
+        places = (
+            part.get(field) for part in (settings, outer) for field in ("dtype", "torch_dtype")
+        )
         name = next((place for place in places if place), None)
         if name is None:
-            raise ConfigError("dtype is missing from the settings; say it, such as --dtype bfloat16")
+            raise ConfigError(
+                "dtype is missing from the settings; say it, such as --dtype bfloat16"
+            )
     known = DTYPES | {each: each for each in DTYPE_BYTES}
     text = str(name).removeprefix("torch.").lower()
     if text not in known:
@@ -293,7 +385,9 @@ def _dtype(settings: Mapping[str, Any], outer: Mapping[str, Any], wanted: str) -
     return known[text]
 
 
-def _number(settings: Mapping[str, Any], names: Sequence[str], *, default: int | None = None) -> int:
+def _number(
+    settings: Mapping[str, Any], names: Sequence[str], *, default: int | None = None
+) -> int:
     """Return the first of these fields that is set: a whole number of at least 1.
 
     With a default, 0 is allowed.
@@ -306,7 +400,10 @@ def _number(settings: Mapping[str, Any], names: Sequence[str], *, default: int |
             raise ConfigError(f"{name} is {value!r}; it must be a whole number, {least} or more")
         return value
     if default is None:
-        raise ConfigError(f"{names[0]} is missing from the settings" + (f" (or {', '.join(names[1:])})" if names[1:] else ""))
+        raise ConfigError(
+            f"{names[0]} is missing from the settings"
+            + (f" (or {', '.join(names[1:])})" if names[1:] else "")
+        )
     return default
 
 
@@ -325,6 +422,7 @@ def _divided(group: Group, tp: int) -> int:
         return 1  # a latent has no heads: every worker holds the whole latent
     if group.heads % tp and tp % group.heads:
         raise ConfigError(
-            f"tp is {tp}; {group.heads} KV heads are divided by their divisors, or multiplied: {tp} neither divides nor is divided"
+            f"tp is {tp}; {group.heads} KV heads are divided by their divisors, or "
+            f"multiplied: {tp} neither divides nor is divided"
         )
     return min(group.heads, tp)

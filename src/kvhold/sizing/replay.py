@@ -28,7 +28,11 @@ _FRAME_BYTES = 2 * _CHUNK_BYTES  # with its header, which takes a page of 4 KiB
 _ARENA_BYTES = 2 << 20  # an arena's size is a multiple of this
 _PATIENT_S = 60.0
 
-_LAYOUT = Layout((Group(layers=1, planes=1, heads=1, head_dim=_CHUNK_BYTES, dtype="uint8"),), tokens_per_chunk=1, tail_tokens=0)
+_LAYOUT = Layout(
+    (Group(layers=1, planes=1, heads=1, head_dim=_CHUNK_BYTES, dtype="uint8"),),
+    tokens_per_chunk=1,
+    tail_tokens=0,
+)
 _SPACE = Namespace("trace", _LAYOUT)
 
 
@@ -38,7 +42,12 @@ def as_lower(num_chunks: int) -> int:
 
 
 def serve(
-    cut: Cut, *, policy: str, ram_chunks: int, lower_chunks: int = 0, on_request: Callable[[int], None] | None = None
+    cut: Cut,
+    *,
+    policy: str,
+    ram_chunks: int,
+    lower_chunks: int = 0,
+    on_request: Callable[[int], None] | None = None,
 ) -> npt.NDArray[np.int32]:
     """Return the chunks of each request found in memory and in the tier below: [requests, 2].
 
@@ -55,7 +64,9 @@ def serve(
         "policy": policy,
         "huge_pages": "never",
         "write_behind_bytes": 1 << 50,
-        "tiers": [f"memory://?max_bytes={lower_chunks * _FRAME_BYTES}&policy={policy}"] if lower_chunks else [],
+        "tiers": [f"memory://?max_bytes={lower_chunks * _FRAME_BYTES}&policy={policy}"]
+        if lower_chunks
+        else [],
         "client": {"arrival_timeout_s": _PATIENT_S},
     }
     found = np.zeros((cut.starts.size - 1, 2), np.int32)
@@ -69,7 +80,9 @@ def serve(
             with cache.reserve(_LAYOUT, prompt.chunks(first=num_tokens)) as room:
                 mark = room.commit()
             if lower_chunks and not cache.flush(mark, deadline_s=_PATIENT_S):
-                raise KVHoldError(f"the tier below has not written request {request + 1} within {_PATIENT_S:g} s")
+                raise KVHoldError(
+                    f"the tier below has not written request {request + 1} within {_PATIENT_S:g} s"
+                )
             if on_request is not None:
                 on_request(request)
     return found

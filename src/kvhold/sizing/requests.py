@@ -40,7 +40,8 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
         if self.input_length // block_tokens <= len(self.hash_ids) <= most:
             return ""
         return (
-            f"hash_ids has {len(self.hash_ids)} ids where {self.input_length} tokens (input_length) are {most} blocks of {block_tokens};"
+            f"hash_ids has {len(self.hash_ids)} ids where {self.input_length} tokens "
+            f"(input_length) are {most} blocks of {block_tokens};"
             " set block_tokens to the trace's own"
         )
 
@@ -58,14 +59,19 @@ class TimedRequest(TraceRequest, frozen=True, kw_only=True):
         if not (isfinite(self.timestamp) and self.timestamp >= 0):
             return f"timestamp is {self.timestamp:g}; it must be 0 or more milliseconds"
         if not self.input_length or len(self.hash_ids) != ceil(self.input_length / block_tokens):
-            return f"{len(self.hash_ids)} hash_ids for an input_length of {self.input_length}; each {block_tokens} tokens must have one"
+            return (
+                f"{len(self.hash_ids)} hash_ids for an input_length of {self.input_length}; "
+                f"each {block_tokens} tokens must have one"
+            )
         return ""
 
 
 AnyRequest = TypeVar("AnyRequest", bound=TraceRequest)
 
 
-def read_requests(path: Path, kind: type[AnyRequest], *, block_tokens: int = BLOCK_TOKENS) -> Iterator[AnyRequest]:
+def read_requests(
+    path: Path, kind: type[AnyRequest], *, block_tokens: int = BLOCK_TOKENS
+) -> Iterator[AnyRequest]:
     """Yield the requests of a file in order. Empty lines are skipped.
 
     Raises ConfigError, which names the file and the line.
@@ -79,7 +85,11 @@ def read_requests(path: Path, kind: type[AnyRequest], *, block_tokens: int = BLO
 
 
 def parse_requests(
-    lines: Iterable[bytes], kind: type[AnyRequest], *, name: str = "trace", block_tokens: int = BLOCK_TOKENS
+    lines: Iterable[bytes],
+    kind: type[AnyRequest],
+    *,
+    name: str = "trace",
+    block_tokens: int = BLOCK_TOKENS,
 ) -> Iterator[AnyRequest]:
     """Yield the requests of lines, as `read_requests` does.
 
@@ -93,15 +103,24 @@ def parse_requests(
         if not line.strip():
             continue
         if len(line) >= MOST_LINE_BYTES:
-            raise ConfigError(f"{name}, line {number}: more than {MOST_LINE_BYTES >> 20} MiB; a trace has one request a line")
+            raise ConfigError(
+                f"{name}, line {number}: more than {MOST_LINE_BYTES >> 20} MiB; a trace "
+                "has one request a line"
+            )
         try:
             request = decoder.decode(line)
         except UNDECODABLE as error:
-            raise ConfigError(f"{name}, line {number}: {error}; a line is like {{'input_length': 600, 'hash_ids': [4, 7]}}") from None
+            raise ConfigError(
+                f"{name}, line {number}: {error}; a line is like {{'input_length': 600, "
+                f"'hash_ids': [4, 7]}}"
+            ) from None
         fault = request.fault(block_tokens)
         if isinstance(request, TimedRequest):
             if not fault and request.timestamp < before:
-                fault = f"timestamp {request.timestamp:g} is less than {before:g} before it; sort the lines by timestamp"
+                fault = (
+                    f"timestamp {request.timestamp:g} is less than {before:g} before it; sort "
+                    "the lines by timestamp"
+                )
             before = request.timestamp
         if fault:
             raise ConfigError(f"{name}, line {number}: {fault}")

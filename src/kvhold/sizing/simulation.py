@@ -93,7 +93,14 @@ def simulate(cut: Cut, num_tokens: int, setup: Setup) -> Row:
     if setup.policy == BOUND:
         replayed = replay(cut.chunks, cut.starts, cut.parents, policy=BOUND, capacity=ram + disk)
     else:
-        replayed = replay(cut.chunks, cut.starts, cut.parents, policy=setup.policy, capacity=ram, lower_capacity=disk)
+        replayed = replay(
+            cut.chunks,
+            cut.starts,
+            cut.parents,
+            policy=setup.policy,
+            capacity=ram,
+            lower_capacity=disk,
+        )
     elapsed_s = time.perf_counter() - begun
     in_memory = replayed
     if setup.policy == BOUND and disk:
@@ -107,7 +114,14 @@ def best_hit_rate(cut: Cut, num_tokens: int) -> float:
     return int(replayed.found.sum()) * cut.tokens_per_chunk / max(1, num_tokens)
 
 
-def _row(cut: Cut, num_tokens: int, setup: Setup, replayed: Replayed, in_memory: Replayed, elapsed_s: float) -> Row:
+def _row(
+    cut: Cut,
+    num_tokens: int,
+    setup: Setup,
+    replayed: Replayed,
+    in_memory: Replayed,
+    elapsed_s: float,
+) -> Row:
     chunk_bytes, total = cut.tokens_per_chunk * setup.token_bytes, max(1, num_tokens)
     found = int(replayed.found.sum())
     from_ram = int(in_memory.found[:, 0].sum())
@@ -118,7 +132,8 @@ def _row(cut: Cut, num_tokens: int, setup: Setup, replayed: Replayed, in_memory:
         chunk_tokens=cut.tokens_per_chunk,
         codec=setup.codec,
         hit_rate=found * cut.tokens_per_chunk / total,
-        request_hit_rate=int((replayed.found.sum(axis=1) > 0).sum()) / max(1, replayed.found.shape[0]),
+        request_hit_rate=int((replayed.found.sum(axis=1) > 0).sum())
+        / max(1, replayed.found.shape[0]),
         ram_hit_rate=from_ram * cut.tokens_per_chunk / total,
         disk_hit_rate=(found - from_ram) * cut.tokens_per_chunk / total,
         bytes_read=found * chunk_bytes,

@@ -74,7 +74,10 @@ class Trace:
         """
         size, block = tokens_per_chunk, self.block_tokens
         if size < 1 or (size % block and block % size):
-            raise ConfigError(f"chunk_tokens is {size}; it must divide the trace's block of {block} tokens, or be a multiple of it")
+            raise ConfigError(
+                f"chunk_tokens is {size}; it must divide the trace's block of {block} "
+                "tokens, or be a multiple of it"
+            )
         return self._joined(size // block) if size >= block else self._divided(block // size)
 
     def _joined(self, count: int) -> Cut:
@@ -88,7 +91,12 @@ class Trace:
         for _ in range(count):
             above = np.where(above >= 0, self.parents[above], -1)
         parents = np.where(above >= 0, np.searchsorted(ids, above), -1)
-        return Cut(size, chunks.astype(np.int32), _starts(self.num_tokens // size), parents.astype(np.int32))
+        return Cut(
+            size,
+            chunks.astype(np.int32),
+            _starts(self.num_tokens // size),
+            parents.astype(np.int32),
+        )
 
     def _divided(self, count: int) -> Cut:
         """Divide a block into `count` chunks.
@@ -96,7 +104,10 @@ class Trace:
         A short block gives the chunks that it fills. No other block shares them as a beginning.
         """
         if self.parents.size * count > np.iinfo(np.int32).max:
-            raise ConfigError(f"chunk_tokens: the trace has too many blocks to divide each by {count}; read fewer requests")
+            raise ConfigError(
+                f"chunk_tokens: the trace has too many blocks to divide each by {count}; "
+                "read fewer requests"
+            )
         size = self.block_tokens // count
         starts = _starts(np.minimum(self.num_tokens // size, np.diff(self.starts) * count))
         places = np.arange(starts[-1]) - np.repeat(starts[:-1], np.diff(starts))
@@ -106,7 +117,9 @@ class Trace:
         return Cut(size, (blocks * count + places % count).astype(np.int32), starts, parents)
 
 
-def read_trace(path: Path, *, block_tokens: int = BLOCK_TOKENS, num_requests: int | None = None) -> Trace:
+def read_trace(
+    path: Path, *, block_tokens: int = BLOCK_TOKENS, num_requests: int | None = None
+) -> Trace:
     """Read the first `num_requests` lines of a file, or all.
 
     Raises ConfigError, which names the line and its fault.
@@ -115,7 +128,13 @@ def read_trace(path: Path, *, block_tokens: int = BLOCK_TOKENS, num_requests: in
     return _trace_of(requests, name=str(path), block_tokens=block_tokens, num_requests=num_requests)
 
 
-def parse_trace(lines: Iterable[bytes], *, name: str = "trace", block_tokens: int = BLOCK_TOKENS, num_requests: int | None = None) -> Trace:
+def parse_trace(
+    lines: Iterable[bytes],
+    *,
+    name: str = "trace",
+    block_tokens: int = BLOCK_TOKENS,
+    num_requests: int | None = None,
+) -> Trace:
     """Read a trace from lines, as `read_trace` does.
 
     name: names the trace in errors
@@ -124,12 +143,17 @@ def parse_trace(lines: Iterable[bytes], *, name: str = "trace", block_tokens: in
     return _trace_of(requests, name=name, block_tokens=block_tokens, num_requests=num_requests)
 
 
-def _trace_of(requests: Iterable[TraceRequest], *, name: str, block_tokens: int, num_requests: int | None) -> Trace:
+def _trace_of(
+    requests: Iterable[TraceRequest], *, name: str, block_tokens: int, num_requests: int | None
+) -> Trace:
     known: dict[tuple[int, int], int] = {}  # (the block before, id) -> block
     num_tokens, starts, blocks, parents = array("q"), array("q", [0]), array("i"), array("i")
     for request in islice(requests, num_requests):
         if len(blocks) + len(request.hash_ids) > MOST_BLOCKS:
-            raise ConfigError(f"{name}, request {len(num_tokens) + 1}: more than {MOST_BLOCKS:,} blocks; read fewer requests")
+            raise ConfigError(
+                f"{name}, request {len(num_tokens) + 1}: more than {MOST_BLOCKS:,} blocks; "
+                "read fewer requests"
+            )
         block = -1
         for hash_id in request.hash_ids:
             before, block = block, known.setdefault((block, hash_id), len(known))

@@ -1,12 +1,15 @@
-"""What every cache promises, as one suite: `LocalCache` and `NodeClient` pass it, and so must whatever else meets `core.api.Cache`.
+"""What every cache promises, as one suite: `LocalCache` and `NodeClient` pass it, and so must
+whatever else meets `core.api.Cache`.
 
     class TestMyCache(CacheContract):
         @pytest.fixture
-        def make_cache(self): ...          # a function; each call joins, or makes, a cache of 16 MiB that nothing else uses
+        def make_cache(self): ...  # a function; each call joins, or makes, a cache of 16 MiB that
+        nothing else uses
         lower_tiers = True                 # where it has some
 
-Each chunk is filled with bytes that its key alone decides (`demanded_bytes`), so a byte read from anywhere tells whether it is right.
-After each test nothing is held, and a clear brings the arena back to its baseline.
+Each chunk is filled with bytes that its key alone decides (`demanded_bytes`), so a byte read from
+anywhere tells whether it is right. After each test nothing is held, and a clear brings the arena
+back to its baseline.
 """
 
 import random
@@ -30,7 +33,9 @@ from kvhold.core.reasons import REASONS
 MakeCache = Callable[[], Cache]
 
 _FULL = Group(layers=3, planes=2, heads=2, head_dim=64, dtype="bfloat16")
-_SLIDING = Group(layers=2, planes=2, heads=1, head_dim=96, dtype="float16", attention="sliding", window=24)
+_SLIDING = Group(
+    layers=2, planes=2, heads=1, head_dim=96, dtype="float16", attention="sliding", window=24
+)
 _STATE = Group(layers=1, planes=1, heads=1, head_dim=500, dtype="float32", attention="state")
 
 PLAIN = Layout(groups=(_FULL,), tokens_per_chunk=16)
@@ -39,14 +44,33 @@ LAYOUTS = {
     "full": PLAIN,
     "tails-in-blocks": Layout(groups=(_FULL,), tokens_per_chunk=16, tail_tokens=4),
     "no-tails": Layout(groups=(_FULL,), tokens_per_chunk=16, tail_tokens=0),
-    "one-latent-plane": Layout(groups=(Group(layers=5, planes=1, heads=1, head_dim=576, dtype="bfloat16"),), tokens_per_chunk=16),
+    "one-latent-plane": Layout(
+        groups=(Group(layers=5, planes=1, heads=1, head_dim=576, dtype="bfloat16"),),
+        tokens_per_chunk=16,
+    ),
     "packed-blocks": Layout(
-        groups=(Group(layers=2, planes=2, heads=1, head_dim=64, dtype="int8", packing="x", block_tokens=8, block_bytes=1030),),
+        groups=(
+            Group(
+                layers=2,
+                planes=2,
+                heads=1,
+                head_dim=64,
+                dtype="int8",
+                packing="x",
+                block_tokens=8,
+                block_bytes=1030,
+            ),
+        ),
         tokens_per_chunk=16,
         tail_tokens=8,
     ),
     "float8-beside-float32": Layout(
-        groups=(_FULL, Group(layers=1, planes=2, heads=1, head_dim=7, dtype="float8_e4m3fn"), _STATE), tokens_per_chunk=16
+        groups=(
+            _FULL,
+            Group(layers=1, planes=2, heads=1, head_dim=7, dtype="float8_e4m3fn"),
+            _STATE,
+        ),
+        tokens_per_chunk=16,
     ),
     "sliding-alone": Layout(groups=(_SLIDING,), tokens_per_chunk=16),
     "full-sliding-state": HYBRID,
@@ -55,11 +79,16 @@ LAYOUTS = {
 
 _PATIENT_S = 60.0
 
-_Partial = tuple[int, list[list[bool]]]  # how much of a prompt, and which groups of which of its chunks are stored
+_Partial = tuple[
+    int, list[list[bool]]
+]  # how much of a prompt, and which groups of which of its chunks are stored
 _partial_stores = st.lists(
     st.integers(1, 6).flatmap(
         lambda chunks: st.tuples(
-            st.just(16 * chunks), st.lists(st.lists(st.booleans(), min_size=chunks, max_size=chunks), min_size=3, max_size=3)
+            st.just(16 * chunks),
+            st.lists(
+                st.lists(st.booleans(), min_size=chunks, max_size=chunks), min_size=3, max_size=3
+            ),
         )
     ),
     max_size=4,
@@ -68,12 +97,16 @@ _partial_stores = st.lists(
 
 def demanded_bytes(key: bytes, nbytes: int) -> npt.NDArray[np.uint8]:
     """[nbytes] what a chunk of this key holds in these tests."""
-    return np.random.default_rng(int.from_bytes(key, "little")).integers(0, 256, nbytes, dtype=np.uint8)
+    return np.random.default_rng(int.from_bytes(key, "little")).integers(
+        0, 256, nbytes, dtype=np.uint8
+    )
 
 
 def a_prompt(namespace: Namespace, num_tokens: int, seed: int = 0) -> Prompt:
     """A prompt of random tokens. Two lengths of one seed share their beginning."""
-    return namespace.prompt(np.random.default_rng(seed).integers(0, 50_000, 4096, dtype=np.int32)[:num_tokens])
+    return namespace.prompt(
+        np.random.default_rng(seed).integers(0, 50_000, 4096, dtype=np.int32)[:num_tokens]
+    )
 
 
 def fill(room: Room, layout: Layout, names: ChunkNames, shard: int = 0) -> None:
@@ -81,16 +114,30 @@ def fill(room: Room, layout: Layout, names: ChunkNames, shard: int = 0) -> None:
     for group in range(len(layout.groups)):
         places = room.chunks(group)
         for chunk in map(int, np.flatnonzero(places.offsets != ABSENT)):
-            key = make_key(names.namespace, names.hashes[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES], group, shard)
+            key = make_key(
+                names.namespace,
+                names.hashes[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES],
+                group,
+                shard,
+            )
             nbytes = layout.chunk_bytes(group, int(places.num_tokens[chunk]))
             at = int(places.offsets[chunk])
             room.buffer[at : at + nbytes] = demanded_bytes(key, nbytes)
 
 
 def store(
-    cache: Cache, prompt: Prompt, shard: int = 0, *, first: int = 0, tail: bool = True, groups: npt.ArrayLike | None = None
+    cache: Cache,
+    prompt: Prompt,
+    shard: int = 0,
+    *,
+    first: int = 0,
+    tail: bool = True,
+    groups: npt.ArrayLike | None = None,
 ) -> list[int]:
-    """Reserve, fill and commit a prompt's chunks from number `first` on. Returns which were granted."""
+    """Reserve, fill and commit a prompt's chunks from number `first` on.
+
+    Returns which were granted.
+    """
     layout, names = prompt.namespace.layout, prompt.chunks(first, tail=tail)
     with cache.reserve(layout, names, shard, groups=groups) as room:
         fill(room, layout, names, shard)
@@ -99,7 +146,9 @@ def store(
 
 
 def check(loan: Loan, prompt: Prompt, num_tokens: int, shard: int = 0) -> None:
-    """Assert that the loan of a hit of `num_tokens` has what each group needs, nothing else, and that every byte of it is right."""
+    """Assert that the loan of a hit of `num_tokens` has what each group needs, nothing else, and
+    that every byte of it is right.
+    """
     layout, size = prompt.namespace.layout, prompt.namespace.layout.tokens_per_chunk
     lengths = [size] * (num_tokens // size) + ([num_tokens % size] if num_tokens % size else [])
     assert loan.num_tokens.tolist() == lengths[loan.first_chunk :]
@@ -117,12 +166,17 @@ def check(loan: Loan, prompt: Prompt, num_tokens: int, shard: int = 0) -> None:
                 nbytes = layout.chunk_bytes(number, lengths[chunk])
                 key = make_key(prompt.namespace.digest, chain_hash, number, shard)
                 found = loan.buffer[int(offsets[at]) : int(offsets[at]) + nbytes]
-                assert np.array_equal(found, demanded_bytes(key, nbytes)), f"bytes of chunk {chunk} of group {number}"
+                assert np.array_equal(found, demanded_bytes(key, nbytes)), (
+                    f"bytes of chunk {chunk} of group {number}"
+                )
     loan.verify(layout)
 
 
 def read(cache: Cache, prompt: Prompt, shard: int = 0) -> int:
-    """Look a prompt up, and assert that every byte found is right. Returns how many tokens were found."""
+    """Look a prompt up, and assert that every byte found is right.
+
+    Returns how many tokens were found.
+    """
     with cache.lookup(prompt.query()) as hit:
         if hit.num_tokens:
             loan = cache.claim(hit.ticket, shard)
@@ -135,22 +189,34 @@ def read(cache: Cache, prompt: Prompt, shard: int = 0) -> int:
 def flood(cache: Cache, namespace: Namespace, seed: int = 1_000_000) -> None:
     """Store twice what the arena holds, in prompts of their own."""
     layout = namespace.layout
-    a_chunk = sum(layout.chunk_bytes(group, layout.tokens_per_chunk) for group in range(len(layout.groups)))
+    a_chunk = sum(
+        layout.chunk_bytes(group, layout.tokens_per_chunk) for group in range(len(layout.groups))
+    )
     for i in range(2 * int(cache.status()["arena_bytes"]) // (8 * a_chunk)):
         store(cache, a_prompt(namespace, 8 * layout.tokens_per_chunk, seed + i))
 
 
 class CacheContract:
-    """Give it a `make_cache` fixture: `() -> Cache`. Every cache it hands out in one test is the same, or as good as."""
+    """Give it a `make_cache` fixture: `() -> Cache`.
+
+    Every cache it hands out in one test is the same, or as good as.
+    """
 
     lower_tiers = False
-    """Whether what memory evicts comes back from a tier below. What is still being written there stays in memory until it is."""
+    """Whether what memory evicts comes back from a tier below.
+
+    What is still being written there stays in memory until it is.
+    """
 
     def settle(self, cache: Cache) -> None:
         """Wait until nothing is on its way between memory and tiers below."""
         until = time.monotonic() + _PATIENT_S
-        while self.lower_tiers and ((status := cache.status())["arriving_chunks"] or status["write_behind"]["chunks"]):
-            assert time.monotonic() < until, f"something is on its way for more than {_PATIENT_S:g} s"
+        while self.lower_tiers and (
+            (status := cache.status())["arriving_chunks"] or status["write_behind"]["chunks"]
+        ):
+            assert time.monotonic() < until, (
+                f"something is on its way for more than {_PATIENT_S:g} s"
+            )
             time.sleep(0.002)  # whoever only looks is told nothing
 
     @pytest.fixture
@@ -185,20 +251,26 @@ class CacheContract:
             assert (hit.num_tokens, hit.ticket) == (0, 0)
             assert cache.claim(hit.ticket) is None
 
-    def test_a_prompt_without_tokens_is_a_miss_and_needs_no_room(self, cache: Cache, space: Namespace) -> None:
+    def test_a_prompt_without_tokens_is_a_miss_and_needs_no_room(
+        self, cache: Cache, space: Namespace
+    ) -> None:
         assert store(cache, a_prompt(space, 0)) == []
         assert read(cache, a_prompt(space, 0)) == 0
 
     @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
     @pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 92, 96])
-    def test_what_was_stored_comes_back_bit_for_bit(self, cache: Cache, layout: Layout, num_tokens: int) -> None:
+    def test_what_was_stored_comes_back_bit_for_bit(
+        self, cache: Cache, layout: Layout, num_tokens: int
+    ) -> None:
         space = _registered(cache, Namespace(model="model", layout=layout))
         prompt = a_prompt(space, num_tokens)
         store(cache, prompt)
         step = layout.tail_tokens or layout.tokens_per_chunk
         assert read(cache, prompt) == num_tokens // step * step
 
-    def test_the_hit_is_the_longest_prefix_that_two_prompts_share(self, cache: Cache, space: Namespace) -> None:
+    def test_the_hit_is_the_longest_prefix_that_two_prompts_share(
+        self, cache: Cache, space: Namespace
+    ) -> None:
         store(cache, a_prompt(space, 80))
         branch = a_prompt(space, 96).tokens.copy()
         branch[50] += 1
@@ -214,13 +286,17 @@ class CacheContract:
         assert store(cache, prompt) == [2]
         assert read(cache, prompt) == 80
 
-    def test_a_store_that_begins_later_in_the_prompt_continues_it(self, cache: Cache, space: Namespace) -> None:
+    def test_a_store_that_begins_later_in_the_prompt_continues_it(
+        self, cache: Cache, space: Namespace
+    ) -> None:
         prompt = a_prompt(space, 90)
         store(cache, a_prompt(space, 32))
         assert store(cache, prompt, first=2) == [0, 1, 2, 3]
         assert read(cache, prompt) == 90
 
-    def test_a_tail_is_found_by_its_own_prompt_and_by_no_longer_one(self, cache: Cache, space: Namespace) -> None:
+    def test_a_tail_is_found_by_its_own_prompt_and_by_no_longer_one(
+        self, cache: Cache, space: Namespace
+    ) -> None:
         store(cache, a_prompt(space, 41))
         assert read(cache, a_prompt(space, 41)) == 41
         assert read(cache, a_prompt(space, 42)) == 32
@@ -234,7 +310,9 @@ class CacheContract:
         assert read(cache, a_prompt(space, 16 + 15)) == 16 + 8
         assert read(cache, a_prompt(space, 16 + 7)) == 16 + 4
 
-    def test_a_tail_of_which_one_group_is_missing_is_not_found(self, cache: Cache, hybrid: Namespace) -> None:
+    def test_a_tail_of_which_one_group_is_missing_is_not_found(
+        self, cache: Cache, hybrid: Namespace
+    ) -> None:
         store(cache, a_prompt(hybrid, 40), tail=False)
         assert read(cache, a_prompt(hybrid, 40)) == 32
 
@@ -268,7 +346,9 @@ class CacheContract:
                     check(loan, prompt, 90)
 
     def test_a_hit_says_where_it_came_from_and_why_it_ends(self, cache: Cache) -> None:
-        hybrid = _registered(cache, Namespace(model="model", layout=HYBRID, cache_salt=token_hex(8)))  # whose keys never were here
+        hybrid = _registered(
+            cache, Namespace(model="model", layout=HYBRID, cache_salt=token_hex(8))
+        )  # whose keys never were here
         prompt = a_prompt(hybrid, 48)
 
         def answer(num_tokens: int) -> tuple[int, dict[str, int], str]:
@@ -288,16 +368,29 @@ class CacheContract:
         cache.clear()
         assert answer(48) == (0, {}, "cleared")
 
-    def test_what_is_looked_up_is_counted_as_found_or_as_missed(self, cache: Cache, space: Namespace) -> None:
+    def test_what_is_looked_up_is_counted_as_found_or_as_missed(
+        self, cache: Cache, space: Namespace
+    ) -> None:
         def counted(name: str) -> float:
-            return sum(float(value) for key, value in cache.status()["counters"].items() if key.partition("{")[0] == name)
+            return sum(
+                float(value)
+                for key, value in cache.status()["counters"].items()
+                if key.partition("{")[0] == name
+            )
 
-        before = [counted(name) for name in ("kvhold_lookup_tokens", "kvhold_hit_tokens", "kvhold_missed_tokens")]
+        before = [
+            counted(name)
+            for name in ("kvhold_lookup_tokens", "kvhold_hit_tokens", "kvhold_missed_tokens")
+        ]
         store(cache, a_prompt(space, 40))
         found = sum(read(cache, a_prompt(space, num_tokens)) for num_tokens in (40, 48, 17, 80))
         asked, hit, missed = (
             counted(name) - was
-            for name, was in zip(("kvhold_lookup_tokens", "kvhold_hit_tokens", "kvhold_missed_tokens"), before, strict=True)
+            for name, was in zip(
+                ("kvhold_lookup_tokens", "kvhold_hit_tokens", "kvhold_missed_tokens"),
+                before,
+                strict=True,
+            )
         )
         assert (asked, hit, missed) == (185, found, 185 - found)
 
@@ -329,26 +422,38 @@ class CacheContract:
         assert cache.status()["used_bytes"] == used
         assert store(cache, a_prompt(hybrid, 80)) == [3, 4]
 
-    def test_of_a_chunk_only_the_groups_that_are_asked_for_get_memory(self, cache: Cache, hybrid: Namespace) -> None:
+    def test_of_a_chunk_only_the_groups_that_are_asked_for_get_memory(
+        self, cache: Cache, hybrid: Namespace
+    ) -> None:
         prompt = a_prompt(hybrid, 40)
         mask = np.array([[1, 1, 0], [0, 1, 0], [0, 1, 0]], dtype=bool)
         with cache.reserve(HYBRID, prompt.chunks(), groups=mask) as room:
             assert room.granted == [0, 1]
-            assert [(room.chunks(group).offsets != ABSENT).tolist() for group in range(3)] == mask.tolist()
+            assert [
+                (room.chunks(group).offsets != ABSENT).tolist() for group in range(3)
+            ] == mask.tolist()
             fill(room, HYBRID, prompt.chunks())
             room.commit()
-        assert read(cache, prompt) == 0, "sliding attention looks back at 24 tokens, of which 8 are missing"
+        assert read(cache, prompt) == 0, (
+            "sliding attention looks back at 24 tokens, of which 8 are missing"
+        )
         assert store(cache, prompt, groups=[[False] * 3, [True, False, False], [False] * 3]) == [0]
         assert read(cache, prompt) == 32
 
-    def test_what_a_chunk_is_missing_gets_memory_beside_what_is_there(self, cache: Cache, hybrid: Namespace) -> None:
+    def test_what_a_chunk_is_missing_gets_memory_beside_what_is_there(
+        self, cache: Cache, hybrid: Namespace
+    ) -> None:
         prompt = a_prompt(hybrid, 48)
         full = [[True] * 3, [False] * 3, [False] * 3]
         assert store(cache, prompt, groups=full) == [0, 1, 2]
         assert read(cache, prompt) == 0, "full attention alone does not go on"
         with cache.reserve(HYBRID, prompt.chunks()) as room:
             assert room.granted == [0, 1, 2]
-            assert [(room.chunks(group).offsets != ABSENT).any() for group in range(3)] == [False, True, True]
+            assert [(room.chunks(group).offsets != ABSENT).any() for group in range(3)] == [
+                False,
+                True,
+                True,
+            ]
             assert store(cache, prompt) == [], "somebody else is writing the rest"
             fill(room, HYBRID, prompt.chunks())
             room.commit()
@@ -362,25 +467,50 @@ class CacheContract:
     @settings(
         max_examples=60,
         deadline=None,
-        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors, HealthCheck.too_slow],
+        suppress_health_check=[
+            HealthCheck.function_scoped_fixture,
+            HealthCheck.differing_executors,
+            HealthCheck.too_slow,
+        ],
     )
     @given(stores=_partial_stores)
-    def test_a_hit_ends_only_where_every_group_has_what_it_looks_at(self, cache: Cache, hybrid: Namespace, stores: list[_Partial]) -> None:
+    def test_a_hit_ends_only_where_every_group_has_what_it_looks_at(
+        self, cache: Cache, hybrid: Namespace, stores: list[_Partial]
+    ) -> None:
         cache.clear()
         there: set[tuple[int, int]] = set()  # (group, first token of a chunk)
         for num_tokens, mask in stores:
             store(cache, a_prompt(hybrid, num_tokens), groups=mask, tail=False)
-            there |= {(group, 16 * chunk) for group, row in enumerate(mask) for chunk, wanted in enumerate(row) if wanted}
+            there |= {
+                (group, 16 * chunk)
+                for group, row in enumerate(mask)
+                for chunk, wanted in enumerate(row)
+                if wanted
+            }
 
         def goes_on(end: int) -> bool:
-            """Whether from `end` on a model could go on: for each group, by the tokens that it looks back at."""
-            looks_at = {0: range(end), 1: range(max(0, end - _SLIDING.window), end), 2: range(max(0, end - 1), end)}
-            return all((group, token // 16 * 16) in there for group, tokens in looks_at.items() for token in tokens)
+            """Whether from `end` on a model could go on: for each group, by the tokens that it
+            looks back at.
+            """
+            looks_at = {
+                0: range(end),
+                1: range(max(0, end - _SLIDING.window), end),
+                2: range(max(0, end - 1), end),
+            }
+            return all(
+                (group, token // 16 * 16) in there
+                for group, tokens in looks_at.items()
+                for token in tokens
+            )
 
         for num_tokens in (16, 40, 64, 96):
-            assert read(cache, a_prompt(hybrid, num_tokens)) == max(filter(goes_on, range(0, num_tokens + 1, 16)))
+            assert read(cache, a_prompt(hybrid, num_tokens)) == max(
+                filter(goes_on, range(0, num_tokens + 1, 16))
+            )
 
-    def test_what_somebody_else_is_writing_gets_no_memory(self, cache: Cache, space: Namespace) -> None:
+    def test_what_somebody_else_is_writing_gets_no_memory(
+        self, cache: Cache, space: Namespace
+    ) -> None:
         prompt = a_prompt(space, 48)
         with cache.reserve(PLAIN, a_prompt(space, 32).chunks()) as room:
             assert room.granted == [0, 1]
@@ -400,7 +530,9 @@ class CacheContract:
             two.commit()
         assert read(cache, a_prompt(hybrid, 90, 1)) == read(cache, a_prompt(hybrid, 90, 2)) == 90
 
-    def test_a_chunk_is_invisible_until_it_is_committed(self, cache: Cache, hybrid: Namespace) -> None:
+    def test_a_chunk_is_invisible_until_it_is_committed(
+        self, cache: Cache, hybrid: Namespace
+    ) -> None:
         prompt = a_prompt(hybrid, 40)
         with cache.reserve(HYBRID, prompt.chunks()) as room:
             assert read(cache, prompt) == 0
@@ -409,7 +541,9 @@ class CacheContract:
             room.commit()
             assert read(cache, prompt) == 40, "visible before the room is closed"
 
-    def test_a_part_may_be_committed_and_the_rest_is_given_back(self, cache: Cache, space: Namespace) -> None:
+    def test_a_part_may_be_committed_and_the_rest_is_given_back(
+        self, cache: Cache, space: Namespace
+    ) -> None:
         prompt = a_prompt(space, 64)
         store(cache, a_prompt(space, 16, seed=9))
         of_one = cache.status()["used_bytes"]
@@ -421,7 +555,9 @@ class CacheContract:
         assert read(cache, prompt) == 32
         assert cache.status()["used_bytes"] == 3 * of_one
 
-    def test_committing_twice_or_what_was_not_granted_changes_nothing(self, cache: Cache, space: Namespace) -> None:
+    def test_committing_twice_or_what_was_not_granted_changes_nothing(
+        self, cache: Cache, space: Namespace
+    ) -> None:
         prompt = a_prompt(space, 48)
         store(cache, a_prompt(space, 16))
         with cache.reserve(PLAIN, prompt.chunks()) as room:
@@ -439,7 +575,9 @@ class CacheContract:
 
     # A full arena
 
-    def test_a_prompt_longer_than_the_arena_gets_memory_for_its_beginning(self, cache: Cache, space: Namespace) -> None:
+    def test_a_prompt_longer_than_the_arena_gets_memory_for_its_beginning(
+        self, cache: Cache, space: Namespace
+    ) -> None:
         size = cache.status()["arena_bytes"]
         num_chunks = 2 * size // PLAIN.chunk_bytes(0, 16)
         tokens = np.arange(num_chunks * 16 + 3, dtype=np.int32)
@@ -447,7 +585,9 @@ class CacheContract:
         names = prompt.chunks()
         with cache.reserve(PLAIN, names) as room:
             assert 0 < len(room.granted) < num_chunks
-            assert room.granted == list(range(len(room.granted))), "in order, and no tail without what comes before it"
+            assert room.granted == list(range(len(room.granted))), (
+                "in order, and no tail without what comes before it"
+            )
             assert cache.status()["used_bytes"] <= size
             with cache.reserve(PLAIN, a_prompt(space, 64, seed=5).chunks()) as none:
                 assert none.granted == [], "nobody's room is taken for another"
@@ -462,7 +602,9 @@ class CacheContract:
         assert store(cache, a_prompt(hybrid, 90)) == [0, 1, 2, 3, 4, 5]
         assert read(cache, a_prompt(hybrid, 90)) == 90
 
-    def test_a_hit_that_nobody_has_claimed_yet_stays_whole_under_pressure(self, cache: Cache, hybrid: Namespace) -> None:
+    def test_a_hit_that_nobody_has_claimed_yet_stays_whole_under_pressure(
+        self, cache: Cache, hybrid: Namespace
+    ) -> None:
         prompt = a_prompt(hybrid, 90)
         store(cache, prompt)
         with cache.lookup(prompt.query()) as hit:
@@ -504,7 +646,9 @@ class CacheContract:
         self.settle(cache)
         assert cache.status()["used_bytes"] == 0
 
-    def test_what_is_being_written_while_the_cache_is_cleared_does_not_appear(self, cache: Cache, space: Namespace) -> None:
+    def test_what_is_being_written_while_the_cache_is_cleared_does_not_appear(
+        self, cache: Cache, space: Namespace
+    ) -> None:
         prompt = a_prompt(space, 40)
         with cache.reserve(PLAIN, prompt.chunks()) as room:
             cache.clear()
@@ -519,16 +663,24 @@ class CacheContract:
 
     # Tickets and endings
 
-    def test_a_shard_may_be_claimed_by_several_and_is_pinned_until_the_last_lets_go(self, cache: Cache, space: Namespace) -> None:
+    def test_a_shard_may_be_claimed_by_several_and_is_pinned_until_the_last_lets_go(
+        self, cache: Cache, space: Namespace
+    ) -> None:
         prompt = a_prompt(space, 64)
         store(cache, prompt)
 
         def pinned() -> int:
-            assert cache.flush(deadline_s=_PATIENT_S)  # what is still being written below is pinned, too
+            assert cache.flush(
+                deadline_s=_PATIENT_S
+            )  # what is still being written below is pinned, too
             return int(cache.status()["pinned_chunks"])
 
         hit = cache.lookup(prompt.query())
-        whole, end, again = cache.claim(hit.ticket), cache.claim(hit.ticket, first_chunk=3), cache.claim(hit.ticket)
+        whole, end, again = (
+            cache.claim(hit.ticket),
+            cache.claim(hit.ticket, first_chunk=3),
+            cache.claim(hit.ticket),
+        )
         assert whole is not None and end is not None and again is not None
         whole.close()
         assert pinned() == 4, "the hit is open"
@@ -564,7 +716,13 @@ class CacheContract:
     def test_a_ticket_that_is_not_good_is_none(self, cache: Cache, space: Namespace) -> None:
         store(cache, a_prompt(space, 32))
         with cache.lookup(a_prompt(space, 32).query()) as hit:
-            for ticket, shard in ((0, 0), (hit.ticket + 1, 0), (hit.ticket, 1), (-1, 0), (2**63, 0)):
+            for ticket, shard in (
+                (0, 0),
+                (hit.ticket + 1, 0),
+                (hit.ticket, 1),
+                (-1, 0),
+                (2**63, 0),
+            ):
                 assert cache.claim(ticket, shard) is None
         assert cache.claim(hit.ticket) is None, "the hit was closed"
 
@@ -612,7 +770,9 @@ class CacheContract:
 
     # Layouts, and requests that make no sense
 
-    def test_recoding_a_tier_that_is_not_there_is_an_error_that_says_so_and_ends_nothing(self, cache: Cache, space: Namespace) -> None:
+    def test_recoding_a_tier_that_is_not_there_is_an_error_that_says_so_and_ends_nothing(
+        self, cache: Cache, space: Namespace
+    ) -> None:
         store(cache, a_prompt(space, 40))
         with pytest.raises(KVHoldError, match="tier 'nowhere' is unknown"):
             cache.recode("nowhere", "raw")
@@ -623,7 +783,9 @@ class CacheContract:
         cache.register(space)
         assert read(cache, a_prompt(space, 40)) == 40
 
-    def test_a_layout_that_was_not_registered_is_an_error_that_says_so_and_ends_nothing(self, cache: Cache, space: Namespace) -> None:
+    def test_a_layout_that_was_not_registered_is_an_error_that_says_so_and_ends_nothing(
+        self, cache: Cache, space: Namespace
+    ) -> None:
         store(cache, a_prompt(space, 40))
         unknown = Namespace(model="model", layout=Layout(groups=(_FULL,), tokens_per_chunk=48))
         with cache.reserve(PLAIN, a_prompt(space, 40, seed=1).chunks()) as room:
@@ -643,9 +805,22 @@ class CacheContract:
 
     @pytest.mark.parametrize(
         "nonsense",
-        ["shard-1", "shard65536", "namespace", "hashes", "tail-alone", "claim", "query-tail", "clear", "mask-shape", "mask-kind"],
+        [
+            "shard-1",
+            "shard65536",
+            "namespace",
+            "hashes",
+            "tail-alone",
+            "claim",
+            "query-tail",
+            "clear",
+            "mask-shape",
+            "mask-kind",
+        ],
     )
-    def test_a_request_that_makes_no_sense_is_an_error_and_takes_nothing(self, cache: Cache, make_cache: MakeCache, nonsense: str) -> None:
+    def test_a_request_that_makes_no_sense_is_an_error_and_takes_nothing(
+        self, cache: Cache, make_cache: MakeCache, nonsense: str
+    ) -> None:
         client = make_cache()
         space = _registered(client, Namespace(model="model", layout=PLAIN))
         names, query = a_prompt(space, 40).chunks(), a_prompt(space, 40).query()
@@ -657,7 +832,14 @@ class CacheContract:
             "tail-alone": lambda: client.reserve(PLAIN, ChunkNames(names.namespace, b"", 3)),
             "claim": lambda: client.claim(1, first_chunk=-1),
             "query-tail": lambda: client.lookup(
-                type(query)(query.namespace, query.layout, 1, query.hashes, query.tail_hashes, (PLAIN.tokens_per_chunk,))
+                type(query)(
+                    query.namespace,
+                    query.layout,
+                    1,
+                    query.hashes,
+                    query.tail_hashes,
+                    (PLAIN.tokens_per_chunk,),
+                )
             ),
             "clear": lambda: client.clear(space.digest[:3]),
             "mask-shape": lambda: client.reserve(PLAIN, names, groups=np.ones((3, 1), dtype=bool)),
@@ -669,15 +851,22 @@ class CacheContract:
 
     # All at once
 
-    def test_threads_that_store_and_read_at_once_see_only_what_the_keys_demand(self, cache: Cache, hybrid: Namespace) -> None:
+    def test_threads_that_store_and_read_at_once_see_only_what_the_keys_demand(
+        self, cache: Cache, hybrid: Namespace
+    ) -> None:
         with ThreadPoolExecutor(4) as pool:
             found = list(pool.map(lambda seed: _live(cache, hybrid, seed), range(4)))
         assert sum(found) > 0, "some prompts were found"
-        assert cache.status()["counters"]["kvhold_evicted_chunks{tier=ram}"] > 0, "and the arena was too small for all"
+        assert cache.status()["counters"]["kvhold_evicted_chunks{tier=ram}"] > 0, (
+            "and the arena was too small for all"
+        )
 
 
 def _live(cache: Cache, space: Namespace, seed: int) -> int:
-    """One engine's life: random prompts of a few families, stored and read. Returns how many tokens were found."""
+    """One engine's life: random prompts of a few families, stored and read.
+
+    Returns how many tokens were found.
+    """
     luck = random.Random(seed)
     found = 0
     for _ in range(60):
@@ -685,7 +874,9 @@ def _live(cache: Cache, space: Namespace, seed: int) -> int:
         found += read(cache, prompt)
         if luck.random() < 0.1:
             names = prompt.chunks()
-            with cache.reserve(space.layout, names) as room:  # never committed, and never what the keys demand
+            with cache.reserve(
+                space.layout, names
+            ) as room:  # never committed, and never what the keys demand
                 for group in range(len(space.layout.groups)):
                     _scribble(room, room.chunks(group).offsets[room.granted])
         else:

@@ -7,8 +7,9 @@
         def codec(self):
             return Deflate()
 
-The layers are small and cover every dtype, one plane and two, several groups, opaque blocks, whole chunks and tails. A case that
-the codec does not accept passes by being refused. Speed is not tested.
+The layers are small and cover every dtype, one plane and two, several groups, opaque blocks, whole
+chunks and tails. A case that the codec does not accept passes by being refused. Speed is not
+tested.
 """
 
 import random
@@ -88,15 +89,29 @@ def _layout(*groups: Group, tail_tokens: int = 1) -> Layout:
 
 def _cases() -> Iterator[tuple[str, Case]]:
     for dtype in DTYPE_BYTES:
-        yield f"{dtype}", Case(_layout(Group(layers=2, planes=2, heads=2, head_dim=8, dtype=dtype)), 0, 16)
+        yield (
+            f"{dtype}",
+            Case(_layout(Group(layers=2, planes=2, heads=2, head_dim=8, dtype=dtype)), 0, 16),
+        )
     mla = _layout(Group(layers=3, planes=1, heads=1, head_dim=36, dtype="bfloat16"))
     odd = _layout(Group(layers=1, planes=2, heads=3, head_dim=5, dtype="float16"))
     hybrid = _layout(
         Group(layers=2, planes=2, heads=2, head_dim=16, dtype="bfloat16"),
-        Group(layers=4, planes=2, heads=1, head_dim=8, dtype="float16", attention="sliding", window=8),
+        Group(
+            layers=4, planes=2, heads=1, head_dim=8, dtype="float16", attention="sliding", window=8
+        ),
         Group(layers=2, planes=1, heads=1, head_dim=24, dtype="float32", attention="state"),
     )
-    opaque = Group(layers=2, planes=2, heads=2, head_dim=8, dtype="bfloat16", packing="engine-own", block_tokens=4, block_bytes=264)
+    opaque = Group(
+        layers=2,
+        planes=2,
+        heads=2,
+        head_dim=8,
+        dtype="bfloat16",
+        packing="engine-own",
+        block_tokens=4,
+        block_bytes=264,
+    )
     for num_tokens in (16, 7, 1):
         yield f"mla-{num_tokens}", Case(mla, 0, num_tokens)
         yield f"odd-{num_tokens}", Case(odd, 0, num_tokens)
@@ -141,7 +156,12 @@ class CodecContract:
 
     def test_it_has_a_name_that_fits_a_frame_and_states_its_error(self, codec: Codec) -> None:
         name = codec.name
-        assert 1 <= len(name) <= CODEC_BYTES and name.isascii() and name.isprintable() and " " not in name
+        assert (
+            1 <= len(name) <= CODEC_BYTES
+            and name.isascii()
+            and name.isprintable()
+            and " " not in name
+        )
         assert (codec.error_bound == 0.0) if codec.lossless else (0.0 < codec.error_bound <= 1.0)
 
     def test_it_accepts_some_groups_and_the_others_are_refused(self, codec: Codec) -> None:
@@ -150,10 +170,19 @@ class CodecContract:
         for case in CASES.values():
             if case not in accepted:
                 with pytest.raises(LayoutError):
-                    frame_chunk(case.chunk("normal"), codec, key=case.key, layout=case.layout, num_tokens=case.num_tokens, first_token=0)
+                    frame_chunk(
+                        case.chunk("normal"),
+                        codec,
+                        key=case.key,
+                        layout=case.layout,
+                        num_tokens=case.num_tokens,
+                        first_token=0,
+                    )
 
     @pytest.mark.parametrize("content", _CONTENTS)
-    def test_values_come_back_within_the_error_bound(self, codec: Codec, case: Case, content: str) -> None:
+    def test_values_come_back_within_the_error_bound(
+        self, codec: Codec, case: Case, content: str
+    ) -> None:
         if not codec.accepts(case.layout, case.group):
             return
         chunk = case.chunk(content)
@@ -166,7 +195,9 @@ class CodecContract:
                 before, after = as_float64(plain, case.dtype), as_float64(decoded, case.dtype)
                 assert np.abs(after - before).max() <= codec.error_bound * np.abs(before).max()
 
-    def test_any_bytes_are_encoded_and_a_lossless_codec_gives_them_back(self, codec: Codec, case: Case) -> None:
+    def test_any_bytes_are_encoded_and_a_lossless_codec_gives_them_back(
+        self, codec: Codec, case: Case
+    ) -> None:
         if not codec.accepts(case.layout, case.group):
             return
         chunk = case.any_bytes()
@@ -174,7 +205,9 @@ class CodecContract:
             decoded = decode(codec, case, layer, encoded)
             assert not codec.lossless or decoded == case.layer_of(chunk, layer)
 
-    def test_a_layer_gives_the_same_bytes_whatever_was_encoded_before_and_beside_it(self, codec: Codec, case: Case) -> None:
+    def test_a_layer_gives_the_same_bytes_whatever_was_encoded_before_and_beside_it(
+        self, codec: Codec, case: Case
+    ) -> None:
         if not codec.accepts(case.layout, case.group):
             return
         chunk, other = case.chunk("normal"), case.chunk("outliers")
@@ -183,15 +216,22 @@ class CodecContract:
         last = case.layers - 1
         assert encode_layer(codec, case, last, case.layer_of(chunk, last)) == expected[last]
         with ThreadPoolExecutor(4) as pool:
-            assert all(found == expected for found in pool.map(lambda _: encode(codec, case, chunk), range(8)))
+            assert all(
+                found == expected
+                for found in pool.map(lambda _: encode(codec, case, chunk), range(8))
+            )
 
-    def test_a_fresh_codec_decodes_any_layer_alone_and_in_any_order(self, codec: Codec, case: Case) -> None:
+    def test_a_fresh_codec_decodes_any_layer_alone_and_in_any_order(
+        self, codec: Codec, case: Case
+    ) -> None:
         if not codec.accepts(case.layout, case.group):
             return
         encoded = encode(codec, case, case.chunk("normal"))
         expected = [decode(codec, case, layer, encoded[layer]) for layer in range(case.layers)]
         fresh = type(codec)()
-        assert [decode(fresh, case, layer, encoded[layer]) for layer in reversed(range(case.layers))] == expected[::-1]
+        assert [
+            decode(fresh, case, layer, encoded[layer]) for layer in reversed(range(case.layers))
+        ] == expected[::-1]
 
     def test_damaged_bytes_are_a_frame_error_or_some_values(self, codec: Codec, case: Case) -> None:
         if not codec.accepts(case.layout, case.group):
@@ -217,7 +257,9 @@ class CodecContract:
             tracemalloc.stop()
 
     @pytest.mark.parametrize("in_one_piece", [False, True], ids=["parts", "one piece"])
-    def test_a_chunk_goes_into_a_frame_and_comes_back(self, codec: Codec, case: Case, in_one_piece: bool) -> None:
+    def test_a_chunk_goes_into_a_frame_and_comes_back(
+        self, codec: Codec, case: Case, in_one_piece: bool
+    ) -> None:
         if not codec.accepts(case.layout, case.group):
             return
         chunk = case.chunk("normal")
@@ -235,7 +277,14 @@ class CodecContract:
         for layer in reversed(range(case.layers)):
             offset, length = header.layer_range(layer)
             target = case.layer_of(memoryview(layerwise), layer)
-            unframe_layer(header, layer, memoryview(frame)[offset : offset + length], target, layout=case.layout, find=lambda _: codec)
+            unframe_layer(
+                header,
+                layer,
+                memoryview(frame)[offset : offset + length],
+                target,
+                layout=case.layout,
+                find=lambda _: codec,
+            )
         assert layerwise == into
 
     def test_a_damaged_frame_is_refused(self, codec: Codec) -> None:
@@ -244,12 +293,22 @@ class CodecContract:
         into = memoryview(bytearray(case.layers * case.layer_bytes))
         for damaged in _damaged(frame, random.Random(7)):
             with pytest.raises(FrameError):
-                unframe_chunk(memoryview(damaged), into, key=case.key, layout=case.layout, num_tokens=case.num_tokens, find=lambda _: codec)
+                unframe_chunk(
+                    memoryview(damaged),
+                    into,
+                    key=case.key,
+                    layout=case.layout,
+                    num_tokens=case.num_tokens,
+                    find=lambda _: codec,
+                )
 
 
 def encode(codec: Codec, case: Case, chunk: memoryview) -> list[bytes]:
     """[layers] the encoded layers."""
-    return [encode_layer(codec, case, layer, case.layer_of(chunk, layer)) for layer in range(case.layers)]
+    return [
+        encode_layer(codec, case, layer, case.layer_of(chunk, layer))
+        for layer in range(case.layers)
+    ]
 
 
 def encode_layer(codec: Codec, case: Case, layer: int, plain: memoryview) -> bytes:
@@ -258,7 +317,14 @@ def encode_layer(codec: Codec, case: Case, layer: int, plain: memoryview) -> byt
     most = codec.max_size(case.layout, case.group, case.num_tokens)
     assert type(most) is int
     room, out = _guarded(most, fill=0x55)
-    length = codec.encode(memoryview(before), out, layout=case.layout, group=case.group, layer=layer, num_tokens=case.num_tokens)
+    length = codec.encode(
+        memoryview(before),
+        out,
+        layout=case.layout,
+        group=case.group,
+        layer=layer,
+        num_tokens=case.num_tokens,
+    )
     assert type(length) is int and 0 <= length <= most
     assert before == plain, "encode changed its input"
     _assert_guarded(room)
@@ -266,12 +332,21 @@ def encode_layer(codec: Codec, case: Case, layer: int, plain: memoryview) -> byt
 
 
 def decode(codec: Codec, case: Case, layer: int, encoded: bytes) -> bytes:
-    """One decoded layer, after checks that the codec wrote all of it and nothing else, and that stale memory does not show through."""
+    """One decoded layer, after checks that the codec wrote all of it and nothing else, and that
+    stale memory does not show through.
+    """
     results = []
     for fill in (0x55, 0xAA):
         room, out = _guarded(case.layer_bytes, fill=fill)
         try:
-            codec.decode(memoryview(encoded), out, layout=case.layout, group=case.group, layer=layer, num_tokens=case.num_tokens)
+            codec.decode(
+                memoryview(encoded),
+                out,
+                layout=case.layout,
+                group=case.group,
+                layer=layer,
+                num_tokens=case.num_tokens,
+            )
         finally:
             _assert_guarded(room)
         results.append(bytes(out))
@@ -279,12 +354,24 @@ def decode(codec: Codec, case: Case, layer: int, encoded: bytes) -> bytes:
     return results[0]
 
 
-def framed(codec: Codec, case: Case, chunk: memoryview, *, in_one_piece: bool) -> tuple[bytes, FrameHeader]:
+def framed(
+    codec: Codec, case: Case, chunk: memoryview, *, in_one_piece: bool
+) -> tuple[bytes, FrameHeader]:
     """A whole frame of `chunk`, and its header as a reader sees it."""
     out = None
     if in_one_piece:
-        out = memoryview(bytearray(max_frame_bytes(codec, case.layout, case.group, case.num_tokens)))
-    frame = frame_chunk(chunk, codec, key=case.key, layout=case.layout, num_tokens=case.num_tokens, first_token=32, out=out)
+        out = memoryview(
+            bytearray(max_frame_bytes(codec, case.layout, case.group, case.num_tokens))
+        )
+    frame = frame_chunk(
+        chunk,
+        codec,
+        key=case.key,
+        layout=case.layout,
+        num_tokens=case.num_tokens,
+        first_token=32,
+        out=out,
+    )
     whole = b"".join(frame.parts)
     assert len(whole) == frame.nbytes == frame.fields.frame_bytes
     assert out is None or out[: frame.nbytes] == whole
@@ -305,7 +392,9 @@ def _assert_guarded(room: bytearray) -> None:
 
 
 def _damaged(good: bytes, dice: random.Random) -> Iterator[bytes]:
-    """`good` cut short, made longer, with flipped bits, and what was never good; never `good` itself."""
+    """`good` cut short, made longer, with flipped bits, and what was never good; never `good`
+    itself.
+    """
     for keep in {0, 1, len(good) // 2, len(good) - 1} - {len(good)}:
         yield good[: max(keep, 0)]
     yield good + b"\0"

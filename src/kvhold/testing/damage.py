@@ -1,4 +1,5 @@
-"""Damage to the arena of a running cache, from outside of it: what a stray write of some process would do.
+"""Damage to the arena of a running cache, from outside of it: what a stray write of some process
+would do.
 
 with OpenArena(pid) as arena:                 # a node's
     arena.flip(offset, bit=3)
@@ -13,10 +14,16 @@ _NAME = "/memfd:kvhold-arena"
 
 
 class OpenArena:
-    """The arena of a process, opened beside all that the process itself does. Needs the same user."""
+    """The arena of a process, opened beside all that the process itself does.
+
+    Needs the same user.
+    """
 
     def __init__(self, pid: int, fd: int | None = None) -> None:
-        """fd: the process's own descriptor of it; None: it has one arena. Raises LookupError if it has none, or several."""
+        """fd: the process's own descriptor of it; None: it has one arena.
+
+        Raises LookupError if it has none, or several.
+        """
         found = [Path(f"/proc/{pid}/fd/{fd}")] if fd is not None else _arenas(pid)
         if len(found) != 1:
             raise LookupError(f"process {pid} has {len(found)} arenas")

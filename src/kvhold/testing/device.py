@@ -1,13 +1,15 @@
-"""A device whose streams run late, in an order that a seed draws: what lacks an event or a wait gives wrong bytes.
+"""A device whose streams run late, in an order that a seed draws: what lacks an event or a wait
+gives wrong bytes.
 
     device = FakeDevice(seed=7)
     device.compute(lambda: tensor.fill_(1))             # on the engine's stream, as a kernel is
-    copier = fake_copier(device)                        # `DeviceCopier` over it, for `WorkerSide` and other users
-    device.synchronize()                                # all streams are empty, as after cudaDeviceSynchronize
+    copier = fake_copier(device)  # `DeviceCopier` over it, for `WorkerSide` and other users
+    device.synchronize()  # all streams are empty, as after cudaDeviceSynchronize
 
-Its memory is the host's. A stream is a queue: its operations run one after another, and between two streams there is no
-order but that of events. Nothing runs by itself. Whoever waits has the device run: a random operation of a random stream
-each time, until what is waited for has ended. So an operation runs as late as it may, or as early. Any thread may call.
+Its memory is the host's. A stream is a queue: its operations run one after another, and between two
+streams there is no order but that of events. Nothing runs by itself. Whoever waits has the device
+run: a random operation of a random stream each time, until what is waited for has ended. So an
+operation runs as late as it may, or as early. Any thread may call.
 """
 
 import ctypes
@@ -132,7 +134,11 @@ class FakeDevice:
             assert self.is_idle, "streams wait for each other"
 
     def _step(self, *, somebody_waits: bool = True) -> bool:
-        ready = [stream for stream in self._streams if stream.operations and _is_ready(stream.operations[0])]
+        ready = [
+            stream
+            for stream in self._streams
+            if stream.operations and _is_ready(stream.operations[0])
+        ]
         if not ready and self._gates and somebody_waits:
             self._gates.popleft().has_fired = True
             return True
@@ -149,9 +155,14 @@ def _is_ready(operation: Callable[[], None] | Event) -> bool:
 
 
 class FakeDriver:
-    """The device as a `Driver` (`memory/device/driver.py`). Its memory is the host's, so views are of host memory."""
+    """The device as a `Driver` (`memory/device/driver.py`).
 
-    def __init__(self, device: FakeDevice, *, has_direct_copies: bool = True, refuses_pinning: bool = False) -> None:
+    Its memory is the host's, so views are of host memory.
+    """
+
+    def __init__(
+        self, device: FakeDevice, *, has_direct_copies: bool = True, refuses_pinning: bool = False
+    ) -> None:
         self.has_direct_copies = has_direct_copies
         self.pinned: dict[int, int] = {}  # bytes from each address on
         self._device = device
@@ -195,8 +206,12 @@ class FakeDriver:
         """See `Driver`. What is not pinned is copied when the call returns, as a driver may do."""
 
         def work() -> None:
-            for host, device, nbytes in zip(copies.host.tolist(), copies.device.tolist(), copies.nbytes.tolist(), strict=True):
-                assert self._may_copy(host, nbytes, pinned=copies.pinned), "a copy that the device does not take"
+            for host, device, nbytes in zip(
+                copies.host.tolist(), copies.device.tolist(), copies.nbytes.tolist(), strict=True
+            ):
+                assert self._may_copy(host, nbytes, pinned=copies.pinned), (
+                    "a copy that the device does not take"
+                )
                 ctypes.memmove(*((host, device) if lane is Lane.STORE else (device, host)), nbytes)
 
         event = self.launch(lane, after, work)
@@ -212,7 +227,10 @@ class FakeDriver:
         """See `Driver`."""
         if self._refuses_pinning:
             raise DeviceRefused("this device does not register host memory")
-        assert not any(start < address + nbytes and address < start + size for start, size in self.pinned.items()), "registered twice"
+        assert not any(
+            start < address + nbytes and address < start + size
+            for start, size in self.pinned.items()
+        ), "registered twice"
         self.pinned[address] = nbytes
 
     def unpin(self, address: int) -> None:
@@ -221,15 +239,28 @@ class FakeDriver:
 
     def _may_copy(self, address: int, nbytes: int, *, pinned: bool) -> bool:
         """A real device takes what lies in one registration, or in none."""
-        touched = [start for start, size in self.pinned.items() if start < address + nbytes and address < start + size]
+        touched = [
+            start
+            for start, size in self.pinned.items()
+            if start < address + nbytes and address < start + size
+        ]
         if not touched:
             return not pinned
         (start, *others) = touched
-        return pinned and not others and start <= address and address + nbytes <= start + self.pinned[start]
+        return (
+            pinned
+            and not others
+            and start <= address
+            and address + nbytes <= start + self.pinned[start]
+        )
 
 
-def fake_copier(device: FakeDevice, *, seed: int = 0, driver: FakeDriver | None = None) -> DeviceCopier:
-    """The copier that a real device has, over this one. seed: draws its sizes, so that rings are full and chunks are many batches."""
+def fake_copier(
+    device: FakeDevice, *, seed: int = 0, driver: FakeDriver | None = None
+) -> DeviceCopier:
+    """The copier that a real device has, over this one. seed: draws its sizes, so that rings are
+    full and chunks are many batches.
+    """
     random = Random(seed)
     sizes = Settings(
         store_ring_bytes=random.choice([1 << 14, 1 << 16, 1 << 20]),

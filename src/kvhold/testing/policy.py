@@ -4,11 +4,12 @@
         def make_policy(self) -> Policy:
             return MyPolicy()
 
-        def rank(self, known: Known) -> int:         # only if it orders by one number; the lowest goes first
-            return known.touched_at
+        def rank(self, known: Known) -> int:  # only if it orders by one number; the lowest goes
+            first return known.touched_at
 
-Which chunk goes first is the policy's own affair; where it says how, by `rank`, the order is checked against a slow model that tries
-every chunk each time. Its further habits are tested beside it.
+Which chunk goes first is the policy's own affair; where it says how, by `rank`, the order is
+checked against a slow model that tries every chunk each time. Its further habits are tested beside
+it.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -19,7 +20,13 @@ from typing import Any, cast
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from kvhold.core.keys import KEY_BYTES, NAMESPACE_BYTES
 from kvhold.tiers.policies.base import Policy
@@ -54,14 +61,21 @@ class PolicyContract:
         raise NotImplementedError("say how your policy is made")
 
     def rank(self, known: Known) -> Any:
-        """Of the chunks that may go, the lowest goes first, and none are equal. None: the policy's order is not checked here."""
+        """Of the chunks that may go, the lowest goes first, and none are equal.
+
+        None: the policy's order is not checked here.
+        """
         return None
 
     def test_a_new_policy_knows_nothing_and_has_no_victims(self) -> None:
         policy = self.make_policy()
         assert (len(policy), policy.nbytes(), policy.nbytes(_A)) == (0, 0, 0)
         for namespace in (None, _A):
-            assert policy.victims(1, unpinned, namespace) == policy.victims(0, unpinned, namespace) == []
+            assert (
+                policy.victims(1, unpinned, namespace)
+                == policy.victims(0, unpinned, namespace)
+                == []
+            )
 
     def test_every_inserted_key_can_be_evicted(self) -> None:
         policy = self.filled(5)
@@ -73,7 +87,9 @@ class PolicyContract:
 
     def test_victims_free_at_least_what_was_asked_and_no_more_go_than_that_takes(self) -> None:
         policy = self.filled(5)
-        assert [len(policy.victims(nbytes, unpinned)) for nbytes in range(1, 51)] == [-(-nbytes // 10) for nbytes in range(1, 51)]
+        assert [len(policy.victims(nbytes, unpinned)) for nbytes in range(1, 51)] == [
+            -(-nbytes // 10) for nbytes in range(1, 51)
+        ]
 
     def test_more_than_there_is_has_no_victims_rather_than_too_few(self) -> None:
         assert self.filled(5).victims(51, unpinned) == []
@@ -133,7 +149,9 @@ class PolicyContract:
             for key in keys:
                 apart.touch(key)
         assert len(together) == 7
-        assert [together.victims(n, unpinned) for n in range(80)] == [apart.victims(n, unpinned) for n in range(80)]
+        assert [together.victims(n, unpinned) for n in range(80)] == [
+            apart.victims(n, unpinned) for n in range(80)
+        ]
 
     def test_a_removed_key_is_forgotten(self) -> None:
         policy = self.filled(3)
@@ -171,13 +189,17 @@ class PolicyContract:
         for key in _KEYS[:5]:
             policy.insert(key, 99)
         assert (len(policy), policy.nbytes()) == (5, 50)
-        assert [policy.victims(n, unpinned) for n in range(60)] == [same.victims(n, unpinned) for n in range(60)]
+        assert [policy.victims(n, unpinned) for n in range(60)] == [
+            same.victims(n, unpinned) for n in range(60)
+        ]
         for key in _KEYS[:5]:
             policy.remove(key)
         assert (len(policy), policy.nbytes(), policy.victims(1, unpinned)) == (0, 0, [])
 
     @pytest.mark.parametrize("order", [(0, 1, 2, 3, 4), (4, 3, 2, 1, 0), (2, 4, 0, 1, 3)])
-    def test_a_prefix_goes_after_its_continuation_whichever_came_first(self, order: tuple[int, ...]) -> None:
+    def test_a_prefix_goes_after_its_continuation_whichever_came_first(
+        self, order: tuple[int, ...]
+    ) -> None:
         policy = self.chain(5, order)
         assert policy.victims(50, unpinned) == [*reversed(_KEYS[:5])]
         assert policy.victims(20, unpinned) == [_KEYS[4], _KEYS[3]]
@@ -211,7 +233,10 @@ class PolicyContract:
     def test_what_follows_a_gap_stands_alone_until_the_gap_is_filled(self) -> None:
         policy = self.chain(3)
         policy.remove(_KEYS[1])
-        assert sorted(policy.victims(20, {_KEYS[2]}.__contains__) or policy.victims(10, {_KEYS[2]}.__contains__)) == [_KEYS[0]]
+        assert sorted(
+            policy.victims(20, {_KEYS[2]}.__contains__)
+            or policy.victims(10, {_KEYS[2]}.__contains__)
+        ) == [_KEYS[0]]
         policy.insert(_KEYS[1], 10, _KEYS[0])
         assert policy.victims(10, {_KEYS[2]}.__contains__) == []
         assert policy.victims(30, unpinned) == [_KEYS[2], _KEYS[1], _KEYS[0]]
@@ -224,7 +249,9 @@ class PolicyContract:
         assert policy.victims(10, {_KEYS[1]}.__contains__) == []
 
     @pytest.mark.parametrize("length", [1, 2, 3, 5])
-    def test_chunks_that_continue_one_another_in_a_ring_can_still_be_evicted(self, length: int) -> None:
+    def test_chunks_that_continue_one_another_in_a_ring_can_still_be_evicted(
+        self, length: int
+    ) -> None:
         for gone in (None, *range(length)):
             policy = self.make_policy()
             for i in range(length):
@@ -247,7 +274,9 @@ class PolicyContract:
     def test_a_namespace_gives_way_for_itself_alone(self) -> None:
         policy = self.chain(3)
         for number in range(3):
-            policy.insert(make_chunk(number, "b"), 100, make_chunk(number - 1, "b") if number else None)
+            policy.insert(
+                make_chunk(number, "b"), 100, make_chunk(number - 1, "b") if number else None
+            )
         assert policy.victims(25, unpinned, _A) == [_KEYS[2], _KEYS[1], _KEYS[0]]
         assert policy.victims(25, unpinned, _B) == [make_chunk(2, "b")]
         assert policy.victims(31, unpinned, _A) == []
@@ -282,8 +311,12 @@ class PolicyContract:
         assert (len(self.make_policy()), self.make_policy().nbytes()) == (0, 0)
 
     def test_no_history_breaks_the_law(self) -> None:
-        machine = cast("type[RuleBasedStateMachine]", lambda: _History(self.make_policy(), self.rank))  # called without arguments
-        run_state_machine_as_test(machine, settings=settings(deadline=None, max_examples=100, stateful_step_count=40))
+        machine = cast(
+            "type[RuleBasedStateMachine]", lambda: _History(self.make_policy(), self.rank)
+        )  # called without arguments
+        run_state_machine_as_test(
+            machine, settings=settings(deadline=None, max_examples=100, stateful_step_count=40)
+        )
 
     def filled(self, count: int) -> Policy:
         """A policy that knows `count` keys of 10 bytes each, none continued."""
@@ -336,12 +369,18 @@ class _Model:
             known.uses += 1
             known.touched_at = self.steps
 
-    def leaves(self, gone: Collection[bytes], pinned: Collection[bytes], namespace: bytes | None) -> Iterator[Known]:
+    def leaves(
+        self, gone: Collection[bytes], pinned: Collection[bytes], namespace: bytes | None
+    ) -> Iterator[Known]:
         """Who may go next, when `gone` have gone."""
         left = [known for key, known in self.known.items() if key not in gone]
         continued = {known.parent for known in left}
         for known in left:
-            if known.key not in continued and known.key not in pinned and known.key.startswith(namespace or b""):
+            if (
+                known.key not in continued
+                and known.key not in pinned
+                and known.key.startswith(namespace or b"")
+            ):
                 yield known
 
     def evictable_bytes(self, pinned: Collection[bytes], namespace: bytes | None) -> int:
@@ -397,27 +436,44 @@ class _History(RuleBasedStateMachine):
     def ask(self, nbytes: int, pinned: frozenset[bytes], namespace: bytes | None) -> None:
         self.victims(nbytes, pinned, namespace)
 
-    def victims(self, nbytes: int, pinned: frozenset[bytes], namespace: bytes | None) -> list[bytes]:
+    def victims(
+        self, nbytes: int, pinned: frozenset[bytes], namespace: bytes | None
+    ) -> list[bytes]:
         """What the policy answers, found to be lawful."""
         known = self.model.known
         victims = self.policy.victims(nbytes, self._asks_for_known_keys(pinned), namespace)
         assert set(victims) <= set(known), "only what is here is evicted"
         for i, victim in enumerate(victims):
-            candidates = {each.key: each for each in self.model.leaves(victims[:i], pinned, namespace)}
-            assert victim in candidates, "each is in the namespace, not pinned, not chosen before, and nothing left continues it"
+            candidates = {
+                each.key: each for each in self.model.leaves(victims[:i], pinned, namespace)
+            }
+            assert victim in candidates, (
+                "each is in the namespace, not pinned, not chosen before, and nothing left "
+                "continues it"
+            )
             rank = self.rank(candidates[victim])
-            assert rank is None or rank == min(map(self.rank, candidates.values())), "of those that may go the lowest goes first"
+            assert rank is None or rank == min(map(self.rank, candidates.values())), (
+                "of those that may go the lowest goes first"
+            )
         if nbytes > self.model.evictable_bytes(pinned, namespace):
             assert victims == [], "all that was asked, or nothing"
         else:
-            assert sum(known[key].nbytes for key in victims[:-1]) < nbytes <= sum(known[key].nbytes for key in victims)
+            assert (
+                sum(known[key].nbytes for key in victims[:-1])
+                < nbytes
+                <= sum(known[key].nbytes for key in victims)
+            )
         return victims
 
     @invariant()
     def all_is_counted(self) -> None:
         assert len(self.policy) == len(self.model.known)
         for namespace in (None, _A, _B):
-            expected = sum(known.nbytes for key, known in self.model.known.items() if key.startswith(namespace or b""))
+            expected = sum(
+                known.nbytes
+                for key, known in self.model.known.items()
+                if key.startswith(namespace or b"")
+            )
             assert self.policy.nbytes(namespace) == expected
 
     def teardown(self) -> None:
@@ -425,7 +481,9 @@ class _History(RuleBasedStateMachine):
 
     def _asks_for_known_keys(self, pinned: Collection[bytes]) -> Callable[[bytes], bool]:
         def is_pinned(key: bytes) -> bool:
-            assert key in self.model.known, "a tier cannot say whether a chunk is pinned that is not there"
+            assert key in self.model.known, (
+                "a tier cannot say whether a chunk is pinned that is not there"
+            )
             return key in pinned
 
         return is_pinned

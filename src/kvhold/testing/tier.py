@@ -7,7 +7,8 @@
             yield tier
             await tier.close()
 
-The tier is empty at the start of each test and has room for 16 MiB. Nothing here waits, measures time or looks inside.
+The tier is empty at the start of each test and has room for 16 MiB. Nothing here waits, measures
+time or looks inside.
 """
 
 import asyncio
@@ -24,9 +25,28 @@ from kvhold.tiers.base import Tier, replace
 
 _UNTOUCHED = 0xA5  # what a buffer is filled with before a tier writes to it
 
-SIZES = (1, 2, 3, 511, 512, 513, 4095, 4096, 4097, 65_535, 65_536, 131_071, 131_073, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, 3_000_001)
+SIZES = (
+    1,
+    2,
+    3,
+    511,
+    512,
+    513,
+    4095,
+    4096,
+    4097,
+    65_535,
+    65_536,
+    131_071,
+    131_073,
+    (1 << 20) - 1,
+    1 << 20,
+    (1 << 20) + 1,
+    3_000_001,
+)
 
-# As parts of names these mean something to shells, paths, URLs, globs, regular expressions or protocols; in keys they are bytes.
+# As parts of names these mean something to shells, paths, URLs, globs, regular expressions or
+# protocols; in keys they are bytes.
 AWKWARD = (
     b"\x00",
     b"\xff",
@@ -56,7 +76,9 @@ class TierContract:
     pytestmark = pytest.mark.asyncio
 
     too_large_bytes: int | None = None
-    """The size of a value that this tier must refuse for lack of room; None if it has no such limit."""
+    """The size of a value that this tier must refuse for lack of room; None if it has no such
+    limit.
+    """
 
     @pytest.fixture
     def tier(self) -> Any:
@@ -100,7 +122,10 @@ class TierContract:
         assert await tier.delete(list(values)) == [True] * 1000
 
     async def test_bytes_mean_nothing(self, tier: Tier) -> None:
-        values = {make_key(i): bytes([i]) * 5 for i in range(256)} | {make_key(256): b"\r\n$5\r\nhello\r\n", make_key(257): bytes(4096)}
+        values = {make_key(i): bytes([i]) * 5 for i in range(256)} | {
+            make_key(256): b"\r\n$5\r\nhello\r\n",
+            make_key(257): bytes(4096),
+        }
         await store(tier, values)
         assert await fetch(tier, list(values), [4096] * len(values)) == list(values.values())
 
@@ -134,7 +159,9 @@ class TierContract:
 
     async def test_a_key_twice_in_one_call_keeps_its_first_value(self, tier: Tier) -> None:
         key, first = make_key(1), make_value(1, 100)
-        assert await tier.put([(key, [memoryview(first)]), (key, [memoryview(make_value(2, 200))])]) == [None, None]
+        assert await tier.put(
+            [(key, [memoryview(first)]), (key, [memoryview(make_value(2, 200))])]
+        ) == [None, None]
         assert await fetch(tier, [key], [200]) == [first]
 
     async def test_each_answer_belongs_to_its_key(self, tier: Tier) -> None:
@@ -142,7 +169,9 @@ class TierContract:
         await store(tier, {key: value for i, (key, value) in enumerate(values.items()) if i % 3})
         there = [i % 3 > 0 for i in range(10)]
         assert await tier.probe(list(values)) == [100 + i if there[i] else None for i in range(10)]
-        assert await fetch(tier, list(values), [200] * 10) == [v if there[i] else None for i, v in enumerate(values.values())]
+        assert await fetch(tier, list(values), [200] * 10) == [
+            v if there[i] else None for i, v in enumerate(values.values())
+        ]
         assert await tier.delete(list(values)) == there
 
     async def test_the_order_of_the_keys_is_the_order_of_the_answers(self, tier: Tier) -> None:
@@ -159,7 +188,9 @@ class TierContract:
         assert buffers[0] == buffers[2] == bytearray([_UNTOUCHED]) * 64
 
     @pytest.mark.parametrize("nbytes", [1, 4096, 100_001])
-    async def test_a_larger_buffer_is_written_at_its_start_alone(self, tier: Tier, nbytes: int) -> None:
+    async def test_a_larger_buffer_is_written_at_its_start_alone(
+        self, tier: Tier, nbytes: int
+    ) -> None:
         value = make_value(1, nbytes)
         await store(tier, {make_key(1): value})
         buffer = bytearray([_UNTOUCHED]) * (nbytes + 5_000)
@@ -177,7 +208,11 @@ class TierContract:
     async def test_a_buffer_that_is_too_small_loses_its_own_item_alone(self, tier: Tier) -> None:
         values = {make_key(i): make_value(i, 1_000) for i in range(3)}
         await store(tier, values)
-        assert await fetch(tier, list(values), [1_000, 999, 1_000]) == [values[make_key(0)], None, values[make_key(2)]]
+        assert await fetch(tier, list(values), [1_000, 999, 1_000]) == [
+            values[make_key(0)],
+            None,
+            values[make_key(2)],
+        ]
 
     async def test_a_value_may_come_in_parts(self, tier: Tier) -> None:
         value = make_value(1, 20_000)
@@ -187,7 +222,15 @@ class TierContract:
         assert await tier.probe([make_key(1)]) == [20_000]
         assert await fetch(tier, [make_key(1)], [20_000]) == [value]
 
-    @pytest.mark.parametrize("cuts", [[0, 20_000], [0, 4_096, 20_000], [0, 1, 1, 4_097, 12_000, 20_000], [0, 64, 19_999, 20_000, 30_000]])
+    @pytest.mark.parametrize(
+        "cuts",
+        [
+            [0, 20_000],
+            [0, 4_096, 20_000],
+            [0, 1, 1, 4_097, 12_000, 20_000],
+            [0, 64, 19_999, 20_000, 30_000],
+        ],
+    )
     async def test_a_value_may_go_into_parts(self, tier: Tier, cuts: list[int]) -> None:
         value = make_value(1, 20_000)
         await store(tier, {make_key(1): value})
@@ -197,7 +240,9 @@ class TierContract:
 
     async def test_parts_may_be_of_any_format(self, tier: Tier) -> None:
         value = make_value(1, 1_024)
-        await tier.put([(make_key(1), [memoryview(bytearray(value)).cast("Q"), memoryview(b"end")])])
+        await tier.put(
+            [(make_key(1), [memoryview(bytearray(value)).cast("Q"), memoryview(b"end")])]
+        )
         whole, end = memoryview(bytearray(1_024)).cast("B", (8, 128)), memoryview(bytearray(3))
         assert await tier.get([make_key(1)], [[whole, end]]) == [1_027]
         assert (whole.tobytes(), end.tobytes()) == (value, b"end")
@@ -206,9 +251,21 @@ class TierContract:
     async def test_a_range_is_read_alone(self, tier: Tier, nbytes: int) -> None:
         value = make_value(1, nbytes)
         await store(tier, {make_key(1): value})
-        spans = [(0, 1), (0, nbytes), (1, 4_095), (4_096, 4_096), (4_097, 100), (nbytes - 1, 1), (nbytes // 2, nbytes // 2)]
+        spans = [
+            (0, 1),
+            (0, nbytes),
+            (1, 4_095),
+            (4_096, 4_096),
+            (4_097, 100),
+            (nbytes - 1, 1),
+            (nbytes // 2, nbytes // 2),
+        ]
         buffers = [bytearray(length) for _, length in spans]
-        got = await tier.get([make_key(1)] * len(spans), [[memoryview(b)] for b in buffers], starts=[start for start, _ in spans])
+        got = await tier.get(
+            [make_key(1)] * len(spans),
+            [[memoryview(b)] for b in buffers],
+            starts=[start for start, _ in spans],
+        )
         assert got == [length for _, length in spans]
         assert buffers == [value[start : start + length] for start, length in spans]
 
@@ -216,13 +273,22 @@ class TierContract:
         value = make_value(1, 10_000)
         await store(tier, {make_key(1): value})
         buffers = [bytearray(100), bytearray(5_000), bytearray(7)]
-        assert await tier.get([make_key(1)], [[memoryview(b) for b in buffers]], starts=[3_000]) == [5_107]
+        assert await tier.get(
+            [make_key(1)], [[memoryview(b) for b in buffers]], starts=[3_000]
+        ) == [5_107]
         assert b"".join(buffers) == value[3_000:8_107]
 
     async def test_a_range_beyond_the_value_is_a_miss(self, tier: Tier) -> None:
         await store(tier, {make_key(1): make_value(1, 10_000)})
-        keys, starts, lengths = [make_key(1)] * 4 + [make_key(2)], [9_999, 10_000, 20_000, 0, 0], [2, 1, 1, 10_001, 1]
-        assert await tier.get(keys, [[memoryview(bytearray(n))] for n in lengths], starts=starts) == [None] * 5
+        keys, starts, lengths = (
+            [make_key(1)] * 4 + [make_key(2)],
+            [9_999, 10_000, 20_000, 0, 0],
+            [2, 1, 1, 10_001, 1],
+        )
+        assert (
+            await tier.get(keys, [[memoryview(bytearray(n))] for n in lengths], starts=starts)
+            == [None] * 5
+        )
 
     async def test_a_check_of_a_tier_that_works_passes(self, tier: Tier) -> None:
         await tier.check()
@@ -264,7 +330,11 @@ class TierContract:
         assert await tier.put([(make_key(3), [memoryview(b"for ever")])]) == [None]
         while await tier.probe([make_key(1)]) != [None]:  # noqa: ASYNC110 - the tier tells nobody
             await asyncio.sleep(0.01)
-        assert await fetch(tier, [make_key(1), make_key(2), make_key(3)], [10] * 3) == [None, b"long", b"for ever"]
+        assert await fetch(tier, [make_key(1), make_key(2), make_key(3)], [10] * 3) == [
+            None,
+            b"long",
+            b"for ever",
+        ]
 
     async def test_unequal_lists_are_an_error_before_anything_is_read(self, tier: Tier) -> None:
         await store(tier, {make_key(1): make_value(1, 64)})
@@ -319,13 +389,17 @@ class TierContract:
 
     async def test_keys_that_differ_in_one_byte_are_different(self, tier: Tier) -> None:
         base = bytes(range(KEY_BYTES))
-        keys = [base] + [base[:i] + bytes([base[i] ^ 0x80]) + base[i + 1 :] for i in range(KEY_BYTES)]
+        keys = [base] + [
+            base[:i] + bytes([base[i] ^ 0x80]) + base[i + 1 :] for i in range(KEY_BYTES)
+        ]
         values = {key: make_value(i, 10) for i, key in enumerate(keys)}
         await store(tier, values)
         assert await fetch(tier, keys, [10] * len(keys)) == list(values.values())
 
     async def test_any_byte_may_be_in_a_key(self, tier: Tier) -> None:
-        keys = [(part * KEY_BYTES)[:KEY_BYTES] for part in AWKWARD] + [part + bytes(KEY_BYTES - len(part)) for part in AWKWARD[1:]]
+        keys = [(part * KEY_BYTES)[:KEY_BYTES] for part in AWKWARD] + [
+            part + bytes(KEY_BYTES - len(part)) for part in AWKWARD[1:]
+        ]
         keys += [bytes(KEY_BYTES - len(part)) + part for part in AWKWARD[1:]]
         values = {key: make_value(i, 20 + i) for i, key in enumerate(keys)}
         assert await store(tier, values) == [True] * len(values)
@@ -337,12 +411,18 @@ class TierContract:
         assert await scanned(tier) == []
 
     async def test_a_scan_finds_the_keys_that_begin_with_its_prefix(self, tier: Tier) -> None:
-        spaces = [b"A" * NAMESPACE_BYTES, b"A" * (NAMESPACE_BYTES - 1) + b"B", b"*" * NAMESPACE_BYTES]
+        spaces = [
+            b"A" * NAMESPACE_BYTES,
+            b"A" * (NAMESPACE_BYTES - 1) + b"B",
+            b"*" * NAMESPACE_BYTES,
+        ]
         keys = {space: [make_key(i, space) for i in range(5)] for space in spaces}
         await store(tier, {key: b"x" for group in keys.values() for key in group})
         for space, group in keys.items():
             assert await scanned(tier, space) == sorted(group)
-        assert await scanned(tier, b"A" * (NAMESPACE_BYTES - 1)) == sorted(keys[spaces[0]] + keys[spaces[1]])
+        assert await scanned(tier, b"A" * (NAMESPACE_BYTES - 1)) == sorted(
+            keys[spaces[0]] + keys[spaces[1]]
+        )
         assert await scanned(tier, keys[spaces[0]][2]) == [keys[spaces[0]][2]]
         assert await scanned(tier, b"Z") == []
         assert await scanned(tier, b"\xff" * NAMESPACE_BYTES) == []
@@ -376,7 +456,9 @@ class TierContract:
             removed = await tier.delete([key])
             return (stored, found, got, removed) == ([True], [len(value)], [value], [True])
 
-        assert all(await asyncio.gather(*(there_and_back(key, value) for key, value in values.items())))
+        assert all(
+            await asyncio.gather(*(there_and_back(key, value) for key, value in values.items()))
+        )
         assert await scanned(tier) == []
 
     async def test_of_overlapping_puts_of_one_key_one_wins_whole(self, tier: Tier) -> None:
@@ -411,13 +493,21 @@ class TierContract:
             await replace(tier, [(make_key(1), [memoryview(b"new")])])
         assert await fetch(tier, [make_key(1)], [3]) == [b"old"]
 
-    @pytest.mark.parametrize(("before", "after"), [(1, 1), (1_000, 1_000), (1_000, 7), (7, 4_096), (100_001, 3_000_001), (3_000_001, 511)])
-    async def test_a_replaced_value_is_the_new_one_and_no_byte_of_the_old(self, replacing: Tier, before: int, after: int) -> None:
+    @pytest.mark.parametrize(
+        ("before", "after"),
+        [(1, 1), (1_000, 1_000), (1_000, 7), (7, 4_096), (100_001, 3_000_001), (3_000_001, 511)],
+    )
+    async def test_a_replaced_value_is_the_new_one_and_no_byte_of_the_old(
+        self, replacing: Tier, before: int, after: int
+    ) -> None:
         key, value = make_key(1), make_value(2, after)
         await store(replacing, {key: make_value(1, before), make_key(2): b"another"})
         assert await overwrite(replacing, {key: value}) == [True]
         assert await replacing.probe([key]) == [after]
-        assert await fetch(replacing, [key, make_key(2)], [max(before, after), 7]) == [value, b"another"]
+        assert await fetch(replacing, [key, make_key(2)], [max(before, after), 7]) == [
+            value,
+            b"another",
+        ]
         assert await scanned(replacing) == sorted([key, make_key(2)])
         assert await replacing.delete([key]) == [True]
         assert await replacing.probe([key]) == [None]
@@ -435,7 +525,9 @@ class TierContract:
         values = {make_key(i): make_value(i, 1_000 + i) for i in range(6)}
         await store(replacing, {key: b"old" for i, key in enumerate(values) if i % 2})
         assert await overwrite(replacing, values) == [i % 2 == 1 for i in range(6)]
-        assert await fetch(replacing, list(values), [2_000] * 6) == [v if i % 2 else None for i, v in enumerate(values.values())]
+        assert await fetch(replacing, list(values), [2_000] * 6) == [
+            v if i % 2 else None for i, v in enumerate(values.values())
+        ]
         await replacing.delete(list(values))
         assert await overwrite(replacing, values) == [False] * 6
         assert await scanned(replacing) == []
@@ -444,21 +536,32 @@ class TierContract:
     async def test_of_a_key_twice_in_one_replace_the_first_counts(self, replacing: Tier) -> None:
         key, first = make_key(1), make_value(1, 3_000)
         await store(replacing, {key: b"old"})
-        assert await replace(replacing, [(key, [memoryview(first)]), (key, [memoryview(b"second")])]) == [True, True]
+        assert await replace(
+            replacing, [(key, [memoryview(first)]), (key, [memoryview(b"second")])]
+        ) == [True, True]
         assert await fetch(replacing, [key], [3_000]) == [first]
 
     async def test_a_replacement_may_come_in_parts_and_is_copied(self, replacing: Tier) -> None:
         value = make_value(1, 20_000)
         mine = [bytearray(value[a:b]) for a, b in pairwise([0, 1, 1, 4_097, 12_000, 20_000])]
         await store(replacing, {make_key(1): b"old"})
-        assert await replace(replacing, [(make_key(1), [memoryview(part) for part in mine])]) == [True]
+        assert await replace(replacing, [(make_key(1), [memoryview(part) for part in mine])]) == [
+            True
+        ]
         for part in mine:
             part[:] = bytes(len(part))
         assert await fetch(replacing, [make_key(1)], [20_000]) == [value]
 
-    async def test_readers_meanwhile_have_the_old_value_or_the_new_one_whole(self, replacing: Tier) -> None:
+    async def test_readers_meanwhile_have_the_old_value_or_the_new_one_whole(
+        self, replacing: Tier
+    ) -> None:
         key = make_key(1)
-        values = [make_value(i, nbytes) for i, nbytes in enumerate((100_000, 60_000, 130_001, 4_000, 100_000, 70_000, 4_001, 131_072))]
+        values = [
+            make_value(i, nbytes)
+            for i, nbytes in enumerate(
+                (100_000, 60_000, 130_001, 4_000, 100_000, 70_000, 4_001, 131_072)
+            )
+        ]
         await store(replacing, {key: values[0]})
         over = asyncio.Event()
 
@@ -491,11 +594,15 @@ class TierContract:
                     await asyncio.sleep(0)
                 await replacing.delete(keys)
 
-            await asyncio.gather(*(overwrite(replacing, {key: make_value(1, 60_000)}) for key in keys), remove())
+            await asyncio.gather(
+                *(overwrite(replacing, {key: make_value(1, 60_000)}) for key in keys), remove()
+            )
             assert await replacing.probe(keys) == [None] * 8
             assert await scanned(replacing) == []
 
-    async def test_a_cancelled_replace_leaves_the_old_value_or_the_new_one(self, replacing: Tier) -> None:
+    async def test_a_cancelled_replace_leaves_the_old_value_or_the_new_one(
+        self, replacing: Tier
+    ) -> None:
         old, new = make_value(1, 400_000), make_value(2, 500_000)
         for turns in range(8):
             key, mine = make_key(turns), bytearray(new)
@@ -513,11 +620,21 @@ class TierContract:
             pytest.skip("this tier takes a value of any size")
         values = {make_key(i): make_value(i, 1_000) for i in range(3)}
         await store(replacing, values)
-        new = [memoryview(make_value(9, 2_000)), memoryview(bytes(self.too_large_bytes)), memoryview(make_value(8, 2_000))]
-        done = await replace(replacing, [(key, [value]) for key, value in zip(values, new, strict=True)])
+        new = [
+            memoryview(make_value(9, 2_000)),
+            memoryview(bytes(self.too_large_bytes)),
+            memoryview(make_value(8, 2_000)),
+        ]
+        done = await replace(
+            replacing, [(key, [value]) for key, value in zip(values, new, strict=True)]
+        )
         assert [done[0], done[2]] == [True, True]
         assert isinstance(done[1], TierFull), done[1]
-        assert await fetch(replacing, list(values), [2_000] * 3) == [bytes(new[0]), values[make_key(1)], bytes(new[2])]
+        assert await fetch(replacing, list(values), [2_000] * 3) == [
+            bytes(new[0]),
+            values[make_key(1)],
+            bytes(new[2]),
+        ]
 
     async def test_a_replacement_lasts_as_long_as_what_was_there(self, replacing: Tier) -> None:
         if not replacing.traits.expires:
@@ -526,7 +643,8 @@ class TierContract:
             await replacing.put([(make_key(number), [memoryview(b"old")])], ttl_s=ttl_s)
         values = {make_key(number): b"new" for number in range(3)}
         assert (await overwrite(replacing, values))[1:] == [True, True]
-        while await replacing.probe([make_key(0)]) != [None]:  # noqa: ASYNC110 - the tier tells nobody
+        # the tier tells nobody
+        while await replacing.probe([make_key(0)]) != [None]:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         assert await fetch(replacing, list(values), [3] * 3) == [None, b"new", b"new"]
 
@@ -541,7 +659,11 @@ class TierContract:
 
 def make_key(number: int, namespace: bytes = b"n" * NAMESPACE_BYTES) -> bytes:
     """KEY_BYTES that look like a key: namespace, a hash, group and shard 0."""
-    return namespace + random.Random(number).randbytes(HASH_BYTES) + bytes(KEY_BYTES - NAMESPACE_BYTES - HASH_BYTES)
+    return (
+        namespace
+        + random.Random(number).randbytes(HASH_BYTES)
+        + bytes(KEY_BYTES - NAMESPACE_BYTES - HASH_BYTES)
+    )
 
 
 def make_value(seed: int, nbytes: int) -> bytes:
@@ -568,7 +690,10 @@ async def fetch(tier: Tier, keys: Sequence[bytes], sizes: Sequence[int]) -> list
     buffers = [bytearray([_UNTOUCHED]) * nbytes for nbytes in sizes]
     got = await tier.get(keys, [[memoryview(buffer)] for buffer in buffers])
     assert len(got) == len(keys)
-    return [bytes(buffer[:nbytes]) if isinstance(nbytes, int) else None for nbytes, buffer in zip(got, buffers, strict=True)]
+    return [
+        bytes(buffer[:nbytes]) if isinstance(nbytes, int) else None
+        for nbytes, buffer in zip(got, buffers, strict=True)
+    ]
 
 
 async def scanned(tier: Tier, prefix: bytes = b"") -> list[bytes]:

@@ -1,4 +1,5 @@
-"""Numbers to bytes and back in every dtype a layout knows, with numpy alone. For tests: exact, clear, and slow.
+"""Numbers to bytes and back in every dtype a layout knows, with numpy alone. For tests: exact,
+clear, and slow.
 
 as_float64(memoryview(layer), "bfloat16")        # [n] float64
 from_float64(values, "float8_e4m3fn")            # bytes of the nearest finite values
@@ -13,7 +14,10 @@ Floats = npt.NDArray[np.float64]
 
 
 def as_float64(data: bytes | bytearray | memoryview, dtype: str) -> Floats:
-    """[n] the elements of `data`, which every dtype but float64 itself holds exactly. Infinities and NaN stay what they are."""
+    """[n] the elements of `data`, which every dtype but float64 itself holds exactly.
+
+    Infinities and NaN stay what they are.
+    """
     if dtype.startswith("float8"):
         return _float8_values(dtype)[np.frombuffer(data, np.uint8)]
     if dtype == "bfloat16":
@@ -43,14 +47,20 @@ _BFLOAT16_MAX = 2.0**127 * (2 - 2**-7)
 
 @cache
 def _float8_values(dtype: str) -> Floats:
-    """[256] what each byte stands for: e4m3fn and e5m2 as the OCP 8-bit floating point specification has them; fnuz has a bias of 8,
-    no infinity, and one NaN where minus zero would be."""
+    """[256] what each byte stands for: e4m3fn and e5m2 as the OCP 8-bit floating point
+    specification has them; fnuz has a bias of 8, no infinity, and one NaN where minus zero would
+    be.
+    """
     codes = np.arange(256)
     if dtype == "float8_e5m2":  # the upper half of a float16
         return (codes.astype("<u2") << 8).view("<f2").astype(np.float64)
     bias = {"float8_e4m3fn": 7, "float8_e4m3fnuz": 8}[dtype]
     exponent, mantissa = codes >> 3 & 15, codes & 7
-    values = np.where(exponent == 0, mantissa / 8 * 2.0 ** (1 - bias), (1 + mantissa / 8) * 2.0 ** (exponent - bias))
+    values = np.where(
+        exponent == 0,
+        mantissa / 8 * 2.0 ** (1 - bias),
+        (1 + mantissa / 8) * 2.0 ** (exponent - bias),
+    )
     values = np.where(codes & 128, -values, values)
     values[codes == 0x80 if bias == 8 else codes & 127 == 127] = np.nan
     return values

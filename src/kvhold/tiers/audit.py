@@ -50,8 +50,12 @@ _LARGE_BYTES = 256 << 10  # hashing this takes about 20 µs; a thread hashes lar
 class AuditConfig:
     """The number of digests, and the operations to log."""
 
-    max_keys: int = setting(100_000, "how many values' digests are kept, about 200 bytes each", minimum=1)
-    exclude: str = setting("", f"operations that are not logged, separated by commas: {', '.join(OPERATIONS)}")
+    max_keys: int = setting(
+        100_000, "how many values' digests are kept, about 200 bytes each", minimum=1
+    )
+    exclude: str = setting(
+        "", f"operations that are not logged, separated by commas: {', '.join(OPERATIONS)}"
+    )
 
 
 class AuditTier:
@@ -111,7 +115,9 @@ class AuditTier:
             line.count("failed", sum(isinstance(item, TierError) for item in got))
         return got
 
-    async def put(self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None) -> list[TierError | None]:
+    async def put(
+        self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
+    ) -> list[TierError | None]:
         """Tier contract; probes first."""
         keys = [key for key, _ in items]
         with self._logged("put", len(items)) as line, self._digests.changing(keys):
@@ -121,7 +127,11 @@ class AuditTier:
             for key, digest, size, fault in zip(keys, digests, there, faults, strict=True):
                 if fault is None:
                     self._digests.stored(key, digest, was_there=size is not None)
-            line.num_bytes = sum(size_of(parts) for (_, parts), fault in zip(items, faults, strict=True) if fault is None)
+            line.num_bytes = sum(
+                size_of(parts)
+                for (_, parts), fault in zip(items, faults, strict=True)
+                if fault is None
+            )
             line.count("failed", sum(fault is not None for fault in faults))
         return faults
 
@@ -132,7 +142,9 @@ class AuditTier:
             digests = await self._hash([parts for _, parts in items])
             done = await replace(self._inner, items)
             # reversed: if a key occurs twice, its first value counts
-            for (key, parts), digest, outcome in reversed(list(zip(items, digests, done, strict=True))):
+            for (key, parts), digest, outcome in reversed(
+                list(zip(items, digests, done, strict=True))
+            ):
                 if outcome is True:
                     self._digests.stored(key, digest, was_there=False)
                     line.num_bytes += size_of(parts)
@@ -164,7 +176,11 @@ class AuditTier:
         await self._inner.close()
 
     async def _checked(
-        self, keys: Sequence[bytes], into: Sequence[Parts], got: list[int | TierError | None], before: Sequence[bytes | None]
+        self,
+        keys: Sequence[bytes],
+        into: Sequence[Parts],
+        got: list[int | TierError | None],
+        before: Sequence[bytes | None],
     ) -> list[int | TierError | None]:
         """Return `got`, with a TierError for each value that differs from the put one."""
         # If the digest changed since the read began, or may be changing, the read value may be the
@@ -172,7 +188,9 @@ class AuditTier:
         some = [
             (i, size, digest)
             for i, digest in enumerate(before)
-            if digest is not None and self._digests.of(keys[i]) is digest and isinstance(size := got[i], int)
+            if digest is not None
+            and self._digests.of(keys[i]) is digest
+            and isinstance(size := got[i], int)
         ]
         digests = await self._hash([_beginning(into[i], size) for i, size, _ in some])
         self.checked += len(some)
@@ -180,8 +198,17 @@ class AuditTier:
         for (i, size, expected), digest in zip(some, digests, strict=True):
             if digest != expected:
                 self.mismatches += 1
-                log.error("%s: %s came back as other bytes than were put, %d of them", self._shown, keys[i].hex(), size)
-                answers[i] = TierError(f"audit+{self.traits.name}", "get", f"{keys[i].hex()} came back as other bytes than were put")
+                log.error(
+                    "%s: %s came back as other bytes than were put, %d of them",
+                    self._shown,
+                    keys[i].hex(),
+                    size,
+                )
+                answers[i] = TierError(
+                    f"audit+{self.traits.name}",
+                    "get",
+                    f"{keys[i].hex()} came back as other bytes than were put",
+                )
         return answers
 
     async def _hash(self, values: Sequence[Parts]) -> list[bytes]:
@@ -202,7 +229,13 @@ class AuditTier:
             if operation not in self._excluded:
                 seconds = time.perf_counter() - began_s
                 log.info(
-                    "%s: %s: %d keys, %d bytes, %.6f s%s", self._shown, operation, line.num_keys, line.num_bytes, seconds, line.outcome
+                    "%s: %s: %d keys, %d bytes, %.6f s%s",
+                    self._shown,
+                    operation,
+                    line.num_keys,
+                    line.num_bytes,
+                    seconds,
+                    line.outcome,
                 )
 
 
@@ -286,7 +319,10 @@ def _operations(names: str) -> frozenset[str]:
     """Return the operations in a list such as `probe,scan`. Raises ConfigError."""
     operations = frozenset(filter(None, (name.strip() for name in names.split(","))))
     if unknown := sorted(operations - set(OPERATIONS)):
-        raise ConfigError(f"audit_exclude: there is no operation {unknown[0]!r}; known are {', '.join(OPERATIONS)}")
+        raise ConfigError(
+            f"audit_exclude: there is no operation {unknown[0]!r}; known are "
+            f"{', '.join(OPERATIONS)}"
+        )
     return operations
 
 

@@ -95,7 +95,9 @@ class Tier(Protocol):
         parts.
         """
 
-    async def put(self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None) -> list[TierError | None]:
+    async def put(
+        self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
+    ) -> list[TierError | None]:
         """Store each value whole or not at all. Return `None` where it is stored, else the fault.
 
         The fault is TierFull where there is no room. A key that is already there keeps its value.
@@ -134,11 +136,17 @@ class Replaces(Protocol):
 async def replace(tier: Tier, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
     """Call `tier.replace(items)`. Raises TierError for a tier that cannot replace values."""
     if not tier.traits.replaces or not isinstance(tier, Replaces):
-        raise TierError(tier.traits.name, "replace", "this kind of tier cannot put a value in the place of another in one step")
+        raise TierError(
+            tier.traits.name,
+            "replace",
+            "this kind of tier cannot put a value in the place of another in one step",
+        )
     return await tier.replace(items)
 
 
-def check_lengths(keys: Sequence[bytes], into: Sequence[Parts], starts: Sequence[int] | None) -> None:
+def check_lengths(
+    keys: Sequence[bytes], into: Sequence[Parts], starts: Sequence[int] | None
+) -> None:
     """Raise ValueError for lists of unequal length. `get` calls this first."""
     if len(keys) != len(into):
         raise ValueError(f"{len(keys)} keys, {len(into)} buffers")

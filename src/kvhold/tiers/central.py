@@ -15,7 +15,15 @@ from dataclasses import dataclass
 from typing import ClassVar, Self, TypeAlias, TypeVar
 
 from kvhold.core.config import setting
-from kvhold.core.errors import ConfigError, ProtocolError, TierDenied, TierError, TierFull, TierIncomplete, TierUnavailable
+from kvhold.core.errors import (
+    ConfigError,
+    ProtocolError,
+    TierDenied,
+    TierError,
+    TierFull,
+    TierIncomplete,
+    TierUnavailable,
+)
 from kvhold.core.secrets import read_secret
 from kvhold.net import central as c
 from kvhold.net.addresses import is_loopback
@@ -45,12 +53,23 @@ class CentralConfig:
 
     host: str = setting("", "where it listens")
     port: int = setting(c.DEFAULT_PORT, "its port", minimum=1)
-    token: str = setting("", "what the server demands; better in the URL's password, or in a file", secret=True)
+    token: str = setting(
+        "", "what the server demands; better in the URL's password, or in a file", secret=True
+    )
     token_file: str = setting("", "a file that holds it")
     tls: bool = setting(False, "talk TLS")
-    insecure: bool = setting(False, "send the token to another host without TLS: whoever can listen on the network can read it")
-    ca_file: str = setting("", "PEM file of the authorities that may have signed the server's certificate; empty: the system's")
-    cert_file: str = setting("", "PEM file of our own certificate, where the server wants one (mTLS)")
+    insecure: bool = setting(
+        False,
+        "send the token to another host without TLS: whoever can listen on the network can read it",
+    )
+    ca_file: str = setting(
+        "",
+        "PEM file of the authorities that may have signed the server's certificate; empty: "
+        "the system's",
+    )
+    cert_file: str = setting(
+        "", "PEM file of our own certificate, where the server wants one (mTLS)"
+    )
     key_file: str = setting("", "PEM file of its key; empty: it is in cert_file")
     connections: int = setting(4, "connections that carry values", minimum=1)
 
@@ -68,11 +87,18 @@ class CentralTier:
         if not config.host:
             raise ConfigError("kvhold: no server is named; write kvhold://host:7710")
         if not config.tls and (config.ca_file or config.cert_file or config.key_file):
-            raise ConfigError("kvhold: ca_file, cert_file and key_file are for TLS; write kvholds://... or tls=true")
+            raise ConfigError(
+                "kvhold: ca_file, cert_file and key_file are for TLS; write kvholds://... "
+                "or tls=true"
+            )
         self._config = config
         self._connect = connect
         self._address = Address(config.host, config.port)
-        self._token = read_secret(config.token_file, where="kvhold: token_file") if config.token_file else config.token
+        self._token = (
+            read_secret(config.token_file, where="kvhold: token_file")
+            if config.token_file
+            else config.token
+        )
         if len(self._token.encode()) > c.MAX_TOKEN_BYTES:
             raise ConfigError(f"kvhold: token: it has at most {c.MAX_TOKEN_BYTES} bytes")
         if self._token and not config.tls and not config.insecure and not is_loopback(config.host):
@@ -80,7 +106,11 @@ class CentralTier:
                 f"kvhold: {self._address}: the token would cross the network in clear text; "
                 f"write kvholds://... (TLS), or insecure=true if nobody else can listen there"
             )
-        self._tls = client_context(config.ca_file, config.cert_file, config.key_file) if config.tls else None
+        self._tls = (
+            client_context(config.ca_file, config.cert_file, config.key_file)
+            if config.tls
+            else None
+        )
         self._pool = Pool(self._open, config.connections)
         self._questions = Pool(self._open, 2)  # so that small exchanges do not wait for values
 
@@ -90,9 +120,14 @@ class CentralTier:
         if len(url.hosts) != 1 or url.path not in ("", "/"):
             raise ConfigError(f"tiers: {url.shown}: write kvhold://host:{c.DEFAULT_PORT}")
         if url.username:
-            raise ConfigError(f"tiers: {url.shown}: there are no users, only a token; write kvhold://:TOKEN@host, with a colon before it")
+            raise ConfigError(
+                f"tiers: {url.shown}: there are no users, only a token; write "
+                "kvhold://:TOKEN@host, with a colon before it"
+            )
         (host, port) = url.hosts[0]
-        base = CentralConfig(host=host, port=port or c.DEFAULT_PORT, token=url.password, tls=url.scheme == "kvholds")
+        base = CentralConfig(
+            host=host, port=port or c.DEFAULT_PORT, token=url.password, tls=url.scheme == "kvholds"
+        )
         return cls(url.apply(base))
 
     async def check(self) -> None:
@@ -112,16 +147,24 @@ class CentralTier:
     ) -> list[int | TierError | None]:
         """Tier contract."""
         check_lengths(keys, into, starts)
-        exchanges = [_Getting(keys[at], into[at], None if starts is None else starts[at]) for at in range(len(keys))]
+        exchanges = [
+            _Getting(keys[at], into[at], None if starts is None else starts[at])
+            for at in range(len(keys))
+        ]
         batches = [_GetBatch(batch) for batch in _batched(exchanges)]
         await run(self._pool, batches, fault=lambda error: self._fault("get", error))
         _raise_if_all(batches)
         return [batch.fault or one.size for batch in batches for one in batch.items]
 
-    async def put(self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None) -> list[TierError | None]:
+    async def put(
+        self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
+    ) -> list[TierError | None]:
         """Tier contract."""
         ttl_s = None if ttl_s == math.inf else ttl_s
-        batches = [_PutBatch(batch, ttl_s) for batch in _batched([_Putting(key, parts) for key, parts in items])]
+        batches = [
+            _PutBatch(batch, ttl_s)
+            for batch in _batched([_Putting(key, parts) for key, parts in items])
+        ]
         await run(self._pool, batches, fault=lambda error: self._fault("put", error))
         _raise_if_all(batches)
         return [batch.fault or self._stored(why) for batch in batches for why in batch.faults]
@@ -173,13 +216,20 @@ class CentralTier:
             raise kind("kvhold", "connect", f"{self._address}: {greeting.reason[:_MOST_QUOTED]}")
         return stream
 
-    async def _ask(self, operation: str, request: c.CentralMessage, expected: type[Answer]) -> Answer:
+    async def _ask(
+        self, operation: str, request: c.CentralMessage, expected: type[Answer]
+    ) -> Answer:
         question = _Question(request)
         await run(self._questions, [question], fault=lambda error: self._fault(operation, error))
         if question.fault is not None:
             raise question.fault
         if not isinstance(question.answer, expected):
-            raise TierError("kvhold", operation, f"{self._address}: a {type(question.answer).__name__} where {expected.__name__} was due")
+            raise TierError(
+                "kvhold",
+                operation,
+                f"{self._address}: a {type(question.answer).__name__} where "
+                f"{expected.__name__} was due",
+            )
         return question.answer
 
     def _fault(self, operation: str, error: Exception) -> TierError:
@@ -188,17 +238,27 @@ class CentralTier:
             return error
         where = f"{self._address}: "
         if isinstance(error, ProtocolError):
-            return TierError("kvhold", operation, f"{where}is no central cache of this version: {error}")
+            return TierError(
+                "kvhold", operation, f"{where}is no central cache of this version: {error}"
+            )
         return TierUnavailable("kvhold", operation, f"{where}{str(error) or type(error).__name__}")
 
     def _stored(self, why: str) -> TierError | None:
         if not why:
             return None
-        return TierFull("kvhold", "put", f"{self._address}: no room") if why == "full" else TierError("kvhold", "put", why)
+        return (
+            TierFull("kvhold", "put", f"{self._address}: no room")
+            if why == "full"
+            else TierError("kvhold", "put", why)
+        )
 
-    def _same_length(self, operation: str, keys: Sequence[bytes], answers: Sequence[object]) -> None:
+    def _same_length(
+        self, operation: str, keys: Sequence[bytes], answers: Sequence[object]
+    ) -> None:
         if len(keys) != len(answers):
-            raise TierError("kvhold", operation, f"{self._address}: {len(answers)} answers to {len(keys)} keys")
+            raise TierError(
+                "kvhold", operation, f"{self._address}: {len(answers)} answers to {len(keys)} keys"
+            )
 
 
 class _Question(Exchange):
@@ -245,7 +305,15 @@ class _GetBatch(Exchange):
         self.items = items
         self.value_bytes = sum(one.nbytes for one in items)
         starts = [one.start for one in items if one.start is not None]
-        self.request = [encode(c.Get(b"".join(one.key for one in items), [one.nbytes for one in items], starts or None))]
+        self.request = [
+            encode(
+                c.Get(
+                    b"".join(one.key for one in items),
+                    [one.nbytes for one in items],
+                    starts or None,
+                )
+            )
+        ]
 
     async def take(self, stream: Stream) -> None:
         answer = _answer.decode(await _body(stream))
@@ -254,7 +322,9 @@ class _GetBatch(Exchange):
         for one, size in zip(self.items, answer.sizes, strict=True):
             if size is not None:
                 if not 0 < size <= one.nbytes or (one.start is not None and size != one.nbytes):
-                    raise ProtocolError(f"a value of {size} bytes where there is room for {one.nbytes}")
+                    raise ProtocolError(
+                        f"a value of {size} bytes where there is room for {one.nbytes}"
+                    )
                 await stream.read_into(one.parts, size)
             one.size = size
 
@@ -265,7 +335,9 @@ class _PutBatch(Exchange):
     def __init__(self, items: list[_Putting], ttl_s: float | None) -> None:
         self.faults = [""] * len(items)
         self.value_bytes = sum(one.nbytes for one in items)
-        head = encode(c.Put(b"".join(one.key for one in items), [one.nbytes for one in items], ttl_s))
+        head = encode(
+            c.Put(b"".join(one.key for one in items), [one.nbytes for one in items], ttl_s)
+        )
         self.request = [head, *(part for one in items for part in one.parts)]
 
     async def take(self, stream: Stream) -> None:

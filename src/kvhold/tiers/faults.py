@@ -83,9 +83,14 @@ class Rule:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ConfigError(f"there is no kind of fault {self.kind!r}; known are {', '.join(KINDS)}")
+            raise ConfigError(
+                f"there is no kind of fault {self.kind!r}; known are {', '.join(KINDS)}"
+            )
         if self.operation not in KINDS[self.kind]:
-            raise ConfigError(f"{self.kind} is a fault of {' or '.join(KINDS[self.kind])}, not of {self.operation!r}")
+            raise ConfigError(
+                f"{self.kind} is a fault of {' or '.join(KINDS[self.kind])}, not of "
+                f"{self.operation!r}"
+            )
         if not 0 <= self.probability <= 1:
             raise ConfigError(f"{self.probability} is not a probability; it goes from 0 to 1")
         if self.nth is not None and self.nth < 1:
@@ -105,7 +110,11 @@ class Rule:
 class FaultConfig:
     """The faults, and the seed of their random numbers."""
 
-    rules: str = setting("", "what goes wrong: operation:kind[:when[:with]], with spaces or commas between, such as get:corrupt:0.01")
+    rules: str = setting(
+        "",
+        "what goes wrong: operation:kind[:when[:with]], with spaces or commas between, "
+        "such as get:corrupt:0.01",
+    )
     seed: int = setting(0, "of the chance that decides", minimum=0)
 
 
@@ -143,8 +152,13 @@ class FaultTier:
     def from_url(cls, inner: Tier, options: Mapping[str, str], shown: str) -> Self:
         """Wrap `inner`, with the options of this wrapper. Raises ConfigError."""
         spelled = {"rules": "faults", "seed": "faults_seed"}
-        values = {{v: k for k, v in spelled.items()}.get(name, name): value for name, value in options.items()}
-        config = apply(FaultConfig(), values, source=shown, spell=lambda name: spelled.get(name, name))
+        values = {
+            {v: k for k, v in spelled.items()}.get(name, name): value
+            for name, value in options.items()
+        }
+        config = apply(
+            FaultConfig(), values, source=shown, spell=lambda name: spelled.get(name, name)
+        )
         try:
             return cls(inner, config)
         except ConfigError as error:
@@ -187,9 +201,14 @@ class FaultTier:
         for key, item in zip(asked, got, strict=True):
             if starts is None and isinstance(item, int):
                 self._remember(key, item)
-        return [self._delivered(key, parts, item) for key, parts, item in zip(keys, into, got, strict=True)]
+        return [
+            self._delivered(key, parts, item)
+            for key, parts, item in zip(keys, into, got, strict=True)
+        ]
 
-    async def put(self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None) -> list[TierError | None]:
+    async def put(
+        self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
+    ) -> list[TierError | None]:
         """Tier contract."""
         await self._before("put")
         faults = await self._inner.put(items, ttl_s=ttl_s)
@@ -243,10 +262,14 @@ class FaultTier:
 
     def _swapped(self, key: bytes, keys: Sequence[bytes]) -> bytes:
         """Return the key to read instead of `key`: another key of the call, or another seen key."""
-        others = [other for other in keys if other != key and other in self._seen] or [other for other in self._seen if other != key]
+        others = [other for other in keys if other != key and other in self._seen] or [
+            other for other in self._seen if other != key
+        ]
         return self._random.choice(others) if others and self._due("get", "swap") else key
 
-    def _delivered(self, key: bytes, parts: Parts, item: int | TierError | None) -> int | TierError | None:
+    def _delivered(
+        self, key: bytes, parts: Parts, item: int | TierError | None
+    ) -> int | TierError | None:
         """Apply the faults of one value that arrived. Return its new answer."""
         if not isinstance(item, int):
             return item
@@ -287,11 +310,16 @@ class FaultTier:
 def _parse_rule(text: str) -> Rule:
     parts = text.split(":")
     if not 2 <= len(parts) <= 4:
-        raise ConfigError("write operation:kind[:when[:with]], such as get:corrupt:0.01 or put:delay:@3:0.5s")
+        raise ConfigError(
+            "write operation:kind[:when[:with]], such as get:corrupt:0.01 or put:delay:@3:0.5s"
+        )
     operation, kind, when, what = (*parts, "", "")[:4]
     match = _WHEN.fullmatch(when)
     if match is None:
-        raise ConfigError(f"{when!r} does not say when; write a probability such as 0.01, a number such as @3, or 0.5@3")
+        raise ConfigError(
+            f"{when!r} does not say when; write a probability such as 0.01, a number such "
+            "as @3, or 0.5@3"
+        )
     rule = Rule(operation, kind, float(match[1] or 1), int(match[2]) if match[2] else None)
     return _with(rule, what)
 
@@ -304,7 +332,9 @@ def _with(rule: Rule, what: str) -> Rule:
     elif rule.kind == "delay":
         match = _TIME.fullmatch(what)
         if match is None:
-            raise ConfigError(f"{what!r} is not how long; write 0.5s or 20ms, after when: delay:1:0.5s")
+            raise ConfigError(
+                f"{what!r} is not how long; write 0.5s or 20ms, after when: delay:1:0.5s"
+            )
         delay_s = float(match[1]) / (1000 if match[2] == "ms" else 1)
     elif rule.kind == "corrupt" and what:
         if not what.isdecimal():

@@ -55,11 +55,22 @@ class SharedFilesConfig:
     """The settings of a shared file system tier."""
 
     path: str = setting("", "folder for the values, the same for all hosts")
-    direct: str = setting("auto", "O_DIRECT, which spares the page cache", choices=("auto", "never", "always"))
-    sync: bool = setting(False, "fsync each value and its folder, so that it survives a power cut of the file server")
-    io_threads: int = setting(8, "threads that read, as many that write, and as many that look things up", minimum=1)
-    any_owner: bool = setting(False, "use a folder that belongs to another user or to a group; who can write there can forge KV")
-    stale_s: float = setting(86_400.0, "another host's temporary files are removed when they are older", minimum=60)
+    direct: str = setting(
+        "auto", "O_DIRECT, which spares the page cache", choices=("auto", "never", "always")
+    )
+    sync: bool = setting(
+        False, "fsync each value and its folder, so that it survives a power cut of the file server"
+    )
+    io_threads: int = setting(
+        8, "threads that read, as many that write, and as many that look things up", minimum=1
+    )
+    any_owner: bool = setting(
+        False,
+        "use a folder that belongs to another user or to a group; who can write there can forge KV",
+    )
+    stale_s: float = setting(
+        86_400.0, "another host's temporary files are removed when they are older", minimum=60
+    )
 
 
 class SharedFilesTier:
@@ -69,18 +80,25 @@ class SharedFilesTier:
 
     def __init__(self, config: SharedFilesConfig) -> None:
         if not config.path.startswith("/") or config.io_threads < 1:
-            raise ConfigError(f"fs: path = {config.path!r}: write an absolute path, such as fs:///mnt/shared/kvhold")
+            raise ConfigError(
+                f"fs: path = {config.path!r}: write an absolute path, such as "
+                "fs:///mnt/shared/kvhold"
+            )
         self._config = config
         self._path = normpath(config.path)
         closed = TierUnavailable("fs", "open", f"{self._path} was closed")
         self._opener = Opener(self._open, FileTree.close, closed=closed)
-        self._lookers, self._readers, self._writers = (IoThreads(f"kvhold-fs-{n}", config.io_threads) for n in ("look", "read", "write"))
+        self._lookers, self._readers, self._writers = (
+            IoThreads(f"kvhold-fs-{n}", config.io_threads) for n in ("look", "read", "write")
+        )
 
     @classmethod
     def from_url(cls, url: TierUrl) -> Self:
         """Make the tier from `fs:///path?options`. Raises ConfigError."""
         if url.netloc:
-            raise ConfigError(f"{url.shown}: a folder's path is absolute: write fs:///path, with three slashes")
+            raise ConfigError(
+                f"{url.shown}: a folder's path is absolute: write fs:///path, with three slashes"
+            )
         if ",/" in url.path:
             folders = " ".join(f"fs://{folder}" for folder in url.path.split(","))
             raise ConfigError(f"{url.shown}: a tier is one folder; name several tiers: {folders}")
@@ -95,14 +113,23 @@ class SharedFilesTier:
             (is_in_place,) = await self._run(self._lookers, tree, "check", [tree.is_in_place])
             if is_in_place is not True:
                 self._opener.lose(tree)
-                raise TierUnavailable("fs", "check", f"{self._path} was removed, or something was mounted over it; is it mounted?")
+                raise TierUnavailable(
+                    "fs",
+                    "check",
+                    f"{self._path} was removed, or something was mounted over it; is it mounted?",
+                )
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
         """Tier contract. One stat per key, side by side."""
         async with self._opener.use() as tree:
-            states = await self._run(self._lookers, tree, "probe", [partial(tree.stat_file, _name(key)) for key in keys])
+            states = await self._run(
+                self._lookers, tree, "probe", [partial(tree.stat_file, _name(key)) for key in keys]
+            )
             _raise_if_all(states)
-            return [None if state is None or isinstance(state, TierError) else state.st_size for state in states]
+            return [
+                None if state is None or isinstance(state, TierError) else state.st_size
+                for state in states
+            ]
 
     async def get(
         self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
@@ -111,16 +138,26 @@ class SharedFilesTier:
         check_lengths(keys, into, starts)
         async with self._opener.use() as tree:
             calls = [
-                partial(tree.read, _name(key), as_pieces(parts), at=None if starts is None else starts[i])
+                partial(
+                    tree.read,
+                    _name(key),
+                    as_pieces(parts),
+                    at=None if starts is None else starts[i],
+                )
                 for i, (key, parts) in enumerate(zip(keys, into, strict=True))
             ]
             return await self._run(self._readers, tree, "get", calls)
 
-    async def put(self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None) -> list[TierError | None]:
+    async def put(
+        self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
+    ) -> list[TierError | None]:
         """Tier contract. Ignores ttl_s: the operator of the file system removes values."""
         first = dict(reversed(items))  # if a key occurs twice, its first value counts
         async with self._opener.use() as tree:
-            calls = [partial(_publish, tree, _name(key), as_pieces(parts)) for key, parts in first.items()]
+            calls = [
+                partial(_publish, tree, _name(key), as_pieces(parts))
+                for key, parts in first.items()
+            ]
             answers = await self._run(self._writers, tree, "put", calls)
         faults = dict(zip(first, answers, strict=True))
         return [faults[key] for key, _ in items]
@@ -132,16 +169,24 @@ class SharedFilesTier:
         """
         first = dict(reversed(items))
         async with self._opener.use() as tree:
-            calls = [partial(_publish_over, tree, _name(key), as_pieces(parts)) for key, parts in first.items()]
+            calls = [
+                partial(_publish_over, tree, _name(key), as_pieces(parts))
+                for key, parts in first.items()
+            ]
             answers = await self._run(self._writers, tree, "replace", calls)
-        done = {key: answer if isinstance(answer, TierError) else answer is True for key, answer in zip(first, answers, strict=True)}
+        done = {
+            key: answer if isinstance(answer, TierError) else answer is True
+            for key, answer in zip(first, answers, strict=True)
+        }
         return [done[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
         """Tier contract. A file that cannot be removed is still found; its answer is false."""
         once = dict.fromkeys(keys)
         async with self._opener.use() as tree:
-            answers = await self._run(self._lookers, tree, "delete", [partial(tree.remove, _name(key)) for key in once])
+            answers = await self._run(
+                self._lookers, tree, "delete", [partial(tree.remove, _name(key)) for key in once]
+            )
         _raise_if_all(answers)
         removed = {key: answer is True for key, answer in zip(once, answers, strict=True)}
         return [removed.pop(key, False) for key in keys]
@@ -153,8 +198,14 @@ class SharedFilesTier:
         memory.
         """
         async with self._opener.use() as tree:
-            shards = [shard_of(prefix)] if len(prefix) > NAMESPACE_BYTES else [f"{n:02x}" for n in range(256)]
-            listed = await self._run(self._lookers, tree, "scan", [partial(tree.names, shard) for shard in shards])
+            shards = (
+                [shard_of(prefix)]
+                if len(prefix) > NAMESPACE_BYTES
+                else [f"{n:02x}" for n in range(256)]
+            )
+            listed = await self._run(
+                self._lookers, tree, "scan", [partial(tree.names, shard) for shard in shards]
+            )
         _raise_if_all(listed)
         for shard, names in zip(shards, listed, strict=True):
             if isinstance(names, TierError):
@@ -181,15 +232,26 @@ class SharedFilesTier:
         return job.answer
 
     def _open_tree(self) -> FileTree:
-        tree = FileTree.open(self._path, direct=self._config.direct, sync=self._config.sync, any_owner=self._config.any_owner)
+        tree = FileTree.open(
+            self._path,
+            direct=self._config.direct,
+            sync=self._config.sync,
+            any_owner=self._config.any_owner,
+        )
         for name in tree.names(NEW):
             state = tree.stat_file(f"{NEW}/{name}")
-            if state is not None and is_leftover(name, age_s=time.time() - state.st_mtime, stale_s=self._config.stale_s):
+            if state is not None and is_leftover(
+                name, age_s=time.time() - state.st_mtime, stale_s=self._config.stale_s
+            ):
                 tree.remove(f"{NEW}/{name}")
         return tree
 
     async def _run(
-        self, threads: IoThreads, tree: FileTree, operation: str, calls: Sequence[Callable[[], Answer]]
+        self,
+        threads: IoThreads,
+        tree: FileTree,
+        operation: str,
+        calls: Sequence[Callable[[], Answer]],
     ) -> list[Answer | TierError | None]:
         """Run the calls in threads. Return each call's result, or its fault."""
         jobs = [_Job(call, operation=operation, path=self._path, tree=tree) for call in calls]
@@ -205,7 +267,9 @@ class _Job(Generic[Answer]):
     `is_lost` is set if the folder is no longer the one at its path.
     """
 
-    def __init__(self, call: Callable[[], Answer], *, operation: str, path: str, tree: FileTree | None = None) -> None:
+    def __init__(
+        self, call: Callable[[], Answer], *, operation: str, path: str, tree: FileTree | None = None
+    ) -> None:
         self.answer: Answer | None = None
         self.fault: TierError | None = None
         self.is_lost = False
@@ -221,7 +285,9 @@ class _Job(Generic[Answer]):
         try:
             self.answer = self._call()
         except OSError as error:
-            self.fault = as_tier_error(error, tier="fs", operation=self._operation, where=self._path)
+            self.fault = as_tier_error(
+                error, tier="fs", operation=self._operation, where=self._path
+            )
             self.is_lost = self._tree is not None and not self._tree.is_in_place()
 
 

@@ -76,7 +76,9 @@ class Gate:
                 return
 
     def _may_enter(self, urgency: Urgency) -> bool:
-        return self._inside < self._width and (urgency < Urgency.WRITE or self._writing < self._writes_width)
+        return self._inside < self._width and (
+            urgency < Urgency.WRITE or self._writing < self._writes_width
+        )
 
     def _take(self, urgency: Urgency) -> None:
         self._inside += 1

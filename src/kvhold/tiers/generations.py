@@ -110,7 +110,11 @@ class GenerationTier:
         while True:
             next_marks = [marker_key(space, self._number(space) + 1) for space in spaces]
             sizes = await self._noticed(self._tier.probe([*map(self.name_of, keys), *next_marks]))
-            marked = [space for space, size in zip(spaces, sizes[len(keys) :], strict=False) if size is not None]
+            marked = [
+                space
+                for space, size in zip(spaces, sizes[len(keys) :], strict=False)
+                if size is not None
+            ]
             newer = [space for space in marked if self._own.get(space) != self._number(space) + 1]
             await self._catch_up(newer)
             if not newer:
@@ -122,7 +126,9 @@ class GenerationTier:
         """Tier contract."""
         return await self._noticed(self._tier.get(self._names(keys), into, starts=starts))
 
-    async def put(self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None) -> list[TierError | None]:
+    async def put(
+        self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
+    ) -> list[TierError | None]:
         """Tier contract."""
         return await self.putting(items, ttl_s=ttl_s)()
 
@@ -146,7 +152,11 @@ class GenerationTier:
         Raises TierError if the tier below cannot replace values.
         """
         if not isinstance(self._tier, Replaces):
-            raise TierError(self.traits.name, "replace", "this kind of tier cannot put a value in the place of another in one step")
+            raise TierError(
+                self.traits.name,
+                "replace",
+                "this kind of tier cannot put a value in the place of another in one step",
+            )
         return await self._noticed(self._tier.replace(items))
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
@@ -206,7 +216,9 @@ class GenerationTier:
             if await self._begin_next(space, prefix):
                 break
         else:
-            raise TierError(self.traits.name, "put", "too many hosts clear at once, or it keeps no marker")
+            raise TierError(
+                self.traits.name, "put", "too many hosts clear at once, or it keeps no marker"
+            )
         return old
 
     async def names_of(self, old: bytes) -> KeyList:
@@ -285,12 +297,22 @@ class GenerationTier:
         if self._next_round // parts % _ROUNDS == 0:
             self._met.difference_update(spaces)
         await self.meet(spaces)
-        marks = [(space, number) for space in spaces for number in (*_leading(self._number(space)), self._number(space) + 1)]
-        sizes = await self._noticed(self._tier.probe([marker_key(space, number) for space, number in marks]))
+        marks = [
+            (space, number)
+            for space in spaces
+            for number in (*_leading(self._number(space)), self._number(space) + 1)
+        ]
+        sizes = await self._noticed(
+            self._tier.probe([marker_key(space, number) for space, number in marks])
+        )
         for (space, number), size in zip(marks, sizes, strict=True):
             if size is None and number <= self._number(space) and not self._read_only:
                 await self._mark(space, number)
-        newer = [space for (space, number), size in zip(marks, sizes, strict=True) if size is not None and number > self._number(space)]
+        newer = [
+            space
+            for (space, number), size in zip(marks, sizes, strict=True)
+            if size is not None and number > self._number(space)
+        ]
         await self._catch_up(newer)
 
     def name_of(self, key: bytes) -> bytes:
@@ -299,7 +321,11 @@ class GenerationTier:
         own, every = self._numbers.get(space, 0), self._numbers[ALL]
         if not own and not every:
             return key
-        digest = blake2b(space + own.to_bytes(8, "little") + every.to_bytes(8, "little"), digest_size=NAMESPACE_BYTES, person=b"kvhold-gen")
+        digest = blake2b(
+            space + own.to_bytes(8, "little") + every.to_bytes(8, "little"),
+            digest_size=NAMESPACE_BYTES,
+            person=b"kvhold-gen",
+        )
         name = digest.digest()
         self._spaces[name] = space
         return name + key[NAMESPACE_BYTES:]
@@ -311,7 +337,10 @@ class GenerationTier:
         """Return the key that has this name now; None if there is none."""
         if is_marker(name):
             return None
-        key = self._spaces.get(name[:NAMESPACE_BYTES], name[:NAMESPACE_BYTES]) + name[NAMESPACE_BYTES:]
+        key = (
+            self._spaces.get(name[:NAMESPACE_BYTES], name[:NAMESPACE_BYTES])
+            + name[NAMESPACE_BYTES:]
+        )
         return key if self.name_of(key) == name else None
 
     def _number(self, space: bytes) -> int:
@@ -329,7 +358,12 @@ class GenerationTier:
         """
         for space, number in (await self._searched(spaces)).items():
             if number > self._number(space) and self._own.get(space) != number:
-                known = self._may_hold(space) or self._was_away or space in self._met or self._number(space) > 0
+                known = (
+                    self._may_hold(space)
+                    or self._was_away
+                    or space in self._met
+                    or self._number(space) > 0
+                )
                 if known:
                     self._learned(b"" if space == ALL else space)
                 self._set(space, number)
@@ -341,7 +375,9 @@ class GenerationTier:
         All namespaces share the round trips.
         """
         latest = await self._climbed(dict.fromkeys(spaces, 0))
-        known = {space: self._number(space) for space in spaces if self._number(space) > latest[space]}
+        known = {
+            space: self._number(space) for space in spaces if self._number(space) > latest[space]
+        }
         if known:  # the markers on the way are lost; later ones may exist
             latest |= await self._climbed(known)
         return latest
@@ -351,7 +387,9 @@ class GenerationTier:
         latest, going, top = dict(latest), list(latest), dict.fromkeys(latest, _BITS_AT_ONCE)
         while going:
             steps = [(space, 1 << bit) for space in going for bit in range(top[space])]
-            sizes = await self._noticed(self._tier.probe([marker_key(space, latest[space] + step) for space, step in steps]))
+            sizes = await self._noticed(
+                self._tier.probe([marker_key(space, latest[space] + step) for space, step in steps])
+            )
             found: dict[bytes, int] = {}
             for (space, step), size in zip(steps, sizes, strict=True):
                 if size is not None:
@@ -405,4 +443,6 @@ def _leading(number: int) -> list[int]:
     For very large numbers, the powers of two at which the search widens are included.
     """
     leading = {number >> bit << bit for bit in range(number.bit_length())}
-    return sorted(leading | {1 << bit for bit in range(_BITS_AT_ONCE - 1, number.bit_length(), _BITS_AT_ONCE)})
+    return sorted(
+        leading | {1 << bit for bit in range(_BITS_AT_ONCE - 1, number.bit_length(), _BITS_AT_ONCE)}
+    )

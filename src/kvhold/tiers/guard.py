@@ -50,16 +50,36 @@ class GuardConfig:
 
     name: str = setting("", "what the tier is called in metrics and logs; empty: its scheme")
     read_only: bool = setting(False, "never write to it")
-    codec: str = setting("raw", "what chunks are written by: raw, lossless, or one with a loss (`kvhold bench codecs`)")
-    encrypt: bool = setting(False, "write frames that are encrypted, and read no others; the keys are in `encryption.keys`")
-    probe_timeout_s: float = setting(0.5, "deadline of a probe, which a lookup waits for", minimum=0.001)
+    codec: str = setting(
+        "raw",
+        "what chunks are written by: raw, lossless, or one with a loss (`kvhold bench codecs`)",
+    )
+    encrypt: bool = setting(
+        False,
+        "write frames that are encrypted, and read no others; the keys are in `encryption.keys`",
+    )
+    probe_timeout_s: float = setting(
+        0.5, "deadline of a probe, which a lookup waits for", minimum=0.001
+    )
     get_timeout_s: float = setting(5.0, "deadline of one batch of reads", minimum=0.001)
-    put_timeout_s: float = setting(10.0, "deadline of one batch of writes, or of deletes", minimum=0.001)
-    batch_bytes: int = size(0, "bytes of chunks in one call; a batch is checked while the next one is read; 0: as suits the tier")
+    put_timeout_s: float = setting(
+        10.0, "deadline of one batch of writes, or of deletes", minimum=0.001
+    )
+    batch_bytes: int = size(
+        0,
+        "bytes of chunks in one call; a batch is checked while the next one is read; 0: as "
+        "suits the tier",
+    )
     concurrent_calls: int = setting(4, "calls at once", minimum=1)
-    breaker_failures: int = setting(3, "after so many failures in a row the tier is left alone", minimum=1)
-    clears_check_s: float = setting(5.0, "of a shared tier: how often to ask what other hosts have cleared", minimum=0.001)
-    breaker_pause_s: float = setting(1.0, "then it is tried after so long, later less often, at least every 30 s", minimum=0.001)
+    breaker_failures: int = setting(
+        3, "after so many failures in a row the tier is left alone", minimum=1
+    )
+    clears_check_s: float = setting(
+        5.0, "of a shared tier: how often to ask what other hosts have cleared", minimum=0.001
+    )
+    breaker_pause_s: float = setting(
+        1.0, "then it is tried after so long, later less often, at least every 30 s", minimum=0.001
+    )
 
 
 @dataclass(frozen=True)
@@ -93,8 +113,12 @@ class _Call(Generic[Result]):
 
     def check(self, result: Any) -> None:
         """Raise ValueError unless the tier's answer has one item per key."""
-        if self.operation in _PER_ITEM and (not isinstance(result, list) or len(result) != self.keys):
-            raise ValueError(f"{self.operation} of {self.keys} keys was answered with {str(result)[:100]}")
+        if self.operation in _PER_ITEM and (
+            not isinstance(result, list) or len(result) != self.keys
+        ):
+            raise ValueError(
+                f"{self.operation} of {self.keys} keys was answered with {str(result)[:100]}"
+            )
 
 
 class Guard:
@@ -108,7 +132,9 @@ class Guard:
         self.batch_bytes = config.batch_bytes or self.traits.batch_bytes
         self._tier = tier
         self._metrics = metrics
-        self._breaker = Breaker(failures=config.breaker_failures, first_pause_s=config.breaker_pause_s)
+        self._breaker = Breaker(
+            failures=config.breaker_failures, first_pause_s=config.breaker_pause_s
+        )
         self._hidden = Hidden()
         # name prefix of an old generation that could not be removed -> the number of its debt
         self._garbage: dict[bytes, int] = {}
@@ -138,7 +164,9 @@ class Guard:
         call = _Call[None]("check", 0, self.config.get_timeout_s)
         return await self._attempt(call, self._tier.check)
 
-    async def probe(self, keys: Sequence[bytes], silent: set[str] | None = None) -> list[int | None]:
+    async def probe(
+        self, keys: Sequence[bytes], silent: set[str] | None = None
+    ) -> list[int | None]:
         """Return the size of each value, `None` where it is missing.
 
         If the tier does not answer, all are `None`, and its name is added to `silent`.
@@ -149,40 +177,61 @@ class Guard:
             if call.result is None and silent is not None:
                 silent.add(self.name)
         found: list[int | None] = [None] * len(keys) if call.result is None else call.result
-        found = [None if size is None or self._hidden.hides(key) else size for key, size in zip(keys, found, strict=True)]
-        self._count("probe", hit=sum(size is not None for size in found), miss=sum(size is None for size in found))
+        found = [
+            None if size is None or self._hidden.hides(key) else size
+            for key, size in zip(keys, found, strict=True)
+        ]
+        self._count(
+            "probe",
+            hit=sum(size is not None for size in found),
+            miss=sum(size is None for size in found),
+        )
         return found
 
-    async def get(self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None) -> Outcome[int | None]:
+    async def get(
+        self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
+    ) -> Outcome[int | None]:
         """Read values, or ranges, as `Tier.get`; `None` for each item that did not arrive."""
         call = _Call[list[int | TierError | None]]("get", len(keys), self.config.get_timeout_s)
         await self._run(call, lambda: self._tier.get(keys, into, starts=starts))
         answers = call.result or [None] * len(keys)
-        items = [self._without_fault("get", key, item) for key, item in zip(keys, answers, strict=True)]
+        items = [
+            self._without_fault("get", key, item) for key, item in zip(keys, answers, strict=True)
+        ]
         arrived = [size for size in items if size is not None]
         self._count("get", hit=len(arrived), miss=len(keys) - len(arrived))
         self._metrics.add("kvhold_tier_bytes", sum(arrived), tier=self.name, operation="get")
         failed = [call.result is None or isinstance(item, TierError) for item in answers]
         return Outcome(items, call.pending, failed)
 
-    async def put(self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None) -> Outcome[bool]:
+    async def put(
+        self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
+    ) -> Outcome[bool]:
         """Store values, as `Tier.put`; true where the value is stored now.
 
         A value that is not stored is counted with the reason.
         """
         call = _Call[list[TierError | None]]("put", len(items), self.config.put_timeout_s)
         tier = self._tier
-        put = tier.putting(items, ttl_s=ttl_s) if isinstance(tier, GenerationTier) else lambda: tier.put(items, ttl_s=ttl_s)
+        put = (
+            tier.putting(items, ttl_s=ttl_s)
+            if isinstance(tier, GenerationTier)
+            else lambda: tier.put(items, ttl_s=ttl_s)
+        )
         fault = await self._run(call, put)
         faults = call.result if call.result is not None else [fault] * len(items)
         for item_fault in faults:
             if item_fault is not None:
-                self._metrics.add("kvhold_tier_dropped_chunks", tier=self.name, reason=item_fault.reason)
+                self._metrics.add(
+                    "kvhold_tier_dropped_chunks", tier=self.name, reason=item_fault.reason
+                )
                 if call.result is not None:
                     self._fault("put", item_fault)
         stored = [item_fault is None for item_fault in faults]
         self._count("put", stored=sum(stored), failed=len(stored) - sum(stored))
-        written = sum(size_of(parts) for (_, parts), there in zip(items, stored, strict=True) if there)
+        written = sum(
+            size_of(parts) for (_, parts), there in zip(items, stored, strict=True) if there
+        )
         self._metrics.add("kvhold_tier_bytes", written, tier=self.name, operation="put")
         return Outcome(stored, call.pending)
 
@@ -191,9 +240,15 @@ class Guard:
 
         The names in a shared tier change with each clear.
         """
-        return [self._tier.name_of(key) for key in keys] if isinstance(self._tier, GenerationTier) else list(keys)
+        return (
+            [self._tier.name_of(key) for key in keys]
+            if isinstance(self._tier, GenerationTier)
+            else list(keys)
+        )
 
-    async def replace(self, items: Sequence[tuple[bytes, Parts]], *, names: Sequence[bytes] | None = None) -> Outcome[bool | None]:
+    async def replace(
+        self, items: Sequence[tuple[bytes, Parts]], *, names: Sequence[bytes] | None = None
+    ) -> Outcome[bool | None]:
         """Replace stored values, as `base.replace`.
 
         `None` where the replacement failed, or where its answer was lost.
@@ -204,17 +259,26 @@ class Guard:
         call = _Call[list[bool | TierError]]("replace", len(items), self.config.put_timeout_s)
         tier = self._tier
         if names is not None and isinstance(tier, GenerationTier):
-            shared, named = tier, [(name, parts) for name, (_, parts) in zip(names, items, strict=True)]
+            shared, named = (
+                tier,
+                [(name, parts) for name, (_, parts) in zip(names, items, strict=True)],
+            )
             await self._run(call, lambda: shared.replace_named(named))
         else:
             await self._run(call, lambda: replace(tier, items))
-        answers: Sequence[bool | TierError | None] = call.result if call.result is not None else [None] * len(items)
+        answers: Sequence[bool | TierError | None] = (
+            call.result if call.result is not None else [None] * len(items)
+        )
         for answer in answers:
             if isinstance(answer, TierError):
                 self._fault("replace", answer)
         done = [None if isinstance(answer, TierError) else answer for answer in answers]
-        self._count("replace", replaced=done.count(True), absent=done.count(False), failed=done.count(None))
-        written = sum(size_of(parts) for (_, parts), answer in zip(items, done, strict=True) if answer)
+        self._count(
+            "replace", replaced=done.count(True), absent=done.count(False), failed=done.count(None)
+        )
+        written = sum(
+            size_of(parts) for (_, parts), answer in zip(items, done, strict=True) if answer
+        )
         self._metrics.add("kvhold_tier_bytes", written, tier=self.name, operation="replace")
         return Outcome(done, call.pending)
 
@@ -228,7 +292,10 @@ class Guard:
         If the tier fails, its name is added to `silent`.
         """
         call = _Call[list[bool]]("delete", len(keys), self.config.put_timeout_s)
-        if await self._run(call, lambda: self._tier.delete(keys)) is not None and silent is not None:
+        if (
+            await self._run(call, lambda: self._tier.delete(keys)) is not None
+            and silent is not None
+        ):
             silent.add(self.name)
         removed = call.result if call.result is not None else [False] * len(keys)
         for key, gone in zip(keys, removed, strict=True):
@@ -267,8 +334,14 @@ class Guard:
         and has too many debts gets one debt for all its values instead. In a read-only tier the
         values stay hidden.
         """
-        if not self.traits.shared and not self._hidden.debt(prefix) and len(self._hidden.owed) >= _MOST_OWED:
-            log.warning("tier %s owes over %d clears: all that it holds is removed", self.name, _MOST_OWED)
+        if (
+            not self.traits.shared
+            and not self._hidden.debt(prefix)
+            and len(self._hidden.owed) >= _MOST_OWED
+        ):
+            log.warning(
+                "tier %s owes over %d clears: all that it holds is removed", self.name, _MOST_OWED
+            )
             debt = Debt(b"", self._hidden.owe_everything_instead())
         else:
             debt = Debt(prefix, self._hidden.owe(prefix))
@@ -282,12 +355,21 @@ class Guard:
         background task tries again.
         """
         if self.config.read_only:
-            log.warning("tier %s is read_only: what was cleared stays there, and this host does not use it", self.name)
+            log.warning(
+                "tier %s is read_only: what was cleared stays there, and this host does not use it",
+                self.name,
+            )
             return 0
         self._hidden.fall_due(debt.prefix, debt.number)
         removed = await self._pay(debt.prefix)
-        if (self._hidden.due(debt.prefix) or self._garbage) and (self._paying is None or self._paying.done()):
-            log.warning("tier %s could not be cleared now; what was to go is not used, and goes when it can", self.name)
+        if (self._hidden.due(debt.prefix) or self._garbage) and (
+            self._paying is None or self._paying.done()
+        ):
+            log.warning(
+                "tier %s could not be cleared now; what was to go is not used, and goes "
+                "when it can",
+                self.name,
+            )
             self._paying = asyncio.ensure_future(self._pay_by_and_by())
         return removed
 
@@ -323,7 +405,13 @@ class Guard:
         if self.traits.shared:
             self._remember = remember
             numbers = journal.reached(self.name) if journal is not None else None
-            self._tier = GenerationTier(self._tier, learned, read_only=self.config.read_only, numbers=numbers, may_hold=may_hold)
+            self._tier = GenerationTier(
+                self._tier,
+                learned,
+                read_only=self.config.read_only,
+                numbers=numbers,
+                may_hold=may_hold,
+            )
 
     def use(self, space: bytes) -> None:
         """Ask for clears of this namespace from now on, if the tier is shared."""
@@ -337,7 +425,9 @@ class Guard:
         """
         if isinstance(self._tier, GenerationTier) and not self._tier.has_met(spaces):
             tier = self._tier
-            await self._run(_Call[None]("check", 0, self.config.probe_timeout_s), lambda: tier.meet(spaces))
+            await self._run(
+                _Call[None]("check", 0, self.config.probe_timeout_s), lambda: tier.meet(spaces)
+            )
 
     @property
     def generations(self) -> dict[bytes, int]:
@@ -365,13 +455,19 @@ class Guard:
         self._journal = journal
         for prefix in journal.owed(self.name):
             self._hidden.fall_due(prefix, self._hidden.owe(prefix))
-        if self._hidden.owed and (self._paying is None or self._paying.done()) and not self.config.read_only:
+        if (
+            self._hidden.owed
+            and (self._paying is None or self._paying.done())
+            and not self.config.read_only
+        ):
             self._paying = asyncio.ensure_future(self._pay_by_and_by(first_pause_s=0.0))
 
     async def refresh(self) -> None:
         """Learn the clears of other hosts, if the tier is shared and available."""
         if isinstance(self._tier, GenerationTier) and self.available:
-            await self._run(_Call[None]("check", 0, self.config.probe_timeout_s), self._tier.refresh)
+            await self._run(
+                _Call[None]("check", 0, self.config.probe_timeout_s), self._tier.refresh
+            )
 
     def status(self) -> dict[str, Any]:
         """Return the state of the tier for users and monitors."""
@@ -399,18 +495,32 @@ class Guard:
         call = _Call[None]("close", 0, self.config.get_timeout_s)
         await self._attempt(call, self._tier.close)
 
-    async def _run(self, call: _Call[Result], work: Callable[[], Awaitable[Result]]) -> TierError | None:
+    async def _run(
+        self, call: _Call[Result], work: Callable[[], Awaitable[Result]]
+    ) -> TierError | None:
         """Make one call for a request. Return the fault, or None.
 
         A failed call is retried once if its fault is retryable, its deadline allows, and it is not
         a put or a replace.
         """
         if not self.available:
-            fault: TierError = TierUnavailable(self.name, call.operation, f"left alone for now: {self._last_fault}")
-            self._metrics.add("kvhold_tier_errors", tier=self.name, operation=call.operation, reason="breaker open")
+            fault: TierError = TierUnavailable(
+                self.name, call.operation, f"left alone for now: {self._last_fault}"
+            )
+            self._metrics.add(
+                "kvhold_tier_errors",
+                tier=self.name,
+                operation=call.operation,
+                reason="breaker open",
+            )
             return fault
         first = await self._attempt(call, work)
-        if first is None or not first.retryable or call.operation in ("put", "replace") or not self.available:
+        if (
+            first is None
+            or not first.retryable
+            or call.operation in ("put", "replace")
+            or not self.available
+        ):
             return first
         if call.pending is not None:  # it may still write to the buffers that a retry would fill
             return first
@@ -418,23 +528,31 @@ class Guard:
             return first
         return await self._attempt(call, work)
 
-    async def _attempt(self, call: _Call[Result], work: Callable[[], Awaitable[Result]]) -> TierError | None:
+    async def _attempt(
+        self, call: _Call[Result], work: Callable[[], Awaitable[Result]]
+    ) -> TierError | None:
         """Make one call with the rest of its deadline. Return the fault, or None."""
         began_s = _now()
         failed = self._failed if call.is_vital else self._fault
         task = asyncio.ensure_future(_awaited(work))
         try:
-            await asyncio.wait((task,), timeout=max(0.0, call.deadline_s - (began_s - call.began_s)))
+            await asyncio.wait(
+                (task,), timeout=max(0.0, call.deadline_s - (began_s - call.began_s))
+            )
         except asyncio.CancelledError:
             task.cancel()
             await asyncio.wait((task,), timeout=_LEAVE_S)
             raise
-        self._metrics.observe("kvhold_tier_seconds", _now() - began_s, tier=self.name, operation=call.operation)
+        self._metrics.observe(
+            "kvhold_tier_seconds", _now() - began_s, tier=self.name, operation=call.operation
+        )
         if not task.done():
             task.cancel()
             call.pending = task
             self._watch(task)
-            fault: TierError = TierUnavailable(self.name, call.operation, f"no answer within {call.deadline_s:g} s")
+            fault: TierError = TierUnavailable(
+                self.name, call.operation, f"no answer within {call.deadline_s:g} s"
+            )
             failed(call.operation, fault, reason="timeout")
             return fault
         try:
@@ -474,10 +592,14 @@ class Guard:
 
     def _fault(self, operation: str, fault: TierError, *, reason: str | None = None) -> None:
         self._last_fault = str(fault)
-        self._metrics.add("kvhold_tier_errors", tier=self.name, operation=operation, reason=reason or fault.reason)
+        self._metrics.add(
+            "kvhold_tier_errors", tier=self.name, operation=operation, reason=reason or fault.reason
+        )
         log.debug("tier %s: %s: %s", self.name, operation, fault)
 
-    def _without_fault(self, operation: str, key: bytes, item: int | TierError | None) -> int | None:
+    def _without_fault(
+        self, operation: str, key: bytes, item: int | TierError | None
+    ) -> int | None:
         if isinstance(item, TierError):
             self._fault(operation, item)
             self._hidden.unreadable(key)
@@ -563,11 +685,18 @@ class Guard:
             return 0, False
         for batch in scan.result.taken():
             async with self.gate.turn(Urgency.DELETE):
-                deleting = _Call[list[bool]]("delete", len(batch), self.config.put_timeout_s, is_vital=False)
-                if await self._run(deleting, partial(tier.remove_names, batch)) is not None or deleting.result is None:
+                deleting = _Call[list[bool]](
+                    "delete", len(batch), self.config.put_timeout_s, is_vital=False
+                )
+                if (
+                    await self._run(deleting, partial(tier.remove_names, batch)) is not None
+                    or deleting.result is None
+                ):
                     return removed, False
             removed += sum(deleting.result)
-            self._count("delete", removed=sum(deleting.result), absent=len(batch) - sum(deleting.result))
+            self._count(
+                "delete", removed=sum(deleting.result), absent=len(batch) - sum(deleting.result)
+            )
         return removed, True
 
     async def _pay_by_scan(self, prefix: bytes, debt: int) -> int:
@@ -575,7 +704,11 @@ class Guard:
         num_keys, left = len(keys), set[bytes]()
         for batch in keys.taken():
             async with self.gate.turn(Urgency.DELETE):
-                left.update(key for key, gone in zip(batch, await self.delete(batch), strict=True) if not gone)
+                left.update(
+                    key
+                    for key, gone in zip(batch, await self.delete(batch), strict=True)
+                    if not gone
+                )
         removed = num_keys - len(left)
         if left and fault is None:  # others may have removed those keys
             there, fault = await self._scan(prefix)
@@ -627,7 +760,9 @@ class Guard:
     def _count(self, operation: str, **results: int) -> None:
         for result, count in results.items():
             if count:
-                self._metrics.add("kvhold_tier_items", count, tier=self.name, operation=operation, result=result)
+                self._metrics.add(
+                    "kvhold_tier_items", count, tier=self.name, operation=operation, result=result
+                )
 
 
 async def _awaited(work: Callable[[], Awaitable[Result]]) -> Result:

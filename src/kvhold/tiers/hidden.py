@@ -101,4 +101,6 @@ class Hidden:
 
     def hides(self, key: bytes) -> bool:
         """Return whether a value of this key must not be found."""
-        return key in self._unreadable or (bool(self._owed) and any(key[:length] in self._owed for length in self._lengths))
+        return key in self._unreadable or (
+            bool(self._owed) and any(key[:length] in self._owed for length in self._lengths)
+        )

@@ -38,9 +38,15 @@ class InfiniStoreConfig:
     port: int = setting(0, "its service port")
     device: str = setting("mlx5_0", "the RDMA device of this host")
     device_port: int = setting(1, "the device's port", minimum=1)
-    link_type: str = setting("IB", "what the device's port is connected to", choices=("IB", "Ethernet"))
-    prefix: str = setting("kvhold", "before each key; tiers with different prefixes do not see each other")
-    block_bytes: int = size(256 << 10, "values are cut into blocks of this size; the last one is padded")
+    link_type: str = setting(
+        "IB", "what the device's port is connected to", choices=("IB", "Ethernet")
+    )
+    prefix: str = setting(
+        "kvhold", "before each key; tiers with different prefixes do not see each other"
+    )
+    block_bytes: int = size(
+        256 << 10, "values are cut into blocks of this size; the last one is padded"
+    )
     slot_bytes: int = size(4 << 20, "registered memory of one request; a whole number of blocks")
     slots: int = setting(16, "requests at once", minimum=1)
 
@@ -51,10 +57,19 @@ class InfiniStoreTier(BlockTier):
     def __init__(self, config: InfiniStoreConfig) -> None:
         if not config.host or not 0 < config.port < 65536:
             raise ConfigError("infinistore: write infinistore://host:port?device=mlx5_0")
-        if config.block_bytes < HEAD_BYTES or config.slot_bytes % config.block_bytes or not config.slot_bytes:
-            raise ConfigError(f"infinistore: slot_bytes must be a multiple of block_bytes, and that at least {HEAD_BYTES}")
+        if (
+            config.block_bytes < HEAD_BYTES
+            or config.slot_bytes % config.block_bytes
+            or not config.slot_bytes
+        ):
+            raise ConfigError(
+                "infinistore: slot_bytes must be a multiple of block_bytes, and that at "
+                f"least {HEAD_BYTES}"
+            )
         self._config = config
-        layout = BlockLayout(f"{config.prefix}/", config.block_bytes, config.slot_bytes, config.slots)
+        layout = BlockLayout(
+            f"{config.prefix}/", config.block_bytes, config.slot_bytes, config.slots
+        )
         super().__init__(layout, self._connect_client, f"{config.host}:{config.port}")
 
     @classmethod
@@ -62,7 +77,10 @@ class InfiniStoreTier(BlockTier):
         """Make a tier from `infinistore://host:port?option=value`. Raises ConfigError."""
         hosts = url.hosts
         if len(hosts) != 1 or "@" in url.netloc or url.path.strip("/"):
-            raise ConfigError("infinistore: write infinistore://host:port?device=mlx5_0; it has no credentials and no path")
+            raise ConfigError(
+                "infinistore: write infinistore://host:port?device=mlx5_0; it has no "
+                "credentials and no path"
+            )
         host, port = hosts[0]
         return cls(url.apply(InfiniStoreConfig(host=host, port=port or 0)))
 
@@ -79,10 +97,14 @@ class InfiniStoreTier(BlockTier):
         client = infinistore.InfinityConnection(settings)
         connection: Connection = client.conn  # its Python wrapper leaks a buffer with each failure
         if client.conn.init_connection(settings) < 0:
-            raise TierUnavailable(self.traits.name, "connect", f"no server at {config.host}:{config.port}")
+            raise TierUnavailable(
+                self.traits.name, "connect", f"no server at {config.host}:{config.port}"
+            )
         if client.conn.setup_rdma(settings) < 0:
             connection.close()
             raise TierUnavailable(
-                self.traits.name, "connect", f"RDMA device {config.device} cannot be used with {config.host}:{config.port}"
+                self.traits.name,
+                "connect",
+                f"RDMA device {config.device} cannot be used with {config.host}:{config.port}",
             )
         return connection

@@ -65,8 +65,24 @@ class Connection(Protocol):
     """
 
     def register_mr(self, pointer: int, size: int, /) -> int: ...
-    def w_rdma_async(self, names: list[str], offsets: list[int], block: int, base: int, done: Callable[[int], None], /) -> int: ...
-    def r_rdma_async(self, names: list[str], offsets: list[int], block: int, base: int, done: Callable[[int], None], /) -> int: ...
+    def w_rdma_async(
+        self,
+        names: list[str],
+        offsets: list[int],
+        block: int,
+        base: int,
+        done: Callable[[int], None],
+        /,
+    ) -> int: ...
+    def r_rdma_async(
+        self,
+        names: list[str],
+        offsets: list[int],
+        block: int,
+        base: int,
+        done: Callable[[int], None],
+        /,
+    ) -> int: ...
     def check_exist(self, name: str, /) -> int: ...
     def delete_keys(self, names: list[str], /) -> int: ...
     def close(self) -> None: ...
@@ -138,7 +154,12 @@ class BlockTier:
 
     async def check(self) -> None:
         """Tier contract."""
-        if await self._blocking("check", lambda connection: connection.check_exist(f"{self._layout.root}check")) < 0:
+        if (
+            await self._blocking(
+                "check", lambda connection: connection.check_exist(f"{self._layout.root}check")
+            )
+            < 0
+        ):
             raise self._lost("check")
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
@@ -153,15 +174,21 @@ class BlockTier:
         check_lengths(keys, into, starts)
         return await _all(
             [
-                self._item("get", partial(self._get, key, parts, None if starts is None else starts[i]))
+                self._item(
+                    "get", partial(self._get, key, parts, None if starts is None else starts[i])
+                )
                 for i, (key, parts) in enumerate(zip(keys, into, strict=True))
             ]
         )
 
-    async def put(self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None) -> list[TierError | None]:
+    async def put(
+        self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
+    ) -> list[TierError | None]:
         """Tier contract. Ignores `ttl_s`: the store evicts old blocks when it needs room."""
         first = dict(reversed(items))  # of a repeated key, the first value counts
-        faults = await _all([self._item("put", partial(self._put, key, parts)) for key, parts in first.items()])
+        faults = await _all(
+            [self._item("put", partial(self._put, key, parts)) for key, parts in first.items()]
+        )
         answers = dict(zip(first, faults, strict=True))
         return [answers[key] for key, _ in items]
 
@@ -178,7 +205,11 @@ class BlockTier:
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
         """Raise TierError: the store cannot list."""
-        raise TierError(self.traits.name, "scan", "InfiniStore does not list its keys; clear it by its own tools")
+        raise TierError(
+            self.traits.name,
+            "scan",
+            "InfiniStore does not list its keys; clear it by its own tools",
+        )
         yield b""  # type: ignore[unreachable]  # makes this a generator
 
     async def close(self) -> None:
@@ -218,7 +249,12 @@ class BlockTier:
                 batch = self._blocks(key, head, at, min(at_once, head.num_blocks - at))
                 await self._move("put", batch, head.block_bytes, before=source.drain)
             if await self._head(key) is None:
-                await self._move("put", [self._name(key)], HEAD_BYTES, before=_Cursor([memoryview(head.pack())]).drain)
+                await self._move(
+                    "put",
+                    [self._name(key)],
+                    HEAD_BYTES,
+                    before=_Cursor([memoryview(head.pack())]).drain,
+                )
         except _Refused:
             await self._drop_blocks(key, head)
             raise
@@ -229,7 +265,12 @@ class BlockTier:
     async def _head(self, key: bytes) -> _Head | None:
         found: list[_Head | None] = []
         try:
-            await self._move("head", [self._name(key)], HEAD_BYTES, after=lambda slot: found.append(_Head.unpack(bytes(slot[:HEAD_BYTES]))))
+            await self._move(
+                "head",
+                [self._name(key)],
+                HEAD_BYTES,
+                after=lambda slot: found.append(_Head.unpack(bytes(slot[:HEAD_BYTES]))),
+            )
         except _Refused as refused:
             if refused.code == _MISSING:
                 return None
@@ -264,7 +305,9 @@ class BlockTier:
 
             try:
                 if before is not None:
-                    await self._copy(partial(before, slot[: len(names) * block]), len(names) * block)
+                    await self._copy(
+                        partial(before, slot[: len(names) * block]), len(names) * block
+                    )
                 move = connection.w_rdma_async if before is not None else connection.r_rdma_async
                 offsets = [at + i * block for i in range(len(names))]
                 if move(names, offsets, block, _address(memory), ended) < 0:
@@ -300,7 +343,9 @@ class BlockTier:
         trusted.
         """
         for at in range(0, head.num_blocks, _NAMES_AT_ONCE):
-            if not await self._drop(self._blocks(key, head, at, min(_NAMES_AT_ONCE, head.num_blocks - at))):
+            if not await self._drop(
+                self._blocks(key, head, at, min(_NAMES_AT_ONCE, head.num_blocks - at))
+            ):
                 return
 
     async def _drop(self, names: list[str]) -> int:
@@ -320,12 +365,23 @@ class BlockTier:
                 await self._hang_up()
             if self._connection is None:
                 nbytes = self._layout.slots * self._layout.slot_bytes
-                thread, memory = ThreadPoolExecutor(1, thread_name_prefix="kvhold-infinistore"), mmap.mmap(-1, nbytes)
+                thread, memory = (
+                    ThreadPoolExecutor(1, thread_name_prefix="kvhold-infinistore"),
+                    mmap.mmap(-1, nbytes),
+                )
                 connection = await in_thread(thread, self._connect)
-                if await in_thread(thread, lambda: connection.register_mr(_address(memory), nbytes)) < 0:
+                if (
+                    await in_thread(
+                        thread, lambda: connection.register_mr(_address(memory), nbytes)
+                    )
+                    < 0
+                ):
                     await in_thread(thread, connection.close)
                     raise TierUnavailable(
-                        self.traits.name, operation, f"{self._place}: the device does not register {nbytes} bytes (see ulimit -l)"
+                        self.traits.name,
+                        operation,
+                        f"{self._place}: the device does not register {nbytes} bytes (see "
+                        "ulimit -l)",
                     )
                 self._free = asyncio.Queue()
                 for i in range(self._layout.slots):
@@ -341,7 +397,9 @@ class BlockTier:
             await in_thread(thread, connection.close)
             thread.shutdown(wait=False)
 
-    async def _item(self, operation: str, call: Callable[[], Awaitable[Result]]) -> Result | TierError | None:
+    async def _item(
+        self, operation: str, call: Callable[[], Awaitable[Result]]
+    ) -> Result | TierError | None:
         """Return one item's answer: None for a missing block, a TierError for another refusal."""
         try:
             return await call()
@@ -357,7 +415,11 @@ class BlockTier:
     def _fault(self, code: int, operation: str) -> TierError:
         if code == _NO_ROOM:
             return TierFull(self.traits.name, operation, f"{self._place} has no room for it")
-        return self._lost(operation) if code < 0 else TierError(self.traits.name, operation, f"{self._place} answered {code}")
+        return (
+            self._lost(operation)
+            if code < 0
+            else TierError(self.traits.name, operation, f"{self._place} answered {code}")
+        )
 
     def _lost(self, operation: str) -> TierError:
         self._is_lost = self._connection is not None  # the next call connects again
@@ -379,11 +441,21 @@ class _Cursor:
 
     def fill(self, data: memoryview, inside: slice) -> None:
         """Copy the slice `inside` of `data` into the parts."""
-        self._over(data[inside], lambda part, piece: np.copyto(np.frombuffer(part, np.uint8), np.frombuffer(piece, np.uint8)))
+        self._over(
+            data[inside],
+            lambda part, piece: np.copyto(
+                np.frombuffer(part, np.uint8), np.frombuffer(piece, np.uint8)
+            ),
+        )
 
     def drain(self, data: memoryview) -> None:
         """Copy from the parts into `data`, until either ends."""
-        self._over(data, lambda part, piece: np.copyto(np.frombuffer(piece, np.uint8), np.frombuffer(part, np.uint8)))
+        self._over(
+            data,
+            lambda part, piece: np.copyto(
+                np.frombuffer(piece, np.uint8), np.frombuffer(part, np.uint8)
+            ),
+        )
 
     def _over(self, data: memoryview, copy: Callable[[memoryview, memoryview], None]) -> None:
         while data.nbytes:
@@ -396,7 +468,9 @@ class _Cursor:
             self._part, data = self._part[step:], data[step:]
 
 
-def _give_back(free: "asyncio.Queue[int]", at: int, memory: mmap.mmap, done: "asyncio.Future[int]") -> None:
+def _give_back(
+    free: "asyncio.Queue[int]", at: int, memory: mmap.mmap, done: "asyncio.Future[int]"
+) -> None:
     """Free a slot when its operation ends. `memory` keeps the mapping alive until then."""
     free.put_nowait(at)
 

@@ -55,7 +55,9 @@ class ClearsJournal:
         try:
             text = self._read()
         except OSError as error:
-            raise ConfigError(f"{path}: the clears that tiers owe cannot be read: {error.strerror}") from None
+            raise ConfigError(
+                f"{path}: the clears that tiers owe cannot be read: {error.strerror}"
+            ) from None
         try:
             for line in text.splitlines():
                 name, prefix, *numbers = line.split("\t")
@@ -103,14 +105,26 @@ class ClearsJournal:
     def _reach(self, numbers: Mapping[str, Mapping[bytes, int]]) -> None:
         # Namespaces beyond the bound count as 0. A restart makes their next clear be learned again.
         with self._lock:
-            new = {tier: dict(list(of_tier.items())[:_MOST_REACHED]) for tier, of_tier in numbers.items() if of_tier}
+            new = {
+                tier: dict(list(of_tier.items())[:_MOST_REACHED])
+                for tier, of_tier in numbers.items()
+                if of_tier
+            }
             if new != self._reached:
                 self._reached = new
                 self._save()
 
     def _lines(self) -> list[str]:
-        owed = [f"{tier}\t{prefix.hex()}\n" for tier, prefixes in self._owed.items() for prefix in prefixes]
-        return owed + [f"{tier}\t{space.hex()}\t{number}\n" for tier, of in self._reached.items() for space, number in of.items()]
+        owed = [
+            f"{tier}\t{prefix.hex()}\n"
+            for tier, prefixes in self._owed.items()
+            for prefix in prefixes
+        ]
+        return owed + [
+            f"{tier}\t{space.hex()}\t{number}\n"
+            for tier, of in self._reached.items()
+            for space, number in of.items()
+        ]
 
     async def remove(self, tier: str, prefix: bytes) -> None:
         """Remove a clear that a tier has done."""
@@ -124,7 +138,12 @@ class ClearsJournal:
             elif not prefix:
                 self._owed[tier] = {b"": None}
             elif prefix not in prefixes and len(prefixes) >= _MOST_OWED:
-                log.error("%s: tier %s owes %d clears; a restart of the node would forget one more", self._path, tier, len(prefixes))
+                log.error(
+                    "%s: tier %s owes %d clears; a restart of the node would forget one more",
+                    self._path,
+                    tier,
+                    len(prefixes),
+                )
             else:
                 prefixes[prefix] = None
             self._save()
@@ -139,7 +158,9 @@ class ClearsJournal:
         try:
             folder = open_folder(self._path.parent, any_owner=self._any_owner)
             try:
-                file = open_own_file(self._path.name, os.O_RDONLY, dir_fd=folder, shown=str(self._path))
+                file = open_own_file(
+                    self._path.name, os.O_RDONLY, dir_fd=folder, shown=str(self._path)
+                )
             finally:
                 os.close(folder)
         except FileNotFoundError:
@@ -153,7 +174,12 @@ class ClearsJournal:
             temporary = f"{self._path.name}.new"
             with suppress(FileNotFoundError):
                 os.unlink(temporary, dir_fd=folder)
-            file = open_own_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, dir_fd=folder, shown=f"{self._path}.new")
+            file = open_own_file(
+                temporary,
+                os.O_WRONLY | os.O_CREAT | os.O_EXCL,
+                dir_fd=folder,
+                shown=f"{self._path}.new",
+            )
             with os.fdopen(file, "wb") as opened:
                 opened.write("".join(self._lines()).encode())
                 opened.flush()

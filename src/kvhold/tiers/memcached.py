@@ -1,7 +1,8 @@
 """The memcached tier: chunks in one memcached server (1.6 or later).
 
     tier = MemcachedTier.from_url(parse_url("memcached://cache.example:11211?ttl_s=86400"))
-    await tier.put([(key, [header, payload])]); await tier.probe([key]); await tier.get([key], [[header, payload]])
+    await tier.put([(key, [header, payload])]); await tier.probe([key]); await tier.get([key],
+    [[header, payload]])
 
 Speaks the meta protocol, pipelined. Values move between the socket and the caller's memory without
 a copy.
@@ -59,20 +60,34 @@ class MemcachedConfig:
 
     addresses: tuple[Address, ...] = setting((), "the server")
     prefix: str = setting("kvhold:", "what the names of our keys begin with")
-    ttl_s: float = setting(0.0, "remove a value so long after it was put; 0: keep it until the server evicts it", minimum=0)
-    connections: int = setting(4, "connections that carry values; two more carry small commands", minimum=1)
+    ttl_s: float = setting(
+        0.0,
+        "remove a value so long after it was put; 0: keep it until the server evicts it",
+        minimum=0,
+    )
+    connections: int = setting(
+        4, "connections that carry values; two more carry small commands", minimum=1
+    )
 
 
 class MemcachedTier:
     """One memcached server. Does no I/O before it is used."""
 
-    traits: ClassVar[TierTraits] = TierTraits("memcached", durable=True, shared=True, expires=True, replaces=True)
+    traits: ClassVar[TierTraits] = TierTraits(
+        "memcached", durable=True, shared=True, expires=True, replaces=True
+    )
 
     def __init__(self, config: MemcachedConfig) -> None:
         if len(config.addresses) != 1 or not isinstance(config.addresses[0], Address):
-            raise ConfigError("memcached: name one server, as in memcached://host:11211; several are a tier each, or behind a proxy")
+            raise ConfigError(
+                "memcached: name one server, as in memcached://host:11211; several are a "
+                "tier each, or behind a proxy"
+            )
         if len(config.prefix) > _MAX_PREFIX or re.search(r"[^!-$&-~]", config.prefix):
-            raise ConfigError(f"memcached: prefix = {config.prefix!r}: at most {_MAX_PREFIX} visible ASCII characters, without %")
+            raise ConfigError(
+                f"memcached: prefix = {config.prefix!r}: at most {_MAX_PREFIX} visible "
+                "ASCII characters, without %"
+            )
         self._config = config
         self._address = config.addresses[0]
         self._prefix = config.prefix.encode()
@@ -83,7 +98,10 @@ class MemcachedTier:
     def from_url(cls, url: TierUrl) -> Self:
         """Make a tier from `memcached://host[:port]?...`. Raises ConfigError."""
         if url.path.strip("/") or "@" in url.netloc:
-            raise ConfigError(f"{url.shown}: memcached has neither databases nor, here, users; write memcached://host:port")
+            raise ConfigError(
+                f"{url.shown}: memcached has neither databases nor, here, users; write "
+                "memcached://host:port"
+            )
         addresses = tuple(Address(host, port or _PORT) for host, port in url.hosts)
         return cls(url.apply(replace(MemcachedConfig(), addresses=addresses)))
 
@@ -95,7 +113,9 @@ class MemcachedTier:
         """Tier contract."""
         calls = [_Call((b"mg %b s\r\n" % self._name(key),), _size) for key in keys]
         await self._run("probe", calls, self._small)
-        return [call.answer if isinstance(call.answer, int) and call.answer else None for call in calls]
+        return [
+            call.answer if isinstance(call.answer, int) and call.answer else None for call in calls
+        ]
 
     async def get(
         self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
@@ -105,11 +125,18 @@ class MemcachedTier:
         if starts is not None and any(start < 0 for start in starts):
             raise ValueError("a range that starts before its value")
         froms: Sequence[int | None] = [None] * len(keys) if starts is None else starts
-        calls = [_Read(self._name(key), parts, start) for key, parts, start in zip(keys, into, froms, strict=True)]
+        calls = [
+            _Read(self._name(key), parts, start)
+            for key, parts, start in zip(keys, into, froms, strict=True)
+        ]
         await self._run("get", calls, self._bulk)
-        return [call.fault or (call.answer if isinstance(call.answer, int) else None) for call in calls]
+        return [
+            call.fault or (call.answer if isinstance(call.answer, int) else None) for call in calls
+        ]
 
-    async def put(self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None) -> list[TierError | None]:
+    async def put(
+        self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
+    ) -> list[TierError | None]:
         """Tier contract."""
         until = _expiry(ttl_s if ttl_s is not None else self._config.ttl_s or None)
         calls: dict[bytes, _Call] = {}
@@ -141,14 +168,25 @@ class MemcachedTier:
                 if look.fault is not None or look.answer is None:
                     answers[key] = look.fault or False
                 else:
-                    head = b"cas %b 0 %d %d %d\r\n" % (self._name(key), _expiry(look.left_s), size_of(todo[key]), look.version)
+                    head = b"cas %b 0 %d %d %d\r\n" % (
+                        self._name(key),
+                        _expiry(look.left_s),
+                        size_of(todo[key]),
+                        look.version,
+                    )
                     writes[key] = _Call((head, *todo[key], b"\r\n"), _replaced, size_of(todo[key]))
             await self._run("replace", list(writes.values()), self._bulk)
             answers |= {key: call.fault or call.answer is True for key, call in writes.items()}
-            todo = {key: todo[key] for key, call in writes.items() if call.fault is None and call.answer == _CHANGED}
+            todo = {
+                key: todo[key]
+                for key, call in writes.items()
+                if call.fault is None and call.answer == _CHANGED
+            }
             if not todo:
                 break
-        answers |= {key: TierError("memcached", "replace", "it changes again and again") for key in todo}
+        answers |= {
+            key: TierError("memcached", "replace", "it changes again and again") for key in todo
+        }
         return [answers[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
@@ -190,10 +228,18 @@ class MemcachedTier:
         if not line.startswith(b"key="):
             if (refusal := _refusal(line)) is not None:
                 raise refusal.fault("scan")
-            raise _nonsense(line) if line else ConnectionResetError("the server closed the connection")
+            raise (
+                _nonsense(line)
+                if line
+                else ConnectionResetError("the server closed the connection")
+            )
         name = unquote_to_bytes(line[4:].partition(b" ")[0])
         text = name.removeprefix(self._prefix)
-        if len(text) != 2 * KEY_BYTES or not re.fullmatch(rb"[0-9a-f]+", text) or name != self._prefix + text:
+        if (
+            len(text) != 2 * KEY_BYTES
+            or not re.fullmatch(rb"[0-9a-f]+", text)
+            or name != self._prefix + text
+        ):
             return None
         return unhexlify(text)
 
@@ -212,8 +258,14 @@ class MemcachedTier:
         if isinstance(error, TierError):
             return error
         if isinstance(error, ProtocolError):
-            return TierError("memcached", operation, f"{self._address} does not speak memcached's meta protocol: {error}")
-        return TierUnavailable("memcached", operation, f"{self._address}: {str(error) or type(error).__name__}")
+            return TierError(
+                "memcached",
+                operation,
+                f"{self._address} does not speak memcached's meta protocol: {error}",
+            )
+        return TierUnavailable(
+            "memcached", operation, f"{self._address}: {str(error) or type(error).__name__}"
+        )
 
 
 @dataclass(frozen=True)
@@ -238,7 +290,9 @@ class _Exchange(Exchange):
 class _Call(_Exchange):
     """A command with an answer of one line, which `read` parses."""
 
-    def __init__(self, request: Sequence[Bytes], read: Callable[[bytes], _Answer], value_bytes: int = 0) -> None:
+    def __init__(
+        self, request: Sequence[Bytes], read: Callable[[bytes], _Answer], value_bytes: int = 0
+    ) -> None:
         self.request = request
         self.value_bytes = value_bytes
         self._read = read
@@ -246,7 +300,9 @@ class _Call(_Exchange):
     async def take(self, stream: Stream) -> None:
         line = await stream.line()
         self.answer = _refusal(line) or self._read(line)
-        if isinstance(self.answer, _Refusal) and self.answer.text.startswith(("ERROR", "CLIENT_ERROR")):
+        if isinstance(self.answer, _Refusal) and self.answer.text.startswith(
+            ("ERROR", "CLIENT_ERROR")
+        ):
             stream.close()  # the server may take the rest of this request for commands
 
 
@@ -358,4 +414,6 @@ def _expiry(ttl_s: float | None) -> int:
     if ttl_s is None or ttl_s == math.inf:
         return 0
     seconds = max(1, math.ceil(min(ttl_s, _LAST_DATE_S)))
-    return seconds if seconds <= _LONGEST_RELATIVE_S else min(_LAST_DATE_S, int(time.time()) + seconds)
+    return (
+        seconds if seconds <= _LONGEST_RELATIVE_S else min(_LAST_DATE_S, int(time.time()) + seconds)
+    )

@@ -47,7 +47,9 @@ class MemoryTier:
             raise ConfigError(f"{url.shown}: it has no place; write memory://?max_bytes=8GiB")
         config = url.apply(MemoryConfig())
         if not config.max_bytes:
-            raise ConfigError(f"{url.shown}: max_bytes is missing, such as memory://?max_bytes=8GiB")
+            raise ConfigError(
+                f"{url.shown}: max_bytes is missing, such as memory://?max_bytes=8GiB"
+            )
         return cls(config)
 
     @property
@@ -69,7 +71,9 @@ class MemoryTier:
         """Tier contract: a copy."""
         return await self._tier("get").get(keys, into, starts=starts)
 
-    async def put(self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None) -> list[TierError | None]:
+    async def put(
+        self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
+    ) -> list[TierError | None]:
         """Tier contract: a copy."""
         return await self._tier("put").put(items, ttl_s=ttl_s)
 

@@ -71,18 +71,32 @@ class MooncakeConfig:
     """Settings of one Mooncake tier."""
 
     master: str = setting("", "host:port of the master")
-    metadata: str = setting("P2PHANDSHAKE", "the metadata server; P2PHANDSHAKE: none, the clients tell each other")
-    admin: str = setting("", "host:port of the master's HTTP server (its --metrics_port), which lists keys; empty: no scan")
+    metadata: str = setting(
+        "P2PHANDSHAKE", "the metadata server; P2PHANDSHAKE: none, the clients tell each other"
+    )
+    admin: str = setting(
+        "",
+        "host:port of the master's HTTP server (its --metrics_port), which lists keys; "
+        "empty: no scan",
+    )
     protocol: str = setting("tcp", "how bytes travel", choices=("tcp", "rdma"))
     device: str = setting("", "RDMA devices, separated by commas")
-    hostname: str = setting("", "how other clients reach this one; empty: loopback if the master is there, else this host's name")
+    hostname: str = setting(
+        "",
+        "how other clients reach this one; empty: loopback if the master is there, else "
+        "this host's name",
+    )
     segment_bytes: int = size(0, "memory that this process lends to the store")
     buffer_bytes: int = size(16 << 20, "the client's own buffer")
     replicas: int = setting(1, "copies of each value", minimum=1)
-    prefix: str = setting("kvhold", "before each key; tiers with different prefixes do not see each other")
+    prefix: str = setting(
+        "kvhold", "before each key; tiers with different prefixes do not see each other"
+    )
     threads: int = setting(4, "calls at once", minimum=1)
     delete_wait_s: float = setting(10.0, "how long a delete waits for leases to end", minimum=0)
-    allow_all_interfaces: bool = setting(False, "I know that the client listens on all interfaces, without authentication")
+    allow_all_interfaces: bool = setting(
+        False, "I know that the client listens on all interfaces, without authentication"
+    )
 
 
 class MooncakeTier:
@@ -93,10 +107,14 @@ class MooncakeTier:
     def __init__(self, config: MooncakeConfig) -> None:
         host, colon, port = config.master.rpartition(":")
         if not (host and colon and port.isdigit()):
-            raise ConfigError(f"mooncake: {config.master!r} is not the master's host:port; write mooncake://host:50051")
+            raise ConfigError(
+                f"mooncake: {config.master!r} is not the master's host:port; write "
+                "mooncake://host:50051"
+            )
         if not config.allow_all_interfaces:
             raise ConfigError(
-                "mooncake: its client listens on all interfaces of this host without authentication;"
+                "mooncake: its client listens on all interfaces of this host without "
+                "authentication;"
                 " set allow_all_interfaces=true if that network is yours alone"
             )
         if "/" in config.prefix or not config.prefix.isprintable() or not config.prefix.isascii():
@@ -115,7 +133,10 @@ class MooncakeTier:
     def from_url(cls, url: TierUrl) -> "MooncakeTier":
         """Make a tier from `mooncake://master:port?option=value`. Raises ConfigError."""
         if "@" in url.netloc or url.path.strip("/"):
-            raise ConfigError("mooncake: write mooncake://host:port?option=value; it has no credentials and no path")
+            raise ConfigError(
+                "mooncake: write mooncake://host:port?option=value; it has no credentials "
+                "and no path"
+            )
         return cls(url.apply(MooncakeConfig(master=url.netloc)))
 
     async def check(self) -> None:
@@ -124,16 +145,26 @@ class MooncakeTier:
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
         """Tier contract: one call tells which keys exist, another one their sizes."""
-        return await self._ask("probe", lambda client: self._sizes(client, keys, "probe")) if keys else []
+        return (
+            await self._ask("probe", lambda client: self._sizes(client, keys, "probe"))
+            if keys
+            else []
+        )
 
     async def get(
         self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
     ) -> list[int | TierError | None]:
         """Tier contract: read the sizes, then all values in one call (more if keys repeat)."""
         check_lengths(keys, into, starts)
-        return await self._ask("get", lambda client: self._get(client, keys, into, starts)) if keys else []
+        return (
+            await self._ask("get", lambda client: self._get(client, keys, into, starts))
+            if keys
+            else []
+        )
 
-    async def put(self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None) -> list[TierError | None]:
+    async def put(
+        self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
+    ) -> list[TierError | None]:
         """Tier contract: one call. Ignores `ttl_s`: the master evicts old values for room."""
         first = dict(reversed(items))  # of a repeated key, the first value counts
         faults = await self._ask("put", lambda client: self._put(client, first)) if first else {}
@@ -147,7 +178,9 @@ class MooncakeTier:
         while unique:
             leased = await self._ask("delete", partial(self._remove, keys=unique, removed=removed))
             if leased and time.monotonic() > until:
-                raise TierError(self.traits.name, "delete", f"{len(leased)} keys are still leased to readers")
+                raise TierError(
+                    self.traits.name, "delete", f"{len(leased)} keys are still leased to readers"
+                )
             unique = leased
             if leased:
                 await asyncio.sleep(_LEASE_POLL_S)
@@ -156,7 +189,11 @@ class MooncakeTier:
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
         """Tier contract. Raises TierError if `admin` is not set."""
         if not self._config.admin:
-            raise TierError(self.traits.name, "scan", "the client lists no keys: set the option admin to the master's HTTP host:port")
+            raise TierError(
+                self.traits.name,
+                "scan",
+                "the client lists no keys: set the option admin to the master's HTTP host:port",
+            )
         for name in await self._ask("scan", lambda _: self._listing()):
             key = self._key(name)
             if key is not None and key.startswith(prefix):
@@ -182,7 +219,9 @@ class MooncakeTier:
             if self._client is None:
                 await self._reach_master(operation)  # fails fast: `setup` tries a dead one for long
                 if self._threads is None:
-                    self._threads = ThreadPoolExecutor(self._config.threads, thread_name_prefix="kvhold-mooncake")
+                    self._threads = ThreadPoolExecutor(
+                        self._config.threads, thread_name_prefix="kvhold-mooncake"
+                    )
                 client = MooncakeDistributedStore()
                 code = await in_thread(self._threads, lambda: self._set_up(client))
                 if code:
@@ -192,18 +231,32 @@ class MooncakeTier:
 
     async def _reach_master(self, operation: str) -> None:
         try:
-            _, writer = await asyncio.wait_for(asyncio.open_connection(self._host, self._port), _CONNECT_S)
+            _, writer = await asyncio.wait_for(
+                asyncio.open_connection(self._host, self._port), _CONNECT_S
+            )
         except (OSError, TimeoutError) as error:
-            raise TierUnavailable(self.traits.name, operation, f"no master at {self._config.master}: {str(error) or 'timed out'}") from None
+            raise TierUnavailable(
+                self.traits.name,
+                operation,
+                f"no master at {self._config.master}: {str(error) or 'timed out'}",
+            ) from None
         writer.close()
         with suppress(OSError):
             await writer.wait_closed()
 
     def _set_up(self, client: Any) -> int:
         config = self._config
-        hostname = config.hostname or ("127.0.0.1" if _is_loopback(self._host) else socket.gethostname())
+        hostname = config.hostname or (
+            "127.0.0.1" if _is_loopback(self._host) else socket.gethostname()
+        )
         code: int = client.setup(
-            hostname, config.metadata, config.segment_bytes, config.buffer_bytes, config.protocol, config.device, config.master
+            hostname,
+            config.metadata,
+            config.segment_bytes,
+            config.buffer_bytes,
+            config.protocol,
+            config.device,
+            config.master,
         )
         return code
 
@@ -226,10 +279,18 @@ class MooncakeTier:
         found = client.batch_get_replica_desc(there) if there else {}
         return [_size_in(found.get(name, ())) for name in names]
 
-    def _get(self, client: Any, keys: Sequence[bytes], into: Sequence[Parts], starts: Sequence[int] | None) -> list[int | TierError | None]:
+    def _get(
+        self,
+        client: Any,
+        keys: Sequence[bytes],
+        into: Sequence[Parts],
+        starts: Sequence[int] | None,
+    ) -> list[int | TierError | None]:
         answers: list[int | TierError | None] = [None] * len(keys)
         reads: list[tuple[int, int, int]] = []  # index, first byte, bytes
-        for i, (nbytes, parts) in enumerate(zip(self._sizes(client, keys, "get"), into, strict=True)):
+        for i, (nbytes, parts) in enumerate(
+            zip(self._sizes(client, keys, "get"), into, strict=True)
+        ):
             room = size_of(parts)
             if nbytes is None or (nbytes > room if starts is None else starts[i] + room > nbytes):
                 continue
@@ -238,27 +299,55 @@ class MooncakeTier:
             else:
                 answers[i] = 0
         with self._known(client, [into[i] for i, _, _ in reads]) as places:
-            cut = {i: _cut(place, nbytes) for (i, _, nbytes), place in zip(reads, places, strict=True)}
+            cut = {
+                i: _cut(place, nbytes) for (i, _, nbytes), place in zip(reads, places, strict=True)
+            }
             for _ in range(_TRIES):
                 late = []  # reads whose lease ended: a large batch on a busy host may take longer
                 for batch in _without_repeats(reads, keys):
-                    names, targets = [self._name(keys[i]) for i, _, _ in batch], [cut[i] for i, _, _ in batch]
-                    codes = self._read(client, names, targets, None if starts is None else [start for _, start, _ in batch])
+                    names, targets = (
+                        [self._name(keys[i]) for i, _, _ in batch],
+                        [cut[i] for i, _, _ in batch],
+                    )
+                    codes = self._read(
+                        client,
+                        names,
+                        targets,
+                        None if starts is None else [start for _, start, _ in batch],
+                    )
                     for read, code in zip(batch, codes, strict=True):
-                        answers[read[0]] = code if code >= 0 else None if code in _GONE else self._fault(code, "get")
+                        answers[read[0]] = (
+                            code
+                            if code >= 0
+                            else None
+                            if code in _GONE
+                            else self._fault(code, "get")
+                        )
                         if code == _LEASE_EXPIRED:
                             late.append(read)
                 reads = late
         return answers
 
-    def _read(self, client: Any, names: list[str], places: Sequence[Sequence[Place]], starts: Sequence[int] | None) -> list[int]:
+    def _read(
+        self,
+        client: Any,
+        names: list[str],
+        places: Sequence[Sequence[Place]],
+        starts: Sequence[int] | None,
+    ) -> list[int]:
         """Read values into places. Returns the bytes read of each value, or an error code."""
-        pointers, lengths = [[at for at, _ in p] for p in places], [[nbytes for _, nbytes in p] for p in places]
+        pointers, lengths = (
+            [[at for at, _ in p] for p in places],
+            [[nbytes for _, nbytes in p] for p in places],
+        )
         codes: list[int]
         if starts is None:
             codes = client.batch_get_into_multi_buffers(names, pointers, lengths)
             return codes
-        sources = [list(accumulate(of_value[:-1], initial=start)) for of_value, start in zip(lengths, starts, strict=True)]
+        sources = [
+            list(accumulate(of_value[:-1], initial=start))
+            for of_value, start in zip(lengths, starts, strict=True)
+        ]
         with self._session:  # the client has one session per key, so calls must not overlap
             opened = client.batch_get_session_start(names)
             try:
@@ -270,9 +359,15 @@ class MooncakeTier:
     def _put(self, client: Any, values: dict[bytes, Parts]) -> dict[bytes, TierError | None]:
         names = [self._name(key) for key in values]
         with self._known(client, list(values.values())) as places:
-            pointers, lengths = [[at for at, _ in p] for p in places], [[n for _, n in p] for p in places]
+            pointers, lengths = (
+                [[at for at, _ in p] for p in places],
+                [[n for _, n in p] for p in places],
+            )
             codes = client.batch_put_from_multi_buffers(names, pointers, lengths, self._replicate)
-        faults = {key: None if code in (0, _EXISTS) else self._fault(code, "put") for key, code in zip(values, codes, strict=True)}
+        faults = {
+            key: None if code in (0, _EXISTS) else self._fault(code, "put")
+            for key, code in zip(values, codes, strict=True)
+        }
         if all(code == _NO_ANSWER for code in codes):
             raise self._fault(_NO_ANSWER, "put")
         return faults
@@ -295,7 +390,9 @@ class MooncakeTier:
             with urlopen(f"http://{self._config.admin}/get_all_keys", timeout=30) as answer:
                 text: bytes = answer.read(_LISTING_BYTES)
         except OSError as error:
-            raise TierUnavailable(self.traits.name, "scan", f"no listing from {self._config.admin}: {error}") from None
+            raise TierUnavailable(
+                self.traits.name, "scan", f"no listing from {self._config.admin}: {error}"
+            ) from None
         return text.decode(errors="replace").splitlines()
 
     @contextmanager
@@ -304,8 +401,13 @@ class MooncakeTier:
 
         Empty parts are left out.
         """
-        arrays = [[np.frombuffer(part.cast("B"), np.uint8) for part in parts if part.nbytes] for parts in values]
-        places = [[(int(array.ctypes.data), array.nbytes) for array in of_value] for of_value in arrays]
+        arrays = [
+            [np.frombuffer(part.cast("B"), np.uint8) for part in parts if part.nbytes]
+            for parts in values
+        ]
+        places = [
+            [(int(array.ctypes.data), array.nbytes) for array in of_value] for of_value in arrays
+        ]
         known: list[int] = []
         try:
             if self._config.protocol != "tcp":
@@ -330,7 +432,11 @@ class MooncakeTier:
     def _fault(self, code: int, operation: str) -> TierError:
         at = f"the store of {self._config.master}"
         if code == _NO_ROOM:
-            return TierFull(self.traits.name, operation, f"{at} has no room for it (no client lends that much memory)")
+            return TierFull(
+                self.traits.name,
+                operation,
+                f"{at} has no room for it (no client lends that much memory)",
+            )
         if code == _NO_ANSWER:
             return TierUnavailable(self.traits.name, operation, f"no answer from {at}")
         return TierError(self.traits.name, operation, f"{at} gave error {code}")
@@ -355,7 +461,9 @@ def _cut(places: Sequence[Place], nbytes: Any) -> list[Place]:
     return cut
 
 
-def _without_repeats(reads: Sequence[tuple[int, int, int]], keys: Sequence[bytes]) -> Iterator[list[tuple[int, int, int]]]:
+def _without_repeats(
+    reads: Sequence[tuple[int, int, int]], keys: Sequence[bytes]
+) -> Iterator[list[tuple[int, int, int]]]:
     """Yield batches without repeated keys.
 
     Of two reads of one key in a batch, the client fills one and reports both as done (0.3.13).

@@ -23,7 +23,9 @@ class NullTier:
     def from_url(cls, url: TierUrl) -> Self:
         """Make a tier from `null://`. Raises ConfigError for a host, a path or an option."""
         if url.netloc or url.path or url.options:
-            raise ConfigError(f"{url.shown}: there is no place and no option; write {url.scheme}://")
+            raise ConfigError(
+                f"{url.shown}: there is no place and no option; write {url.scheme}://"
+            )
         return cls()
 
     async def check(self) -> None:
@@ -40,7 +42,9 @@ class NullTier:
         check_lengths(keys, into, starts)
         return [None] * len(keys)
 
-    async def put(self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None) -> list[TierError | None]:
+    async def put(
+        self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
+    ) -> list[TierError | None]:
         """Report success for each value, and keep none."""
         return [None] * len(items)
 

@@ -64,11 +64,28 @@ class Entry:
     """
 
     __slots__ = (
-        *("checksums", "committed", "doomed", "epoch", "expires_at", "first_token", "key", "nbytes"),
+        *(
+            "checksums",
+            "committed",
+            "doomed",
+            "epoch",
+            "expires_at",
+            "first_token",
+            "key",
+            "nbytes",
+        ),
         *("num_tokens", "offset", "parent", "pins", "taken_bytes"),
     )
 
-    def __init__(self, wanted: Wanted, offset: int, taken_bytes: int, num_tokens: int, first_token: int, expires_at: int) -> None:
+    def __init__(
+        self,
+        wanted: Wanted,
+        offset: int,
+        taken_bytes: int,
+        num_tokens: int,
+        first_token: int,
+        expires_at: int,
+    ) -> None:
         self.key = wanted.key
         self.nbytes = wanted.nbytes
         self.parent = wanted.parent
@@ -90,7 +107,13 @@ class RamTier:
     traits: ClassVar[TierTraits] = TierTraits(name="ram", expires=True, replaces=True)
 
     def __init__(
-        self, arena: Arena, policy: Policy, metrics: Metrics, *, quota_bytes: int = 0, clock: Callable[[], float] = time.time
+        self,
+        arena: Arena,
+        policy: Policy,
+        metrics: Metrics,
+        *,
+        quota_bytes: int = 0,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         """quota_bytes: the limit of each namespace; 0: none. clock: Unix time."""
         self._arena = arena
@@ -193,7 +216,9 @@ class RamTier:
             return None
         return entry
 
-    def reserve_all(self, wanted: Sequence[Wanted], *, num_tokens: int, first_token: int, expires_at: int = 0) -> list[Entry] | None:
+    def reserve_all(
+        self, wanted: Sequence[Wanted], *, num_tokens: int, first_token: int, expires_at: int = 0
+    ) -> list[Entry] | None:
         """Reserve memory for `wanted`, all of one namespace, and evict to make room.
 
         Returns None, and reserves nothing, if there is no room. Once there is room, the visible
@@ -216,7 +241,9 @@ class RamTier:
                 old = self._entries[one.key]
                 assert old.committed, "reserved twice"
                 self.remove(old, why=REPLACED)
-            entry = self._entries[one.key] = Entry(one, offset, size, num_tokens, first_token, expires_at)
+            entry = self._entries[one.key] = Entry(
+                one, offset, size, num_tokens, first_token, expires_at
+            )
             entry.epoch = self._epoch
             entries.append(entry)
         self._num_by[namespace] = self._num_by.get(namespace, 0) + len(entries)
@@ -314,7 +341,11 @@ class RamTier:
 
         Takes one step over all entries: only for tests and for tiers with few values.
         """
-        return [entry for entry in self._entries.values() if entry.key.startswith(prefix) and not self.is_doomed(entry)]
+        return [
+            entry
+            for entry in self._entries.values()
+            if entry.key.startswith(prefix) and not self.is_doomed(entry)
+        ]
 
     def parts(self) -> Iterator[list[Entry]]:
         """Yield all visible entries, some hundred at a time. Entries may change in between."""
@@ -369,10 +400,13 @@ class RamTier:
         """Tier contract: a copy."""
         check_lengths(keys, into, starts)
         return [
-            self._copy_out(key, parts, None if starts is None else starts[i]) for i, (key, parts) in enumerate(zip(keys, into, strict=True))
+            self._copy_out(key, parts, None if starts is None else starts[i])
+            for i, (key, parts) in enumerate(zip(keys, into, strict=True))
         ]
 
-    async def put(self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None) -> list[TierError | None]:
+    async def put(
+        self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
+    ) -> list[TierError | None]:
         """Tier contract: a copy."""
         expires_at = 0 if ttl_s is None or ttl_s == inf else ceil(self._clock() + ttl_s)
         return [self._copy_in(key, parts, expires_at) for key, parts in items]
@@ -407,7 +441,9 @@ class RamTier:
     def _copy_out(self, key: bytes, parts: Parts, start: int | None) -> int | None:
         entry = self.find(key)
         wanted = size_of(parts)
-        if entry is None or (entry.nbytes > wanted if start is None else start + wanted > entry.nbytes):
+        if entry is None or (
+            entry.nbytes > wanted if start is None else start + wanted > entry.nbytes
+        ):
             return None
         at, left = entry.offset + (start or 0), entry.nbytes if start is None else wanted
         for part in parts:
@@ -419,9 +455,13 @@ class RamTier:
 
     def _copy_in(self, key: bytes, parts: Parts, expires_at: int) -> TierError | None:
         if self.holds(key):
-            return None if self.find(key) else TierError("ram", "put", "somebody else is writing it")
+            return (
+                None if self.find(key) else TierError("ram", "put", "somebody else is writing it")
+            )
         nbytes = size_of(parts)
-        entries = self.reserve_all([Wanted(key, nbytes)], num_tokens=0, first_token=0, expires_at=expires_at)
+        entries = self.reserve_all(
+            [Wanted(key, nbytes)], num_tokens=0, first_token=0, expires_at=expires_at
+        )
         if entries is None:
             return TierFull("ram", "put", f"no room for {nbytes} bytes")
         self._fill(entries[0], parts)
@@ -433,7 +473,12 @@ class RamTier:
             return False
         self.hold(old)  # so that the new value does not evict it
         wanted = Wanted(key, nbytes, old.parent)
-        entries = self.reserve_all([wanted], num_tokens=old.num_tokens, first_token=old.first_token, expires_at=old.expires_at)
+        entries = self.reserve_all(
+            [wanted],
+            num_tokens=old.num_tokens,
+            first_token=old.first_token,
+            expires_at=old.expires_at,
+        )
         self.unpin(old)
         if entries is None:
             return TierFull("ram", "replace", f"no room for {nbytes} bytes beside the old value")

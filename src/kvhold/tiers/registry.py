@@ -96,7 +96,10 @@ def make_tier(text: str, *, plugins: Sequence[str] = ()) -> tuple[Tier, GuardCon
     own = [{k: v for k, v in inner.options.items() if k in wrap.option_names} for wrap, _ in wraps]
     for options in own:
         inner = inner.without(options)
-    tier = _make(_tier_class(scheme, inner, plugins), TierUrl(scheme, inner.netloc, inner.path, inner.options))
+    tier = _make(
+        _tier_class(scheme, inner, plugins),
+        TierUrl(scheme, inner.netloc, inner.path, inner.options),
+    )
     for (wrap, _), options in zip(reversed(wraps), reversed(own), strict=True):
         tier = wrap.from_url(tier, options, url.shown)
     return tier, settings
@@ -129,13 +132,22 @@ def tier_options(scheme: str) -> list[tuple[str, object, str]]:
     Raises ConfigError if the scheme is unknown or a package is missing.
     """
     if not scheme:
-        return [(name, option.default, option.metadata["help"]) for name, option in _GUARD_OPTIONS.items()]
+        return [
+            (name, option.default, option.metadata["help"])
+            for name, option in _GUARD_OPTIONS.items()
+        ]
     if scheme not in _TIERS:
-        raise ConfigError(f"there is no tier {scheme!r} of ours; known are {', '.join(sorted(_TIERS))}")
+        raise ConfigError(
+            f"there is no tier {scheme!r} of ours; known are {', '.join(sorted(_TIERS))}"
+        )
     home = _TIERS[scheme]
     # The settings stand beside the tier, such as DiskConfig beside DiskTier.
     settings = getattr(_load_module(home, scheme), home.name.replace("Tier", "Config"), None)
-    return [] if settings is None else [(f.name, f.default, f.metadata["help"]) for f in fields(settings)]
+    return (
+        []
+        if settings is None
+        else [(f.name, f.default, f.metadata["help"]) for f in fields(settings)]
+    )
 
 
 class _Wrapper(Protocol):
@@ -145,7 +157,9 @@ class _Wrapper(Protocol):
 
 def _wrapper(name: str, url: TierUrl) -> _Wrapper:
     if name not in _WRAPPERS:
-        raise ConfigError(f"tiers: {url.shown}: {name!r} wraps no tier; {', '.join(sorted(_WRAPPERS))} do")
+        raise ConfigError(
+            f"tiers: {url.shown}: {name!r} wraps no tier; {', '.join(sorted(_WRAPPERS))} do"
+        )
     wrapper: _Wrapper = _load(_WRAPPERS[name], url)
     return wrapper
 
@@ -158,15 +172,24 @@ def _tier_class(scheme: str, url: TierUrl, plugins: Sequence[str]) -> TierClass:
         found = _load(_TIERS[scheme], url)
     elif scheme in _plugins():
         if scheme not in plugins:
-            raise ConfigError(f"tiers: {url.shown}: the plugin {scheme!r} is installed; to let it run, add it to the setting `plugins`")
+            raise ConfigError(
+                f"tiers: {url.shown}: the plugin {scheme!r} is installed; to let it run, "
+                "add it to the setting `plugins`"
+            )
         point = _plugins()[scheme]
         found = _load(_Home(point.module, point.attr), url)
     elif scheme in _ELSEWHERE:
-        raise ConfigError(f"tiers: {url.shown}: the scheme {scheme!r} is LMCache's; here write {_ELSEWHERE[scheme]}")
+        raise ConfigError(
+            f"tiers: {url.shown}: the scheme {scheme!r} is LMCache's; here write "
+            f"{_ELSEWHERE[scheme]}"
+        )
     else:
         near = get_close_matches(scheme, tier_schemes(), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"tiers: {url.shown}: there is no tier {scheme!r}; known are {', '.join(tier_schemes())}{hint}")
+        raise ConfigError(
+            f"tiers: {url.shown}: there is no tier {scheme!r}; known are "
+            f"{', '.join(tier_schemes())}{hint}"
+        )
     return found
 
 
@@ -175,7 +198,9 @@ def _load_plugin(named: str, url: TierUrl, plugins: Sequence[str]) -> TierClass:
     if not colon or not all(part.isidentifier() for part in (*module.split("."), name)):
         raise ConfigError(f"tiers: {url.shown}: write plugin://module:Class")
     if named not in plugins:
-        raise ConfigError(f"tiers: {url.shown}: to let this code run, add {named!r} to the setting `plugins`")
+        raise ConfigError(
+            f"tiers: {url.shown}: to let this code run, add {named!r} to the setting `plugins`"
+        )
     found: TierClass = _load(_Home(module, name), url)
     return found
 
@@ -199,7 +224,9 @@ def _load_module(home: _Home, shown: str) -> ModuleType:
 
 
 def _take(url: TierUrl, names: Mapping[str, object]) -> TierUrl:
-    return TierUrl(url.scheme, url.netloc, url.path, {k: v for k, v in url.options.items() if k in names})
+    return TierUrl(
+        url.scheme, url.netloc, url.path, {k: v for k, v in url.options.items() if k in names}
+    )
 
 
 @cache

@@ -41,7 +41,14 @@ from obstore.store import S3Store
 from kvhold.core.errors import ConfigError, TierDenied, TierError, TierUnavailable
 from kvhold.core.keys import KEY_BYTES, NAMESPACE_BYTES
 from kvhold.tiers.base import Parts, TierTraits, check_lengths, in_thread, size_of
-from kvhold.tiers.s3_faults import OBSTORE_FAULTS, Place, fault_of, is_conflict, is_missing_object, status_of
+from kvhold.tiers.s3_faults import (
+    OBSTORE_FAULTS,
+    Place,
+    fault_of,
+    is_conflict,
+    is_missing_object,
+    status_of,
+)
 from kvhold.tiers.s3_store import S3Config, check_config, endpoint_of, open_store, prefix_of
 from kvhold.tiers.url import TierUrl
 
@@ -66,7 +73,9 @@ class S3Tier:
 
     def __init__(self, config: S3Config) -> None:
         check_config(config)
-        self.traits = TierTraits(name="s3", durable=True, shared=True, replaces=config.put_if_absent)
+        self.traits = TierTraits(
+            name="s3", durable=True, shared=True, replaces=config.put_if_absent
+        )
         self._config = config
         self._root = prefix_of(config)
         self._place = Place(self.traits.name, config.bucket, endpoint_of(config))
@@ -80,14 +89,17 @@ class S3Tier:
         """Make a tier from `s3://bucket/prefix?option=value`. Raises ConfigError."""
         if "@" in url.netloc:
             raise ConfigError(
-                "s3: credentials go into the environment, or the options access_key_id and secret_access_key; not before an @"
+                "s3: credentials go into the environment, or the options access_key_id and "
+                "secret_access_key; not before an @"
             )
         return cls(url.apply(S3Config(bucket=url.netloc, prefix=url.path)))
 
     async def check(self) -> None:
         """Tier contract: list an empty page. Tests bucket, credentials and the right to list."""
         try:
-            await obstore.list(self._client(), self._root or None, offset=f"{self._root}{_LAST}").collect_async()
+            await obstore.list(
+                self._client(), self._root or None, offset=f"{self._root}{_LAST}"
+            ).collect_async()
         except OBSTORE_FAULTS as error:
             raise self._fault(error, "check") from None
 
@@ -104,28 +116,37 @@ class S3Tier:
         """Tier contract: one GET per key, `parallel` at once."""
         check_lengths(keys, into, starts)
         calls = [
-            self._get(key, parts, None if starts is None else starts[i]) for i, (key, parts) in enumerate(zip(keys, into, strict=True))
+            self._get(key, parts, None if starts is None else starts[i])
+            for i, (key, parts) in enumerate(zip(keys, into, strict=True))
         ]
         return _unless_all_failed(await _all(calls))
 
-    async def put(self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None) -> list[TierError | None]:
+    async def put(
+        self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
+    ) -> list[TierError | None]:
         """Tier contract: one PUT per key, `parallel` at once. Ignores `ttl_s`."""
         first = dict(reversed(items))  # of a repeated key, the first value counts
-        faults = _unless_all_failed(await _all([self._put(key, parts) for key, parts in first.items()]))
+        faults = _unless_all_failed(
+            await _all([self._put(key, parts) for key, parts in first.items()])
+        )
         answers = dict(zip(first, faults, strict=True))
         return [answers[key] for key, _ in items]
 
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
         """Tier contract: a HEAD and a conditional PUT per key, `parallel` at once, in one piece."""
         first = dict(reversed(items))
-        answers = _unless_all_failed(await _all([self._replace(key, parts) for key, parts in first.items()]))
+        answers = _unless_all_failed(
+            await _all([self._replace(key, parts) for key, parts in first.items()])
+        )
         done = dict(zip(first, answers, strict=True))
         return [done[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
         """Tier contract: one HEAD per key first, because S3 does not report the removed objects."""
         unique = list(dict.fromkeys(keys))
-        sizes = [_raised(found) for found in await _all([self._size(key, "delete") for key in unique])]
+        sizes = [
+            _raised(found) for found in await _all([self._size(key, "delete") for key in unique])
+        ]
         there = {key for key, nbytes in zip(unique, sizes, strict=True) if nbytes is not None}
         if there:
             try:
@@ -136,7 +157,9 @@ class S3Tier:
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
         """Tier contract: list the objects, of one namespace if the prefix contains a whole one."""
-        async for name in self._names(prefix[:NAMESPACE_BYTES].hex() if len(prefix) >= NAMESPACE_BYTES else ""):
+        async for name in self._names(
+            prefix[:NAMESPACE_BYTES].hex() if len(prefix) >= NAMESPACE_BYTES else ""
+        ):
             key = self._key(name)
             if key is not None and key.startswith(prefix):
                 yield key
@@ -191,13 +214,17 @@ class S3Tier:
                 if start is None:
                     data = await self._whole(key, wanted)
                 elif wanted:
-                    data = await obstore.get_range_async(self._client(), self._name(key), start=start, length=wanted)
+                    data = await obstore.get_range_async(
+                        self._client(), self._name(key), start=start, length=wanted
+                    )
                 else:
                     there = (await obstore.head_async(self._client(), self._name(key)))["size"]
                     return 0 if start <= there else None
             except OBSTORE_FAULTS as error:
                 fault = self._fault(error, "get")
-                return None if is_missing_object(error) or status_of(error) == 416 else fault  # 416: the range begins beyond the end
+                return (
+                    None if is_missing_object(error) or status_of(error) == 416 else fault
+                )  # 416: the range begins beyond the end
             if data is None or (start is not None and len(data) < wanted):
                 return None
             await self._copy(memoryview(data), parts)
@@ -223,13 +250,22 @@ class S3Tier:
 
     async def _put(self, key: bytes, parts: Parts) -> TierError | None:
         name, in_parts = self._name(key), size_of(parts) >= self._config.multipart_bytes
-        async with self._transfers, _lent(parts, self._config.part_bytes if in_parts else None) as views:
+        async with (
+            self._transfers,
+            _lent(parts, self._config.part_bytes if in_parts else None) as views,
+        ):
             try:
                 if self._config.put_if_absent and not in_parts:
-                    await obstore.put_async(self._client(), name, views, mode="create", use_multipart=False)
+                    await obstore.put_async(
+                        self._client(), name, views, mode="create", use_multipart=False
+                    )
                 elif not await self._is_there(name):
                     whole = obstore.put_async
-                    await (self._put_in_parts(name, views) if in_parts else whole(self._client(), name, views, use_multipart=False))
+                    await (
+                        self._put_in_parts(name, views)
+                        if in_parts
+                        else whole(self._client(), name, views, use_multipart=False)
+                    )
             except AlreadyExistsError as error:
                 fault = self._fault(error, "put")
                 return fault if is_conflict(error) else None
@@ -244,15 +280,23 @@ class S3Tier:
                 try:
                     tag = (await obstore.head_async(self._client(), name))["e_tag"]
                     if tag is None:
-                        return TierError(self.traits.name, "replace", f"{self._place}: the store names no version of an object (ETag)")
-                    await obstore.put_async(self._client(), name, views, mode={"e_tag": tag}, use_multipart=False)
+                        return TierError(
+                            self.traits.name,
+                            "replace",
+                            f"{self._place}: the store names no version of an object (ETag)",
+                        )
+                    await obstore.put_async(
+                        self._client(), name, views, mode={"e_tag": tag}, use_multipart=False
+                    )
                 except OBSTORE_FAULTS as error:
                     fault = self._fault(error, "replace")
                     if isinstance(error, PreconditionError):
                         continue  # the object was written or removed after the HEAD
                     return False if is_missing_object(error) else fault
                 return True
-        return TierError(self.traits.name, "replace", f"{self._place}: {key.hex()} changes again and again")
+        return TierError(
+            self.traits.name, "replace", f"{self._place}: {key.hex()} changes again and again"
+        )
 
     async def _is_there(self, name: str) -> bool:
         try:
@@ -276,7 +320,12 @@ class S3Tier:
 
         upload = asyncio.ensure_future(
             obstore.put_async(
-                self._client(), name, pieces(), use_multipart=True, chunk_size=self._config.part_bytes, max_concurrency=_PARTS_AT_ONCE
+                self._client(),
+                name,
+                pieces(),
+                use_multipart=True,
+                chunk_size=self._config.part_bytes,
+                max_concurrency=_PARTS_AT_ONCE,
             )
         )
         try:

@@ -17,20 +17,35 @@ from obstore.exceptions import BaseError, InvalidPathError
 
 from kvhold.core.errors import TierDenied, TierError, TierFull, TierUnavailable
 
-OBSTORE_FAULTS: Final = (BaseError, OSError, ValueError)  # a missing object is a FileNotFoundError, a bad argument a ValueError
+OBSTORE_FAULTS: Final = (
+    BaseError,
+    OSError,
+    ValueError,
+)  # a missing object is a FileNotFoundError, a bad argument a ValueError
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,80})</Code>")
 _MESSAGE = re.compile(r"<Message>([^<]{1,200})")
-_SYSTEM = re.compile(r'(?:message|error): "([^"\\]{1,200})"')  # inside Rust's rendering of the cause
+_SYSTEM = re.compile(
+    r'(?:message|error): "([^"\\]{1,200})"'
+)  # inside Rust's rendering of the cause
 
-_FULL = frozenset({"QuotaExceeded", "EntityTooLarge", "InsufficientCapacity", "StorageFull", "XMinioStorageFull"})
-_ANOTHER_REGION = frozenset({"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"})
+_FULL = frozenset(
+    {"QuotaExceeded", "EntityTooLarge", "InsufficientCapacity", "StorageFull", "XMinioStorageFull"}
+)
+_ANOTHER_REGION = frozenset(
+    {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
+)
 _NO_CREDENTIALS = (
-    "no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the options access_key_id and secret_access_key,"
+    "no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the options "
+    "access_key_id and secret_access_key,"
     " or give this instance a role"
 )
-_METADATA_PATHS = ("/latest/api/token", "/latest/meta-data/", "Error performing GET http://169.254.170.2")
+_METADATA_PATHS = (
+    "/latest/api/token",
+    "/latest/meta-data/",
+    "Error performing GET http://169.254.170.2",
+)
 
 
 @dataclass(frozen=True)
@@ -56,7 +71,11 @@ def is_missing_object(error: BaseException) -> bool:
 
     The answer to a HEAD does not tell them apart; it counts as a missing object.
     """
-    return isinstance(error, FileNotFoundError) and _code_of(str(error)) in ("", "NoSuchKey", "NoSuchUpload")
+    return isinstance(error, FileNotFoundError) and _code_of(str(error)) in (
+        "",
+        "NoSuchKey",
+        "NoSuchUpload",
+    )
 
 
 def is_conflict(error: BaseException) -> bool:
@@ -75,13 +94,25 @@ def fault_of(error: BaseException, *, operation: str, place: Place) -> TierError
     if any(path in text for path in _METADATA_PATHS):
         kind, detail = TierDenied, _NO_CREDENTIALS
     elif isinstance(error, InvalidPathError):
-        kind, detail = TierError, "cannot list what others keep there under names with empty segments; use a prefix of its own"
+        kind, detail = (
+            TierError,
+            (
+                "cannot list what others keep there under names with empty segments; use a "
+                "prefix of its own"
+            ),
+        )
     elif code == "NoSuchBucket":
         kind, detail = TierUnavailable, "there is no such bucket; create it or correct the URL"
     elif code in _FULL or status == 507:
         kind, detail = TierFull, _answer(text, status, code)
     elif code in _ANOTHER_REGION or "configured region" in text:
-        kind, detail = TierUnavailable, f"the bucket is in another region: set the option region ({_answer(text, status, code)})"
+        kind, detail = (
+            TierUnavailable,
+            (
+                "the bucket is in another region: set the option region "
+                f"({_answer(text, status, code)})"
+            ),
+        )
     elif status in (401, 403):
         kind, detail = TierDenied, f"wrong credentials or rights ({_answer(text, status, code)})"
     elif status is None:

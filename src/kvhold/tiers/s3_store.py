@@ -34,35 +34,63 @@ class S3Config:
     """Settings of one S3 tier."""
 
     bucket: str = setting("", "the bucket; it must exist")
-    prefix: str = setting("", "where in the bucket; tiers with different prefixes do not see each other")
-    endpoint: str = setting("", "http[s]://host[:port] of the store; empty: AWS, or AWS_ENDPOINT_URL_S3 of the environment")
-    region: str = setting("", "the bucket's region; empty: AWS_REGION of the environment, or us-east-1")
+    prefix: str = setting(
+        "", "where in the bucket; tiers with different prefixes do not see each other"
+    )
+    endpoint: str = setting(
+        "",
+        "http[s]://host[:port] of the store; empty: AWS, or AWS_ENDPOINT_URL_S3 of the environment",
+    )
+    region: str = setting(
+        "", "the bucket's region; empty: AWS_REGION of the environment, or us-east-1"
+    )
     access_key_id: str = setting(
-        "", "empty: found in the environment, a container, a web identity or the instance, as AWS's tools do", secret=True
+        "",
+        "empty: found in the environment, a container, a web identity or the instance, as "
+        "AWS's tools do",
+        secret=True,
     )
     secret_access_key: str = setting("", "belongs to access_key_id", secret=True)
     session_token: str = setting("", "belongs to access_key_id, if that is temporary", secret=True)
     anonymous: bool = setting(False, "send no credentials at all")
-    virtual_hosted: bool = setting(False, "the bucket is named in the host, bucket.host, and not in the path")
+    virtual_hosted: bool = setting(
+        False, "the bucket is named in the host, bucket.host, and not in the path"
+    )
     unsigned_payload: str = setting(
-        "auto", "leave the body out of the signature: auto: where the way is TLS or loopback", choices=("auto", "true", "false")
+        "auto",
+        "leave the body out of the signature: auto: where the way is TLS or loopback",
+        choices=("auto", "true", "false"),
     )
     ca_file: str = setting("", "a PEM file of certificate authorities to trust beside the system's")
     parallel: int = setting(16, "values that travel at once", minimum=1)
     parallel_probes: int = setting(128, "questions after values that travel at once", minimum=1)
-    put_if_absent: bool = setting(True, "the store enforces `If-None-Match: *`; false: ask, then write")
-    bulk_delete: bool = setting(True, "the store has DeleteObjects; false: one request for each object")
-    multipart_bytes: int = size(256 << 20, "values of this size and more are put in parts, side by side")
+    put_if_absent: bool = setting(
+        True, "the store enforces `If-None-Match: *`; false: ask, then write"
+    )
+    bulk_delete: bool = setting(
+        True, "the store has DeleteObjects; false: one request for each object"
+    )
+    multipart_bytes: int = size(
+        256 << 20, "values of this size and more are put in parts, side by side"
+    )
     part_bytes: int = size(16 << 20, "size of such a part; at least 5MiB")
-    connect_timeout_s: float = setting(1.0, "how long a connection may take to be made", minimum=0.01)
+    connect_timeout_s: float = setting(
+        1.0, "how long a connection may take to be made", minimum=0.01
+    )
 
 
 def check_config(config: S3Config) -> None:
     """Raise ConfigError for settings that cannot work."""
     if not _BUCKET.fullmatch(config.bucket):
-        raise ConfigError(f"s3: {config.bucket!r} is not a bucket's name; write s3://bucket/prefix?endpoint=...")
-    if bool(config.access_key_id) != bool(config.secret_access_key) or (config.session_token and not config.access_key_id):
-        raise ConfigError("s3: access_key_id and secret_access_key belong together, and session_token to both")
+        raise ConfigError(
+            f"s3: {config.bucket!r} is not a bucket's name; write s3://bucket/prefix?endpoint=..."
+        )
+    if bool(config.access_key_id) != bool(config.secret_access_key) or (
+        config.session_token and not config.access_key_id
+    ):
+        raise ConfigError(
+            "s3: access_key_id and secret_access_key belong together, and session_token to both"
+        )
     if config.anonymous and config.access_key_id:
         raise ConfigError("s3: anonymous means without access_key_id")
     if config.part_bytes < _LEAST_PART:
@@ -76,7 +104,10 @@ def prefix_of(config: S3Config) -> str:
     segments = [segment for segment in config.prefix.split("/") if segment]
     for segment in segments:
         if not _SEGMENT.fullmatch(segment):
-            raise ConfigError(f"s3: prefix: {segment!r} has characters that stores spell differently; use letters, digits and ._=+@,:!-")
+            raise ConfigError(
+                f"s3: prefix: {segment!r} has characters that stores spell differently; "
+                "use letters, digits and ._=+@,:!-"
+            )
     return "".join(f"{segment}/" for segment in segments)
 
 
@@ -132,7 +163,11 @@ def open_store(config: S3Config) -> S3Store:
 def _split(endpoint: str) -> SplitResult:
     try:
         parts = urlsplit(endpoint)
-        known = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+        known = (
+            parts.scheme in ("http", "https")
+            and parts.hostname
+            and (parts.port is None or parts.port > 0)
+        )
     except ValueError:
         known = False
     if not known or parts.query or parts.fragment or "@" in parts.netloc:
@@ -148,7 +183,11 @@ def _is_unsigned(config: S3Config) -> bool:
     """
     if config.unsigned_payload != "auto":
         return config.unsigned_payload == "true"
-    return not config.endpoint or _split(config.endpoint).scheme == "https" or _is_loopback(_split(config.endpoint).hostname or "")
+    return (
+        not config.endpoint
+        or _split(config.endpoint).scheme == "https"
+        or _is_loopback(_split(config.endpoint).hostname or "")
+    )
 
 
 def _is_loopback(host: str) -> bool:

@@ -1,6 +1,7 @@
 """The stack of the tiers below RAM, in order, each behind its guard.
 
-    stack = make_stack(["disk:///var/cache/kvhold", "redis://host:6379/0"], plugins=(), metrics=metrics)
+    stack = make_stack(["disk:///var/cache/kvhold", "redis://host:6379/0"], plugins=(),
+    metrics=metrics)
     places = await stack.probe(keys)                    # the first tier that has each key
 
 A probe takes one call per tier for all chunks of a prompt. A tier's fault is not raised: its guard
@@ -44,7 +45,9 @@ class Stack:
         """Check each tier once, so that a dead one is known before the first request."""
         await asyncio.gather(*(guard.check() for guard in self.guards))
 
-    async def probe(self, keys: Sequence[bytes], silent: set[str] | None = None) -> dict[bytes, Place]:
+    async def probe(
+        self, keys: Sequence[bytes], silent: set[str] | None = None
+    ) -> dict[bytes, Place]:
         """Return the place of each key that a tier has.
 
         Takes one call per tier, for the keys that no tier above it has.
@@ -57,7 +60,11 @@ class Stack:
             if not missing:
                 break
             sizes = await guard.probe(missing, silent)
-            places |= {key: Place(number, size) for key, size in zip(missing, sizes, strict=True) if size is not None}
+            places |= {
+                key: Place(number, size)
+                for key, size in zip(missing, sizes, strict=True)
+                if size is not None
+            }
             missing = [key for key, size in zip(missing, sizes, strict=True) if size is None]
         return places
 
@@ -71,7 +78,9 @@ class Stack:
     async def owe(self, prefix: bytes, *, shared: bool = True) -> list[tuple[Guard, Debt]]:
         """Hide the chunks of a clear, and write it to the journal. Returns the debts for `pay`."""
         guards = [guard for guard in self.guards if shared or not guard.traits.shared]
-        return list(zip(guards, await asyncio.gather(*(guard.owe(prefix) for guard in guards)), strict=True))
+        return list(
+            zip(guards, await asyncio.gather(*(guard.owe(prefix) for guard in guards)), strict=True)
+        )
 
     async def pay(self, debts: Sequence[tuple[Guard, Debt]]) -> int:
         """Remove the chunks that `owe` has hidden. Returns the number of removed values."""
@@ -94,7 +103,9 @@ def make_stack(urls: Sequence[str], *, plugins: Sequence[str], metrics: Metrics)
         names = [guard.name for guard in guards]
         name = config.name
         if name in names:
-            name = next(f"{name}-{n}" for n in range(2, len(names) + 3) if f"{name}-{n}" not in names)
+            name = next(
+                f"{name}-{n}" for n in range(2, len(names) + 3) if f"{name}-{n}" not in names
+            )
         if name == "ram":
             raise ConfigError("tiers: the name 'ram' is taken by the arena; choose another")
         guards.append(Guard(tier, config, name=name, metrics=metrics))

@@ -1,8 +1,8 @@
 """Tables of keys in many small dictionaries, so that no single step takes long.
 
     table = KeyTable(); table[key] = entry; table.get(key); del table[key]
-    for part in table.parts(): ...      # a scan that may stop between two parts, while entries come and go
-    keys = KeyList(); keys.append(key); keys.parts
+    for part in table.parts(): ...  # a scan that may stop between two parts, while entries come and
+    go keys = KeyList(); keys.append(key); keys.parts
 
 A dictionary of a million keys takes 20 ms to grow once, and must not change while it is iterated.
 Here each of 256 dictionaries grows by itself, and a scan copies one at a time. An entry that exists

@@ -54,7 +54,10 @@ class TierUrl:
     def has_secret(self) -> bool:
         """Whether the line itself contains a password or token. A reference is no secret."""
         user, colon, password = (unquote(part) for part in self._credentials.partition(":"))
-        named = [password if colon else user, *(value for name, value in self.options.items() if is_secret_name(name))]
+        named = [
+            password if colon else user,
+            *(value for name, value in self.options.items() if is_secret_name(name)),
+        ]
         return any(value and not REFERENCE.fullmatch(value) for value in named)
 
     @property
@@ -68,7 +71,9 @@ class TierUrl:
         credentials, at, hosts = self.netloc.rpartition("@")
         user, colon, _ = credentials.partition(":")
         shown = f"{user}:***" if colon else "***" if user else ""  # a lone user may be a token
-        pairs = "&".join(f"{k}={'***' if is_secret_name(k) else v}" for k, v in self.options.items())
+        pairs = "&".join(
+            f"{k}={'***' if is_secret_name(k) else v}" for k, v in self.options.items()
+        )
         return f"{self.scheme}://{shown}{at}{hosts}{self.path}{'?' if pairs else ''}{pairs}"
 
     def apply(self, config: Settings) -> Settings:
@@ -76,7 +81,11 @@ class TierUrl:
 
         Raises ConfigError, which names the line, the option and the nearest valid one.
         """
-        return apply(config, {k: resolve(v, where=self.shown) for k, v in self.options.items()}, source=self.shown)
+        return apply(
+            config,
+            {k: resolve(v, where=self.shown) for k, v in self.options.items()},
+            source=self.shown,
+        )
 
     def without(self, names: Mapping[str, object]) -> "TierUrl":
         """Return the URL without the options of these names."""
@@ -98,19 +107,29 @@ def parse_url(text: str) -> TierUrl:
     text = REFERENCE.sub(lambda found: quote(found[0], safe=""), text)  # a path has slashes
     if not _SCHEME.match(text):
         place = text.partition("?")[0].rpartition("@")[2]
-        raise ConfigError(f"tiers: {place!r} is not a tier's URL, such as disk:///var/cache/kvhold or redis://host:6379/0")
+        raise ConfigError(
+            f"tiers: {place!r} is not a tier's URL, such as disk:///var/cache/kvhold or "
+            "redis://host:6379/0"
+        )
     try:
         parts = urlsplit(text)
     except ValueError:  # its message may show the password
-        raise ConfigError(f"tiers: {text.partition('?')[0].rpartition('@')[2]!r} is not a URL") from None
+        raise ConfigError(
+            f"tiers: {text.partition('?')[0].rpartition('@')[2]!r} is not a URL"
+        ) from None
     if parts.fragment:
         raise ConfigError(f"tiers: {parts.scheme}://...: '#' begins a fragment; write it as %23")
     if ":" in parts.netloc and "@" in parts.path:  # `shown` would reveal a part of a password
-        raise ConfigError(f"tiers: {parts.scheme}://...: in a password, '/' is %2F and '@' is %40; in a path, '@' is %40")
+        raise ConfigError(
+            f"tiers: {parts.scheme}://...: in a password, '/' is %2F and '@' is %40; in a "
+            "path, '@' is %40"
+        )
     try:
         pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
     except ValueError:
-        raise ConfigError(f"tiers: {parts.scheme}://...: options are written ?name=value&name=value") from None
+        raise ConfigError(
+            f"tiers: {parts.scheme}://...: options are written ?name=value&name=value"
+        ) from None
     options = dict(pairs)
     if len(options) != len(pairs):
         raise ConfigError(f"tiers: {parts.scheme}://...: an option is there twice")

@@ -13,7 +13,8 @@ from kvhold.lab.bench.engines import alike, flush_engines
 from kvhold.testing.cache import a_prompt, fill
 from tests.node.nodes import SPACE, RunningNode
 
-# What a large batch of an engine does: 64 MiB are allocated, written and given back, three times; then the page faults of the last time.
+# What a large batch of an engine does: 64 MiB are allocated, written and given back, three times;
+# then the page faults of the last time.
 ALLOCATES = """
 import ctypes, resource
 libc = ctypes.CDLL(None)
@@ -28,7 +29,11 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def faults() -> int:
-    return int(subprocess.run([sys.executable, "-c", ALLOCATES], capture_output=True, text=True, check=True).stdout)
+    return int(
+        subprocess.run(
+            [sys.executable, "-c", ALLOCATES], capture_output=True, text=True, check=True
+        ).stdout
+    )
 
 
 @pytest.mark.skipif(not os.confstr("CS_GNU_LIBC_VERSION"), reason="not glibc's allocator")
@@ -72,5 +77,8 @@ def test_what_an_engine_still_stores_is_waited_for(node: RunningNode) -> None:
 def test_not_for_ever(node: RunningNode) -> None:
     engine = node.client()
     engine.register(SPACE)
-    with engine.reserve(SPACE.layout, a_prompt(SPACE, 64).chunks()), pytest.raises(TimeoutError, match=r"within 0\.2 s"):
+    with (
+        engine.reserve(SPACE.layout, a_prompt(SPACE, 64).chunks()),
+        pytest.raises(TimeoutError, match=r"within 0\.2 s"),
+    ):
         flush_engines(node.client(), patience_s=0.2)

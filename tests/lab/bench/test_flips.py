@@ -1,4 +1,6 @@
-"""The short form of `kvhold bench soak damage --where memory` and `--where tiers`: no flipped bit reaches an engine."""
+"""The short form of `kvhold bench soak damage --where memory` and `--where tiers`: no flipped bit
+reaches an engine.
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""`kvhold bench gpu` where there is no GPU: every part runs on the host's copier and on that of devices over a fake one."""
+"""`kvhold bench gpu` where there is no GPU: every part runs on the host's copier and on that of
+devices over a fake one.
+"""
 
 import json
 from collections.abc import Iterator
@@ -26,7 +28,13 @@ def run(*arguments: str) -> Result:
 def test_every_part_runs_and_all_that_is_checked_is_right(device: str, tmp_path: Path) -> None:
     parts = [part for part in PARTS if part != "mini" or (device == "cpu" and find_spec("vllm"))]
     file = tmp_path / "gpu.json"
-    result = run("--device", device, *(word for part in parts for word in ("--part", part)), "--json", str(file))
+    result = run(
+        "--device",
+        device,
+        *(word for part in parts for word in ("--part", part)),
+        "--json",
+        str(file),
+    )
     assert result.exit_code == 0, result.output
     rows = json.loads(file.read_text())
     assert all(set(row) == FIELDS for row in rows)
@@ -37,7 +45,9 @@ def test_every_part_runs_and_all_that_is_checked_is_right(device: str, tmp_path:
     assert all(row["ok"] is None for row in rows if row["unit"] != "checks"), "goals are for GPUs"
 
 
-def test_a_part_that_fails_is_a_row_and_the_others_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_part_that_fails_is_a_row_and_the_others_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def broken(target: Target) -> Iterator[GpuRow]:
         yield GpuRow("orders", "one", 1, "checks", ok=True)
         raise RuntimeError("an illegal memory access\nand more")

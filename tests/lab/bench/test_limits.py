@@ -1,4 +1,7 @@
-"""The plainest means that tiers are held against: that they move what they say they move. A Redis is real."""
+"""The plainest means that tiers are held against: that they move what they say they move.
+
+A Redis is real.
+"""
 
 import mmap
 import os
@@ -38,7 +41,9 @@ def redis(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
         server.close()
 
 
-def test_files_come_back_as_they_were_written(values: list[memoryview], into: list[memoryview], tmp_path: Path) -> None:
+def test_files_come_back_as_they_were_written(
+    values: list[memoryview], into: list[memoryview], tmp_path: Path
+) -> None:
     with closing(RawFiles(tmp_path, values, threads=2, direct=False)) as files:
         files.write()
         files.read(into)
@@ -51,9 +56,14 @@ def test_files_come_back_as_they_were_written(values: list[memoryview], into: li
 @pytest.mark.server
 @pytest.mark.parametrize("redis", ["", "right"], indirect=True)
 def test_each_value_goes_to_redis_and_comes_back_with_and_without_a_password(
-    redis: RedisServer, values: list[memoryview], into: list[memoryview], request: pytest.FixtureRequest
+    redis: RedisServer,
+    values: list[memoryview],
+    into: list[memoryview],
+    request: pytest.FixtureRequest,
 ) -> None:
-    with closing(RawRedis(redis.port, request.node.callspec.params["redis"], values, connections=4)) as raw:
+    with closing(
+        RawRedis(redis.port, request.node.callspec.params["redis"], values, connections=4)
+    ) as raw:
         raw.set()
         assert redis.call("DBSIZE") == NUM_VALUES
         raw.get(into)
@@ -67,5 +77,8 @@ def test_each_value_goes_to_redis_and_comes_back_with_and_without_a_password(
 @pytest.mark.parametrize("redis", [""], indirect=True)
 def test_what_redis_refuses_is_no_measurement(redis: RedisServer, values: list[memoryview]) -> None:
     redis.call("CONFIG", "SET", "maxmemory", "1")
-    with closing(RawRedis(redis.port, "", values, connections=1)) as raw, pytest.raises(OSError, match="the server said"):
+    with (
+        closing(RawRedis(redis.port, "", values, connections=1)) as raw,
+        pytest.raises(OSError, match="the server said"),
+    ):
         raw.set()

@@ -1,4 +1,7 @@
-"""`kvhold bench micro`: what it measures and how it is written down. How fast anything is, is for the command to say, not for a test."""
+"""`kvhold bench micro`: what it measures and how it is written down.
+
+How fast anything is, is for the command to say, not for a test.
+"""
 
 import json
 from math import inf, isfinite
@@ -29,14 +32,22 @@ NAMES = {
         for checked in ("", " with checksums")
         for threads in ("1 thread", "2 threads")
     },
-    "memory": {f"{verb}, {checked}" for verb in ("store", "retrieve") for checked in ("with checksums", "without")},
+    "memory": {
+        f"{verb}, {checked}"
+        for verb in ("store", "retrieve")
+        for checked in ("with checksums", "without")
+    },
     "wire": {
         "smallest call to the node",
         "lookup of 1,000 names by the node, a miss",
         "get of 4 KiB from a central cache",
         "get of 1 MiB from a central cache",
     },
-    "startup": {"interpreter with import kvhold", "node, from start to ready", "node, memory beside the arena"},
+    "startup": {
+        "interpreter with import kvhold",
+        "node, from start to ready",
+        "node, memory beside the arena",
+    },
 }
 OF_SERVERS = ("lookup", "memory", "wire", "startup")
 TINY = {
@@ -65,18 +76,34 @@ def micro(*arguments: str) -> Result:
     return CliRunner().invoke(cli, ["bench", "micro", *arguments])
 
 
-@pytest.mark.parametrize("part", [pytest.param(part, marks=pytest.mark.server if part in OF_SERVERS else ()) for part in NAMES])
+@pytest.mark.parametrize(
+    "part",
+    [pytest.param(part, marks=pytest.mark.server if part in OF_SERVERS else ()) for part in NAMES],
+)
 def test_each_row_stands_beside_a_limit_of_the_same_run_and_a_profile_if_it_is_to_have_one(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvhold.lab.bench.profiles.KEPT_UNDER", inf)
-    result = micro("--only", part, "--profile", str(tmp_path / "profiles"), "--json", str(tmp_path / "micro.json"))
+    result = micro(
+        "--only",
+        part,
+        "--profile",
+        str(tmp_path / "profiles"),
+        "--json",
+        str(tmp_path / "micro.json"),
+    )
     assert result.exit_code == 0, result.output
     rows = json.loads((tmp_path / "micro.json").read_text())
     assert {row["name"] for row in rows} == NAMES[part]
-    assert {frozenset(row) for row in rows} == {frozenset({"name", "value", "unit", "limit", "ratio", "profile"})}
+    assert {frozenset(row) for row in rows} == {
+        frozenset({"name", "value", "unit", "limit", "ratio", "profile"})
+    }
     assert all(row["name"] in result.output and row["profile"] in result.output for row in rows)
-    assert all(isfinite(row[number]) and row[number] > 0 for row in rows for number in ("value", "limit", "ratio"))
+    assert all(
+        isfinite(row[number]) and row[number] > 0
+        for row in rows
+        for number in ("value", "limit", "ratio")
+    )
     texts = [Path(row["profile"]).read_text() for row in rows]
     assert len({row["profile"] for row in rows}) == len(rows)
     if part in ("wire", "lookup"):
@@ -90,7 +117,10 @@ def test_each_row_stands_beside_a_limit_of_the_same_run_and_a_profile_if_it_is_t
 
 def test_all_parts_are_measured_unless_some_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for part in NAMES:
-        monkeypatch.setattr(f"kvhold.lab.bench.{part}.rows", lambda _, part=part: [Row(f"row of {part}", 1.0, "ms", 1.0, 1.0)])
+        monkeypatch.setattr(
+            f"kvhold.lab.bench.{part}.rows",
+            lambda _, part=part: [Row(f"row of {part}", 1.0, "ms", 1.0, 1.0)],
+        )
     assert [part for part in NAMES if f"row of {part}" in micro().output] == list(NAMES)
     named = micro("--only", "wire", "--only", "index").output
     assert [part for part in NAMES if f"row of {part}" in named] == ["index", "wire"]
@@ -123,7 +153,11 @@ def test_a_profile_leaves_out_what_only_clears_up() -> None:
 
 def test_work_takes_turns_and_is_cleared_up_after() -> None:
     done: list[str] = []
-    seconds = in_turn({"a": lambda: done.append("a"), "b": lambda: done.append("b")}, rounds=2, after={"a": lambda: done.append("-")})
+    seconds = in_turn(
+        {"a": lambda: done.append("a"), "b": lambda: done.append("b")},
+        rounds=2,
+        after={"a": lambda: done.append("-")},
+    )
     assert "".join(done) == "a-b" + "ba-" + "a-b"  # the first of them is not counted
     assert set(seconds) == {"a", "b"}
 

@@ -4,10 +4,20 @@ from kvhold.lab.bench.overload import Load, rows
 
 
 def test_an_overloaded_node_loses_nobody_and_every_long_command_has_its_row() -> None:
-    measured = {row.name: row for row in rows(Load(clients=12, chunks=3000, long_tokens=4000, storing=4, lookups=20))}
+    measured = {
+        row.name: row
+        for row in rows(Load(clients=12, chunks=3000, long_tokens=4000, storing=4, lookups=20))
+    }
     for name in ("connections lost", "refused stores"):
         assert measured[name].value == 0
-    commands = ("a lookup of 1,488 keys", "a claim of its first shard", "snapshot", "status", "lookups and stores", "clear")
+    commands = (
+        "a lookup of 1,488 keys",
+        "a claim of its first shard",
+        "snapshot",
+        "status",
+        "lookups and stores",
+        "clear",
+    )
     for command in commands:
         assert measured[f"longest turn, {command}"].value > 0
         assert measured[f"longest turn, {command}: of its thread"].goal == 2

@@ -1,4 +1,6 @@
-"""`kvhold bench quality`: questions have the answers they say, KV is taken out and put back as it was, and harm is seen."""
+"""`kvhold bench quality`: questions have the answers they say, KV is taken out and put back as it
+was, and harm is seen.
+"""
 
 import importlib.util
 import itertools
@@ -26,14 +28,32 @@ from kvhold.lab.bench.quality.measure import Channels, measure, standard_error
 from kvhold.lab.bench.quality.model import Subject, find_weights, load_subject
 from kvhold.lab.bench.quality.passing import through
 from kvhold.lab.bench.quality.run import LONGEST, SHORTEST, evaluate, recall_batches, trained_kv
-from kvhold.lab.bench.quality.tasks import HOP, LOOKUP, NO_KIND, RUN, RUN_LETTERS, Asked, Exams, draw
+from kvhold.lab.bench.quality.tasks import (
+    HOP,
+    LOOKUP,
+    NO_KIND,
+    RUN,
+    RUN_LETTERS,
+    Asked,
+    Exams,
+    draw,
+)
 from kvhold.lab.bench.quality.writing import CONTINUED_TOKENS, continued, written_recall
 from kvhold.lab.checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.slow  # a model answers
 
 ASKED = Asked(lookups=5, hops=2, runs=2)
-FIELDS = {"codec", "ratio", "accuracy", "accuracy_drop", "accuracy_drop_se", "kl", "perplexity_ratio", "error"}
+FIELDS = {
+    "codec",
+    "ratio",
+    "accuracy",
+    "accuracy_drop",
+    "accuracy_drop_se",
+    "kl",
+    "perplexity_ratio",
+    "error",
+}
 
 
 class Zeroing(Raw):
@@ -53,12 +73,22 @@ class Zeroing(Raw):
 class ShiftingTails(Raw):
     """Values of a tail stand one token further on; keys and whole chunks are as they were.
 
-    Keys and values together may stand anywhere: keys have their positions in them, and attention has no order of its own.
+    Keys and values together may stand anywhere: keys have their positions in them, and attention
+    has no order of its own.
     """
 
     name: ClassVar[str] = "test-shifting"
 
-    def decode(self, encoded: memoryview, out: memoryview, *, layout: Any, group: int, layer: int, num_tokens: int) -> None:
+    def decode(
+        self,
+        encoded: memoryview,
+        out: memoryview,
+        *,
+        layout: Any,
+        group: int,
+        layer: int,
+        num_tokens: int,
+    ) -> None:
         out[:] = encoded
         if num_tokens < layout.tokens_per_chunk:
             _, values = np.frombuffer(out, np.uint8).reshape(2, num_tokens, -1)
@@ -84,7 +114,16 @@ class Rounding(Raw):
         self.name = f"test-{steps}"  # type: ignore[misc]  # one class for several
         self.steps = steps
 
-    def decode(self, encoded: memoryview, out: memoryview, *, layout: Any, group: int, layer: int, num_tokens: int) -> None:
+    def decode(
+        self,
+        encoded: memoryview,
+        out: memoryview,
+        *,
+        layout: Any,
+        group: int,
+        layer: int,
+        num_tokens: int,
+    ) -> None:
         bits = np.frombuffer(encoded, np.uint16).reshape(-1, layout.groups[group].head_dim)
         numbers = (bits.astype(np.uint32) << 16).view(np.float32)
         unit = np.abs(numbers).max(axis=1, keepdims=True) / self.steps + np.float32(1e-30)
@@ -134,24 +173,38 @@ def few() -> list[Exams]:
 
 def exams_for(subject: Subject, num_tokens: int) -> Exams:
     """Tokens without meaning, every second one asked."""
-    tokens = np.random.default_rng(3).integers(0, subject.model.config.vocab_size, (3, num_tokens + 9))
+    tokens = np.random.default_rng(3).integers(
+        0, subject.model.config.vocab_size, (3, num_tokens + 9)
+    )
     kinds = np.tile(np.arange(9) % 2 * LOOKUP, (3, 1))
     return Exams(tokens[:, :num_tokens], tokens[:, num_tokens:], kinds)
 
 
 class TestQuestions:
-    @pytest.mark.parametrize(("num_tokens", "asked"), [(80, ASKED), (331, ASKED), (64, Asked(8, 2, 1)), (21, Asked(10, 0, 0))])
+    @pytest.mark.parametrize(
+        ("num_tokens", "asked"),
+        [(80, ASKED), (331, ASKED), (64, Asked(8, 2, 1)), (21, Asked(10, 0, 0))],
+    )
     def test_answers_are_what_the_context_says(self, num_tokens: int, asked: Asked) -> None:
         exams = draw(np.random.default_rng(1), num_exams=20, num_tokens=num_tokens, asked=asked)
-        assert exams.contexts.shape == (20, num_tokens) and exams.questions.shape == exams.kinds.shape == (20, asked.num_tokens)
-        for context, questions, kinds in zip(exams.contexts.tolist(), exams.questions.tolist(), exams.kinds.tolist(), strict=True):
+        assert exams.contexts.shape == (
+            20,
+            num_tokens,
+        ) and exams.questions.shape == exams.kinds.shape == (20, asked.num_tokens)
+        for context, questions, kinds in zip(
+            exams.contexts.tolist(), exams.questions.tolist(), exams.kinds.tolist(), strict=True
+        ):
             runs, pairs = self.read(context)
             assert not set(runs) & set(pairs)
             at, count = 0, {LOOKUP: 0, HOP: 0, RUN: 0}
             told = set()
             while at < len(questions):
                 mark, key = questions[at : at + 2]
-                right = {LOOKUP: [pairs.get(key)], HOP: [pairs.get(pairs.get(key, -1))], RUN: runs.get(key, [])}[mark]
+                right = {
+                    LOOKUP: [pairs.get(key)],
+                    HOP: [pairs.get(pairs.get(key, -1))],
+                    RUN: runs.get(key, []),
+                }[mark]
                 assert questions[at + 2 : at + 2 + len(right)] == right
                 assert kinds[at : at + 2 + len(right)] == [NO_KIND, NO_KIND] + [mark] * len(right)
                 asks_about = {key, pairs[key]} if mark == HOP else {key}
@@ -177,8 +230,13 @@ class TestQuestions:
         return runs, pairs
 
     def test_the_same_seed_asks_the_same(self) -> None:
-        one, same, other = (draw(np.random.default_rng(seed), num_exams=3, num_tokens=90, asked=ASKED) for seed in (1, 1, 2))
-        assert np.array_equal(one.contexts, same.contexts) and np.array_equal(one.questions, same.questions)
+        one, same, other = (
+            draw(np.random.default_rng(seed), num_exams=3, num_tokens=90, asked=ASKED)
+            for seed in (1, 1, 2)
+        )
+        assert np.array_equal(one.contexts, same.contexts) and np.array_equal(
+            one.questions, same.questions
+        )
         assert not np.array_equal(one.contexts, other.contexts)
 
     def test_a_context_too_short_or_too_long_is_refused(self) -> None:
@@ -189,15 +247,24 @@ class TestQuestions:
     def test_lengths_go_from_the_shortest_to_the_longest_and_no_context_is_lost(self) -> None:
         shapes = [exams.contexts.shape for exams in recall_batches(21)]
         assert sum(count for count, _ in shapes) == 21
-        assert (shapes[0][1], shapes[-1][1]) == (SHORTEST, LONGEST) and all(length % 128 for _, length in shapes)
+        assert (shapes[0][1], shapes[-1][1]) == (SHORTEST, LONGEST) and all(
+            length % 128 for _, length in shapes
+        )
 
     def test_a_text_is_cut_into_pieces_that_follow_their_context(self) -> None:
         step = 30 + CONTINUED_TOKENS
         pieces = list(continued(list(range(5 * step + 7)), num_contexts=3, num_tokens=30))
         assert [int(piece.contexts[0, 0]) for piece in pieces] == [0, 2 * step, 4 * step]
         for piece in pieces:
-            assert piece.contexts.shape == (1, 30) and piece.questions.shape == (1, CONTINUED_TOKENS)
-            assert piece.questions[0, 0] == piece.contexts[0, -1] + 1 and not piece.kinds[0, 0] and piece.kinds[0, 1:].all()
+            assert piece.contexts.shape == (1, 30) and piece.questions.shape == (
+                1,
+                CONTINUED_TOKENS,
+            )
+            assert (
+                piece.questions[0, 0] == piece.contexts[0, -1] + 1
+                and not piece.kinds[0, 0]
+                and piece.kinds[0, 1:].all()
+            )
         with pytest.raises(ConfigError, match="a text of"):
             list(continued([1] * (step - 1), num_contexts=3, num_tokens=30))
 
@@ -205,7 +272,9 @@ class TestQuestions:
         for exams in written_recall(random_model.tokenizer, num_contexts=3, num_tokens=400, seed=1):
             context = random_model.tokenizer.decode(exams.contexts[0])
             lines = random_model.tokenizer.decode(exams.questions[0]).strip("\n").split("\n")
-            answers = random_model.tokenizer.decode(exams.questions[0][exams.kinds[0] != NO_KIND]).split()
+            answers = random_model.tokenizer.decode(
+                exams.questions[0][exams.kinds[0] != NO_KIND]
+            ).split()
             assert len(lines) == len(set(lines)) == len(answers) == 8
             for line, answer in zip(lines, answers, strict=True):
                 assert line in context and line.endswith(f" is {answer}.")
@@ -216,19 +285,34 @@ class TestPassing:
         kv = random_model.prefill(exams_for(random_model, 32 + 32 + 11).contexts)
         assert kv.shape == (3, 4, 2, 75, 2, 32) and kv.dtype == np.uint16
         passed = through(Raw(), kv, random_model.layout)
-        key = make_key(Namespace(model="", layout=random_model.layout).digest, bytes(HASH_BYTES), 0, 0)
+        key = make_key(
+            Namespace(model="", layout=random_model.layout).digest, bytes(HASH_BYTES), 0, 0
+        )
         frames = 0
         for start, count in ((0, 32), (32, 32), (64, 11)):
             chunk = memoryview(np.ascontiguousarray(kv[0, :, :, start : start + count]).tobytes())
-            frames += frame_chunk(chunk, Raw(), key=key, layout=random_model.layout, num_tokens=count, first_token=start).nbytes
+            frames += frame_chunk(
+                chunk,
+                Raw(),
+                key=key,
+                layout=random_model.layout,
+                num_tokens=count,
+                first_token=start,
+            ).nbytes
         assert (passed.plain_bytes, passed.frame_bytes) == (kv.nbytes, 3 * frames)
-        assert np.array_equal(passed.bits, kv) and passed.error == 0 and not np.shares_memory(passed.bits, kv)
+        assert (
+            np.array_equal(passed.bits, kv)
+            and passed.error == 0
+            and not np.shares_memory(passed.bits, kv)
+        )
 
     def test_what_a_codec_does_not_accept_stays_raw(self, random_model: Subject) -> None:
         kv = random_model.prefill(exams_for(random_model, 40).contexts)
         assert np.array_equal(through(Picky(), kv, random_model.layout).bits, kv)
 
-    def test_the_error_is_of_the_worst_layer_of_the_worst_chunk(self, random_model: Subject) -> None:
+    def test_the_error_is_of_the_worst_layer_of_the_worst_chunk(
+        self, random_model: Subject
+    ) -> None:
         kv = random_model.prefill(exams_for(random_model, 40).contexts)
         assert through(Zeroing(), kv, random_model.layout).error == 1.0
 
@@ -241,14 +325,21 @@ class TestModel:
         after = random_model.answer(through(Raw(), kv, random_model.layout).bits, exams.questions)
         assert torch.equal(before, after)
         with torch.no_grad():
-            whole = random_model.model(torch.from_numpy(np.concatenate([exams.contexts, exams.questions], axis=1))).logits[:, 75:]
+            whole = random_model.model(
+                torch.from_numpy(np.concatenate([exams.contexts, exams.questions], axis=1))
+            ).logits[:, 75:]
         apart = (before - whole).norm() / whole.norm()
         assert 0 < apart < 0.02, "KV in bfloat16, the rest in float32: near, and not the same"
 
     def test_what_it_cannot_answer_has_no_drop(self, random_model: Subject) -> None:
         (row,) = measure(random_model, [exams_for(random_model, 75)], [Raw()])
         assert row.accuracy is not None and row.accuracy < 0.5
-        assert (row.accuracy_drop, row.accuracy_drop_se, row.kl, row.perplexity_ratio) == (None, None, 0.0, 1.0)
+        assert (row.accuracy_drop, row.accuracy_drop_se, row.kl, row.perplexity_ratio) == (
+            None,
+            None,
+            0.0,
+            1.0,
+        )
 
     def test_a_model_that_is_not_there_is_told(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="cannot be loaded"):
@@ -259,7 +350,13 @@ class TestTraining:
     def test_every_phase_can_be_drawn_at_both_ends(self, script: Any) -> None:
         for phase in script.PHASES:
             for num_tokens in (phase.shortest, phase.longest):
-                draw(np.random.default_rng(0), num_exams=1, num_tokens=num_tokens, asked=phase.asked, num_keys=phase.num_keys)
+                draw(
+                    np.random.default_rng(0),
+                    num_exams=1,
+                    num_tokens=num_tokens,
+                    asked=phase.asked,
+                    num_keys=phase.num_keys,
+                )
 
     def test_the_committed_model_is_the_one_it_makes(self, script: Any, trained: Subject) -> None:
         fresh = script.model_of_seed(script.SEED)
@@ -270,12 +367,16 @@ class TestTraining:
         assert trained.model.config.rope_parameters == fresh.config.rope_parameters
 
     def test_heads_begin_with_the_token_before(self, script: Any) -> None:
-        """Layer 0's first head looks there; nothing else would let recall begin within the steps there are."""
+        """Layer 0's first head looks there; nothing else would let recall begin within the steps
+        there are.
+        """
         model = script.model_of_seed(script.SEED)
         model.set_attn_implementation("eager")
         exams = draw(np.random.default_rng(0), num_exams=2, num_tokens=60, asked=ASKED)
         with torch.no_grad():
-            looks = model(torch.from_numpy(exams.contexts), output_attentions=True).attentions[0][:, 0]
+            looks = model(torch.from_numpy(exams.contexts), output_attentions=True).attentions[0][
+                :, 0
+            ]
         assert (looks[:, 2:].argmax(-1) == torch.arange(1, 59)).float().mean() > 0.9
 
 
@@ -288,10 +389,18 @@ class TestMeasure:
 
     def test_raw_costs_nothing(self, trained: Subject, few: list[Exams]) -> None:
         (row,) = measure(trained, few, [Raw()])
-        assert (row.accuracy_drop, row.accuracy_drop_se, row.kl, row.perplexity_ratio, row.error) == (0.0, 0.0, 0.0, 1.0, 0.0)
+        assert (
+            row.accuracy_drop,
+            row.accuracy_drop_se,
+            row.kl,
+            row.perplexity_ratio,
+            row.error,
+        ) == (0.0, 0.0, 0.0, 1.0, 0.0)
         assert row.accuracy is not None and row.accuracy > 0.9
         assert 0.98 < row.ratio < 1, "headers are counted"
-        assert (row.contexts, row.answers) == (12, 12 * (5 + 2 + 2 * RUN_LETTERS)) and set(row.by_kind) == {"lookup", "hop", "run"}
+        assert (row.contexts, row.answers) == (12, 12 * (5 + 2 + 2 * RUN_LETTERS)) and set(
+            row.by_kind
+        ) == {"lookup", "hop", "run"}
 
     def test_without_kv_answers_are_chance(self, trained: Subject, few: list[Exams]) -> None:
         (row,) = measure(trained, few, [Zeroing()])
@@ -302,13 +411,19 @@ class TestMeasure:
     def test_one_chunk_one_token_off_is_seen(self, trained: Subject, few: list[Exams]) -> None:
         harmed, whole = measure(trained, few, [ShiftingTails(), Raw()])
         assert harmed.ratio == whole.ratio and harmed.error > 0.1
-        assert harmed.accuracy_drop is not None and harmed.accuracy_drop > 3 * max(harmed.accuracy_drop_se or 0.0, 0.2)
+        assert harmed.accuracy_drop is not None and harmed.accuracy_drop > 3 * max(
+            harmed.accuracy_drop_se or 0.0, 0.2
+        )
         assert harmed.kl > 0.01 and harmed.perplexity_ratio > 1.01
 
     def test_coarser_is_worse(self, trained: Subject, few: list[Exams]) -> None:
         rows = measure(trained, few, [Rounding(127), Rounding(7), Rounding(1)])
         for finer, coarser in itertools.pairwise(rows):
-            assert finer.error < coarser.error and finer.kl < coarser.kl and finer.perplexity_ratio < coarser.perplexity_ratio
+            assert (
+                finer.error < coarser.error
+                and finer.kl < coarser.kl
+                and finer.perplexity_ratio < coarser.perplexity_ratio
+            )
         assert rows[-1].accuracy_drop is not None and rows[-1].accuracy_drop > 1
 
     def test_the_standard_error_is_that_of_contexts(self) -> None:
@@ -320,7 +435,11 @@ class TestMeasure:
 
 class TestCommand:
     def invoke(self, tmp_path: Path, *arguments: str) -> tuple[list[dict[str, Any]], str]:
-        found = CliRunner().invoke(command, ["quality", *arguments, "--json", str(tmp_path / "rows.json")], catch_exceptions=False)
+        found = CliRunner().invoke(
+            command,
+            ["quality", *arguments, "--json", str(tmp_path / "rows.json")],
+            catch_exceptions=False,
+        )
         assert found.exit_code == 0, found.output
         return json.loads((tmp_path / "rows.json").read_text()), found.output
 
@@ -328,25 +447,46 @@ class TestCommand:
         pytest.importorskip("matplotlib")
         pytest.importorskip("numba", reason="no numba in this environment")
         plot = tmp_path / "quality.svg"
-        rows, shown = self.invoke(tmp_path, "--codecs", "raw,int8", "--contexts", "4", "--plot", str(plot))
-        assert [row["codec"] for row in rows] == ["raw", "int8"] and all(set(row) >= FIELDS for row in rows)
-        assert rows[0]["accuracy_drop"] == rows[0]["kl"] == 0 < rows[1]["kl"] and rows[1]["ratio"] > 1.8
+        rows, shown = self.invoke(
+            tmp_path, "--codecs", "raw,int8", "--contexts", "4", "--plot", str(plot)
+        )
+        assert [row["codec"] for row in rows] == ["raw", "int8"] and all(
+            set(row) >= FIELDS for row in rows
+        )
+        assert (
+            rows[0]["accuracy_drop"] == rows[0]["kl"] == 0 < rows[1]["kl"]
+            and rows[1]["ratio"] > 1.8
+        )
         assert "recall of keys" in shown and "\nint8 " in shown
         assert plot.read_text().count(">int8<") == 1
 
-    def test_a_model_with_words_is_asked_numbers_or_how_a_text_goes_on(self, tmp_path: Path) -> None:
+    def test_a_model_with_words_is_asked_numbers_or_how_a_text_goes_on(
+        self, tmp_path: Path
+    ) -> None:
         folder, text = str(make_checkpoint("llama").path), tmp_path / "text.txt"
         rows, shown = self.invoke(tmp_path, "--codecs", "raw", "--model", folder, "--contexts", "2")
-        assert rows[0]["accuracy_drop"] is None and rows[0]["kl"] == 0 and "a drop would say nothing" in shown
+        assert (
+            rows[0]["accuracy_drop"] is None
+            and rows[0]["kl"] == 0
+            and "a drop would say nothing" in shown
+        )
         text.write_text("What was said is said again, and again. " * 40)
-        rows, shown = self.invoke(tmp_path, "--codecs", "raw", "--model", folder, "--text", str(text), "--contexts", "2")
-        assert rows[0]["accuracy"] is None and rows[0]["perplexity_ratio"] == 1 and "there is no accuracy" in shown
+        rows, shown = self.invoke(
+            tmp_path, "--codecs", "raw", "--model", folder, "--text", str(text), "--contexts", "2"
+        )
+        assert (
+            rows[0]["accuracy"] is None
+            and rows[0]["perplexity_ratio"] == 1
+            and "there is no accuracy" in shown
+        )
 
     def test_an_unknown_codec_is_named(self) -> None:
         found = CliRunner().invoke(command, ["quality", "--codecs", "raw,rawr"])
         assert found.exit_code == 2 and "rawr: known are" in found.output
 
-    def test_where_there_are_no_weights_it_says_so(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def test_where_there_are_no_weights_it_says_so(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
         monkeypatch.setattr(model_module, "WEIGHTS", tmp_path)
         for ask in (lambda: evaluate(["raw"]), lambda: trained_kv(1)):
             with pytest.raises(ConfigError, match="in a checkout's benchmarks/quality/model"):
@@ -357,8 +497,20 @@ class TestCommand:
 def test_what_the_trained_model_says_of_our_codecs() -> None:
     pytest.importorskip("numba", reason="no numba in this environment")
     rows = {row.codec: row for row in evaluate(["raw", "lossless", "int8"]).rows}
-    assert rows["raw"].accuracy is not None and rows["raw"].accuracy >= 0.97 and rows["raw"].answers >= 1_000
+    assert (
+        rows["raw"].accuracy is not None
+        and rows["raw"].accuracy >= 0.97
+        and rows["raw"].answers >= 1_000
+    )
     assert min(rows["raw"].by_kind.values()) >= 0.95
     for name in ("raw", "lossless"):
-        assert (rows[name].accuracy_drop, rows[name].kl, rows[name].perplexity_ratio) == (0.0, 0.0, 1.0)
-    assert rows["int8"].accuracy_drop is not None and rows["int8"].accuracy_drop < 1.0 and rows["int8"].kl > 0
+        assert (rows[name].accuracy_drop, rows[name].kl, rows[name].perplexity_ratio) == (
+            0.0,
+            0.0,
+            1.0,
+        )
+    assert (
+        rows["int8"].accuracy_drop is not None
+        and rows["int8"].accuracy_drop < 1.0
+        and rows["int8"].kl > 0
+    )

@@ -32,25 +32,44 @@ class TestTexts:
     def test_the_same_seed_gives_the_same_prompts_and_another_one_others(self) -> None:
         assert self.drawn(1) == self.drawn(1) != self.drawn(2)
 
-    def test_lengths_are_from_one_to_the_limit_and_meet_each_side_of_blocks_and_chunks(self) -> None:
+    def test_lengths_are_from_one_to_the_limit_and_meet_each_side_of_blocks_and_chunks(
+        self,
+    ) -> None:
         lengths = {len(prompt) for prompt in self.drawn(1, 1000)}
         assert min(lengths) < SHAPE.block
         assert max(lengths) == SHAPE.limit
         assert {length % SHAPE.block for length in lengths} == set(range(SHAPE.block))
-        assert {0, 1, SHAPE.chunk - 1} <= {length % SHAPE.chunk for length in lengths if length > 2 * SHAPE.chunk}
+        assert {0, 1, SHAPE.chunk - 1} <= {
+            length % SHAPE.chunk for length in lengths if length > 2 * SHAPE.chunk
+        }
 
     def test_prompts_come_again_go_on_after_answers_and_branch_anywhere(self) -> None:
         prompts = self.drawn(1, 1000)
         assert len(set(map(tuple, prompts))) < 0.9 * len(prompts), "some come again"
-        answered = {(*prompt, 1, 2, 3) for prompt in prompts}  # 1, 2 and 3 are not in the vocabulary
-        assert sum(any(tuple(prompt[:n]) in answered for n in range(4, len(prompt))) for prompt in prompts) > 50
-        shared = [max(self.common(prompt, other) for other in prompts[max(0, at - 8) : at]) for at, prompt in enumerate(prompts) if at]
+        answered = {
+            (*prompt, 1, 2, 3) for prompt in prompts
+        }  # 1, 2 and 3 are not in the vocabulary
+        assert (
+            sum(
+                any(tuple(prompt[:n]) in answered for n in range(4, len(prompt)))
+                for prompt in prompts
+            )
+            > 50
+        )
+        shared = [
+            max(self.common(prompt, other) for other in prompts[max(0, at - 8) : at])
+            for at, prompt in enumerate(prompts)
+            if at
+        ]
         within = [n for prompt, n in zip(prompts[1:], shared, strict=True) if 0 < n < len(prompt)]
         assert sum(1 for n in within if n >= SHAPE.chunk) > 200
         assert len({n % SHAPE.chunk for n in within}) > 50, "not only at edges"
 
     def common(self, one: Sequence[int], other: Sequence[int]) -> int:
-        return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+        return next(
+            (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+            min(len(one), len(other)),
+        )
 
 
 def test_an_answer_reaches_to_its_first_near_tie() -> None:
@@ -60,7 +79,10 @@ def test_an_answer_reaches_to_its_first_near_tie() -> None:
 
 
 class Scripted:
-    """An engine that counts up from the prompt's last token, unless told otherwise. It stands for vLLM in a child process."""
+    """An engine that counts up from the prompt's last token, unless told otherwise.
+
+    It stands for vLLM in a child process.
+    """
 
     def __init__(self, **changes: Any) -> None:
         self.changes = changes
@@ -68,7 +90,10 @@ class Scripted:
 
     def serve(self, arrivals: list[Arrival], *, margins: bool = False) -> "Future[Served]":
         self.served += arrivals
-        answers = [[arrival.tokens[-1] + n for n in range(1, arrival.max_tokens + 1)] for arrival in arrivals]
+        answers = [
+            [arrival.tokens[-1] + n for n in range(1, arrival.max_tokens + 1)]
+            for arrival in arrivals
+        ]
         done: Future[Served] = Future()
         plain: dict[str, Any] = {
             "token_ids": answers,
@@ -78,11 +103,19 @@ class Scripted:
             "names": ["a"] * len(arrivals),
             "num_preemptions": 1,
         }
-        done.set_result(Served(**plain | {name: change(answers) for name, change in self.changes.items()}))
+        done.set_result(
+            Served(**plain | {name: change(answers) for name, change in self.changes.items()})
+        )
         return done
 
 
-def soaked(alone: Scripted, *pair: Scripted, loads: Sequence[dict[str, Any]] = (LOADED,), evicted: int = 1, aborts: int = 1) -> Requests:
+def soaked(
+    alone: Scripted,
+    *pair: Scripted,
+    loads: Sequence[dict[str, Any]] = (LOADED,),
+    evicted: int = 1,
+    aborts: int = 1,
+) -> Requests:
     soak = _Soak([alone, *pair], VOCABULARY, random.Random(1))  # type: ignore[list-item]
     soak.run(250)
     soak.tally.aborted_in["decode"] += aborts
@@ -111,7 +144,11 @@ class TestJudging:
         assert "0 of 3 loaded blocks wrong" in report.differences[0]
 
     def test_a_missing_token_is_wrong(self) -> None:
-        report = soaked(Scripted(), Scripted(), Scripted(token_ids=lambda answers: [answer[:-1] for answer in answers]))
+        report = soaked(
+            Scripted(),
+            Scripted(),
+            Scripted(token_ids=lambda answers: [answer[:-1] for answer in answers]),
+        )
         assert not report.passed
         assert report.wrong > 50
 
@@ -119,20 +156,36 @@ class TestJudging:
         def aborted(answers: list[list[int]]) -> list[str]:
             return ["abort"] * len(answers)
 
-        assert soaked(Scripted(), Scripted(token_ids=lambda answers: [a[:1] for a in answers], ends=aborted), Scripted()).wrong == 0
-        assert soaked(Scripted(), Scripted(token_ids=first_token_off, ends=aborted), Scripted()).wrong > 50
+        assert (
+            soaked(
+                Scripted(),
+                Scripted(token_ids=lambda answers: [a[:1] for a in answers], ends=aborted),
+                Scripted(),
+            ).wrong
+            == 0
+        )
+        assert (
+            soaked(Scripted(), Scripted(token_ids=first_token_off, ends=aborted), Scripted()).wrong
+            > 50
+        )
 
     def test_what_the_engine_without_kvhold_answers_now_so_now_so_is_unsteady(self) -> None:
         class Unsteady(Scripted):
             def serve(self, arrivals: list[Arrival], *, margins: bool = False) -> "Future[Served]":
-                return super().serve(arrivals) if margins else Scripted(token_ids=first_token_off).serve(arrivals)
+                return (
+                    super().serve(arrivals)
+                    if margins
+                    else Scripted(token_ids=first_token_off).serve(arrivals)
+                )
 
         report = soaked(Unsteady(), Scripted(token_ids=first_token_off), Scripted())
         assert (report.wrong, report.passed) == (0, True)
         assert report.unsteady > 50
 
     def test_a_request_that_ends_otherwise_is_an_error(self) -> None:
-        report = soaked(Scripted(), Scripted(ends=lambda answers: ["error"] * len(answers)), Scripted())
+        report = soaked(
+            Scripted(), Scripted(ends=lambda answers: ["error"] * len(answers)), Scripted()
+        )
         assert not report.passed
         assert report.errors > 50
 
@@ -144,18 +197,26 @@ class TestJudging:
                 return done
 
         report = soaked(Scripted(), Scripted(), Failing())
-        assert (report.errors, report.passed, report.differences) == (1, False, ["serve: the engine died"])
+        assert (report.errors, report.passed, report.differences) == (
+            1,
+            False,
+            ["serve: the engine died"],
+        )
 
     def test_near_ties_are_asked_no_further(self) -> None:
         one, two = Scripted(), Scripted()
-        unsure = Scripted(margins=lambda answers: [[1.0, 1.0] + [0.0] * (len(answer) - 2) for answer in answers])
+        unsure = Scripted(
+            margins=lambda answers: [[1.0, 1.0] + [0.0] * (len(answer) - 2) for answer in answers]
+        )
         report = soaked(unsure, one, two)
         assert report.passed
         assert report.near_ties > 50
         assert max(arrival.max_tokens for arrival in (*one.served, *two.served)) == 2
 
     @pytest.mark.parametrize("fault", [{"loads": []}, {"evicted": 0}, {"aborts": 0}])
-    def test_a_run_that_did_not_meet_what_it_claims_does_not_pass(self, fault: dict[str, Any]) -> None:
+    def test_a_run_that_did_not_meet_what_it_claims_does_not_pass(
+        self, fault: dict[str, Any]
+    ) -> None:
         report = soaked(Scripted(), Scripted(), Scripted(), **fault)
         assert not report.passed
         assert len(report.missing) == 1

@@ -21,9 +21,14 @@ def echo(listener: socket.socket) -> None:
 def test_bytes_come_through_and_take_their_time() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=echo, args=(listener,), daemon=True).start()
-        with Throttle(listener.getsockname(), bytes_per_s=4e6) as link, socket.create_connection(("127.0.0.1", link.port)) as client:
+        with (
+            Throttle(listener.getsockname(), bytes_per_s=4e6) as link,
+            socket.create_connection(("127.0.0.1", link.port)) as client,
+        ):
             sent, began = bytes(range(256)) * 4_000, time.monotonic()
-            threading.Thread(target=lambda: (client.sendall(sent), client.shutdown(socket.SHUT_WR)), daemon=True).start()
+            threading.Thread(
+                target=lambda: (client.sendall(sent), client.shutdown(socket.SHUT_WR)), daemon=True
+            ).start()
             received = bytearray()
             while piece := client.recv(1 << 16):
                 received += piece
@@ -37,5 +42,8 @@ def test_bytes_come_through_and_take_their_time() -> None:
 def test_a_target_that_is_not_there_ends_the_connection() -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         address = gone.getsockname()
-    with Throttle(address, bytes_per_s=1e6) as link, socket.create_connection(("127.0.0.1", link.port)) as client:
+    with (
+        Throttle(address, bytes_per_s=1e6) as link,
+        socket.create_connection(("127.0.0.1", link.port)) as client,
+    ):
         assert client.recv(1) == b""

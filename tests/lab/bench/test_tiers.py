@@ -1,4 +1,6 @@
-"""The commands that measure tiers, break them and wear them down: short runs, whose verdicts count and whose numbers do not."""
+"""The commands that measure tiers, break them and wear them down: short runs, whose verdicts count
+and whose numbers do not.
+"""
 
 import json
 from pathlib import Path
@@ -18,7 +20,9 @@ YES = {"right", "alive", "in_deadline", "baseline", "counted"}
 
 def run(tmp_path: Path, *arguments: str) -> Any:
     """What the command writes as JSON. It must succeed."""
-    result = CliRunner().invoke(command, [*arguments, "--json", str(tmp_path / "out.json")], catch_exceptions=False)
+    result = CliRunner().invoke(
+        command, [*arguments, "--json", str(tmp_path / "out.json")], catch_exceptions=False
+    )
     assert result.exit_code == 0, result.output
     return json.loads((tmp_path / "out.json").read_text())
 
@@ -50,7 +54,13 @@ def test_a_disk_may_fail_in_every_way(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("redis_here", "busy_machine")
 def test_a_server_may_die_hang_refuse_and_come_back(tmp_path: Path) -> None:
     asked = ["dies mid-get", "hangs", "full", "auth fails", "comes back"]
-    rows = run(tmp_path, "faults", "--tier", "redis", *(word for fault in asked for word in ("--fault", fault)))
+    rows = run(
+        tmp_path,
+        "faults",
+        "--tier",
+        "redis",
+        *(word for fault in asked for word in ("--fault", fault)),
+    )
     assert [row["fault"] for row in rows] == asked
     assert all(row[name] for row in rows for name in YES), rows
 
@@ -62,7 +72,9 @@ def test_what_does_not_exist_is_told() -> None:
 
 @pytest.mark.server
 @pytest.mark.parametrize("tier", ["disk", "kvhold"])
-def test_rows_have_what_others_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: str) -> None:
+def test_rows_have_what_others_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: str
+) -> None:
     monkeypatch.setattr(tiers, "ROUNDS", 1)
     monkeypatch.setattr(tiers, "VALUE_BYTES", 1 << 20)
     monkeypatch.setattr(tiers, "NUM_VALUES", 2)

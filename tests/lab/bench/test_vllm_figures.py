@@ -1,4 +1,7 @@
-"""What `kvhold bench vllm` makes of times, and how it asks for them; no vLLM. The real thing is in `test_vllm.py`."""
+"""What `kvhold bench vllm` makes of times, and how it asks for them; no vLLM.
+
+The real thing is in `test_vllm.py`.
+"""
 
 import os
 from collections.abc import Sequence
@@ -16,7 +19,18 @@ from kvhold.lab.bench.vllm import run as run_module
 from kvhold.lab.bench.vllm.figures import VllmRow, goals, make_rows
 from kvhold.lab.bench.vllm.report import draw, render
 from kvhold.lab.bench.vllm.run import REUSE_PERCENT, OutputsDiffer, rounds
-from kvhold.lab.bench.vllm.systems import AGAIN, BESIDE, KVHOLD, LAYERWISE, LIMIT, OFFLOADING, OUTPUT_TOKENS, RECOMPUTE, SYSTEMS, UNCHECKED
+from kvhold.lab.bench.vllm.systems import (
+    AGAIN,
+    BESIDE,
+    KVHOLD,
+    LAYERWISE,
+    LIMIT,
+    OFFLOADING,
+    OUTPUT_TOKENS,
+    RECOMPUTE,
+    SYSTEMS,
+    UNCHECKED,
+)
 from kvhold.lab.engines.engine import Engine
 from kvhold.lab.engines.messages import Generated, GeneratedMany
 from kvhold.lab.engines.models import SIZES, ModelInfo
@@ -26,26 +40,43 @@ NUM_TOKENS = 40
 
 @dataclass
 class FakeEngine:
-    """Answers with the prompt's last tokens, and notes what it was asked, with the number of the call."""
+    """Answers with the prompt's last tokens, and notes what it was asked, with the number of the
+    call.
+    """
 
     answer: int = 0
     asked: list[list[int]] = field(default_factory=list)
 
     def generate(self, prompt: list[int], *, max_tokens: int, rules: Any) -> Generated:
         self.asked.append(prompt)
-        return Generated(ttft_s=0.5, total_s=1.0, token_ids=[self.answer + prompt[-1]] * max_tokens, num_cached_tokens=7)
+        return Generated(
+            ttft_s=0.5,
+            total_s=1.0,
+            token_ids=[self.answer + prompt[-1]] * max_tokens,
+            num_cached_tokens=7,
+        )
 
     def reset_prefix_cache(self) -> bool:
         return True
 
-    def generate_many(self, prompts: list[list[int]], *, max_tokens: int, rules: Any) -> GeneratedMany:
+    def generate_many(
+        self, prompts: list[list[int]], *, max_tokens: int, rules: Any
+    ) -> GeneratedMany:
         self.asked += prompts
-        return GeneratedMany(token_ids=[[prompt[-1]] * max_tokens for prompt in prompts], num_cached_tokens=[3, 9])
+        return GeneratedMany(
+            token_ids=[[prompt[-1]] * max_tokens for prompt in prompts], num_cached_tokens=[3, 9]
+        )
 
 
-def fake_rounds(engines: dict[str, FakeEngine], num_rounds: int, monkeypatch: pytest.MonkeyPatch) -> list[Cell]:
-    monkeypatch.setattr(run_module, "make_prompt", lambda path, num_tokens, seed: [seed] * num_tokens)
-    systems = {name: System(cast(Engine, engine), (os.getpid(),)) for name, engine in engines.items()}
+def fake_rounds(
+    engines: dict[str, FakeEngine], num_rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> list[Cell]:
+    monkeypatch.setattr(
+        run_module, "make_prompt", lambda path, num_tokens, seed: [seed] * num_tokens
+    )
+    systems = {
+        name: System(cast(Engine, engine), (os.getpid(),)) for name, engine in engines.items()
+    }
     model = ModelInfo("tiny", Path(), SIZES["tiny"])
     given = rounds(systems, model, num_tokens=NUM_TOKENS, num_rounds=num_rounds, say=lambda _: None)
     return [found for cells in given for found in cells]
@@ -59,10 +90,19 @@ def everyone() -> dict[str, FakeEngine]:
 def cell(reuse: int, burst: bool = False, **seconds: float) -> Cell:
     """Underscores in names stand for what names have instead."""
     times = {name.replace("__", ", ").replace("_", " "): value for name, value in seconds.items()}
-    return Cell(reuse, 1_000, burst, times, {name: 2 * value for name, value in times.items()}, dict.fromkeys(times, reuse))
+    return Cell(
+        reuse,
+        1_000,
+        burst,
+        times,
+        {name: 2 * value for name, value in times.items()},
+        dict.fromkeys(times, reuse),
+    )
 
 
-def test_what_is_known_was_met_in_the_round_before_and_what_is_new_never(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_known_was_met_in_the_round_before_and_what_is_new_never(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engines = everyone()
     fake_rounds(engines, 2, monkeypatch)
     asked = engines[KVHOLD].asked
@@ -72,19 +112,38 @@ def test_what_is_known_was_met_in_the_round_before_and_what_is_new_never(monkeyp
         known = [token for token in prompt if token >= 1_000_000]
         assert prompt[: len(known)] == known  # it begins with what is known
         before = [number for number in range(at) if known and asked[number][: len(known)] == known]
-        assert before == ([] if at < per_round or not known else list(range(at % per_round, at, per_round)))
-        assert sum(prompt[-1] == other[-1] for other in asked) == (1 if len(known) < NUM_TOKENS else 3)
-    assert {len([token for token in prompt if token >= 1_000_000]) for prompt in asked} == {0, 10, 20, 30, 40}
+        assert before == (
+            [] if at < per_round or not known else list(range(at % per_round, at, per_round))
+        )
+        assert sum(prompt[-1] == other[-1] for other in asked) == (
+            1 if len(known) < NUM_TOKENS else 3
+        )
+    assert {len([token for token in prompt if token >= 1_000_000]) for prompt in asked} == {
+        0,
+        10,
+        20,
+        30,
+        40,
+    }
 
 
-def test_the_first_round_does_not_count_and_each_system_meets_the_same_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_round_does_not_count_and_each_system_meets_the_same_prompts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engines = everyone()
     cells = fake_rounds(engines, 1, monkeypatch)
-    assert 2 * len(cells) == sum(1 for number in (0, 1) for reuse in REUSE_PERCENT for _ in run_module._cells(reuse))
-    assert engines[RECOMPUTE].asked == [prompt for prompt in engines[OFFLOADING].asked if prompt in engines[RECOMPUTE].asked]
+    assert 2 * len(cells) == sum(
+        1 for number in (0, 1) for reuse in REUSE_PERCENT for _ in run_module._cells(reuse)
+    )
+    assert engines[RECOMPUTE].asked == [
+        prompt for prompt in engines[OFFLOADING].asked if prompt in engines[RECOMPUTE].asked
+    ]
     assert engines[RECOMPUTE].asked == engines[OFFLOADING].asked
     burst, alone = next(c for c in cells if c.burst), next(c for c in cells if not c.burst)
-    assert (alone.num_tokens, burst.num_tokens) == (NUM_TOKENS + OUTPUT_TOKENS, 2 * (NUM_TOKENS + OUTPUT_TOKENS))
+    assert (alone.num_tokens, burst.num_tokens) == (
+        NUM_TOKENS + OUTPUT_TOKENS,
+        2 * (NUM_TOKENS + OUTPUT_TOKENS),
+    )
     assert set(alone.seconds.values()) == {0.5}
     assert (set(alone.cached_tokens.values()), set(burst.cached_tokens.values())) == ({7}, {3})
     assert all(cpu_s >= 0 for c in cells for cpu_s in c.cpu_s.values())
@@ -98,9 +157,13 @@ def test_a_system_that_is_not_there_is_left_out(monkeypatch: pytest.MonkeyPatch)
     assert [goal.what.split(":")[0] for goal in goals(rows)] == ["no reuse"] * 5 + ["full hit"]
 
 
-def test_layer_by_layer_is_compared_with_what_differs_in_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layer_by_layer_is_compared_with_what_differs_in_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rows = make_rows(fake_rounds({name: FakeEngine() for name in SYSTEMS}, 1, monkeypatch))
-    assert {(row.reuse, *row.ttft_ratios) for row in rows if row.system == LAYERWISE} == {(reuse, BESIDE) for reuse in REUSE_PERCENT}
+    assert {(row.reuse, *row.ttft_ratios) for row in rows if row.system == LAYERWISE} == {
+        (reuse, BESIDE) for reuse in REUSE_PERCENT
+    }
     assert sum("layer by layer" in goal.what for goal in goals(rows)) == len(REUSE_PERCENT)
     assert all(BESIDE not in row.ttft_ratios for row in rows if row.system == KVHOLD)
 
@@ -108,7 +171,9 @@ def test_layer_by_layer_is_compared_with_what_differs_in_nothing_else(monkeypatc
 def test_the_check_of_memory_is_judged_on_full_hits(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = make_rows(fake_rounds(everyone() | {UNCHECKED: FakeEngine()}, 1, monkeypatch))
     assert {row.reuse for row in rows if row.system == UNCHECKED} == {100}
-    assert [goal.most for goal in goals(rows) if "without comparing checksums" in goal.what] == [1.03]
+    assert [goal.most for goal in goals(rows) if "without comparing checksums" in goal.what] == [
+        1.03
+    ]
 
 
 def test_another_answer_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,11 +195,18 @@ def test_ratios_are_taken_within_cells() -> None:
 
 def test_a_row_compares_with_the_best_other_system_but_the_limit() -> None:
     cells = [cell(75, recompute=8.0, offloading=4.0, kvhold=3.0, vllm__all_in_memory=1.0)] * 5
-    cells += [cell(75, burst=True, recompute=8.0, offloading=4.0, kvhold=2.0, vllm__all_in_memory=1.0)] * 5
+    cells += [
+        cell(75, burst=True, recompute=8.0, offloading=4.0, kvhold=2.0, vllm__all_in_memory=1.0)
+    ] * 5
     rows = {row.system: row for row in make_rows(cells)}
     assert list(rows) == [RECOMPUTE, OFFLOADING, KVHOLD, LIMIT]
     row = rows[KVHOLD]
-    assert (row.best_peer, row.ratio_to_best_peer, row.requests, row.cached_tokens) == (OFFLOADING, 0.75, 5, 75)
+    assert (row.best_peer, row.ratio_to_best_peer, row.requests, row.cached_tokens) == (
+        OFFLOADING,
+        0.75,
+        5,
+        75,
+    )
     assert (row.ttft_p50_s, row.ttft_p99_s, row.throughput) == (3.0, 3.0, 500.0)
     assert row.throughput_ratios[OFFLOADING].median == 2.0
     assert row.cpu_ratios[OFFLOADING].median == 0.5
@@ -144,30 +216,64 @@ def test_a_row_compares_with_the_best_other_system_but_the_limit() -> None:
 
 
 def test_the_99th_percentile_is_that_of_the_requests() -> None:
-    (row, _) = make_rows([cell(0, kvhold=float(seconds), recompute=1.0) for seconds in range(1, 101)])[::-1]
+    (row, _) = make_rows(
+        [cell(0, kvhold=float(seconds), recompute=1.0) for seconds in range(1, 101)]
+    )[::-1]
     assert row.system == KVHOLD
     assert (row.ttft_p50_s, row.ttft_p99_s) == (50.5, pytest.approx(99.01))
     assert row.throughput is None
 
 
 def sample_rows(kvhold: float = 1.0, hit: float = 1.0) -> Sequence[VllmRow]:
-    both = [cell(0, burst, recompute=1.0, vllm=1.0, offloading=1.0, kvhold=kvhold, vllm__all_in_memory=1.0) for burst in (False, True)]
-    full = [cell(100, burst, recompute=9.0, offloading=2.0, kvhold=hit, vllm__all_in_memory=1.0) for burst in (False, True)]
+    both = [
+        cell(
+            0,
+            burst,
+            recompute=1.0,
+            vllm=1.0,
+            offloading=1.0,
+            kvhold=kvhold,
+            vllm__all_in_memory=1.0,
+        )
+        for burst in (False, True)
+    ]
+    full = [
+        cell(100, burst, recompute=9.0, offloading=2.0, kvhold=hit, vllm__all_in_memory=1.0)
+        for burst in (False, True)
+    ]
     return make_rows((both + full) * 5)
 
 
 def test_goals_are_judged_by_their_whole_interval() -> None:
-    assert [(goal.most, goal.verdict) for goal in goals(sample_rows())] == [(1.02, "yes")] * 3 + [(1.0, "yes"), (1.1, "yes")]
-    assert [goal.verdict for goal in goals(sample_rows(kvhold=1.03, hit=1.2))] == ["NO", "NO", "NO", "yes", "NO"]
+    assert [(goal.most, goal.verdict) for goal in goals(sample_rows())] == [(1.02, "yes")] * 3 + [
+        (1.0, "yes"),
+        (1.1, "yes"),
+    ]
+    assert [goal.verdict for goal in goals(sample_rows(kvhold=1.03, hit=1.2))] == [
+        "NO",
+        "NO",
+        "NO",
+        "yes",
+        "NO",
+    ]
     assert goals(sample_rows(kvhold=1.25))[1].ratio.median == pytest.approx(1.25)
-    varied = [cell(0, burst, recompute=1.0, vllm=1.0, kvhold=seconds) for seconds in (1.0, 1.1, 1.2) for burst in (False, True)]
-    assert all(goal.ratio.low < goal.ratio.median < goal.ratio.high for goal in goals(make_rows(varied)))
+    varied = [
+        cell(0, burst, recompute=1.0, vllm=1.0, kvhold=seconds)
+        for seconds in (1.0, 1.1, 1.2)
+        for burst in (False, True)
+    ]
+    assert all(
+        goal.ratio.low < goal.ratio.median < goal.ratio.high for goal in goals(make_rows(varied))
+    )
     assert Goal("", Ratio(1.0, 0.9, 1.1, 5), 1.02).verdict == "undecided"
     assert Goal("", Ratio(1.0, 0.9, 1.02, 5), 1.02).verdict == "yes"
 
 
 def test_no_goal_is_decided_by_less_than_identical_engines_differ() -> None:
-    cells = [cell(0, burst, recompute=1.0, vllm=1.0, vllm__again=0.8, kvhold=1.1) for burst in (False, True)] * 5
+    cells = [
+        cell(0, burst, recompute=1.0, vllm=1.0, vllm__again=0.8, kvhold=1.1)
+        for burst in (False, True)
+    ] * 5
     rows = make_rows(cells)
     assert [(goal.verdict, goal.noise) for goal in goals(rows)] == [("undecided", 1.25)] * 3
     assert AGAIN not in {row.best_peer for row in rows}
@@ -177,12 +283,24 @@ def test_no_goal_is_decided_by_less_than_identical_engines_differ() -> None:
 
 def test_what_a_followed_request_costs_is_judged_within_one_engine() -> None:
     plain = [cell(0, burst, recompute=1.0, vllm=1.0, kvhold=1.3) for burst in (False, True)]
-    within = [cell(0, burst, kvhold=1.01, kvhold__left_alone=1.0, kvhold__left_alone_again=1.005) for burst in (False, True)]
+    within = [
+        cell(0, burst, kvhold=1.01, kvhold__left_alone=1.0, kvhold__left_alone_again=1.005)
+        for burst in (False, True)
+    ]
     rows = make_rows((plain + within) * 5)
     judged = [goal for goal in goals(rows) if "in one engine" in goal.what]
-    assert [(round(goal.ratio.median, 3), goal.noise, goal.verdict) for goal in judged] == [(1.01, 1.005, "yes")] * 2
-    worse = [cell(0, burst, kvhold=1.05, kvhold__left_alone=1.0, kvhold__left_alone_again=1.005) for burst in (False, True)]
-    assert [goal.verdict for goal in goals(make_rows((plain + worse) * 5)) if "in one engine" in goal.what] == ["NO"] * 2
+    assert [(round(goal.ratio.median, 3), goal.noise, goal.verdict) for goal in judged] == [
+        (1.01, 1.005, "yes")
+    ] * 2
+    worse = [
+        cell(0, burst, kvhold=1.05, kvhold__left_alone=1.0, kvhold__left_alone_again=1.005)
+        for burst in (False, True)
+    ]
+    assert [
+        goal.verdict
+        for goal in goals(make_rows((plain + worse) * 5))
+        if "in one engine" in goal.what
+    ] == ["NO"] * 2
     assert {row.best_peer for row in rows if row.system == KVHOLD} <= {RECOMPUTE, "vllm"}
 
 

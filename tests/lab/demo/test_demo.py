@@ -21,19 +21,39 @@ FIELDS = {
 
 
 @pytest.mark.slow
-def test_without_vllm_it_runs_on_transformers_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_vllm_it_runs_on_transformers_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for module in ("command", "run"):
         monkeypatch.setattr(f"kvhold.lab.demo.{module}.is_vllm_available", lambda: False)
     for name in ("CONNECT", "CALL"):
-        monkeypatch.setenv(f"KVHOLD_CLIENT_{name}_TIMEOUT_S", "60")  # a busy machine is no reason to compute
+        monkeypatch.setenv(
+            f"KVHOLD_CLIENT_{name}_TIMEOUT_S", "60"
+        )  # a busy machine is no reason to compute
     figures, picture = tmp_path / "demo.json", tmp_path / "demo.png"
-    arguments = ["demo", "--model-size", "tiny", "--tokens", "600", "--repeats", "1", "--json", str(figures), "--picture", str(picture)]
+    arguments = [
+        "demo",
+        "--model-size",
+        "tiny",
+        "--tokens",
+        "600",
+        "--repeats",
+        "1",
+        "--json",
+        str(figures),
+        "--picture",
+        str(picture),
+    ]
     result = CliRunner().invoke(cli, arguments)
     assert result.exit_code == 0, result.output
     assert "runs on transformers instead" in result.output
     assert "outputs identical  yes" in result.output
     measured = json.loads(figures.read_text())
     assert measured.keys() >= FIELDS
-    assert (measured["prompt_tokens"], measured["tokens_reused"], measured["identical"]) == (600, 599, True)
+    assert (measured["prompt_tokens"], measured["tokens_reused"], measured["identical"]) == (
+        600,
+        599,
+        True,
+    )
     assert measured["prefix_cache_ttft_s"] is None
     assert picture.read_bytes().startswith(b"\x89PNG")

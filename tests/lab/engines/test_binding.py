@@ -25,9 +25,15 @@ def test_engines_that_share_the_cores_are_not_bound() -> None:
     assert not binding(len(CORES) + 1)["own_binding"]
 
 
-@pytest.mark.parametrize(("own_binding", "driver"), [(True, "vllm"), (False, "vllm"), (True, "transformers")])
-def test_only_vllm_is_bound_and_what_a_caller_says_counts_more(own_binding: bool, driver: str) -> None:
-    options = EngineOptions(model_path="m", max_model_len=1, kv_cache_bytes=1, own_binding=own_binding, driver=driver)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("own_binding", "driver"), [(True, "vllm"), (False, "vllm"), (True, "transformers")]
+)
+def test_only_vllm_is_bound_and_what_a_caller_says_counts_more(
+    own_binding: bool, driver: str
+) -> None:
+    options = EngineOptions(
+        model_path="m", max_model_len=1, kv_cache_bytes=1, own_binding=own_binding, driver=driver
+    )  # type: ignore[arg-type]
     environment = Engine(options, environment={"OMP_NUM_THREADS": "7"})._environment
     assert ("GOMP_CPU_AFFINITY" in environment) == (own_binding and driver == "vllm")
     assert environment["OMP_NUM_THREADS"] == "7"

@@ -1,4 +1,6 @@
-"""The models the demo makes: their promise of size, the same bytes every time, prompts of exact length."""
+"""The models the demo makes: their promise of size, the same bytes every time, prompts of exact
+length.
+"""
 
 import hashlib
 import json
@@ -55,7 +57,9 @@ def test_a_model_that_is_there_is_not_made_again(tiny: ModelInfo) -> None:
     assert (again.path / "model.safetensors").stat().st_mtime_ns == before
 
 
-def test_two_makers_at_once_leave_one_whole_model_and_nothing_else(tiny: ModelInfo, tmp_path: Path) -> None:
+def test_two_makers_at_once_leave_one_whole_model_and_nothing_else(
+    tiny: ModelInfo, tmp_path: Path
+) -> None:
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(make_model, ["tiny", "tiny"], [tmp_path, tmp_path])
     assert first == second
@@ -63,7 +67,9 @@ def test_two_makers_at_once_leave_one_whole_model_and_nothing_else(tiny: ModelIn
     assert _digests(first.path) == _digests(tiny.path)
 
 
-def test_the_cache_folder_of_the_user_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_folder_of_the_user_is_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert make_model("tiny").path.parent == tmp_path / "kvhold" / "models"
 
@@ -72,17 +78,25 @@ def test_any_text_survives_the_tokenizer(tiny: ModelInfo) -> None:
     tokenizer = tokenizers.Tokenizer.from_file(str(tiny.path / "tokenizer.json"))
     text = "def f(x):\n\treturn x  # größer als 30 °C ☃ \x00\x7f 漢字\r\n"
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
-    assert tokenizer.get_vocab_size() == VOCAB_SIZE == json.loads((tiny.path / "config.json").read_text())["vocab_size"]
+    assert (
+        tokenizer.get_vocab_size()
+        == VOCAB_SIZE
+        == json.loads((tiny.path / "config.json").read_text())["vocab_size"]
+    )
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 40, 127, 4_000, 16_000])
 def test_a_prompt_has_exactly_the_tokens_asked_for(tiny: ModelInfo, num_tokens: int) -> None:
     prompt = make_prompt(tiny.path, num_tokens, seed=3)
     assert len(prompt) == num_tokens
-    assert all(0 < token_id < VOCAB_SIZE for token_id in prompt), "no special token, nothing beyond the vocabulary"
+    assert all(0 < token_id < VOCAB_SIZE for token_id in prompt), (
+        "no special token, nothing beyond the vocabulary"
+    )
 
 
-def test_a_prompt_is_the_same_every_time_and_longer_ones_begin_with_shorter_ones(tiny: ModelInfo) -> None:
+def test_a_prompt_is_the_same_every_time_and_longer_ones_begin_with_shorter_ones(
+    tiny: ModelInfo,
+) -> None:
     prompt = make_prompt(tiny.path, 500, seed=1)
     assert make_prompt(tiny.path, 500, seed=1) == prompt
     assert make_prompt(tiny.path, 300, seed=1) == prompt[:300]
@@ -94,14 +108,18 @@ def test_prompts_of_different_seeds_part_at_once(tiny: ModelInfo) -> None:
 
 
 def test_prompts_share_exactly_what_is_asked_for(tiny: ModelInfo) -> None:
-    first, second = (make_prompt(tiny.path, 600, seed=seed, num_shared_tokens=256) for seed in (1, 2))
+    first, second = (
+        make_prompt(tiny.path, 600, seed=seed, num_shared_tokens=256) for seed in (1, 2)
+    )
     assert first[:256] == second[:256]
     assert first[256:264] != second[256:264]
     with pytest.raises(ValueError, match="do not fit"):
         make_prompt(tiny.path, 100, num_shared_tokens=101)
 
 
-def test_transformers_reads_the_checkpoint_and_its_output_depends_on_all_of_the_prompt(tiny: ModelInfo) -> None:
+def test_transformers_reads_the_checkpoint_and_its_output_depends_on_all_of_the_prompt(
+    tiny: ModelInfo,
+) -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny.path)
@@ -110,15 +128,22 @@ def test_transformers_reads_the_checkpoint_and_its_output_depends_on_all_of_the_
     assert sum(parameter.numel() for parameter in model.parameters()) == tiny.num_parameters
 
     def greedy(prompt: list[int]) -> list[int]:
-        output = model.generate(torch.tensor([prompt]), max_new_tokens=32, do_sample=False, eos_token_id=None)
+        output = model.generate(
+            torch.tensor([prompt]), max_new_tokens=32, do_sample=False, eos_token_id=None
+        )
         return list(output[0, len(prompt) :].tolist())
 
     outputs = [greedy(make_prompt(tiny.path, 300, seed=seed)) for seed in range(4)]
-    assert all(len(set(output)) > 16 for output in outputs), "a model that repeats itself would hide wrong KV"
+    assert all(len(set(output)) > 16 for output in outputs), (
+        "a model that repeats itself would hide wrong KV"
+    )
     assert len({tuple(output) for output in outputs}) == 4
     prompt = make_prompt(tiny.path, 300, seed=0)
     assert greedy([prompt[0] + 1, *prompt[1:]]) != outputs[0]
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.iterdir())
+    }

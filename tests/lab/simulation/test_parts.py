@@ -1,4 +1,6 @@
-"""The parts of the simulation that stand for a host: interrupts, descriptors, sockets that are full."""
+"""The parts of the simulation that stand for a host: interrupts, descriptors, sockets that are
+full.
+"""
 
 import asyncio
 from typing import Any
@@ -47,7 +49,9 @@ def run(work: Work, at: int, *, early: bool) -> tuple[bool, float]:
 
 @pytest.mark.parametrize(("early", "waits_s"), [(True, 0.0), (False, 1.0)])
 @pytest.mark.parametrize("at", [1, 2, 3])
-def test_work_is_interrupted_at_the_chosen_await_and_cleans_up(at: int, early: bool, waits_s: float) -> None:
+def test_work_is_interrupted_at_the_chosen_await_and_cleans_up(
+    at: int, early: bool, waits_s: float
+) -> None:
     work = Work()
     assert run(work, at, early=early) == (True, at - 1 + waits_s + 1.0)
     assert work.done == [*(f"step {number}" for number in range(1, at)), "cleaned up"]
@@ -115,7 +119,9 @@ def arrive(sock: ListeningSocket, world: World) -> End:
     return near
 
 
-def test_the_listener_refuses_with_its_spare_descriptor_where_no_other_is_left(world: World) -> None:
+def test_the_listener_refuses_with_its_spare_descriptor_where_no_other_is_left(
+    world: World,
+) -> None:
     sock = listening(world)
     world.descriptors.run_out(0)
     near = arrive(sock, world)

@@ -28,7 +28,9 @@ def test_a_seed_is_one_history() -> None:
 
 def test_a_seed_of_several_hosts_is_one_history() -> None:
     seeds = [2 * EVERY, 3 * EVERY, 4 * EVERY]
-    first, again = [[list(soak._lines(soak._source(), seed, 1)) for seed in seeds] for _ in range(2)]
+    first, again = [
+        [list(soak._lines(soak._source(), seed, 1)) for seed in seeds] for _ in range(2)
+    ]
     assert first == again
     assert first[0] != first[1] != first[2]
 
@@ -52,7 +54,14 @@ print(len(asked), sum(map(len, findings)))
 def test_the_promise_is_asked_of_chunks_from_all_places_and_of_clears_of_all_hosts() -> None:
     seeds = [str(number * EVERY) for number in range(1, 25)]
     command = [sys.executable, "-W", "ignore", "-c", _COUNTS, *seeds]
-    counted = subprocess.run(command, env=soak._environment(soak._source()), capture_output=True, text=True, timeout=300, check=True)
+    counted = subprocess.run(
+        command,
+        env=soak._environment(soak._source()),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
     assert counted.stdout.split() == ["6", "0"]
 
 
@@ -62,7 +71,11 @@ def test_there_are_twelve_mutations_or_more_and_each_fits_the_code(tmp_path: Pat
     source = Path(kvhold.__file__).parent
     for patch in patches:
         folder = tmp_path / patch.stem
-        shutil.copytree(source, folder / "kvhold", ignore=shutil.ignore_patterns("__pycache__", "lab", "integrations"))
+        shutil.copytree(
+            source,
+            folder / "kvhold",
+            ignore=shutil.ignore_patterns("__pycache__", "lab", "integrations"),
+        )
         apply(patch, folder)
 
 
@@ -71,12 +84,17 @@ def test_a_patch_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "kvhold" / "code.py").write_text("a\nb\na\n")
     patch = tmp_path / "one.patch"
     for before in ("a", "c"):
-        patch.write_text(f"--- a/kvhold/code.py\n+++ b/kvhold/code.py\n@@ -1 +1 @@\n-{before}\n+d\n")
+        patch.write_text(
+            f"--- a/kvhold/code.py\n+++ b/kvhold/code.py\n@@ -1 +1 @@\n-{before}\n+d\n"
+        )
         with pytest.raises(PatchError, match="where there must be one"):
             apply(patch, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["claim-takes-no-pin", "memory-back-at-the-hang-up", "clear-from-elsewhere-leaves-memory"])
+@pytest.mark.parametrize(
+    "name",
+    ["claim-takes-no-pin", "memory-back-at-the-hang-up", "clear-from-elsewhere-leaves-memory"],
+)
 def test_finds_a_mutation(name: str) -> None:
     (row,) = soak.run_mutations(200, names=(name,)).rows
     assert row.found

@@ -1,16 +1,19 @@
-"""The linker that SGLang's radix tree dictates: pages between its device pools and the cache, a layer at a time. Loaded as `dynamic`.
+"""The linker that SGLang's radix tree dictates: pages between its device pools and the cache, a
+layer at a time. Loaded as `dynamic`.
 
-    match_prefix   -> lookup(rid, transfers)                   what is there, pinned until it is loaded or half a minute has passed
+    match_prefix  -> lookup(rid, transfers)                   what is there, pinned until it is loaded or half a minute has passed
     init_load_back -> load(rid, transfers)                     queued, into slots that the tree has allocated
     before a pass  -> start_layer_wise_loading()               a thread copies layer after layer ...
-    in the pass    -> layer_done_counter.wait_until(layer)     ... and the pass waits for each where it needs it
-    after it       -> finish_layer_wise_loading(index)         False: SGLang aborts the requests that loaded
-    insert         -> offload(transfers)                       another thread stores them; the tree holds the pages until that is consumed
+    in the pass    -> layer_done_counter.wait_until(layer)     ... and the pass waits for each where
+    it needs it
+    after it  -> finish_layer_wise_loading(index)         False: SGLang aborts the requests that loaded
+    insert  -> offload(transfers)                       another thread stores them; the tree holds the pages until that is consumed
 
-SGLang aborts a request whose load fails, so a load is accepted only with its pages pinned, where this process decides alone; with more
-ranks than one all must decide alike, and a load whose pages have gone fails. Calls come from SGLang's scheduler thread; copies run on two
-threads, and a layer counts as done when its copy is. Left out: sliding windows, states and draft models
-(KV of plain MHA and MLA pools alone; anything else is refused at start).
+SGLang aborts a request whose load fails, so a load is accepted only with its pages pinned, where
+this process decides alone; with more ranks than one all must decide alike, and a load whose pages
+have gone fails. Calls come from SGLang's scheduler thread; copies run on two threads, and a layer
+counts as done when its copy is. Left out: sliding windows, states and draft models (KV of plain MHA
+and MLA pools alone; anything else is refused at start).
 """
 
 import logging
@@ -26,7 +29,10 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
+    LayerWiseLoadCounter,
+    UnifiedCacheLinker,
+)
 
 from kvhold.core.api import Hit
 from kvhold.core.errors import KVHoldError, LayoutError
@@ -54,7 +60,9 @@ class _Found:
 
 @dataclass(frozen=True)
 class _Load:
-    """Pages on their way: into the pages `ids` of the device. found: None when they were not pinned in time."""
+    """Pages on their way: into the pages `ids` of the device. found: None when they were not pinned
+    in time.
+    """
 
     rid: str
     keys: tuple[str, ...]
@@ -74,25 +82,47 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         extra_config: dict[str, Any] | None = None,
         forward_stream: Any = None,
     ) -> None:
-        """Raises ConfigError, LayoutError for pools that are not served and weights that cannot be told, NodeError, CapacityError."""
+        """Raises ConfigError, LayoutError for pools that are not served and weights that cannot be
+        told, NodeError, CapacityError.
+        """
         settings = linker_settings(extra_config)
         self.forward_stream = forward_stream
         if set(components) != {ComponentType.FULL}:
-            raise LayoutError(f"the linker serves models with full attention only, not {sorted(c.name for c in components)}")
+            raise LayoutError(
+                "the linker serves models with full attention only, not "
+                f"{sorted(c.name for c in components)}"
+            )
         if params.mtp_draft_device_pools or params.sidecar_draft_device_pools:
-            raise LayoutError("the linker does not serve draft models' KV; switch speculative decoding off, or use the storage")
+            raise LayoutError(
+                "the linker does not serve draft models' KV; switch speculative decoding "
+                "off, or use the storage"
+            )
         engine, pool = engine_of(settings), params.token_to_kv_pool_allocator.get_kvcache()
         threads = settings.config.copy_threads or 2
-        self._pages = device_pages(pool, page_size=params.page_size, kv_dtype=engine.kv_dtype, threads=threads)
+        self._pages = device_pages(
+            pool, page_size=params.page_size, kv_dtype=engine.kv_dtype, threads=threads
+        )
         self.pools = {PoolName.KV: pool}
         part, self._one_rank = _part(params)
         replicated = len(self._pages.views) == 1 and self._pages.views[0].planes == 1
         self._stores = not replicated or part.tp[0] == 0
-        namespace = namespace_of(engine, self._pages.layout, part, pool=str(PoolName.KV), replicated=replicated, salt=self._pages.identity)
+        namespace = namespace_of(
+            engine,
+            self._pages.layout,
+            part,
+            pool=str(PoolName.KV),
+            replicated=replicated,
+            salt=self._pages.identity,
+        )
         self.layer_done_counter = LayerWiseLoadCounter(self._pages.views[0].layers)
         self._cache = settings.open("sglang")
         device = self._pages.views[0].device
-        self._copier: Copier = proven_copier_for(device, threads=threads, cache=self._cache, allow_unproven=settings.config.allow_unproven)
+        self._copier: Copier = proven_copier_for(
+            device,
+            threads=threads,
+            cache=self._cache,
+            allow_unproven=settings.config.allow_unproven,
+        )
         self._shelf = Shelf(self._cache, namespace, settings.config)
         self._shelf.register()
         self._copier.prepare()
@@ -101,14 +131,23 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         self._under_way = 0
         self._idle = threading.Condition()
         self._offloaded: SimpleQueue[bool] = SimpleQueue()
-        placed: dict[str, Any] = {"initializer": place_this_thread, "initargs": (settings.config.client.cores,)}
+        placed: dict[str, Any] = {
+            "initializer": place_this_thread,
+            "initargs": (settings.config.client.cores,),
+        }
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="kvhold-load", **placed)
         self._storer = ThreadPoolExecutor(1, thread_name_prefix="kvhold-store", **placed)
         place_own_threads(settings.config.client.cores)
-        log.info("kvhold: linker, pages of %d tokens, namespace %s", params.page_size, namespace.digest.hex())
+        log.info(
+            "kvhold: linker, pages of %d tokens, namespace %s",
+            params.page_size,
+            namespace.digest.hex(),
+        )
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        """The lengths, in pages, at which the prefix of `transfers[0].keys` can be restored here."""
+        """The lengths, in pages, at which the prefix of `transfers[0].keys` can be
+        restored here.
+        """
         keys = _kv(transfers).keys or []
         check_keys(keys)
         self._forget(rid)
@@ -121,7 +160,9 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         return list(range(1, num_pages + 1))
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
-        """Queue a load; False when its pages are not pinned (any more) and this process may say so."""
+        """Queue a load; False when its pages are not pinned (any more) and this process
+        may say so.
+        """
         transfer = _kv(transfers)
         keys = tuple(transfer.keys or ())
         if rid in self._queued:
@@ -225,13 +266,19 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
             with ExitStack() as held:
                 pieces = [piece for load in loads for piece in self._claimed(load, held)]
                 for layer in range(self._pages.views[0].layers):
-                    wait_for([self._copier.scatter(pieces, after=mark, layers=range(layer, layer + 1))])
+                    wait_for(
+                        [self._copier.scatter(pieces, after=mark, layers=range(layer, layer + 1))]
+                    )
                     self.layer_done_counter.complete(index, layer)
         except BaseException as error:
             if not isinstance(error, KVHoldError):
                 log.exception("kvhold: loading for requests %s", [load.rid for load in loads])
             else:
-                log.warning("kvhold: the KV of requests %s did not arrive: %s", [load.rid for load in loads], error)
+                log.warning(
+                    "kvhold: the KV of requests %s did not arrive: %s",
+                    [load.rid for load in loads],
+                    error,
+                )
             self.layer_done_counter.fail(index, error)
         finally:
             for load in loads:
@@ -252,14 +299,20 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         try:
             for event in events:
                 event.synchronize()
-            stored = all(self._shelf.store(keys, None, lambda _, buffer, places: self._gather(ids, buffer, places)))
+            stored = all(
+                self._shelf.store(
+                    keys, None, lambda _, buffer, places: self._gather(ids, buffer, places)
+                )
+            )
         except Exception:
             log.exception("kvhold: could not store pages")
         finally:
             self._offloaded.put(stored)
 
     def _gather(self, ids: Int64s, buffer: Any, places: Any) -> None:
-        wait_for([self._copier.gather(self._pages.pieces(ids, buffer, places), after=None)])  # what wrote them has ended
+        wait_for(
+            [self._copier.gather(self._pages.pieces(ids, buffer, places), after=None)]
+        )  # what wrote them has ended
 
     def _forget(self, rid: str) -> None:
         found = self._found.pop(rid, None)
@@ -276,7 +329,9 @@ def _kv(transfers: Sequence[PoolTransfer]) -> PoolTransfer:
     for transfer in transfers:
         if transfer.name == PoolName.KV:
             return transfer
-    raise ValueError(f"no transfer of pool {PoolName.KV} among {[str(transfer.name) for transfer in transfers]}")
+    raise ValueError(
+        f"no transfer of pool {PoolName.KV} among {[str(transfer.name) for transfer in transfers]}"
+    )
 
 
 def _part(params: Any) -> tuple[Part, bool]:
@@ -284,6 +339,11 @@ def _part(params: Any) -> tuple[Part, bool]:
     tp = (0, 1)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         group = params.attn_tp_cache_group or params.tp_cache_group
-        tp = (torch.distributed.get_rank(group=group), torch.distributed.get_world_size(group=group))
-    part = Part(tp=tp, pp=(params.pp_rank, params.pp_size), cp=(params.attn_cp_rank, params.attn_cp_size))
+        tp = (
+            torch.distributed.get_rank(group=group),
+            torch.distributed.get_world_size(group=group),
+        )
+    part = Part(
+        tp=tp, pp=(params.pp_rank, params.pp_size), cp=(params.attn_cp_rank, params.attn_cp_size)
+    )
     return part, tp[1] == params.pp_size == params.attn_cp_size == 1

@@ -1,14 +1,16 @@
 """Names: SGLang's page hashes as names of chunks, and what its KV depends on as a namespace.
 
-SGLang names a page by a chain of SHA-256 over all tokens up to its end, seeded with the request's extra key (which holds the adapter's
-id) and cache salt. That says nothing of the model, so everything else is in the namespace: the weights by their content, every setting of
-SGLang's but the harmless in `tables.py`, the adapters given at start by their content, versions, processor and environment, the pool, its
-geometry, and this rank's part of the model. Each rank looks
-for its own part only, because SGLang itself takes the shortest prefix over its ranks; where KV is the same on all tensor parallel ranks
-(MLA), the rank is left out and they share.
+SGLang names a page by a chain of SHA-256 over all tokens up to its end, seeded with the request's
+extra key (which holds the adapter's id) and cache salt. That says nothing of the model, so
+everything else is in the namespace: the weights by their content, every setting of SGLang's but the
+harmless in `tables.py`, the adapters given at start by their content, versions, processor and
+environment, the pool, its geometry, and this rank's part of the model. Each rank looks for its own
+part only, because SGLang itself takes the shortest prefix over its ranks; where KV is the same on
+all tensor parallel ranks (MLA), the rank is left out and they share.
 
-A hash becomes 20 bytes by blake2b (RFC 7693), salted with the namespace: names of one namespace tell nothing about another's.
-Pure functions, but for `engine_of`, which asks SGLang's runtime context and reads the weights' digests; any thread.
+A hash becomes 20 bytes by blake2b (RFC 7693), salted with the namespace: names of one namespace
+tell nothing about another's. Pure functions, but for `engine_of`, which asks SGLang's runtime
+context and reads the weights' digests; any thread.
 """
 
 import logging
@@ -34,7 +36,16 @@ log = logging.getLogger(__name__)
 
 _PERSON = b"kvhold-sglang-1"
 _RULES = Rules(atoms={torch.dtype: str})
-_LIBRARIES = ("sglang", "torch", "transformers", "sgl-kernel", "sglang-kernel", "flashinfer-python", "triton", "flash-attn")
+_LIBRARIES = (
+    "sglang",
+    "torch",
+    "transformers",
+    "sgl-kernel",
+    "sglang-kernel",
+    "flashinfer-python",
+    "triton",
+    "flash-attn",
+)
 SHARES = {
     "versions": ("versions.",),
     "cpu": ("cpu.",),
@@ -43,7 +54,9 @@ SHARES = {
     "expert_parallel": ("sglang.ep_size",),
     "environment": ("environment.",),
 }
-"""Words of the setting `share`: the facts that are left out, or all that begin with a text that ends in a dot."""
+"""Words of the setting `share`: the facts that are left out, or all that begin with a text that
+ends in a dot.
+"""
 
 
 @dataclass(frozen=True)
@@ -64,7 +77,9 @@ class Engine:
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of the model's KV a process has: (rank, size) of tensor, pipeline, context and decode context parallelism."""
+    """Which part of the model's KV a process has: (rank, size) of tensor, pipeline, context and
+    decode context parallelism.
+    """
 
     tp: tuple[int, int] = (0, 1)
     pp: tuple[int, int] = (0, 1)
@@ -73,13 +88,19 @@ class Part:
 
 
 def engine_of(settings: Settings) -> Engine:
-    """The engine this process is part of. Raises LayoutError when its weights or its adapters cannot be told."""
+    """The engine this process is part of.
+
+    Raises LayoutError when its weights or its adapters cannot be told.
+    """
     model_id = settings.config.model_id
     try:
         args = runtime_context.get_server_args()
     except ValueError:  # not within a server
         if not model_id:
-            raise LayoutError("model_id must be set: SGLang's settings are not published here, so the weights cannot be told") from None
+            raise LayoutError(
+                "model_id must be set: SGLang's settings are not published here, so the "
+                "weights cannot be told"
+            ) from None
         return Engine(model_id, kv_dtype=settings.kv_dtype)
     facts = _server_facts(args, settings)
     for number, ref in enumerate(args.lora_paths or ()):
@@ -94,46 +115,82 @@ def engine_of(settings: Settings) -> Engine:
 
 
 def _server_facts(args: Any, settings: Settings) -> dict[str, str]:
-    """Every field of SGLang's settings, versions, processor and environment, less the harmless and the shared."""
+    """Every field of SGLang's settings, versions, processor and environment, less the harmless and
+    the shared.
+    """
     shared = tuple(name for word in settings.config.share for name in SHARES.get(word, (word,)))
     for word in settings.config.share:
         if word not in SHARES and not word.startswith("sglang."):
-            raise ConfigError(f"share: {word!r} is neither one of {', '.join(SHARES)} nor a fact that begins with sglang.")
+            raise ConfigError(
+                f"share: {word!r} is neither one of {', '.join(SHARES)} nor a fact that "
+                "begins with sglang."
+            )
     facts: dict[str, str] = {}
     given = {name: getattr(args, name) for name in args.__struct_fields__}
-    # SGLang keeps what it makes of them (by the platform, the model, other settings) beside them, handler by handler.
-    resolved = {name: value for _, changes in getattr(args, "_resolved_overrides", ()) for name, value in changes.items()}
+    # SGLang keeps what it makes of them (by the platform, the model, other settings) beside them,
+    # handler by handler.
+    resolved = {
+        name: value
+        for _, changes in getattr(args, "_resolved_overrides", ())
+        for name, value in changes.items()
+    }
     rules = replace(_RULES, shared=shared)
     for prefix, values in (("sglang", given), ("sglang.resolved", resolved)):
         for name, value in values.items():
             if name not in SERVER_ARGS.harmless and f"sglang.{name}" not in shared:
                 walk(value, f"{prefix}.{name}", rules, facts)
-    facts |= {**version_facts(*_LIBRARIES), **processor_facts(), **library_facts(), **_environment()}
-    return {name: text for name, text in facts.items() if not name.startswith(tuple(s for s in shared if s.endswith(".")))}
+    facts |= {
+        **version_facts(*_LIBRARIES),
+        **processor_facts(),
+        **library_facts(),
+        **_environment(),
+    }
+    return {
+        name: text
+        for name, text in facts.items()
+        if not name.startswith(tuple(s for s in shared if s.endswith(".")))
+    }
 
 
 def _environment() -> dict[str, str]:
-    named = (name for name in sorted(os.environ) if name.startswith(("SGLANG_", "SGL_")) and name not in VARIABLES)
+    named = (
+        name
+        for name in sorted(os.environ)
+        if name.startswith(("SGLANG_", "SGL_")) and name not in VARIABLES
+    )
     return {f"environment.{name}": repr(os.environ[name]) for name in named}
 
 
-def namespace_of(engine: Engine, layout: Layout, part: Part, *, pool: str, replicated: bool, salt: str = "") -> Namespace:
+def namespace_of(
+    engine: Engine, layout: Layout, part: Part, *, pool: str, replicated: bool, salt: str = ""
+) -> Namespace:
     """The namespace of one pool's pages.
 
     replicated: all tensor parallel ranks have the same KV
     salt:       what else tells the pool's bytes from others', in text
     """
-    ranks = {"pp": part.pp, "cp": part.cp, "dcp": part.dcp} | ({} if replicated else {"tp": part.tp})
+    ranks = {"pp": part.pp, "cp": part.cp, "dcp": part.dcp} | (
+        {} if replicated else {"tp": part.tp}
+    )
     tags = [("engine", "sglang"), ("pool", pool), ("replicated", str(replicated)), ("format", salt)]
     tags += [(name, f"{rank} of {size}") for name, (rank, size) in sorted(ranks.items())]
-    return Namespace(model=engine.model, layout=layout, tags=tuple(tags), hashing="sglang-sha256-1", facts=engine.facts, title=engine.title)
+    return Namespace(
+        model=engine.model,
+        layout=layout,
+        tags=tuple(tags),
+        hashing="sglang-sha256-1",
+        facts=engine.facts,
+        title=engine.title,
+    )
 
 
-def names_of(namespace: Namespace, keys: Sequence[str], prefix_keys: Sequence[str] | None) -> ChunkNames:
+def names_of(
+    namespace: Namespace, keys: Sequence[str], prefix_keys: Sequence[str] | None
+) -> ChunkNames:
     """Pages to be stored, in the order of their prompt.
 
-    prefix_keys: those of the pages before them, from the prompt's start; None when SGLang does not say. Then they are taken for a
-                 prompt's first, which eviction alone minds.
+    prefix_keys: those of the pages before them, from the prompt's start; None when SGLang does not
+                 say. Then they are taken for a prompt's first, which eviction alone minds.
     """
     before = [] if prefix_keys is None else list(prefix_keys)
     return ChunkNames(
@@ -146,7 +203,13 @@ def names_of(namespace: Namespace, keys: Sequence[str], prefix_keys: Sequence[st
 
 def query_of(namespace: Namespace, keys: Sequence[str]) -> Query:
     """Pages to be looked up, in order."""
-    return Query(namespace.digest, namespace.layout.fingerprint, 1, _hashes(namespace, keys), tenant=namespace.tenant)
+    return Query(
+        namespace.digest,
+        namespace.layout.fingerprint,
+        1,
+        _hashes(namespace, keys),
+        tenant=namespace.tenant,
+    )
 
 
 def check_keys(keys: Sequence[object]) -> None:
@@ -158,11 +221,16 @@ def check_keys(keys: Sequence[object]) -> None:
 
 def _hashes(namespace: Namespace, keys: Sequence[str]) -> bytes:
     salt = namespace.digest
-    return b"".join(blake2b(key.encode(), digest_size=HASH_BYTES, salt=salt, person=_PERSON).digest() for key in keys)
+    return b"".join(
+        blake2b(key.encode(), digest_size=HASH_BYTES, salt=salt, person=_PERSON).digest()
+        for key in keys
+    )
 
 
 def _adapter(ref: Any) -> str:
-    """An adapter given at start, whose id SGLang makes of name and path: its content has to be told too."""
+    """An adapter given at start, whose id SGLang makes of name and path: its content has to be told
+    too.
+    """
     try:
         return f"{ref.lora_id} {adapter_identity(ref.lora_path)}"
     except LayoutError as error:

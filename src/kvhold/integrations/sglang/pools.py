@@ -1,16 +1,19 @@
 """Where a page lies in a pool of SGLang's, and how it becomes a chunk.
 
-    pages = host_pages(pool, kv_dtype="", threads=2)       # or device_pages(pool, page_size=64, ...)
+    pages = host_pages(pool, kv_dtype="", threads=2)  # or device_pages(pool, page_size=64, ...)
     ids = pages.ids(host_indices, num_pages=3)             # [3] page numbers, checked
     pages.gather(ids, room.buffer, places)                 # and scatter
 
-A page of plain attention KV (MHA, also with K and V of different widths; MLA) becomes a canonical chunk whatever way the pool arranges
-it, so servers with other host layouts share it, and the storage shares with the linker. K and V of different widths are two groups.
-Any other pool that SGLang can flatten page by page (an indexer, a state, packed scales) is moved as opaque bytes, whose packing names
-class, arrangement and SGLang's version, if the flat page has all the bytes that the pool says a page has. What fits neither is a
-LayoutError here, at start; nothing is guessed. Classes are told exactly: a subclass may keep more than its parent.
+A page of plain attention KV (MHA, also with K and V of different widths; MLA) becomes a canonical
+chunk whatever way the pool arranges it, so servers with other host layouts share it, and the
+storage shares with the linker. K and V of different widths are two groups. Any other pool that
+SGLang can flatten page by page (an indexer, a state, packed scales) is moved as opaque bytes, whose
+packing names class, arrangement and SGLang's version, if the flat page has all the bytes that the
+pool says a page has. What fits neither is a LayoutError here, at start; nothing is guessed. Classes
+are told exactly: a subclass may keep more than its parent.
 
-Any thread; two at a time must not write the same pages. Copies of opaque and flat pages are one page at a time, in numpy.
+Any thread; two at a time must not write the same pages. Copies of opaque and flat pages are one
+page at a time, in numpy.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +40,12 @@ Int64s: TypeAlias = npt.NDArray[np.int64]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Places: TypeAlias = Sequence[ChunkBytes]  # one a group
 
-_FIELD_OF = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}  # the integers that hold any element's bits, in torch and numpy
+_FIELD_OF = {
+    1: "uint8",
+    2: "int16",
+    4: "int32",
+    8: "int64",
+}  # the integers that hold any element's bits, in torch and numpy
 
 
 class Pages(Protocol):
@@ -52,7 +60,10 @@ class Pages(Protocol):
         """What the layout's numbers do not say."""
 
     def ids(self, indices: "torch.Tensor", num_pages: int) -> Int64s:
-        """[num_pages] page numbers of `num_pages * page size` slots. Raises ValueError for slots that are not that many whole pages."""
+        """[num_pages] page numbers of `num_pages * page size` slots.
+
+        Raises ValueError for slots that are not that many whole pages.
+        """
 
     def gather(self, ids: Int64s, buffer: Bytes, places: Places) -> None:
         """Copy pages into chunks; those that are ABSENT are left out."""
@@ -61,7 +72,9 @@ class Pages(Protocol):
         """Copy chunks into pages."""
 
     def takes_flat(self, page: object) -> bool:
-        """Whether this is a page as SGLang flattens it (`get_data_page`, `get_dummy_flat_data_page`), which may be read and written."""
+        """Whether this is a page as SGLang flattens it (`get_data_page`,
+        `get_dummy_flat_data_page`), which may be read and written.
+        """
 
     def gather_flat(self, pages: "Sequence[torch.Tensor]", buffer: Bytes, places: Places) -> None:
         """Copy flat pages into chunks."""
@@ -82,14 +95,35 @@ def host_pages(pool: Any, *, kv_dtype: str, threads: int) -> Pages:
 def device_pages(pool: Any, *, page_size: int, kv_dtype: str, threads: int) -> "PlainPages":
     """Of a device pool with plain KV, whose dtype it says itself. Raises LayoutError."""
     dtype = str(getattr(pool, "dtype", kv_dtype)).removeprefix("torch.")
-    if type(pool) is MHATokenToKVPool and pool.kv_cache_layout == "nhd" and pool.k_scale_buffer is None and pool.v_scale_buffer is None:
-        planes = [(pool.head_num, pool.head_dim, pool.k_buffer), (pool.head_num, pool.v_head_dim, pool.v_buffer)]
-    elif type(pool) is MLATokenToKVPool and pool.kv_scale_buffer is None and not pool.dcp_replicated and not pool.layer_shard_enabled:
+    if (
+        type(pool) is MHATokenToKVPool
+        and pool.kv_cache_layout == "nhd"
+        and pool.k_scale_buffer is None
+        and pool.v_scale_buffer is None
+    ):
+        planes = [
+            (pool.head_num, pool.head_dim, pool.k_buffer),
+            (pool.head_num, pool.v_head_dim, pool.v_buffer),
+        ]
+    elif (
+        type(pool) is MLATokenToKVPool
+        and pool.kv_scale_buffer is None
+        and not pool.dcp_replicated
+        and not pool.layer_shard_enabled
+    ):
         planes = [(1, pool.kv_cache_dim, pool.kv_buffer)]
     else:
-        raise LayoutError(f"{_named(pool)}: the linker serves plain MHA (NHD) and MLA pools without scales or layer shards")
-    whole = [(heads, dim, [buffer[: len(buffer) // page_size * page_size] for buffer in layers]) for heads, dim, layers in planes]
-    return _plain(whole, dtype, "slot head dim", page_size, page_size, threads, None, _mla_detail(pool))
+        raise LayoutError(
+            f"{_named(pool)}: the linker serves plain MHA (NHD) and MLA pools without "
+            "scales or layer shards"
+        )
+    whole = [
+        (heads, dim, [buffer[: len(buffer) // page_size * page_size] for buffer in layers])
+        for heads, dim, layers in planes
+    ]
+    return _plain(
+        whole, dtype, "slot head dim", page_size, page_size, threads, None, _mla_detail(pool)
+    )
 
 
 def _plain_host_pages(pool: Any, kv_dtype: str, threads: int) -> "PlainPages | None":
@@ -97,13 +131,27 @@ def _plain_host_pages(pool: Any, kv_dtype: str, threads: int) -> "PlainPages | N
     page = int(pool.page_size)
     if kind is MHATokenToKVPoolHost:
         arranged = _mha(pool)
-        planes = [(pool.head_num, pool.head_dim, [arranged.layer(p, n) for n in range(pool.layer_num)]) for p in range(2)]
+        planes = [
+            (pool.head_num, pool.head_dim, [arranged.layer(p, n) for n in range(pool.layer_num)])
+            for p in range(2)
+        ]
     elif kind is AsymmetricMHATokenToKVPoolHost:
-        axes = {"page_first": "slot head dim", "page_first_direct": "block token head dim"}[pool.layout]
-        arranged = _Arranged(axes, lambda plane, layer: (pool.k_buffer, pool.v_buffer)[plane][:, layer])
+        axes = {"page_first": "slot head dim", "page_first_direct": "block token head dim"}[
+            pool.layout
+        ]
+        arranged = _Arranged(
+            axes, lambda plane, layer: (pool.k_buffer, pool.v_buffer)[plane][:, layer]
+        )
         widths = (pool.head_dim, pool.v_head_dim)
-        planes = [(pool.head_num, widths[p], [arranged.layer(p, n) for n in range(pool.layer_num)]) for p in range(2)]
-    elif kind is MLATokenToKVPoolHost and pool.kv_buffer is not None and pool.layout != "page_first_kv_split":
+        planes = [
+            (pool.head_num, widths[p], [arranged.layer(p, n) for n in range(pool.layer_num)])
+            for p in range(2)
+        ]
+    elif (
+        kind is MLATokenToKVPoolHost
+        and pool.kv_buffer is not None
+        and pool.layout != "page_first_kv_split"
+    ):
         arranged = _mla(pool)
         planes = [(1, pool.kv_cache_dim, [arranged.layer(0, n) for n in range(pool.layer_num)])]
     else:
@@ -111,12 +159,17 @@ def _plain_host_pages(pool: Any, kv_dtype: str, threads: int) -> "PlainPages | N
     dtype = str(pool.dtype).removeprefix("torch.")
     if dtype == "uint8" and not getattr(pool, "dsa_kv_cache_store_fp8", False):
         if not kv_dtype:
-            raise LayoutError("kv_cache_dtype must be set: the pool holds bare bytes, and SGLang does not say of which fp8")
+            raise LayoutError(
+                "kv_cache_dtype must be set: the pool holds bare bytes, and SGLang does "
+                "not say of which fp8"
+            )
         dtype = kv_dtype
     if dtype not in DTYPE_BYTES:
         return None
     slots = int(getattr(pool, "logical_page_size", page))
-    return _plain(planes, dtype, arranged.axes, page, slots, threads, arranged.flat, _mla_detail(pool))
+    return _plain(
+        planes, dtype, arranged.axes, page, slots, threads, arranged.flat, _mla_detail(pool)
+    )
 
 
 @dataclass(frozen=True)
@@ -124,7 +177,8 @@ class _Arranged:
     """How a host pool lays its pages out.
 
     axes:  of the tensor that `layer(plane, layer)` gives
-    flat:  the shape of a flat page, named by letters: l(ayer), p(lane), t(oken), h(ead), d(im); empty where SGLang makes none
+    flat:  the shape of a flat page, named by letters: l(ayer), p(lane), t(oken), h(ead), d(im);
+        empty where SGLang makes none
     """
 
     axes: str
@@ -141,13 +195,22 @@ def _mha(pool: Any) -> _Arranged:
     if pool.layout == "page_first_direct":
         return _Arranged("block token head dim", lambda plane, layer: kv[plane, :, layer], "plthd")
     if pool.layout == "page_head":
-        return _Arranged("block head token dim", lambda plane, layer: kv[plane, :, :, :, layer], "phtld")
+        return _Arranged(
+            "block head token dim", lambda plane, layer: kv[plane, :, :, :, layer], "phtld"
+        )
     if pool.layout == "page_unified" and pool.head_group_num == 1:
         return _Arranged("block token head dim", lambda plane, layer: kv[:, 0, layer, plane])
     if pool.layout == "page_unified" and pool.head_group_num == pool.head_num:
         return _Arranged("block head token dim", lambda plane, layer: kv[:, :, layer, plane, :, 0])
-    groups = f" with {pool.head_group_num} groups of its {pool.head_num} heads" if pool.layout == "page_unified" else ""
-    raise LayoutError(f"layout: {pool.layout}{groups} is not supported; use page_first, page_first_direct, page_head or layer_first")
+    groups = (
+        f" with {pool.head_group_num} groups of its {pool.head_num} heads"
+        if pool.layout == "page_unified"
+        else ""
+    )
+    raise LayoutError(
+        f"layout: {pool.layout}{groups} is not supported; use page_first, "
+        "page_first_direct, page_head or layer_first"
+    )
 
 
 def _mla(pool: Any) -> _Arranged:
@@ -160,7 +223,9 @@ def _mla(pool: Any) -> _Arranged:
         return _Arranged("block token head dim", lambda _, layer: kv[:, layer], "ltd")
     if pool.layout == "page_unified":
         return _Arranged("block token dim", lambda _, layer: kv[:, layer])
-    raise LayoutError(f"layout: {pool.layout} is not supported; use page_first, page_first_direct or layer_first")
+    raise LayoutError(
+        f"layout: {pool.layout} is not supported; use page_first, page_first_direct or layer_first"
+    )
 
 
 def _plain(
@@ -180,17 +245,24 @@ def _plain(
     for part in parts:
         heads, dim, layers = part[0]
         group = Group(layers=len(layers), planes=len(part), heads=heads, head_dim=dim, dtype=dtype)
-        views.append(separate_pools(group, [tensors for _, _, tensors in part], axes=axes, tokens_per_block=page))
+        views.append(
+            separate_pools(
+                group, [tensors for _, _, tensors in part], axes=axes, tokens_per_block=page
+            )
+        )
     layout = Layout(tuple(view.group for view in views), tokens_per_chunk=page, tail_tokens=0)
     warm_up(views[0].device, views)
-    return PlainPages(layout, tuple(views), slots, threads, flat if alike and flat else "", identity)
+    return PlainPages(
+        layout, tuple(views), slots, threads, flat if alike and flat else "", identity
+    )
 
 
 @dataclass(frozen=True)
 class PlainPages:
     """Pages of plain KV, a view a group.
 
-    slots:    of a page, as SGLang counts them (more than its tokens where ranks share a page's tokens)
+    slots:    of a page, as SGLang counts them (more than its tokens where ranks share a page's
+        tokens)
     flat:     see _Arranged
     identity: what else tells this KV from other KV of the same shape
     """
@@ -215,10 +287,15 @@ class PlainPages:
 
     def pieces(self, ids: Int64s, buffer: Bytes, places: Places) -> list[Piece]:
         """What a copier moves between pages and chunks, one for each group."""
-        return [Piece(view, ids, buffer, place) for view, place in zip(self.views, places, strict=True)]
+        return [
+            Piece(view, ids, buffer, place) for view, place in zip(self.views, places, strict=True)
+        ]
 
     def pieces_of(self, loan: Loan, ids: Int64s) -> list[Piece]:
-        """The loan's first chunks and the pages that they are for. Raises KVHoldError where one is not there."""
+        """The loan's first chunks and the pages that they are for.
+
+        Raises KVHoldError where one is not there.
+        """
         places = [loan.chunks(group).first(len(ids)) for group in range(len(self.views))]
         if any((place.offsets == ABSENT).any() for place in places):
             raise KVHoldError("a page of the loan is not there")
@@ -242,14 +319,24 @@ class PlainPages:
     @property
     def _sizes(self) -> dict[str, int]:
         group = self.layout.groups[0]
-        return {"l": group.layers, "p": group.planes, "t": self.layout.tokens_per_chunk, "h": group.heads, "d": group.head_dim}
+        return {
+            "l": group.layers,
+            "p": group.planes,
+            "t": self.layout.tokens_per_chunk,
+            "h": group.heads,
+            "d": group.head_dim,
+        }
 
     @property
     def _flat_elements(self) -> int:
         return int(np.prod(list(self._sizes.values())))
 
-    def _pairs(self, pages: "Sequence[torch.Tensor]", buffer: Bytes, places: Places) -> "list[tuple[Any, Any]]":
-        """Each flat page with its chunk, axes in the chunk's order; both are views of the memory itself."""
+    def _pairs(
+        self, pages: "Sequence[torch.Tensor]", buffer: Bytes, places: Places
+    ) -> "list[tuple[Any, Any]]":
+        """Each flat page with its chunk, axes in the chunk's order; both are views of the memory
+        itself.
+        """
         sizes, nbytes = self._sizes, self.layout.chunk_bytes(0, self.layout.tokens_per_chunk)
         inner = "lpthd" if len(self.flat) == 5 else "ltd"
         field = _FIELD_OF[DTYPE_BYTES[self.layout.groups[0].dtype]]
@@ -257,35 +344,65 @@ class PlainPages:
         pairs = []
         for page, offset in zip(pages, places[0].offsets, strict=True):
             if offset != ABSENT:
-                flat = page.view(getattr(torch, field)).numpy().reshape([sizes[axis] for axis in self.flat])
+                flat = (
+                    page.view(getattr(torch, field))
+                    .numpy()
+                    .reshape([sizes[axis] for axis in self.flat])
+                )
                 chunk = buffer[offset : offset + nbytes].view(field).reshape(shape)
                 pairs.append((flat.transpose([self.flat.index(axis) for axis in inner]), chunk))
         return pairs
 
 
 def _opaque_host_pages(pool: Any) -> "OpaquePages":
-    for method in ("get_dummy_flat_data_page", "get_size_per_token", "get_data_page", "set_from_flat_data_page"):
+    for method in (
+        "get_dummy_flat_data_page",
+        "get_size_per_token",
+        "get_data_page",
+        "set_from_flat_data_page",
+    ):
         if not hasattr(pool, method):  # a pool without memory of its own
-            raise LayoutError(f"{_named(pool)}: SGLang cannot flatten its pages (it has no {method})")
+            raise LayoutError(
+                f"{_named(pool)}: SGLang cannot flatten its pages (it has no {method})"
+            )
     try:
         sample = pool.get_dummy_flat_data_page()
         wanted = int(pool.get_size_per_token()) * int(pool.page_size)
     except NotImplementedError as error:
         raise LayoutError(f"{_named(pool)}: SGLang cannot flatten its pages ({error})") from None
     if sample.nbytes != wanted:
-        raise LayoutError(f"{_named(pool)}: a flat page has {sample.nbytes} bytes and the pool keeps {wanted} for it; some would be lost")
-    what = [type(pool).__module__, type(pool).__qualname__, sglang.__version__, str(pool.layout), str(sample.dtype), sample.nbytes]
+        raise LayoutError(
+            f"{_named(pool)}: a flat page has {sample.nbytes} bytes and the pool keeps "
+            f"{wanted} for it; some would be lost"
+        )
+    what = [
+        type(pool).__module__,
+        type(pool).__qualname__,
+        sglang.__version__,
+        str(pool.layout),
+        str(sample.dtype),
+        sample.nbytes,
+    ]
     packing = "sglang-" + blake2b(repr(what).encode(), digest_size=12).hexdigest()
     page = int(pool.page_size)
     group = Group(
-        layers=1, planes=1, heads=1, head_dim=1, dtype="uint8", packing=packing, block_tokens=page, block_bytes=int(sample.nbytes)
+        layers=1,
+        planes=1,
+        heads=1,
+        head_dim=1,
+        dtype="uint8",
+        packing=packing,
+        block_tokens=page,
+        block_bytes=int(sample.nbytes),
     )
     return OpaquePages(Layout((group,), tokens_per_chunk=page, tail_tokens=0), pool, sample.dtype)
 
 
 @dataclass(frozen=True)
 class OpaquePages:
-    """Pages that only SGLang can take apart: flat bytes, by its own `get_data_page` and `set_from_flat_data_page`."""
+    """Pages that only SGLang can take apart: flat bytes, by its own `get_data_page` and
+    `set_from_flat_data_page`.
+    """
 
     layout: Layout
     pool: Any
@@ -297,7 +414,9 @@ class OpaquePages:
         return int(getattr(self.pool, "logical_page_size", self.pool.page_size))
 
     def ids(self, indices: "torch.Tensor", num_pages: int) -> Int64s:
-        return _page_ids(indices, num_pages, self._slots, int(self.pool.size) // int(self.pool.page_size))
+        return _page_ids(
+            indices, num_pages, self._slots, int(self.pool.size) // int(self.pool.page_size)
+        )
 
     def gather(self, ids: Int64s, buffer: Bytes, places: Places) -> None:
         for page, chunk in self._present(ids, buffer, places):
@@ -311,7 +430,9 @@ class OpaquePages:
             self.pool.set_from_flat_data_page(int(page) * self._slots, flat)
 
     def takes_flat(self, page: object) -> bool:
-        return _is_flat(page, str(self.dtype).removeprefix("torch."), self._nbytes // self.dtype.itemsize)
+        return _is_flat(
+            page, str(self.dtype).removeprefix("torch."), self._nbytes // self.dtype.itemsize
+        )
 
     def gather_flat(self, pages: "Sequence[torch.Tensor]", buffer: Bytes, places: Places) -> None:
         for page, chunk in self._present(pages, buffer, places):
@@ -330,7 +451,11 @@ class OpaquePages:
 
     def _present(self, pages: Any, buffer: Bytes, places: Places) -> list[tuple[Any, Bytes]]:
         together = zip(pages, places[0].offsets, strict=True)
-        return [(page, buffer[offset : offset + self._nbytes]) for page, offset in together if offset != ABSENT]
+        return [
+            (page, buffer[offset : offset + self._nbytes])
+            for page, offset in together
+            if offset != ABSENT
+        ]
 
 
 def _page_ids(indices: "torch.Tensor", num_pages: int, slots: int, pool_pages: int) -> Int64s:
@@ -342,15 +467,26 @@ def _page_ids(indices: "torch.Tensor", num_pages: int, slots: int, pool_pages: i
     if (first % slots).any() or (pages != first[:, None] + np.arange(slots)).any():
         raise ValueError(f"host_indices: not whole pages of {slots} slots in order")
     if num_pages and (int(first.min()) < 0 or int(first.max()) >= pool_pages * slots):
-        raise ValueError(f"host_indices: from {int(first.min())} to {int(first.max())}, the pool has {pool_pages * slots} slots")
+        raise ValueError(
+            f"host_indices: from {int(first.min())} to {int(first.max())}, the pool has "
+            f"{pool_pages * slots} slots"
+        )
     ids: Int64s = first // slots
     return ids
 
 
 def _is_flat(page: object, dtype: str, elements: int) -> bool:
-    if not isinstance(page, torch.Tensor) or page.device.type != "cpu" or not page.is_contiguous() or page.numel() != elements:
+    if (
+        not isinstance(page, torch.Tensor)
+        or page.device.type != "cpu"
+        or not page.is_contiguous()
+        or page.numel() != elements
+    ):
         return False
-    return str(page.dtype).removeprefix("torch.") in (dtype, "uint8" if page.element_size() == DTYPE_BYTES.get(dtype) == 1 else dtype)
+    return str(page.dtype).removeprefix("torch.") in (
+        dtype,
+        "uint8" if page.element_size() == DTYPE_BYTES.get(dtype) == 1 else dtype,
+    )
 
 
 def _mla_detail(pool: Any) -> str:

@@ -46,7 +46,9 @@ class Tally:
 
     def add(self, num_pages: int, page_bytes: int, started_s: float) -> None:
         if num_pages:
-            self._calls.append((num_pages, num_pages * page_bytes / max(time.monotonic() - started_s, 1e-9) / 1e9))
+            self._calls.append(
+                (num_pages, num_pages * page_bytes / max(time.monotonic() - started_s, 1e-9) / 1e9)
+            )
 
     def take(self) -> list[tuple[int, float]]:
         """Return the calls since the last `take`."""
@@ -63,7 +65,10 @@ class Shelf:
         self._cache = cache
         self._wait_s = config.client.arrival_timeout_s
         self._groups = range(len(namespace.layout.groups))
-        self._page_bytes = sum(namespace.layout.chunk_bytes(group, namespace.layout.tokens_per_chunk) for group in self._groups)
+        self._page_bytes = sum(
+            namespace.layout.chunk_bytes(group, namespace.layout.tokens_per_chunk)
+            for group in self._groups
+        )
 
     def register(self) -> None:
         """Register the layout with the cache. A lost node gets it when it is back."""
@@ -118,7 +123,9 @@ class Shelf:
         self.loaded.add(sum(arrived), self._page_bytes, started_s)
         return arrived
 
-    def store(self, keys: Sequence[str], prefix_keys: Sequence[str] | None, gather: Copy) -> list[bool]:
+    def store(
+        self, keys: Sequence[str], prefix_keys: Sequence[str] | None, gather: Copy
+    ) -> list[bool]:
         """Copy the missing pages in and return which pages are present afterwards."""
         if not self._rules.store:
             return [False] * len(keys)
@@ -133,7 +140,9 @@ class Shelf:
                     there = _whole(places)
         self.stored.add(sum(there), self._page_bytes, started_s)
         rest = [number for number, written in enumerate(there) if not written]
-        for number, found in zip(rest, self.present([keys[number] for number in rest], wait=False), strict=True):
+        for number, found in zip(
+            rest, self.present([keys[number] for number in rest], wait=False), strict=True
+        ):
             there[number] = found
         return there
 
@@ -145,28 +154,36 @@ class Shelf:
     def _until(self) -> float:
         return time.monotonic() + self._wait_s
 
-    def _walk(self, keys: Sequence[str], until_s: float, take: Take | None = None) -> Iterator[tuple[int, int]]:
+    def _walk(
+        self, keys: Sequence[str], until_s: float, take: Take | None = None
+    ) -> Iterator[tuple[int, int]]:
         """Yield runs of present pages: (number of the first page, number of pages).
 
         `take` is called for each loan while it is valid.
         """
         first = 0
         while first < len(keys):
-            pages = self._find(keys[first:], until_s, None if take is None else partial(take, first))
+            pages = self._find(
+                keys[first:], until_s, None if take is None else partial(take, first)
+            )
             if pages is None:
                 return
             if pages:
                 yield first, pages
             first += pages + 1
 
-    def _find(self, keys: Sequence[str], until_s: float, take: Callable[[Loan], None] | None = None) -> int | None:
+    def _find(
+        self, keys: Sequence[str], until_s: float, take: Callable[[Loan], None] | None = None
+    ) -> int | None:
         """Count the pages present from the first on; None after a fault, to end the walk."""
         if not keys or not self._rules.load:
             return None
         with _FaultsAreMisses("load"):
             wait_s = max(0.0, until_s - time.monotonic())
             size = self.namespace.layout.tokens_per_chunk
-            with self._cache.lookup(query_of(self.namespace, keys), wait_s=wait_s if take is None else 0) as hit:
+            with self._cache.lookup(
+                query_of(self.namespace, keys), wait_s=wait_s if take is None else 0
+            ) as hit:
                 if take is not None:
                     for loan in loans_as_they_come(self._cache, hit, size, until_s=until_s):
                         take(loan)
@@ -177,7 +194,10 @@ class Shelf:
 
 def _whole(places: tuple[ChunkBytes, ...]) -> list[bool]:
     """[pages]: whether all groups have the page."""
-    return [bool(whole) for whole in np.logical_and.reduce([place.offsets != ABSENT for place in places])]
+    return [
+        bool(whole)
+        for whole in np.logical_and.reduce([place.offsets != ABSENT for place in places])
+    ]
 
 
 class _FaultsAreMisses:
@@ -192,7 +212,12 @@ class _FaultsAreMisses:
     def __enter__(self) -> None:
         return
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
         if isinstance(error, KVHoldError):
             log.debug("kvhold: %s: %s", self._operation, error)
         elif isinstance(error, Exception):

@@ -1,12 +1,16 @@
-"""The storage that SGLang's hierarchical cache dictates: pages between its host pools and the cache. Loaded by SGLang as `dynamic`.
+"""The storage that SGLang's hierarchical cache dictates: pages between its host pools and the
+cache. Loaded by SGLang as `dynamic`.
 
     storage = KVHoldStorage(storage_config, {})          # SGLang: one a rank
-    storage.register_mem_pool_host(pool)                  # names, shapes, refusals; before it, everything is a miss
-    storage.batch_exists(keys); storage.batch_get_v1(keys, host_indices); storage.batch_set_v1(keys, host_indices)
+    storage.register_mem_pool_host(pool)  # names, shapes, refusals; before it, everything is a miss
+    storage.batch_exists(keys); storage.batch_get_v1(keys, host_indices); storage.batch_set_v1(keys,
+    host_indices)
 
-SGLang calls from its prefetch and backup threads, beside the forward passes. Wrong arguments (lists of unequal lengths, slots that are no
-pages) are a ValueError before anything is moved, which those threads log; no fault of the cache's gets out, it is a miss or a page
-not stored. `interface_v1: 1` in the extra config makes SGLang hand over slots instead of flattened copies: one copy less each way.
+SGLang calls from its prefetch and backup threads, beside the forward passes. Wrong arguments (lists
+of unequal lengths, slots that are no pages) are a ValueError before anything is moved, which those
+threads log; no fault of the cache's gets out, it is a miss or a page
+not stored. `interface_v1: 1` in the extra config makes SGLang hand over slots instead of flattened
+    copies: one copy less each way.
 """
 
 import logging
@@ -32,14 +36,23 @@ from kvhold.integrations.sglang.shelf import Copy, Shelf
 log = logging.getLogger(__name__)
 
 _KV = str(PoolName.KV)
-_SHARDED = frozenset({str(PoolName.MAMBA)})  # differ between tensor parallel ranks even where KV is the same on all
+_SHARDED = frozenset(
+    {str(PoolName.MAMBA)}
+)  # differ between tensor parallel ranks even where KV is the same on all
 
 
 class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
-    """One rank's pages. Arguments and answers as SGLang's base class says; per page where it leaves the choice."""
+    """One rank's pages.
 
-    def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
-        """Raises ConfigError, LayoutError for weights that cannot be told, NodeError, CapacityError: SGLang then does not attach."""
+    Arguments and answers as SGLang's base class says; per page where it leaves the choice.
+    """
+
+    def __init__(
+        self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """Raises ConfigError, LayoutError for weights that cannot be told, NodeError,
+        CapacityError: SGLang then does not attach.
+        """
         self._storage_config = storage_config
         settings = storage_settings(storage_config.extra_config)
         self._config = settings.config
@@ -50,7 +63,10 @@ class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         self._cache = settings.open("sglang")
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Learn the pool of the KV. Raises LayoutError for one whose pages are not known to come back exactly."""
+        """Learn the pool of the KV.
+
+        Raises LayoutError for one whose pages are not known to come back exactly.
+        """
         self.mem_pool_host = mem_pool_host
         self._learn(mem_pool_host, _KV)
 
@@ -63,16 +79,27 @@ class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         """Whether the page is there."""
         return self.batch_exists([key]) == 1
 
-    def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """How many pages are there, from the first on. What lower tiers have is brought into memory meanwhile."""
+    def batch_exists(
+        self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> int:
+        """How many pages are there, from the first on.
+
+        What lower tiers have is brought into memory meanwhile.
+        """
         check_keys(keys)
         known = self._pools.get(_KV)
         return known[0].count(keys) if known else 0
 
     def batch_exists_v2(
-        self, keys: list[str], pool_transfers: list[PoolTransfer] | None = None, extra_info: HiCacheStorageExtraInfo | None = None
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """How many pages can be restored, KV and what stands beside it, and at which lengths. A pool that is not known has nothing."""
+        """How many pages can be restored, KV and what stands beside it, and at which lengths.
+
+        A pool that is not known has nothing.
+        """
         kv_pages = self.batch_exists(keys, extra_info)
         found: dict[str, int] = {_KV: kv_pages} if kv_pages else {}
         lengths = frozenset(range(1, kv_pages + 1))
@@ -85,29 +112,50 @@ class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
             lengths &= allowed
         return PoolTransferResult(max(lengths, default=0), found, sorted(lengths))
 
-    def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None) -> list[bool]:
+    def batch_get_v1(
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
         """Copy pages into the host pool."""
         return self._load(_KV, keys, host_indices)
 
-    def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None) -> list[bool]:
+    def batch_set_v1(
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
         """Copy pages out of the host pool."""
         return self._store(_KV, keys, host_indices, extra_info)
 
-    def batch_get_v2(self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None) -> dict[str, list[bool]]:
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
         """Copy pages into several pools."""
         self._check(transfers)
         return {t.name: self._load(str(t.name), t.keys or [], t.host_indices) for t in transfers}
 
-    def batch_set_v2(self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None) -> dict[str, list[bool]]:
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
         """Copy pages out of several pools."""
         self._check(transfers)
-        return {t.name: self._store(str(t.name), t.keys or [], t.host_indices, extra_info) for t in transfers}
+        return {
+            t.name: self._store(str(t.name), t.keys or [], t.host_indices, extra_info)
+            for t in transfers
+        }
 
-    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
+    def get(
+        self, key: str, target_location: Any = None, target_sizes: Any = None
+    ) -> torch.Tensor | None:
         """One flat page, in `target_location` if that is given."""
         return self.batch_get([key], None if target_location is None else [target_location])[0]
 
-    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[torch.Tensor | None]:
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[torch.Tensor | None]:
         """Flat pages. A page of another size or dtype than the pool's is a miss."""
         check_keys(keys)
         if target_locations is not None and len(target_locations) != len(keys):
@@ -116,7 +164,9 @@ class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         if known is None:
             return [None] * len(keys)
         shelf, pages = known
-        flat = [pages.new_flat() for _ in keys] if target_locations is None else list(target_locations)
+        flat = (
+            [pages.new_flat() for _ in keys] if target_locations is None else list(target_locations)
+        )
         good = [number for number, page in enumerate(flat) if pages.takes_flat(page)]
         kept = [flat[number] for number in good]
         arrived = shelf.load([keys[number] for number in good], _part_of(pages.scatter_flat, kept))
@@ -125,12 +175,23 @@ class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
             answer[number] = page if whole else None
         return answer
 
-    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+    def set(
+        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
+    ) -> bool:
         """Store one flat page."""
         return self.batch_set([key], [value])
 
-    def batch_set(self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None) -> bool:
-        """Store flat pages; True when all of them are there now. A page of another size or dtype than the pool's is left out."""
+    def batch_set(
+        self,
+        keys: list[str],
+        values: Any = None,
+        target_locations: Any = None,
+        target_sizes: Any = None,
+    ) -> bool:
+        """Store flat pages; True when all of them are there now.
+
+        A page of another size or dtype than the pool's is left out.
+        """
         check_keys(keys)
         values = [] if values is None else values
         if len(values) != len(keys):
@@ -141,7 +202,9 @@ class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         shelf, pages = known
         good = [number for number, page in enumerate(values) if pages.takes_flat(page)]
         kept = [values[number] for number in good]
-        stored = shelf.store([keys[number] for number in good], None, _part_of(pages.gather_flat, kept))
+        stored = shelf.store(
+            [keys[number] for number in good], None, _part_of(pages.gather_flat, kept)
+        )
         return len(good) == len(keys) and all(stored)
 
     def clear(self) -> None:
@@ -150,7 +213,9 @@ class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
             shelf.clear()
 
     def get_stats(self) -> Any:
-        """What was moved since the last call, as SGLang's StorageMetrics; None when it collects none."""
+        """What was moved since the last call, as SGLang's StorageMetrics; None when it collects
+        none.
+        """
         if not self._storage_config.enable_storage_metrics:
             return None
         from sglang.srt.observability.metrics_collector import StorageMetrics
@@ -181,12 +246,23 @@ class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
             dcp=(config.dcp_rank, config.dcp_size),
         )
         replicated = config.is_mla_model and name not in _SHARDED
-        salt = " ".join(text for text in (pages.identity, getattr(pool, "storage_format_tag", None) or "") if text)
-        namespace = namespace_of(self._engine, pages.layout, part, pool=name, replicated=replicated, salt=salt)
+        salt = " ".join(
+            text
+            for text in (pages.identity, getattr(pool, "storage_format_tag", None) or "")
+            if text
+        )
+        namespace = namespace_of(
+            self._engine, pages.layout, part, pool=name, replicated=replicated, salt=salt
+        )
         shelf = Shelf(self._cache, namespace, self._config)
         shelf.register()
         self._pools[name] = shelf, pages
-        log.info("kvhold: pool %s, pages of %d tokens, namespace %s", name, pages.layout.tokens_per_chunk, namespace.digest.hex())
+        log.info(
+            "kvhold: pool %s, pages of %d tokens, namespace %s",
+            name,
+            pages.layout.tokens_per_chunk,
+            namespace.digest.hex(),
+        )
 
     def _lengths(self, transfer: PoolTransfer, keys: Sequence[str]) -> frozenset[int]:
         """At how many pages a prefix may end so that the pool has what it needs there."""
@@ -197,7 +273,9 @@ class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
             return frozenset(range(1, known[0].count(keys) + 1))
         there = known[0].present(keys)
         window = max(1, len(transfer.keys or ()))
-        return frozenset(end for end in range(1, len(keys) + 1) if all(there[max(0, end - window) : end]))
+        return frozenset(
+            end for end in range(1, len(keys) + 1) if all(there[max(0, end - window) : end])
+        )
 
     def _check(self, transfers: Sequence[PoolTransfer]) -> None:
         """Raise ValueError if any of them is not in order, before the first is begun."""
@@ -210,7 +288,9 @@ class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
                     raise ValueError(f"{transfer.name}: no host_indices for {len(keys)} keys")
                 known[1].ids(transfer.host_indices, len(keys))
 
-    def _load(self, pool: str, keys: Sequence[str], host_indices: torch.Tensor | None) -> list[bool]:
+    def _load(
+        self, pool: str, keys: Sequence[str], host_indices: torch.Tensor | None
+    ) -> list[bool]:
         check_keys(keys)
         known = self._pools.get(pool)
         if known is None or not keys or host_indices is None:
@@ -219,7 +299,11 @@ class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         return shelf.load(keys, _part_of(pages.scatter, pages.ids(host_indices, len(keys))))
 
     def _store(
-        self, pool: str, keys: Sequence[str], host_indices: torch.Tensor | None, extra_info: HiCacheStorageExtraInfo | None
+        self,
+        pool: str,
+        keys: Sequence[str],
+        host_indices: torch.Tensor | None,
+        extra_info: HiCacheStorageExtraInfo | None,
     ) -> list[bool]:
         check_keys(keys)
         known = self._pools.get(pool)
@@ -227,9 +311,13 @@ class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
             return [False] * len(keys)
         shelf, pages = known
         prefix_keys = extra_info.prefix_keys if extra_info else None
-        return shelf.store(keys, prefix_keys, _part_of(pages.gather, pages.ids(host_indices, len(keys))))
+        return shelf.store(
+            keys, prefix_keys, _part_of(pages.gather, pages.ids(host_indices, len(keys)))
+        )
 
 
 def _part_of(copy: Callable[..., None], pages: Any) -> Copy:
     """A copy of those of `pages` that a run of chunks is for."""
-    return lambda first, buffer, places: copy(pages[first : first + len(places[0].offsets)], buffer, places)
+    return lambda first, buffer, places: copy(
+        pages[first : first + len(places[0].offsets)], buffer, places
+    )

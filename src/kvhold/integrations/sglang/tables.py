@@ -1,14 +1,17 @@
 """Which of SGLang's settings are part of a namespace, and which are not, with the reason.
 
-Each field of SGLang 0.5.23's ServerArgs stands here once. What is named is so by default: one that a later SGLang adds splits the cache
-until somebody has looked at it. Harmless is a field that leaves every byte of KV as it is, or one whose effect is a fact of its own.
+Each field of SGLang 0.5.23's ServerArgs stands here once. What is named is so by default: one that
+a later SGLang adds splits the cache until somebody has looked at it. Harmless is a field that
+leaves every byte of KV as it is, or one whose effect is a fact of its own.
 """
 
 from kvhold.core.naming import Table
 
 MEMORY = "how much memory there is, or where it is; a page holds the same bytes"
 SCHEDULING = "which requests run together and when; each computes the same KV"
-PLACES = "where a file, port or process is; it differs between the processes or the starts of one engine"
+PLACES = (
+    "where a file, port or process is; it differs between the processes or the starts of one engine"
+)
 LOGS = "what is logged, counted or traced"
 SERVING = "what the API server does with requests and answers"
 INPUTS = "how a prompt becomes tokens, which are in the key"
@@ -226,10 +229,15 @@ SERVER_ARGS = Table.of(
 
 VARIABLES = Table.of(
     harmless={
-        PLACES: "SGLANG_RUN_ID SGLANG_CACHE_DIR SGLANG_HOST_IP SGLANG_PORT SGLANG_EXTERNAL_MODEL_PACKAGE SGLANG_TMPDIR",
-        LOGS: "SGLANG_LOG_MS SGLANG_LOGGING_CONFIG_PATH SGLANG_TORCH_PROFILER_DIR SGLANG_PROFILE_WITH_STACK SGLANG_LOG_GC",
+        PLACES: "SGLANG_RUN_ID SGLANG_CACHE_DIR SGLANG_HOST_IP SGLANG_PORT "
+        "SGLANG_EXTERNAL_MODEL_PACKAGE SGLANG_TMPDIR",
+        LOGS: "SGLANG_LOG_MS SGLANG_LOGGING_CONFIG_PATH SGLANG_TORCH_PROFILER_DIR "
+        "SGLANG_PROFILE_WITH_STACK SGLANG_LOG_GC",
         CACHING: "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND SGLANG_DISABLE_OUTLINES_DISK_CACHE",
-        MEMORY: "SGLANG_VLM_CACHE_SIZE_MB SGLANG_MM_FEATURE_CACHE_MB SGLANG_SYMM_MEM_PREALLOC_GB_SIZE SGLANG_USE_CUDA_IPC_TRANSPORT",
+        MEMORY: "SGLANG_VLM_CACHE_SIZE_MB SGLANG_MM_FEATURE_CACHE_MB "
+        "SGLANG_SYMM_MEM_PREALLOC_GB_SIZE SGLANG_USE_CUDA_IPC_TRANSPORT",
     }
 ).harmless
-"""Variables of the environment that are left out; all others that begin with SGLANG_ or SGL_ are named where they are set."""
+"""Variables of the environment that are left out; all others that begin with SGLANG_ or SGL_ are
+named where they are set.
+"""

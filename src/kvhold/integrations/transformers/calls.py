@@ -1,7 +1,9 @@
-"""Which calls can be served, and which go to the model as they are: `generate_call(...)` and `forward_call(...)`.
+"""Which calls can be served, and which go to the model as they are: `generate_call(...)` and
+`forward_call(...)`.
 
-Served is what is known to leave in the cache the KV of the prompt's tokens at positions 0, 1, 2 ... and nothing else: token ids without
-padding, an empty cache, the usual decoding loops. Whatever is not listed here goes to the model as it is, with a reason. Pure functions.
+Served is what is known to leave in the cache the KV of the prompt's tokens at positions 0, 1, 2 ...
+and nothing else: token ids without padding, an empty cache, the usual decoding loops. Whatever is
+not listed here goes to the model as it is, with a reason. Pure functions.
 """
 
 import copy
@@ -15,10 +17,15 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import GenerationMode
 
-_SERVED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
+_SERVED_MODES = (
+    GenerationMode.GREEDY_SEARCH,
+    GenerationMode.SAMPLE,
+    GenerationMode.BEAM_SEARCH,
+    GenerationMode.BEAM_SAMPLE,
+)
 
-# Settings of generate that must be unset (or as here), because otherwise it makes another cache, or another prompt, or shows what
-# was computed for each token of the prompt.
+# Settings of generate that must be unset (or as here), because otherwise it makes another cache, or
+# another prompt, or shows what was computed for each token of the prompt.
 _MUST_BE: dict[str, tuple[Any, ...]] = {
     "use_cache": (None, True),
     "cache_implementation": (None,),
@@ -30,7 +37,9 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
 }
 
 # Arguments of generate beside its settings that do not touch the prompt's KV.
-_HARMLESS = frozenset({"logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer", "tokenizer"})
+_HARMLESS = frozenset(
+    {"logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer", "tokenizer"}
+)
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,8 @@ class Call:
     input_ids: [rows, tokens] as the caller gave them
     most:      how many tokens of each row may be loaded; at least one is left for the model to compute
     expand:    how many sequences generate makes of each row, side by side
-    searched:  they trade places while they grow (beams), so a row of the cache need not belong to one sequence
+    searched:  they trade places while they grow (beams), so a row of the cache need not belong to
+        one sequence
     """
 
     input_ids: Any
@@ -84,7 +94,9 @@ def forward_call(model: Any, input_ids: Any, options: Mapping[str, Any]) -> Call
     return Call(input_ids, most=max(0, length - (keep or length)))
 
 
-def generate_call(model: Any, inputs: Any, config: GenerationConfig | None, options: Mapping[str, Any]) -> Call | AsIs:
+def generate_call(
+    model: Any, inputs: Any, config: GenerationConfig | None, options: Mapping[str, Any]
+) -> Call | AsIs:
     """What `model.generate(inputs, config, **options)` asks for."""
     given = {name: value for name, value in options.items() if value is not None}
     named = given.pop("input_ids", None)
@@ -106,14 +118,22 @@ def generate_call(model: Any, inputs: Any, config: GenerationConfig | None, opti
     if mode not in _SERVED_MODES:
         return AsIs(f"the generation mode is {mode.value}")
     if mask is None and _has_pads(settings, input_ids):
-        return AsIs("the prompt has pad tokens and no attention_mask, so generate guesses what is padding")
+        return AsIs(
+            "the prompt has pad tokens and no attention_mask, so generate guesses what is padding"
+        )
     beams, returned = settings.num_beams or 1, settings.num_return_sequences or 1
-    return Call(input_ids, most=input_ids.shape[1] - 1, expand=max(beams, returned), searched=beams > 1)
+    return Call(
+        input_ids, most=input_ids.shape[1] - 1, expand=max(beams, returned), searched=beams > 1
+    )
 
 
 def _unfit(model: Any, input_ids: Any, mask: Any) -> str:
     """Why a prompt cannot be served; empty if it can."""
-    if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2 or input_ids.dtype not in (torch.int64, torch.int32):
+    if (
+        not isinstance(input_ids, torch.Tensor)
+        or input_ids.ndim != 2
+        or input_ids.dtype not in (torch.int64, torch.int32)
+    ):
         return "the prompt is not [rows, tokens] of token ids"
     if not input_ids.numel():
         return "the prompt is empty"
@@ -128,7 +148,9 @@ def _unfit(model: Any, input_ids: Any, mask: Any) -> str:
     return "" if bool((mask == 1).all()) else "the prompt is padded"
 
 
-def _settings(model: Any, config: GenerationConfig | None, given: Mapping[str, Any]) -> GenerationConfig:
+def _settings(
+    model: Any, config: GenerationConfig | None, given: Mapping[str, Any]
+) -> GenerationConfig:
     """The settings as generate will take them: arguments, over `config`, over the model's own."""
     settings = copy.deepcopy(model.generation_config)
     for source in (vars(config) if config is not None else {}, given):
@@ -139,7 +161,10 @@ def _settings(model: Any, config: GenerationConfig | None, given: Mapping[str, A
 
 
 def _has_pads(settings: Any, input_ids: Any) -> bool:
-    """Whether some of these tokens are the pad token, and that is no end token. (Then generate, given no mask, takes them for padding.)"""
+    """Whether some of these tokens are the pad token, and that is no end token.
+
+    (Then generate, given no mask, takes them for padding.)
+    """
     pad, end = getattr(settings, "pad_token_id", None), getattr(settings, "eos_token_id", None)
     if pad is None or not bool((input_ids == pad).any()):
         return False

@@ -1,8 +1,10 @@
-"""The shape of a model's KV, seen in a cache that the model itself has filled: `geometry_of(model, tokens_per_chunk=256)`.
+"""The shape of a model's KV, seen in a cache that the model itself has filled: `geometry_of(model,
+tokens_per_chunk=256)`.
 
-Two prompts of two tokens go through the model, and what they leave in a `DynamicCache` is the layout; nothing is derived from names in
-a configuration. They begin with the same token, so its KV must be the same in both: a model that looks ahead is found out. A model
-whose KV of a prefix depends on more than the prefix, or is not a K and a V for each token and layer, is refused.
+Two prompts of two tokens go through the model, and what they leave in a `DynamicCache` is the
+layout; nothing is derived from names in a configuration. They begin with the same token, so its KV
+must be the same in both: a model that looks ahead is found out. A model whose KV of a prefix
+depends on more than the prefix, or is not a K and a V for each token and layer, is refused.
 """
 
 import json
@@ -18,7 +20,8 @@ from kvhold.core.layout import Group, Layout
 from kvhold.integrations.transformers.identity import learnt_prefixes
 from kvhold.memory.views import View, separate_pools
 
-# Rotary embeddings whose angle depends on the position alone. "dynamic" and "longrope" look at the whole prompt's length, too.
+# Rotary embeddings whose angle depends on the position alone. "dynamic" and "longrope" look at the
+# whole prompt's length, too.
 _STEADY_ROTARY = ("default", "linear", "llama3", "proportional", "yarn")
 
 _PROBE = [[3, 4], [3, 5]]
@@ -26,7 +29,10 @@ _PROBE = [[3, 4], [3, 5]]
 
 @dataclass(frozen=True)
 class Geometry:
-    """A model's KV: `layout`, and what a tensor of it is made of. `config` is what transformers makes a cache from."""
+    """A model's KV: `layout`, and what a tensor of it is made of.
+
+    `config` is what transformers makes a cache from.
+    """
 
     layout: Layout
     dtype: torch.dtype
@@ -38,35 +44,55 @@ class Geometry:
         return DynamicCache(config=self.config)
 
     def allocated(self, num_rows: int, num_tokens: int) -> DynamicCache:
-        """A cache of `num_tokens` tokens whose tensors, `[num_rows, heads, num_tokens, head_dim]`, hold no values yet."""
+        """A cache of `num_tokens` tokens whose tensors, `[num_rows, heads, num_tokens, head_dim]`,
+        hold no values yet.
+        """
         cache, group = self.empty(), self.layout.groups[0]
         for layer in cache.layers:
             shape = (num_rows, group.heads, num_tokens, group.head_dim)
-            keys, values = (torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2))
-            layer.update(keys[:, :, :0], values[:, :, :0])  # no token yet, but now the layer knows type and device
+            keys, values = (
+                torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2)
+            )
+            layer.update(
+                keys[:, :, :0], values[:, :, :0]
+            )  # no token yet, but now the layer knows type and device
             layer.keys, layer.values = keys, values
         return cache
 
     def view(self, cache: DynamicCache) -> View:
-        """The cache's tensors: block b is row b, slot `b * num_tokens + t` its token t. Raises LayoutError if they are shaped otherwise."""
+        """The cache's tensors: block b is row b, slot `b * num_tokens + t` its token t.
+
+        Raises LayoutError if they are shaped otherwise.
+        """
         if any(type(layer) is not DynamicLayer for layer in cache.layers):
-            raise LayoutError(f"layers: the cache has {_kinds(cache)}; every layer must be a DynamicLayer")
+            raise LayoutError(
+                f"layers: the cache has {_kinds(cache)}; every layer must be a DynamicLayer"
+            )
         pools = [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
         return separate_pools(self.layout.groups[0], pools, axes="block head token dim")
 
 
 def geometry_of(model: Any, *, tokens_per_chunk: int) -> Geometry:
-    """Run four tokens through the model and look. Raises LayoutError for a model that is not served, saying why."""
+    """Run four tokens through the model and look.
+
+    Raises LayoutError for a model that is not served, saying why.
+    """
     _refuse_unproven(model)
     config = model.config.get_text_config(decoder=True)
     cache = DynamicCache(config=config)
     if not cache.layers or any(type(layer) is not DynamicLayer for layer in cache.layers):
-        raise LayoutError(f"kvhold does not serve {_kinds(cache)}; every layer must have full attention (DynamicLayer)")
+        raise LayoutError(
+            f"kvhold does not serve {_kinds(cache)}; every layer must have full attention "
+            "(DynamicLayer)"
+        )
     prompts = torch.tensor(_PROBE, device=model.device)
     with torch.no_grad(), torch.autocast(prompts.device.type, enabled=False):
         model(input_ids=prompts, past_key_values=cache, use_cache=True)
     if any(layer.get_seq_length() != prompts.shape[1] for layer in cache.layers):
-        raise LayoutError(f"{type(model).__name__} does not leave each token in every layer of the cache it is given")
+        raise LayoutError(
+            f"{type(model).__name__} does not leave each token in every layer of the cache "
+            "it is given"
+        )
     tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
     _check_alike(tensors)
     _check_causal(model, tensors)
@@ -79,21 +105,34 @@ def geometry_of(model: Any, *, tokens_per_chunk: int) -> Geometry:
         dtype=str(tensors[0].dtype).removeprefix("torch."),
         rotary=_rotary(config),
     )
-    return Geometry(Layout((group,), tokens_per_chunk=tokens_per_chunk, tail_tokens=1), tensors[0].dtype, tensors[0].device, config)
+    return Geometry(
+        Layout((group,), tokens_per_chunk=tokens_per_chunk, tail_tokens=1),
+        tensors[0].dtype,
+        tensors[0].device,
+        config,
+    )
 
 
 def _check_alike(tensors: list[Any]) -> None:
-    """K and V of all layers are of one shape, `[rows, heads, tokens, head_dim]`, type and device."""
+    """K and V of all layers are of one shape, `[rows, heads, tokens, head_dim]`, type
+    and device.
+    """
     first = tensors[0]
     for number, tensor in enumerate(tensors):
         for what in ("shape", "dtype", "device"):
             mine, others = getattr(tensor, what), getattr(first, what)
             if mine != others:
                 name = f"the {'values' if number % 2 else 'keys'} of layer {number // 2}"
-                raise LayoutError(f"{what} of {name} is {_plain(mine)}, of the keys of layer 0 {_plain(others)}; they must be equal")
+                raise LayoutError(
+                    f"{what} of {name} is {_plain(mine)}, of the keys of layer 0 "
+                    f"{_plain(others)}; they must be equal"
+                )
     rows, tokens = len(_PROBE), len(_PROBE[0])
     if first.ndim != 4 or first.shape[::2] != (rows, tokens):
-        raise LayoutError(f"shape of the keys is {_plain(first.shape)}; it must be [{rows} rows, heads, {tokens} tokens, head_dim]")
+        raise LayoutError(
+            f"shape of the keys is {_plain(first.shape)}; it must be [{rows} rows, heads, "
+            f"{tokens} tokens, head_dim]"
+        )
 
 
 def _check_causal(model: Any, tensors: list[Any]) -> None:
@@ -103,7 +142,8 @@ def _check_causal(model: Any, tensors: list[Any]) -> None:
         error = float((one - other).norm() / one.norm().clamp_min(1e-30))
         if not error <= max(1e-4, 4 * torch.finfo(tensor.dtype).eps):
             raise LayoutError(
-                f"kvhold does not serve this {type(model).__name__}: KV of a token depends on the tokens after it (in layer {number // 2})"
+                f"kvhold does not serve this {type(model).__name__}: KV of a token depends "
+                f"on the tokens after it (in layer {number // 2})"
             )
 
 
@@ -116,10 +156,15 @@ def _refuse_unproven(model: Any) -> None:
         "an adapter puts something of its own before the prompt": bool(learnt_prefixes(model)),
         "it has an encoder": bool(config.is_encoder_decoder),
         "it takes more than text": text is not config,
-        f"its rotary embedding ({', '.join(unsteady)}) depends on the prompt's length": bool(unsteady),
+        f"its rotary embedding ({', '.join(unsteady)}) depends on the prompt's length": bool(
+            unsteady
+        ),
         "some of its layers share their KV": bool(getattr(text, "num_kv_shared_layers", 0)),
         "it is split over several processes": (getattr(model, "_tp_size", None) or 1) > 1,
-        "it is split over several devices": len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1,
+        "it is split over several devices": len(
+            set((getattr(model, "hf_device_map", None) or {}).values())
+        )
+        > 1,
     }
     found = [reason for reason, applies in reasons.items() if applies]
     if found:
@@ -127,9 +172,14 @@ def _refuse_unproven(model: Any) -> None:
 
 
 def _rotary_types(config: Any) -> set[str]:
-    """The kinds of rotary embedding a configuration names: for the whole model, for each kind of layer, in the old way or the new."""
+    """The kinds of rotary embedding a configuration names: for the whole model, for each kind of
+    layer, in the old way or the new.
+    """
     types = set()
-    for settings in (getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)):
+    for settings in (
+        getattr(config, "rope_parameters", None),
+        getattr(config, "rope_scaling", None),
+    ):
         if isinstance(settings, dict):
             for part in (settings, *settings.values()):
                 if isinstance(part, dict):

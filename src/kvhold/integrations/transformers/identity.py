@@ -1,10 +1,11 @@
 """What a model's KV depends on, as a Namespace: `Identity(model).namespace(layout)`.
 
-The weights by their content (or the name the user gives them), every field of the configuration and of those inside it but the harmless
-below, the model's class and the versions that hold its code, the attention implementation, the device's kind, the processor and the
-precision of products (which round differently), quantization, and the adapters of PEFT: which are active, merged or switched off, and how
-they are scaled. A value that is no plain value is refused by its name. Asked again for each call, because all of it may change while a
-model lives. Any one thread at a time.
+The weights by their content (or the name the user gives them), every field of the configuration and
+of those inside it but the harmless below, the model's class and the versions that hold its code,
+the attention implementation, the device's kind, the processor and the precision of products (which
+round differently), quantization, and the adapters of PEFT: which are active, merged or switched
+off, and how they are scaled. A value that is no plain value is refused by its name. Asked again for
+each call, because all of it may change while a model lives. Any one thread at a time.
 """
 
 import sys
@@ -32,22 +33,39 @@ HARMLESS = {
     "what else a call returns": "output_attentions _output_attentions output_hidden_states return_dict use_cache",
     "the type that counts is that of the weights": "dtype torch_dtype",
 }
-"""Fields of a model's configuration itself (not of mappings inside it) that leave KV as it is, by the reason."""
+"""Fields of a model's configuration itself (not of mappings inside it) that leave KV as it is, by
+the reason.
+"""
 
 _RULES = Rules(
     tables={"PreTrainedConfig": Table.of("", HARMLESS), "PretrainedConfig": Table.of("", HARMLESS)},
-    opens=lambda kind: kind.__module__.partition(".")[0] in ("transformers", "transformers_modules"),
+    opens=lambda kind: (
+        kind.__module__.partition(".")[0] in ("transformers", "transformers_modules")
+    ),
     atoms={torch.dtype: str, torch.device: str, torch.Size: lambda size: str(list(size))},
-    not_keys=_PLACES,  # the other harmless names mean something else elsewhere: `dtype` in a quantization's settings shapes KV
+    # the other harmless names mean something else elsewhere: `dtype` in a quantization's settings
+    # shapes KV
+    not_keys=_PLACES,
 )
-_LIBRARIES = ("torch", "peft", "accelerate", "flash-attn", "bitsandbytes", "kernels", "compressed-tensors")
-_VOLATILE_IN_ADAPTERS = frozenset({"base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"})
+_LIBRARIES = (
+    "torch",
+    "peft",
+    "accelerate",
+    "flash-attn",
+    "bitsandbytes",
+    "kernels",
+    "compressed-tensors",
+)
+_VOLATILE_IN_ADAPTERS = frozenset(
+    {"base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"}
+)
 
 
 class Identity:
     """One model object.
 
-    model_id:   what to call the weights, adapters included, instead of reading them; the caller answers for it
+    model_id:   what to call the weights, adapters included, instead of reading them; the caller
+        answers for it
     cache_salt: text that separates callers who must not share KV
     """
 
@@ -58,8 +76,9 @@ class Identity:
         self._weights = Weights(model)
 
     def namespace(self, layout: Layout) -> Namespace:
-        """The namespace of the model as it is now. Raises ConfigError when its weights cannot be read, LayoutError for adapters whose
-        KV does not depend on the tokens alone."""
+        """The namespace of the model as it is now. Raises ConfigError when its weights cannot be
+        read, LayoutError for adapters whose KV does not depend on the tokens alone.
+        """
         model, config = self._model, self._model.config
         kind = type(_unwrapped(model))
         facts: dict[str, str] = {}
@@ -71,7 +90,9 @@ class Identity:
         facts["products"] = repr(torch.get_float32_matmul_precision())
         facts["versions.transformers"] = repr(transformers.__version__)
         return Namespace(
-            model=f"named:{self._model_id}" if self._model_id else f"content:{self._weights.digest()}",
+            model=f"named:{self._model_id}"
+            if self._model_id
+            else f"content:{self._weights.digest()}",
             layout=layout,
             dtype=str(model.dtype),
             quantization=_quantization(config),
@@ -83,8 +104,14 @@ class Identity:
 
 
 def learnt_prefixes(model: Any) -> list[str]:
-    """The adapters of PEFT (prefix tuning, prompt tuning) that put KV or embeddings of their own before every prompt."""
-    return [name for name, config in getattr(model, "peft_config", {}).items() if config.is_prompt_learning]
+    """The adapters of PEFT (prefix tuning, prompt tuning) that put KV or embeddings of their own
+    before every prompt.
+    """
+    return [
+        name
+        for name, config in getattr(model, "peft_config", {}).items()
+        if config.is_prompt_learning
+    ]
 
 
 def _unwrapped(model: Any) -> Any:
@@ -96,27 +123,47 @@ def _quantization(config: Any) -> str:
     settings = getattr(config, "quantization_config", None)
     if settings is None:
         return ""
-    return _digest(settings if isinstance(settings, dict) else settings.to_dict(), "quantization_config")
+    return _digest(
+        settings if isinstance(settings, dict) else settings.to_dict(), "quantization_config"
+    )
 
 
 def _adapters(model: Any) -> str:
-    """The state of PEFT's adapters, empty where there are none. Their weights are part of the model's."""
+    """The state of PEFT's adapters, empty where there are none.
+
+    Their weights are part of the model's.
+    """
     if "peft" not in sys.modules:
         return ""
     tuner_layer = import_module("peft.tuners.tuners_utils").BaseTunerLayer
-    layers = [[name, *_layer_state(module)] for name, module in model.named_modules() if isinstance(module, tuner_layer)]
+    layers = [
+        [name, *_layer_state(module)]
+        for name, module in model.named_modules()
+        if isinstance(module, tuner_layer)
+    ]
     if prefixes := learnt_prefixes(model):
-        raise LayoutError(f"adapter {', '.join(prefixes)} puts something of its own before the prompt; kvhold does not serve that")
+        raise LayoutError(
+            f"adapter {', '.join(prefixes)} puts something of its own before the prompt; "
+            "kvhold does not serve that"
+        )
     if not layers:
         return ""
     configs = {name: config.to_dict() for name, config in getattr(model, "peft_config", {}).items()}
-    kept = {name: {k: v for k, v in config.items() if k not in _VOLATILE_IN_ADAPTERS} for name, config in configs.items()}
+    kept = {
+        name: {k: v for k, v in config.items() if k not in _VOLATILE_IN_ADAPTERS}
+        for name, config in configs.items()
+    }
     return _digest([layers, kept], "peft_config")
 
 
 def _layer_state(layer: Any) -> list[Any]:
     active, scaling = list(layer.active_adapters), getattr(layer, "scaling", {})
-    return [active, bool(layer.disable_adapters), list(layer.merged_adapters), [scaling.get(name) for name in active]]
+    return [
+        active,
+        bool(layer.disable_adapters),
+        list(layer.merged_adapters),
+        [scaling.get(name) for name in active],
+    ]
 
 
 def _digest(value: Any, name: str) -> str:

@@ -79,7 +79,12 @@ class _Work:
     reason: str = ""
 
     def outcome(self) -> Outcome:
-        return Outcome(sum(len(prompt.tokens) for prompt in self.prompts), self.num_loaded, self.num_stored, self.reason)
+        return Outcome(
+            sum(len(prompt.tokens) for prompt in self.prompts),
+            self.num_loaded,
+            self.num_stored,
+            self.reason,
+        )
 
 
 class Reuse:
@@ -116,7 +121,10 @@ class Reuse:
         """
         config = config or load_config()
         if config.memory_codec != "none":
-            raise ConfigError(f"memory_codec = {config.memory_codec!r}: the KV of transformers is kept as it is; leave this setting out")
+            raise ConfigError(
+                f"memory_codec = {config.memory_codec!r}: the KV of transformers is kept "
+                "as it is; leave this setting out"
+            )
         self.model = model
         self.cache = cache
         self.last = Outcome()
@@ -145,7 +153,9 @@ class Reuse:
         check_tags(rules.tags, self._settings)
         self._rules = rules
 
-    def generate(self, inputs: Any = None, generation_config: GenerationConfig | None = None, **options: Any) -> Any:
+    def generate(
+        self, inputs: Any = None, generation_config: GenerationConfig | None = None, **options: Any
+    ) -> Any:
         """Do `model.generate(inputs, generation_config, **options)` with the cache.
 
         The prompt, [rows, tokens], may also be given as `input_ids`.
@@ -153,9 +163,20 @@ class Reuse:
         work = self._begin(generate_call(self.model, inputs, generation_config, options))
         if work is None:
             return self.model.generate(inputs, generation_config=generation_config, **options)
-        others = {name: value for name, value in options.items() if name not in ("input_ids", "past_key_values")}
-        output = self.model.generate(work.call.input_ids, generation_config=generation_config, past_key_values=work.kv, **others)
-        self._finish(work, sequences=output if isinstance(output, torch.Tensor) else output.sequences)
+        others = {
+            name: value
+            for name, value in options.items()
+            if name not in ("input_ids", "past_key_values")
+        }
+        output = self.model.generate(
+            work.call.input_ids,
+            generation_config=generation_config,
+            past_key_values=work.kv,
+            **others,
+        )
+        self._finish(
+            work, sequences=output if isinstance(output, torch.Tensor) else output.sequences
+        )
         return output
 
     def forward(self, input_ids: Any, **options: Any) -> Any:
@@ -173,7 +194,9 @@ class Reuse:
             return self.model(input_ids=input_ids, **{"use_cache": True} | options)
         rest = input_ids[:, work.kv.get_seq_length() :]
         with torch.no_grad():
-            output = self.model(input_ids=rest, **options | {"past_key_values": work.kv, "use_cache": True})
+            output = self.model(
+                input_ids=rest, **options | {"past_key_values": work.kv, "use_cache": True}
+            )
         self._finish(work)
         return output
 
@@ -208,7 +231,9 @@ class Reuse:
         if not self.rules.load:
             return
         with ExitStack() as held:
-            hits = [held.enter_context(self.cache.lookup(prompt.query())) for prompt in work.prompts]
+            hits = [
+                held.enter_context(self.cache.lookup(prompt.query())) for prompt in work.prompts
+            ]
             work.known = [hit.num_tokens for hit in hits]
             num_tokens = min(work.call.most, *work.known)
             if not num_tokens:
@@ -231,10 +256,14 @@ class Reuse:
         """Copy the first tokens of a loan, as many as a block holds, into block `row`."""
         places = loan.chunks()
         if (places.offsets == ABSENT).any():  # a gap would be wrong KV: full attention needs all
-            raise KVHoldError(f"the hit has no KV for {int((places.offsets == ABSENT).sum())} of its chunks")
+            raise KVHoldError(
+                f"the hit has no KV for {int((places.offsets == ABSENT).sum())} of its chunks"
+            )
         position = np.arange(int(places.num_tokens.sum()), dtype=np.int64)
         slots = np.where(position < view.rows_per_block, row * view.rows_per_block + position, -1)
-        return self._copier.scatter([Piece(view, slots, loan.buffer, places, "slots")], after=self._copier.mark())
+        return self._copier.scatter(
+            [Piece(view, slots, loan.buffer, places, "slots")], after=self._copier.mark()
+        )
 
     def _finish(self, work: _Work, sequences: Any = None) -> None:
         """Store the KV that the model has computed.
@@ -246,7 +275,9 @@ class Reuse:
         try:
             view = _filled(work)
             for row, prompt in enumerate(work.prompts):
-                work.num_stored += self._store(view, row * work.call.expand, prompt, work.known[row])
+                work.num_stored += self._store(
+                    view, row * work.call.expand, prompt, work.known[row]
+                )
             if self._store_generated and sequences is not None and not work.call.searched:
                 work.num_stored += self._store_sequences(view, work.prompts[0], sequences)
         except (KVHoldError, ValueError) as error:
@@ -256,14 +287,18 @@ class Reuse:
         self.last = work.outcome()
         log.debug("%s", self.last)
 
-    def _store(self, view: View, block: int, prompt: Prompt, known: int, *, tail: bool = True) -> int:
+    def _store(
+        self, view: View, block: int, prompt: Prompt, known: int, *, tail: bool = True
+    ) -> int:
         """Store a prompt's KV after its first `known` tokens. Returns the number of tokens stored.
 
         The prompt's KV is in block `block` of the view.
         """
         length, layout = len(prompt.tokens), prompt.namespace.layout
         # A tail of one token would never be read: the last token of a prompt is computed.
-        names = prompt.chunks(known // layout.tokens_per_chunk, tail=tail and length % layout.tokens_per_chunk > 1)
+        names = prompt.chunks(
+            known // layout.tokens_per_chunk, tail=tail and length % layout.tokens_per_chunk > 1
+        )
         if known == length or not len(names):
             return 0
         with self.cache.reserve(layout, names, terms=self.rules.terms) as room:
@@ -271,8 +306,17 @@ class Reuse:
             granted = places.offsets != ABSENT
             if not granted.any():
                 return 0
-            slots = np.arange(int(places.num_tokens.sum()), dtype=np.int64) + (block * view.rows_per_block + names.first_token)
-            wait_for([self._copier.gather([Piece(view, slots, room.buffer, places, "slots")], after=self._copier.mark())])
+            slots = np.arange(int(places.num_tokens.sum()), dtype=np.int64) + (
+                block * view.rows_per_block + names.first_token
+            )
+            wait_for(
+                [
+                    self._copier.gather(
+                        [Piece(view, slots, room.buffer, places, "slots")],
+                        after=self._copier.mark(),
+                    )
+                ]
+            )
             room.commit()
         return int(places.num_tokens[granted].sum())
 
@@ -284,7 +328,10 @@ class Reuse:
         size = prompt.namespace.layout.tokens_per_chunk
         first = len(prompt.tokens) // size * size
         rows = sequences[:, : view.rows_per_block].cpu().numpy()
-        return sum(self._store(view, block, prompt.namespace.prompt(row), first, tail=False) for block, row in enumerate(rows))
+        return sum(
+            self._store(view, block, prompt.namespace.prompt(row), first, tail=False)
+            for block, row in enumerate(rows)
+        )
 
     def _current_geometry(self) -> Geometry:
         """Return the geometry; inspect the model again if it was moved or converted."""
@@ -298,7 +345,12 @@ class Reuse:
         warm_up(str(geometry.device))
         if str(geometry.device) != self._copies_on:
             self._copies_on = str(geometry.device)
-            self._copier = proven_copier_for(self._copies_on, threads=self._threads, cache=self.cache, allow_unproven=self._allow_unproven)
+            self._copier = proven_copier_for(
+                self._copies_on,
+                threads=self._threads,
+                cache=self.cache,
+                allow_unproven=self._allow_unproven,
+            )
         return geometry
 
     def _failed(self, work: _Work, what: str, error: Exception) -> None:
@@ -322,5 +374,7 @@ def _filled(work: _Work) -> View:
     rows, length = len(work.prompts) * work.call.expand, len(work.prompts[0].tokens)
     if view.num_blocks != rows or view.rows_per_block < length:
         held = f"{view.num_blocks} rows of {view.rows_per_block} tokens"
-        raise LayoutError(f"the model left {held} in its cache; the prompts are {rows} rows of {length}")
+        raise LayoutError(
+            f"the model left {held} in its cache; the prompts are {rows} rows of {length}"
+        )
     return view

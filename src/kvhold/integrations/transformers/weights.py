@@ -1,13 +1,15 @@
 """A model's weights, told by their content: `Weights(model).digest()`.
 
-Two models have the same digest only if all their parameters and buffers have the same names, types, shapes and bytes, whatever folder,
-hub or training run they come from. All bytes are read once, some GB a second, which is logged; each later call looks at every tensor's
-address, version counter and 16 elements, about 10 microseconds a tensor, and reads again what has changed: fine-tuning in place,
-`load_state_dict`, a merged adapter, averaged weights swapped in. What that look cannot see is a change through `.data` (which leaves the
-version counter alone) that spares those 16 elements; make a new `Weights` after such a thing.
+Two models have the same digest only if all their parameters and buffers have the same names, types,
+shapes and bytes, whatever folder, hub or training run they come from. All bytes are read once, some
+GB a second, which is logged; each later call looks at every tensor's address, version counter and
+16 elements, about 10 microseconds a tensor, and reads again what has changed: fine-tuning in place,
+`load_state_dict`, a merged adapter, averaged weights swapped in. What that look cannot see is a
+change through `.data` (which leaves the version counter alone) that spares those 16 elements; make
+a new `Weights` after such a thing.
 
-Samples alone would be faster but not enough for a name: training a few rows of an embedding leaves most elements as they were.
-Any one thread at a time.
+Samples alone would be faster but not enough for a name: training a few rows of an embedding leaves
+most elements as they were. Any one thread at a time.
 """
 
 import logging
@@ -48,19 +50,35 @@ class Weights:
     _digests: dict[str, bytes] = field(default_factory=dict)
 
     def digest(self) -> str:
-        """32 hexadecimal digits that name the weights as they are now. Raises ConfigError for weights whose bytes cannot be read."""
+        """32 hexadecimal digits that name the weights as they are now.
+
+        Raises ConfigError for weights whose bytes cannot be read.
+        """
         try:
             return self._digest()
-        except (RuntimeError, TypeError) as error:  # what torch raises for tensors of kinds without plain bytes
-            raise ConfigError(f"model_id must be given: the weights cannot be told by their content: {error}") from error
+        except (
+            RuntimeError,
+            TypeError,
+        ) as error:  # what torch raises for tensors of kinds without plain bytes
+            raise ConfigError(
+                f"model_id must be given: the weights cannot be told by their content: {error}"
+            ) from error
 
     def _digest(self) -> str:
-        tensors = dict(sorted([*self.model.named_parameters(), *self.model.named_buffers()], key=lambda item: item[0]))
+        tensors = dict(
+            sorted(
+                [*self.model.named_parameters(), *self.model.named_buffers()],
+                key=lambda item: item[0],
+            )
+        )
         marks = _marks(tensors)
         changed = {name for name, mark in marks.items() if self._marks.get(name) != mark}
         if changed or marks.keys() != self._marks.keys():
             started_s = time.monotonic()
-            self._digests = {name: self._digests[name] if name not in changed else _read(tensors[name]) for name in tensors}
+            self._digests = {
+                name: self._digests[name] if name not in changed else _read(tensors[name])
+                for name in tensors
+            }
             self._marks = marks
             nbytes = sum(tensors[name].nbytes for name in changed)
             log.info(
@@ -70,7 +88,9 @@ class Weights:
                 nbytes / 1e9,
                 time.monotonic() - started_s,
             )
-        return xxh3_128(canonical([[name, digest] for name, digest in self._digests.items()])).hexdigest()
+        return xxh3_128(
+            canonical([[name, digest] for name, digest in self._digests.items()])
+        ).hexdigest()
 
 
 def _marks(tensors: dict[str, Any]) -> dict[str, _Mark]:
@@ -78,24 +98,38 @@ def _marks(tensors: dict[str, Any]) -> dict[str, _Mark]:
     for name, tensor in tensors.items():
         if tensor.is_meta:
             raise ConfigError(
-                f"model_id must be given: {name} is not in memory (offloaded), so the weights cannot be told by their content"
+                f"model_id must be given: {name} is not in memory (offloaded), so the "
+                "weights cannot be told by their content"
             )
         by_type.setdefault((tensor.dtype, tensor.device), []).append(name)
     samples: dict[str, bytes] = {}
     for names in by_type.values():
-        rows = _bytes_of(torch.stack([_samples(tensors[name].detach()) for name in names])).reshape(len(names), -1)
+        rows = _bytes_of(torch.stack([_samples(tensors[name].detach()) for name in names])).reshape(
+            len(names), -1
+        )
         samples.update(zip(names, map(bytes, rows), strict=True))
     return {
-        name: _Mark(t.data_ptr(), -1 if t.is_inference() else t._version, str(t.dtype), tuple(t.shape), samples[name])
+        name: _Mark(
+            t.data_ptr(),
+            -1 if t.is_inference() else t._version,
+            str(t.dtype),
+            tuple(t.shape),
+            samples[name],
+        )
         for name, t in tensors.items()
     }
 
 
 def _samples(tensor: Any) -> Any:
-    """[_SAMPLES] elements along the tensor's diagonal, from its first to about its last; a view, so that nothing is copied yet."""
+    """[_SAMPLES] elements along the tensor's diagonal, from its first to about its last; a view, so
+    that nothing is copied yet.
+    """
     if not tensor.numel():
         return tensor.new_zeros(_SAMPLES)
-    step = sum((size - 1) // (_SAMPLES - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    step = sum(
+        (size - 1) // (_SAMPLES - 1) * stride
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     return tensor.as_strided((_SAMPLES,), (step,))
 
 

@@ -1,7 +1,8 @@
 """The class that vLLM loads. It forwards each call to the side it belongs to and decides nothing.
 
-The scheduler's process has one with a SchedulerSide, each worker's one with a WorkerSide. No call may raise into the engine's step: both
-sides answer a lost node with "nothing found" and "failed blocks", which vLLM recomputes.
+The scheduler's process has one with a SchedulerSide, each worker's one with a WorkerSide. No call
+may raise into the engine's step: both sides answer a lost node with "nothing found" and "failed
+blocks", which vLLM recomputes.
 """
 
 import logging
@@ -22,7 +23,12 @@ from kvhold.core.config import load_config
 from kvhold.core.errors import LayoutError
 from kvhold.integrations.vllm.drafts import draft_limit
 from kvhold.integrations.vllm.events import describer_of, with_events
-from kvhold.integrations.vllm.geometry import geometry_of, mixes_adapters, preferred_layout, unproven_platform
+from kvhold.integrations.vllm.geometry import (
+    geometry_of,
+    mixes_adapters,
+    preferred_layout,
+    unproven_platform,
+)
 from kvhold.integrations.vllm.hosts import NodePlace, check_places, place_of
 from kvhold.integrations.vllm.layerwise import refusal
 from kvhold.integrations.vllm.media import Media
@@ -49,24 +55,36 @@ log = logging.getLogger(__name__)
 
 
 class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
-    """vLLM's KV connector, version 1 of its interface. Settings: `kv_connector_extra_config`, as in `kvhold.Config`."""
+    """vLLM's KV connector, version 1 of its interface.
 
-    def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
-        """Raises LayoutError for a set-up that is not supported, ConfigError for bad settings, NodeError when no node can be had."""
+    Settings: `kv_connector_extra_config`, as in `kvhold.Config`.
+    """
+
+    def __init__(
+        self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
+    ) -> None:
+        """Raises LayoutError for a set-up that is not supported, ConfigError for bad settings,
+        NodeError when no node can be had.
+        """
         super().__init__(vllm_config, role, kv_cache_config)
         _log_like_vllm()
         transfer = vllm_config.kv_transfer_config
-        # vLLM's default for a failed load is to fail the request. A cache must not do that: what did not arrive is computed.
-        # vLLM reads this setting after it has made its connector.
+        # vLLM's default for a failed load is to fail the request. A cache must not do that: what
+        # did not arrive is computed. vLLM reads this setting after it has made its connector.
         transfer.kv_load_failure_policy = "recompute"
         settings = with_events(load_config(transfer.kv_connector_extra_config), vllm_config)
         geometry = geometry_of(vllm_config, kv_cache_config, settings)
         unproven = unproven_platform()
         if unproven:
-            log.warning("kvhold: on %s copies have not been shown to be exact; it serves because allow_unproven is set", unproven)
+            log.warning(
+                "kvhold: on %s copies have not been shown to be exact; it serves because "
+                "allow_unproven is set",
+                unproven,
+            )
         if settings.layerwise and (reason := refusal(vllm_config, geometry)):
             raise LayoutError(
-                f"layerwise: kvhold does not load inside this engine's passes, because a failed load could not be undone: {reason}"
+                "layerwise: kvhold does not load inside this engine's passes, because a "
+                f"failed load could not be undone: {reason}"
             )
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -114,10 +132,14 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: "Request") -> None:
         self.scheduler.arrived(request)
 
-    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: "Request", num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         return self.scheduler.matched(request, num_computed_tokens)
 
-    def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
         self.scheduler.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
@@ -126,10 +148,14 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         self.scheduler.loaded(connector_output.finished_recving or ())
 
-    def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: "Request", block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         return self.scheduler.finished(request, (block_ids,)), None
 
-    def request_finished_all_groups(self, request: "Request", block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         return self.scheduler.finished(request, block_ids), None
 
     def take_events(self) -> Iterable["KVCacheEvent"]:
@@ -140,16 +166,28 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
         transfer = vllm_config.kv_transfer_config
-        return None if transfer is None else preferred_layout(load_config(transfer.kv_connector_extra_config))
+        return (
+            None
+            if transfer is None
+            else preferred_layout(load_config(transfer.kv_connector_extra_config))
+        )
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """A graph of a whole pass would not wait for its layers."""
         return load_config(extra_config).layerwise
 
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
-        """vLLM calls this at the start, with what each worker's `get_handshake_metadata` said. Raises LayoutError."""
-        check_places(place_of(self.scheduler.socket), {rank: place for rank, place in metadata.items() if isinstance(place, NodePlace)})
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """vLLM calls this at the start, with what each worker's `get_handshake_metadata` said.
+
+        Raises LayoutError.
+        """
+        check_places(
+            place_of(self.scheduler.socket),
+            {rank: place for rank, place in metadata.items() if isinstance(place, NodePlace)},
+        )
 
     def reset_cache(self) -> bool | None:
         return self.scheduler.reset()
@@ -174,17 +212,27 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.begin(self._steps())
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """vLLM's first model runner calls this before it zeroes or copies blocks for a pass; the second one after that."""
+        """vLLM's first model runner calls this before it zeroes or copies blocks for a pass; the
+        second one after that.
+        """
         self.worker.end_reading()
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         self.worker.start_loads(self._steps())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """For loads inside the pass (`layerwise`); otherwise a request whose KV is being loaded is not in it."""
+        """For loads inside the pass (`layerwise`); otherwise a request whose KV is being loaded is
+        not in it.
+        """
         self.worker.wait_for_layer(layer_name)
 
-    def save_kv_layer(self, layer_name: str, kv_layer: "torch.Tensor", attn_metadata: "AttentionMetadata", **kwargs: Any) -> None:
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: "torch.Tensor",
+        attn_metadata: "AttentionMetadata",
+        **kwargs: Any,
+    ) -> None:
         """For `layerwise`; otherwise whole chunks are stored after the pass."""
         self.worker.save_layer(layer_name)
 
@@ -194,13 +242,20 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
         if self._zeroes_first:
             self.worker.end_reading()
 
-    def get_finished(self, finished_req_ids: Iterable[str]) -> tuple[set[str] | None, set[str] | None]:
+    def get_finished(
+        self, finished_req_ids: Iterable[str]
+    ) -> tuple[set[str] | None, set[str] | None]:
         return self.worker.take_stored(), self.worker.take_loaded()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        loaded, stored = self.worker.take_loaded(idle=not self._steps().computes), self.worker.take_stored()
+        loaded, stored = (
+            self.worker.take_loaded(idle=not self._steps().computes),
+            self.worker.take_stored(),
+        )
         failed = self.worker.take_failed_requests()
-        return KVConnectorTransferResults(finished_sending=stored, finished_recving=loaded, failed_recving=failed)
+        return KVConnectorTransferResults(
+            finished_sending=stored, finished_recving=loaded, failed_recving=failed
+        )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.worker.take_failed_blocks()
@@ -233,16 +288,25 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
 def _step_tokens(vllm_config: "VllmConfig") -> int:
     """The most tokens of one prompt that a step computes."""
     scheduling = vllm_config.scheduler_config
-    return int(min(scheduling.max_num_batched_tokens, scheduling.long_prefill_token_threshold or scheduling.max_num_batched_tokens))
+    return int(
+        min(
+            scheduling.max_num_batched_tokens,
+            scheduling.long_prefill_token_threshold or scheduling.max_num_batched_tokens,
+        )
+    )
 
 
 def _media_of(vllm_config: "VllmConfig") -> Media:
     multimodal = vllm_config.model_config.multimodal_config
-    return Media(embeddings_may_be_missing=bool(getattr(multimodal, "allow_missing_mm_embeddings", False)))
+    return Media(
+        embeddings_may_be_missing=bool(getattr(multimodal, "allow_missing_mm_embeddings", False))
+    )
 
 
 def _log_like_vllm() -> None:
-    """Our lines beside vLLM's, in its form and at its level, unless the user has set up logging for us."""
+    """Our lines beside vLLM's, in its form and at its level, unless the user has set up logging for
+    us.
+    """
     ours, theirs = logging.getLogger("kvhold"), logging.getLogger("vllm")
     if not ours.handlers and theirs.handlers:
         ours.handlers = list(theirs.handlers)

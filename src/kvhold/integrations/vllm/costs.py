@@ -87,7 +87,17 @@ class Costs:
         """Return a request with its costs, as far as they are measured."""
         token_s, step_s, pair_s = self._computing.costs or (0.0, 0.0, 0.0)
         load_s, load_byte_s = self._loading.costs or (0.0, 0.0)
-        return Work(request, num_tokens, computed_tokens, self._step_tokens, step_s, token_s, pair_s, load_s, load_byte_s)
+        return Work(
+            request,
+            num_tokens,
+            computed_tokens,
+            self._step_tokens,
+            step_s,
+            token_s,
+            pair_s,
+            load_s,
+            load_byte_s,
+        )
 
     def compute_s(self, num_tokens: int, computed_tokens: int) -> float:
         """Return the seconds that this engine takes to compute the rest of a prompt. Any thread.
@@ -111,7 +121,10 @@ class Costs:
     def load_begins(self, request_id: str, nbytes: int) -> None:
         """Record that a request's load of `nbytes` bytes is planned."""
         if request_id in self._requests:
-            self._requests[request_id].load_began_s, self._requests[request_id].load_bytes = self._clock(), nbytes
+            self._requests[request_id].load_began_s, self._requests[request_id].load_bytes = (
+                self._clock(),
+                nbytes,
+            )
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended, unless a step under way still reports it.
@@ -132,7 +145,9 @@ class Costs:
         step = _Step(now_s, None)
         self._steps.append(step)
         drafts = sum(map(len, output.scheduled_spec_decode_tokens.values()))
-        if not output.scheduled_new_reqs and output.total_num_scheduled_tokens - drafts == len(output.num_scheduled_tokens):
+        if not output.scheduled_new_reqs and output.total_num_scheduled_tokens - drafts == len(
+            output.num_scheduled_tokens
+        ):
             return  # only the next token of each request, and its drafts
         tokens, pairs = 0, 0.0
         for request_id, computed in _computed(output):
@@ -151,10 +166,16 @@ class Costs:
             return []
         step, now_s = self._steps.popleft(), self._clock()
         if step.quantities is not None:
-            self._computing.measured(step.quantities, now_s - max(step.planned_s, self._last_over_s))
+            self._computing.measured(
+                step.quantities, now_s - max(step.planned_s, self._last_over_s)
+            )
         self._last_over_s = now_s
         done = [(request_id, self._requests.pop(request_id, None)) for request_id in step.done]
-        return [Took(request_id, request.load_s, now_s - request.began_s) for request_id, request in done if request is not None]
+        return [
+            Took(request_id, request.load_s, now_s - request.began_s)
+            for request_id, request in done
+            if request is not None
+        ]
 
     def _runs(self, request: _Request, now_s: float) -> None:
         if request.began_s:
@@ -169,4 +190,8 @@ def _computed(output: "SchedulerOutput") -> Iterator[tuple[str, int]]:
     """Yield each scheduled request with its tokens that were computed before the step."""
     for new in output.scheduled_new_reqs:
         yield new.req_id, new.num_computed_tokens
-    yield from zip(output.scheduled_cached_reqs.req_ids, output.scheduled_cached_reqs.num_computed_tokens, strict=True)
+    yield from zip(
+        output.scheduled_cached_reqs.req_ids,
+        output.scheduled_cached_reqs.num_computed_tokens,
+        strict=True,
+    )

@@ -67,13 +67,19 @@ class Undrafted:
 
     def are_among(self, block_ids: Sequence[Sequence[int]]) -> bool:
         """Whether any of these blocks lacks the drafter's KV."""
-        return any(not known.isdisjoint(ids) for ids, known in zip(block_ids, self._blocks, strict=True))
+        return any(
+            not known.isdisjoint(ids) for ids, known in zip(block_ids, self._blocks, strict=True)
+        )
 
 
 def _spans(output: "SchedulerOutput") -> Iterator[tuple[str, int, int]]:
     """Yield each request of a step, its first computed token, and the token after its last."""
     for new in output.scheduled_new_reqs:
-        yield new.req_id, new.num_computed_tokens, new.num_computed_tokens + output.num_scheduled_tokens[new.req_id]
+        yield (
+            new.req_id,
+            new.num_computed_tokens,
+            new.num_computed_tokens + output.num_scheduled_tokens[new.req_id],
+        )
     cached = output.scheduled_cached_reqs
     for request_id, start in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
         yield request_id, start, start + output.num_scheduled_tokens[request_id]

@@ -77,10 +77,16 @@ _NAME_BYTES = NAMESPACE_BYTES + HASH_BYTES  # of a key; its group and shard foll
 
 def with_events(settings: Config, config: "VllmConfig") -> Config:
     """Return the settings, with an event buffer if vLLM publishes events and no buffer is set."""
-    return replace(settings, event_buffer=_EVENT_BUFFER) if _is_asked_for(config) and not settings.event_buffer else settings
+    return (
+        replace(settings, event_buffer=_EVENT_BUFFER)
+        if _is_asked_for(config) and not settings.event_buffer
+        else settings
+    )
 
 
-def describer_of(config: "VllmConfig", kv_cache: "KVCacheConfig", geometry: Geometry) -> "Describer | None":
+def describer_of(
+    config: "VllmConfig", kv_cache: "KVCacheConfig", geometry: Geometry
+) -> "Describer | None":
     """Return the describer of this engine's chunks; None if vLLM does not publish events."""
     if not _is_asked_for(config):
         return None
@@ -90,7 +96,9 @@ def describer_of(config: "VllmConfig", kv_cache: "KVCacheConfig", geometry: Geom
             number=part.table,
             block_tokens=part.group.block_tokens,
             kind=get_kv_cache_spec_kind(kv_cache.kv_cache_groups[part.table].kv_cache_spec).value,
-            window=get_kv_cache_spec_sliding_window(kv_cache.kv_cache_groups[part.table].kv_cache_spec),
+            window=get_kv_cache_spec_sliding_window(
+                kv_cache.kv_cache_groups[part.table].kv_cache_spec
+            ),
         )
         for part in geometry.parts
     )
@@ -134,7 +142,9 @@ class Describer:
     tables: tuple[Table, ...]
     hashed_tokens: int
 
-    def describe(self, request: "Request", names: ChunkNames, wanted: Callable[[bytes], bool]) -> Iterator[tuple[bytes, Described]]:
+    def describe(
+        self, request: "Request", names: ChunkNames, wanted: Callable[[bytes], bool]
+    ) -> Iterator[tuple[bytes, Described]]:
         """Yield name and description of each `wanted` chunk of `names` in the request's text."""
         first = names.first_token
         for chunk, num_tokens in enumerate(names.num_tokens(self.layout).tolist()):
@@ -144,17 +154,28 @@ class Describer:
             name = names.namespace + names.hashes[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES]
             if wanted(name):
                 token_ids = list(request.all_token_ids[first:end])
-                yield name, Described(first, tuple(self._stored(request, table, first, token_ids) for table in self.tables))
+                yield (
+                    name,
+                    Described(
+                        first,
+                        tuple(
+                            self._stored(request, table, first, token_ids) for table in self.tables
+                        ),
+                    ),
+                )
             first = end
 
-    def _stored(self, request: "Request", table: Table, first: int, token_ids: list[int]) -> BlockStored | None:
+    def _stored(
+        self, request: "Request", table: Table, first: int, token_ids: list[int]
+    ) -> BlockStored | None:
         size = table.block_tokens
         if size % self.hashed_tokens:
             return None
         hashes = resolve_block_hashes(request.block_hashes, self.hashed_tokens, size)
         begin, end = first // size, (first + len(token_ids)) // size
         extras: list[tuple[Any, ...] | None] = [
-            generate_block_hash_extra_keys(request, at * size, (at + 1) * size, 0)[0] for at in range(begin, end)
+            generate_block_hash_extra_keys(request, at * size, (at + 1) * size, 0)[0]
+            for at in range(begin, end)
         ]
         adapter = request.lora_request
         return BlockStored(
@@ -180,7 +201,10 @@ class Announced:
     def __init__(self, tables: tuple[Table, ...], shards: int) -> None:
         """tables: ordered by kvhold's own group numbers."""
         self._tables = tables
-        self._places = [frozenset(place_suffix(group, shard) for shard in range(shards)) for group in range(len(tables))]
+        self._places = [
+            frozenset(place_suffix(group, shard) for shard in range(shards))
+            for group in range(len(tables))
+        ]
         # of all chunks in memory, other models' included: the present groups and shards
         self._present: dict[bytes, set[bytes]] = {}
         # until all groups are announced
@@ -230,17 +254,28 @@ class Announced:
     def changes(self) -> "list[KVCacheEvent]":
         """Return the KV events since the last call: additions first, by position in the prompt."""
         touched, self._touched = self._touched, set()
-        come = [(described.first_token, name, described) for name in touched if (described := self._described.get(name)) is not None]
+        come = [
+            (described.first_token, name, described)
+            for name in touched
+            if (described := self._described.get(name)) is not None
+        ]
         come.sort(key=lambda item: item[:2])
         events: list[KVCacheEvent] = []
         for _, name, described in come:
             events += self._tell(name, described)
         gone: dict[int, list[ExternalBlockHash]] = {}
         for name in touched:
-            for group in [group for group in self._told.get(name, ()) if not self._is_present(name, group)]:
+            for group in [
+                group for group in self._told.get(name, ()) if not self._is_present(name, group)
+            ]:
                 gone.setdefault(group, []).extend(self._take_back(name, group))
         return events + [
-            BlockRemoved(block_hashes=hashes, medium=MEDIUM_CPU, group_idx=self._tables[group].number, locality="LOCAL")
+            BlockRemoved(
+                block_hashes=hashes,
+                medium=MEDIUM_CPU,
+                group_idx=self._tables[group].number,
+                locality="LOCAL",
+            )
             for group, hashes in gone.items()
             if hashes
         ]
@@ -330,7 +365,9 @@ class Announcer:
     def _describe(self, request: "Request", names: Callable[[], ChunkNames]) -> None:
         """Describe chunks, on the lookup thread. Never raises: its future is never read."""
         try:
-            for name, described in self._describer.describe(request, names(), self._announced.wants):
+            for name, described in self._describer.describe(
+                request, names(), self._announced.wants
+            ):
                 self._announced.describe(name, described)
         except Exception:
             log.exception("kvhold: no KV events about request %s", request.request_id)

@@ -24,7 +24,12 @@ import torch
 import vllm
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 
 from kvhold.core.config import Config
 from kvhold.core.errors import LayoutError
@@ -123,17 +128,26 @@ def geometry_of(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: Confi
     if divided % distinct or any(_heads(spec) % (divided // distinct) for spec in specs):
         heads = ", ".join(str(_heads(spec)) for spec in specs)
         raise LayoutError(
-            f"head_shards is {settings.head_shards}; {distinct} workers with {heads} heads each cannot be divided so. "
+            f"head_shards is {settings.head_shards}; {distinct} workers with {heads} heads "
+            "each cannot be divided so. "
             f"Use a multiple of {distinct} that divides all heads, or 0"
         )
     per_worker = divided // distinct
     parts = []
     for number, group in enumerate(kv_cache.kv_cache_groups):
         engine_group = _group(config, group.kv_cache_spec, len(group.layer_names), per_worker)
-        parts.append(Part(number, tuple(group.layer_names), coded_group(engine_group, settings.memory_codec), engine_group))
+        parts.append(
+            Part(
+                number,
+                tuple(group.layer_names),
+                coded_group(engine_group, settings.memory_codec),
+                engine_group,
+            )
+        )
     if any(part.is_coded for part in parts) and settings.rules.max_error < ERROR_BOUND:
         raise LayoutError(
-            f"memory_codec is {settings.memory_codec}, which loses up to {ERROR_BOUND:.4f} of the largest; rules.max_error allows "
+            f"memory_codec is {settings.memory_codec}, which loses up to {ERROR_BOUND:.4f} "
+            "of the largest; rules.max_error allows "
             f"{settings.rules.max_error:g}. Raise it, or set memory_codec to none"
         )
     return Geometry(
@@ -194,7 +208,10 @@ def _layout(parts: tuple[Part, ...], tokens_per_chunk: int) -> Layout:
 
 def _group(config: "VllmConfig", spec: Any, layers: int, per_worker: int) -> Group:
     if isinstance(spec, MambaSpec):
-        nbytes = sum(prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
+        nbytes = sum(
+            prod(shape) * dtype.itemsize
+            for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+        )
         return Group(
             layers=layers,
             planes=1,
@@ -232,16 +249,24 @@ def _packing(config: "VllmConfig", spec: Any) -> str:
         return packing_name(f"vllm-{version}-state-{spec.mamba_type.name.lower()}")
     if device:
         latent = "mla-" if isinstance(spec, MLAAttentionSpec) else ""
-        return packing_name(f"vllm-{version}-{device}-{latent}{config.cache_config.kv_cache_layout}")
+        return packing_name(
+            f"vllm-{version}-{device}-{latent}{config.cache_config.kv_cache_layout}"
+        )
     if isinstance(spec, MLAAttentionSpec):
         return f"vllm-{version}-mla-{'amx' if torch.cpu._is_amx_tile_supported() else 'cpu'}"
-    isa = _get_attn_isa(config.model_config.dtype, spec.block_size, spec.head_size, config.cache_config.cache_dtype)
+    isa = _get_attn_isa(
+        config.model_config.dtype, spec.block_size, spec.head_size, config.cache_config.cache_dtype
+    )
     return f"vllm-{version}-cpu_attn-{isa}"
 
 
 def _refuse_unproven(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: Config) -> None:
     groups, device = kv_cache.kv_cache_groups, unproven_platform()
-    parallel, cache, speculation = config.parallel_config, config.cache_config, config.speculative_config
+    parallel, cache, speculation = (
+        config.parallel_config,
+        config.cache_config,
+        config.speculative_config,
+    )
     specs = [group.kv_cache_spec for group in groups]
     strange = sorted({type(spec).__name__ for spec in specs if type(spec) not in _KNOWN})
     known = ", ".join(kind.__name__ for kind in _KNOWN)
@@ -251,37 +276,48 @@ def _refuse_unproven(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: 
     reasons = {
         "the model has no KV cache": not groups,
         f"its layers are {', '.join(strange)}; {known} are supported": bool(strange),
-        "its attention is chunked": any(getattr(spec, "attention_chunk_size", None) for spec in specs),
+        "its attention is chunked": any(
+            getattr(spec, "attention_chunk_size", None) for spec in specs
+        ),
         "its attention looks ahead": any(getattr(spec, "non_causal", False) for spec in specs),
-        "some of its groups are not for transfer": not all(group.enable_kv_transfer for group in groups),
+        "some of its groups are not for transfer": not all(
+            group.enable_kv_transfer for group in groups
+        ),
         "its states are kept at no block's end (mamba_cache_mode is none); enable prefix caching": any(
             isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "none" for spec in specs
         ),
-        "vLLM turns chunked prefill off for its MLA here: it computes the rest of a prompt without what was loaded before": (
-            any(isinstance(spec, MLAAttentionSpec) for spec in specs) and not config.scheduler_config.enable_chunked_prefill
+        "vLLM turns chunked prefill off for its MLA here: it computes the rest of a prompt "
+        "without what was loaded before": (
+            any(isinstance(spec, MLAAttentionSpec) for spec in specs)
+            and not config.scheduler_config.enable_chunked_prefill
         ),
-        f"on {device} copies have not been shown to be exact (allow_unproven = true serves it if the check at start passes)": (
-            bool(device) and not settings.allow_unproven
-        ),
-        f"its KV is arranged as {cache.kv_cache_layout}; {', '.join(_COMPACT_LAYOUTS)} are supported": (
-            bool(device) and cache.kv_cache_layout not in _COMPACT_LAYOUTS
-        ),
+        f"on {device} copies have not been shown to be exact (allow_unproven = true serves "
+        "it if the check at start passes)": (bool(device) and not settings.allow_unproven),
+        f"its KV is arranged as {cache.kv_cache_layout}; {', '.join(_COMPACT_LAYOUTS)} are "
+        "supported": (bool(device) and cache.kv_cache_layout not in _COMPACT_LAYOUTS),
         f"kv_cache_dtype is {cache.cache_dtype}; auto, fp8, fp8_e4m3 and fp8_e5m2 are supported": cache.cache_dtype
         not in ("auto", "fp8", "fp8_e4m3", "fp8_e5m2"),
-        f"{layers} layers are not divided evenly among {stages} pipeline stages": bool(stages > 1 and layers % stages),
-        f"its workers are on {parallel.nnodes_within_dp} hosts (nnodes), and each host has a node of its own": parallel.nnodes_within_dp
-        > 1,
+        f"{layers} layers are not divided evenly among {stages} pipeline stages": bool(
+            stages > 1 and layers % stages
+        ),
+        f"its workers are on {parallel.nnodes_within_dp} hosts (nnodes), and each host has "
+        "a node of its own": parallel.nnodes_within_dp > 1,
         "decode_context_parallel_size > 1": parallel.decode_context_parallel_size > 1,
         "prefill_context_parallel_size > 1": parallel.prefill_context_parallel_size > 1,
-        f"speculative decoding by {method}; {', '.join(_WITHOUT_DRAFT_LAYERS + _DRAFTERS)} are supported": (
+        f"speculative decoding by {method}; {', '.join(_WITHOUT_DRAFT_LAYERS + _DRAFTERS)} "
+        "are supported": (
             speculation is not None and method not in _WITHOUT_DRAFT_LAYERS + _DRAFTERS
         ),
-        f"speculative decoding by {method} has not been shown to be exact (allow_unproven = true serves it)": (
+        f"speculative decoding by {method} has not been shown to be exact (allow_unproven "
+        "= true serves it)": (
             drafts(config) and method not in _SHOWN_DRAFTERS and not settings.allow_unproven
         ),
         "a drafter and several pipeline stages": drafts(config) and stages > 1,
-        "a drafter beside other than full attention has not been shown to be exact (allow_unproven = true serves it)": (
-            drafts(config) and not settings.allow_unproven and any(type(spec) is not FullAttentionSpec for spec in specs)
+        "a drafter beside other than full attention has not been shown to be exact "
+        "(allow_unproven = true serves it)": (
+            drafts(config)
+            and not settings.allow_unproven
+            and any(type(spec) is not FullAttentionSpec for spec in specs)
         ),
         "a drafter with another vocabulary (use_heterogeneous_vocab)": (
             drafts(config) and bool(getattr(speculation, "use_heterogeneous_vocab", False))
@@ -290,11 +326,15 @@ def _refuse_unproven(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: 
             drafts(config) and getattr(speculation, "rejection_sample_method", "") == "synthetic"
         ),
         "a drafter that does not draft in each pass (num_speculative_tokens_per_batch_size)": (
-            drafts(config) and getattr(speculation, "num_speculative_tokens_per_batch_size", None) is not None
+            drafts(config)
+            and getattr(speculation, "num_speculative_tokens_per_batch_size", None) is not None
         ),
         f"speculative decoding by {method} with sliding windows or states": looks_ahead(config)
         and any(isinstance(spec, SlidingWindowSpec | MambaSpec) for spec in specs),
     }
     found = [reason for reason, applies in reasons.items() if applies]
     if found:
-        raise LayoutError(f"kvhold does not serve this set-up yet, because its KV is not proven to come back exactly: {'; '.join(found)}")
+        raise LayoutError(
+            "kvhold does not serve this set-up yet, because its KV is not proven to come "
+            f"back exactly: {'; '.join(found)}"
+        )

@@ -1,7 +1,9 @@
-"""An engine whose workers are on several hosts is refused: each worker would join the node of its own host.
+"""An engine whose workers are on several hosts is refused: each worker would join the node of its
+own host.
 
-The scheduler's tickets mean nothing to another node. All its hits would be lost, and nobody would say so. vLLM's settings tell some
-such engines (`geometry.py`); where they do not (Ray places workers as it likes), the workers tell the scheduler where their node is.
+The scheduler's tickets mean nothing to another node. All its hits would be lost, and nobody would
+say so. vLLM's settings tell some such engines (`geometry.py`); where they do not (Ray places
+workers as it likes), the workers tell the scheduler where their node is.
 """
 
 from dataclasses import dataclass
@@ -19,7 +21,8 @@ class NodePlace(KVConnectorHandshakeMetadata):
     """Where a process finds its node.
 
     boot:    of the host, since it was started
-    folder:  of the node's socket: device and inode, which differ between containers that do not share it
+    folder:  of the node's socket: device and inode, which differ between containers that do not
+        share it
     """
 
     boot: str
@@ -34,15 +37,21 @@ def place_of(socket: Path) -> NodePlace:
 
 
 def check_places(scheduler: NodePlace, workers: dict[tuple[int, int], NodePlace]) -> None:
-    """Raise LayoutError unless all workers use the scheduler's node. workers: by pipeline stage and tensor parallel rank."""
+    """Raise LayoutError unless all workers use the scheduler's node. workers: by pipeline stage and
+    tensor parallel rank.
+    """
     for (stage, rank), place in sorted(workers.items()):
         if place.boot != scheduler.boot:
             where = "is on another host than the scheduler"
         elif place.folder != scheduler.folder:
-            where = f"finds its node in another folder ({place.socket}) than the scheduler ({scheduler.socket})"
+            where = (
+                f"finds its node in another folder ({place.socket}) than the scheduler "
+                f"({scheduler.socket})"
+            )
         else:
             continue
         raise LayoutError(
-            f"kvhold does not serve an engine whose workers use several nodes: worker {rank} of stage {stage} {where}. "
+            "kvhold does not serve an engine whose workers use several nodes: worker "
+            f"{rank} of stage {stage} {where}. "
             f"Run the engine's workers on one host, and let them share the folder of node.socket"
         )

@@ -52,12 +52,18 @@ Prepare = Callable[[Load, ExitStack], list[Piece]]
 def refusal(config: "VllmConfig", geometry: Geometry) -> str:
     """Return why this engine cannot load inside its passes; empty: it can."""
     reasons = {
-        "vLLM's prefix cache is on (--no-enable-prefix-caching)": bool(config.cache_config.enable_prefix_caching),
-        "its scheduling is asynchronous (--no-async-scheduling)": bool(config.scheduler_config.async_scheduling),
+        "vLLM's prefix cache is on (--no-enable-prefix-caching)": bool(
+            config.cache_config.enable_prefix_caching
+        ),
+        "its scheduling is asynchronous (--no-async-scheduling)": bool(
+            config.scheduler_config.async_scheduling
+        ),
         f"the model has {len(geometry.parts)} KV cache groups": len(geometry.parts) > 1,
         "the model keeps a state": any(part.group.attention == "state" for part in geometry.parts),
-        f"there are {config.parallel_config.world_size} workers": config.parallel_config.world_size > 1,
-        "it speculates, and vLLM then asks for failed loads before they have ended": config.speculative_config is not None,
+        f"there are {config.parallel_config.world_size} workers": config.parallel_config.world_size
+        > 1,
+        "it speculates, and vLLM then asks for failed loads before they have ended": config.speculative_config
+        is not None,
     }
     return "; ".join(reason for reason, applies in reasons.items() if applies)
 
@@ -153,11 +159,18 @@ class Layerwise:
         one.job.result()
         missed = len(self._numbers) - len(one.asked)
         if missed:  # the pass has read layers before they were there
-            log.error("kvhold: vLLM did not wait for %d of %d layers; what was loaded is computed", missed, len(self._numbers))
+            log.error(
+                "kvhold: vLLM did not wait for %d of %d layers; what was loaded is computed",
+                missed,
+                len(self._numbers),
+            )
         for load in one.loads:
             if load.request_id in one.damaged:
                 log_damage(load, one.damaged[load.request_id])
-        return {load.request_id: blocks_of(load) if missed else one.failed_blocks(load) for load in one.loads}
+        return {
+            load.request_id: blocks_of(load) if missed else one.failed_blocks(load)
+            for load in one.loads
+        }
 
     def _run(self, one: _Pass, prepare: Prepare) -> None:
         """Copy all the pass's loads layer by layer, on the loader's thread.
@@ -177,7 +190,13 @@ class Layerwise:
                 for load in one.loads:
                     if load.request_id not in one.failed:
                         with _noting(one.failed, load), _keeping(claims):
-                            copies.append(self._copier.scatter(pieces[load.request_id], one.mark, layers=range(number, number + 1)))
+                            copies.append(
+                                self._copier.scatter(
+                                    pieces[load.request_id],
+                                    one.mark,
+                                    layers=range(number, number + 1),
+                                )
+                            )
                             submitted.append((load, copies[-1]))
                 one.copies.append(copies)
                 self._reach(one, number + 1)
@@ -185,10 +204,18 @@ class Layerwise:
                 with _noting(one.failed, load), _keeping(claims):
                     self._note_damage(one, load, pieces[load.request_id], transfer.wait())
 
-    def _note_damage(self, one: _Pass, load: Load, pieces: Sequence[Piece], damage: Sequence[DamagedChunks | None]) -> None:
+    def _note_damage(
+        self,
+        one: _Pass,
+        load: Load,
+        pieces: Sequence[Piece],
+        damage: Sequence[DamagedChunks | None],
+    ) -> None:
         for piece, error in zip(pieces, damage, strict=True):
             if error is not None:
-                one.damaged.setdefault(load.request_id, set()).update(blocks_of_chunks(error.chunks, self._part, piece.ids, piece.places))
+                one.damaged.setdefault(load.request_id, set()).update(
+                    blocks_of_chunks(error.chunks, self._part, piece.ids, piece.places)
+                )
 
     def _reach(self, one: _Pass, layers: int) -> None:
         with self._changed:
@@ -202,10 +229,16 @@ def _noting(failed: dict[str, list[int]], load: Load) -> Iterator[None]:
     try:
         yield
     except KVHoldError as error:
-        log.warning("kvhold: the KV of request %s did not arrive and is computed: %s", load.request_id, error)
+        log.warning(
+            "kvhold: the KV of request %s did not arrive and is computed: %s",
+            load.request_id,
+            error,
+        )
         failed[load.request_id] = blocks_of(load)
     except Exception:
-        log.exception("kvhold: the KV of request %s could not be copied and is computed", load.request_id)
+        log.exception(
+            "kvhold: the KV of request %s could not be copied and is computed", load.request_id
+        )
         failed[load.request_id] = blocks_of(load)
 
 
@@ -222,14 +255,17 @@ def _keeping(claims: ExitStack) -> Iterator[None]:
 def log_damage(load: Load, blocks: Collection[int]) -> None:
     """Log that some blocks of a load are computed."""
     log.warning(
-        "kvhold: of the %d blocks of request %s, %d are of damaged chunks; from the first of these on its KV is computed",
+        "kvhold: of the %d blocks of request %s, %d are of damaged chunks; from the first "
+        "of these on its KV is computed",
         len(blocks_of(load)),
         load.request_id,
         len(blocks),
     )
 
 
-def blocks_of_chunks(chunks: Sequence[int], part: Part, blocks: npt.NDArray[np.int64], places: ChunkBytes) -> list[int]:
+def blocks_of_chunks(
+    chunks: Sequence[int], part: Part, blocks: npt.NDArray[np.int64], places: ChunkBytes
+) -> list[int]:
     """Return the blocks that get the bytes of these chunks.
 
     blocks: the blocks of all chunks; -1 for a block that is not written

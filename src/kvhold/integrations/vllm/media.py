@@ -2,10 +2,12 @@
 
     inserts = Media().inserts_of(request)     # MediaError: some of it cannot be told
 
-vLLM names such content by an identifier that the user may have chosen; what one user calls "photo", another does, too. So the content
-itself is hashed, as the model gets it (the processor's tensors), whole. vLLM leaves it out where this process has had it before, under
-the same identifier; then its hash of that time counts, as for vLLM its encoder's output does. Where embeddings may be left out of a
-request because they come from elsewhere (`allow_missing_mm_embeddings`), what is there does not tell the content: it is refused.
+vLLM names such content by an identifier that the user may have chosen; what one user calls "photo",
+another does, too. So the content itself is hashed, as the model gets it (the processor's tensors),
+whole. vLLM leaves it out where this process has had it before, under the same identifier; then its
+hash of that time counts, as for vLLM its encoder's output does. Where embeddings may be left out of
+a request because they come from elsewhere (`allow_missing_mm_embeddings`), what is there does not
+tell the content: it is refused.
 """
 
 from collections import OrderedDict
@@ -32,21 +34,35 @@ class Media:
     """Hashes, and those of before. For one thread."""
 
     def __init__(self, *, embeddings_may_be_missing: bool = False) -> None:
-        """embeddings_may_be_missing: vLLM's setting `allow_missing_mm_embeddings`, which it makes for a consumer of an encoder's cache."""
+        """embeddings_may_be_missing: vLLM's setting `allow_missing_mm_embeddings`, which it makes
+        for a consumer of an encoder's cache.
+        """
         self._known: OrderedDict[str, bytes] = OrderedDict()
         self._may_be_missing = embeddings_may_be_missing
 
     def inserts_of(self, request: "Request") -> list[Insert]:
-        """Return one insert for each of the request's contents. Raises MediaError when one cannot be told, TypeError for unknown makes."""
+        """Return one insert for each of the request's contents.
+
+        Raises MediaError when one cannot be told, TypeError for unknown makes.
+        """
         if request.mm_features and self._may_be_missing:
-            raise MediaError("embeddings of its images, video or audio may come from elsewhere (allow_missing_mm_embeddings)")
-        return [Insert(f.mm_position.offset, f.mm_position.length, self._digest(f)) for f in request.mm_features]
+            raise MediaError(
+                "embeddings of its images, video or audio may come from elsewhere "
+                "(allow_missing_mm_embeddings)"
+            )
+        return [
+            Insert(f.mm_position.offset, f.mm_position.length, self._digest(f))
+            for f in request.mm_features
+        ]
 
     def _digest(self, feature: Any) -> bytes:
         if feature.data is None:
             digest = self._known.get(feature.identifier)
             if digest is None:
-                raise MediaError("the content of an image, video or audio was left out of the request, and was not seen here before")
+                raise MediaError(
+                    "the content of an image, video or audio was left out of the request, "
+                    "and was not seen here before"
+                )
             self._known.move_to_end(feature.identifier)
             return digest
         parts = {name: element.data for name, element in feature.data.items()}
@@ -64,10 +80,16 @@ class Media:
 
 
 def _feed(state: Any, value: Any) -> None:
-    """All of a value, so that no two of different content, shape, type or order feed the same bytes."""
+    """All of a value, so that no two of different content, shape, type or order feed the same
+    bytes.
+    """
     match value:
         case torch.Tensor():
-            flat = value.detach().cpu().contiguous().view(-1) if value.ndim else value.detach().cpu().reshape(1)
+            flat = (
+                value.detach().cpu().contiguous().view(-1)
+                if value.ndim
+                else value.detach().cpu().reshape(1)
+            )
             _say(state, "tensor", str(value.dtype), str(tuple(value.shape)))
             state.update(flat.view(torch.uint8).numpy().data)
         case np.ndarray() if value.dtype.kind in "biufc":

@@ -1,10 +1,13 @@
 """Proof, when the engine's tensors are registered, that our copies see its blocks as it does.
 
-    prove(part, tensors, views, copier)     # LayoutError says what differs; the blocks are zero again afterwards
+    prove(part, tensors, views, copier)     # LayoutError says what differs; the blocks are zero
+    again afterwards
 
-Random bytes are written through the engine's own tensors, gathered by us and compared, byte by byte, with what torch reads there; then
-they are wiped, scattered back and compared again, and the blocks beside them must not have changed. On a device the order of copies and
-of the engine's work is checked, too (`memory/selftest.py`). The copier is the one that serves. Nothing is served before that.
+Random bytes are written through the engine's own tensors, gathered by us and compared, byte by
+byte, with what torch reads there; then they are wiped, scattered back and compared again, and the
+blocks beside them must not have changed. On a device the order of copies and of the engine's work
+is checked, too (`memory/selftest.py`). The copier is the one that serves. Nothing is served before
+that.
 
     prove_coding(part, tensors, coded_views, copier)    # where `memory_codec` is set
 """
@@ -25,13 +28,18 @@ from kvhold.memory.selftest import check_orders
 from kvhold.memory.views import View
 
 
-def prove(part: Part, tensors: Sequence[torch.Tensor], views: Sequence[View], copier: Copier) -> None:
-    """tensors: of the part's layers, `[blocks, ...]`, unused so far; views: of its shards, each a slice of the tensors' second axis.
+def prove(
+    part: Part, tensors: Sequence[torch.Tensor], views: Sequence[View], copier: Copier
+) -> None:
+    """tensors: of the part's layers, `[blocks, ...]`, unused so far; views: of its shards, each a
+    slice of the tensors' second axis.
 
     Raises LayoutError where what we copy is not what the engine reads and writes.
     """
     num_blocks = tensors[0].shape[0]
-    chosen = sorted({0, 1, num_blocks // 2, num_blocks - 2, num_blocks - 1} & set(range(num_blocks)))
+    chosen = sorted(
+        {0, 1, num_blocks // 2, num_blocks - 2, num_blocks - 1} & set(range(num_blocks))
+    )
     proved, beside = chosen[::2], chosen[1::2]
     random = torch.Generator().manual_seed(1)
     for tensor in tensors:
@@ -45,7 +53,11 @@ def prove(part: Part, tensors: Sequence[torch.Tensor], views: Sequence[View], co
         for tensor, was in zip(tensors, before, strict=True):
             for block, expected in zip(chosen, was, strict=True):
                 if not torch.equal(bytes_of_block(tensor[block]), expected):
-                    what = "changed though it was not copied" if block in beside else "did not come back as it was"
+                    what = (
+                        "changed though it was not copied"
+                        if block in beside
+                        else "did not come back as it was"
+                    )
                     raise LayoutError(f"kvhold: {_name(part)}: block {block} {what}")
     finally:
         for tensor in tensors:
@@ -53,10 +65,13 @@ def prove(part: Part, tensors: Sequence[torch.Tensor], views: Sequence[View], co
                 tensor[block].zero_()
 
 
-def prove_coding(part: Part, tensors: Sequence[torch.Tensor], views: Sequence[View], copier: Copier) -> None:
+def prove_coding(
+    part: Part, tensors: Sequence[torch.Tensor], views: Sequence[View], copier: Copier
+) -> None:
     """Arguments as for `prove`; the views' chunks are coded, else there is nothing to prove.
 
-    Random numbers are encoded by the copier, and by the host's own code; both decode, too. Raises LayoutError where they differ.
+    Random numbers are encoded by the copier, and by the host's own code; both decode, too. Raises
+    LayoutError where they differ.
     """
     for view, lot in zip(views, lots(tensors, len(views)), strict=True):
         if view.coding is not None:
@@ -68,7 +83,10 @@ def _prove_codes(part: Part, view: View, tensors: Sequence[torch.Tensor], copier
     random = torch.Generator().manual_seed(3)
     for tensor in tensors:
         tensor[block].copy_(torch.randn(tensor[block].shape, generator=random) * 10)
-    known = [coded_block(view, bytes_of_block(tensor[block]).cpu().numpy().tobytes()) for tensor in tensors]
+    known = [
+        coded_block(view, bytes_of_block(tensor[block]).cpu().numpy().tobytes())
+        for tensor in tensors
+    ]
     expected = np.frombuffer(b"".join(encoded for encoded, _ in known), np.uint8)
     places = ChunkBytes(np.zeros(1, np.int64), np.full(1, part.group.block_tokens))
     try:
@@ -76,7 +94,10 @@ def _prove_codes(part: Part, view: View, tensors: Sequence[torch.Tensor], copier
             piece = Piece(view, np.array([block], np.int64), buffer, places)
             copier.gather([piece], after=copier.mark()).wait()
             if not np.array_equal(buffer, expected):
-                raise LayoutError(f"kvhold: {_name(part)}: memory_codec: this device encodes otherwise than the host does")
+                raise LayoutError(
+                    f"kvhold: {_name(part)}: memory_codec: this device encodes otherwise "
+                    "than the host does"
+                )
             for tensor in tensors:
                 tensor[block].zero_()
             transfer = copier.scatter([piece], after=copier.mark())
@@ -84,36 +105,60 @@ def _prove_codes(part: Part, view: View, tensors: Sequence[torch.Tensor], copier
             transfer.wait()
         found = [bytes_of_block(tensor[block]).cpu().numpy().tobytes() for tensor in tensors]
         if found != [decoded for _, decoded in known]:
-            raise LayoutError(f"kvhold: {_name(part)}: memory_codec: this device decodes otherwise than the host does")
+            raise LayoutError(
+                f"kvhold: {_name(part)}: memory_codec: this device decodes otherwise than "
+                "the host does"
+            )
     finally:
         for tensor in tensors:
             tensor[block].zero_()
 
 
-def _prove_one(part: Part, view: View, tensors: Sequence[torch.Tensor], blocks: npt.NDArray[np.int64], copier: Copier) -> None:
+def _prove_one(
+    part: Part,
+    view: View,
+    tensors: Sequence[torch.Tensor],
+    blocks: npt.NDArray[np.int64],
+    copier: Copier,
+) -> None:
     group = part.engine_group
-    chunk_bytes = group.layers * group.block_bytes  # one block each: a device's ring has room for a few chunks
-    places = ChunkBytes(np.arange(len(blocks)) * chunk_bytes, np.full(len(blocks), group.block_tokens))
+    chunk_bytes = (
+        group.layers * group.block_bytes
+    )  # one block each: a device's ring has room for a few chunks
+    places = ChunkBytes(
+        np.arange(len(blocks)) * chunk_bytes, np.full(len(blocks), group.block_tokens)
+    )
     with copier.scratch(len(blocks) * chunk_bytes) as buffer:
         piece = Piece(view, blocks, buffer, places)
         copier.gather([piece], after=copier.mark()).wait()
         expected = all_bytes(tensors, [int(block) for block in blocks])
         if not np.array_equal(buffer, expected.cpu().numpy()):
-            raise LayoutError(f"kvhold: {_name(part)}: gathered bytes are not those that the engine wrote")
+            raise LayoutError(
+                f"kvhold: {_name(part)}: gathered bytes are not those that the engine wrote"
+            )
         for tensor in tensors:
             for block in blocks:
                 tensor[int(block)].zero_()
-        check_orders(copier, piece, TensorBlocks(tensors, [int(block) for block in blocks], buffer.size))
+        check_orders(
+            copier, piece, TensorBlocks(tensors, [int(block) for block in blocks], buffer.size)
+        )
         buffer[:] = expected.cpu().numpy()
         copier.scatter([piece], after=copier.mark()).wait()
 
 
 def lots(tensors: Sequence[torch.Tensor], count: int) -> list[list[torch.Tensor]]:
-    """The tensors as the views of `count` shards have them: whole, or equal slices of their heads (axis 1)."""
+    """The tensors as the views of `count` shards have them: whole, or equal slices of their heads
+    (axis 1).
+    """
     if count == 1:
         return [list(tensors)]
-    return [list(lot) for lot in zip(*(tensor.chunk(count, dim=1) for tensor in tensors), strict=True)]
+    return [
+        list(lot) for lot in zip(*(tensor.chunk(count, dim=1) for tensor in tensors), strict=True)
+    ]
 
 
 def _name(part: Part) -> str:
-    return f"KV cache group {part.table} ({part.layer_names[0]} and {len(part.layer_names) - 1} more layers, {part.group.packing})"
+    return (
+        f"KV cache group {part.table} ({part.layer_names[0]} and {len(part.layer_names) - 1} "
+        f"more layers, {part.group.packing})"
+    )

@@ -160,17 +160,24 @@ class SchedulerSide:
         self._may_store = stores
         self._stores_plain = stores_plain
         self._layerwise = layerwise
-        self._undrafted = Undrafted(geometry.parts, draft_limit) if draft_limit is not None else None
+        self._undrafted = (
+            Undrafted(geometry.parts, draft_limit) if draft_limit is not None else None
+        )
         self._geometry = geometry
         self._configured = namespace
         self._namespace = namespace
         self._cache = join(config, namespace, name="vllm-scheduler")
         self._lookups = ThreadPoolExecutor(
-            1, thread_name_prefix="kvhold-lookup", initializer=place_this_thread, initargs=(config.client.cores,)
+            1,
+            thread_name_prefix="kvhold-lookup",
+            initializer=place_this_thread,
+            initargs=(config.client.cores,),
         )
         # the connection's keeper thread was started by the engine's thread
         place_own_threads(config.client.cores)
-        self._announcer = Announcer(self._cache, self._lookups, describer) if describer is not None else None
+        self._announcer = (
+            Announcer(self._cache, self._lookups, describer) if describer is not None else None
+        )
         self._adapters = Adapters(can_observe)  # used on the lookup thread
         self._not_named: set[str] = set()  # causes that were logged
         self._followed: dict[str, _Followed] = {}
@@ -184,7 +191,10 @@ class SchedulerSide:
         log.info(
             "kvhold: %d tokens a chunk (%s), %d shards, node on %s",
             namespace.layout.tokens_per_chunk,
-            ", ".join(f"{len(part.layer_names)} layers of {part.group.attention} attention" for part in geometry.parts),
+            ", ".join(
+                f"{len(part.layer_names)} layers of {part.group.attention} attention"
+                for part in geometry.parts
+            ),
             geometry.shards,
             self._cache.path,
         )
@@ -197,7 +207,9 @@ class SchedulerSide:
     def arrived(self, request: "Request") -> None:
         """Register a new request and start to hash its prompt."""
         try:
-            rules = rules_of(request, self._config, is_coded=any(part.is_coded for part in self._geometry.parts))
+            rules = rules_of(
+                request, self._config, is_coded=any(part.is_coded for part in self._geometry.parts)
+            )
         except ConfigError as error:
             log.warning("kvhold: request %s is not cached: %s", request.request_id, error)
             self.tally.add("refused_requests", 1)
@@ -206,7 +218,9 @@ class SchedulerSide:
         if (before := self._followed.pop(request.request_id, None)) is not None:
             self._let_go(before)
         if rules.store or rules.load:
-            self._followed[request.request_id] = _Followed(request, rules, naming=self._lookups.submit(self._name, request, rules))
+            self._followed[request.request_id] = _Followed(
+                request, rules, naming=self._lookups.submit(self._name, request, rules)
+            )
 
     def matched(self, request: "Request", computed_tokens: int) -> tuple[int | None, bool]:
         """Return the tokens to load beyond `computed_tokens`, and whether outside the passes.
@@ -248,7 +262,14 @@ class SchedulerSide:
         last = followed.first_token + external_tokens
         tables = blocks.get_block_ids()
         ids = [
-            _blocks(part, tables[part.table], first, last, unused=followed.hit.num_tokens, skipped=followed.first_token)
+            _blocks(
+                part,
+                tables[part.table],
+                first,
+                last,
+                unused=followed.hit.num_tokens,
+                skipped=followed.first_token,
+            )
             for part in self._geometry.parts
         ]
         if self._undrafted is not None:
@@ -307,8 +328,15 @@ class SchedulerSide:
         followed = self._followed.pop(request.request_id, None)
         if followed is None:
             return False
-        complete = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
-        late = complete and bool(followed.untold) and self._catch_up(followed, self._patience_s, last=True)
+        complete = request.status in (
+            RequestStatus.FINISHED_STOPPED,
+            RequestStatus.FINISHED_LENGTH_CAPPED,
+        )
+        late = (
+            complete
+            and bool(followed.untold)
+            and self._catch_up(followed, self._patience_s, last=True)
+        )
         self._let_go(followed)
         self._costs.forget(request.request_id)
         if followed.naming is not None:
@@ -317,7 +345,9 @@ class SchedulerSide:
             return False
         if not late and not self._saves_decode(followed):
             return False  # each step stored the chunks that it completed
-        reached = min(len(tables[part.table]) * part.group.block_tokens for part in self._geometry.parts)
+        reached = min(
+            len(tables[part.table]) * part.group.block_tokens for part in self._geometry.parts
+        )
         taken = followed.tracker.finish(request.all_token_ids, reached // self._block)
         if taken is None or not self._adapter_stays(followed):
             return False
@@ -335,7 +365,10 @@ class SchedulerSide:
         weights, nor must this engine after a restart. Therefore the namespace gets a new random
         tag.
         """
-        before, self._namespace = self._namespace, self._configured.narrowed(tags=(("reset", token_hex(8)),))
+        before, self._namespace = (
+            self._namespace,
+            self._configured.narrowed(tags=(("reset", token_hex(8)),)),
+        )
         for followed in self._followed.values():
             self._let_go(followed)
             followed.naming = followed.tracker = None
@@ -346,7 +379,11 @@ class SchedulerSide:
         try:
             self._cache.clear(before.digest)
         except KVHoldError as error:
-            log.warning("kvhold: what was cached before the reset is not used any more, but still takes memory: %s", error)
+            log.warning(
+                "kvhold: what was cached before the reset is not used any more, but still "
+                "takes memory: %s",
+                error,
+            )
         return True
 
     def take_events(self) -> "list[KVCacheEvent]":
@@ -371,9 +408,19 @@ class SchedulerSide:
         rest of its block takes no longer than a load.
         """
         least_block = min(part.group.block_tokens for part in self._geometry.parts)
-        return self._loads_for(followed) and (not computed_tokens or followed.request.num_tokens - computed_tokens > least_block)
+        return self._loads_for(followed) and (
+            not computed_tokens or followed.request.num_tokens - computed_tokens > least_block
+        )
 
-    def _run(self, stores: list[Store], output: "SchedulerOutput", request_id: str, computed_tokens: int, *, starts: bool) -> None:
+    def _run(
+        self,
+        stores: list[Store],
+        output: "SchedulerOutput",
+        request_id: str,
+        computed_tokens: int,
+        *,
+        starts: bool,
+    ) -> None:
         """Count a scheduled request's tokens and store the chunks that become whole.
 
         computed_tokens: computed before this step
@@ -382,12 +429,22 @@ class SchedulerSide:
         followed = self._followed.get(request_id)
         if followed is None:
             return
-        followed.untold.append(_Scheduled(output.num_scheduled_tokens[request_id], computed_tokens, starts))
-        if not self._catch_up(followed, 0.0) or followed.tracker is None or not self._stores_for(followed):
+        followed.untold.append(
+            _Scheduled(output.num_scheduled_tokens[request_id], computed_tokens, starts)
+        )
+        if (
+            not self._catch_up(followed, 0.0)
+            or followed.tracker is None
+            or not self._stores_for(followed)
+        ):
             return
-        taken = followed.tracker.take(followed.request.all_token_ids if self._saves_decode(followed) else ())
+        taken = followed.tracker.take(
+            followed.request.all_token_ids if self._saves_decode(followed) else ()
+        )
         if taken is not None and self._adapter_stays(followed):
-            store = self._store(followed, taken, output.kv_connector_block_state.get_block_ids(request_id))
+            store = self._store(
+                followed, taken, output.kv_connector_block_state.get_block_ids(request_id)
+            )
             if store is not None:
                 stores.append(store)
 
@@ -409,39 +466,64 @@ class SchedulerSide:
                 followed.tracker.advance(step.num_tokens, step.computed_tokens)
         return True
 
-    def _store(self, followed: _Followed, names: ChunkNames, tables: Sequence[list[int]], *, last: bool = False) -> Store | None:
+    def _store(
+        self,
+        followed: _Followed,
+        names: ChunkNames,
+        tables: Sequence[list[int]],
+        *,
+        last: bool = False,
+    ) -> Store | None:
         """Build the store of these chunks; None if a block lacks the drafter's KV."""
         end = names.first_token + int(names.num_tokens(self._namespace.layout).sum())
-        ids = [_blocks(part, tables[part.table], names.first_token, end) for part in self._geometry.parts]
+        ids = [
+            _blocks(part, tables[part.table], names.first_token, end)
+            for part in self._geometry.parts
+        ]
         if self._undrafted is not None and self._undrafted.are_among(ids):
             return None
         if self._announcer is not None:
             self._announcer.stored(followed.request, names)
-        return Store(followed.request.request_id, names, ids, followed.rules.terms, last, self._adapter_of(followed))
+        return Store(
+            followed.request.request_id,
+            names,
+            ids,
+            followed.rules.terms,
+            last,
+            self._adapter_of(followed),
+        )
 
     def _load_bytes(self, block_ids: list[list[int]]) -> int:
         """The bytes that all workers copy together."""
         groups = [part.group for part in self._geometry.parts]
         blocks = [len(ids) - ids.count(-1) for ids in block_ids]
-        return self._geometry.shards * sum(n * group.layers * group.block_bytes for n, group in zip(blocks, groups, strict=True))
+        return self._geometry.shards * sum(
+            n * group.layers * group.block_bytes for n, group in zip(blocks, groups, strict=True)
+        )
 
     def _look_up(self, followed: _Followed, request: "Request", computed_tokens: int) -> None:
         if followed.naming is None:
             followed.naming = self._lookups.submit(self._name, request, followed.rules)
         if request.num_preemptions and self._saves_decode(followed):
-            followed.naming = self._lookups.submit(self._name_on, followed.naming, request, request.num_tokens)
+            followed.naming = self._lookups.submit(
+                self._name_on, followed.naming, request, request.num_tokens
+            )
         followed.tried = request.num_preemptions
         followed.untold.clear()  # steps from before the preemption
         followed.asked_s = followed.since_s = time.monotonic()
         plans = followed.rules.plan and self._loads_for(followed)
-        asking = (request.request_id[:MOST_NAME], request.num_tokens, computed_tokens) if plans else None
+        asking = (
+            (request.request_id[:MOST_NAME], request.num_tokens, computed_tokens) if plans else None
+        )
         would_load = self._would_load(followed, computed_tokens)
         have_tokens = computed_tokens if would_load else request.num_tokens
         if plans and not would_load:  # it may run before the answer arrives
             self._costs.follow(request.request_id, request.num_tokens)
         followed.patience_s = self._config.client.arrival_timeout_s  # until `_ask` computes it
         followed.no_hit, followed.computed_tokens = NO_ANSWER, computed_tokens
-        followed.ask = partial(self._ask, followed, followed.naming, asking, have_tokens, computed_tokens)
+        followed.ask = partial(
+            self._ask, followed, followed.naming, asking, have_tokens, computed_tokens
+        )
         followed.lookup = self._lookups.submit(followed.ask)
 
     def _name(self, request: "Request", rules: Rules) -> Prompt | None:
@@ -468,9 +550,15 @@ class SchedulerSide:
         """Log why a request is not cached, once for each cause; `not_named` counts them."""
         if cause not in self._not_named and len(self._not_named) < _MOST_CAUSES:
             self._not_named.add(cause)
-            log.warning("kvhold: request %s is not cached, nor are others like it: %s", request.request_id, cause)
+            log.warning(
+                "kvhold: request %s is not cached, nor are others like it: %s",
+                request.request_id,
+                cause,
+            )
 
-    def _name_on(self, naming: "Future[Prompt | None]", request: "Request", num_tokens: int) -> Prompt | None:
+    def _name_on(
+        self, naming: "Future[Prompt | None]", request: "Request", num_tokens: int
+    ) -> Prompt | None:
         """Hash the first `num_tokens` tokens of prompt and generated text, on the lookup thread.
 
         Never raises.
@@ -481,7 +569,9 @@ class SchedulerSide:
             try:
                 return prompt.followed_by(request.all_token_ids[prompt.num_tokens : end])
             except Exception:
-                log.exception("kvhold: what request %s has generated is not looked up", request.request_id)
+                log.exception(
+                    "kvhold: what request %s has generated is not looked up", request.request_id
+                )
         return prompt
 
     def _patience(self, num_tokens: int, computed_tokens: int) -> float:
@@ -512,10 +602,18 @@ class SchedulerSide:
         prompt = None if naming.cancelled() else naming.result()
         followed.is_lost = False
         try:
-            patience_s = followed.patience_s = self._patience(followed.request.num_tokens, computed_tokens)
+            patience_s = followed.patience_s = self._patience(
+                followed.request.num_tokens, computed_tokens
+            )
             work = self._costs.work(*asking) if asking is not None else None
             if prompt is not None:
-                return self._cache.lookup(self._asked(prompt).query(), work=work, have_tokens=have_tokens, wait_s=0, deadline_s=patience_s)
+                return self._cache.lookup(
+                    self._asked(prompt).query(),
+                    work=work,
+                    have_tokens=have_tokens,
+                    wait_s=0,
+                    deadline_s=patience_s,
+                )
         except NodeLost as error:
             log.debug("kvhold: lookup: %s", error)
             self._note_loss(followed)
@@ -557,14 +655,20 @@ class SchedulerSide:
 
         The last token is computed again. Some models do not allow it to be part of the hit.
         """
-        if self._geometry.whole_prompt_fits or self._config.skip_last_n_tokens or not prompt.num_tokens:
+        if (
+            self._geometry.whole_prompt_fits
+            or self._config.skip_last_n_tokens
+            or not prompt.num_tokens
+        ):
             return prompt
         return prompt.until(prompt.num_tokens - 1)
 
     def _tell(self, took: Took) -> None:
         """Report a request's timing to the cache, on the lookup thread. Never raises."""
         try:
-            self._cache.came_of(took.request_id[:MOST_NAME], load_s=took.load_s, compute_s=took.compute_s)
+            self._cache.came_of(
+                took.request_id[:MOST_NAME], load_s=took.load_s, compute_s=took.compute_s
+            )
         except KVHoldError as error:
             log.debug("kvhold: %s", error)
 
@@ -590,14 +694,25 @@ class SchedulerSide:
             followed.lookup = followed.lookup or lookup
             return False
         if hit is not None and hit.arriving and not last:
-            settle = bool(followed.untold) or began_s - followed.since_s >= self._config.client.arrival_timeout_s
-            followed.lookup, followed.arriving = self._lookups.submit(self._look_again, followed, hit, settle), hit
+            settle = (
+                bool(followed.untold)
+                or began_s - followed.since_s >= self._config.client.arrival_timeout_s
+            )
+            followed.lookup, followed.arriving = (
+                self._lookups.submit(self._look_again, followed, hit, settle),
+                hit,
+            )
             followed.asked_s = began_s
             return False
         followed.hit, followed.arriving = hit, None
         prompt = followed.naming.result() if followed.naming.done() else None
         self._count(followed, prompt, hit)
-        if hit is not None and not followed.untold and followed.rules.plan and (hit.num_tokens or hit.reason == SLOWER):
+        if (
+            hit is not None
+            and not followed.untold
+            and followed.rules.plan
+            and (hit.num_tokens or hit.reason == SLOWER)
+        ):
             self._costs.follow(followed.request.request_id, followed.request.num_tokens)
         if prompt is not None:
             followed.tracker = RequestTracker(
@@ -612,7 +727,8 @@ class SchedulerSide:
         return True
 
     def _waits(self, followed: _Followed, now_s: float) -> bool:
-        """Whether a lookup that found the node lost waits for the next one. Ask again when it is there.
+        """Whether a lookup that found the node lost waits for the next one. Ask again when it is
+        there.
 
         It waits as long as computing the prompt would take. When the node has been away for longer
         than that, and longer than a start takes, no lookup waits.
@@ -676,7 +792,9 @@ class SchedulerSide:
             self._lookups.submit(hit.close)
 
 
-def _blocks(part: Part, table: list[int], first: int, last: int, *, skipped: int = 0, unused: int = 0) -> list[int]:
+def _blocks(
+    part: Part, table: list[int], first: int, last: int, *, skipped: int = 0, unused: int = 0
+) -> list[int]:
     """Return the blocks of the tokens from `first` to before `last`, padded with -1.
 
     The list is as long as the chunks from `first` to before `unused`. -1 stands for a block that is

@@ -1,4 +1,6 @@
-"""The names of this engine's KV: vLLM's configuration to a Namespace, and a request to a Prompt, or a refusal that says why."""
+"""The names of this engine's KV: vLLM's configuration to a Namespace, and a request to a Prompt, or
+a refusal that says why.
+"""
 
 import logging
 from typing import TYPE_CHECKING
@@ -26,17 +28,24 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def namespace_of(config: "VllmConfig", kv_cache: "KVCacheConfig", geometry: Geometry, settings: Config) -> Namespace:
-    """Return the namespace of this engine: the same for all engines whose KV is equal, and for no others.
+def namespace_of(
+    config: "VllmConfig", kv_cache: "KVCacheConfig", geometry: Geometry, settings: Config
+) -> Namespace:
+    """Return the namespace of this engine: the same for all engines whose KV is equal, and for no
+    others.
 
     Raises LayoutError for weights, code or settings that cannot be told.
     """
     model = config.model_config
     if model.model_weights and not settings.model_id:
-        raise LayoutError(f"cannot tell the weights at {model.model_weights} by their content; set model_id")
+        raise LayoutError(
+            f"cannot tell the weights at {model.model_weights} by their content; set model_id"
+        )
     facts = dict(engine_facts(config, kv_cache, settings).items)
     if not settings.model_id and model.trust_remote_code:
-        for code in code_identity(model.model, getattr(model.hf_config, "auto_map", None), model.code_revision):
+        for code in code_identity(
+            model.model, getattr(model.hf_config, "auto_map", None), model.code_revision
+        ):
             facts[f"code.{code}"] = "'used'"
     return Namespace(
         model=settings.model_id or model_identity(model.model, model.revision),
@@ -50,12 +59,17 @@ def namespace_of(config: "VllmConfig", kv_cache: "KVCacheConfig", geometry: Geom
 
 
 def layout_only(geometry: Geometry) -> Namespace:
-    """Return a namespace that no key is made with: what a worker needs, whose keys come from the scheduler."""
+    """Return a namespace that no key is made with: what a worker needs, whose keys come from the
+    scheduler.
+    """
     return Namespace(model="", layout=geometry.layout, shards=geometry.shards)
 
 
 def join(config: Config, namespace: Namespace, *, name: str) -> NodeClient:
-    """This host's node, told of the namespace. Raises NodeError when none can be had; one that is lost right after that is looked for."""
+    """This host's node, told of the namespace.
+
+    Raises NodeError when none can be had; one that is lost right after that is looked for.
+    """
     client = connect(config, name=name)
     try:
         client.register(namespace)
@@ -74,16 +88,26 @@ def rules_of(request: "Request", config: Config, *, is_coded: bool) -> Rules:
     rules = request_rules((request.kv_transfer_params or {}).get("kvhold"), config.rules)
     most = rules.terms.max_error
     if is_coded and most is not None and most < ERROR_BOUND:
-        raise ConfigError(f"kvhold.max_error = {most:g}: the engine's memory_codec {config.memory_codec} loses up to {ERROR_BOUND:.4f}")
+        raise ConfigError(
+            f"kvhold.max_error = {most:g}: the engine's memory_codec {config.memory_codec} "
+            f"loses up to {ERROR_BOUND:.4f}"
+        )
     return rules
 
 
-def prompt_of(namespace: Namespace, request: "Request", rules: Rules, adapters: Adapters, media: Media) -> tuple[Prompt | None, str]:
+def prompt_of(
+    namespace: Namespace, request: "Request", rules: Rules, adapters: Adapters, media: Media
+) -> tuple[Prompt | None, str]:
     """Return the request's prompt by name, and nothing; or None, and why its KV cannot be named.
 
-    A request's KV is named if it depends on its tokens, media, adapter and salt alone, and these can be told.
+    A request's KV is named if it depends on its tokens, media, adapter and salt alone, and these
+    can be told.
     """
-    if request.prompt_token_ids is None or request.prompt_embeds is not None or request.prompt_is_token_ids is not None:
+    if (
+        request.prompt_token_ids is None
+        or request.prompt_embeds is not None
+        or request.prompt_is_token_ids is not None
+    ):
         return None, "embeddings stand in its prompt"
     if request.pooling_params:
         return None, "it is a pooling request"
@@ -91,7 +115,13 @@ def prompt_of(namespace: Namespace, request: "Request", rules: Rules, adapters: 
     if request.lora_request is not None:
         name = adapters.name_of(request.lora_request)
         if name is None:
-            return None, f"adapter {request.lora_request.lora_name} cannot be told, has changed, or is newer than the engine"
+            return (
+                None,
+                (
+                    f"adapter {request.lora_request.lora_name} cannot be told, has changed, or "
+                    "is newer than the engine"
+                ),
+            )
         lora = name
     tokens = np.array(request.prompt_token_ids, dtype=np.int32)
     space = namespace.narrowed(lora=lora, cache_salt=request.cache_salt or "", tags=rules.tags)
@@ -99,6 +129,9 @@ def prompt_of(namespace: Namespace, request: "Request", rules: Rules, adapters: 
         return space.prompt(tokens, inserts=media.inserts_of(request)), ""
     except MediaError as error:
         return None, str(error)
-    except (ValueError, TypeError) as error:  # contents that lie over each other, or of unknown make
+    except (
+        ValueError,
+        TypeError,
+    ) as error:  # contents that lie over each other, or of unknown make
         log.debug("kvhold: %s", error)
         return None, "its images, video or audio cannot be told"

@@ -13,20 +13,43 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 
-BELOW_MINIMUM, NOT_NAMED, NO_ANSWER, NOT_AWAITED = "below_minimum", "not_named", "no_answer", "not_awaited"
+BELOW_MINIMUM, NOT_NAMED, NO_ANSWER, NOT_AWAITED = (
+    "below_minimum",
+    "not_named",
+    "no_answer",
+    "not_awaited",
+)
 
 METRICS: dict[str, tuple[str, str]] = {
     "lookup_tokens": ("", "Prompt tokens that were looked up."),
     "hit_tokens": ("source", "Prompt tokens whose KV was found, by the tier it was in."),
     "missed_tokens": (
         "reason",
-        "Prompt tokens whose KV was not found, by why: a word of kvhold.core.reasons, below_minimum, not_named, no_answer or not_awaited.",
+        (
+            "Prompt tokens whose KV was not found, by why: a word of kvhold.core.reasons, "
+            "below_minimum, not_named, no_answer or not_awaited."
+        ),
     ),
-    "refused_requests": ("", "Requests that are not cached: their kv_transfer_params ask for what is not known or not allowed."),
+    "refused_requests": (
+        "",
+        (
+            "Requests that are not cached: their kv_transfer_params ask for what is not known "
+            "or not allowed."
+        ),
+    ),
     "loads": ("", "Hits that were loaded into blocks."),
-    "failed_loads": ("", "Hits that were not loaded after all, or not whole: chunks were damaged. What is missing was computed."),
+    "failed_loads": (
+        "",
+        (
+            "Hits that were not loaded after all, or not whole: chunks were damaged. What is "
+            "missing was computed."
+        ),
+    ),
     "loaded_bytes": ("", "Bytes copied into blocks."),
     "stored_bytes": ("", "Bytes copied out of blocks."),
     "stored_chunks": ("", "Chunks copied out of blocks, of one shard each."),
@@ -98,7 +121,9 @@ class PromMetrics(KVConnectorPromMetrics):
         super().__init__(*args)
         self._counters = {
             name: self._counter_cls(
-                name=f"vllm:kvhold_{name}", documentation=text, labelnames=[*self._labelnames, *([label] if label else [])]
+                name=f"vllm:kvhold_{name}",
+                documentation=text,
+                labelnames=[*self._labelnames, *([label] if label else [])],
             )
             for name, (label, text) in METRICS.items()
         }

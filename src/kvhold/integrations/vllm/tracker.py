@@ -111,13 +111,19 @@ class RequestTracker:
     def _take(self, end: int, token_ids: Sequence[int]) -> ChunkNames | None:
         """Return the whole chunks of the first `end` tokens that are not taken yet; None: none."""
         whole, first = end // self._chunk, self.next_chunk
-        tail_tokens = self._prompt_tail if end >= self.prompt.num_tokens and first <= whole == self.prompt.num_whole else 0
+        tail_tokens = (
+            self._prompt_tail
+            if end >= self.prompt.num_tokens and first <= whole == self.prompt.num_whole
+            else 0
+        )
         if whole <= first and not tail_tokens:
             return None
         if whole <= self.prompt.num_whole:
             names = self.prompt.chunks(first, last=whole, tail=bool(tail_tokens))
         else:
-            names = self._grown(token_ids, whole * self._chunk).chunks(first, last=whole, tail=False)
+            names = self._grown(token_ids, whole * self._chunk).chunks(
+                first, last=whole, tail=False
+            )
         return self._taken(names, whole)
 
     def finish(self, token_ids: Sequence[int], num_blocks: int) -> ChunkNames | None:

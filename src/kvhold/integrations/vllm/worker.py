@@ -135,14 +135,19 @@ class WorkerSide:
         self.tally = Tally()
         self._toucher: Toucher | None = None
         self._cache = join(config, namespace, name=name)
-        placed: dict[str, Any] = {"initializer": place_this_thread, "initargs": (config.client.cores,)}
+        placed: dict[str, Any] = {
+            "initializer": place_this_thread,
+            "initargs": (config.client.cores,),
+        }
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="kvhold-load", **placed)
         self._storer = ThreadPoolExecutor(1, thread_name_prefix="kvhold-store", **placed)
         self._settler = self._storer  # on the host, the thread that reads has finished the copy
         self._layerwise: Layerwise | None = None
         if layerwise:
             self._layer_saver = ThreadPoolExecutor(1, thread_name_prefix="kvhold-layer", **placed)
-            self._layerwise = Layerwise(geometry.parts[0], self._copier, self._loader, self._layer_saver)
+            self._layerwise = Layerwise(
+                geometry.parts[0], self._copier, self._loader, self._layer_saver
+            )
         self._reserved: list[_Reserving] = []
         # no pass may write to their blocks yet
         self._reading: list[tuple[_Reserving, Future[_Reading]]] = []
@@ -168,11 +173,17 @@ class WorkerSide:
         self._views = {shard: [] for shard in self._held}
         for part in self._geometry.parts:
             tensors = [self._blocks_of(kv_caches[name]) for name in part.layer_names]
-            if len(self._held) > 1 and any(tensor.shape[1] % len(self._held) or tensor.ndim != 4 for tensor in tensors):
+            if len(self._held) > 1 and any(
+                tensor.shape[1] % len(self._held) or tensor.ndim != 4 for tensor in tensors
+            ):
                 raise LayoutError(
-                    f"head_shards: the heads of {part.layer_names[0]} are not an axis that can be divided by {len(self._held)}"
+                    f"head_shards: the heads of {part.layer_names[0]} are not an axis that "
+                    f"can be divided by {len(self._held)}"
                 )
-            plain = [opaque_blocks(part.engine_group, lot, block_axis=0) for lot in lots(tensors, len(self._held))]
+            plain = [
+                opaque_blocks(part.engine_group, lot, block_axis=0)
+                for lot in lots(tensors, len(self._held))
+            ]
             prove(part, tensors, plain, self._copier)
             views = [coded_view(view, self._config.memory_codec) for view in plain]
             prove_coding(part, tensors, views, self._copier)
@@ -206,7 +217,9 @@ class WorkerSide:
         if tensor.shape[0] == self._num_blocks:
             return tensor
         if tensor.shape[0] % self._num_blocks:
-            raise LayoutError(f"a layer's tensor has {tensor.shape[0]} blocks; the engine has {self._num_blocks}")
+            raise LayoutError(
+                f"a layer's tensor has {tensor.shape[0]} blocks; the engine has {self._num_blocks}"
+            )
         return tensor.unflatten(0, (self._num_blocks, -1))
 
     def _warm_pages(self, views: list[View]) -> None:
@@ -222,14 +235,19 @@ class WorkerSide:
             # groups may share memory: each address counts once
             first = {int(address): view for view in views for address in view.table[:, 0]}
             most = min(_WARM_BYTES, available_bytes() // 16) // len(first)
-            regions = [Region(at, min(most, view.num_rows * view.block_stride)).whole_pages() for at, view in first.items()]
+            regions = [
+                Region(at, min(most, view.num_rows * view.block_stride)).whole_pages()
+                for at, view in first.items()
+            ]
             self._toucher = Toucher(regions).start()
 
     def begin(self, steps: Steps) -> None:
         """Before the pass: reserve memory for the chunks that it will complete."""
         self.end_reading()
         self._reserved = [
-            _Reserving(store, shard, self._storer.submit(self._reserve, store, shard)) for store in steps.stores for shard in self._stored
+            _Reserving(store, shard, self._storer.submit(self._reserve, store, shard))
+            for store in steps.stores
+            for shard in self._stored
         ]
         # they are reported after this pass, even if it fails
         self._stored_last.update(store.request_id for store in steps.stores if store.last)
@@ -257,11 +275,18 @@ class WorkerSide:
         if self._layerwise is None:
             return
         for one in self._reserved:
-            if layer_name == self._geometry.parts[0].layer_names[0] and one.room.done() and (room := one.room.result()) is not None:
+            if (
+                layer_name == self._geometry.parts[0].layer_names[0]
+                and one.room.done()
+                and (room := one.room.result()) is not None
+            ):
                 try:
                     one.pieces[:] = self._pieces_of(one.store, one.shard, room)
                 except Exception:  # an error here must not fail the pass
-                    log.exception("kvhold: chunks of request %s are not copied inside the pass", one.store.request_id)
+                    log.exception(
+                        "kvhold: chunks of request %s are not copied inside the pass",
+                        one.store.request_id,
+                    )
             if (saving := self._layerwise.save(layer_name, one.pieces)) is not None:
                 one.layers.append(saving)
 
@@ -283,7 +308,11 @@ class WorkerSide:
                 computed = computed and not failed  # KV computed from failed blocks is wrong
         self._read_until = time.monotonic() + self._config.client.call_timeout_s
         mark = self._copier.mark() if reserved and computed else None
-        self._reading = [(one, self._storer.submit(self._read, one, mark)) for one in reserved] if computed else []
+        self._reading = (
+            [(one, self._storer.submit(self._read, one, mark)) for one in reserved]
+            if computed
+            else []
+        )
         for one, read in self._reading:  # after all reads, because the next pass waits for those
             self._settler.submit(_settle, one, read)
         if not computed:
@@ -299,7 +328,9 @@ class WorkerSide:
         reading, self._reading = self._reading, []
         if not reading:
             return
-        late = wait([read for _, read in reading], timeout=max(0.0, self._read_until - time.monotonic())).not_done
+        late = wait(
+            [read for _, read in reading], timeout=max(0.0, self._read_until - time.monotonic())
+        ).not_done
         for one, read in reading:
             if read in late and read.cancel():
                 one.room.cancel()
@@ -347,7 +378,11 @@ class WorkerSide:
         ended: set[str] = set()
         while self._loading:
             try:
-                loaded = self._finished.get(timeout=_IDLE_WAIT_S) if idle and not ended else self._finished.get_nowait()
+                loaded = (
+                    self._finished.get(timeout=_IDLE_WAIT_S)
+                    if idle and not ended
+                    else self._finished.get_nowait()
+                )
             except queue.Empty:
                 return ended
             self._loading -= 1
@@ -383,7 +418,13 @@ class WorkerSide:
 
     def _reserve(self, store: Store, shard: int) -> Room | None:
         try:
-            return self._cache.reserve(self._namespace.layout, store.names, shard, terms=store.terms, groups=self._groups(store))
+            return self._cache.reserve(
+                self._namespace.layout,
+                store.names,
+                shard,
+                terms=store.terms,
+                groups=self._groups(store),
+            )
         except KVHoldError as error:
             log.debug("kvhold: reserve: %s", error)
         except Exception:  # the engine's step would raise it
@@ -395,7 +436,12 @@ class WorkerSide:
         if all(min(ids, default=0) >= 0 for ids in store.block_ids):
             return None
         num_tokens = store.names.num_tokens(self._namespace.layout)
-        return np.array([_whole(part, ids, num_tokens) for part, ids in zip(self._geometry.parts, store.block_ids, strict=True)])
+        return np.array(
+            [
+                _whole(part, ids, num_tokens)
+                for part, ids in zip(self._geometry.parts, store.block_ids, strict=True)
+            ]
+        )
 
     def _pieces_of(self, store: Store, shard: int, room: Room) -> list[Piece]:
         """Return the granted chunks with their blocks."""
@@ -407,7 +453,9 @@ class WorkerSide:
         return pieces
 
     def _count_stored(self, shard: int, room: Room) -> None:
-        nbytes = sum(_nbytes(view, room.chunks(number)) for number, view in enumerate(self._views[shard]))
+        nbytes = sum(
+            _nbytes(view, room.chunks(number)) for number, view in enumerate(self._views[shard])
+        )
         self.tally.add("stored_bytes", nbytes)
         self.tally.add("stored_chunks", len(room.granted))
 
@@ -419,7 +467,9 @@ class WorkerSide:
         self._check_adapter(load)
         pieces: list[Piece] = []
         for shard in self._held:
-            loan = self._cache.claim(load.ticket, shard, first_chunk=load.first_chunk, deadline_s=load.patience_s or None)
+            loan = self._cache.claim(
+                load.ticket, shard, first_chunk=load.first_chunk, deadline_s=load.patience_s or None
+            )
             if loan is None:
                 raise KVHoldError("the hit is gone")
             stack.enter_context(loan)
@@ -427,7 +477,9 @@ class WorkerSide:
         return pieces
 
     def _count_loaded(self, view: View, blocks: npt.NDArray[np.int64]) -> None:
-        self.tally.add("loaded_bytes", int((blocks >= 0).sum()) * view.group.layers * view.group.block_bytes)
+        self.tally.add(
+            "loaded_bytes", int((blocks >= 0).sum()) * view.group.layers * view.group.block_bytes
+        )
 
     def _load(self, load: Load, mark: Mark | None) -> None:
         """Claim a hit, copy it and report the end, on the load thread.
@@ -442,7 +494,12 @@ class WorkerSide:
         try:
             self._check_adapter(load)
             for shard in self._held:
-                loan = self._cache.claim(load.ticket, shard, first_chunk=load.first_chunk, deadline_s=load.patience_s or None)
+                loan = self._cache.claim(
+                    load.ticket,
+                    shard,
+                    first_chunk=load.first_chunk,
+                    deadline_s=load.patience_s or None,
+                )
                 if loan is None:
                     break
                 loans.append(loan)
@@ -456,9 +513,15 @@ class WorkerSide:
                 loan.keep()
             loans.clear()
         except KVHoldError as error:
-            log.warning("kvhold: the KV of request %s did not arrive and is computed: %s", load.request_id, error)
+            log.warning(
+                "kvhold: the KV of request %s did not arrive and is computed: %s",
+                load.request_id,
+                error,
+            )
         except Exception:
-            log.exception("kvhold: the KV of request %s could not be copied and is computed", load.request_id)
+            log.exception(
+                "kvhold: the KV of request %s could not be copied and is computed", load.request_id
+            )
         finally:
             self.tally.add("failed_loads" if failed else "loads", 1)
             self.tally.add("load_seconds", time.monotonic() - began_s)
@@ -473,7 +536,10 @@ class WorkerSide:
     def _check_adapter(self, load: Load) -> None:
         """Raise KVHoldError if the load's KV must not be mixed with the KV that vLLM computes."""
         if not self._is_of(load.adapter):
-            raise KVHoldError("vLLM has loaded its adapter from other files than the KV is named by, or has not loaded it yet")
+            raise KVHoldError(
+                "vLLM has loaded its adapter from other files than the KV is named by, or "
+                "has not loaded it yet"
+            )
 
     def _scatter(self, load: Load, shard: int, loan: Loan, mark: Mark | None) -> list[int]:
         """Copy one shard's chunks into their blocks. Returns the blocks of damaged chunks.
@@ -507,7 +573,9 @@ def _whole(part: Part, ids: list[int], num_tokens: npt.NDArray[np.int64]) -> npt
     counts = -(-num_tokens // part.group.block_tokens)
     ends = np.cumsum(counts)
     there = np.array(ids, dtype=np.int64) >= 0
-    return np.array([there[end - count : end].all() for end, count in zip(ends, counts, strict=True)])
+    return np.array(
+        [there[end - count : end].all() for end, count in zip(ends, counts, strict=True)]
+    )
 
 
 def _check_covered(part: Part, blocks: npt.NDArray[np.int64], places: ChunkBytes) -> None:
@@ -515,7 +583,10 @@ def _check_covered(part: Part, blocks: npt.NDArray[np.int64], places: ChunkBytes
     per_chunk = -(-places.num_tokens // part.group.block_tokens)
     absent = np.repeat(places.offsets == ABSENT, per_chunk)
     if (absent & (blocks >= 0)).any():
-        raise KVHoldError(f"the hit has no KV for {int((absent & (blocks >= 0)).sum())} blocks of KV cache group {part.table}")
+        raise KVHoldError(
+            f"the hit has no KV for {int((absent & (blocks >= 0)).sum())} blocks of KV "
+            f"cache group {part.table}"
+        )
 
 
 def _nbytes(view: View, places: ChunkBytes) -> int:
@@ -527,7 +598,10 @@ def _nbytes(view: View, places: ChunkBytes) -> int:
 @cache
 def _warn_of_infinity() -> None:
     """Warn once in this process."""
-    log.warning("kvhold: KV with an infinity or a NaN cannot be kept with memory_codec; such chunks are not stored")
+    log.warning(
+        "kvhold: KV with an infinity or a NaN cannot be kept with memory_codec; such "
+        "chunks are not stored"
+    )
 
 
 def _settle(one: _Reserving, read: "Future[_Reading] | None") -> None:
@@ -552,7 +626,9 @@ def _settle(one: _Reserving, read: "Future[_Reading] | None") -> None:
     with room:
         try:
             if reading.is_whole:
-                infinite = {chunk for piece in reading.pieces for chunk in infinite_chunks(piece.planned)}
+                infinite = {
+                    chunk for piece in reading.pieces for chunk in infinite_chunks(piece.planned)
+                }
                 if infinite:
                     _warn_of_infinity()
                 room.commit([chunk for chunk in room.granted if chunk not in infinite])

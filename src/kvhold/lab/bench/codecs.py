@@ -2,13 +2,16 @@
 
     for row in rows(["lossless", "fp8"], {"synthetic": synthetic()}): ...
 
-A chunk of bfloat16 KV, a layer at a time, as tiers have it. All codecs and the memcpy are measured in turn, round by round, so that a
-neighbour's noise falls on all of them; numbers are medians. What comes back is compared with what went in, so a wrong codec ends this.
+A chunk of bfloat16 KV, a layer at a time, as tiers have it. All codecs and the memcpy are measured
+in turn, round by round, so that a neighbour's noise falls on all of them; numbers are medians. What
+comes back is compared with what went in, so a wrong codec ends this.
 
-What the KV is decides the ratio, so each row says it. Random normal numbers have no outliers; in trained models a few channels of keys
-are many times larger than the others, the same ones for every token, and values have none (KIVI, Liu et al. 2024; KVQuant, Hooper et al.
-2024). `synthetic` is made like that. `from_model` is what a model computes; one with random weights has flat channels. `trained` is KV of
-the small model that `kvhold bench quality` asks, the one whose lost answers stand beside.
+What the KV is decides the ratio, so each row says it. Random normal numbers have no outliers; in
+trained models a few channels of keys are many times larger than the others, the same ones for every
+token, and values have none (KIVI, Liu et al. 2024; KVQuant, Hooper et al. 2024). `synthetic` is
+made like that. `from_model` is what a model computes; one with random weights has flat channels.
+`trained` is KV of the small model that `kvhold bench quality` asks, the one whose lost answers
+stand beside.
 """
 
 import time
@@ -28,7 +31,12 @@ from kvhold.core.layout import Group, Layout
 Bits = npt.NDArray[np.uint16]
 
 ROUNDS = 7
-LAYERS, TOKENS, HEADS, HEAD_DIM = 16, 256, 8, 128  # 16 MiB: half a Llama-3-8B's layers, more than a core's own cache
+LAYERS, TOKENS, HEADS, HEAD_DIM = (
+    16,
+    256,
+    8,
+    128,
+)  # 16 MiB: half a Llama-3-8B's layers, more than a core's own cache
 TRAINED_CHUNKS = 16  # of 256 KiB: small layers, as small models have
 
 
@@ -39,8 +47,8 @@ class CodecRow:
     ratio:             plain bytes / encoded bytes
     enc_mb_s, dec_mb_s: plain bytes a second, in millions
     error:             the largest |decoded - original| in a layer over the largest |original| in it, in the worst layer
-    accuracy_drop:     points of accuracy that `kvhold bench quality` finds lost, with the small trained model whatever KV the row is of;
-                       null where that was not measured
+    accuracy_drop:     points of accuracy that `kvhold bench quality` finds lost, with the small
+                       trained model whatever KV the row is of; null where that was not measured
     memcpy_mb_s:       the limit, in the same run
     """
 
@@ -54,17 +62,27 @@ class CodecRow:
     memcpy_mb_s: float
 
     def __str__(self) -> str:
-        enc, dec = (f"{rate:7.0f} {rate / self.memcpy_mb_s:5.2f}" for rate in (self.enc_mb_s, self.dec_mb_s))
+        enc, dec = (
+            f"{rate:7.0f} {rate / self.memcpy_mb_s:5.2f}" for rate in (self.enc_mb_s, self.dec_mb_s)
+        )
         drop = "-" if self.accuracy_drop is None else f"{self.accuracy_drop:.2f}"
-        return f"{self.codec:16} {self.data:12} {self.ratio:6.3f}  {enc}  {dec}  {self.error:8.5f}  {self.memcpy_mb_s:7.0f}  {drop:>6}"
+        return (
+            f"{self.codec:16} {self.data:12} {self.ratio:6.3f}  {enc}  {dec}  "
+            f"{self.error:8.5f}  {self.memcpy_mb_s:7.0f}  {drop:>6}"
+        )
 
 
-HEADING = f"{'codec':16} {'KV':12} {'ratio':>6}  {'enc MB/s, of memcpy':>13}  {'dec, of it':>13}  {'error':>8}  {'memcpy':>7}  {'drop':>6}"
+HEADING = (
+    f"{'codec':16} {'KV':12} {'ratio':>6}  {'enc MB/s, of memcpy':>13}  {'dec, of it':>13}  "
+    f"{'error':>8}  {'memcpy':>7}  {'drop':>6}"
+)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Chunks, one behind the other: bfloat16 as uint16 [chunks * layers, planes, tokens, heads, head_dim]."""
+    """Chunks, one behind the other: bfloat16 as uint16 [chunks * layers, planes, tokens, heads,
+    head_dim].
+    """
 
     bits: Bits
     chunks: int = 1
@@ -78,40 +96,65 @@ class Sample:
     def layout(self) -> Layout:
         """One group."""
         _, planes, tokens, heads, head_dim = self.bits.shape
-        group = Group(layers=self.layers, planes=planes, heads=heads, head_dim=head_dim, dtype="bfloat16")
+        group = Group(
+            layers=self.layers, planes=planes, heads=heads, head_dim=head_dim, dtype="bfloat16"
+        )
         return Layout(groups=(group,), tokens_per_chunk=tokens)
 
 
 def synthetic() -> Sample:
-    """Keys with channels of unlike sizes, one in 32 of them 8 to 16 times as large and off zero; values that differ by token alone."""
+    """Keys with channels of unlike sizes, one in 32 of them 8 to 16 times as large and off zero;
+    values that differ by token alone.
+    """
     rng = np.random.default_rng(0)
     shape = (LAYERS, TOKENS, HEADS, HEAD_DIM)
     channels = (LAYERS, 1, HEADS, HEAD_DIM)
     sizes = np.exp(0.4 * rng.standard_normal(channels))
     large = rng.random(channels) < 1 / 32
     sizes = np.where(large, sizes * rng.uniform(8, 16, channels), sizes)
-    keys = (rng.standard_normal(shape, np.float32) + np.where(large, rng.choice([-1.5, 1.5], channels), 0)) * sizes
-    values = 0.5 * rng.standard_normal(shape, np.float32) * np.exp(0.3 * rng.standard_normal((LAYERS, TOKENS, 1, 1)))
+    keys = (
+        rng.standard_normal(shape, np.float32)
+        + np.where(large, rng.choice([-1.5, 1.5], channels), 0)
+    ) * sizes
+    values = (
+        0.5
+        * rng.standard_normal(shape, np.float32)
+        * np.exp(0.3 * rng.standard_normal((LAYERS, TOKENS, 1, 1)))
+    )
     return Sample(_bfloat16(np.stack([keys, values], axis=1).astype(np.float32)))
 
 
 def normal() -> Sample:
     """Normal numbers of one size: the hardest case for outliers' sake, and no KV looks like it."""
-    return Sample(_bfloat16(np.random.default_rng(1).standard_normal((LAYERS, 2, TOKENS, HEADS, HEAD_DIM), np.float32)))
+    return Sample(
+        _bfloat16(
+            np.random.default_rng(1).standard_normal(
+                (LAYERS, 2, TOKENS, HEADS, HEAD_DIM), np.float32
+            )
+        )
+    )
 
 
 def from_model(checkpoint: Path) -> Sample:
-    """The KV of the first tokens of a text, as the model of that folder computes it (float32), in bfloat16. Needs transformers."""
+    """The KV of the first tokens of a text, as the model of that folder computes it (float32), in
+    bfloat16. Needs transformers.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint)
-    text = " ".join(f"{number} times {number + 3} is {number * (number + 3)}, as everybody knows." for number in range(TOKENS))
+    text = " ".join(
+        f"{number} times {number + 3} is {number * (number + 3)}, as everybody knows."
+        for number in range(TOKENS)
+    )
     tokens = tokenizer(text, return_tensors="pt").input_ids[:, :TOKENS]
     with torch.no_grad():
         cache = model(tokens, use_cache=True).past_key_values
-    layers = [np.stack([part[0].transpose(0, 1).float().numpy() for part in (layer.keys, layer.values)]) for layer in cache.layers]
+    layers = [
+        np.stack([part[0].transpose(0, 1).float().numpy() for part in (layer.keys, layer.values)])
+        for layer in cache.layers
+    ]
     return Sample(_bfloat16(np.stack(layers)))
 
 
@@ -125,9 +168,14 @@ def trained() -> Sample:
 
 
 def rows(
-    names: Sequence[str], samples: dict[str, Sample], rounds: int = ROUNDS, *, drops: Mapping[str, float | None] | None = None
+    names: Sequence[str],
+    samples: dict[str, Sample],
+    rounds: int = ROUNDS,
+    *,
+    drops: Mapping[str, float | None] | None = None,
 ) -> Iterator[CodecRow]:
-    """Measure each codec on each kind of KV. Raises ConfigError for a codec that is unknown or cannot be loaded here.
+    """Measure each codec on each kind of KV. Raises ConfigError for a codec that is unknown or
+    cannot be loaded here.
 
     drops: the accuracy that each codec is known to cost, in points
     """
@@ -135,7 +183,8 @@ def rows(
     for data, sample in samples.items():
         runs = [_Run(codec, sample) for codec in codecs]
         plain, target = sample.bits.reshape(-1), np.ones_like(sample.bits).reshape(-1)
-        copies = [_seconds(lambda: np.copyto(target, plain)) for _ in range(2)]  # noqa: B023 - called at once
+        # called at once
+        copies = [_seconds(lambda: np.copyto(target, plain)) for _ in range(2)]  # noqa: B023
         for number in range(1 + rounds):
             copies.append(_seconds(lambda: np.copyto(target, plain)))  # noqa: B023
             for run in runs:
@@ -168,9 +217,16 @@ class _Run:
 
     def row(self, data: str, memcpy: float, accuracy_drop: float | None) -> CodecRow:
         plain = self._sample.bits.nbytes
-        error = max(measured_error(before, after, "bfloat16") for before, after in zip(self._sample.bits, self._decoded, strict=True))
-        if error > self._codec.error_bound or (self._codec.lossless and not np.array_equal(self._sample.bits, self._decoded)):
-            raise AssertionError(f"codec {self._codec.name} is off by {error}, and states {self._codec.error_bound}")
+        error = max(
+            measured_error(before, after, "bfloat16")
+            for before, after in zip(self._sample.bits, self._decoded, strict=True)
+        )
+        if error > self._codec.error_bound or (
+            self._codec.lossless and not np.array_equal(self._sample.bits, self._decoded)
+        ):
+            raise AssertionError(
+                f"codec {self._codec.name} is off by {error}, and states {self._codec.error_bound}"
+            )
         return CodecRow(
             codec=self._codec.name,
             data=data,
@@ -185,17 +241,36 @@ class _Run:
     def _encode(self) -> None:
         for at, plain in enumerate(self._sample.bits):
             layer, out = at % self._sample.layers, _view(self._encoded[at])
-            self._lengths[at] = self._codec.encode(_view(plain), out, layout=self._layout, group=0, layer=layer, num_tokens=self._tokens)
+            self._lengths[at] = self._codec.encode(
+                _view(plain),
+                out,
+                layout=self._layout,
+                group=0,
+                layer=layer,
+                num_tokens=self._tokens,
+            )
 
     def _decode(self) -> None:
         for at, length in enumerate(self._lengths):
-            layer, encoded, out = at % self._sample.layers, self._encoded[at, :length], self._decoded[at]
-            self._codec.decode(_view(encoded), _view(out), layout=self._layout, group=0, layer=layer, num_tokens=self._tokens)
+            layer, encoded, out = (
+                at % self._sample.layers,
+                self._encoded[at, :length],
+                self._decoded[at],
+            )
+            self._codec.decode(
+                _view(encoded),
+                _view(out),
+                layout=self._layout,
+                group=0,
+                layer=layer,
+                num_tokens=self._tokens,
+            )
 
 
 def _view(array: npt.NDArray[Any]) -> memoryview:
     assert array.flags.c_contiguous, "of a copy, nothing would come back"
-    return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]  # an array is a buffer
+    # an array is a buffer
+    return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
 
 
 def _bfloat16(values: npt.NDArray[np.float32]) -> Bits:

@@ -23,14 +23,26 @@ from kvhold.lab.bench.vllm.command import command as vllm
 from kvhold.lab.interruption import ending_in_order
 from kvhold.lab.options import Number, OutputFile
 
-_PARTS = ("hashing", "index", "lookup", "frames", "gather", "memory", "wire", "startup")  # of `micro`: a module each
+_PARTS = (
+    "hashing",
+    "index",
+    "lookup",
+    "frames",
+    "gather",
+    "memory",
+    "wire",
+    "startup",
+)  # of `micro`: a module each
 _MARKS = {True: "yes", False: "NO", None: "-"}
 
 
 @click.group()
 @click.pass_context
 def command(context: click.Context) -> None:
-    """Measure, against limits taken in the same run. Medians; machines are noisy, so trust the ratios."""
+    """Measure, against limits taken in the same run.
+
+    Medians; machines are noisy, so trust the ratios.
+    """
     context.with_resource(ending_in_order())
 
 
@@ -44,11 +56,15 @@ def command(context: click.Context) -> None:
 )
 @click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
 def micro(only: tuple[str, ...], folder: Path | None, json_file: Path | None) -> None:
-    """Hashing, the index, lookup through a node, frames, gather and scatter, store and retrieve in memory, the wire, start-up."""
+    """Hashing, the index, lookup through a node, frames, gather and scatter, store and retrieve in
+    memory, the wire, start-up.
+    """
     from kvhold.lab.bench.profiles import Profiles
 
     _check_names(only, _PARTS)
-    click.echo(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}\n")
+    click.echo(
+        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}\n"
+    )
     profiles = Profiles(folder)
     measured: list[Row] = []
     for part in only or _PARTS:
@@ -59,8 +75,14 @@ def micro(only: tuple[str, ...], folder: Path | None, json_file: Path | None) ->
 
 
 @command.command()
-@click.option("--tier", "only", multiple=True, help="Only these: disk, redis, s3, kvhold. [default: all]")
-@click.option("--folder", type=click.Path(path_type=Path), help="On which disk. [default: the one of temporary files]")
+@click.option(
+    "--tier", "only", multiple=True, help="Only these: disk, redis, s3, kvhold. [default: all]"
+)
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path),
+    help="On which disk. [default: the one of temporary files]",
+)
 @click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
 def tiers(only: tuple[str, ...], folder: Path | None, json_file: Path | None) -> None:
     """Put and get of each tier, beside the plainest means that the same place allows."""
@@ -69,7 +91,9 @@ def tiers(only: tuple[str, ...], folder: Path | None, json_file: Path | None) ->
         from kvhold.testing.servers.base import NotInstalled
 
     _check_names(only, TIERS)
-    click.echo(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}\n")
+    click.echo(
+        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}\n"
+    )
     measured: list[TierRow] = []
     for tier in only or tuple(TIERS):
         try:
@@ -77,7 +101,10 @@ def tiers(only: tuple[str, ...], folder: Path | None, json_file: Path | None) ->
                 found = rows(tier, where=folder)
             for row in found:
                 measured.append(row)
-                shown = f"{row.tier:8} {row.op:21} {row.mb_s:8.0f} {row.unit:8} {row.ratio:5.2f} of {row.limit_mb_s:8.0f} ({row.limit})"
+                shown = (
+                    f"{row.tier:8} {row.op:21} {row.mb_s:8.0f} {row.unit:8} {row.ratio:5.2f} "
+                    f"of {row.limit_mb_s:8.0f} ({row.limit})"
+                )
                 click.echo(shown)
         except NotInstalled as error:
             click.echo(f"{tier:8} not measured: {error}")
@@ -86,17 +113,29 @@ def tiers(only: tuple[str, ...], folder: Path | None, json_file: Path | None) ->
 
 
 @command.command()
-@click.option("--codec", "only", multiple=True, help="Only these, by name. [default: all, plugins too]")
-@click.option("--model", type=click.Path(exists=True, path_type=Path), help="Also on the KV of this checkpoint, a folder for transformers.")
 @click.option(
-    "--accuracy/--no-accuracy", default=True, help="Also what each costs in answers, as `kvhold bench quality` says. [default: yes]"
+    "--codec", "only", multiple=True, help="Only these, by name. [default: all, plugins too]"
+)
+@click.option(
+    "--model",
+    type=click.Path(exists=True, path_type=Path),
+    help="Also on the KV of this checkpoint, a folder for transformers.",
+)
+@click.option(
+    "--accuracy/--no-accuracy",
+    default=True,
+    help="Also what each costs in answers, as `kvhold bench quality` says. [default: yes]",
 )
 @click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
-def codecs(only: tuple[str, ...], model: Path | None, accuracy: bool, json_file: Path | None) -> None:
-    """Ratio, speed on one core and error of each codec, on bfloat16 KV; and the accuracy it costs, in points.
+def codecs(
+    only: tuple[str, ...], model: Path | None, accuracy: bool, json_file: Path | None
+) -> None:
+    """Ratio, speed on one core and error of each codec, on bfloat16 KV; and the accuracy it costs,
+    in points.
 
-    The last is measured on the small trained model of a checkout, whose KV is also among what is encoded. Where there is no such model,
-    or no torch, accuracy_drop is null, and the reason is printed.
+    The last is measured on the small trained model of a checkout, whose KV is also among what is
+    encoded. Where there is no such model, or no torch, accuracy_drop is null, and the reason is
+    printed.
     """
     from kvhold.codecs import codec_names
     from kvhold.lab.bench import codecs as bench
@@ -114,7 +153,10 @@ def codecs(only: tuple[str, ...], model: Path | None, accuracy: bool, json_file:
     if model is not None:
         with needing("'kvhold[transformers]'"):
             samples[model.name] = bench.from_model(model)
-    click.echo(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}; one thread\n\n{bench.HEADING}")
+    click.echo(
+        f"{platform.machine()}, {os.cpu_count()} cores, Python "
+        f"{platform.python_version()}; one thread\n\n{bench.HEADING}"
+    )
     measured: list[bench.CodecRow] = []
     for row in bench.rows(only or codec_names(), samples, drops=drops):
         measured.append(row)
@@ -124,11 +166,21 @@ def codecs(only: tuple[str, ...], model: Path | None, accuracy: bool, json_file:
 
 
 @command.command()
-@click.option("--tier", "tiers", multiple=True, help="Only these: disk, fs, redis, memcached, s3, kvhold. [default: all]")
-@click.option("--fault", "only", multiple=True, help="Only these, such as 'dies mid-put'. [default: all]")
+@click.option(
+    "--tier",
+    "tiers",
+    multiple=True,
+    help="Only these: disk, fs, redis, memcached, s3, kvhold. [default: all]",
+)
+@click.option(
+    "--fault", "only", multiple=True, help="Only these, such as 'dies mid-put'. [default: all]"
+)
 @click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
 def faults(tiers: tuple[str, ...], only: tuple[str, ...], json_file: Path | None) -> None:
-    """Each tier, each way in which it can fail: are outputs right, the node alive, deadlines kept? Exits with 1 where not."""
+    """Each tier, each way in which it can fail: are outputs right, the node alive, deadlines kept?
+
+    Exits with 1 where not.
+    """
     with needing("'kvhold[testing,s3]'"):
         from kvhold.lab.bench.faults import FAULTS, FaultRow, rows
         from kvhold.lab.bench.places import PLACES
@@ -141,27 +193,61 @@ def faults(tiers: tuple[str, ...], only: tuple[str, ...], json_file: Path | None
         try:
             for row in rows([tier], only or tuple(FAULTS)):
                 measured.append(row)
-                marks = [f"{name} {_MARKS[value]:4}" for name, value in asdict(row).items() if name not in ("tier", "fault")]
+                marks = [
+                    f"{name} {_MARKS[value]:4}"
+                    for name, value in asdict(row).items()
+                    if name not in ("tier", "fault")
+                ]
                 click.echo(f"{row.tier:8} {row.fault:14} {' '.join(marks)}")
         except NotInstalled as error:
             click.echo(f"{tier:8} not tried: {error}")
     if json_file is not None:
         _write(json_file, measured)
-    if any(False in (row.right, row.alive, row.in_deadline, row.baseline, row.counted) for row in measured):
+    if any(
+        False in (row.right, row.alive, row.in_deadline, row.baseline, row.counted)
+        for row in measured
+    ):
         raise SystemExit(1)
 
 
 @command.command()
 @click.option("--codec", "only", multiple=True, help="Only these, by name. [default: all]")
 @click.option(
-    "--model-size", type=click.Choice(["tiny", "small", "mid"]), default="small", show_default=True, help="tiny 5M, small 50M, mid 206M."
+    "--model-size",
+    type=click.Choice(["tiny", "small", "mid"]),
+    default="small",
+    show_default=True,
+    help="tiny 5M, small 50M, mid 206M.",
 )
-@click.option("--tokens", type=click.IntRange(256, 16_000), default=4_000, show_default=True, help="Length of the prompts.")
-@click.option("--prompts", type=click.IntRange(1), default=5, show_default=True, help="So many of them.")
-@click.option("--gbit-s", type=Number(0.001), default=1.0, show_default=True, help="Of the link, in each direction.")
+@click.option(
+    "--tokens",
+    type=click.IntRange(256, 16_000),
+    default=4_000,
+    show_default=True,
+    help="Length of the prompts.",
+)
+@click.option(
+    "--prompts", type=click.IntRange(1), default=5, show_default=True, help="So many of them."
+)
+@click.option(
+    "--gbit-s",
+    type=Number(0.001),
+    default=1.0,
+    show_default=True,
+    help="Of the link, in each direction.",
+)
 @click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
-def link(only: tuple[str, ...], model_size: str, tokens: int, prompts: int, gbit_s: float, json_file: Path | None) -> None:
-    """TTFT of hits of a real vLLM that come from a Redis behind a slow link, by codec; beside computing the prompt."""
+def link(
+    only: tuple[str, ...],
+    model_size: str,
+    tokens: int,
+    prompts: int,
+    gbit_s: float,
+    json_file: Path | None,
+) -> None:
+    """TTFT of hits of a real vLLM that come from a Redis behind a slow link, by codec; beside
+    computing the prompt.
+    """
     from kvhold.codecs import codec_names
 
     with needing("'kvhold[testing]'"):
@@ -175,34 +261,72 @@ def link(only: tuple[str, ...], model_size: str, tokens: int, prompts: int, gbit
     except NotInstalled as error:
         raise click.ClickException(str(error)) from None
     model = make_model(model_size)
-    click.echo(f"{tokens:,}-token prompts, {model.num_parameters / 1e6:.0f}M parameters, float32 KV, a link of {gbit_s:g} Gbit/s\n")
-    click.echo(f"{'codec':10} {'ratio':>6} {'TTFT s':>8} {'link s':>8} {'KL':>10} {'tokens':>9} {'loaded':>7}")
+    click.echo(
+        f"{tokens:,}-token prompts, {model.num_parameters / 1e6:.0f}M parameters, float32 "
+        f"KV, a link of {gbit_s:g} Gbit/s\n"
+    )
+    click.echo(
+        f"{'codec':10} {'ratio':>6} {'TTFT s':>8} {'link s':>8} {'KL':>10} {'tokens':>9} "
+        f"{'loaded':>7}"
+    )
     measured: list[LinkRow] = []
     threads = len(os.sched_getaffinity(0))
     names = only or codec_names()
-    for row in rows(names, model, num_tokens=tokens, num_prompts=prompts, gbit_s=gbit_s, num_threads=threads):
+    for row in rows(
+        names, model, num_tokens=tokens, num_prompts=prompts, gbit_s=gbit_s, num_threads=threads
+    ):
         measured.append(row)
-        ratio, link_s = (f"{value:.2f}" if value is not None else "-" for value in (row.ratio, row.link_s))
+        ratio, link_s = (
+            f"{value:.2f}" if value is not None else "-" for value in (row.ratio, row.link_s)
+        )
         equal = "equal" if row.tokens_equal else "differ"
-        click.echo(f"{row.codec:10} {ratio:>6} {row.ttft_p50_s:8.3f} {link_s:>8} {row.kl:10.2e} {equal:>9} {row.cached_share:7.1%}")
+        click.echo(
+            f"{row.codec:10} {ratio:>6} {row.ttft_p50_s:8.3f} {link_s:>8} {row.kl:10.2e} "
+            f"{equal:>9} {row.cached_share:7.1%}"
+        )
         if json_file is not None:
             _write(json_file, measured)
 
 
 @command.command()
-@click.option("--clients", type=click.IntRange(1, 10_000), default=256, show_default=True, help="Connections to the node.")
-@click.option("--chunks", type=click.IntRange(1_000), default=1_000_000, show_default=True, help="In memory's index, and as many on disk.")
-@click.option("--tokens", type=click.IntRange(1_000), default=1_000_000, show_default=True, help="Of the long prompt: 6 groups, 8 shards.")
+@click.option(
+    "--clients",
+    type=click.IntRange(1, 10_000),
+    default=256,
+    show_default=True,
+    help="Connections to the node.",
+)
+@click.option(
+    "--chunks",
+    type=click.IntRange(1_000),
+    default=1_000_000,
+    show_default=True,
+    help="In memory's index, and as many on disk.",
+)
+@click.option(
+    "--tokens",
+    type=click.IntRange(1_000),
+    default=1_000_000,
+    show_default=True,
+    help="Of the long prompt: 6 groups, 8 shards.",
+)
 @click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
 def overload(clients: int, chunks: int, tokens: int, json_file: Path | None) -> None:
-    """One node under more than its share: the longest turns of its loop, lookups while engines store, what indexes take."""
+    """One node under more than its share: the longest turns of its loop, lookups while engines
+    store, what indexes take.
+    """
     from kvhold.lab.bench.overload import Load, OverloadRow, rows
 
-    click.echo(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}\n")
+    click.echo(
+        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}\n"
+    )
     measured: list[OverloadRow] = []
     for row in rows(Load(clients=clients, chunks=chunks, long_tokens=tokens)):
         measured.append(row)
-        click.echo(f"{row.name:60} {row.value:12.3f} {row.unit:16} goal {row.goal:g} {'' if row.ok else 'NOT MET'}")
+        click.echo(
+            f"{row.name:60} {row.value:12.3f} {row.unit:16} goal {row.goal:g} "
+            f"{'' if row.ok else 'NOT MET'}"
+        )
     if json_file is not None:
         _write(json_file, measured)
 

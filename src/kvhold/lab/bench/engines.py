@@ -1,12 +1,15 @@
-"""Real vLLM engines under measurement, each in a process of its own: started alike, given prompts, and what a connector's settings are.
+"""Real vLLM engines under measurement, each in a process of its own: started alike, given prompts,
+and what a connector's settings are.
 
-    with alike(), Engine(options_for(model, kv_transfer_config=kvhold_connector(socket, ram_bytes=...), ...)) as engine:
-        served = System(engine, (engine.pid, node_pid(socket))).serve([prompt])
+    with alike(), Engine(options_for(model, kv_transfer_config=kvhold_connector(socket,
+        ram_bytes=...), ...)) as engine: served = System(engine, (engine.pid,
+        node_pid(socket))).serve([prompt])
 
-Identical vLLM processes differ on a CPU by up to a third, each steadily in its own way. The C library's allocator gives what a large batch
-needs back to the kernel after each pass, or keeps it, as it has come to: where it does not keep it a pass begins with tens of thousands of
-page faults. And where memory comes to lie decides how fast the kernels are. Engines are therefore told to keep what they have allocated,
-and started without randomised addresses.
+Identical vLLM processes differ on a CPU by up to a third, each steadily in its own way. The C
+library's allocator gives what a large batch needs back to the kernel after each pass, or keeps it,
+as it has come to: where it does not keep it a pass begins with tens of thousands of page faults.
+And where memory comes to lie decides how fast the kernels are. Engines are therefore told to keep
+what they have allocated, and started without randomised addresses.
 """
 
 import ctypes
@@ -22,15 +25,22 @@ from kvhold.core.config import ClientConfig
 from kvhold.lab.engines.engine import Engine
 from kvhold.node import NodeClient
 
-PEER_SPEC = Path(__file__).resolve().parents[4] / "benchmarks" / "vllm_host_offload.py"  # there is one in a checkout
+PEER_SPEC = (
+    Path(__file__).resolve().parents[4] / "benchmarks" / "vllm_host_offload.py"
+)  # there is one in a checkout
 ROOM_TOKENS = 128  # beside a prompt and its output
-PATIENT = ClientConfig(connect_timeout_s=60.0, call_timeout_s=60.0)  # no measurement is lost because a node was asked in a busy moment
+PATIENT = ClientConfig(
+    connect_timeout_s=60.0, call_timeout_s=60.0
+)  # no measurement is lost because a node was asked in a busy moment
 
 _NODE_OUTLIVES_ENGINES_S = 600.0
 _MOMENT_S = 0.05  # between the end of a pass and its first call for memory far less goes by
 _ADDR_NO_RANDOMIZE = 0x0040000  # of Linux's personality(2)
 _ASK_PERSONALITY = 0xFFFFFFFF
-_KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}  # glibc's: no block is mapped by itself, none goes back
+_KEEPS_MEMORY = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+}  # glibc's: no block is mapped by itself, none goes back
 
 
 @dataclass(frozen=True)
@@ -61,7 +71,9 @@ class System:
         before_s = self.cpu_s()
         if len(prompts) == 1:
             one = self.engine.generate(prompts[0], max_tokens=max_tokens, rules=self.rules)
-            return Served(one.ttft_s, self.cpu_s() - before_s, [one.token_ids], one.num_cached_tokens)
+            return Served(
+                one.ttft_s, self.cpu_s() - before_s, [one.token_ids], one.num_cached_tokens
+            )
         began = time.perf_counter()
         many = self.engine.generate_many(prompts, max_tokens=max_tokens, rules=self.rules)
         seconds = time.perf_counter() - began
@@ -69,12 +81,16 @@ class System:
 
     def cpu_s(self) -> float:
         """CPU time that its processes have used, all threads."""
-        return sum(time.clock_gettime(~pid << 3 | 2) for pid in self.pids)  # Linux's number for another process's CPU clock
+        return sum(
+            time.clock_gettime(~pid << 3 | 2) for pid in self.pids
+        )  # Linux's number for another process's CPU clock
 
 
 @contextmanager
 def alike() -> Iterator[None]:
-    """Processes started in the block keep what they allocate, and have the same addresses every time, where the kernel lets us say so."""
+    """Processes started in the block keep what they allocate, and have the same addresses every
+    time, where the kernel lets us say so.
+    """
     before = {name: os.environ.get(name) for name in _KEEPS_MEMORY}
     libc = ctypes.CDLL(None)
     personality = libc.personality(ctypes.c_ulong(_ASK_PERSONALITY))
@@ -92,7 +108,9 @@ def alike() -> Iterator[None]:
 
 
 def kvhold_connector(socket: Path, ram_bytes: int, **others: Any) -> dict[str, Any]:
-    """vLLM's `kv_transfer_config` for kvhold with a node of its own there. others: more of its settings."""
+    """vLLM's `kv_transfer_config` for kvhold with a node of its own there. others: more of its
+    settings.
+    """
     node = {"socket": str(socket), "idle_exit_s": _NODE_OUTLIVES_ENGINES_S}
     return {
         "kv_connector": "KVHoldConnector",
@@ -103,9 +121,19 @@ def kvhold_connector(socket: Path, ram_bytes: int, **others: Any) -> dict[str, A
 
 
 def offloading_connector(peer: Path, held_bytes: int) -> dict[str, Any]:
-    """vLLM's `kv_transfer_config` for its own offloading. peer: the file of the host-memory spec, whose folder is on `python_path`."""
-    extra = {"spec_name": "HostMemorySpec", "spec_module_path": peer.stem, "cpu_bytes_to_use": held_bytes}
-    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    """vLLM's `kv_transfer_config` for its own offloading. peer: the file of the host-memory spec,
+    whose folder is on `python_path`.
+    """
+    extra = {
+        "spec_name": "HostMemorySpec",
+        "spec_module_path": peer.stem,
+        "cpu_bytes_to_use": held_bytes,
+    }
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
 
 
 def python_path(peer: Path) -> str:
@@ -122,8 +150,8 @@ def node_pid(socket: Path) -> int:
 def flush_engines(client: NodeClient, *, patience_s: float) -> None:
     """Until all is stored and written that the engines of a node, which are idle, have computed.
 
-    What an engine's last pass completed it copies beside whatever comes next, and says to nobody when it has: so the node is asked until
-    nothing changes there. Raises TimeoutError.
+    What an engine's last pass completed it copies beside whatever comes next, and says to nobody
+    when it has: so the node is asked until nothing changes there. Raises TimeoutError.
     """
     until = time.monotonic() + patience_s
     before: Mapping[str, Any] | None = None

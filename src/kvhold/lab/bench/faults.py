@@ -1,7 +1,9 @@
-"""The fault matrix: each tier, each way in which it can fail, and what a node and its client make of it.
+"""The fault matrix: each tier, each way in which it can fail, and what a node and its client make
+of it.
 
-Each trial is a node of its own (`kvhold serve`) over a real place, and a client that stores prompts and looks them up. Every byte of a
-chunk follows from its key, so a wrong one is seen wherever it comes from. A row says
+Each trial is a node of its own (`kvhold serve`) over a real place, and a client that stores prompts
+and looks them up. Every byte of a chunk follows from its key, so a wrong one is seen wherever it
+comes from. A row says
 
 right        every byte that was lent was right
 alive        the node lived and served a prompt from memory afterwards, and no call of the client raised
@@ -9,8 +11,8 @@ in_deadline  no call took longer than its deadline (and a second, for a busy mac
 baseline     after a clear nothing was held, and the arena was empty
 counted      what failed is in the counters
 
-Damage to bytes (truncated, flipped, swapped, stale) is done by the `faults` wrapper, between the tier and the node; everything else to the
-place itself, where that can be arranged.
+Damage to bytes (truncated, flipped, swapped, stale) is done by the `faults` wrapper, between the
+tier and the node; everything else to the place itself, where that can be arranged.
 """
 
 import os
@@ -32,19 +34,29 @@ from kvhold.lab.bench.places import Place, open_place
 from kvhold.node import NodeClient
 from kvhold.testing.cache import a_prompt, read, store
 
-LAYOUT = Layout(groups=(Group(layers=4, planes=2, heads=2, head_dim=64, dtype="bfloat16"),), tokens_per_chunk=64)  # 128 KiB a chunk
+LAYOUT = Layout(
+    groups=(Group(layers=4, planes=2, heads=2, head_dim=64, dtype="bfloat16"),), tokens_per_chunk=64
+)  # 128 KiB a chunk
 SPACE = Namespace(model="fault matrix", layout=LAYOUT)
 PROMPT_TOKENS = 8 * 64
 NUM_PROMPTS = 6
 SLACK_S = 1.0
 _CALL_S, _ARRIVAL_S = 2.0, 3.0
 _GUARD = "probe_timeout_s=0.3&get_timeout_s=0.6&put_timeout_s=0.6&breaker_failures=2&breaker_pause_s=0.1&batch_bytes=256KiB"
-_FAULT_COUNTERS = ("kvhold_tier_errors", "kvhold_tier_bad_frames", "kvhold_tier_dropped_chunks", "kvhold_withdrawn_chunks")
+_FAULT_COUNTERS = (
+    "kvhold_tier_errors",
+    "kvhold_tier_bad_frames",
+    "kvhold_tier_dropped_chunks",
+    "kvhold_withdrawn_chunks",
+)
 
 
 @dataclass(frozen=True)
 class FaultRow:
-    """What came of one trial. None: there was nothing to count, because nothing fails visibly here."""
+    """What came of one trial.
+
+    None: there was nothing to count, because nothing fails visibly here.
+    """
 
     tier: str
     fault: str
@@ -61,10 +73,23 @@ class Trial:
     def __init__(self, url: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="kvhold-trial-")
         socket = Path(self._folder.name) / "node.sock"
-        command = [sys.executable, "-m", "kvhold", "serve", "--socket", str(socket), "--ram-bytes", "64MiB"]
-        environ = os.environ | {"KVHOLD_TIERS": with_guard(url)}  # the URL may have a password in it
+        command = [
+            sys.executable,
+            "-m",
+            "kvhold",
+            "serve",
+            "--socket",
+            str(socket),
+            "--ram-bytes",
+            "64MiB",
+        ]
+        environ = os.environ | {
+            "KVHOLD_TIERS": with_guard(url)
+        }  # the URL may have a password in it
         self._log = (Path(self._folder.name) / "log").open("wb")
-        self._node = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=self._log)
+        self._node = subprocess.Popen(
+            command, env=environ, stdout=subprocess.PIPE, stderr=self._log
+        )
         assert self._node.stdout is not None
         if not self._node.stdout.readline():
             raise RuntimeError(f"the node did not start: {Path(self._log.name).read_text()}")
@@ -80,7 +105,11 @@ class Trial:
 
     def read(self, *seeds: int) -> int:
         """Look them up, and check every byte. Returns how many tokens came."""
-        return sum(self._timed(_ARRIVAL_S + _CALL_S, lambda seed=seed: read(self.client, prompt(seed))) or 0 for seed in seeds)  # type: ignore[misc]
+        return sum(
+            self._timed(_ARRIVAL_S + _CALL_S, lambda seed=seed: read(self.client, prompt(seed)))
+            or 0
+            for seed in seeds
+        )  # type: ignore[misc]
 
     def flush(self) -> bool:
         """Until all has been written or given up."""
@@ -94,7 +123,9 @@ class Trial:
 
     def count(self, name: str) -> float:
         """All of one counter's labels together."""
-        return sum(value for counter, value in self.counters().items() if counter.split("{")[0] == name)
+        return sum(
+            value for counter, value in self.counters().items() if counter.split("{")[0] == name
+        )
 
     def until(self, condition: Callable[[], bool], within_s: float = 20.0) -> bool:
         """Wait for it; whether it came."""
@@ -134,7 +165,14 @@ class Trial:
 
     def _is_at_baseline(self) -> bool:
         status = self.client.status()
-        return not any((status["used_bytes"], status["arriving_chunks"], status["write_behind"]["chunks"], *status["held"].values()))
+        return not any(
+            (
+                status["used_bytes"],
+                status["arriving_chunks"],
+                status["write_behind"]["chunks"],
+                *status["held"].values(),
+            )
+        )
 
     def _timed(self, deadline_s: float, call: Callable[[], Any]) -> Any:
         began = time.monotonic()
@@ -165,7 +203,10 @@ def wrapped(url: str, rules: str) -> str:
 
 
 SEEDS = range(NUM_PROMPTS)
-REFUSE_WHEN_FULL = ("redis", "memcached")  # as `places` sets them up; the others evict, and refuse nothing
+REFUSE_WHEN_FULL = (
+    "redis",
+    "memcached",
+)  # as `places` sets them up; the others evict, and refuse nothing
 
 
 def _stored(place: Place) -> None:
@@ -239,7 +280,9 @@ def _hangs(place: Place) -> FaultRow:
 
 def _slow(place: Place) -> FaultRow:
     _stored(place)
-    with Trial(wrapped(place.url(), "get:delay:1:200ms%20put:delay:1:200ms%20probe:delay:1:100ms")) as trial:
+    with Trial(
+        wrapped(place.url(), "get:delay:1:200ms%20put:delay:1:200ms%20probe:delay:1:100ms")
+    ) as trial:
         trial.store(10)
         trial.read(*SEEDS, 10)
         trial.flush()
@@ -298,7 +341,9 @@ def _comes_back(place: Place) -> FaultRow:
             trial.read(98)
         finally:
             place.revive()
-        back = trial.until(lambda: all(tier["available"] for tier in trial.client.status()["tiers"]))
+        back = trial.until(
+            lambda: all(tier["available"] for tier in trial.client.status()["tiers"])
+        )
         before = trial.count("kvhold_tier_bytes")
         trial.store(20)
         trial.flush()

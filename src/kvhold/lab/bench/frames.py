@@ -1,7 +1,9 @@
-"""Framing a chunk, and checking a frame as it was read, beside xxh3 over the same bytes in one call.
+"""Framing a chunk, and checking a frame as it was read, beside xxh3 over the same bytes in one
+call.
 
-Raw, so that nothing is copied or encoded: what is left is the checksum of each layer and the header. Chunks of a Llama-3-8B of 128 tokens,
-16 MiB each, several of them, so that they come from memory and from no cache.
+Raw, so that nothing is copied or encoded: what is left is the checksum of each layer and the
+header. Chunks of a Llama-3-8B of 128 tokens, 16 MiB each, several of them, so that they come from
+memory and from no cache.
 """
 
 import os
@@ -28,8 +30,14 @@ def rows(profiles: Profiles | None = None) -> list[Row]:
     work = {"framing": chunks.frame, "checking": chunks.check, "xxh3": chunks.hash}
     seconds = in_turn(work, rounds=ROUNDS)
     return [
-        profiles.of(rate_row("framing, raw", chunks.nbytes, seconds["framing"], seconds["xxh3"]), lambda: of_calls(chunks.frame)),
-        profiles.of(rate_row("checking a frame, raw", chunks.nbytes, seconds["checking"], seconds["xxh3"]), lambda: of_calls(chunks.check)),
+        profiles.of(
+            rate_row("framing, raw", chunks.nbytes, seconds["framing"], seconds["xxh3"]),
+            lambda: of_calls(chunks.frame),
+        ),
+        profiles.of(
+            rate_row("checking a frame, raw", chunks.nbytes, seconds["checking"], seconds["xxh3"]),
+            lambda: of_calls(chunks.check),
+        ),
     ]
 
 
@@ -42,14 +50,26 @@ class _Chunks:
         chunk_bytes = self._layout.chunk_bytes(0, self._num_tokens)
         self.nbytes = NUM_CHUNKS * chunk_bytes
         namespace = Namespace(model="bench", layout=self._layout)
-        self._keys = [make_key(namespace.digest, os.urandom(HASH_BYTES), 0, 0) for _ in range(NUM_CHUNKS)]
+        self._keys = [
+            make_key(namespace.digest, os.urandom(HASH_BYTES), 0, 0) for _ in range(NUM_CHUNKS)
+        ]
         self._chunks = [memoryview(os.urandom(chunk_bytes)) for _ in range(NUM_CHUNKS)]
         self._frames = self.frame()
 
     def frame(self) -> list[Frame]:
         """All of them."""
         pairs = zip(self._keys, self._chunks, strict=True)
-        return [frame_chunk(chunk, Raw(), key=key, layout=self._layout, num_tokens=self._num_tokens, first_token=0) for key, chunk in pairs]
+        return [
+            frame_chunk(
+                chunk,
+                Raw(),
+                key=key,
+                layout=self._layout,
+                num_tokens=self._num_tokens,
+                first_token=0,
+            )
+            for key, chunk in pairs
+        ]
 
     def check(self) -> None:
         """All that a reader checks before it believes a frame."""

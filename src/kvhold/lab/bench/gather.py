@@ -1,10 +1,13 @@
-"""Gather and scatter in host memory, beside a memcpy of the same bytes by the same number of threads.
+"""Gather and scatter in host memory, beside a memcpy of the same bytes by the same number of
+threads.
 
-A Llama-3-8B: 32 layers, 8 KV heads of 128, bfloat16, K and V in one tensor a layer, blocks of 16 tokens taken at random into chunks of 256.
-The limit is libc's memcpy, one call a thread, from the same pool to the same arena; streaming with its own prefetch, kvhold's copy may pass
-it. With checksums each layer's xxh3 is taken while its bytes are in the core's cache.
+A Llama-3-8B: 32 layers, 8 KV heads of 128, bfloat16, K and V in one tensor a layer, blocks of 16
+tokens taken at random into chunks of 256. The limit is libc's memcpy, one call a thread, from the
+same pool to the same arena; streaming with its own prefetch, kvhold's copy may pass it. With
+checksums each layer's xxh3 is taken while its bytes are in the core's cache.
 
-All memory is touched before, and all are measured in turn, round by round, so that a neighbour's noise falls on all of them.
+All memory is touched before, and all are measured in turn, round by round, so that a neighbour's
+noise falls on all of them.
 """
 
 import ctypes
@@ -21,7 +24,10 @@ from kvhold.lab.bench.profiles import Profiles, of_calls
 from kvhold.lab.bench.rows import Row, in_turn, rate_row
 from kvhold.memory.views import per_layer
 
-LAYOUT = Layout(groups=(Group(layers=32, planes=2, heads=8, head_dim=128, dtype="bfloat16"),), tokens_per_chunk=256)
+LAYOUT = Layout(
+    groups=(Group(layers=32, planes=2, heads=8, head_dim=128, dtype="bfloat16"),),
+    tokens_per_chunk=256,
+)
 TOKENS_PER_BLOCK = 16
 NUM_CHUNKS = 8  # 256 MiB, several times any cache; the pool holds twice as many
 ROUNDS = 9
@@ -45,8 +51,12 @@ def rows(profiles: Profiles | None = None) -> list[Row]:
             work["memcpy" + number] = partial(memcpy, arena, engine.pool, threads, helpers)
             work["gather" + number] = partial(gather, plan, threads=threads)
             work["scatter" + number] = partial(scatter, plan, threads=threads)
-            work["gather with checksums" + number] = partial(gather, plan, threads=threads, sums=sums)
-            work["scatter with checksums" + number] = partial(scatter, plan, threads=threads, sums=sums)
+            work["gather with checksums" + number] = partial(
+                gather, plan, threads=threads, sums=sums
+            )
+            work["scatter with checksums" + number] = partial(
+                scatter, plan, threads=threads, sums=sums
+            )
         seconds = in_turn(work, rounds=ROUNDS)
         measured = []
         for name, call in work.items():
@@ -65,7 +75,9 @@ class Engine:
         blocks = num_chunks * LAYOUT.tokens_per_chunk // TOKENS_PER_BLOCK
         self.pool = touched(2 * num_chunks * LAYOUT.chunk_bytes(0, LAYOUT.tokens_per_chunk))
         shape = (group.planes, 2 * blocks, TOKENS_PER_BLOCK, group.heads, group.head_dim)
-        tensors = [part.view(np.uint16).reshape(shape) for part in np.split(self.pool, group.layers)]
+        tensors = [
+            part.view(np.uint16).reshape(shape) for part in np.split(self.pool, group.layers)
+        ]
         self.view = per_layer(group, tensors, axes="plane block token head dim")
         self.block_ids = np.random.default_rng(0).permutation(2 * blocks)[:blocks]
 
@@ -80,12 +92,23 @@ def touched(nbytes: int) -> npt.NDArray[np.uint8]:
     return region
 
 
-def memcpy(to: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8], threads: int, helpers: ThreadPoolExecutor) -> None:
+def memcpy(
+    to: npt.NDArray[np.uint8],
+    source: npt.NDArray[np.uint8],
+    threads: int,
+    helpers: ThreadPoolExecutor,
+) -> None:
     """Copy `to.size` bytes in one piece a thread; ctypes lets go of the GIL."""
     copy = ctypes.CDLL(None).memcpy
-    copy.argtypes, copy.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), ctypes.c_void_p
+    copy.argtypes, copy.restype = (
+        (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t),
+        ctypes.c_void_p,
+    )
     piece = to.size // threads
-    others = [helpers.submit(copy, to.ctypes.data + n * piece, source.ctypes.data + n * piece, piece) for n in range(1, threads)]
+    others = [
+        helpers.submit(copy, to.ctypes.data + n * piece, source.ctypes.data + n * piece, piece)
+        for n in range(1, threads)
+    ]
     copy(to.ctypes.data, source.ctypes.data, piece)
     for other in others:
         other.result()

@@ -1,6 +1,7 @@
 """Naming a prompt's chunks, beside the same hash over the same bytes in one call.
 
-No chain can be computed in one call: the limit is what hashing would cost if the chunks cost nothing.
+No chain can be computed in one call: the limit is what hashing would cost if the chunks cost
+    nothing.
 """
 
 from hashlib import blake2b
@@ -26,6 +27,9 @@ def rows(profiles: Profiles | None = None) -> list[Row]:
     def name() -> Query:
         return namespace.prompt(tokens).query()
 
-    seconds = in_turn({"kvhold": name, "blake2b": lambda: blake2b(raw, digest_size=HASH_BYTES).digest()}, rounds=ROUNDS)
+    seconds = in_turn(
+        {"kvhold": name, "blake2b": lambda: blake2b(raw, digest_size=HASH_BYTES).digest()},
+        rounds=ROUNDS,
+    )
     row = time_row(f"naming {NUM_TOKENS:,} tokens", seconds["kvhold"], seconds["blake2b"])
     return [(profiles or Profiles()).of(row, lambda: of_calls(name))]

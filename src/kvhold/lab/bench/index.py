@@ -1,10 +1,13 @@
-"""The index in one process: a hit, a miss, and reserving and committing, with more and more chunks in it.
+"""The index in one process: a hit, a miss, and reserving and committing, with more and more chunks
+in it.
 
-The limits are as many probes of, and inserts into, a plain dict that has the same keys. A hit is what a lookup finds, pins and lets go
-again; a miss ends at the prompt's first chunk, which is one probe. Which prompt is looked up changes from round to round.
+The limits are as many probes of, and inserts into, a plain dict that has the same keys. A hit is
+what a lookup finds, pins and lets go again; a miss ends at the prompt's first chunk, which is one
+probe. Which prompt is looked up changes from round to round.
 
-Chunks are of one byte a token, and nobody writes them: the arena takes a page of addresses for each and no memory. Index and dict take
-0.7 and 0.2 kB a chunk, so that a million takes 0.9 GB, and a quarter of a minute to be put there.
+Chunks are of one byte a token, and nobody writes them: the arena takes a page of addresses for each
+and no memory. Index and dict take 0.7 and 0.2 kB a chunk, so that a million takes 0.9 GB, and a
+quarter of a minute to be put there.
 """
 
 import os
@@ -27,14 +30,18 @@ MISSES = 200  # in a round: one is too short to be timed
 ROUNDS = 9
 LAYOUT = Layout(groups=(Group(layers=1, planes=1, heads=1, head_dim=1, dtype="uint8"),))
 NAMESPACE = Namespace(model="bench", layout=LAYOUT)
-PASSING = Namespace(model="bench, passing", layout=LAYOUT)  # of what is stored to be timed, and cleared again
+PASSING = Namespace(
+    model="bench, passing", layout=LAYOUT
+)  # of what is stored to be timed, and cleared again
 
 
 def rows(profiles: Profiles | None = None) -> list[Row]:
     """Measure. Raises CapacityError where an arena of 4 GiB is refused."""
     chunk_bytes = size_class(LAYOUT.chunk_bytes(0, LAYOUT.tokens_per_chunk))
     measured = []
-    with Arena.create((max(SIZES) + PROMPT_CHUNKS) * chunk_bytes + SLAB_BYTES, huge_pages="never") as arena:
+    with Arena.create(
+        (max(SIZES) + PROMPT_CHUNKS) * chunk_bytes + SLAB_BYTES, huge_pages="never"
+    ) as arena:
         index = _Index(arena, profiles or Profiles())
         for num_chunks in SIZES:
             index.grow(num_chunks)
@@ -62,16 +69,29 @@ class _Index:
 
     def hit(self) -> Row:
         """All of one prompt that is there."""
-        picks = [self._prompts[at] for at in np.random.default_rng(0).integers(0, len(self._prompts), 1 + ROUNDS)]
-        queries, keys = cycle([_query(names) for names in picks]), cycle([_keys(names) for names in picks])
+        picks = [
+            self._prompts[at]
+            for at in np.random.default_rng(0).integers(0, len(self._prompts), 1 + ROUNDS)
+        ]
+        queries, keys = (
+            cycle([_query(names) for names in picks]),
+            cycle([_keys(names) for names in picks]),
+        )
 
         def look_up() -> None:
             found = self._state.lookup(self._owner, next(queries))
             assert found.num_tokens == PROMPT_CHUNKS * LAYOUT.tokens_per_chunk
             self._state.release(self._owner, found.ticket)
 
-        seconds = in_turn({"kvhold": look_up, "dict": lambda: self._probe(next(keys))}, rounds=ROUNDS)
-        row = time_row(self._called(f"hit of {PROMPT_CHUNKS:,} chunks"), seconds["kvhold"], seconds["dict"], unit="us")
+        seconds = in_turn(
+            {"kvhold": look_up, "dict": lambda: self._probe(next(keys))}, rounds=ROUNDS
+        )
+        row = time_row(
+            self._called(f"hit of {PROMPT_CHUNKS:,} chunks"),
+            seconds["kvhold"],
+            seconds["dict"],
+            unit="us",
+        )
         return self._profiles.of(row, lambda: of_calls(look_up))
 
     def miss(self) -> Row:
@@ -84,7 +104,12 @@ class _Index:
                 assert not self._state.lookup(self._owner, query).num_tokens
 
         seconds = in_turn({"kvhold": look_up, "dict": lambda: self._probe(keys)}, rounds=ROUNDS)
-        row = time_row(self._called("miss at the first chunk"), seconds["kvhold"] / MISSES, seconds["dict"] / MISSES, unit="us")
+        row = time_row(
+            self._called("miss at the first chunk"),
+            seconds["kvhold"] / MISSES,
+            seconds["dict"] / MISSES,
+            unit="us",
+        )
         return self._profiles.of(row, lambda: of_calls(look_up))
 
     def store(self) -> Row:
@@ -104,7 +129,12 @@ class _Index:
 
         work = {"kvhold": lambda: self._store(next(names)), "dict": insert}
         seconds = in_turn(work, rounds=ROUNDS, after={"kvhold": clear, "dict": remove})
-        row = time_row(self._called(f"reserve and commit {PROMPT_CHUNKS:,} chunks"), seconds["kvhold"], seconds["dict"], unit="us")
+        row = time_row(
+            self._called(f"reserve and commit {PROMPT_CHUNKS:,} chunks"),
+            seconds["kvhold"],
+            seconds["dict"],
+            unit="us",
+        )
         return self._profiles.of(row, lambda: of_calls(work["kvhold"], after=clear))
 
     def _store(self, names: ChunkNames) -> None:
@@ -131,4 +161,7 @@ def _query(names: ChunkNames) -> Query:
 
 def _keys(names: ChunkNames) -> list[bytes]:
     hashes = names.hashes
-    return [make_key(names.namespace, hashes[at : at + HASH_BYTES], 0, 0) for at in range(0, len(hashes), HASH_BYTES)]
+    return [
+        make_key(names.namespace, hashes[at : at + HASH_BYTES], 0, 0)
+        for at in range(0, len(hashes), HASH_BYTES)
+    ]

@@ -1,9 +1,11 @@
-"""What no tier can beat: the same bytes by the plainest means, in the same run. Each call moves all of `memory` once.
+"""What no tier can beat: the same bytes by the plainest means, in the same run. Each call moves all
+of `memory` once.
 
-RawFiles(folder, memory).write(); .read()      # new files of one value each, by the best of O_DIRECT and the page cache
-RawRedis(port, memory).set(); .get()           # blocking sockets, one a thread, sendmsg and recv_into
-RawSocket(memory).send()                       # a TCP connection to a process that does nothing else
-PingPong(100, 20).exchange()                   # so many bytes to such a process, and so many back, over a pair of Unix sockets
+RawFiles(folder, memory).write(); .read()  # new files of one value each, by the best of O_DIRECT
+and the page cache RawRedis(port, memory).set(); .get()  # blocking sockets, one a thread, sendmsg
+and recv_into RawSocket(memory).send()  # a TCP connection to a process that does nothing else
+PingPong(100, 20).exchange()  # so many bytes to such a process, and so many back, over a pair of
+Unix sockets
 """
 
 import os
@@ -36,7 +38,9 @@ class RawFiles:
             path.unlink()
 
     def read(self, into: Values, then: Callable[[int], None] | None = None) -> None:
-        """The files of the last write. then: what each thread does with the value that it has read, given its number."""
+        """The files of the last write. then: what each thread does with the value that it has read,
+        given its number.
+        """
 
         def read_one(at: int) -> None:
             self._read_one(at, into[at])
@@ -105,7 +109,11 @@ class RawRedis:
 
     def _set_one(self, sock: socket.socket, at: int) -> None:
         name, value = b"k%d" % at, self._values[at]
-        pieces: list[Any] = [b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(name), name, value.nbytes), value, b"\r\n"]
+        pieces: list[Any] = [
+            b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(name), name, value.nbytes),
+            value,
+            b"\r\n",
+        ]
         while pieces:
             sent = sock.sendmsg(pieces)
             while pieces and sent >= len(pieces[0]):
@@ -176,7 +184,9 @@ while sock.recv(1):
 
 
 class PingPong:
-    """A process at the other end of a socket pair that takes so many bytes, answers with so many, and does nothing else."""
+    """A process at the other end of a socket pair that takes so many bytes, answers with so many,
+    and does nothing else.
+    """
 
     _PEER = """
 import socket, sys
@@ -196,7 +206,14 @@ while True:
         self._answer = memoryview(bytearray(answer_bytes))
         self._socket, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-c", self._PEER, str(theirs.fileno()), str(asked_bytes), str(answer_bytes)]
+            command = [
+                sys.executable,
+                "-c",
+                self._PEER,
+                str(theirs.fileno()),
+                str(asked_bytes),
+                str(answer_bytes),
+            ]
             self._peer = subprocess.Popen(command, pass_fds=[theirs.fileno()])
 
     def exchange(self) -> None:

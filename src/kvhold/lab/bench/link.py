@@ -1,10 +1,12 @@
-"""What a codec saves when KV comes over a network: TTFT of a real vLLM whose hits come from a Redis behind a slow link.
+"""What a codec saves when KV comes over a network: TTFT of a real vLLM whose hits come from a Redis
+behind a slow link.
 
     for row in rows(["raw", "lossless", "int8"], model, num_tokens=4000, gbit_s=1.0): ...
 
-For each codec an engine stores the KV of some prompts through one node, and another engine, with a node of its own as on another host,
-finds them in Redis. What it computes on top is compared with what an engine without kvhold computes: tokens, and the distribution of the
-first one. The link is a proxy on loopback (`throttle.py`); all that goes over it counts, Redis's protocol too.
+For each codec an engine stores the KV of some prompts through one node, and another engine, with a
+node of its own as on another host, finds them in Redis. What it computes on top is compared with
+what an engine without kvhold computes: tokens, and the distribution of the first one. The link is a
+proxy on loopback (`throttle.py`); all that goes over it counts, Redis's protocol too.
 """
 
 import math
@@ -55,11 +57,22 @@ class LinkRow:
 
 
 def rows(
-    codecs: Sequence[str], model: ModelInfo, *, num_tokens: int, num_prompts: int, gbit_s: float, num_threads: int
+    codecs: Sequence[str],
+    model: ModelInfo,
+    *,
+    num_tokens: int,
+    num_prompts: int,
+    gbit_s: float,
+    num_threads: int,
 ) -> Iterator[LinkRow]:
-    """The row of an engine without kvhold, then one a codec. Raises EngineFailed, NotInstalled (no Redis)."""
+    """The row of an engine without kvhold, then one a codec.
+
+    Raises EngineFailed, NotInstalled (no Redis).
+    """
     rng = np.random.default_rng(0)
-    prompts = [[int(token) for token in rng.integers(10, 250, num_tokens)] for _ in range(num_prompts)]
+    prompts = [
+        [int(token) for token in rng.integers(10, 250, num_tokens)] for _ in range(num_prompts)
+    ]
     options: dict[str, Any] = {"max_model_len": num_tokens + 128} | binding(num_threads)
     with alike(), Engine(options_for(model, prefix_caching=False, **options)) as engine:
         computed = _ask_all(engine, prompts)
@@ -69,22 +82,44 @@ def rows(
 
 
 def _row(
-    codec: str, model: ModelInfo, prompts: list[list[int]], computed: list[Generated], bytes_per_s: float, options: dict[str, Any]
+    codec: str,
+    model: ModelInfo,
+    prompts: list[list[int]],
+    computed: list[Generated],
+    bytes_per_s: float,
+    options: dict[str, Any],
 ) -> LinkRow:
     held = 2 * len(prompts) * len(prompts[0]) * model.kv_bytes_per_token
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvhold-link-")))
         redis = stack.enter_context(RedisServer())
         link = stack.enter_context(Throttle(("127.0.0.1", redis.port), bytes_per_s=bytes_per_s))
-        given = {"codec": codec, "probe_timeout_s": _PATIENT_S, "get_timeout_s": _PATIENT_S, "put_timeout_s": _PATIENT_S}
-        tier = f"redis://127.0.0.1:{link.port}/0?" + "&".join(f"{name}={value}" for name, value in given.items())
+        given = {
+            "codec": codec,
+            "probe_timeout_s": _PATIENT_S,
+            "get_timeout_s": _PATIENT_S,
+            "put_timeout_s": _PATIENT_S,
+        }
+        tier = f"redis://127.0.0.1:{link.port}/0?" + "&".join(
+            f"{name}={value}" for name, value in given.items()
+        )
         sockets = [folder / "store.sock", folder / "load.sock"]
-        with alike(), Engine(options_for(model, kv_transfer_config=_transfer(sockets[0], tier, held), **options)) as engine:
+        with (
+            alike(),
+            Engine(
+                options_for(model, kv_transfer_config=_transfer(sockets[0], tier, held), **options)
+            ) as engine,
+        ):
             stack.callback(end_node, sockets[0])
             _ask_all(engine, prompts)
             ratio = _flushed_ratio(sockets[0])
         before = link.down_bytes
-        with alike(), Engine(options_for(model, kv_transfer_config=_transfer(sockets[1], tier, held), **options)) as engine:
+        with (
+            alike(),
+            Engine(
+                options_for(model, kv_transfer_config=_transfer(sockets[1], tier, held), **options)
+            ) as engine,
+        ):
             stack.callback(end_node, sockets[1])
             _warm(sockets[1])
             loaded = _ask_all(engine, prompts)
@@ -94,34 +129,51 @@ def _row(
         ratio=ratio,
         ttft_p50_s=median(one.ttft_s for one in loaded),
         link_s=link_s,
-        kl=sum(_kl(one.first_logprobs, other.first_logprobs) for one, other in zip(computed, loaded, strict=True)) / len(prompts),
-        tokens_equal=all(one.token_ids == other.token_ids for one, other in zip(computed, loaded, strict=True)),
+        kl=sum(
+            _kl(one.first_logprobs, other.first_logprobs)
+            for one, other in zip(computed, loaded, strict=True)
+        )
+        / len(prompts),
+        tokens_equal=all(
+            one.token_ids == other.token_ids for one, other in zip(computed, loaded, strict=True)
+        ),
         cached_share=sum(one.num_cached_tokens for one in loaded) / sum(map(len, prompts)),
     )
 
 
 def _ask_all(engine: Engine, prompts: list[list[int]]) -> list[Generated]:
-    return [engine.generate(prompt, max_tokens=OUTPUT_TOKENS, first_logprobs=True) for prompt in prompts]
+    return [
+        engine.generate(prompt, max_tokens=OUTPUT_TOKENS, first_logprobs=True) for prompt in prompts
+    ]
 
 
 def _kl(computed: list[float], loaded: list[float]) -> float:
-    return sum(math.exp(p) * (p - q) for p, q in zip(computed, loaded, strict=True) if p > -math.inf)
+    return sum(
+        math.exp(p) * (p - q) for p, q in zip(computed, loaded, strict=True) if p > -math.inf
+    )
 
 
 def _flushed_ratio(socket: Path) -> float:
     """Of what was written, once all is."""
-    with NodeClient(socket, ClientConfig(call_timeout_s=_PATIENT_S), name="kvhold bench link") as client:
+    with NodeClient(
+        socket, ClientConfig(call_timeout_s=_PATIENT_S), name="kvhold bench link"
+    ) as client:
         flush_engines(client, patience_s=_PATIENT_S)
         counters = client.status()["tier_counters"]
     plain, framed = (
-        sum(value for name, value in counters.items() if name.startswith(f"kvhold_encoded_{kind}{{")) for kind in ("plain_bytes", "bytes")
+        sum(
+            value for name, value in counters.items() if name.startswith(f"kvhold_encoded_{kind}{{")
+        )
+        for kind in ("plain_bytes", "bytes")
     )
     return float(plain / framed)
 
 
 def _warm(socket: Path) -> None:
     """Until the node has compiled its codec, which it does at once."""
-    with NodeClient(socket, ClientConfig(call_timeout_s=_PATIENT_S), name="kvhold bench link") as client:
+    with NodeClient(
+        socket, ClientConfig(call_timeout_s=_PATIENT_S), name="kvhold bench link"
+    ) as client:
         until = time.monotonic() + _PATIENT_S
         while not all(tier["codec_ready"] for tier in client.status()["tiers"]):
             if time.monotonic() > until:
@@ -138,7 +190,9 @@ def _transfer(socket: Path, tier: str, held_bytes: int) -> dict[str, Any]:
             "ram_bytes": held_bytes,
             "write_behind_bytes": held_bytes,
             "tiers": [tier],
-            "rules": {"plan": False},  # what a hit takes is measured where computing would be faster, too
+            "rules": {
+                "plan": False
+            },  # what a hit takes is measured where computing would be faster, too
             "node": {"socket": str(socket), "idle_exit_s": 600.0},
             "client": {"arrival_timeout_s": _PATIENT_S, "call_timeout_s": 30.0},
         },

@@ -1,7 +1,9 @@
-"""A prompt's lookup through a node: hashing, one round trip, finding and pinning its chunks, and letting them go.
+"""A prompt's lookup through a node: hashing, one round trip, finding and pinning its chunks, and
+letting them go.
 
-The limit is what no lookup through a process can avoid, measured in turn with it: hashing the same tokens chunk by chunk with the same
-hash and nothing around it, and one empty round trip to the same node (`Ping`).
+The limit is what no lookup through a process can avoid, measured in turn with it: hashing the same
+tokens chunk by chunk with the same hash and nothing around it, and one empty round trip to the same
+node (`Ping`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +25,9 @@ from kvhold.node import NodeClient
 LENGTHS = (32_000, 128_000)
 ROUNDS = 25
 # One small head: what is measured is names, not bytes. 256 tokens a chunk, as by default.
-LAYOUT = Layout(groups=(Group(layers=1, planes=1, heads=1, head_dim=1, dtype="uint8"),), tokens_per_chunk=256)
+LAYOUT = Layout(
+    groups=(Group(layers=1, planes=1, heads=1, head_dim=1, dtype="uint8"),), tokens_per_chunk=256
+)
 NAMESPACE = Namespace(model="bench", layout=LAYOUT)
 
 
@@ -34,7 +38,9 @@ def rows(profiles: Profiles | None = None) -> list[Row]:
     for num_tokens in LENGTHS:
         tokens = np.random.default_rng(num_tokens).integers(0, 128_000, num_tokens, dtype=np.int32)
         row = _row(tokens)
-        measured.append(profiles.of(row, lambda tokens=tokens: of_both(partial(_looking_up, tokens))))  # type: ignore[misc]
+        measured.append(
+            profiles.of(row, lambda tokens=tokens: of_both(partial(_looking_up, tokens)))
+        )  # type: ignore[misc]
     return measured
 
 
@@ -48,7 +54,9 @@ def _row(tokens: npt.NDArray[np.int32]) -> Row:
     with _holding(tokens) as client:
         work = {"kvhold": lambda: hits.append(_lookup(client, tokens)), "limit": unavoidable}
         seconds = in_turn(work, rounds=ROUNDS, after={"kvhold": lambda: hits.pop().close()})
-    return time_row(f"lookup {len(tokens):,} tokens through the node", seconds["kvhold"], seconds["limit"])
+    return time_row(
+        f"lookup {len(tokens):,} tokens through the node", seconds["kvhold"], seconds["limit"]
+    )
 
 
 def _lookup(client: NodeClient, tokens: npt.NDArray[np.int32]) -> Hit:
@@ -68,7 +76,9 @@ def _holding(tokens: npt.NDArray[np.int32], under: Sequence[str] = ()) -> Iterat
 
 
 @contextmanager
-def _looking_up(tokens: npt.NDArray[np.int32], under: Sequence[str]) -> Iterator[Callable[[], None]]:
+def _looking_up(
+    tokens: npt.NDArray[np.int32], under: Sequence[str]
+) -> Iterator[Callable[[], None]]:
     with _holding(tokens, under) as client:
         yield lambda: _lookup(client, tokens).close()
 

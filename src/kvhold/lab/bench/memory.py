@@ -1,8 +1,10 @@
-"""Store and retrieve in memory, whole: a real node, its arena, and an engine's blocks; beside a memcpy of the same bytes.
+"""Store and retrieve in memory, whole: a real node, its arena, and an engine's blocks; beside a
+memcpy of the same bytes.
 
-A store is reserve, gather and commit of a prompt that is not there. A retrieve is lookup, claim, scatter and giving back. With checksums is
-what integrations do; without, the same calls with nothing taken and nothing compared. The layout, the engine and the memcpy are those of
-`gather.py`; two threads copy.
+A store is reserve, gather and commit of a prompt that is not there. A retrieve is lookup, claim,
+scatter and giving back. With checksums is what integrations do; without, the same calls with
+nothing taken and nothing compared. The layout, the engine and the memcpy are those of `gather.py`;
+two threads copy.
 """
 
 from collections.abc import Callable
@@ -47,7 +49,10 @@ def rows(profiles: Profiles | None = None) -> list[Row]:
         forget = {name: trips.forget for name in work if name.startswith("store")}
         seconds = in_turn(work, rounds=ROUNDS, after=forget)
         return [
-            profiles.of(rate_row(name, nbytes, seconds[name], seconds["memcpy"]), partial(of_calls, work[name], after=forget.get(name)))
+            profiles.of(
+                rate_row(name, nbytes, seconds[name], seconds["memcpy"]),
+                partial(of_calls, work[name], after=forget.get(name)),
+            )
             for name in work
             if name != "memcpy"
         ]
@@ -75,7 +80,13 @@ class _Trips:
             loan = self._client.claim(hit.ticket)
             assert loan is not None
             with loan:
-                scatter_blocks(self.engine.view, self.engine.block_ids, loan.buffer, _places(loan.chunks(), checked), threads=THREADS)
+                scatter_blocks(
+                    self.engine.view,
+                    self.engine.block_ids,
+                    loan.buffer,
+                    _places(loan.chunks(), checked),
+                    threads=THREADS,
+                )
 
     def forget(self) -> None:
         """All but the prompt that stays, which is stored again."""
@@ -86,14 +97,22 @@ class _Trips:
         with self._client.reserve(LAYOUT, prompt.chunks()) as room:
             assert len(room.granted) == NUM_CHUNKS
             places = room.chunks()
-            gather_blocks(self.engine.view, self.engine.block_ids, room.buffer, _places(places, checked), threads=THREADS)
+            gather_blocks(
+                self.engine.view,
+                self.engine.block_ids,
+                room.buffer,
+                _places(places, checked),
+                threads=THREADS,
+            )
             if not checked and places.sums is not None:
                 places.sums.known[:] = True  # so that the commit does not take them
             room.commit()
 
     def _prompt(self) -> Prompt:
         self._stored += 1
-        return NAMESPACE.prompt(np.arange(NUM_CHUNKS * LAYOUT.tokens_per_chunk, dtype=np.int32) + self._stored)
+        return NAMESPACE.prompt(
+            np.arange(NUM_CHUNKS * LAYOUT.tokens_per_chunk, dtype=np.int32) + self._stored
+        )
 
 
 def _places(places: ChunkBytes, checked: bool) -> ChunkBytes:

@@ -1,8 +1,10 @@
-"""One node under more than its share: how long it keeps others waiting, what its indexes take, and how soon a full disk serves.
+"""One node under more than its share: how long it keeps others waiting, what its indexes take, and
+how soon a full disk serves.
 
-A node with many clients, many chunks in memory's index and many on its disk. Chunks are of one byte a token and nobody writes them.
-For each long command the node itself says how long the longest turn of its loop was (`loop` in its status). Then 64 engines store at
-a steady pace, and one more looks up. The goals are for a machine that has nothing else to do.
+A node with many clients, many chunks in memory's index and many on its disk. Chunks are of one byte
+a token and nobody writes them. For each long command the node itself says how long the longest turn
+of its loop was (`loop` in its status). Then 64 engines store at a steady pace, and one more looks
+up. The goals are for a machine that has nothing else to do.
 """
 
 import json
@@ -80,7 +82,10 @@ def rows(load: Load) -> Iterator[OverloadRow]:
         )
         settings.write_text("\n".join(lines) + "\n")
         path = Path(scratch) / "node.sock"
-        with serving(["--config", str(settings), "--socket", str(path)], ram_bytes=ram_bytes), ExitStack() as stack:
+        with (
+            serving(["--config", str(settings), "--socket", str(path)], ram_bytes=ram_bytes),
+            ExitStack() as stack,
+        ):
             clients = [stack.enter_context(_Client(path)) for _ in range(load.clients)]
             yield from _node_rows(clients, path, load)
 
@@ -89,16 +94,28 @@ def _node_rows(clients: list["_Client"], path: Path, load: Load) -> Iterator[Ove
     client = clients[0]
     for space in (WIDE, PLAIN):
         client.ask(m.Register(space.layout, space.digest))
-    _until(lambda: client.status()["arena_touched_bytes"] >= min(client.status()["arena_bytes"], 4 << 30) * 0.99)
+    _until(
+        lambda: (
+            client.status()["arena_touched_bytes"]
+            >= min(client.status()["arena_bytes"], 4 << 30) * 0.99
+        )
+    )
     before = client.status()["resident_bytes"]
     long, short = _store_all(client, load)
     num_chunks = client.status()["chunks"]
-    yield _row("memory's index", (client.status()["resident_bytes"] - before) / num_chunks, "bytes a chunk", 1000)
+    yield _row(
+        "memory's index",
+        (client.status()["resident_bytes"] - before) / num_chunks,
+        "bytes a chunk",
+        1000,
+    )
 
     def look_up_long() -> None:
         found = client.ask(m.Lookup(long))
         expected = len(long.hashes) // HASH_BYTES * WIDE.layout.tokens_per_chunk
-        assert found.num_tokens == expected, f"{found.num_tokens} of {expected} tokens were found: {found.reason}"
+        assert found.num_tokens == expected, (
+            f"{found.num_tokens} of {expected} tokens were found: {found.reason}"
+        )
         client.ask(m.Release(found.ticket))
 
     def snapshot() -> None:
@@ -138,9 +155,14 @@ def _node_rows(clients: list["_Client"], path: Path, load: Load) -> Iterator[Ove
     yield _row("connections lost", lost, "connections", 0)
 
 
-def _stores_and_lookups(client: "_Client", path: Path, short: Query, load: Load) -> Iterator[OverloadRow]:
+def _stores_and_lookups(
+    client: "_Client", path: Path, short: Query, load: Load
+) -> Iterator[OverloadRow]:
     """Lookups of 32,000 tokens while others store."""
-    code = f"from kvhold.lab.bench.overload import store_steadily; store_steadily({str(path)!r}, {load.storing})"
+    code = (
+        f"from kvhold.lab.bench.overload import store_steadily; store_steadily({str(path)!r}, "
+        f"{load.storing})"
+    )
     taken: list[float] = []
 
     def look_up() -> None:
@@ -151,7 +173,9 @@ def _stores_and_lookups(client: "_Client", path: Path, short: Query, load: Load)
             client.ask(m.Release(found.ticket))
             time.sleep(0.002)  # an engine's pause between two prompts
 
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as storing:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as storing:
         assert storing.stdin is not None and storing.stdout is not None
         try:
             storing.stdout.readline()  # all have joined
@@ -160,13 +184,20 @@ def _stores_and_lookups(client: "_Client", path: Path, short: Query, load: Load)
             storing.stdin.close()  # it ends
         stored = storing.stdout.read()
     tokens = len(short.hashes) // HASH_BYTES * PLAIN.layout.tokens_per_chunk
-    yield _row(f"p99 of a lookup of {tokens:,} tokens, {load.storing} engines store", 1e3 * float(np.percentile(taken, 99)), "ms", 10)
+    yield _row(
+        f"p99 of a lookup of {tokens:,} tokens, {load.storing} engines store",
+        1e3 * float(np.percentile(taken, 99)),
+        "ms",
+        10,
+    )
     yield from _turn_rows("longest turn, lookups and stores", turn_s)
     yield _row("refused stores", float(json.loads(stored)["refused"]), "stores", 0)
 
 
 def store_steadily(path: str, count: int) -> None:
-    """In a process of its own: `count` clients store a few chunks each, again and again, until the standard input ends."""
+    """In a process of its own: `count` clients store a few chunks each, again and again, until the
+    standard input ends.
+    """
     with ExitStack() as stack:
         clients = [stack.enter_context(_Client(Path(path))) for _ in range(count)]
         sys.stdout.write("\n")
@@ -176,7 +207,9 @@ def store_steadily(path: str, count: int) -> None:
             for client in clients:
                 refused += not _store(client, PLAIN, _fresh(PLAIN, 8), 0)
                 due_s += _PACE_S / count
-                time.sleep(max(0.0, due_s - time.perf_counter()))  # the pace of an engine that computes
+                time.sleep(
+                    max(0.0, due_s - time.perf_counter())
+                )  # the pace of an engine that computes
         sys.stdout.write(json.dumps({"refused": refused}))
 
 
@@ -225,7 +258,11 @@ def _fill_disk(folder: Path, num_chunks: int) -> None:
     stamp_ns = time.time_ns() - num_chunks
     for number in range(num_chunks):
         key = make_key(PLAIN.digest, os.urandom(HASH_BYTES), 0, 0)
-        file = os.open(folder / value_name(key, 1, stamp_ns + number), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        file = os.open(
+            folder / value_name(key, 1, stamp_ns + number),
+            os.O_WRONLY | os.O_CREAT | os.O_EXCL,
+            0o600,
+        )
         os.write(file, b"x")
         os.close(file)
 
@@ -245,12 +282,16 @@ def _disk_rows(folder: Path, load: Load) -> Iterator[OverloadRow]:
 def _measured_apart(function: str, folder: Path) -> dict[str, Any]:
     """Call a function of this module in a process of its own. Returns what it has printed."""
     code = f"from kvhold.lab.bench.overload import {function}; {function}({str(folder)!r})"
-    measured: dict[str, Any] = json.loads(subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True).stdout)
+    measured: dict[str, Any] = json.loads(
+        subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True).stdout
+    )
     return measured
 
 
 def scan_store(folder: str) -> None:
-    """In a process of its own: the longest turn of a central store's loop while it lists a folder, and while it scans it page by page."""
+    """In a process of its own: the longest turn of a central store's loop while it lists a folder,
+    and while it scans it page by page.
+    """
     import asyncio
 
     from kvhold.node.pauses import avoid_pauses
@@ -264,7 +305,10 @@ def scan_store(folder: str) -> None:
             await asyncio.sleep(0)
             before_s, before_cpu_s = now_s, now_cpu_s
             now_s, now_cpu_s = time.perf_counter(), time.thread_time()
-            longest[:] = max(longest[0], now_s - before_s), max(longest[1], now_cpu_s - before_cpu_s)
+            longest[:] = (
+                max(longest[0], now_s - before_s),
+                max(longest[1], now_cpu_s - before_cpu_s),
+            )
 
     async def measure() -> dict[str, Any]:
         tiers = (f"disk://{folder}?max_bytes=100GiB&read_only=true",)
@@ -297,7 +341,11 @@ def open_disk(folder: str) -> None:
 
     from kvhold.tiers.disk import DiskConfig, DiskTier
 
-    shard = next(entry for entry in sorted(Path(folder).iterdir()) if entry.name != "new" and any(entry.iterdir()))
+    shard = next(
+        entry
+        for entry in sorted(Path(folder).iterdir())
+        if entry.name != "new" and any(entry.iterdir())
+    )
     key = bytes.fromhex(next(shard.iterdir()).name.partition("-")[0])
 
     async def measure() -> dict[str, Any]:
@@ -361,7 +409,8 @@ class _Client:
         return values
 
     def longest_turn_s(self, work: Callable[[], object]) -> tuple[float, float]:
-        """The longest turn of the node's loop while something is done, and what goes on in the background after it.
+        """The longest turn of the node's loop while something is done, and what goes on in the
+        background after it.
 
         On the wall, and of its thread: others that use the cores are in the first alone.
         """
@@ -370,7 +419,12 @@ class _Client:
 
         def look() -> dict[str, Any]:
             status = self.status()
-            longest.append((status["loop"]["recent_longest_turn_s"], status["loop"]["recent_longest_turn_cpu_s"]))
+            longest.append(
+                (
+                    status["loop"]["recent_longest_turn_s"],
+                    status["loop"]["recent_longest_turn_cpu_s"],
+                )
+            )
             return status
 
         work()

@@ -100,7 +100,9 @@ class ServerPlace:
         denied: Callable[[ServerProcess], str] | None = None,
         prepare: Callable[[ServerProcess], None] = lambda _: None,
     ) -> None:
-        """prepare: what is to be done after each start; full: another one of the kind, with little room."""
+        """prepare: what is to be done after each start; full: another one of the kind, with little
+        room.
+        """
         self.name = name
         self._server = server
         self._make_url = url

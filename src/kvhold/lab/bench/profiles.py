@@ -1,10 +1,11 @@
 """Where the time goes of what stays under its limit.
 
-    profiles = Profiles(folder)                                        # without a folder none is kept
-    row = profiles.of(row, lambda: of_calls(work))                     # the row, and the name of the file that was kept for it
-    row = profiles.of(row, lambda: of_both(open_server_and_work))
+    profiles = Profiles(folder)  # without a folder none is kept
+    row = profiles.of(row, lambda: of_calls(work))  # the row, and the name of the file that was
+    kept for it row = profiles.of(row, lambda: of_both(open_server_and_work))
 
-By cProfile, which slows down calls of Python more than anything else: it says what is called how often, the rows say how long it takes.
+By cProfile, which slows down calls of Python more than anything else: it says what is called how
+often, the rows say how long it takes.
 """
 
 import cProfile
@@ -38,7 +39,9 @@ class Profiles:
             folder.mkdir(parents=True, exist_ok=True)
 
     def of(self, row: Row, look: Callable[[], str]) -> Row:
-        """The row, with the file that now holds what `look` returns if the row is one to be looked at."""
+        """The row, with the file that now holds what `look` returns if the row is one to be looked
+        at.
+        """
         if self._folder is None or row.ratio >= KEPT_UNDER:
             return row
         file = self._folder / f"{re.sub('[^a-z0-9]+', '-', row.name.lower())}.txt"
@@ -47,7 +50,9 @@ class Profiles:
 
 
 def of_calls(work: Work, *, after: Work | None = None) -> str:
-    """What `work` spends its time in, called for SECONDS. after: follows each call, and is left out."""
+    """What `work` spends its time in, called for SECONDS. after: follows each call, and is left
+    out.
+    """
     profile = cProfile.Profile()
     until = time.perf_counter() + SECONDS
     while True:
@@ -60,12 +65,17 @@ def of_calls(work: Work, *, after: Work | None = None) -> str:
 
 
 def of_both(open_work: Callable[[Sequence[str]], AbstractContextManager[Work]]) -> str:
-    """What client and server spend their time in. open_work: starts the server under these arguments to its interpreter; gives the work."""
+    """What client and server spend their time in. open_work: starts the server under these
+    arguments to its interpreter; gives the work.
+    """
     with tempfile.TemporaryDirectory(prefix="kvhold-bench-") as folder:
         file = Path(folder) / "server"
         with open_work(("-m", "cProfile", "-o", str(file))) as work:
             client = of_calls(work)
-        return f"The client\n\n{client}\nThe server, without the imports of its start\n\n{_text(str(file), _SERVING)}"
+        return (
+            f"The client\n\n{client}\nThe server, without the imports of its "
+            f"start\n\n{_text(str(file), _SERVING)}"
+        )
 
 
 def _text(profile: cProfile.Profile | str, only: str = "") -> str:

@@ -1,7 +1,9 @@
-"""Systems that did the same in turn, and the ratios of their times within each such cell, with intervals of confidence.
+"""Systems that did the same in turn, and the ratios of their times within each such cell, with
+intervals of confidence.
 
-Cores are shared, so a time says little and a ratio of two times from the same cell more: it is the median of such ratios that rows and
-goals are about. Intervals are of 95 %, by bootstrap over cells (percentiles of the resampled median). No I/O.
+Cores are shared, so a time says little and a ratio of two times from the same cell more: it is the
+median of such ratios that rows and goals are about. Intervals are of 95 %, by bootstrap over cells
+(percentiles of the resampled median). No I/O.
 """
 
 from collections.abc import Sequence
@@ -15,13 +17,20 @@ _RESAMPLES = 4_000
 
 @dataclass(frozen=True)
 class Cell:
-    """One piece of work, such as a prompt or a burst of them, as every system met it. Times in seconds, by system."""
+    """One piece of work, such as a prompt or a burst of them, as every system met it.
+
+    Times in seconds, by system.
+    """
 
     reuse: int  # per cent of the prompt
     num_tokens: int  # prompts and outputs
     burst: bool
-    seconds: dict[str, float] = field(default_factory=dict)  # to the first token; of a burst: until all is done and the engine has settled
-    cpu_s: dict[str, float] = field(default_factory=dict)  # CPU time of the whole request or burst, in all processes of a system
+    seconds: dict[str, float] = field(
+        default_factory=dict
+    )  # to the first token; of a burst: until all is done and the engine has settled
+    cpu_s: dict[str, float] = field(
+        default_factory=dict
+    )  # CPU time of the whole request or burst, in all processes of a system
     cached_tokens: dict[str, int] = field(default_factory=dict)  # not computed, of the shortest hit
 
 
@@ -49,7 +58,8 @@ class Ratio:
 class Goal:
     """What kvhold is to reach: `what` holds when the ratio is at most `most`.
 
-    noise: how far two identical engines were apart in this run, as a factor of 1 or more; no smaller difference means anything.
+    noise: how far two identical engines were apart in this run, as a factor of 1 or more; no
+        smaller difference means anything.
         Infinity: not known
     """
 
@@ -60,14 +70,18 @@ class Goal:
 
     @property
     def verdict(self) -> str:
-        """Whether it is reached; "undecided" where the interval, wider by the noise on both sides, has the goal in it."""
+        """Whether it is reached; "undecided" where the interval, wider by the noise on both sides,
+        has the goal in it.
+        """
         low, high = self.ratio.low / self.noise, self.ratio.high * self.noise
         if low <= self.most < high:
             return "undecided"
         return "yes" if high <= self.most else "NO"
 
 
-def ratio(cells: Sequence[Cell], name: str, other: str, what: Literal["seconds", "cpu_s"] = "seconds") -> Ratio:
+def ratio(
+    cells: Sequence[Cell], name: str, other: str, what: Literal["seconds", "cpu_s"] = "seconds"
+) -> Ratio:
     """Times of `name` over those of `other`, in the cells where both are; there must be one."""
     times = [getattr(cell, what) for cell in shared(cells, name, other)]
     values = np.array([time[name] / time[other] for time in times])
@@ -95,7 +109,9 @@ def render_goals(goals: Sequence[Goal], *, noise: bool = True) -> str:
     """A line for each goal. noise: say how far identical engines differ."""
     width = max((len(goal.what) for goal in goals), default=0)
     return "\n".join(
-        f"{goal.what:<{width}}  {goal.ratio.median:6.3f} ({goal.ratio.low:.3f}-{goal.ratio.high:.3f}, {goal.ratio.cells} pairs)"
-        f"  at most {goal.most:g}: {goal.verdict}" + (f"; identical engines differ by {goal.noise:.3f}" if noise else "")
+        f"{goal.what:<{width}}  {goal.ratio.median:6.3f} "
+        f"({goal.ratio.low:.3f}-{goal.ratio.high:.3f}, {goal.ratio.cells} pairs)"
+        f"  at most {goal.most:g}: {goal.verdict}"
+        + (f"; identical engines differ by {goal.noise:.3f}" if noise else "")
         for goal in goals
     )

@@ -1,4 +1,5 @@
-"""One measured number beside the limit measured with it: how the two are timed, and how a few of them are printed.
+"""One measured number beside the limit measured with it: how the two are timed, and how a few of
+them are printed.
 
 seconds = in_turn({"kvhold": look_up, "dict": probe}, rounds=9)
 row = time_row("lookup", seconds["kvhold"], seconds["dict"], unit="us")
@@ -16,16 +17,22 @@ from kvhold.core.errors import ConfigError
 
 @contextmanager
 def needing(packages: str) -> Iterator[None]:
-    """What is imported here may be missing where kvhold is only used. Raises ConfigError that says what to install."""
+    """What is imported here may be missing where kvhold is only used.
+
+    Raises ConfigError that says what to install.
+    """
     try:
         yield
     except ImportError as error:
-        raise ConfigError(f"{error}; this command needs more than kvhold itself: pip install {packages}") from error
+        raise ConfigError(
+            f"{error}; this command needs more than kvhold itself: pip install {packages}"
+        ) from error
 
 
 @dataclass(frozen=True)
 class Row:
-    """value and limit are in `unit`; ratio is how much of the limit was reached (a rate: value / limit; a time: limit / value).
+    """value and limit are in `unit`; ratio is how much of the limit was reached (a rate: value /
+    limit; a time: limit / value).
 
     profile: the file that says where the time went, where one was kept
     """
@@ -50,11 +57,16 @@ def rate_row(name: str, nbytes: int, taken_s: float, limit_s: float) -> Row:
 
 
 def in_turn(
-    work: Mapping[str, Callable[[], object]], *, rounds: int, after: Mapping[str, Callable[[], object]] | None = None
+    work: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    after: Mapping[str, Callable[[], object]] | None = None,
 ) -> dict[str, float]:
-    """Median seconds of each, after one round that does not count; every other round goes backwards.
+    """Median seconds of each, after one round that does not count; every other round goes
+    backwards.
 
-    Round by round, so that a neighbour's noise falls on all of them. after: what follows one of them, and is not timed.
+    Round by round, so that a neighbour's noise falls on all of them. after: what follows one of
+    them, and is not timed.
     """
     seconds: dict[str, list[float]] = {name: [] for name in work}
     for number in range(1 + rounds):
@@ -70,12 +82,34 @@ def in_turn(
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as text, one a line under a heading, columns aligned."""
-    cells = [("", "measured", "limit", "unit", "ratio", "profile" if any(row.profile for row in rows) else "")]
-    cells += [(row.name, f"{row.value:.2f}", f"{row.limit:.2f}", row.unit, f"{row.ratio:.3f}", row.profile) for row in rows]
+    cells = [
+        (
+            "",
+            "measured",
+            "limit",
+            "unit",
+            "ratio",
+            "profile" if any(row.profile for row in rows) else "",
+        )
+    ]
+    cells += [
+        (
+            row.name,
+            f"{row.value:.2f}",
+            f"{row.limit:.2f}",
+            row.unit,
+            f"{row.ratio:.3f}",
+            row.profile,
+        )
+        for row in rows
+    ]
     widths = [max(len(line[column]) for line in cells) for column in range(6)]
     left = (0, 3, 5)  # columns of text
     lines = []
     for line in cells:
-        padded = (text.ljust(width) if n in left else text.rjust(width) for n, (text, width) in enumerate(zip(line, widths, strict=True)))
+        padded = (
+            text.ljust(width) if n in left else text.rjust(width)
+            for n, (text, width) in enumerate(zip(line, widths, strict=True))
+        )
         lines.append("  ".join(padded).rstrip())
     return "\n".join(lines)

@@ -19,11 +19,16 @@ from kvhold.node import NodeClient
 
 
 @contextmanager
-def running_node(under: Sequence[str] = (), *, log_level: str = "WARNING", ram_bytes: int = 64 << 20) -> Iterator[NodeClient]:
+def running_node(
+    under: Sequence[str] = (), *, log_level: str = "WARNING", ram_bytes: int = 64 << 20
+) -> Iterator[NodeClient]:
     """A client of a node that has no other. Raises NodeError where it does not start."""
     with tempfile.TemporaryDirectory(prefix="kvhold-bench-") as folder:
         path = Path(folder) / "node.sock"
-        with serving(["--socket", str(path)], under, log_level, ram_bytes), NodeClient(path, name="kvhold bench") as client:
+        with (
+            serving(["--socket", str(path)], under, log_level, ram_bytes),
+            NodeClient(path, name="kvhold bench") as client,
+        ):
             yield client
 
 
@@ -35,13 +40,34 @@ def running_central(under: Sequence[str] = ()) -> Iterator[str]:
 
 
 @contextmanager
-def serving(arguments: Sequence[str], under: Sequence[str] = (), log_level: str = "WARNING", ram_bytes: int = 64 << 20) -> Iterator[str]:
-    """The line with which `kvhold serve` says that it is ready. It is asked to end in the end, and waited for."""
-    command = [sys.executable, *under, "-m", "kvhold", "serve", "--ram-bytes", str(ram_bytes), *arguments]
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("KVHOLD_")} | {"KVHOLD_LOG_LEVEL": log_level}
+def serving(
+    arguments: Sequence[str],
+    under: Sequence[str] = (),
+    log_level: str = "WARNING",
+    ram_bytes: int = 64 << 20,
+) -> Iterator[str]:
+    """The line with which `kvhold serve` says that it is ready.
+
+    It is asked to end in the end, and waited for.
+    """
+    command = [
+        sys.executable,
+        *under,
+        "-m",
+        "kvhold",
+        "serve",
+        "--ram-bytes",
+        str(ram_bytes),
+        *arguments,
+    ]
+    environ = {
+        name: value for name, value in os.environ.items() if not name.startswith("KVHOLD_")
+    } | {"KVHOLD_LOG_LEVEL": log_level}
     with (
         tempfile.TemporaryDirectory(prefix="kvhold-bench-state-") as state,
-        subprocess.Popen(command, env=environ | {"XDG_STATE_HOME": state}, stdout=subprocess.PIPE, text=True) as server,
+        subprocess.Popen(
+            command, env=environ | {"XDG_STATE_HOME": state}, stdout=subprocess.PIPE, text=True
+        ) as server,
     ):
         try:
             assert server.stdout is not None

@@ -1,6 +1,8 @@
-"""What it costs to have kvhold at all: its import, a node's start, a node's memory beside the arena.
+"""What it costs to have kvhold at all: its import, a node's start, a node's memory beside the
+arena.
 
-The limits are the same of a bare interpreter, and for the node of an interpreter that imports only the libraries it stands on.
+The limits are the same of a bare interpreter, and for the node of an interpreter that imports only
+the libraries it stands on.
 """
 
 import subprocess
@@ -16,7 +18,9 @@ from kvhold.lab.bench.rows import Row, time_row
 ROUNDS = 7
 _LIBRARIES = "import asyncio, click, msgspec, numpy"
 _NODE = "import kvhold.cli.serve"
-_PRINT_RESIDENT = "; p = open('/proc/self/statm').read().split(); print((int(p[1]) - int(p[2])) * 4096)"
+_PRINT_RESIDENT = (
+    "; p = open('/proc/self/statm').read().split(); print((int(p[1]) - int(p[2])) * 4096)"
+)
 
 
 def rows(profiles: Profiles | None = None) -> list[Row]:
@@ -30,24 +34,50 @@ def rows(profiles: Profiles | None = None) -> list[Row]:
         started_s, node_bytes = _start_node()
         ready.append(started_s)
         resident.append(node_bytes)
-    least = int(subprocess.run([sys.executable, "-c", _LIBRARIES + _PRINT_RESIDENT], check=True, capture_output=True).stdout)
-    memory = Row("node, memory beside the arena", median(resident) / 1e6, "MB", least / 1e6, least / median(resident))
+    least = int(
+        subprocess.run(
+            [sys.executable, "-c", _LIBRARIES + _PRINT_RESIDENT], check=True, capture_output=True
+        ).stdout
+    )
+    memory = Row(
+        "node, memory beside the arena",
+        median(resident) / 1e6,
+        "MB",
+        least / 1e6,
+        least / median(resident),
+    )
     return [
-        profiles.of(time_row("interpreter with import kvhold", median(importing), median(bare)), lambda: _imports("import kvhold")),
-        profiles.of(time_row("node, from start to ready", median(ready), median(libraries)), lambda: _imports(_NODE)),
+        profiles.of(
+            time_row("interpreter with import kvhold", median(importing), median(bare)),
+            lambda: _imports("import kvhold"),
+        ),
+        profiles.of(
+            time_row("node, from start to ready", median(ready), median(libraries)),
+            lambda: _imports(_NODE),
+        ),
         profiles.of(memory, _memory_by_file),
     ]
 
 
 def _imports(code: str) -> str:
     """What each import took, as the interpreter says it."""
-    return subprocess.run([sys.executable, "-X", "importtime", "-c", code], check=True, capture_output=True, text=True).stderr
+    return subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", code], check=True, capture_output=True, text=True
+    ).stderr
 
 
 def _memory_by_file() -> str:
     """Where the memory of Python's own objects was taken, the most first."""
-    code = f"{_NODE}, tracemalloc\nfor line in tracemalloc.take_snapshot().statistics('filename')[:40]: print(line)"
-    return subprocess.run([sys.executable, "-X", "tracemalloc", "-c", code], check=True, capture_output=True, text=True).stdout
+    code = (
+        f"{_NODE}, tracemalloc\nfor line in "
+        "tracemalloc.take_snapshot().statistics('filename')[:40]: print(line)"
+    )
+    return subprocess.run(
+        [sys.executable, "-X", "tracemalloc", "-c", code],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
 
 
 def _timed(code: str) -> float:
@@ -57,9 +87,20 @@ def _timed(code: str) -> float:
 
 
 def _start_node() -> tuple[float, int]:
-    """Seconds until a node with an arena of 1 GiB says that it is ready, and its memory then without the arena."""
+    """Seconds until a node with an arena of 1 GiB says that it is ready, and its memory then
+    without the arena.
+    """
     with tempfile.TemporaryDirectory(prefix="kvhold-bench-") as folder:
-        command = [sys.executable, "-m", "kvhold", "serve", "--socket", str(Path(folder) / "node.sock"), "--ram-bytes", "1GiB"]
+        command = [
+            sys.executable,
+            "-m",
+            "kvhold",
+            "serve",
+            "--socket",
+            str(Path(folder) / "node.sock"),
+            "--ram-bytes",
+            "1GiB",
+        ]
         began = time.perf_counter()
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as node:
             assert node.stdout is not None

@@ -1,10 +1,11 @@
-"""A slow link on loopback: a TCP proxy that passes no more bytes a second than it is told, in each direction.
+"""A slow link on loopback: a TCP proxy that passes no more bytes a second than it is told, in each
+direction.
 
     with Throttle(("127.0.0.1", 6379), bytes_per_s=125e6) as link:
         connect(link.port)
 
-All connections share the rate, as hosts share a network card. It adds no latency. Threads, because what is measured with it runs in other
-processes.
+All connections share the rate, as hosts share a network card. It adds no latency. Threads, because
+what is measured with it runs in other processes.
 """
 
 import socket
@@ -40,10 +41,15 @@ class _Bucket:
 class Throttle:
     """The proxy, from `with` to its end."""
 
-    def __init__(self, target: tuple[str, int], *, bytes_per_s: float, up_bytes_per_s: float | None = None) -> None:
+    def __init__(
+        self, target: tuple[str, int], *, bytes_per_s: float, up_bytes_per_s: float | None = None
+    ) -> None:
         """up_bytes_per_s: towards the target; None: the same"""
         self._target = target
-        self._up, self._down = _Bucket(bytes_per_s if up_bytes_per_s is None else up_bytes_per_s), _Bucket(bytes_per_s)
+        self._up, self._down = (
+            _Bucket(bytes_per_s if up_bytes_per_s is None else up_bytes_per_s),
+            _Bucket(bytes_per_s),
+        )
         self._ended = threading.Event()
         self._sockets: list[socket.socket] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -65,7 +71,12 @@ class Throttle:
         self._threads[0].start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._ended.set()
         self._threads[0].join()
         self._listener.close()
@@ -89,9 +100,16 @@ class Throttle:
                 client.close()
                 continue
             self._sockets += (client, server)
-            for source, target, bucket in ((client, server, self._up), (server, client, self._down)):
+            for source, target, bucket in (
+                (client, server, self._up),
+                (server, client, self._down),
+            ):
                 source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._threads.append(threading.Thread(target=_pump, args=(source, target, bucket), name="throttle", daemon=True))
+                self._threads.append(
+                    threading.Thread(
+                        target=_pump, args=(source, target, bucket), name="throttle", daemon=True
+                    )
+                )
                 self._threads[-1].start()
 
 

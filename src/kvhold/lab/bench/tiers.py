@@ -1,14 +1,18 @@
-"""Each tier's put and get of the same bytes, beside the plainest means that the same place allows, measured in turn in the same run.
+"""Each tier's put and get of the same bytes, beside the plainest means that the same place allows,
+measured in turn in the same run.
 
 | tier | limit |
 |---|---|
-| disk | the same values as new files, by as many threads, with O_DIRECT; and by the page cache, where what was just written still is |
-| redis | the same values over blocking sockets, sendmsg and recv_into, as many connections; and redis-py with hiredis, in two ways |
+| disk | the same values as new files, by as many threads, with O_DIRECT; and by the page cache,
+where what was just written still is |
+| redis | the same values over blocking sockets, sendmsg and recv_into, as many connections; and
+redis-py with hiredis, in two ways |
 | s3 | obstore by itself, as many requests at once |
 | kvhold | a TCP connection on loopback to a process that only receives, or only sends |
 
-Besides: what a lookup of 125 chunks costs next to one empty round trip; and what checking every byte costs a retrieve through the whole
-cache (lookup, read, checks) next to the same without checks. Values of 8 MiB, from and into memory that is touched before.
+Besides: what a lookup of 125 chunks costs next to one empty round trip; and what checking every
+byte costs a retrieve through the whole cache (lookup, read, checks) next to the same without
+checks. Values of 8 MiB, from and into memory that is touched before.
 """
 
 import asyncio
@@ -44,7 +48,9 @@ Work = Callable[[], Awaitable[object]]
 
 @dataclass(frozen=True)
 class TierRow:
-    """One operation of one tier, in `unit` (MB/s, or calls/s for a lookup), and its ratio to the limit."""
+    """One operation of one tier, in `unit` (MB/s, or calls/s for a lookup), and its ratio to the
+    limit.
+    """
 
     tier: str
     op: str
@@ -66,12 +72,17 @@ class Memory:
         self.target[:] = bytes(total)
         self.values = [self.source[at : at + value_bytes] for at in range(0, total, value_bytes)]
         self.into = [self.target[at : at + value_bytes] for at in range(0, total, value_bytes)]
-        self.keys = [bytes(16) + os.urandom(HASH_BYTES) + bytes(KEY_BYTES - 16 - HASH_BYTES) for _ in range(num_values)]
+        self.keys = [
+            bytes(16) + os.urandom(HASH_BYTES) + bytes(KEY_BYTES - 16 - HASH_BYTES)
+            for _ in range(num_values)
+        ]
         self.nbytes = total
 
 
 async def disk_rows(where: Path | None = None) -> list[TierRow]:
-    """Against new files, O_DIRECT and buffered. where: on which disk; None: the one of temporary files."""
+    """Against new files, O_DIRECT and buffered. where: on which disk; None: the one of temporary
+    files.
+    """
     folder = Path(tempfile.mkdtemp(prefix="kvhold-bench-", dir=where))
     memory = Memory()
     try:
@@ -87,7 +98,11 @@ async def disk_rows(where: Path | None = None) -> list[TierRow]:
             gets[name] = _threaded(lambda files=files: files.read(memory.into))  # type: ignore[misc]
         put_s = await _in_turn(puts, before={"kvhold": lambda: tier.delete(memory.keys)})
         get_s = await _in_turn(gets)
-        rows = [_row("disk", op, memory.nbytes, seconds, limit) for limit in raw for op, seconds in (("put", put_s), ("get", get_s))]
+        rows = [
+            _row("disk", op, memory.nbytes, seconds, limit)
+            for limit in raw
+            for op, seconds in (("put", put_s), ("get", get_s))
+        ]
         rows.append(await _lookup_row("disk", tier, memory))
         await tier.close()
         rows.append(await _checks_row("disk", f"disk://{folder}/retrieved?max_bytes=4GiB"))
@@ -119,7 +134,9 @@ async def redis_rows() -> list[TierRow]:
                 into[:] = _bytes(plain.get(f"l{at}"))
 
         async def library_set() -> None:
-            await asyncio.gather(*(library.set(f"l{at}", value) for at, value in enumerate(memory.values)))
+            await asyncio.gather(
+                *(library.set(f"l{at}", value) for at, value in enumerate(memory.values))
+            )
 
         async def library_get() -> None:
             async def one(at: int) -> None:
@@ -149,7 +166,11 @@ async def redis_rows() -> list[TierRow]:
         rows.append(await _lookup_row("redis", tier, memory))
         await tier.delete(memory.keys)
         await library.flushdb()
-        rows.append(await _checks_row("redis", f"redis://:right@127.0.0.1:{server.port}/0?prefix=retrieved:"))
+        rows.append(
+            await _checks_row(
+                "redis", f"redis://:right@127.0.0.1:{server.port}/0?prefix=retrieved:"
+            )
+        )
         raw.close()
         await library.aclose()
         plain.close()
@@ -177,19 +198,30 @@ async def s3_rows() -> list[TierRow]:
         )
 
         async def bare_put() -> None:
-            await asyncio.gather(*(store.put_async(f"o{at}", value, use_multipart=False) for at, value in enumerate(memory.values)))
+            await asyncio.gather(
+                *(
+                    store.put_async(f"o{at}", value, use_multipart=False)
+                    for at, value in enumerate(memory.values)
+                )
+            )
 
         async def bare_get() -> None:
             async def one(at: int) -> None:
-                memory.into[at][:] = memoryview(await store.get_range_async(f"o{at}", start=0, length=VALUE_BYTES))
+                memory.into[at][:] = memoryview(
+                    await store.get_range_async(f"o{at}", start=0, length=VALUE_BYTES)
+                )
 
             await asyncio.gather(*(one(at) for at in range(len(memory.into))))
 
         put_s = await _in_turn(
-            {"kvhold": lambda: _put(tier, memory), "obstore": bare_put}, before={"kvhold": lambda: tier.delete(memory.keys)}
+            {"kvhold": lambda: _put(tier, memory), "obstore": bare_put},
+            before={"kvhold": lambda: tier.delete(memory.keys)},
         )
         get_s = await _in_turn({"kvhold": lambda: _get(tier, memory), "obstore": bare_get})
-        rows = [_row("s3", "put", memory.nbytes, put_s, "obstore"), _row("s3", "get", memory.nbytes, get_s, "obstore")]
+        rows = [
+            _row("s3", "put", memory.nbytes, put_s, "obstore"),
+            _row("s3", "get", memory.nbytes, get_s, "obstore"),
+        ]
         await tier.close()
     return rows
 
@@ -206,10 +238,16 @@ async def central_rows() -> list[TierRow]:
     ):
         tier, _ = make_tier(server.url)
         puts = {"kvhold": lambda: _put(tier, memory), "TCP": _threaded(sink.send)}
-        gets = {"kvhold": lambda: _get(tier, memory), "TCP": _threaded(lambda: source.receive(memory.into))}
+        gets = {
+            "kvhold": lambda: _get(tier, memory),
+            "TCP": _threaded(lambda: source.receive(memory.into)),
+        }
         put_s = await _in_turn(puts, before={"kvhold": lambda: tier.delete(memory.keys)})
         get_s = await _in_turn(gets)
-        rows = [_row("kvhold", "put", memory.nbytes, put_s, "TCP"), _row("kvhold", "get", memory.nbytes, get_s, "TCP")]
+        rows = [
+            _row("kvhold", "put", memory.nbytes, put_s, "TCP"),
+            _row("kvhold", "get", memory.nbytes, get_s, "TCP"),
+        ]
         rows.append(await _lookup_row("kvhold", tier, memory))
         await tier.close()
     return rows
@@ -229,7 +267,9 @@ def rows(tier: str, *, where: Path | None = None) -> list[TierRow]:
 
 
 async def _put(tier: Tier, memory: Memory) -> None:
-    faults = await tier.put([(key, [value]) for key, value in zip(memory.keys, memory.values, strict=True)])
+    faults = await tier.put(
+        [(key, [value]) for key, value in zip(memory.keys, memory.values, strict=True)]
+    )
     assert not any(faults), faults
 
 
@@ -241,22 +281,43 @@ async def _get(tier: Tier, memory: Memory) -> None:
 async def _lookup_row(name: str, tier: Tier, memory: Memory) -> TierRow:
     """A probe of 125 keys next to a check, which is one round trip."""
     keys = [memory.keys[0][:-8] + number.to_bytes(8, "little") for number in range(LOOKUP_CHUNKS)]
-    seconds = await _in_turn({"kvhold": lambda: tier.probe(keys), "one round trip": tier.check}, rounds=25)
+    seconds = await _in_turn(
+        {"kvhold": lambda: tier.probe(keys), "one round trip": tier.check}, rounds=25
+    )
     rate, limit = 1 / seconds["kvhold"], 1 / seconds["one round trip"]
-    return TierRow(name, f"lookup of {LOOKUP_CHUNKS} chunks", rate, limit, rate / limit, "calls/s", "one round trip")
+    return TierRow(
+        name,
+        f"lookup of {LOOKUP_CHUNKS} chunks",
+        rate,
+        limit,
+        rate / limit,
+        "calls/s",
+        "one round trip",
+    )
 
 
 class Retriever:
-    """A whole cache over a tier, which holds two prompts where its memory has room for one: so each lookup brings all its chunks up."""
+    """A whole cache over a tier, which holds two prompts where its memory has room for one: so each
+    lookup brings all its chunks up.
+    """
 
     def __init__(self, url: str) -> None:
         group = Group(layers=32, planes=2, heads=8, head_dim=128, dtype="bfloat16")
-        layout = Layout(groups=(group,), tokens_per_chunk=VALUE_BYTES // group.layer_bytes(1) // group.layers)
+        layout = Layout(
+            groups=(group,), tokens_per_chunk=VALUE_BYTES // group.layer_bytes(1) // group.layers
+        )
         namespace = Namespace(model="bench", layout=layout)
         ram_bytes = int(1.2 * NUM_VALUES * VALUE_BYTES) + 8 * MIB
-        self._cache = LocalCache(load_config({"ram_bytes": ram_bytes, "tiers": [url], "write_behind_bytes": ram_bytes}, environ={}))
+        self._cache = LocalCache(
+            load_config(
+                {"ram_bytes": ram_bytes, "tiers": [url], "write_behind_bytes": ram_bytes},
+                environ={},
+            )
+        )
         self._cache.register(namespace)
-        numbers = np.random.default_rng(0).integers(0, 1 << 30, (2, NUM_VALUES * layout.tokens_per_chunk), dtype=np.int32)
+        numbers = np.random.default_rng(0).integers(
+            0, 1 << 30, (2, NUM_VALUES * layout.tokens_per_chunk), dtype=np.int32
+        )
         self._prompts = [namespace.prompt(row) for row in numbers]
         self.nbytes = NUM_VALUES * layout.chunk_bytes(0, layout.tokens_per_chunk)
         for prompt in self._prompts:
@@ -267,7 +328,9 @@ class Retriever:
             assert self._cache.flush(deadline_s=120)
 
     def retrieve(self, *, check: bool) -> None:
-        """The prompt that was not asked for last, from its lookup to its last byte, checked or not."""
+        """The prompt that was not asked for last, from its lookup to its last byte,
+        checked or not.
+        """
         assert self._cache.mover is not None
         self._cache.mover.check = check
         self._prompts.reverse()
@@ -280,16 +343,24 @@ class Retriever:
 
 
 async def _checks_row(name: str, url: str) -> TierRow:
-    """What checking every byte costs a retrieve: the limit is the same cache without checks, in turn."""
+    """What checking every byte costs a retrieve: the limit is the same cache without checks, in
+    turn.
+    """
     retriever = Retriever(url)
-    work = {"kvhold": _threaded(lambda: retriever.retrieve(check=True)), "no checks": _threaded(lambda: retriever.retrieve(check=False))}
+    work = {
+        "kvhold": _threaded(lambda: retriever.retrieve(check=True)),
+        "no checks": _threaded(lambda: retriever.retrieve(check=False)),
+    }
     seconds = await _in_turn(work, rounds=CHECK_ROUNDS)
     retriever.close()
     return _row(name, "retrieve, checked", retriever.nbytes, seconds, "no checks")
 
 
-async def _in_turn(work: dict[str, Work], *, before: dict[str, Work] | None = None, rounds: int = 0) -> dict[str, float]:
-    """Median seconds of each, after one round that does not count; every other round goes backwards.
+async def _in_turn(
+    work: dict[str, Work], *, before: dict[str, Work] | None = None, rounds: int = 0
+) -> dict[str, float]:
+    """Median seconds of each, after one round that does not count; every other round goes
+    backwards.
 
     before: what is done ahead of one, and not timed. rounds: 0: ROUNDS.
     """

@@ -1,7 +1,9 @@
-"""Calls to other processes: of the node, over its Unix socket, and of a central cache, over TCP on loopback.
+"""Calls to other processes: of the node, over its Unix socket, and of a central cache, over TCP on
+loopback.
 
-The limits are a pair of Unix sockets, and a TCP connection, to a process that does nothing but take and send as many bytes. The lookup is
-of a prompt that is not there, so that little but the call is measured; finding and pinning is the index's affair.
+The limits are a pair of Unix sockets, and a TCP connection, to a process that does nothing but take
+and send as many bytes. The lookup is of a prompt that is not there, so that little but the call is
+measured; finding and pinning is the index's affair.
 """
 
 import asyncio
@@ -27,7 +29,10 @@ LARGE_CALLS = 8
 ROUNDS = 9
 NAMES = 1_000
 SMALL_BYTES, LARGE_BYTES = 4 << 10, 8 << 20
-NAMESPACE = Namespace(model="bench", layout=Layout(groups=(Group(layers=1, planes=1, heads=1, head_dim=1, dtype="uint8"),)))
+NAMESPACE = Namespace(
+    model="bench",
+    layout=Layout(groups=(Group(layers=1, planes=1, heads=1, head_dim=1, dtype="uint8"),)),
+)
 
 
 def rows(profiles: Profiles | None = None) -> list[Row]:
@@ -37,17 +42,33 @@ def rows(profiles: Profiles | None = None) -> list[Row]:
     missed = m.Found(0, 0, reason=NEVER_STORED)
     small_s, bare_small_s = _time_gets(SMALL_BYTES, CALLS)
     large_s, bare_large_s = _time_gets(LARGE_BYTES, LARGE_CALLS)
-    small = time_row(f"get of {SMALL_BYTES >> 10} KiB from a central cache", small_s, bare_small_s, unit="us")
-    large = rate_row(f"get of {LARGE_BYTES >> 20} MiB from a central cache", LARGE_BYTES, large_s, bare_large_s)
+    small = time_row(
+        f"get of {SMALL_BYTES >> 10} KiB from a central cache", small_s, bare_small_s, unit="us"
+    )
+    large = rate_row(
+        f"get of {LARGE_BYTES >> 20} MiB from a central cache", LARGE_BYTES, large_s, bare_large_s
+    )
     return [
         _node_row("smallest call to the node", NodeClient.ping, m.Ping(), m.Done(), profiles),
-        _node_row(f"lookup of {NAMES:,} names by the node, a miss", lambda client: client.lookup(query), m.Lookup(query), missed, profiles),
+        _node_row(
+            f"lookup of {NAMES:,} names by the node, a miss",
+            lambda client: client.lookup(query),
+            m.Lookup(query),
+            missed,
+            profiles,
+        ),
         profiles.of(small, lambda: of_both(partial(_getting, SMALL_BYTES, CALLS))),
         profiles.of(large, lambda: of_both(partial(_getting, LARGE_BYTES, LARGE_CALLS))),
     ]
 
 
-def _node_row(name: str, call: Callable[[NodeClient], object], request: m.Message, answer: m.Message, profiles: Profiles) -> Row:
+def _node_row(
+    name: str,
+    call: Callable[[NodeClient], object],
+    request: m.Message,
+    answer: m.Message,
+    profiles: Profiles,
+) -> Row:
     """A call, beside an exchange of as many bytes as its request and its answer have."""
     with _calling(call) as work, PingPong(len(encode(request)), len(encode(answer))) as bare:
         seconds = in_turn({"kvhold": work, "sockets": lambda: _often(bare.exchange)}, rounds=ROUNDS)
@@ -59,7 +80,10 @@ def _time_gets(nbytes: int, calls: int) -> tuple[float, float]:
     """Seconds of one get, and of the same bytes over a bare connection."""
     into = memoryview(bytearray(nbytes))
     with _getting(nbytes, calls) as work, RawSocket([into], receive=False) as bare:
-        seconds = in_turn({"kvhold": work, "TCP": lambda: _often(lambda: bare.receive([into]), calls)}, rounds=ROUNDS)
+        seconds = in_turn(
+            {"kvhold": work, "TCP": lambda: _often(lambda: bare.receive([into]), calls)},
+            rounds=ROUNDS,
+        )
     return seconds["kvhold"] / calls, seconds["TCP"] / calls
 
 
@@ -74,7 +98,11 @@ def _calling(call: Callable[[NodeClient], object], under: Sequence[str] = ()) ->
 @contextmanager
 def _getting(nbytes: int, calls: int, under: Sequence[str] = ()) -> Iterator[Work]:
     """So many gets of one value from a central cache."""
-    key, value, into = os.urandom(KEY_BYTES), memoryview(os.urandom(nbytes)), memoryview(bytearray(nbytes))
+    key, value, into = (
+        os.urandom(KEY_BYTES),
+        memoryview(os.urandom(nbytes)),
+        memoryview(bytearray(nbytes)),
+    )
     with running_central(under) as url, asyncio.Runner() as runner:
         tier, _ = make_tier(url)
 

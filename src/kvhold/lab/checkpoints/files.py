@@ -1,4 +1,6 @@
-"""What a checkpoint needs besides a language model's weights: LoRA adapters and an image processor's settings."""
+"""What a checkpoint needs besides a language model's weights: LoRA adapters and an image
+processor's settings.
+"""
 
 import json
 from pathlib import Path
@@ -10,7 +12,9 @@ _ADAPTER_STD = 0.5  # strong enough that each adapter's output is its own
 
 
 def save_adapter(folder: Path, settings: dict[str, Any], seed: int) -> None:
-    """A LoRA adapter of a Llama with `settings`, in the form of peft: adapter_config.json and adapter_model.safetensors."""
+    """A LoRA adapter of a Llama with `settings`, in the form of peft: adapter_config.json and
+    adapter_model.safetensors.
+    """
     import torch
     from safetensors.torch import save_file
 
@@ -25,11 +29,19 @@ def save_adapter(folder: Path, settings: dict[str, Any], seed: int) -> None:
     weights = {}
     for layer in range(settings["num_hidden_layers"]):
         for target in _TARGETS:
-            size_in = settings["num_attention_heads"] * settings["head_dim"] if target == "o_proj" else hidden
+            size_in = (
+                settings["num_attention_heads"] * settings["head_dim"]
+                if target == "o_proj"
+                else hidden
+            )
             size_out = heads[target] * settings["head_dim"] if target in heads else hidden
             name = f"base_model.model.model.layers.{layer}.self_attn.{target}"
-            weights[f"{name}.lora_A.weight"] = torch.randn((_RANK, size_in), generator=generator) * size_in**-0.5
-            weights[f"{name}.lora_B.weight"] = torch.randn((size_out, _RANK), generator=generator) * _ADAPTER_STD * _RANK**-0.5
+            weights[f"{name}.lora_A.weight"] = (
+                torch.randn((_RANK, size_in), generator=generator) * size_in**-0.5
+            )
+            weights[f"{name}.lora_B.weight"] = (
+                torch.randn((size_out, _RANK), generator=generator) * _ADAPTER_STD * _RANK**-0.5
+            )
     save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config = {
         "peft_type": "LORA",
@@ -48,7 +60,9 @@ def save_adapter(folder: Path, settings: dict[str, Any], seed: int) -> None:
 
 
 def save_image_processor(folder: Path, settings: dict[str, Any], tokenizer: Any) -> None:
-    """Idefics3's processor: `tokenizer`, and an image processor that makes one square picture of the model's size of each image."""
+    """Idefics3's processor: `tokenizer`, and an image processor that makes one square picture of
+    the model's size of each image.
+    """
     from transformers import Idefics3Processor
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
@@ -57,5 +71,7 @@ def save_image_processor(folder: Path, settings: dict[str, Any], tokenizer: Any)
     images = Idefics3ImageProcessorPil(size=side, max_image_size=side, do_image_splitting=False)
     patches = (vision["image_size"] // vision["patch_size"]) ** 2
     image_tokens = patches // settings["scale_factor"] ** 2
-    processor = Idefics3Processor(images, tokenizer, image_seq_len=image_tokens, chat_template=tokenizer.chat_template)
+    processor = Idefics3Processor(
+        images, tokenizer, image_seq_len=image_tokens, chat_template=tokenizer.chat_template
+    )
     processor.save_pretrained(folder)

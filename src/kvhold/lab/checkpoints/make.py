@@ -1,4 +1,6 @@
-"""A recipe becomes a folder: whole or not at all, once for each recipe and release of transformers."""
+"""A recipe becomes a folder: whole or not at all, once for each recipe and release of
+transformers.
+"""
 
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -27,10 +29,12 @@ class Checkpoint:
 
 
 def make_checkpoint(name: str, root: Path | None = None) -> Checkpoint:
-    """The checkpoint of this name (a key of `RECIPES`) under `root`, made now unless it is there already.
+    """The checkpoint of this name (a key of `RECIPES`) under `root`, made now unless it is there
+    already.
 
-    root: by default kvhold/models in `$XDG_CACHE_HOME` (~/.cache). Several processes may call it at once; one of them wins.
-    Raises ValueError for an unknown name and OSError if the folder cannot be written.
+    root: by default kvhold/models in `$XDG_CACHE_HOME` (~/.cache). Several processes may call it at
+    once; one of them wins. Raises ValueError for an unknown name and OSError if the folder cannot
+    be written.
     """
     if name not in RECIPES:
         raise ValueError(f"{name!r} is not a class of models; there are {', '.join(RECIPES)}")
@@ -69,4 +73,8 @@ def _write(recipe: Recipe, folder: Path) -> None:
 def _class_of(recipe: Recipe) -> Any:
     import transformers
 
-    return transformers.AutoModelForImageTextToText if recipe.kind == "image" else transformers.AutoModelForCausalLM
+    return (
+        transformers.AutoModelForImageTextToText
+        if recipe.kind == "image"
+        else transformers.AutoModelForCausalLM
+    )

@@ -1,7 +1,9 @@
 """Which classes of models there are, and the smallest settings of each that vLLM's CPU build takes.
 
-A recipe is the name of a settings class of transformers and the values that differ from `_COMMON`. Sizes are bounded from below by
-the engine: attention heads of 32 elements and up, an MLA latent of 512 + 64, which is all its CPU kernel is compiled for.
+A recipe is the name of a settings class of transformers and the values that differ from `_COMMON`.
+Sizes are bounded from below by
+the engine: attention heads of 32 elements and up, an MLA latent of 512 + 64, which is all its CPU
+    kernel is compiled for.
 """
 
 from dataclasses import dataclass, field
@@ -55,7 +57,13 @@ _GATED_DELTA = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
-_LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+}
 
 
 def _of(*parts: dict[str, Any], **settings: Any) -> dict[str, Any]:
@@ -68,7 +76,11 @@ def _of(*parts: dict[str, Any], **settings: Any) -> dict[str, Any]:
 RECIPES: dict[str, Recipe] = {
     "llama": Recipe("Llama (GQA)", "LlamaConfig", _of(_HEAD)),
     "qwen3": Recipe("Qwen3 (QK norm)", "Qwen3Config", _of(_HEAD)),
-    "qwen3-moe": Recipe("MoE (Qwen3-MoE)", "Qwen3MoeConfig", _of(_HEAD, _EXPERTS, num_experts=4, norm_topk_prob=True)),
+    "qwen3-moe": Recipe(
+        "MoE (Qwen3-MoE)",
+        "Qwen3MoeConfig",
+        _of(_HEAD, _EXPERTS, num_experts=4, norm_topk_prob=True),
+    ),
     "gemma3": Recipe(
         "sliding-window hybrid (Gemma 3)",
         "Gemma3TextConfig",
@@ -177,6 +189,8 @@ RECIPES: dict[str, Recipe] = {
         },
         kind="image",
     ),
-    "llama-fp8": Recipe("fp8 KV (Llama)", "LlamaConfig", _of(_HEAD), engine={"kv_cache_dtype": "fp8"}),
+    "llama-fp8": Recipe(
+        "fp8 KV (Llama)", "LlamaConfig", _of(_HEAD), engine={"kv_cache_dtype": "fp8"}
+    ),
     "llama-lora": Recipe("two LoRA adapters (Llama)", "LlamaConfig", _of(_HEAD), kind="adapters"),
 }

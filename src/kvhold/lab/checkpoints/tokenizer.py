@@ -1,6 +1,8 @@
-"""The tokenizer of all checkpoints: one token a byte, no merges, and the few marks that models with images ask for.
+"""The tokenizer of all checkpoints: one token a byte, no merges, and the few marks that models with
+images ask for.
 
-Nothing is trained. Ids 0 to 255 are bytes, the marks follow, the rest of the vocabulary has no text.
+Nothing is trained. Ids 0 to 255 are bytes, the marks follow, the rest of the vocabulary has no
+text.
 """
 
 from pathlib import Path
@@ -8,11 +10,20 @@ from typing import Any
 
 VOCAB_SIZE = 512
 NUM_BYTES = 256
-_MARKS = ("<|end|>", "<|pad|>", "<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
+_MARKS = (
+    "<|end|>",
+    "<|pad|>",
+    "<image>",
+    "<fake_token_around_image>",
+    "<global-img>",
+    "<end_of_utterance>",
+)
 END_OF_TEXT_ID, PAD_ID, IMAGE_ID = range(NUM_BYTES, NUM_BYTES + 3)
 _CHAT_TEMPLATE = (
-    "{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}{% else %}"
-    "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}<image>{% endif %}{% endfor %}"
+    "{% for message in messages %}{% if message['content'] is string %}{{ "
+    "message['content'] }}{% else %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] "
+    "}}{% else %}<image>{% endif %}{% endfor %}"
     "{% endif %}{% endfor %}"
 )
 
@@ -24,7 +35,9 @@ def save_tokenizer(folder: Path, *, max_model_len: int) -> Any:
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     assert len(alphabet) == NUM_BYTES
-    tokenizer = Tokenizer(models.BPE(vocab={letter: token_id for token_id, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={letter: token_id for token_id, letter in enumerate(alphabet)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(_MARKS))

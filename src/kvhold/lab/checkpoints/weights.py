@@ -1,8 +1,10 @@
-"""Random weights that make a model worth asking: its greedy output depends on its whole context and does not repeat itself.
+"""Random weights that make a model worth asking: its greedy output depends on its whole context and
+does not repeat itself.
 
-What transformers draws by default (standard deviation 0.02) gives attention that looks at everything alike and logits that are all the
-same; then wrong KV changes no token. Here each matrix keeps the size of what goes through it, attention is sharper than that, and logits
-lead by far more than float32 noise. What is no matrix (norms, biases, decay rates) stays as transformers draws it.
+What transformers draws by default (standard deviation 0.02) gives attention that looks at
+everything alike and logits that are all the same; then wrong KV changes no token. Here each matrix
+keeps the size of what goes through it, attention is sharper than that, and logits lead by far more
+than float32 noise. What is no matrix (norms, biases, decay rates) stays as transformers draws it.
 """
 
 import math
@@ -23,7 +25,10 @@ def draw_weights(model: Any, seed: int) -> None:
     import torch
 
     generator = torch.Generator().manual_seed(seed)
-    scaled, tied = model.config.model_type.startswith(_SCALED_EMBEDDING), model.config.tie_word_embeddings
+    scaled, tied = (
+        model.config.model_type.startswith(_SCALED_EMBEDDING),
+        model.config.tie_word_embeddings,
+    )
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if _is_query_key_norm(name):
@@ -47,4 +52,6 @@ def _std(name: str, weight: "torch.Tensor", *, scaled: bool, tied: bool) -> floa
 
 
 def _is_query_key_norm(name: str) -> bool:
-    return any(f".{part}.weight" in name for part in ("q_norm", "k_norm", "q_layernorm", "k_layernorm"))
+    return any(
+        f".{part}.weight" in name for part in ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
+    )

@@ -15,20 +15,43 @@ from kvhold.lab.options import PICTURES, OutputFile
 
 @click.command()
 @click.option(
-    "--model-size", type=click.Choice(list(SIZES)), default="small", show_default=True, help="tiny 5M, small 50M, mid 206M parameters."
+    "--model-size",
+    type=click.Choice(list(SIZES)),
+    default="small",
+    show_default=True,
+    help="tiny 5M, small 50M, mid 206M parameters.",
 )
-@click.option("--tokens", type=click.IntRange(512, 16_000), default=4_000, show_default=True, help="Length of the prompts.")
-@click.option("--repeats", type=click.IntRange(1, 20), default=3, show_default=True, help="How many prompts; the times are medians.")
+@click.option(
+    "--tokens",
+    type=click.IntRange(512, 16_000),
+    default=4_000,
+    show_default=True,
+    help="Length of the prompts.",
+)
+@click.option(
+    "--repeats",
+    type=click.IntRange(1, 20),
+    default=3,
+    show_default=True,
+    help="How many prompts; the times are medians.",
+)
 @click.option("--json", "json_file", type=OutputFile(), help="Write the figures to this file.")
-@click.option("--picture", type=OutputFile(*PICTURES), help="Draw the table as a picture, such as demo.png.")
-def command(model_size: str, tokens: int, repeats: int, json_file: Path | None, picture: Path | None) -> None:
-    """Start a real engine twice and show the time to first token cold, on a hit, and on a hit in a new process.
+@click.option(
+    "--picture", type=OutputFile(*PICTURES), help="Draw the table as a picture, such as demo.png."
+)
+def command(
+    model_size: str, tokens: int, repeats: int, json_file: Path | None, picture: Path | None
+) -> None:
+    """Start a real engine twice and show the time to first token cold, on a hit, and on a hit in a
+    new process.
 
     Exits with 1 if a hit changed an output, or was none.
     """
     if not is_vllm_available():
         click.echo("vLLM is not installed here; the demo runs on transformers instead.")
-    click.echo(f"making the model {model_size} (random weights, fixed seed; kept for the next time) ...")
+    click.echo(
+        f"making the model {model_size} (random weights, fixed seed; kept for the next time) ..."
+    )
     model = make_model(model_size)
     result = run(model, num_tokens=tokens, repeats=repeats, say=click.echo)
     click.echo(f"\n{render(result)}\n")
@@ -38,5 +61,9 @@ def command(model_size: str, tokens: int, repeats: int, json_file: Path | None, 
         draw(result, picture)
         click.echo(f"picture: {picture}")
     if not result.identical or not result.tokens_reused:
-        click.echo("kvhold demo: FAILED: " + ("the outputs differ" if not result.identical else "nothing was reused"), err=True)
+        click.echo(
+            "kvhold demo: FAILED: "
+            + ("the outputs differ" if not result.identical else "nothing was reused"),
+            err=True,
+        )
         sys.exit(1)

@@ -25,7 +25,10 @@ def render(result: Result) -> str:
     cold_s = statistics.median(result.timings.cold)
     width = max(len(row.label) for row in rows)
     engine = _ENGINE_NAMES[result.driver]
-    what = f"{result.prompt_tokens:,}-token prompt, {result.model.num_parameters / 1e6:.0f}M parameters, {engine} on CPU"
+    what = (
+        f"{result.prompt_tokens:,}-token prompt, {result.model.num_parameters / 1e6:.0f}M "
+        f"parameters, {engine} on CPU"
+    )
     lines = [f"Time to first token (TTFT): {what}, median of {len(result.timings.cold)}", ""]
     for row in rows:
         if row.ttft_s is None:
@@ -44,21 +47,31 @@ def render(result: Result) -> str:
 
 
 def draw(result: Result, path: Path) -> None:
-    """The same as a picture (PNG, SVG or PDF, by the path's ending). Raises ClickException where matplotlib is missing."""
+    """The same as a picture (PNG, SVG or PDF, by the path's ending).
+
+    Raises ClickException where matplotlib is missing.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise click.ClickException("a picture needs matplotlib: pip install 'kvhold[demo]'") from None
+        raise click.ClickException(
+            "a picture needs matplotlib: pip install 'kvhold[demo]'"
+        ) from None
     rows = [row for row in reversed(_rows(result)) if row.ttft_s is not None]
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     axes = figure.subplots()
     times = [row.ttft_s or 0.0 for row in rows]
-    bars = axes.barh([row.label for row in rows], times, color=["#9aa5b1", "#2a9d8f", "#2a9d8f", "#c44536"][-len(rows) :])
+    bars = axes.barh(
+        [row.label for row in rows],
+        times,
+        color=["#9aa5b1", "#2a9d8f", "#2a9d8f", "#c44536"][-len(rows) :],
+    )
     axes.bar_label(bars, labels=[f"{seconds:.3f} s" for seconds in times], padding=4)
     axes.set_xlim(0, 1.15 * max(times))
     axes.set_xlabel("time to first token, seconds")
     axes.set_title(
-        f"{result.prompt_tokens:,}-token prompt, {result.model.num_parameters / 1e6:.0f}M parameters, {_ENGINE_NAMES[result.driver]} on CPU"
+        f"{result.prompt_tokens:,}-token prompt, {result.model.num_parameters / 1e6:.0f}M "
+        f"parameters, {_ENGINE_NAMES[result.driver]} on CPU"
     )
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
@@ -70,5 +83,8 @@ def _rows(result: Result) -> list[_Row]:
         _Row("cold: nothing cached", statistics.median(timings.cold)),
         _Row("hit, same engine (KV from kvhold)", statistics.median(timings.hit_same)),
         _Row("hit, new engine process (KV from kvhold)", statistics.median(timings.hit_new)),
-        _Row("limit: the engine's own prefix cache", statistics.median(timings.prefix_cache) if timings.prefix_cache else None),
+        _Row(
+            "limit: the engine's own prefix cache",
+            statistics.median(timings.prefix_cache) if timings.prefix_cache else None,
+        ),
     ]

@@ -2,9 +2,10 @@
 
     result = run(model, num_tokens=4_000, repeats=3, say=print)
 
-For each of several prompts: computed by an engine that never saw it (cold); again, out of kvhold, after the engine's own prefix cache was
-reset; again, out of that prefix cache (the limit: nothing is moved at all); and once more in a new engine process, out of kvhold. The
-node is the demo's own, so a cold prompt is cold. All runs of a prompt must give the same tokens.
+For each of several prompts: computed by an engine that never saw it (cold); again, out of kvhold,
+after the engine's own prefix cache was reset; again, out of that prefix cache (the limit: nothing
+is moved at all); and once more in a new engine process, out of kvhold. The node is the demo's own,
+so a cold prompt is cold. All runs of a prompt must give the same tokens.
 """
 
 import statistics
@@ -38,7 +39,10 @@ class Timings:
 
 @dataclass(frozen=True)
 class Result:
-    """What was seen. `tokens_reused` and `bytes_loaded` are of one prompt's hit in the new engine."""
+    """What was seen.
+
+    `tokens_reused` and `bytes_loaded` are of one prompt's hit in the new engine.
+    """
 
     driver: DriverName
     model: ModelInfo
@@ -49,7 +53,10 @@ class Result:
     identical: bool
 
     def as_json(self) -> dict[str, Any]:
-        """The fields of `kvhold demo --json`. Times are medians; a null prefix cache: the engine has none."""
+        """The fields of `kvhold demo --json`.
+
+        Times are medians; a null prefix cache: the engine has none.
+        """
         timings = self.timings
         return {
             "model_params": self.model.num_parameters,
@@ -57,7 +64,9 @@ class Result:
             "cold_ttft_s": statistics.median(timings.cold),
             "hit_same_ttft_s": statistics.median(timings.hit_same),
             "hit_new_ttft_s": statistics.median(timings.hit_new),
-            "prefix_cache_ttft_s": statistics.median(timings.prefix_cache) if timings.prefix_cache else None,
+            "prefix_cache_ttft_s": statistics.median(timings.prefix_cache)
+            if timings.prefix_cache
+            else None,
             "tokens_reused": self.tokens_reused,
             "identical": self.identical,
             "engine": self.driver,
@@ -67,7 +76,10 @@ class Result:
 
 
 def run(model: ModelInfo, *, num_tokens: int, repeats: int, say: Callable[[str], None]) -> Result:
-    """Measure `repeats` prompts of `num_tokens` tokens. Raises EngineFailed when an engine does not start or dies."""
+    """Measure `repeats` prompts of `num_tokens` tokens.
+
+    Raises EngineFailed when an engine does not start or dies.
+    """
     driver: DriverName = "vllm" if is_vllm_available() else "transformers"
     prompts = [make_prompt(model.path, num_tokens, seed=seed) for seed in range(repeats)]
     with tempfile.TemporaryDirectory(prefix="kvhold-demo-") as folder:
@@ -85,7 +97,8 @@ def run(model: ModelInfo, *, num_tokens: int, repeats: int, say: Callable[[str],
             say(f"starting {driver} with kvhold ...")
             with Engine(options) as engine:
                 outputs = [
-                    _first_engine(engine, prompt, timings, driver, say, f"prompt {i} of {repeats}") for i, prompt in enumerate(prompts, 1)
+                    _first_engine(engine, prompt, timings, driver, say, f"prompt {i} of {repeats}")
+                    for i, prompt in enumerate(prompts, 1)
                 ]
             say(f"starting a new {driver} process; the node still holds the KV ...")
             with Engine(options) as engine:
@@ -95,12 +108,28 @@ def run(model: ModelInfo, *, num_tokens: int, repeats: int, say: Callable[[str],
             timings.hit_new = [generated.ttft_s for generated in again]
         finally:
             end_node(socket)
-    identical = all(len({tuple(g.token_ids) for g in [*runs, new]}) == 1 for runs, new in zip(outputs, again, strict=True))
-    return Result(driver, model, num_tokens, timings, min(g.num_cached_tokens for g in again), bytes_loaded, identical)
+    identical = all(
+        len({tuple(g.token_ids) for g in [*runs, new]}) == 1
+        for runs, new in zip(outputs, again, strict=True)
+    )
+    return Result(
+        driver,
+        model,
+        num_tokens,
+        timings,
+        min(g.num_cached_tokens for g in again),
+        bytes_loaded,
+        identical,
+    )
 
 
 def _first_engine(
-    engine: Engine, prompt: list[int], timings: Timings, driver: DriverName, say: Callable[[str], None], what: str
+    engine: Engine,
+    prompt: list[int],
+    timings: Timings,
+    driver: DriverName,
+    say: Callable[[str], None],
+    what: str,
 ) -> list[Generated]:
     runs = [engine.generate(prompt, max_tokens=_OUTPUT_TOKENS)]
     timings.cold.append(runs[0].ttft_s)
@@ -110,7 +139,10 @@ def _first_engine(
     if driver == "vllm":
         runs.append(engine.generate(prompt, max_tokens=_OUTPUT_TOKENS))
         timings.prefix_cache.append(runs[-1].ttft_s)
-    say(f"{what}: first token after {timings.cold[-1]:.2f} s cold, {timings.hit_same[-1]:.2f} s on a hit")
+    say(
+        f"{what}: first token after {timings.cold[-1]:.2f} s cold, "
+        f"{timings.hit_same[-1]:.2f} s on a hit"
+    )
     return runs
 
 

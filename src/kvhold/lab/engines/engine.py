@@ -2,11 +2,13 @@
 
     with Engine(options_for(model, max_model_len=8_192)) as engine:
         cold = engine.generate(prompt, max_tokens=16)
-        again = engine.generate(prompt, max_tokens=16)      # again.num_cached_tokens > 0, again.ttft_s is small
+        again = engine.generate(prompt, max_tokens=16)  # again.num_cached_tokens > 0, again.ttft_s
+        is small
 
-A process of its own because a demo wants several engines after each other, each with empty memory, and because an engine that
-is killed must not take the caller along. Used from one thread. Leaves out on purpose: streams, and callers beside each other; for
-that there is `kvhold.lab.engines.openai_server`.
+A process of its own because a demo wants several engines after each other, each with empty memory,
+and because an engine that is killed must not take the caller along. Used from one thread. Leaves
+out on purpose: streams, and callers beside each other; for that there is
+`kvhold.lab.engines.openai_server`.
 """
 
 import os
@@ -44,22 +46,32 @@ _decoder: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
 def is_vllm_available() -> bool:
     """Whether vLLM is installed. Does not load it."""
     spec = find_spec("vllm")
-    return spec is not None and spec.origin is not None  # a mere folder of that name on the path has no origin
+    return (
+        spec is not None and spec.origin is not None
+    )  # a mere folder of that name on the path has no origin
 
 
 def options_for(model: ModelInfo, *, max_model_len: int, **others: Any) -> EngineOptions:
-    """Options with KV memory for two sequences of `max_model_len` tokens, so that one can stay cached beside the running one.
+    """Options with KV memory for two sequences of `max_model_len` tokens, so that one can stay
+    cached beside the running one.
 
     others: any other field of `EngineOptions`.
     """
     kv_cache_bytes = others.pop("kv_cache_bytes", 2 * max_model_len * model.kv_bytes_per_token)
-    return EngineOptions(model_path=str(model.path), max_model_len=max_model_len, kv_cache_bytes=kv_cache_bytes, **others)
+    return EngineOptions(
+        model_path=str(model.path),
+        max_model_len=max_model_len,
+        kv_cache_bytes=kv_cache_bytes,
+        **others,
+    )
 
 
 def binding(num_threads: int) -> dict[str, Any]:
-    """Options for an engine of so many threads: where it has all cores, each thread is bound to one, as vLLM does for a user.
+    """Options for an engine of so many threads: where it has all cores, each thread is bound to
+    one, as vLLM does for a user.
 
-    Engines with fewer threads than there are cores share them: vLLM would bind each of these engines to the same ones.
+    Engines with fewer threads than there are cores share them: vLLM would bind each of these
+    engines to the same ones.
     """
     return {"num_threads": num_threads, "own_binding": num_threads == len(os.sched_getaffinity(0))}
 
@@ -67,9 +79,21 @@ def binding(num_threads: int) -> dict[str, Any]:
 class Engine(Child):
     """One engine."""
 
-    def __init__(self, options: EngineOptions, *, log_path: Path | None = None, environment: Mapping[str, str] | None = None) -> None:
-        bound = bound_environment(options.num_threads) if options.own_binding and options.driver == "vllm" else {}
-        super().__init__("the engine", log_path=log_path, environment={**bound, **(environment or {})})
+    def __init__(
+        self,
+        options: EngineOptions,
+        *,
+        log_path: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        bound = (
+            bound_environment(options.num_threads)
+            if options.own_binding and options.driver == "vllm"
+            else {}
+        )
+        super().__init__(
+            "the engine", log_path=log_path, environment={**bound, **(environment or {})}
+        )
         self.options = options
         self.ready: Ready | None = None
 
@@ -82,15 +106,32 @@ class Engine(Child):
         first_logprobs: bool = False,
         timeout_s: float = 600.0,
     ) -> Generated:
-        """Greedy output of one prompt. rules: what it says to kvhold (vLLM only). Raises EngineFailed."""
-        request = Generate(prompt_token_ids=prompt_token_ids, max_tokens=max_tokens, rules=dict(rules or {}), first_logprobs=first_logprobs)
+        """Greedy output of one prompt. rules: what it says to kvhold (vLLM only).
+
+        Raises EngineFailed.
+        """
+        request = Generate(
+            prompt_token_ids=prompt_token_ids,
+            max_tokens=max_tokens,
+            rules=dict(rules or {}),
+            first_logprobs=first_logprobs,
+        )
         return self._ask(request, Generated, timeout_s)
 
     def generate_many(
-        self, prompts: list[list[int]], *, max_tokens: int, rules: Mapping[str, Any] | None = None, timeout_s: float = 600.0
+        self,
+        prompts: list[list[int]],
+        *,
+        max_tokens: int,
+        rules: Mapping[str, Any] | None = None,
+        timeout_s: float = 600.0,
     ) -> GeneratedMany:
         """Greedy outputs of several prompts at once. Raises EngineFailed."""
-        return self._ask(GenerateMany(prompts=prompts, max_tokens=max_tokens, rules=dict(rules or {})), GeneratedMany, timeout_s)
+        return self._ask(
+            GenerateMany(prompts=prompts, max_tokens=max_tokens, rules=dict(rules or {})),
+            GeneratedMany,
+            timeout_s,
+        )
 
     def reset_prefix_cache(self, timeout_s: float = 60.0) -> bool:
         """Make the engine forget its own cached KV; false if it could not. Raises EngineFailed."""
@@ -98,7 +139,9 @@ class Engine(Child):
 
     def _spawn(self) -> LoggedProcess:
         argv = [sys.executable, "-m", "kvhold.lab.engines.engine"]
-        return LoggedProcess(self._name, argv, log_path=self._log_path, environment=self._environment, pipes=True)
+        return LoggedProcess(
+            self._name, argv, log_path=self._log_path, environment=self._environment, pipes=True
+        )
 
     def _wait_until_ready(self, process: LoggedProcess, timeout_s: float) -> None:
         self.ready = self._ask(self.options, Ready, timeout_s)

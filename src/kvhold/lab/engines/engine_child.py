@@ -1,9 +1,10 @@
-"""The child's side of `kvhold.lab.engines.engine`: lines of JSON in, an engine's driver called, lines of JSON out.
+"""The child's side of `kvhold.lab.engines.engine`: lines of JSON in, an engine's driver called,
+lines of JSON out.
 
-Started by `python -m kvhold.lab.engines.engine`. One thread, one operation at a time. The pipes to the parent are moved to
-descriptors of their own first, and the usual ones are pointed at the log and at nothing: an engine and its libraries may print
-and read what they like, and what they start in turn inherits neither pipe. When the parent is gone, the input ends and so
-does the engine.
+Started by `python -m kvhold.lab.engines.engine`. One thread, one operation at a time. The pipes to
+the parent are moved to descriptors of their own first, and the usual ones are pointed at the log
+and at nothing: an engine and its libraries may print and read what they like, and what they start
+in turn inherits neither pipe. When the parent is gone, the input ends and so does the engine.
 """
 
 import faulthandler
@@ -41,7 +42,9 @@ class Driver(Protocol):
         """Warm up, and say what was started."""
 
     def generate(self, request: Generate) -> Generated:
-        """Run one prompt alone and wait until the engine has nothing left to do, saves of its connector included."""
+        """Run one prompt alone and wait until the engine has nothing left to do, saves of its
+        connector included.
+        """
 
     def generate_many(self, request: GenerateMany) -> GeneratedMany:
         """Run several prompts together."""
@@ -55,7 +58,9 @@ class Driver(Protocol):
 
 def main() -> int:
     operations, replies = take_pipes()
-    faulthandler.register(signal.SIGUSR1)  # where each thread is, for a parent that has waited too long
+    faulthandler.register(
+        signal.SIGUSR1
+    )  # where each thread is, for a parent that has waited too long
     lines = msgspec.json.Decoder(Operation)
     driver: Driver | None = None
     for line in operations:
@@ -68,7 +73,8 @@ def main() -> int:
                 reply = Refused(reason="the first operation must be start")
             else:
                 reply = _run(driver, operation)
-        except Exception as error:  # noqa: BLE001 - the edge of this process: the parent gets the reason, the log gets all of it
+        # the edge of this process: the parent gets the reason, the log gets all of it
+        except Exception as error:  # noqa: BLE001
             _log.exception("operation failed")
             reply = Refused(reason=f"{type(error).__name__}: {error}")
         replies.write(msgspec.json.encode(reply) + b"\n")
@@ -106,7 +112,9 @@ def _run(driver: Driver, operation: Operation) -> Reply:
 
 
 def take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Standard input and output as files of our own; the standard descriptors read nothing and write to the log from here on."""
+    """Standard input and output as files of our own; the standard descriptors read nothing and
+    write to the log from here on.
+    """
     operations, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

@@ -1,12 +1,15 @@
-"""What the demo and an engine's child process say to each other: one JSON object a line, `op` from us, `reply` from it.
+"""What the demo and an engine's child process say to each other: one JSON object a line, `op` from
+us, `reply` from it.
 
     {"op": "start", "model_path": ...}                  -> {"reply": "ready", ...}
-    {"op": "generate", "prompt_token_ids": [...], ...}  -> {"reply": "generated", "ttft_s": ..., ...}
+    {"op": "generate", "prompt_token_ids": [...], ...}  -> {"reply": "generated", "ttft_s": ...,
+    ...}
     {"op": "reset_prefix_cache"}                        -> {"reply": "reset", "done": true}
     {"op": "stop"}                                      -> {"reply": "stopped"}
 
-Any of them may be answered by {"reply": "refused", "reason": ...}; the engine then goes on, but after a refused start it ends.
-The same messages drive every kind of engine. Values only: `kvhold.lab.engines.engine` is our side of the pipes.
+Any of them may be answered by {"reply": "refused", "reason": ...}; the engine then goes on, but
+after a refused start it ends. The same messages drive every kind of engine. Values only:
+`kvhold.lab.engines.engine` is our side of the pipes.
 """
 
 import os
@@ -17,11 +20,15 @@ import msgspec
 DriverName = Literal["vllm", "transformers"]
 
 
-class _Operation(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", forbid_unknown_fields=True):
+class _Operation(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="op", forbid_unknown_fields=True
+):
     pass
 
 
-class _Reply(msgspec.Struct, frozen=True, kw_only=True, tag_field="reply", forbid_unknown_fields=True):
+class _Reply(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="reply", forbid_unknown_fields=True
+):
     pass
 
 
@@ -32,12 +39,18 @@ class EngineOptions(_Operation, frozen=True, kw_only=True, tag="start"):
     max_model_len: int  # tokens of the longest prompt with its output
     kv_cache_bytes: int  # the engine's own KV memory; at least max_model_len tokens must fit
     driver: DriverName = "vllm"
-    kv_transfer_config: dict[str, Any] | None = None  # as vLLM's --kv-transfer-config takes it; None runs without a connector
+    kv_transfer_config: dict[str, Any] | None = (
+        None  # as vLLM's --kv-transfer-config takes it; None runs without a connector
+    )
     prefix_caching: bool = True  # the engine's own, in its own KV memory
-    max_num_batched_tokens: int | None = None  # the most tokens of one step: longer prompts are prefilled in pieces of it
+    max_num_batched_tokens: int | None = (
+        None  # the most tokens of one step: longer prompts are prefilled in pieces of it
+    )
     block_size: int | None = None  # tokens a block
     num_threads: int = msgspec.field(default_factory=lambda: len(os.sched_getaffinity(0)))
-    own_binding: bool = False  # its threads are bound to a core each, as vLLM does for a user (vLLM only)
+    own_binding: bool = (
+        False  # its threads are bound to a core each, as vLLM does for a user (vLLM only)
+    )
 
 
 class Generate(_Operation, frozen=True, kw_only=True, tag="generate"):
@@ -50,7 +63,9 @@ class Generate(_Operation, frozen=True, kw_only=True, tag="generate"):
 
 
 class GenerateMany(_Operation, frozen=True, kw_only=True, tag="generate_many"):
-    """Greedy decoding of prompts that are handed to the engine at once; it runs as many of them together as it can."""
+    """Greedy decoding of prompts that are handed to the engine at once; it runs as many of them
+    together as it can.
+    """
 
     prompts: list[list[int]]
     max_tokens: int
@@ -73,12 +88,16 @@ class Ready(_Reply, frozen=True, kw_only=True, tag="ready"):
 
 
 class Generated(_Reply, frozen=True, kw_only=True, tag="generated"):
-    """One prompt's output and its times, taken in the engine's process with no transport in them."""
+    """One prompt's output and its times, taken in the engine's process with no
+    transport in them.
+    """
 
-    ttft_s: float  # from handing the prompt to the engine to the end of the step that made its first token
+    # from handing the prompt to the engine to the end of the step that made its first token
+    ttft_s: float
     total_s: float
     token_ids: list[int]
-    num_cached_tokens: int  # prompt tokens not computed: found in the engine's own prefix cache or loaded by the connector
+    # prompt tokens not computed: found in the engine's own prefix cache or loaded by the connector
+    num_cached_tokens: int
     first_logprobs: list[float] = []  # of the first token, of all of the vocabulary in its order
 
 

@@ -1,17 +1,20 @@
-"""Models for the demo, made here: a Llama with random weights of a fixed seed, and a tokenizer for it.
+"""Models for the demo, made here: a Llama with random weights of a fixed seed, and a tokenizer for
+it.
 
     model = make_model("small")
     model.path, model.num_parameters, model.kv_bytes_per_token
 
-Nothing is downloaded and nothing is learned: what such a model writes means nothing, but it is computed exactly as a trained
-one's text would be, so times, KV bytes and "is it the same output" are real. The checkpoint (config.json, model.safetensors,
-tokenizer) is read by vLLM and by transformers. Making one takes seconds and happens once: it is kept in the user's cache
-folder under a name that holds a fingerprint of the recipe, and appears there whole or not at all.
+Nothing is downloaded and nothing is learned: what such a model writes means nothing, but it is
+computed exactly as a trained one's text would be, so times, KV bytes and "is it the same output"
+are real. The checkpoint (config.json, model.safetensors, tokenizer) is read by vLLM and by
+transformers. Making one takes seconds and happens once: it is kept in the user's cache folder under
+a name that holds a fingerprint of the recipe, and appears there whole or not at all.
 
-The weights are drawn so that greedy output depends on the whole context and does not repeat itself: attention is sharp enough
-to single out a few of thousands of tokens, and the output layer is not tied to the embedding. Measured on 4,000-token prompts:
-48 greedy tokens hold 46 or more different ones; changing the first token of the prompt moves the last logits by 0.4 and more;
-the best logit leads by about 0.6, and float32 noise (the prompt prefilled in two pieces) is 2e-5.
+The weights are drawn so that greedy output depends on the whole context and does not repeat itself:
+attention is sharp enough to single out a few of thousands of tokens, and the output layer is not
+tied to the embedding. Measured on 4,000-token prompts: 48 greedy tokens hold 46 or more different
+ones; changing the first token of the prompt moves the last logits by 0.4 and more; the best logit
+leads by about 0.6, and float32 noise (the prompt prefilled in two pieces) is 2e-5.
 
 Needs `safetensors` and `tokenizers`, which come with vLLM and with transformers; torch is not used.
 """
@@ -25,7 +28,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvhold.lab.engines.prompts import END_OF_TEXT, VOCAB_SIZE, corpus_digest, save_tokenizer, train_tokenizer
+from kvhold.lab.engines.prompts import (
+    END_OF_TEXT,
+    VOCAB_SIZE,
+    corpus_digest,
+    save_tokenizer,
+    train_tokenizer,
+)
 from kvhold.lab.once import default_root, fingerprint, make_once
 
 Weights = npt.NDArray[np.float32]
@@ -33,15 +42,20 @@ Weights = npt.NDArray[np.float32]
 MAX_MODEL_LEN = 32_768
 _RECIPE = 1  # count up when the same geometry would give other weights
 _SEED = 20_260
-_QUERY_KEY_GAIN = 1.6  # attention logits of standard deviation 1.6**2: some ten of 4,000 tokens carry most of the weight
-_ATTENTION_GAIN = 1.2  # at 1.5 to an _MLP_GAIN of 1.2 all positions become alike, and the mid model repeats itself
+# attention logits of standard deviation 1.6**2: some ten of 4,000 tokens carry most of the weight
+_QUERY_KEY_GAIN = 1.6
+# at 1.5 to an _MLP_GAIN of 1.2 all positions become alike, and the mid model repeats itself
+_ATTENTION_GAIN = 1.2
 _MLP_GAIN = 1.5
 _LOGIT_STD = 3.0
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """What decides the size of a model and of its KV. Weights and KV are float32, 4 bytes an element."""
+    """What decides the size of a model and of its KV.
+
+    Weights and KV are float32, 4 bytes an element.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -61,7 +75,9 @@ class Geometry:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * 4
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...], float]]:
-        """Name, shape and standard deviation of each weight, in a fixed order; a deviation of 0 stands for a norm of ones."""
+        """Name, shape and standard deviation of each weight, in a fixed order; a deviation of 0
+        stands for a norm of ones.
+        """
         hidden, inner = self.hidden_size, self.intermediate_size
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         fan_in = hidden**-0.5
@@ -72,7 +88,11 @@ class Geometry:
             yield f"{prefix}.self_attn.q_proj.weight", (queries, hidden), _QUERY_KEY_GAIN * fan_in
             yield f"{prefix}.self_attn.k_proj.weight", (keys, hidden), _QUERY_KEY_GAIN * fan_in
             yield f"{prefix}.self_attn.v_proj.weight", (keys, hidden), fan_in
-            yield f"{prefix}.self_attn.o_proj.weight", (hidden, queries), _ATTENTION_GAIN * queries**-0.5
+            yield (
+                f"{prefix}.self_attn.o_proj.weight",
+                (hidden, queries),
+                _ATTENTION_GAIN * queries**-0.5,
+            )
             yield f"{prefix}.post_attention_layernorm.weight", (hidden,), 0.0
             yield f"{prefix}.mlp.gate_proj.weight", (inner, hidden), fan_in
             yield f"{prefix}.mlp.up_proj.weight", (inner, hidden), fan_in
@@ -82,9 +102,30 @@ class Geometry:
 
 
 SIZES = {
-    "tiny": Geometry(hidden_size=192, intermediate_size=640, num_layers=4, num_heads=6, num_kv_heads=2, head_dim=32),
-    "small": Geometry(hidden_size=512, intermediate_size=1_792, num_layers=12, num_heads=8, num_kv_heads=2, head_dim=64),
-    "mid": Geometry(hidden_size=1_024, intermediate_size=3_072, num_layers=16, num_heads=16, num_kv_heads=2, head_dim=64),
+    "tiny": Geometry(
+        hidden_size=192,
+        intermediate_size=640,
+        num_layers=4,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=32,
+    ),
+    "small": Geometry(
+        hidden_size=512,
+        intermediate_size=1_792,
+        num_layers=12,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=64,
+    ),
+    "mid": Geometry(
+        hidden_size=1_024,
+        intermediate_size=3_072,
+        num_layers=16,
+        num_heads=16,
+        num_kv_heads=2,
+        head_dim=64,
+    ),
 }
 
 
@@ -107,24 +148,34 @@ class ModelInfo:
 
 
 def make_model(size: str, root: Path | None = None) -> ModelInfo:
-    """The checkpoint of `size` (tiny, small or mid) under `root`, made now unless it is there already.
+    """The checkpoint of `size` (tiny, small or mid) under `root`, made now unless it is there
+    already.
 
     root: the folder of all models; by default kvhold/models in `$XDG_CACHE_HOME` (~/.cache).
 
-    Several processes may call it at once; one of them wins. Raises ValueError for an unknown size and OSError if the folder
-    cannot be written.
+    Several processes may call it at once; one of them wins. Raises ValueError for an unknown size
+    and OSError if the folder cannot be written.
     """
     if size not in SIZES:
         raise ValueError(f"{size!r} is not a size of model; there are {', '.join(SIZES)}")
     geometry = SIZES[size]
     root = default_root() if root is None else root
-    path = make_once(root / f"{size}-{_fingerprint(geometry)}", lambda folder: _write(geometry, folder))
+    path = make_once(
+        root / f"{size}-{_fingerprint(geometry)}", lambda folder: _write(geometry, folder)
+    )
     return ModelInfo(name=size, path=path, geometry=geometry)
 
 
 def _fingerprint(geometry: Geometry) -> str:
     """12 hexadecimal digits of everything that decides the checkpoint's bytes."""
-    recipe = [_RECIPE, _SEED, MAX_MODEL_LEN, asdict(geometry), [std for _, _, std in geometry.tensors()], corpus_digest()]
+    recipe = [
+        _RECIPE,
+        _SEED,
+        MAX_MODEL_LEN,
+        asdict(geometry),
+        [std for _, _, std in geometry.tensors()],
+        corpus_digest(),
+    ]
     return fingerprint(recipe)
 
 
@@ -137,12 +188,18 @@ def _write(geometry: Geometry, folder: Path) -> None:
     assert end_of_text_id is not None, "the trainer knows its special token"
     config = _config(geometry, end_of_text_id=end_of_text_id)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    weights = {name: _draw(index, shape, std) for index, (name, shape, std) in enumerate(geometry.tensors())}
+    weights = {
+        name: _draw(index, shape, std)
+        for index, (name, shape, std) in enumerate(geometry.tensors())
+    }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _draw(index: int, shape: tuple[int, ...], std: float) -> Weights:
-    """The weight of this index in `tensors()`: [shape] float32. Each has a generator of its own, so no other can shift it."""
+    """The weight of this index in `tensors()`: [shape] float32.
+
+    Each has a generator of its own, so no other can shift it.
+    """
     if std == 0.0:
         return np.ones(shape, dtype=np.float32)
     weights = np.random.default_rng([_SEED, index]).standard_normal(shape, dtype=np.float32)

@@ -4,8 +4,10 @@
         completion = server.complete(prompt_token_ids, max_tokens=16)
         server.metric("vllm:external_prefix_cache_hits_total")
 
-It is two processes, the HTTP front and the engine's core. Calls may come from several threads at once; each opens a connection
-of its own. Leaves out on purpose: chat, sampling and everything else that a user's own client does better.
+It is two processes, the HTTP front and the engine's core. Calls may come from several threads at
+once; each opens a connection
+of its own. Leaves out on purpose: chat, sampling and everything else that a user's own client does
+    better.
 """
 
 import http.client
@@ -46,10 +48,17 @@ class OpenAIServer(Child):
     """One server. engines: how many share the requests (vLLM's data parallel)."""
 
     def __init__(
-        self, options: EngineOptions, *, log_path: Path | None = None, environment: Mapping[str, str] | None = None, engines: int = 1
+        self,
+        options: EngineOptions,
+        *,
+        log_path: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        engines: int = 1,
     ) -> None:
         usual = own_environment() if options.own_binding else environment_for(options.num_threads)
-        super().__init__("vLLM's server", log_path=log_path, environment={**usual, **(environment or {})})
+        super().__init__(
+            "vLLM's server", log_path=log_path, environment={**usual, **(environment or {})}
+        )
         self.options = options
         self._engines = engines
         self._port = 0
@@ -59,8 +68,17 @@ class OpenAIServer(Child):
         """What OpenAI clients call `base_url`."""
         return f"http://{_HOST}:{self._port}/v1"
 
-    def complete(self, prompt: str | list[int], *, max_tokens: int, engine: int | None = None, timeout_s: float = 600.0) -> Completion:
-        """Greedy output of one prompt, text or token ids, streamed, from one of several engines if that is said. Raises EngineFailed."""
+    def complete(
+        self,
+        prompt: str | list[int],
+        *,
+        max_tokens: int,
+        engine: int | None = None,
+        timeout_s: float = 600.0,
+    ) -> Completion:
+        """Greedy output of one prompt, text or token ids, streamed, from one of several engines if
+        that is said. Raises EngineFailed.
+        """
         request = {
             "model": _MODEL_NAME,
             "prompt": prompt,
@@ -89,10 +107,18 @@ class OpenAIServer(Child):
         total_s = time.perf_counter() - began
         if ttft_s is None:
             raise self._running().failure("completion", "answered without a token")
-        return Completion(ttft_s=ttft_s, total_s=total_s, text=text, token_ids=token_ids, num_cached_tokens=num_cached_tokens)
+        return Completion(
+            ttft_s=ttft_s,
+            total_s=total_s,
+            text=text,
+            token_ids=token_ids,
+            num_cached_tokens=num_cached_tokens,
+        )
 
     def metrics(self, timeout_s: float = 30.0) -> dict[str, float]:
-        """What /metrics says now: each sample by its name with its labels, as `vllm:num_requests_running{engine="0",...}`."""
+        """What /metrics says now: each sample by its name with its labels, as
+        `vllm:num_requests_running{engine="0",...}`.
+        """
         with self._response("GET", "/metrics", timeout_s) as response:
             lines = response.read().decode().splitlines()
         samples = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
@@ -100,12 +126,16 @@ class OpenAIServer(Child):
 
     def metric(self, name: str) -> float:
         """The sum of one metric's samples over all their labels; 0 if it has none."""
-        return sum(value for sample, value in self.metrics().items() if sample.split("{", 1)[0] == name)
+        return sum(
+            value for sample, value in self.metrics().items() if sample.split("{", 1)[0] == name
+        )
 
     def _spawn(self) -> LoggedProcess:
         self._port = free_port()
         argv = _arguments(self.options, self._port, self._engines)
-        return LoggedProcess(self._name, argv, log_path=self._log_path, environment=self._environment)
+        return LoggedProcess(
+            self._name, argv, log_path=self._log_path, environment=self._environment
+        )
 
     def _wait_until_ready(self, process: LoggedProcess, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -137,10 +167,18 @@ class OpenAIServer(Child):
         connection = http.client.HTTPConnection(_HOST, self._port, timeout=timeout_s)
         try:
             payload = None if body is None else msgspec.json.encode(body)
-            connection.request(method, path, body=payload, headers={"Content-Type": "application/json", **(headers or {})})
+            connection.request(
+                method,
+                path,
+                body=payload,
+                headers={"Content-Type": "application/json", **(headers or {})},
+            )
             response = connection.getresponse()
             if response.status != http.HTTPStatus.OK:
-                raise self._running().failure(path, f"answered {response.status}: {response.read(1_000).decode(errors='replace')}")
+                raise self._running().failure(
+                    path,
+                    f"answered {response.status}: {response.read(1_000).decode(errors='replace')}",
+                )
             yield response
         except (OSError, http.client.HTTPException) as error:
             raise self._running().failure(path, f"broke the connection: {error!r}") from error
@@ -174,6 +212,8 @@ def _arguments(options: EngineOptions, port: int, engines: int) -> list[str]:
     if options.kv_transfer_config is not None:
         arguments["kv-transfer-config"] = json.dumps(options.kv_transfer_config)
     flags = ["--enforce-eager", "--enable-prompt-tokens-details"]
-    flags.append("--enable-prefix-caching" if options.prefix_caching else "--no-enable-prefix-caching")
+    flags.append(
+        "--enable-prefix-caching" if options.prefix_caching else "--no-enable-prefix-caching"
+    )
     pairs = [text for name, value in arguments.items() for text in (f"--{name}", str(value))]
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *pairs, *flags]

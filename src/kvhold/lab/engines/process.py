@@ -1,9 +1,12 @@
-"""A child process whose output goes to a log, and the error that quotes the log's end. Shared by whoever runs engines and servers.
+"""A child process whose output goes to a log, and the error that quotes the log's end. Shared by
+whoever runs engines and servers.
 
-`LoggedProcess` is such a process; `Child` is what an engine and a server have in common: started once, waited for, stopped or killed.
+`LoggedProcess` is such a process; `Child` is what an engine and a server have in common: started
+once, waited for, stopped or killed.
 
-One that was started with pipes is talked to in lines: `ask` sends one and waits for the answer. Whoever stays silent for too long is
-made to write down where each of its threads is (Python's faulthandler, which an engine's child sets up for SIGUSR1), and is killed.
+One that was started with pipes is talked to in lines: `ask` sends one and waits for the answer.
+Whoever stays silent for too long is made to write down where each of its threads is (Python's
+faulthandler, which an engine's child sets up for SIGUSR1), and is killed.
 """
 
 import os
@@ -26,26 +29,39 @@ _STACKS_WAIT_S = 5.0
 
 
 class EngineFailed(KVHoldError):
-    """An engine did not start, died, refused or went silent. The message says which, and ends with the end of its log."""
+    """An engine did not start, died, refused or went silent.
+
+    The message says which, and ends with the end of its log.
+    """
 
 
 class LoggedProcess:
-    """A running child. It has a process group of its own: Ctrl-C is for the caller, who then ends the child.
+    """A running child. It has a process group of its own: Ctrl-C is for the caller, who then ends
+    the child.
 
     name: what errors call it.
     log_path: where its output goes; by default a file that goes away with it.
     environment: variables besides those of this process.
-    pipes: whether standard input and output are pipes to the caller, instead of nothing and the log.
+    pipes: whether standard input and output are pipes to the caller, instead of nothing and the
+        log.
     """
 
     def __init__(
-        self, name: str, argv: Sequence[str], *, log_path: Path | None, environment: Mapping[str, str], pipes: bool = False
+        self,
+        name: str,
+        argv: Sequence[str],
+        *,
+        log_path: Path | None,
+        environment: Mapping[str, str],
+        pipes: bool = False,
     ) -> None:
         self._name = name
         self._log_path = log_path
         self._last_words = ""
         # closed by kill
-        self._log: BinaryIO = log_path.open("wb+") if log_path is not None else tempfile.TemporaryFile()  # noqa: SIM115
+        self._log: BinaryIO = (
+            log_path.open("wb+") if log_path is not None else tempfile.TemporaryFile()  # noqa: SIM115
+        )
         self._process = subprocess.Popen(
             argv,
             stdin=subprocess.PIPE if pipes else subprocess.DEVNULL,
@@ -67,9 +83,11 @@ class LoggedProcess:
         return self._process.poll() is None
 
     def ask(self, line: bytes, doing: str, timeout_s: float) -> bytes:
-        """Send one line and wait for the one that answers it, both without their ends. Raises EngineFailed, `doing` in it.
+        """Send one line and wait for the one that answers it, both without their ends. Raises
+        EngineFailed, `doing` in it.
 
-        One that does not answer in time is killed: nobody knows what it is doing, and a late answer would be taken for the next one's.
+        One that does not answer in time is killed: nobody knows what it is doing, and a late answer
+        would be taken for the next one's.
         """
         if not self.is_alive:
             raise self.failure(doing)
@@ -94,12 +112,16 @@ class LoggedProcess:
         return True
 
     def kill(self) -> None:
-        """End it and what it started in its process group, at once, as a crash would. What has a session of its own lives on.
+        """End it and what it started in its process group, at once, as a crash would. What has a
+        session of its own lives on.
 
-        Closes the pipes and the log. Whoever starts a process must call this at the end, even if the process has ended by then.
+        Closes the pipes and the log. Whoever starts a process must call this at the end, even if
+        the process has ended by then.
         """
         if self._process.returncode is None:
-            os.killpg(self._process.pid, signal.SIGKILL)  # not reaped yet, so the group is still this child's
+            os.killpg(
+                self._process.pid, signal.SIGKILL
+            )  # not reaped yet, so the group is still this child's
             self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
@@ -109,20 +131,31 @@ class LoggedProcess:
             self._log.close()
 
     def log_tail(self, nbytes: int = 0) -> str:
-        """The end of what it has printed; nbytes: how much of it, while it runs (0: as much as a person may want to read)."""
+        """The end of what it has printed; nbytes: how much of it, while it runs (0: as much as a
+        person may want to read).
+        """
         if self._log.closed:
             return self._last_words
         size, nbytes = os.fstat(self._log.fileno()).st_size, nbytes or self._tail_bytes
-        tail = os.pread(self._log.fileno(), nbytes, max(0, size - nbytes))  # the child writes at the shared offset
+        tail = os.pread(
+            self._log.fileno(), nbytes, max(0, size - nbytes)
+        )  # the child writes at the shared offset
         return tail.decode(errors="replace")
 
     def failure(self, doing: str, what: str | None = None) -> EngineFailed:
         """The error for `doing`; without `what` it says how the process ended."""
         if what is None:
             code = self._process.poll()
-            what = f"died by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with exit code {code}"
+            what = (
+                f"died by {signal.Signals(-code).name}"
+                if code is not None and code < 0
+                else f"ended with exit code {code}"
+            )
         where = f" ({self._log_path})" if self._log_path is not None else ""
-        return EngineFailed(f"{doing}: {self._name} (pid {self.pid}) {what}; the end of its log{where}:\n{self.log_tail()}")
+        return EngineFailed(
+            f"{doing}: {self._name} (pid {self.pid}) {what}; the end of its "
+            f"log{where}:\n{self.log_tail()}"
+        )
 
     def _send(self, data: bytes, doing: str, deadline: float) -> None:
         """All of it: a pipe takes what fits, and a child that reads nothing takes no more."""
@@ -148,25 +181,35 @@ class LoggedProcess:
         return line
 
     def _silent(self, doing: str) -> EngineFailed:
-        """End one that does not answer; its log ends with its stacks, if it can still write them."""
+        """End one that does not answer; its log ends with its stacks, if it can still
+        write them.
+        """
         self._dump_stacks()
         self.kill()
         return self.failure(doing, "was silent for too long and was killed")
 
     def _dump_stacks(self) -> None:
-        """Have it write its threads' stacks to its log, and wait for that. Without faulthandler the signal ends it, as `kill` would."""
+        """Have it write its threads' stacks to its log, and wait for that.
+
+        Without faulthandler the signal ends it, as `kill` would.
+        """
         size = os.fstat(self._log.fileno()).st_size
         self._tail_bytes = _STACKS_TAIL_BYTES
         os.kill(self._process.pid, signal.SIGUSR1)
         deadline = time.monotonic() + _STACKS_WAIT_S
-        while os.fstat(self._log.fileno()).st_size == size and time.monotonic() < deadline and self.is_alive:
+        while (
+            os.fstat(self._log.fileno()).st_size == size
+            and time.monotonic() < deadline
+            and self.is_alive
+        ):
             time.sleep(0.05)  # it writes to its log and tells nobody
         if self.is_alive:
             time.sleep(0.2)  # for the rest of what it writes
 
 
 class Child(ABC):
-    """`with` starts it and stops it; `start`, `stop` and `kill` do so by hand. A subclass says what is run and how it begins and ends.
+    """`with` starts it and stops it; `start`, `stop` and `kill` do so by hand. A subclass says what
+    is run and how it begins and ends.
 
     name: what errors call it.
     log_path: where its output goes; by default a file that goes away with this object.
@@ -197,7 +240,10 @@ class Child(ABC):
         return self
 
     def stop(self, timeout_s: float = 60.0) -> None:
-        """Shut down in order, and kill after `timeout_s`. Does nothing to what has ended or was never started."""
+        """Shut down in order, and kill after `timeout_s`.
+
+        Does nothing to what has ended or was never started.
+        """
         try:
             if self._process is not None and self._process.is_alive:
                 self._ask_to_end(self._process, timeout_s)
@@ -219,7 +265,12 @@ class Child(ABC):
     def __enter__(self) -> Self:
         return self.start() if self._process is None else self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self.stop()
 
     def _running(self) -> LoggedProcess:

@@ -3,9 +3,10 @@
     tokenizer = train_tokenizer()
     token_ids = make_prompt(model_path, 4_000, seed=1)
 
-Nothing is downloaded: the corpus is the source of the standard library that runs this, so every host with the same Python
-sees the same text, and `corpus_digest` tells two Pythons apart. A tokenizer made here is byte-level BPE, so any text
-round-trips. Needs the `tokenizers` library, which comes with vLLM and with transformers. Runs in the caller's thread.
+Nothing is downloaded: the corpus is the source of the standard library that runs this, so every
+host with the same Python sees the same text, and `corpus_digest` tells two Pythons apart. A
+tokenizer made here is byte-level BPE, so any text round-trips. Needs the `tokenizers` library,
+which comes with vLLM and with transformers. Runs in the caller's thread.
 """
 
 import hashlib
@@ -30,14 +31,19 @@ _CHAT_TEMPLATE = (
 
 @cache
 def corpus() -> str:
-    """The source of the standard library's top-level modules, in the order of their names; about 4.7 million characters.
+    """The source of the standard library's top-level modules, in the order of their names; about
+    4.7 million characters.
 
     Raises FileNotFoundError where Python was installed without its sources.
     """
     folder = Path(sysconfig.get_path("stdlib"))
-    texts = [path.read_text(encoding="utf-8", errors="replace") for path in sorted(folder.glob("*.py"))]
+    texts = [
+        path.read_text(encoding="utf-8", errors="replace") for path in sorted(folder.glob("*.py"))
+    ]
     if sum(map(len, texts)) < _TRAINING_BYTES:
-        raise FileNotFoundError(f"{folder} holds too little Python source to make a tokenizer and prompts from")
+        raise FileNotFoundError(
+            f"{folder} holds too little Python source to make a tokenizer and prompts from"
+        )
     return "\n".join(texts)
 
 
@@ -48,7 +54,10 @@ def corpus_digest() -> str:
 
 
 def train_tokenizer() -> "Tokenizer":
-    """A byte-level BPE tokenizer of `VOCAB_SIZE` tokens; the same corpus gives the same tokenizer. Takes a few seconds."""
+    """A byte-level BPE tokenizer of `VOCAB_SIZE` tokens; the same corpus gives the same tokenizer.
+
+    Takes a few seconds.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -67,7 +76,9 @@ def train_tokenizer() -> "Tokenizer":
 
 
 def save_tokenizer(tokenizer: "Tokenizer", folder: Path, *, max_model_len: int) -> None:
-    """Write what transformers' AutoTokenizer and vLLM's servers read: tokenizer.json and tokenizer_config.json."""
+    """Write what transformers' AutoTokenizer and vLLM's servers read: tokenizer.json and
+    tokenizer_config.json.
+    """
     tokenizer.save(str(folder / "tokenizer.json"))
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -80,11 +91,14 @@ def save_tokenizer(tokenizer: "Tokenizer", folder: Path, *, max_model_len: int) 
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def make_prompt(model_path: Path, num_tokens: int, *, seed: int = 0, num_shared_tokens: int = 0) -> list[int]:
+def make_prompt(
+    model_path: Path, num_tokens: int, *, seed: int = 0, num_shared_tokens: int = 0
+) -> list[int]:
     """A prompt of exactly `num_tokens` token ids out of the standard library's text.
 
-    Two seeds give prompts that differ from the first few tokens on, but for the first `num_shared_tokens`, which are the same
-    for every seed. The same arguments give the same prompt in every process.
+    Two seeds give prompts that differ from the first few tokens on, but for the first
+    `num_shared_tokens`, which are the same for every seed. The same arguments give the same prompt
+    in every process.
 
     Raises ValueError if the numbers of tokens contradict each other.
     """
@@ -96,11 +110,17 @@ def make_prompt(model_path: Path, num_tokens: int, *, seed: int = 0, num_shared_
 
 
 def _excerpt(tokenizer: "Tokenizer", num_tokens: int, name: str) -> list[int]:
-    """`num_tokens` tokens of the corpus from a place that `name` decides, after a first line that no other name has."""
+    """`num_tokens` tokens of the corpus from a place that `name` decides, after a first line that
+    no other name has.
+    """
     text = corpus()
     place = random.Random(name).randrange(len(text))
-    token_ids: list[int] = tokenizer.encode(f"# {hashlib.sha256(name.encode()).hexdigest()}\n").ids[1:]
-    num_characters = 5 * num_tokens + 100  # about 4 characters a token; the loop is for the exceptions
+    token_ids: list[int] = tokenizer.encode(f"# {hashlib.sha256(name.encode()).hexdigest()}\n").ids[
+        1:
+    ]
+    num_characters = (
+        5 * num_tokens + 100
+    )  # about 4 characters a token; the loop is for the exceptions
     while len(token_ids) < num_tokens:
         piece = text[place : place + num_characters] or text[:num_characters]
         place = place + num_characters if place < len(text) else num_characters

@@ -1,16 +1,25 @@
-"""The demo's engine where vLLM is not installed: Hugging Face transformers with kvhold's reuse, run in this process.
+"""The demo's engine where vLLM is not installed: Hugging Face transformers with kvhold's reuse, run
+in this process.
 
     driver = TransformersDriver(options)
 
-Only for a child process (`kvhold.lab.engines.engine_child`). Takes the same options as vLLM's driver, of which blocks, batches and the
-engine's own KV memory mean nothing here: transformers has no prefix cache of its own.
+Only for a child process (`kvhold.lab.engines.engine_child`). Takes the same options as vLLM's
+driver, of which blocks, batches and the engine's own KV memory mean nothing here: transformers has
+no prefix cache of its own.
 """
 
 import time
 from typing import TYPE_CHECKING, Any
 
 from kvhold.core.config import load_config
-from kvhold.lab.engines.messages import EngineOptions, Generate, Generated, GeneratedMany, GenerateMany, Ready
+from kvhold.lab.engines.messages import (
+    EngineOptions,
+    Generate,
+    Generated,
+    GeneratedMany,
+    GenerateMany,
+    Ready,
+)
 from kvhold.node import connect
 
 if TYPE_CHECKING:
@@ -56,8 +65,14 @@ class TransformersDriver:
         )
 
     def generate_many(self, request: GenerateMany) -> GeneratedMany:
-        answers = [self.generate(Generate(prompt_token_ids=prompt, max_tokens=request.max_tokens)) for prompt in request.prompts]
-        return GeneratedMany(token_ids=[a.token_ids for a in answers], num_cached_tokens=[a.num_cached_tokens for a in answers])
+        answers = [
+            self.generate(Generate(prompt_token_ids=prompt, max_tokens=request.max_tokens))
+            for prompt in request.prompts
+        ]
+        return GeneratedMany(
+            token_ids=[a.token_ids for a in answers],
+            num_cached_tokens=[a.num_cached_tokens for a in answers],
+        )
 
     def reset_prefix_cache(self) -> bool:
         return True
@@ -79,7 +94,9 @@ class TransformersDriver:
 
 
 class _FirstToken:
-    """A streamer in the sense of transformers: is handed the prompt, then each token; notes when the first one came."""
+    """A streamer in the sense of transformers: is handed the prompt, then each token; notes when
+    the first one came.
+    """
 
     def __init__(self) -> None:
         self.at: float | None = None

@@ -3,20 +3,32 @@
     driver = VllmDriver(options)
     driver.generate(Generate(prompt_token_ids=[...], max_tokens=16))
 
-Only for a child process (`kvhold.lab.engines.engine_child`): it sets environment variables that must be there before torch is
-loaded, and a process holds one engine. vLLM runs eager and in float32: on CPUs compiling costs more than it gains here,
-float32 is faster than bfloat16, and outputs can be compared token by token.
+Only for a child process (`kvhold.lab.engines.engine_child`): it sets environment variables that
+must be there before torch is loaded, and a process holds one engine. vLLM runs eager and in
+float32: on CPUs compiling costs more than it gains here, float32 is faster than bfloat16, and
+outputs can be compared token by token.
 """
 
 import os
 import time
 from typing import Any
 
-from kvhold.lab.engines.messages import EngineOptions, Generate, Generated, GeneratedMany, GenerateMany, Ready
+from kvhold.lab.engines.messages import (
+    EngineOptions,
+    Generate,
+    Generated,
+    GeneratedMany,
+    GenerateMany,
+    Ready,
+)
 from kvhold.lab.engines.stepped import SteppedEngine, environment_for
 
-BATCHED_TOKENS = 2_048  # cold prefill of 4,000 tokens: pieces of 512 to 2,048 are alike, a single one takes a quarter longer
-_WARM_UP_TOKENS = 16  # less than any block, so that neither vLLM nor a connector has a whole block to keep
+# cold prefill of 4,000 tokens: pieces of 512 to 2,048 are alike, a single one takes a quarter
+# longer
+BATCHED_TOKENS = 2_048
+_WARM_UP_TOKENS = (
+    16  # less than any block, so that neither vLLM nor a connector has a whole block to keep
+)
 
 
 class VllmDriver:
@@ -24,7 +36,9 @@ class VllmDriver:
 
     def __init__(self, options: EngineOptions) -> None:
         os.environ.update(environment_for(options.num_threads))
-        given: dict[str, Any] = {"block_size": options.block_size} if options.block_size is not None else {}
+        given: dict[str, Any] = (
+            {"block_size": options.block_size} if options.block_size is not None else {}
+        )
         self._engine = SteppedEngine(
             {
                 "model": options.model_path,
@@ -45,7 +59,9 @@ class VllmDriver:
     def ready(self) -> Ready:
         self.generate(Generate(prompt_token_ids=list(range(1, 1 + _WARM_UP_TOKENS)), max_tokens=2))
         cache_config = self._engine.config.cache_config
-        return Ready(tokens_per_block=cache_config.block_size, num_blocks=cache_config.num_gpu_blocks)
+        return Ready(
+            tokens_per_block=cache_config.block_size, num_blocks=cache_config.num_gpu_blocks
+        )
 
     def generate(self, request: Generate) -> Generated:
         began = time.perf_counter()
@@ -64,18 +80,27 @@ class VllmDriver:
         total_s = time.perf_counter() - began
         self._engine.drain()
         if ttft_s is None:
-            raise RuntimeError(f"vLLM ended the request without a token: {output and output.outputs}")
+            raise RuntimeError(
+                f"vLLM ended the request without a token: {output and output.outputs}"
+            )
         return Generated(
             ttft_s=ttft_s,
             total_s=total_s,
             token_ids=list(output.outputs[0].token_ids),
             num_cached_tokens=output.num_cached_tokens or 0,
-            first_logprobs=_in_order(output.outputs[0].logprobs[0]) if request.first_logprobs else [],
+            first_logprobs=_in_order(output.outputs[0].logprobs[0])
+            if request.first_logprobs
+            else [],
         )
 
     def generate_many(self, request: GenerateMany) -> GeneratedMany:
         extra = _extra(request)
-        names = [self._engine.add({"prompt_token_ids": prompt}, max_tokens=request.max_tokens, extra=extra) for prompt in request.prompts]
+        names = [
+            self._engine.add(
+                {"prompt_token_ids": prompt}, max_tokens=request.max_tokens, extra=extra
+            )
+            for prompt in request.prompts
+        ]
         last: dict[str, Any] = {}
         while self._engine.is_busy():
             last.update((output.request_id, output) for output in self._engine.step())

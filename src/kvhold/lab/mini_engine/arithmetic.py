@@ -1,14 +1,18 @@
-"""Arithmetic whose results do not depend on the order of a sum: not on the batch, the shapes, the kernel or the device.
+"""Arithmetic whose results do not depend on the order of a sum: not on the batch, the shapes, the
+kernel or the device.
 
     y = linear(x, weight)                   # exact, then rounded to a grid
     y = attend(queries, keys, values, mask, scale)
 
-All values are float64 and multiples of a small power of two with few bits, so every product and every partial sum in a matrix product is
-an integer multiple of one power of two below 2**53: exact in any order. Between the sums stand only operations that IEEE 754 rounds in one
-way (add, multiply, divide, square root, round). exp and sigmoid are not among them (their last bit differs between vector and scalar
-code), so the limit (1 + x / 64) ** 64 stands for exp, and a line with two bends for sigmoid.
+All values are float64 and multiples of a small power of two with few bits, so every product and
+every partial sum in a matrix product is an integer multiple of one power of two below 2**53: exact
+in any order. Between the sums stand only operations that IEEE 754 rounds in one way (add, multiply,
+divide, square root, round). exp and sigmoid are not among them (their last bit differs between
+vector and scalar code), so the limit (1 + x / 64) ** 64 stands for exp, and a line with two bends
+for sigmoid.
 
-Bits, at most: activations and KV 17, weights 15, attention weights 17, summed over `MAX_WIDTH` elements or `MAX_TOKENS` tokens.
+Bits, at most: activations and KV 17, weights 15, attention weights 17, summed over `MAX_WIDTH`
+    elements or `MAX_TOKENS` tokens.
 """
 
 import torch
@@ -29,7 +33,12 @@ def snap(x: torch.Tensor) -> torch.Tensor:
 
 def snap_weight(weight: torch.Tensor) -> torch.Tensor:
     """Round to the grid of weights, and limit to its range. The result is exact in float32, too."""
-    return (weight.double() / _WEIGHT_STEP).round_().mul_(_WEIGHT_STEP).clamp_(-_WEIGHT_BOUND, _WEIGHT_BOUND)
+    return (
+        (weight.double() / _WEIGHT_STEP)
+        .round_()
+        .mul_(_WEIGHT_STEP)
+        .clamp_(-_WEIGHT_BOUND, _WEIGHT_BOUND)
+    )
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -52,26 +61,40 @@ def rotation_table(num_positions: int, width: int, base: float, device: str) -> 
     """[2, positions, width / 2]: cosines and sines, made on the CPU for every device."""
     frequencies = base ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
     angles = torch.arange(num_positions, dtype=torch.float64)[:, None] * frequencies
-    return ((torch.stack([angles.cos(), angles.sin()]) / _ANGLE_STEP).round_() * _ANGLE_STEP).to(device)
+    return ((torch.stack([angles.cos(), angles.sin()]) / _ANGLE_STEP).round_() * _ANGLE_STEP).to(
+        device
+    )
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Rotary embedding. x: `[tokens, heads, width]`; positions: int64 `[tokens]`."""
     cosines, sines = table[:, positions, None]
     first, second = x.chunk(2, dim=-1)
-    return snap(torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1))
+    return snap(
+        torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
+    )
 
 
-def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+def attend(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
     """Attention of grouped heads.
 
-    queries: `[batch, queries, kv heads, heads of one, width]`; keys, values: `[batch, tokens, kv heads, width]`
+    queries: `[batch, queries, kv heads, heads of one, width]`; keys, values: `[batch, tokens, kv
+        heads, width]`
     mask:    bool `[batch, queries, tokens]`: which tokens a query looks at, one at least
     Returns `[batch, queries, kv heads, heads of one, width of values]`.
     """
     batch, num_queries, kv_heads, of_one, width = queries.shape
     seen = mask.any(1)[:, :, None, None]
-    keys, values = torch.where(seen, keys, 0.0), torch.where(seen, values, 0.0)  # what nobody looks at may be no number
+    keys, values = (
+        torch.where(seen, keys, 0.0),
+        torch.where(seen, values, 0.0),
+    )  # what nobody looks at may be no number
     rows = queries.permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, of_one * num_queries, width)
     scores = (rows @ keys.permute(0, 2, 3, 1)).view(batch, kv_heads, of_one, num_queries, -1)
     hidden = ~mask[:, None, None]
@@ -86,5 +109,10 @@ def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask
 
 
 def choose(logits: torch.Tensor) -> torch.Tensor:
-    """[rows]: the best token of each row; of equal ones the first. logits: `[rows, tokens]`, a product that was not rounded."""
-    return (logits - torch.arange(logits.shape[-1], dtype=torch.float64, device=logits.device) * 2.0**-40).argmax(-1)
+    """[rows]: the best token of each row; of equal ones the first. logits: `[rows, tokens]`, a
+    product that was not rounded.
+    """
+    return (
+        logits
+        - torch.arange(logits.shape[-1], dtype=torch.float64, device=logits.device) * 2.0**-40
+    ).argmax(-1)

@@ -1,12 +1,15 @@
-"""The connector's calls around a pass, made by vLLM's own code in the order of each of its two model runners.
+"""The connector's calls around a pass, made by vLLM's own code in the order of each of its two
+model runners.
 
     calls = calls_of(config, connector, caches)             # registers the caches
     with calls.turn():
-        calls.before_blocks(output)                         # then the runner zeroes and copies blocks
+        calls.before_blocks(output)  # then the runner zeroes and copies blocks
         tokens, connected = calls.around(output, forward, sample)
 
-The first runner (`v1/worker/gpu_model_runner.py`) calls `handle_preemptions` before it zeroes and copies blocks, and ends the connector's
-step before it samples. The second one (`v1/worker/gpu/model_runner.py`, vLLM's choice where there is Triton) does both the other way round.
+The first runner (`v1/worker/gpu_model_runner.py`) calls `handle_preemptions` before it zeroes and
+copies blocks, and ends the connector's step before it samples. The second one
+(`v1/worker/gpu/model_runner.py`, vLLM's choice where there is Triton) does both the other way
+round.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,7 +39,9 @@ class Calls(Protocol):
     def before_blocks(self, output: SchedulerOutput) -> None:
         """Before blocks are zeroed and copied."""
 
-    def around(self, output: SchedulerOutput, forward: Forward, sample: Sample) -> tuple[list[int], KVConnectorOutput | None]:
+    def around(
+        self, output: SchedulerOutput, forward: Forward, sample: Sample
+    ) -> tuple[list[int], KVConnectorOutput | None]:
         """Compute and sample, with the connector's step around it."""
 
     def without_pass(self, output: SchedulerOutput) -> ModelRunnerOutput:
@@ -54,7 +59,9 @@ class NoCalls:
     def before_blocks(self, output: SchedulerOutput) -> None:
         """See `Calls`."""
 
-    def around(self, output: SchedulerOutput, forward: Forward, sample: Sample) -> tuple[list[int], None]:
+    def around(
+        self, output: SchedulerOutput, forward: Forward, sample: Sample
+    ) -> tuple[list[int], None]:
         """See `Calls`."""
         return sample(forward()), None
 
@@ -81,7 +88,9 @@ class FirstRunnerCalls:
         """See `Calls`."""
         self._connector.handle_preemptions(output.kv_connector_metadata)
 
-    def around(self, output: SchedulerOutput, forward: Forward, sample: Sample) -> tuple[list[int], KVConnectorOutput | None]:
+    def around(
+        self, output: SchedulerOutput, forward: Forward, sample: Sample
+    ) -> tuple[list[int], KVConnectorOutput | None]:
         """See `Calls`."""
         with (
             set_forward_context(None, self._config),
@@ -113,7 +122,9 @@ class SecondRunnerCalls:
     def before_blocks(self, output: SchedulerOutput) -> None:
         """See `Calls`. This runner does not tell the connector."""
 
-    def around(self, output: SchedulerOutput, forward: Forward, sample: Sample) -> tuple[list[int], KVConnectorOutput | None]:
+    def around(
+        self, output: SchedulerOutput, forward: Forward, sample: Sample
+    ) -> tuple[list[int], KVConnectorOutput | None]:
         """See `Calls`."""
         with set_forward_context(None, self._config):
             self._active.pre_forward(output)
@@ -131,7 +142,9 @@ def calls_of(config: VllmConfig, connector: Any, caches: dict[str, torch.Tensor]
     """The calls of the runner that the configuration names. connector: None: there is none."""
     if connector is None:
         return NoCalls()
-    return (SecondRunnerCalls if config.use_v2_model_runner else FirstRunnerCalls)(config, connector, caches)
+    return (SecondRunnerCalls if config.use_v2_model_runner else FirstRunnerCalls)(
+        config, connector, caches
+    )
 
 
 @contextmanager

@@ -1,13 +1,15 @@
 """What a mini engine is made of: a model's shape, its folder on disk, and vLLM's configuration.
 
     options = EngineOptions(SHAPES["llama"], num_blocks=64)
-    write_model(options.shape, folder)                      # config.json and weights, as a user's folder has them
+    write_model(options.shape, folder)  # config.json and weights, as a user's folder has them
     config = vllm_config_of(options, folder, connector)
     kv_config = kv_cache_config_of(options, config)
-    caches = allocate(kv_config, config, "cpu")             # one tensor a layer, all over one allocation
+    caches = allocate(kv_config, config, "cpu")  # one tensor a layer, all over one allocation
 
-vLLM's CPU platform changes a configuration to what its CPU kernels and its CPU runner can do. They are not used here, so `vllm_config_of`
-takes three of its changes back: asynchronous scheduling is as the options say, and MLA keeps chunked prefill and the prefix cache.
+vLLM's CPU platform changes a configuration to what its CPU kernels and its CPU runner can do. They
+are not used here, so `vllm_config_of`
+takes three of its changes back: asynchronous scheduling is as the options say, and MLA keeps
+    chunked prefill and the prefix cache.
 """
 
 import json
@@ -20,13 +22,23 @@ import torch
 from safetensors.torch import load_file, save_file
 from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec, SlidingWindowSpec, create_kv_cache_views
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    create_kv_cache_views,
+)
 
 from kvhold.lab.mini_engine.arithmetic import snap_weight
 
 _ARITHMETIC = 1  # count up when the same weights would give other KV
 _SEED = 20_261
-_GAIN, _QUERY_GAIN, _LOGIT_GAIN = 1.2, 1.6, 3.0  # of random matrices: attention is sharp, and logits lie far apart
+_GAIN, _QUERY_GAIN, _LOGIT_GAIN = (
+    1.2,
+    1.6,
+    3.0,
+)  # of random matrices: attention is sharp, and logits lie far apart
 
 
 @dataclass(frozen=True)
@@ -75,9 +87,12 @@ class EngineOptions:
     max_running:    requests in one pass
     max_tokens:     of one request, its answer included
     prefix_caching: whether vLLM keeps the blocks of requests that have ended
-    asynchronous:   whether a step is scheduled before the one before it has been computed, as is vLLM's default
-    second_runner:  which of vLLM's model runners' calls are made (`calls.py`); None: those of the one that vLLM would choose here
-    zero_blocks:    whether new blocks are zeroed before a pass, as vLLM does for models with a state
+    asynchronous:   whether a step is scheduled before the one before it has been computed, as is
+        vLLM's default
+    second_runner:  which of vLLM's model runners' calls are made (`calls.py`); None: those of the
+        one that vLLM would choose here
+    zero_blocks:    whether new blocks are zeroed before a pass, as vLLM does for models with a
+        state
     dtype:          of the model and its KV
     scheduling:     more settings of vLLM's `SchedulerConfig`
     kv_layout:      the order of layers, blocks, heads, tokens and elements in memory, as vLLM names it
@@ -101,13 +116,18 @@ class EngineOptions:
 def write_model(shape: ModelShape, folder: Path) -> None:
     """Write `config.json` and random weights. The same shape gives the same bytes.
 
-    No real vLLM can serve the folder, because its weights have other names: the KV of the two is not the same.
+    No real vLLM can serve the folder, because its weights have other names: the KV of the two is
+    not the same.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(_settings(shape), indent=1))
     generator = torch.Generator().manual_seed(_SEED)
     weights = {
-        name: snap_weight(torch.randn(size, generator=generator) * _gain(name) / math.sqrt(size[-1] if name != "embed" else 1)).float()
+        name: snap_weight(
+            torch.randn(size, generator=generator)
+            * _gain(name)
+            / math.sqrt(size[-1] if name != "embed" else 1)
+        ).float()
         for name, size in _weight_sizes(shape).items()
     }
     save_file(weights, folder / "model.safetensors")
@@ -115,15 +135,29 @@ def write_model(shape: ModelShape, folder: Path) -> None:
 
 def read_weights(folder: Path, device: str) -> dict[str, torch.Tensor]:
     """The weights that `write_model` wrote, by name, in float64."""
-    return {name: weight.to(device, torch.float64) for name, weight in load_file(folder / "model.safetensors").items()}
+    return {
+        name: weight.to(device, torch.float64)
+        for name, weight in load_file(folder / "model.safetensors").items()
+    }
 
 
-def vllm_config_of(options: EngineOptions, folder: Path, connector: dict[str, Any] | None, role: str = "kv_both") -> VllmConfig:
+def vllm_config_of(
+    options: EngineOptions, folder: Path, connector: dict[str, Any] | None, role: str = "kv_both"
+) -> VllmConfig:
     """vLLM's configuration for a model folder. connector: kvhold's settings; None: no connector."""
     model = ModelConfig(
-        model=str(folder), dtype=options.dtype, seed=0, skip_tokenizer_init=True, max_model_len=options.max_tokens, enforce_eager=True
+        model=str(folder),
+        dtype=options.dtype,
+        seed=0,
+        skip_tokenizer_init=True,
+        max_model_len=options.max_tokens,
+        enforce_eager=True,
     )
-    cache = CacheConfig(block_size=options.block_tokens, enable_prefix_caching=options.prefix_caching, cache_dtype="auto")
+    cache = CacheConfig(
+        block_size=options.block_tokens,
+        enable_prefix_caching=options.prefix_caching,
+        cache_dtype="auto",
+    )
     cache.num_gpu_blocks_override = options.num_blocks
     scheduling = {"max_num_seqs": options.max_running, "max_num_batched_tokens": options.budget}
     transfer = None
@@ -152,16 +186,27 @@ def vllm_config_of(options: EngineOptions, folder: Path, connector: dict[str, An
         config.scheduler_config.max_num_batched_tokens = options.budget
         config.cache_config.enable_prefix_caching = options.prefix_caching
         if config.cache_config.block_size != options.block_tokens:
-            raise ValueError(f"vLLM takes blocks of {config.cache_config.block_size} tokens for MLA here, not of {options.block_tokens}")
+            raise ValueError(
+                f"vLLM takes blocks of {config.cache_config.block_size} tokens for MLA "
+                f"here, not of {options.block_tokens}"
+            )
     config.cache_config.kv_cache_layout = options.kv_layout
-    if options.second_runner is not None:  # vLLM refuses the second one without Triton, which is not used here
+    if (
+        options.second_runner is not None
+    ):  # vLLM refuses the second one without Triton, which is not used here
         _override(config, use_v2_model_runner=options.second_runner)
     return config
 
 
 def kv_cache_config_of(options: EngineOptions, config: VllmConfig) -> KVCacheConfig:
-    """What vLLM makes of the layers' KV: groups of layers, and where each lies in memory. Raises ValueError for too few blocks."""
-    specs = {name: _spec(options, kind, config) for name, kind in zip(options.shape.layer_names, options.shape.layers, strict=True)}
+    """What vLLM makes of the layers' KV: groups of layers, and where each lies in memory.
+
+    Raises ValueError for too few blocks.
+    """
+    specs = {
+        name: _spec(options, kind, config)
+        for name, kind in zip(options.shape.layer_names, options.shape.layers, strict=True)
+    }
     (found,) = get_kv_cache_configs(config, [specs], [1 << 40])
     found.kv_cache_layout = config.cache_config.kv_cache_layout
     config.cache_config.num_gpu_blocks = found.num_blocks
@@ -178,10 +223,16 @@ def allocate(kv_config: KVCacheConfig, config: VllmConfig, device: str) -> dict[
     (size,) = {tensor.size for tensor in kv_config.kv_cache_tensors}
     memory = torch.zeros(size, dtype=torch.int8, device=device)
     layout = config.cache_config.get_resolved_kv_cache_layout()
-    specs = {name: group.kv_cache_spec for group in kv_config.kv_cache_groups for name in group.layer_names}
+    specs = {
+        name: group.kv_cache_spec
+        for group in kv_config.kv_cache_groups
+        for name in group.layer_names
+    }
     caches: dict[str, torch.Tensor] = {}
     for tensor in kv_config.kv_cache_tensors:
-        views = create_kv_cache_views(memory, specs[tensor.layers[0]], kv_config.num_blocks, layout, tensor)
+        views = create_kv_cache_views(
+            memory, specs[tensor.layers[0]], kv_config.num_blocks, layout, tensor
+        )
         caches.update(zip(tensor.layers, views, strict=True))
     return caches
 
@@ -190,9 +241,19 @@ def _spec(options: EngineOptions, kind: str, config: VllmConfig) -> Any:
     shape = options.shape
     common = {"block_size": config.cache_config.block_size, "dtype": getattr(torch, options.dtype)}
     if shape.latent:
-        return MLAAttentionSpec(**common, num_kv_heads=1, max_tp_shards=1, head_size=shape.latent + shape.rope, cache_dtype_str="auto")
+        return MLAAttentionSpec(
+            **common,
+            num_kv_heads=1,
+            max_tp_shards=1,
+            head_size=shape.latent + shape.rope,
+            cache_dtype_str="auto",
+        )
     heads = {"num_kv_heads": shape.kv_heads, "head_size": shape.head}
-    return SlidingWindowSpec(**common, **heads, sliding_window=shape.window) if kind == "s" else FullAttentionSpec(**common, **heads)
+    return (
+        SlidingWindowSpec(**common, **heads, sliding_window=shape.window)
+        if kind == "s"
+        else FullAttentionSpec(**common, **heads)
+    )
 
 
 def _override(config: Any, **properties: bool) -> None:
@@ -203,12 +264,17 @@ def _override(config: Any, **properties: bool) -> None:
 
 def _gain(name: str) -> float:
     leaf = name.rpartition(".")[2]
-    return {"embed": 1.0, "logits": _LOGIT_GAIN, "query": _QUERY_GAIN, "key": _QUERY_GAIN}.get(leaf, _GAIN)
+    return {"embed": 1.0, "logits": _LOGIT_GAIN, "query": _QUERY_GAIN, "key": _QUERY_GAIN}.get(
+        leaf, _GAIN
+    )
 
 
 def _weight_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Of each weight, by name: `[out, in]`, or `[heads, out, in]`."""
-    sizes: dict[str, tuple[int, ...]] = {"embed": (shape.vocab, shape.hidden), "logits": (shape.vocab, shape.hidden)}
+    sizes: dict[str, tuple[int, ...]] = {
+        "embed": (shape.vocab, shape.hidden),
+        "logits": (shape.vocab, shape.hidden),
+    }
     for number in range(len(shape.layers)):
         if shape.latent:
             layer: dict[str, tuple[int, ...]] = {
@@ -224,7 +290,10 @@ def _weight_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
                 "value": (shape.kv_heads * shape.head, shape.hidden),
             }
         layer["output"] = (shape.hidden, shape.heads * shape.head)
-        layer |= {"gate": (shape.intermediate, shape.hidden), "up": (shape.intermediate, shape.hidden)}
+        layer |= {
+            "gate": (shape.intermediate, shape.hidden),
+            "up": (shape.intermediate, shape.hidden),
+        }
         layer["down"] = (shape.hidden, shape.intermediate)
         sizes |= {f"layers.{number}.{name}": size for name, size in layer.items()}
     return sizes
@@ -247,9 +316,17 @@ def _settings(shape: ModelShape) -> dict[str, Any]:
         "mini_engine_arithmetic": _ARITHMETIC,
     }
     if shape.latent:
-        settings |= {"kv_lora_rank": shape.latent, "q_lora_rank": None, "qk_rope_head_dim": shape.rope, "qk_nope_head_dim": shape.head}
+        settings |= {
+            "kv_lora_rank": shape.latent,
+            "q_lora_rank": None,
+            "qk_rope_head_dim": shape.rope,
+            "qk_nope_head_dim": shape.head,
+        }
         settings |= {"v_head_dim": shape.head, "first_k_dense_replace": len(shape.layers)}
     if shape.window:
         kinds = {"s": "sliding_attention", "f": "full_attention"}
-        settings |= {"sliding_window": shape.window, "layer_types": [kinds[kind] for kind in shape.layers]}
+        settings |= {
+            "sliding_window": shape.window,
+            "layer_types": [kinds[kind] for kind in shape.layers],
+        }
     return settings

@@ -15,13 +15,25 @@ from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
+from vllm.v1.core.kv_cache_utils import (
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvhold.lab.mini_engine.config import SHAPES, EngineOptions, allocate, kv_cache_config_of, read_weights, vllm_config_of, write_model
+from kvhold.lab.mini_engine.config import (
+    SHAPES,
+    EngineOptions,
+    allocate,
+    kv_cache_config_of,
+    read_weights,
+    vllm_config_of,
+    write_model,
+)
 from kvhold.lab.mini_engine.models import Model
 from kvhold.lab.mini_engine.runner import Runner
 
@@ -64,7 +76,8 @@ class MiniEngine:
         connector: kvhold's settings, as `kv_connector_extra_config` has them; None: no connector
         folder: of the model, made unless it is there; None: a temporary one
         keep_digests: note a digest of each request's KV as it ends, in `kv_digests`
-        Raises what kvhold's connector raises for a set-up that it refuses, and ValueError for too few blocks.
+        Raises what kvhold's connector raises for a set-up that it refuses, and ValueError for too
+        few blocks.
         """
         self.options = replace(EngineOptions(SHAPES[model]), **options)
         self.outputs: dict[str, list[int]] = {}
@@ -76,20 +89,33 @@ class MiniEngine:
         self._passes: deque[SchedulerOutput] = deque()
         with ExitStack() as stack:
             if folder is None:
-                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvhold-mini-engine-"))) / model
+                folder = (
+                    Path(
+                        stack.enter_context(
+                            tempfile.TemporaryDirectory(prefix="kvhold-mini-engine-")
+                        )
+                    )
+                    / model
+                )
             if not (folder / "config.json").exists():
                 write_model(self.options.shape, folder)
-            self.config = vllm_config_of(self.options, folder, dict(connector) if connector is not None else None)
+            self.config = vllm_config_of(
+                self.options, folder, dict(connector) if connector is not None else None
+            )
             self.kv_config = kv_cache_config_of(self.options, self.config)
             self.scheduler = self._make_scheduler(stack)
             self.caches = allocate(self.kv_config, self.config, device)
             self.connector = self._make_worker_connector(stack) if connector is not None else None
             self.runner = self._make_runner(folder, device)
             if self.connector is not None:  # as vLLM's engine core introduces the two to each other
-                self.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self.connector.get_handshake_metadata()})
+                self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(
+                    {(0, 0): self.connector.get_handshake_metadata()}
+                )
             self._closing = stack.pop_all()
 
-    def add(self, request_id: str, token_ids: Sequence[int], max_tokens: int, **request: Any) -> None:
+    def add(
+        self, request_id: str, token_ids: Sequence[int], max_tokens: int, **request: Any
+    ) -> None:
         """A request arrives. request: more arguments of vLLM's `Request`, such as `cache_salt`."""
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
         self._arrived_s[request_id] = time.perf_counter()
@@ -110,16 +136,22 @@ class MiniEngine:
         self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
 
     def step(self) -> bool:
-        """Schedule; compute, as far as the queue of passes is full; take the tokens. Returns whether anything was scheduled to compute."""
+        """Schedule; compute, as far as the queue of passes is full; take the tokens.
+
+        Returns whether anything was scheduled to compute.
+        """
         output = self.scheduler.schedule()
         self._passes.append(output)
         computes = bool(output.total_num_scheduled_tokens)
-        while len(self._passes) >= self.config.max_concurrent_batches or (self._passes and not computes):
+        while len(self._passes) >= self.config.max_concurrent_batches or (
+            self._passes and not computes
+        ):
             self._execute(self._passes.popleft())
         return computes
 
     def run(self, *, until: Callable[[], Any] = lambda: False) -> dict[str, list[int]]:
-        """Step until all requests have ended and the connector has let go of their blocks, or until something is so. Returns `outputs`.
+        """Step until all requests have ended and the connector has let go of their blocks, or until
+        something is so. Returns `outputs`.
 
         Raises TimeoutError if nothing moves for a minute.
         """
@@ -134,7 +166,9 @@ class MiniEngine:
         return self.outputs
 
     def is_busy(self) -> bool:
-        """Whether a step is to be made: for a request, for blocks that the connector still reads, or for a pass in the queue."""
+        """Whether a step is to be made: for a request, for blocks that the connector still reads,
+        or for a pass in the queue.
+        """
         return bool(self._passes) or bool(self.scheduler.has_requests())
 
     def idle(self) -> None:
@@ -163,7 +197,9 @@ class MiniEngine:
         now_s = time.perf_counter()
         connected = result.kv_connector_output
         if connected is not None:
-            self.counts.failed_loads += len(connected.failed_recving or ()) + bool(connected.invalid_block_ids)
+            self.counts.failed_loads += len(connected.failed_recving or ()) + bool(
+                connected.invalid_block_ids
+            )
         self.counts.passes += bool(output.total_num_scheduled_tokens)
         self.counts.computed_tokens += output.total_num_scheduled_tokens
         self.counts.preemptions += len(output.preempted_req_ids or ())
@@ -189,15 +225,29 @@ class MiniEngine:
         return scheduler
 
     def _make_worker_connector(self, stack: ExitStack) -> Any:
-        worker = KVConnectorFactory.create_connector(config=self.config, role=KVConnectorRole.WORKER, kv_cache_config=self.kv_config)
+        worker = KVConnectorFactory.create_connector(
+            config=self.config, role=KVConnectorRole.WORKER, kv_cache_config=self.kv_config
+        )
         stack.callback(worker.shutdown)
         return worker
 
     def _make_runner(self, folder: Path, device: str) -> Runner:
-        groups = {name: number for number, group in enumerate(self.kv_config.kv_cache_groups) for name in group.layer_names}
+        groups = {
+            name: number
+            for number, group in enumerate(self.kv_config.kv_cache_groups)
+            for name in group.layer_names
+        }
         weights = read_weights(folder, device)
-        model = Model(self.options.shape, weights, groups=groups, max_tokens=self.options.max_tokens, device=device)
-        return Runner(self.config, self.kv_config, model, self.caches, self.connector, device=device)
+        model = Model(
+            self.options.shape,
+            weights,
+            groups=groups,
+            max_tokens=self.options.max_tokens,
+            device=device,
+        )
+        return Runner(
+            self.config, self.kv_config, model, self.caches, self.connector, device=device
+        )
 
     def _take(self, answer: Any, now_s: float) -> None:
         request_id = answer.request_id

@@ -1,11 +1,13 @@
-"""Models in plain torch over paged KV: grouped-query attention with or without a sliding window, and MLA.
+"""Models in plain torch over paged KV: grouped-query attention with or without a sliding window,
+and MLA.
 
-    model = Model(shape, read_weights(folder, device), groups={"model.layers.0.self_attn.attn": 0}, max_tokens=512, device=device)
-    logits = model.forward(batch, caches, enter, leave)
+    model = Model(shape, read_weights(folder, device), groups={"model.layers.0.self_attn.attn": 0},
+    max_tokens=512, device=device) logits = model.forward(batch, caches, enter, leave)
 
-A pass writes each token's KV to its slot, layer by layer, and then reads all KV from the blocks, its own tokens' too: what a query sees
-are always the bytes in the blocks, computed now, earlier or loaded. A query reads the slots of its own request, up to its own token, and
-no others. `arithmetic.py` says why results do not depend on the batch.
+A pass writes each token's KV to its slot, layer by layer, and then reads all KV from the blocks,
+its own tokens' too: what a query sees are always the bytes in the blocks, computed now, earlier or
+loaded. A query reads the slots of its own request, up to its own token, and no others.
+`arithmetic.py` says why results do not depend on the batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +15,17 @@ from dataclasses import dataclass
 
 import torch
 
-from kvhold.lab.mini_engine.arithmetic import MAX_TOKENS, MAX_WIDTH, attend, gate, linear, normalise, rotate, rotation_table, snap
+from kvhold.lab.mini_engine.arithmetic import (
+    MAX_TOKENS,
+    MAX_WIDTH,
+    attend,
+    gate,
+    linear,
+    normalise,
+    rotate,
+    rotation_table,
+    snap,
+)
 from kvhold.lab.mini_engine.config import ModelShape
 
 _BASE = 10_000.0
@@ -70,7 +82,13 @@ class Model:
     """One model's weights."""
 
     def __init__(
-        self, shape: ModelShape, weights: dict[str, torch.Tensor], *, groups: dict[str, int], max_tokens: int, device: str
+        self,
+        shape: ModelShape,
+        weights: dict[str, torch.Tensor],
+        *,
+        groups: dict[str, int],
+        max_tokens: int,
+        device: str,
     ) -> None:
         """groups: of each layer, the number of its KV cache group; max_tokens: of a request.
 
@@ -78,23 +96,39 @@ class Model:
         """
         if (
             max_tokens > MAX_TOKENS
-            or max(shape.hidden, shape.intermediate, shape.heads * shape.head, shape.latent + shape.rope) > MAX_WIDTH
+            or max(
+                shape.hidden,
+                shape.intermediate,
+                shape.heads * shape.head,
+                shape.latent + shape.rope,
+            )
+            > MAX_WIDTH
         ):
-            raise ValueError(f"a request has {MAX_TOKENS} tokens at most, and a layer {MAX_WIDTH} elements: else sums are not exact")
+            raise ValueError(
+                f"a request has {MAX_TOKENS} tokens at most, and a layer {MAX_WIDTH} "
+                "elements: else sums are not exact"
+            )
         self._shape = shape
         self._weights = weights
         self._groups = groups
         self._layers = [
-            {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
+            {
+                name.removeprefix(prefix): weight
+                for name, weight in weights.items()
+                if name.startswith(prefix)
+            }
             for prefix in (f"layers.{number}." for number in range(len(shape.layers)))
         ]
         self._rotation = rotation_table(max_tokens, shape.rope or shape.head, _BASE, device)
 
-    def forward(self, batch: Batch, caches: dict[str, torch.Tensor], enter: Hook, leave: Hook) -> torch.Tensor:
+    def forward(
+        self, batch: Batch, caches: dict[str, torch.Tensor], enter: Hook, leave: Hook
+    ) -> torch.Tensor:
         """Compute a pass. Returns logits `[requests, vocab]`.
 
         caches: of each layer, `[blocks, heads, tokens, elements]`
-        enter, leave: called before a layer's blocks are read and after it; its new KV has been written by then
+        enter, leave: called before a layer's blocks are read and after it; its new KV has been
+            written by then
         """
         hidden = self._weights["embed"][batch.tokens]
         for number, name in enumerate(self._shape.layer_names):
@@ -115,26 +149,51 @@ class Model:
     def _project_heads(
         self, hidden: torch.Tensor, positions: torch.Tensor, weights: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries `[tokens, kv heads, heads of one, width]`, and keys and values `[tokens, kv heads, 2 * width]`."""
+        """Queries `[tokens, kv heads, heads of one, width]`, and keys and values `[tokens, kv
+        heads, 2 * width]`.
+        """
         shape = self._shape
-        queries = rotate(linear(hidden, weights["query"]).unflatten(-1, (shape.heads, shape.head)), positions, self._rotation)
-        keys = rotate(linear(hidden, weights["key"]).unflatten(-1, (shape.kv_heads, shape.head)), positions, self._rotation)
+        queries = rotate(
+            linear(hidden, weights["query"]).unflatten(-1, (shape.heads, shape.head)),
+            positions,
+            self._rotation,
+        )
+        keys = rotate(
+            linear(hidden, weights["key"]).unflatten(-1, (shape.kv_heads, shape.head)),
+            positions,
+            self._rotation,
+        )
         values = linear(hidden, weights["value"]).unflatten(-1, (shape.kv_heads, shape.head))
         return queries.unflatten(1, (shape.kv_heads, -1)), torch.cat([keys, values], dim=-1)
 
     def _project_latent(
         self, hidden: torch.Tensor, positions: torch.Tensor, weights: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries in the latent's terms `[tokens, 1, heads, latent + rope]`, and latents with their rotated part `[tokens, 1, ...]`."""
+        """Queries in the latent's terms `[tokens, 1, heads, latent + rope]`, and latents with their
+        rotated part `[tokens, 1, ...]`.
+        """
         shape = self._shape
-        plain, rotated = linear(hidden, weights["query"]).unflatten(-1, (shape.heads, -1)).split([shape.head, shape.rope], dim=-1)
+        plain, rotated = (
+            linear(hidden, weights["query"])
+            .unflatten(-1, (shape.heads, -1))
+            .split([shape.head, shape.rope], dim=-1)
+        )
         absorbed = snap(torch.einsum("thd,hld->thl", plain, weights["key_up"]))
         queries = torch.cat([absorbed, rotate(rotated, positions, self._rotation)], dim=-1)
-        latent, rotated = linear(hidden, weights["latent"]).unsqueeze(1).split([shape.latent, shape.rope], dim=-1)
-        return queries.unsqueeze(1), torch.cat([normalise(latent), rotate(rotated, positions, self._rotation)], dim=-1)
+        latent, rotated = (
+            linear(hidden, weights["latent"]).unsqueeze(1).split([shape.latent, shape.rope], dim=-1)
+        )
+        return queries.unsqueeze(1), torch.cat(
+            [normalise(latent), rotate(rotated, positions, self._rotation)], dim=-1
+        )
 
     def _attend(
-        self, queries: torch.Tensor, batch: Batch, cache: torch.Tensor, group: int, weights: dict[str, torch.Tensor]
+        self,
+        queries: torch.Tensor,
+        batch: Batch,
+        cache: torch.Tensor,
+        group: int,
+        weights: dict[str, torch.Tensor],
     ) -> torch.Tensor:
         """[tokens, heads * width]"""
         shape = self._shape
@@ -147,7 +206,9 @@ class Model:
             if shape.latent:
                 found = attend(queries[span.rows], kv, kv[..., :width], keys.mask, scale)
             else:
-                found = attend(queries[span.rows], kv[..., :width], kv[..., width:], keys.mask, scale)
+                found = attend(
+                    queries[span.rows], kv[..., :width], kv[..., width:], keys.mask, scale
+                )
             seen[span.rows] = found.flatten(2, 3)
         if shape.latent:
             seen = snap(torch.einsum("thl,hdl->thd", seen, weights["value_up"]))

@@ -1,10 +1,11 @@
-"""What stands for vLLM's model runner: a scheduler's output becomes a pass over the blocks, with the connector's calls around it.
+"""What stands for vLLM's model runner: a scheduler's output becomes a pass over the blocks, with
+the connector's calls around it.
 
     runner = Runner(config, kv_config, model, caches, connector, device="cpu")
-    result = runner.execute(scheduler.schedule())           # a ModelRunnerOutput, for `update_from_output`
+    result = runner.execute(scheduler.schedule())  # a ModelRunnerOutput, for `update_from_output`
 
-`calls.py` makes the connector's calls around it. Requests are followed as vLLM's two runners do it: the scheduler tells the second one of
-a request that comes back from a preemption as of a new one.
+`calls.py` makes the connector's calls around it. Requests are followed as vLLM's two runners do it:
+the scheduler tells the second one of a request that comes back from a preemption as of a new one.
 """
 
 from collections.abc import Sequence
@@ -30,7 +31,9 @@ Array = npt.NDArray[np.int64]
 
 @dataclass
 class _Running:
-    """A request as the runner knows it. blocks: of each KV cache group; computed: tokens before the pass."""
+    """A request as the runner knows it. blocks: of each KV cache group; computed: tokens before the
+    pass.
+    """
 
     tokens: list[int]
     num_prompt: int
@@ -69,9 +72,16 @@ class Runner:
         self._caches = caches
         self._connector = connector
         self._device = device
-        self._group_of = {name: number for number, group in enumerate(kv_config.kv_cache_groups) for name in group.layer_names}
+        self._group_of = {
+            name: number
+            for number, group in enumerate(kv_config.kv_cache_groups)
+            for name in group.layer_names
+        }
         self._tables = [
-            _Table(group.kv_cache_spec.block_size, getattr(group.kv_cache_spec, "sliding_window", None) or 0)
+            _Table(
+                group.kv_cache_spec.block_size,
+                getattr(group.kv_cache_spec, "sliding_window", None) or 0,
+            )
             for group in kv_config.kv_cache_groups
         ]
         self._running: dict[str, _Running] = {}
@@ -81,10 +91,15 @@ class Runner:
         with self._calls.turn():
             self._calls.before_blocks(output)
             self._update(output)
-            return self._compute(output) if output.total_num_scheduled_tokens else self._calls.without_pass(output)
+            return (
+                self._compute(output)
+                if output.total_num_scheduled_tokens
+                else self._calls.without_pass(output)
+            )
 
     def read_kv(self, request_id: str) -> dict[str, torch.Tensor]:
-        """Copies of the KV of a request, by layer: `[tokens, heads, elements]`, of what is computed and not out of the window.
+        """Copies of the KV of a request, by layer: `[tokens, heads, elements]`, of what is computed
+        and not out of the window.
 
         Valid after the pass that ends the request, until the next one.
         """
@@ -93,12 +108,17 @@ class Runner:
         for name, cache in self._caches.items():
             table = self._tables[self._group_of[name]]
             at = np.arange(table.first_seen(end - 1), end)
-            slots = self._slots(_blocks_at(running, self._group_of[name], at // table.block_tokens), at % table.block_tokens)
+            slots = self._slots(
+                _blocks_at(running, self._group_of[name], at // table.block_tokens),
+                at % table.block_tokens,
+            )
             found[name] = cache[slots.blocks, :, slots.offsets].clone()
         return found
 
     def block_ids(self, request_id: str) -> list[list[int]]:
-        """The blocks of a request, of each KV cache group; those that have left a window may be another's by now."""
+        """The blocks of a request, of each KV cache group; those that have left a window may be
+        another's by now.
+        """
         return [list(ids) for ids in self._running[request_id].blocks]
 
     def _update(self, output: SchedulerOutput) -> None:
@@ -112,19 +132,28 @@ class Runner:
                 sources, targets = self._tensor(output.kv_cache_block_copies).T
                 cache[targets] = cache[sources]
         for new in output.scheduled_new_reqs:
-            tokens = list(new.prefill_token_ids or new.prompt_token_ids)  # the former of the second runner, with the answer so far
+            tokens = list(
+                new.prefill_token_ids or new.prompt_token_ids
+            )  # the former of the second runner, with the answer so far
             self._running[new.req_id] = _Running(
-                tokens, len(new.prompt_token_ids), [list(ids) for ids in new.block_ids], new.num_computed_tokens
+                tokens,
+                len(new.prompt_token_ids),
+                [list(ids) for ids in new.block_ids],
+                new.num_computed_tokens,
             )
         cached = output.scheduled_cached_reqs
         for at, request_id in enumerate(cached.req_ids):
             running, added = self._running[request_id], cached.new_block_ids[at]
             running.computed = cached.num_computed_tokens[at]
-            del running.tokens[running.num_prompt + cached.num_output_tokens[at] :]  # of a pass whose load had failed
+            del running.tokens[
+                running.num_prompt + cached.num_output_tokens[at] :
+            ]  # of a pass whose load had failed
             if request_id in cached.resumed_req_ids:
                 running.blocks = [list(ids) for ids in added]
             elif added is not None:
-                running.blocks = [before + list(ids) for before, ids in zip(running.blocks, added, strict=True)]
+                running.blocks = [
+                    before + list(ids) for before, ids in zip(running.blocks, added, strict=True)
+                ]
 
     def _compute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         ids = list(output.num_scheduled_tokens)
@@ -139,7 +168,9 @@ class Runner:
         sampled: list[list[int]] = []
         for running, count, token in zip(requests, counts, chosen, strict=True):
             running.computed += count
-            is_last = running.computed == len(running.tokens)  # else the prompt goes on in the next pass
+            is_last = running.computed == len(
+                running.tokens
+            )  # else the prompt goes on in the next pass
             sampled.append([token] if is_last else [])
             running.tokens += sampled[-1]
         return ModelRunnerOutput(
@@ -158,30 +189,65 @@ class Runner:
             self._connector.save_kv_layer(layer, self._caches[layer], None)
 
     def _batch(self, requests: Sequence[_Running], counts: Sequence[int]) -> Batch:
-        """The pass's tokens, request after request. Requests of one token are computed together, each other one by itself, in pieces."""
+        """The pass's tokens, request after request.
+
+        Requests of one token are computed together, each other one by itself, in pieces.
+        """
         ends = np.cumsum(counts)
-        tokens = [token for one, count in zip(requests, counts, strict=True) for token in one.tokens[one.computed : one.computed + count]]
-        positions = np.concatenate([np.arange(one.computed, one.computed + count) for one, count in zip(requests, counts, strict=True)])
+        tokens = [
+            token
+            for one, count in zip(requests, counts, strict=True)
+            for token in one.tokens[one.computed : one.computed + count]
+        ]
+        positions = np.concatenate(
+            [
+                np.arange(one.computed, one.computed + count)
+                for one, count in zip(requests, counts, strict=True)
+            ]
+        )
         owners = np.repeat(np.arange(len(requests)), counts)
         slots = [
             self._slots(
                 np.concatenate(
-                    [_blocks_at(one, group, positions[owners == number] // table.block_tokens) for number, one in enumerate(requests)]
+                    [
+                        _blocks_at(one, group, positions[owners == number] // table.block_tokens)
+                        for number, one in enumerate(requests)
+                    ]
                 ),
                 positions % table.block_tokens,
             )
             for group, table in enumerate(self._tables)
         ]
-        singles = np.array([number for number, count in enumerate(counts) if count == 1], dtype=np.int64)
-        spans = [self._span([requests[number] for number in singles], ends[singles, None] - 1, positions)] if singles.size else []
+        singles = np.array(
+            [number for number, count in enumerate(counts) if count == 1], dtype=np.int64
+        )
+        spans = (
+            [
+                self._span(
+                    [requests[number] for number in singles], ends[singles, None] - 1, positions
+                )
+            ]
+            if singles.size
+            else []
+        )
         for one, count, end in zip(requests, counts, ends, strict=True):
             cuts = range(end - count, end, _QUERIES) if count > 1 else ()
-            spans += [self._span([one], np.arange(cut, min(cut + _QUERIES, end))[None], positions) for cut in cuts]
-        return Batch(self._tensor(tokens), self._tensor(positions), slots, spans, self._tensor(ends - 1))
+            spans += [
+                self._span([one], np.arange(cut, min(cut + _QUERIES, end))[None], positions)
+                for cut in cuts
+            ]
+        return Batch(
+            self._tensor(tokens), self._tensor(positions), slots, spans, self._tensor(ends - 1)
+        )
 
     def _span(self, members: Sequence[_Running], rows: Array, positions: Array) -> Span:
-        """The queries of some rows of the pass. rows: `[members, queries]`; positions: of all tokens of the pass."""
-        return Span(self._tensor(rows), [self._keys(members, positions[rows], group) for group in range(len(self._tables))])
+        """The queries of some rows of the pass. rows: `[members, queries]`; positions: of all
+        tokens of the pass.
+        """
+        return Span(
+            self._tensor(rows),
+            [self._keys(members, positions[rows], group) for group in range(len(self._tables))],
+        )
 
     def _keys(self, members: Sequence[_Running], positions: Array, group: int) -> Keys:
         """What queries look at. positions: `[batch, queries]`."""
@@ -193,8 +259,15 @@ class Runner:
         if table.window:
             mask &= seen[:, None, :] > positions[:, :, None] - table.window
         at = np.minimum(seen, positions[:, -1:])  # what is beyond the last query's is masked
-        blocks = np.stack([_blocks_at(one, group, row // table.block_tokens) for one, row in zip(members, at, strict=True)])
-        return Keys(self._slots(blocks, at % table.block_tokens), torch.from_numpy(mask).to(self._device))
+        blocks = np.stack(
+            [
+                _blocks_at(one, group, row // table.block_tokens)
+                for one, row in zip(members, at, strict=True)
+            ]
+        )
+        return Keys(
+            self._slots(blocks, at % table.block_tokens), torch.from_numpy(mask).to(self._device)
+        )
 
     def _slots(self, blocks: Array, offsets: Array) -> Slots:
         return Slots(self._tensor(blocks), self._tensor(offsets))

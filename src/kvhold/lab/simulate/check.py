@@ -11,11 +11,22 @@ __all__ = ["SERVED", "serve_too"]
 
 
 def serve_too(cut: Cut, num_tokens: int, setup: Setup) -> Checked:
-    """Both hit rates. The tier below is rounded up, for both, to what an arena of one-page chunks can be."""
-    ram, disk = setup.ram_chunks(cut.tokens_per_chunk), as_lower(setup.disk_chunks(cut.tokens_per_chunk))
-    simulated = replay(cut.chunks, cut.starts, cut.parents, policy=setup.policy, capacity=ram, lower_capacity=disk).found
+    """Both hit rates.
+
+    The tier below is rounded up, for both, to what an arena of one-page chunks can be.
+    """
+    ram, disk = (
+        setup.ram_chunks(cut.tokens_per_chunk),
+        as_lower(setup.disk_chunks(cut.tokens_per_chunk)),
+    )
+    simulated = replay(
+        cut.chunks, cut.starts, cut.parents, policy=setup.policy, capacity=ram, lower_capacity=disk
+    ).found
     served = serve(cut, policy=setup.policy, ram_chunks=ram, lower_chunks=disk)
-    simulated_rate, served_rate = (int(found.sum()) * cut.tokens_per_chunk / max(1, num_tokens) for found in (simulated, served))
+    simulated_rate, served_rate = (
+        int(found.sum()) * cut.tokens_per_chunk / max(1, num_tokens)
+        for found in (simulated, served)
+    )
     return Checked(
         policy=setup.policy,
         ram_bytes=setup.ram_bytes,

@@ -24,23 +24,68 @@ _MOST_APART = 0.02
 
 @click.command()
 @click.argument("trace", type=click.Path(path_type=Path, exists=True, dir_okay=False))
-@click.option("--policy", "policies", multiple=True, type=click.Choice(_POLICIES), help="Only these. [default: all]")
 @click.option(
-    "--capacity", "capacities", multiple=True, type=Size(), help="Memory, such as 64GiB. [default: a sweep up to all that is there]"
+    "--policy",
+    "policies",
+    multiple=True,
+    type=click.Choice(_POLICIES),
+    help="Only these. [default: all]",
 )
-@click.option("--disk", "disks", multiple=True, type=Size(), help="A tier below it, such as 1TiB. [default: none]")
-@click.option("--chunk-tokens", "chunks", multiple=True, type=click.IntRange(1), help="Tokens in a chunk. [default: a block of the trace]")
-@click.option("--codec", "codecs", multiple=True, type=click.Choice(list(RATIOS)), help="Of the tier below. [default: raw]")
+@click.option(
+    "--capacity",
+    "capacities",
+    multiple=True,
+    type=Size(),
+    help="Memory, such as 64GiB. [default: a sweep up to all that is there]",
+)
+@click.option(
+    "--disk",
+    "disks",
+    multiple=True,
+    type=Size(),
+    help="A tier below it, such as 1TiB. [default: none]",
+)
+@click.option(
+    "--chunk-tokens",
+    "chunks",
+    multiple=True,
+    type=click.IntRange(1),
+    help="Tokens in a chunk. [default: a block of the trace]",
+)
+@click.option(
+    "--codec",
+    "codecs",
+    multiple=True,
+    type=click.Choice(list(RATIOS)),
+    help="Of the tier below. [default: raw]",
+)
 @click.option("--bytes-per-token", "token_bytes", type=Size(), help="Of KV; or name a model.")
-@click.option("--model", default="meta-llama/Llama-3.1-8B", show_default=True, help="As of `kvhold size`.")
+@click.option(
+    "--model", default="meta-llama/Llama-3.1-8B", show_default=True, help="As of `kvhold size`."
+)
 @click.option("--dtype", default="auto", show_default=True, help="Of the model's KV.")
 @click.option(
-    "--block-tokens", type=click.IntRange(1), default=BLOCK_TOKENS, show_default=True, help="Tokens that an id of the trace stands for."
+    "--block-tokens",
+    type=click.IntRange(1),
+    default=BLOCK_TOKENS,
+    show_default=True,
+    help="Tokens that an id of the trace stands for.",
 )
-@click.option("--requests", "num_requests", type=click.IntRange(1), help="Only the first so many. [default: all]")
-@click.option("--check", is_flag=True, help="Also serve the trace from a real cache in this process, and compare.")
+@click.option(
+    "--requests",
+    "num_requests",
+    type=click.IntRange(1),
+    help="Only the first so many. [default: all]",
+)
+@click.option(
+    "--check",
+    is_flag=True,
+    help="Also serve the trace from a real cache in this process, and compare.",
+)
 @click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
-@click.option("--plot", type=OutputFile(*PICTURES), help="Draw hit rate over capacity, such as hits.png.")
+@click.option(
+    "--plot", type=OutputFile(*PICTURES), help="Draw hit rate over capacity, such as hits.png."
+)
 def command(
     trace: Path,
     policies: tuple[str, ...],
@@ -59,11 +104,14 @@ def command(
 ) -> None:
     """What caches of some sizes would have found of the prompts in TRACE, by policy.
 
-    A line of TRACE is a JSON object with input_length and hash_ids, as in the traces that Mooncake published. belady knows the future:
-    nothing can find more. Rows are all combinations of what is given.
+    A line of TRACE is a JSON object with input_length and hash_ids, as in the traces that Mooncake
+    published. belady knows the future: nothing can find more. Rows are all combinations of what is
+    given.
     """
     if codecs and not any(disks):
-        raise click.UsageError("--codec is that of the tier below memory; say how large it is with --disk")
+        raise click.UsageError(
+            "--codec is that of the tier below memory; say how large it is with --disk"
+        )
     with needing("'kvhold[numba]'"):
         from kvhold.lab.simulate.check import SERVED, serve_too
         from kvhold.sizing.simulation import Row, Setup, best_hit_rate, simulate
@@ -81,7 +129,9 @@ def command(
     ratios = {codec: ratio_of(codec, kv_dtype) for codec in codecs or ("raw",)}
     read = read_trace(trace, block_tokens=block_tokens, num_requests=num_requests)
     num_tokens = int(read.num_tokens.sum())
-    click.echo(f"{read.num_requests:,} requests, {num_tokens:,} tokens, {token_bytes:,} bytes a token")
+    click.echo(
+        f"{read.num_requests:,} requests, {num_tokens:,} tokens, {token_bytes:,} bytes a token"
+    )
     rows: list[Row] = []
     checked: list[Checked] = []
     for tokens_per_chunk in chunks or (block_tokens,):
@@ -89,11 +139,14 @@ def command(
         all_bytes = cut.num_ids * tokens_per_chunk * token_bytes
         most = best_hit_rate(cut, num_tokens)
         click.echo(
-            f"\nchunks of {tokens_per_chunk} tokens: {cut.chunks.size:,}, of which {cut.num_ids:,} differ ({format_size(all_bytes)}); "
+            f"\nchunks of {tokens_per_chunk} tokens: {cut.chunks.size:,}, of which "
+            f"{cut.num_ids:,} differ ({format_size(all_bytes)}); "
             f"with all of them kept, {most:.2%} of the tokens are found\n{HEADING}"
         )
         sweep = capacities or tuple(all_bytes >> step for step in range(_HALVINGS, -1, -1))
-        for policy, (codec, ratio), disk, capacity in product(policies or _POLICIES, ratios.items(), disks or (0,), sweep):
+        for policy, (codec, ratio), disk, capacity in product(
+            policies or _POLICIES, ratios.items(), disks or (0,), sweep
+        ):
             setup = Setup(policy, capacity, token_bytes, disk, codec, ratio)
             rows.append(simulate(cut, num_tokens, setup))
             click.echo(line(rows[-1]))
@@ -104,6 +157,10 @@ def command(
     if json_file is not None:
         json_file.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
     if plot is not None:
-        draw(rows, plot, f"{trace.name}: {read.num_requests:,} requests, {token_bytes:,} bytes a token")
+        draw(
+            rows,
+            plot,
+            f"{trace.name}: {read.num_requests:,} requests, {token_bytes:,} bytes a token",
+        )
     if any(abs(one.simulated - one.served) > _MOST_APART for one in checked):
         raise SystemExit(1)

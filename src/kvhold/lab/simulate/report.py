@@ -1,4 +1,6 @@
-"""How the rows are shown: a line each, the comparison with a real cache, and hit rate over capacity as a picture."""
+"""How the rows are shown: a line each, the comparison with a real cache, and hit rate over capacity
+as a picture.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +15,8 @@ if TYPE_CHECKING:  # it loads a compiler
     from kvhold.sizing.simulation import Row
 
 HEADING = (
-    f"{'policy':8} {'memory':>10} {'below':>10} {'codec':>12} {'tokens':>8} {'memory':>8} {'below':>8} {'requests':>9} "
+    f"{'policy':8} {'memory':>10} {'below':>10} {'codec':>12} {'tokens':>8} {'memory':>8} "
+    f"{'below':>8} {'requests':>9} "
     f"{'read':>10} {'stored':>10} {'evicted':>10} {'M chunks/s':>10}"
 )
 
@@ -30,7 +33,9 @@ _COLORS = {
 
 @dataclass(frozen=True)
 class Checked:
-    """Hit rates, simulated and of a real cache. same: every request found the same in the same place"""
+    """Hit rates, simulated and of a real cache. same: every request found the same in the same
+    place
+    """
 
     policy: str
     ram_bytes: int
@@ -42,26 +47,44 @@ class Checked:
 
 def line(row: "Row") -> str:
     """One row as text, under HEADING."""
-    sizes = [format_size(size) if size else "-" for size in (row.capacity_bytes, row.disk_bytes, row.bytes_read, row.bytes_written)]
+    sizes = [
+        format_size(size) if size else "-"
+        for size in (row.capacity_bytes, row.disk_bytes, row.bytes_read, row.bytes_written)
+    ]
     codec = row.codec if row.disk_bytes else "-"
-    rates = f"{row.hit_rate:8.2%} {row.ram_hit_rate:8.2%} {row.disk_hit_rate:8.2%} {row.request_hit_rate:9.2%}"
-    moved = f"{sizes[2]:>10} {sizes[3]:>10} {row.evictions + row.disk_evictions:10,} {row.events_per_s / 1e6:10.1f}"
+    rates = (
+        f"{row.hit_rate:8.2%} {row.ram_hit_rate:8.2%} {row.disk_hit_rate:8.2%} "
+        f"{row.request_hit_rate:9.2%}"
+    )
+    moved = (
+        f"{sizes[2]:>10} {sizes[3]:>10} {row.evictions + row.disk_evictions:10,} "
+        f"{row.events_per_s / 1e6:10.1f}"
+    )
     return f"{row.policy:8} {sizes[0]:>10} {sizes[1]:>10} {codec:>12} {rates} {moved}"
 
 
 def render_check(checked: Sequence[Checked]) -> str:
     """A line for each setup."""
-    lines = [f"{'policy':8} {'memory':>10} {'below':>10} {'simulated':>10} {'real cache':>11} {'points apart':>13}  each request"]
+    lines = [
+        (
+            f"{'policy':8} {'memory':>10} {'below':>10} {'simulated':>10} {'real cache':>11} "
+            f"{'points apart':>13}  each request"
+        )
+    ]
     for one in checked:
         below = format_size(one.disk_bytes) if one.disk_bytes else "-"
         apart = 100 * abs(one.simulated - one.served)
         rates = f"{one.simulated:10.2%} {one.served:11.2%} {apart:13.3f}"
-        lines.append(f"{one.policy:8} {format_size(one.ram_bytes):>10} {below:>10} {rates}  {'the same' if one.same else 'differs'}")
+        lines.append(
+            f"{one.policy:8} {format_size(one.ram_bytes):>10} {below:>10} {rates}  "
+            f"{'the same' if one.same else 'differs'}"
+        )
     return "\n".join(lines)
 
 
 def draw(rows: Sequence["Row"], path: Path, title: str) -> None:
-    """Hit rate over memory, a line for each policy; dashed ones have a tier below (PNG, SVG or PDF, by the path's ending).
+    """Hit rate over memory, a line for each policy; dashed ones have a tier below (PNG, SVG or PDF,
+    by the path's ending).
 
     Raises ClickException without matplotlib.
     """
@@ -69,13 +92,17 @@ def draw(rows: Sequence["Row"], path: Path, title: str) -> None:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
-        raise click.ClickException("a picture needs matplotlib: pip install 'kvhold[demo]'") from None
+        raise click.ClickException(
+            "a picture needs matplotlib: pip install 'kvhold[demo]'"
+        ) from None
     figure = Figure(figsize=(9, 4.6), layout="constrained")
     axes = figure.subplots()
     several = len({row.chunk_tokens for row in rows}) > 1
     lines: dict[tuple[str, int, int, str], list[Row]] = {}
     for row in rows:
-        lines.setdefault((row.policy, row.chunk_tokens, row.disk_bytes, row.codec if row.disk_bytes else ""), []).append(row)
+        lines.setdefault(
+            (row.policy, row.chunk_tokens, row.disk_bytes, row.codec if row.disk_bytes else ""), []
+        ).append(row)
     for (policy, tokens, disk, codec), own in lines.items():
         own.sort(key=lambda row: row.capacity_bytes)
         below = f" + {format_size(disk)} {codec}" if disk else ""
@@ -97,5 +124,7 @@ def draw(rows: Sequence["Row"], path: Path, title: str) -> None:
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "kvhold"}):  # text as text; the same bytes every time
+    with matplotlib.rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": "kvhold"}
+    ):  # text as text; the same bytes every time
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)

@@ -1,12 +1,14 @@
-"""A central cache of the simulation: the real server, its logins, shelf and limits, over simulated sockets, above a tier that may hang.
+"""A central cache of the simulation: the real server, its logins, shelf and limits, over simulated
+sockets, above a tier that may hang.
 
     store = CentralStore(world, markers)
     store.start()
     store.tier(checker, loop, "10.0.0.1")     # the real client of it, for one host's node
     store.trouble()                           # it dies, or a tier below it fails, or strangers come
 
-Its memory is checked as a node's is: a stream or a tier below may touch only what it was given. No value is damaged on purpose here, so
-each frame that comes damaged to a host is a finding. A stranger gets a refusal and nothing else, and costs a bounded number of bytes.
+Its memory is checked as a node's is: a stream or a tier below may touch only what it was given. No
+value is damaged on purpose here, so each frame that comes damaged to a host is a finding. A
+stranger gets a refusal and nothing else, and costs a bounded number of bytes.
 """
 
 import asyncio
@@ -91,7 +93,15 @@ class _Arena(SimArena):
 
 
 class _SimShelf(Shelf):
-    def __init__(self, world: World, checker: Checker, config: Config, arena: _Arena, guards: list[Guard], metrics: Metrics) -> None:
+    def __init__(
+        self,
+        world: World,
+        checker: Checker,
+        config: Config,
+        arena: _Arena,
+        guards: list[Guard],
+        metrics: Metrics,
+    ) -> None:
         self._prepare(config, arena, Stack(guards), metrics, clock=world.wall)  # type: ignore[arg-type]
         self.memory: Memory = checker.watch(0, self, arena.data)  # type: ignore[arg-type]
 
@@ -107,7 +117,9 @@ class _SimCentral(Central):
 
 
 class _Borrowed:
-    """Which memory the calls of one tier have been lent, so that a socket can be asked whose it touches."""
+    """Which memory the calls of one tier have been lent, so that a socket can be asked whose it
+    touches.
+    """
 
     def __init__(self, world: World, checker: Checker, who: str) -> None:
         self.world = world
@@ -119,8 +131,15 @@ class _Borrowed:
     def lend(self, parts: Sequence[Parts]) -> int:
         """For one call, until `give_back`."""
         self._last += 1
-        found = [(_address(part), part.nbytes, self._checker.place_of(part)) for of_key in parts for part in of_key if part.nbytes]
-        self._parts[self._last] = [(at, size, place) for at, size, place in found if place.node is not None]
+        found = [
+            (_address(part), part.nbytes, self._checker.place_of(part))
+            for of_key in parts
+            for part in of_key
+            if part.nbytes
+        ]
+        self._parts[self._last] = [
+            (at, size, place) for at, size, place in found if place.node is not None
+        ]
         return self._last
 
     def give_back(self, number: int) -> None:
@@ -164,7 +183,9 @@ class _WatchedTier:
         finally:
             self._borrowed.give_back(number)
 
-    async def put(self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None) -> list[TierError | None]:
+    async def put(
+        self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
+    ) -> list[TierError | None]:
         number = self._borrowed.lend([parts for _, parts in items])
         try:
             return await self._tier.put(items, ttl_s=ttl_s)
@@ -207,7 +228,9 @@ class CentralStore:
         self._arena_bytes = _PAGE_BYTES * random.choice((4, 8, 16, 64))
         self._has_lower = random.random() < 0.7
         hasty_s = random.choice((0.02, 0.1, 2.0))
-        self._guard = replace(draw_guard(random, 0), name="below", codec="raw", read_only=False, get_timeout_s=hasty_s)
+        self._guard = replace(
+            draw_guard(random, 0), name="below", codec="raw", read_only=False, get_timeout_s=hasty_s
+        )
         self._config = Config(
             ram_bytes=self._arena_bytes,
             policy=random.choice(("lru", "s3fifo")),
@@ -237,8 +260,14 @@ class CentralStore:
         below = SimTier(world, self.lower, self._checker)
         below.hangs = 0.0 if self.over else self.random.choice((0.0, 0.05, 0.2))
         self._fault = FaultTier(below, FaultConfig(seed=self.random.getrandbits(30)))
-        guards = [Guard(self._fault, self._guard, name="below", metrics=metrics)] if self._has_lower else []
-        shelf = _SimShelf(world, self._checker, self._config, _Arena(self._arena_bytes), guards, metrics)
+        guards = (
+            [Guard(self._fault, self._guard, name="below", metrics=metrics)]
+            if self._has_lower
+            else []
+        )
+        shelf = _SimShelf(
+            world, self._checker, self._config, _Arena(self._arena_bytes), guards, metrics
+        )
         shelf.ram.watch = self._changed
         self._central = _SimCentral(self._config, shelf, self._network, self._most_strangers)
         self._serving = loop.create_task(self._central.serve())
@@ -255,7 +284,13 @@ class CentralStore:
             self._sockets.setdefault(loop, []).append(sock)
             return Stream(sock)
 
-        config = CentralConfig(host=_HOST, port=_PORT, token=_TOKEN, insecure=True, connections=self.random.choice((1, 2, 3)))
+        config = CentralConfig(
+            host=_HOST,
+            port=_PORT,
+            token=_TOKEN,
+            insecure=True,
+            connections=self.random.choice((1, 2, 3)),
+        )
         return _WatchedTier(CentralTier(config, connect=connect), borrowed)
 
     def host_died(self, loop: SimLoop) -> None:
@@ -266,7 +301,11 @@ class CentralStore:
     @property
     def values(self) -> list[bytes]:
         """The keys of all that hosts have in it."""
-        here = [entry.key for entry in self._central.shelf.ram.entries()] if self._central is not None else []
+        here = (
+            [entry.key for entry in self._central.shelf.ram.entries()]
+            if self._central is not None
+            else []
+        )
         return [key for key in (*here, *self.lower.values) if key != _STRANGE]
 
     def lose(self, key: bytes) -> None:
@@ -281,7 +320,12 @@ class CentralStore:
             return
         ram = shelf.ram
         for entry in ram.entries():
-            if entry.committed and not entry.pins and not is_marker(entry.key) and self.random.random() < 0.7:
+            if (
+                entry.committed
+                and not entry.pins
+                and not is_marker(entry.key)
+                and self.random.random() < 0.7
+            ):
                 ram.remove(entry, why=EVICTED)
         self.world.later(self.random.expovariate(1 / self._pressure_s), self._evict, shelf)
 
@@ -297,7 +341,17 @@ class CentralStore:
         """Something happens to it."""
         if not self.over:
             random = self.random
-            kinds = (self._die, self._stop, self._fail, self._fail, self._fail, self._stand_still, self._break, self._knock, self._knock)
+            kinds = (
+                self._die,
+                self._stop,
+                self._fail,
+                self._fail,
+                self._fail,
+                self._stand_still,
+                self._break,
+                self._knock,
+                self._knock,
+            )
             random.choice(kinds)()
 
     def _die(self) -> None:
@@ -355,7 +409,12 @@ class CentralStore:
 
     def _break(self) -> None:
         """A connection is lost on its way."""
-        living = [sock for socks in self._sockets.values() for sock in socks if not sock.closed and not sock.peer.closed]
+        living = [
+            sock
+            for socks in self._sockets.values()
+            for sock in socks
+            if not sock.closed and not sock.peer.closed
+        ]
         if living:
             sock = self.random.choice(living)
             sock.reset()
@@ -384,7 +443,15 @@ class CentralStore:
             b"\xff\xff\xff\xff" + bytes(9_000),
             (9_000).to_bytes(LENGTH_BYTES, "little") + bytes(9_000),
             hello[: random.randrange(1, len(hello))],
-            bytes(encode(c.Hello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION, random.choice(("", "another", "x" * 3_000))))),
+            bytes(
+                encode(
+                    c.Hello(
+                        c.CENTRAL_MAGIC,
+                        c.CENTRAL_VERSION,
+                        random.choice(("", "another", "x" * 3_000)),
+                    )
+                )
+            ),
             bytes(encode(c.Hello("another", c.CENTRAL_VERSION, _TOKEN))),
             bytes(encode(c.Hello(c.CENTRAL_MAGIC, 99, _TOKEN))) + b"x" * 9_000,
         )
@@ -398,7 +465,9 @@ class CentralStore:
             bytes(encode(c.Scan(b"", b""))) * 5,
         )
         may_enter = random.random() < 0.4
-        return (hello + random.choice(inside), True) if may_enter else (random.choice(outside), False)
+        return (
+            (hello + random.choice(inside), True) if may_enter else (random.choice(outside), False)
+        )
 
     # The end.
 
@@ -423,7 +492,10 @@ class CentralStore:
             return below and not shelf._tasks and not shelf._bringing
 
         if not self.world.run(rests, most_s=_REST_S):
-            self.world.find(f"the central cache does not come to rest: {self._central and len(self._central._logins)} strangers")
+            self.world.find(
+                "the central cache does not come to rest: "
+                f"{self._central and len(self._central._logins)} strangers"
+            )
         for sock, may_enter in self._strangers:
             if not may_enter:
                 self._check_stranger(sock)
@@ -447,13 +519,22 @@ class CentralStore:
         shelf: Any = self._central.shelf
 
         def is_idle() -> bool:
-            return all(entry.committed for entry in shelf.ram.entries()) and not shelf.ram.num_pinned and not shelf._writing_bytes
+            return (
+                all(entry.committed for entry in shelf.ram.entries())
+                and not shelf.ram.num_pinned
+                and not shelf._writing_bytes
+            )
 
         if not self.world.run(is_idle, most_s=_REST_S):
-            self.world.find("at the end of the central cache memory is reserved, pinned or on its way below")
+            self.world.find(
+                "at the end of the central cache memory is reserved, pinned or on its way below"
+            )
         entries = shelf.ram.entries()
         if len(shelf.memory.allocations) != len(entries):
-            self.world.find(f"the central cache has {len(entries)} values in {len(shelf.memory.allocations)} places of memory")
+            self.world.find(
+                f"the central cache has {len(entries)} values in "
+                f"{len(shelf.memory.allocations)} places of memory"
+            )
         if self._serving is None or self._serving.done():
             self.world.find("the central cache has ended by itself")
 

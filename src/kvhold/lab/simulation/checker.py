@@ -1,8 +1,9 @@
-"""Reads the history as it happens, and knows what must never be (`docs/simulation.md` lists the rules).
+"""Reads the history as it happens, and knows what must never be (`docs/simulation.md` lists the
+rules).
 
-checker.kv(key, nbytes)            # the bytes that a key stands for: every one of them says whose it is
+checker.kv(key, nbytes)  # the bytes that a key stands for: every one of them says whose it is
 checker.granted(...)               # the node's answers, as they leave it
-checker.touches(place, who)        # every read and write of the arena by somebody else than the node
+checker.touches(place, who)  # every read and write of the arena by somebody else than the node
 checker.check_pins(); checker.check_baseline()
 """
 
@@ -33,7 +34,9 @@ def kv(key: bytes, nbytes: int) -> bytes:
 
 @dataclass(frozen=True)
 class Place:
-    """A stretch of an arena, as it was allocated when somebody was given it. allocation: its number; None: no arena's memory."""
+    """A stretch of an arena, as it was allocated when somebody was given it. allocation: its
+    number; None: no arena's memory.
+    """
 
     node: "Memory | None"
     offset: int = 0
@@ -47,7 +50,9 @@ class Memory:
     number: int
     data: bytearray
     address: int
-    allocations: dict[int, int] = field(default_factory=dict)  # offset -> number of the allocation that has it now
+    allocations: dict[int, int] = field(
+        default_factory=dict
+    )  # offset -> number of the allocation that has it now
 
 
 class Checker:
@@ -57,15 +62,21 @@ class Checker:
         """promise: which clears hold; None: those of one host alone."""
         self._world = world
         self.promise = promise if promise is not None else OneHost()
-        self.origins: dict[int, Origin] = {}  # number of an allocation -> where what is there came from, where that is known
+        self.origins: dict[
+            int, Origin
+        ] = {}  # number of an allocation -> where what is there came from, where that is known
         self._memory: Memory | None = None
         self._state: CacheState | None = None
         self._places: dict[tuple[str, int], dict[int, Place]] = {}
-        self._lookups: dict[int, tuple[int, float]] = {}  # ticket -> when its lookup came: number and Unix time
+        self._lookups: dict[
+            int, tuple[int, float]
+        ] = {}  # ticket -> when its lookup came: number and Unix time
         self._stored = self.promise.stored
         self._asked_s: dict[int, float] = {}  # number of a lookup's request -> when it came
         self._granted: dict[int, int] = {}  # room -> when
-        self.flipped: set[tuple[int, int]] = set()  # (node, offset) of bits that were flipped on purpose
+        self.flipped: set[tuple[int, int]] = (
+            set()
+        )  # (node, offset) of bits that were flipped on purpose
         self.kicked: set[str] = set()  # clients that somebody has asked the node to end
         self.scrubbing: Callable[[], list[Entry]] = list  # what the scrubber has pinned
 
@@ -93,7 +104,9 @@ class Checker:
         return memory
 
     def node_died(self, *, clears_done: bool) -> None:
-        """What it had promised went with it. clears_done: none was under way; what tiers owe is in their journal."""
+        """What it had promised went with it. clears_done: none was under way; what tiers owe is in
+        their journal.
+        """
         self._places.clear()
         self._lookups.clear()
         self._granted.clear()
@@ -119,7 +132,10 @@ class Checker:
             return
         now = place.node.allocations.get(place.offset)
         if now != place.allocation:
-            self._world.find(f"{who}: memory at {place.offset} is not its own any more (was {place.allocation}, is {now})")
+            self._world.find(
+                f"{who}: memory at {place.offset} is not its own any more (was "
+                f"{place.allocation}, is {now})"
+            )
 
     def place(self, kind: str, node: int, number: int, offset: int) -> Place | None:
         """A chunk of a loan or a room."""
@@ -138,7 +154,9 @@ class Checker:
             self.promise.asked_to_clear(request.namespace or b"", number)
         return number, self._world.wall()
 
-    def answered(self, owner: Any, request: m.Request, answer: m.Message, asked: tuple[int, float]) -> None:
+    def answered(
+        self, owner: Any, request: m.Request, answer: m.Message, asked: tuple[int, float]
+    ) -> None:
         """An answer leaves the node."""
         match request, answer:
             case m.Lookup(), m.Found() if answer.ticket:
@@ -160,20 +178,27 @@ class Checker:
         reserved = held.rooms.get(room) if held is not None else None
         for chunk in chunks if reserved is not None else ():
             for entry in reserved.chunks.get(chunk, ()) if reserved is not None else ():
-                self._stored[entry.key] = max(self._stored.get(entry.key, 0), self._granted.get(room, 0))
+                self._stored[entry.key] = max(
+                    self._stored.get(entry.key, 0), self._granted.get(room, 0)
+                )
 
     def _note_places(self, kind: str, number: int, offsets: list[list[int]]) -> None:
         memory = self._memory
         assert memory is not None
         self._places[kind, number] = {
-            offset: Place(memory, offset, memory.allocations.get(offset, -1)) for row in offsets for offset in row if offset != ABSENT
+            offset: Place(memory, offset, memory.allocations.get(offset, -1))
+            for row in offsets
+            for offset in row
+            if offset != ABSENT
         }
 
     def _check_loan(self, owner: Any, ticket: int, loan: int) -> None:
         assert self._state is not None
         asked, asked_wall = self._lookups.get(ticket, (0, 0.0))
         if not asked:
-            self._world.find(f"ticket {ticket} is good, and no lookup of this node was answered with it")
+            self._world.find(
+                f"ticket {ticket} is good, and no lookup of this node was answered with it"
+            )
             return
         held = self._state._holdings.get(owner)
         for entry in held.loans.get(loan, ()) if held is not None else ():
@@ -195,7 +220,9 @@ class Checker:
         allocation = self._memory.allocations.get(entry.offset, -1)
         origin = self.origins.get(allocation)
         born = self.promise.born(entry.key, origin, allocation)
-        for began, why in self.promise.binding(entry.key, origin, asked, self._asked_s.get(asked, 0.0)):
+        for began, why in self.promise.binding(
+            entry.key, origin, asked, self._asked_s.get(asked, 0.0)
+        ):
             if born < began:
                 self._world.find(f"{name} was found by a lookup after {why}, and not stored since")
 
@@ -216,13 +243,18 @@ class Checker:
                 counts[id(entry)] += 1
         for number, entry in entries.items():
             if entry.pins != counts[number]:
-                self._world.find(f"{entry.key.hex()[-16:]} has {entry.pins} pins, and {counts[number]} holders")
+                self._world.find(
+                    f"{entry.key.hex()[-16:]} has {entry.pins} pins, and {counts[number]} holders"
+                )
                 return
 
     def num_held(self) -> dict[str, int]:
         """What clients hold at the node: each that holds something."""
         state: Any = self._state
-        held = {owner.name: len(all_of.tickets) + len(all_of.loans) + len(all_of.rooms) for owner, all_of in state._holdings.items()}
+        held = {
+            owner.name: len(all_of.tickets) + len(all_of.loans) + len(all_of.rooms)
+            for owner, all_of in state._holdings.items()
+        }
         return {name: number for name, number in held.items() if number}
 
     def check_idle_chunks(self) -> None:
@@ -232,13 +264,20 @@ class Checker:
         for entry in [entry for part in ram.parts() for entry in part if entry.checksums]:
             stated = unpack(entry.checksums)
             view, size = ram.view(entry), entry.nbytes // len(stated)
-            found = [checksum(view[layer * size : (layer + 1) * size]) for layer in range(len(stated))]
+            found = [
+                checksum(view[layer * size : (layer + 1) * size]) for layer in range(len(stated))
+            ]
             if ram.find(entry.key) is entry and found != list(stated):
-                self._world.find(f"{entry.key.hex()[-16:]} at {entry.offset} is damaged, and the scrubber has not found it")
+                self._world.find(
+                    f"{entry.key.hex()[-16:]} at {entry.offset} is damaged, and the "
+                    "scrubber has not found it"
+                )
                 return
 
     def check_baseline(self) -> None:
-        """After the last client has gone, all is cleared, and nothing moves: memory is as it was at the beginning."""
+        """After the last client has gone, all is cleared, and nothing moves: memory is as it was at
+        the beginning.
+        """
         state, memory = self._state, self._memory
         assert state is not None and memory is not None
         ram: Any = state.ram

@@ -1,11 +1,13 @@
-"""Which clears hold for what a host lends: the rule "no read after clear", for one host and for several that share a tier.
+"""Which clears hold for what a host lends: the rule "no read after clear", for one host and for
+several that share a tier.
 
     promise.cleared(prefix, began, done)         # a host has answered a clear
-    promise.binding(origin, asked, asked_s)      # the clears that hold for a chunk that a lookup found, and why
+    promise.binding(origin, asked, asked_s)  # the clears that hold for a chunk that a lookup found,
+    and why
 
-`OneHost` is the rule for a host alone: what it has answered holds. `HostClears` is that of a host among others (`hosts.py`), as decision
-0026 promises it (`docs/simulation.md` says it in words). It looks at the shared tier's store itself: a marker that lies there is one that
-a host can hear of.
+`OneHost` is the rule for a host alone: what it has answered holds. `HostClears` is that of a host
+among others (`hosts.py`), as decision 0026 promises it (`docs/simulation.md` says it in words). It
+looks at the shared tier's store itself: a marker that lies there is one that a host can hear of.
 """
 
 from collections.abc import Iterable, Iterator
@@ -25,7 +27,8 @@ class Clear:
     """One clear.
 
     began:  number of its request
-    done:   number of its answer, as long as its host keeps to it; 0: not answered, or the host died before its journal knew
+    done:   number of its answer, as long as its host keeps to it; 0: not answered, or the host died
+        before its journal knew
     number: the generation that it began in the shared tier; 0: none yet
     """
 
@@ -70,9 +73,13 @@ class Promise(Protocol):
         """The node has died. clears_done: no clear was under way."""
 
     def born(self, key: bytes, origin: Origin | None, allocation: int) -> int:
-        """When memory was granted to whoever stored a chunk: not before that. allocation: of the chunk in this host's memory."""
+        """When memory was granted to whoever stored a chunk: not before that. allocation: of the
+        chunk in this host's memory.
+        """
 
-    def binding(self, key: bytes, origin: Origin | None, asked: int, asked_s: float) -> Iterable[tuple[int, str]]:
+    def binding(
+        self, key: bytes, origin: Origin | None, asked: int, asked_s: float
+    ) -> Iterable[tuple[int, str]]:
         """When the clears began that hold for a chunk, and why they do."""
 
 
@@ -80,7 +87,9 @@ class OneHost:
     """A host alone."""
 
     def __init__(self) -> None:
-        self.stored: dict[bytes, int] = {}  # key -> when memory for it was granted last, of what was committed
+        self.stored: dict[
+            bytes, int
+        ] = {}  # key -> when memory for it was granted last, of what was committed
         self._clears: dict[bytes, tuple[int, int]] = {}
 
     def asked_to_clear(self, prefix: bytes, began: int) -> None:
@@ -99,7 +108,9 @@ class OneHost:
         """See `Promise`. Whatever of it came from a tier may be of the latest store."""
         return self.stored.get(key, 0)
 
-    def binding(self, key: bytes, origin: Origin | None, asked: int, asked_s: float) -> Iterator[tuple[int, str]]:
+    def binding(
+        self, key: bytes, origin: Origin | None, asked: int, asked_s: float
+    ) -> Iterator[tuple[int, str]]:
         """See `Promise`."""
         for prefix in (b"", key[:NAMESPACE_BYTES]):
             began, done = self._clears.get(prefix, (0, 0))
@@ -141,14 +152,18 @@ class Markers:
         return self._lost.get(marker_key(space, number), 0) > since
 
     def up_to(self, space: bytes, number: int) -> tuple[int, float] | None:
-        """Since when all markers of a namespace up to that number have been there; None: they are not."""
+        """Since when all markers of a namespace up to that number have been there; None: they are
+        not.
+        """
         since = [self._since.get(marker_key(space, one)) for one in range(1, number + 1)]
         return None if None in since else max(one for one in since if one is not None)
 
 
 def number_of(name: bytes) -> tuple[int, str]:
     """Of a marker: its number, and the beginning of its namespace."""
-    return int.from_bytes(name[NAMESPACE_BYTES:][len(b"kvhold-clear") : HASH_BYTES], "little"), name[:4].hex()
+    return int.from_bytes(
+        name[NAMESPACE_BYTES:][len(b"kvhold-clear") : HASH_BYTES], "little"
+    ), name[:4].hex()
 
 
 @dataclass
@@ -159,12 +174,22 @@ class Shared:
     markers: Markers
     clears: list[Clear] = field(default_factory=list)
     stored: dict[bytes, int] = field(default_factory=dict)
-    highest: dict[bytes, int] = field(default_factory=dict)  # namespace -> the highest number that any host has had
-    born: dict[tuple[str, bytes], int] = field(default_factory=dict)  # store and name there -> when the latest that was put was born
+    highest: dict[bytes, int] = field(
+        default_factory=dict
+    )  # namespace -> the highest number that any host has had
+    born: dict[tuple[str, bytes], int] = field(
+        default_factory=dict
+    )  # store and name there -> when the latest that was put was born
 
     def forget(self, space: bytes) -> None:
-        """The first weak case of decision 0026: a marker was lost while a host cleared. What was cleared so far is not held to."""
-        self.world.note("a clear has a number that was there: what was cleared of %s is not looked at", space[:4].hex())
+        """The first weak case of decision 0026: a marker was lost while a host cleared.
+
+        What was cleared so far is not held to.
+        """
+        self.world.note(
+            "a clear has a number that was there: what was cleared of %s is not looked at",
+            space[:4].hex(),
+        )
         self.clears[:] = [clear for clear in self.clears if clear.space != space]
 
 
@@ -175,7 +200,9 @@ class HostClears:
         self.stored = shared.stored
         self.shared = shared
         self._host = host
-        self._heard: dict[bytes, list[tuple[int, int]]] = {}  # namespace -> generations, and since when lookups must know
+        self._heard: dict[
+            bytes, list[tuple[int, int]]
+        ] = {}  # namespace -> generations, and since when lookups must know
         self._began = 0  # the node that runs
         self._began_s = 0.0
         self._faulty_s = 0.0  # when a call to the shared tier last failed
@@ -184,7 +211,9 @@ class HostClears:
         self._loops: list[SimLoop] = []
 
     def node_began(self, guard: Guard, reached: dict[bytes, int], loops: list[SimLoop]) -> None:
-        """A node starts. guard: of the shared tier; reached: the generations that its journal knows; loops: its threads."""
+        """A node starts. guard: of the shared tier; reached: the generations that its journal
+        knows; loops: its threads.
+        """
         world = self.shared.world
         self._began, self._began_s, self._has_failed = world.number(), world.now, False
         self._heard = {space: [(number, self._began)] for space, number in reached.items()}
@@ -206,7 +235,9 @@ class HostClears:
         def known(space: bytes, number: int) -> None:
             tell(space, number)
             self.shared.highest[space] = max(number, self.shared.highest.get(space, 0))
-            self._loops[0].call_soon(self._hears, space, number)  # behind what the mover has posted to the state because of it
+            self._loops[0].call_soon(
+                self._hears, space, number
+            )  # behind what the mover has posted to the state because of it
 
         async def beginning(space: bytes, prefix: bytes) -> bool:
             shared = self.shared
@@ -219,7 +250,11 @@ class HostClears:
 
         async def advancing(prefix: bytes) -> bytes:
             clears = self.shared.clears
-            waiting = [clear for clear in clears if clear.host == self._host and clear.prefix == prefix and not clear.number]
+            waiting = [
+                clear
+                for clear in clears
+                if clear.host == self._host and clear.prefix == prefix and not clear.number
+            ]
             old: bytes = await advance(prefix)
             for clear in waiting:
                 clear.number = tier._number(clear.space)
@@ -232,10 +267,15 @@ class HostClears:
 
     @property
     def known(self) -> dict[bytes, int]:
-        """Namespace -> the latest generation that this host knows, memory and all, of those that it uses."""
+        """Namespace -> the latest generation that this host knows, memory and all, of those that it
+        uses.
+        """
         tier: Any = self._guard._tier if self._guard is not None else None
         used = tier._used if isinstance(tier, GenerationTier) else ()
-        return {space: max((number for number, _ in self._heard.get(space, ())), default=0) for space in used}
+        return {
+            space: max((number for number, _ in self._heard.get(space, ())), default=0)
+            for space in used
+        }
 
     def cleared(self, prefix: bytes, began: int, done: int) -> None:
         """See `Promise`. Until it is answered, its host may die without a trace of it."""
@@ -263,7 +303,9 @@ class HostClears:
             return allocation
         return origin.born or self.stored.get(key, 0)
 
-    def binding(self, key: bytes, origin: Origin | None, asked: int, asked_s: float) -> Iterator[tuple[int, str]]:
+    def binding(
+        self, key: bytes, origin: Origin | None, asked: int, asked_s: float
+    ) -> Iterator[tuple[int, str]]:
         """See `Promise`."""
         for clear in self.shared.clears:
             if key.startswith(clear.prefix):
@@ -272,25 +314,40 @@ class HostClears:
                     yield clear.began, why
 
     def _why(self, clear: Clear, origin: Origin | None, asked: int, asked_s: float) -> str:
-        """Why a clear holds for a chunk that a lookup of this host has found; empty: it need not."""
+        """Why a clear holds for a chunk that a lookup of this host has found; empty: it
+        need not.
+        """
         if clear.host == self._host:
             return "a clear" if 0 < clear.done < asked else ""
         if not clear.number:
             return ""
-        if any(number >= clear.number and since < asked for number, since in self._heard.get(clear.space, ())):
+        if any(
+            number >= clear.number and since < asked
+            for number, since in self._heard.get(clear.space, ())
+        ):
             return f"a clear of host {clear.host}, which this host knows of"
         there = self.shared.markers.up_to(clear.space, clear.number)
         if there is None:
             return ""
         if origin is not None and origin.shared and there[0] < origin.probed:
             return f"a clear of host {clear.host}, from the shared tier, which says so"
-        if origin is not None and not origin.shared and there[0] < self._began and not self._has_failed:
+        if (
+            origin is not None
+            and not origin.shared
+            and there[0] < self._began
+            and not self._has_failed
+        ):
             return f"a clear of host {clear.host}, from a disk that is older"
         assert self._guard is not None
-        if any(own.host == self._host and own.space == clear.space and not own.number for own in self.shared.clears):
+        if any(
+            own.host == self._host and own.space == clear.space and not own.number
+            for own in self.shared.clears
+        ):
             return ""  # a clear of its own is under way, and will tell
         config = self._guard.config
-        since_s = max(there[1], self._began_s, self._faulty_s, *(loop.stalled_until for loop in self._loops))
+        since_s = max(
+            there[1], self._began_s, self._faulty_s, *(loop.stalled_until for loop in self._loops)
+        )
         if asked_s > since_s + config.clears_check_s + config.probe_timeout_s + _GRACE_S:
             return f"a clear of host {clear.host}, more than {config.clears_check_s:g} s ago"
         return ""

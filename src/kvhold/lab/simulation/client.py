@@ -3,8 +3,8 @@
     client = Client(world, 1, checker, find_node, mailbox)     # joins a node, and joins again
     await client.load(prompt, ...)
 
-Its decisions are the real ones: its membership, and the conversations and lifetimes of its links. It
-reads and writes the arena slowly, so that anything may happen in between. Several tasks use one
+Its decisions are the real ones: its membership, and the conversations and lifetimes of its links.
+It reads and writes the arena slowly, so that anything may happen in between. Several tasks use one
 client, as threads do, and each may be interrupted at any await.
 """
 
@@ -34,7 +34,8 @@ _CONNECT_TIMEOUT_S = 5.0
 _TEND_S = 0.5
 _PATIENCE_S = 5.0  # of an engine whose client has no node
 _WITH_DEVICE = 0.3
-_LAYOUT_IS_UNKNOWN = "was not registered"  # in the refusal of a request for a namespace that the node has not been told
+# in the refusal of a request for a namespace that the node has not been told
+_LAYOUT_IS_UNKNOWN = "was not registered"
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,14 @@ class Signal:
 class Client:
     """One engine's process."""
 
-    def __init__(self, world: World, number: int, checker: Any, find_node: Callable[[], SimNode | None], mailbox: list[Share]) -> None:
+    def __init__(
+        self,
+        world: World,
+        number: int,
+        checker: Any,
+        find_node: Callable[[], SimNode | None],
+        mailbox: list[Share],
+    ) -> None:
         self.world = world
         self.number = number
         self.name = f"client-{number}"
@@ -97,14 +105,18 @@ class Client:
         self.reconnect_s = world.random.choice((0.05, 0.5))
         self._find_node = find_node
         self._mailbox = mailbox
-        self._device = SimDevice(world, checker, self.name) if world.random.random() < _WITH_DEVICE else None
+        self._device = (
+            SimDevice(world, checker, self.name) if world.random.random() < _WITH_DEVICE else None
+        )
         self._at_end: list[Callable[[], object]] = []
         self._ended = False
         self._departures = Departures()
         self._begin()
 
     def _begin(self) -> None:
-        self.membership: Membership[SimLink] = Membership("the node's socket", departures=self._departures)
+        self.membership: Membership[SimLink] = Membership(
+            "the node's socket", departures=self._departures
+        )
         self._wake = Signal(self.loop)  # as the keeper's of `NodeClient`
         self._joined = asyncio.Event()
         self._with_device: set[SimLink] = set()  # links whose node knows of the device
@@ -116,7 +128,9 @@ class Client:
         return self.name in self.checker.kicked
 
     def kill(self, forked_s: float) -> None:
-        """The process ends at once. forked_s: a child that it forked keeps its sockets for so long."""
+        """The process ends at once. forked_s: a child that it forked keeps its sockets
+        for so long.
+        """
         self.alive = False
         self.world.kill(self.loop)
         self._die()
@@ -133,7 +147,9 @@ class Client:
 
     def _die(self) -> None:
         if self._device is not None:
-            self._device.end(self._end)  # its copies go on for a while, and only then the process has ended
+            self._device.end(
+                self._end
+            )  # its copies go on for a while, and only then the process has ended
         else:
             self._end()
 
@@ -165,14 +181,17 @@ class Client:
     async def link(self) -> SimLink:
         """The link in use. Raises NodeError.
 
-        It waits a while for one. An engine would compute meanwhile, and the simulation would do nothing.
+        It waits a while for one. An engine would compute meanwhile, and the simulation would do
+        nothing.
         """
         if self.membership.link is None:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._joined.wait(), _PATIENCE_S)
         return self.membership.current("call")
 
-    async def call(self, link: SimLink, request: m.Message, expected: type[Kind], within_s: float | None = None) -> Kind:
+    async def call(
+        self, link: SimLink, request: m.Message, expected: type[Kind], within_s: float | None = None
+    ) -> Kind:
         """The answer. Raises KVHoldError where it does not come in time, or is another."""
         answer = await self._ask(link, request, within_s)
         if not isinstance(answer, expected):
@@ -183,7 +202,9 @@ class Client:
             raise ProtocolError("an answer of the wrong kind")
         return answer
 
-    async def _ask(self, link: SimLink, request: m.Message, within_s: float | None, *, keep: bool = False) -> m.Answer:
+    async def _ask(
+        self, link: SimLink, request: m.Message, within_s: float | None, *, keep: bool = False
+    ) -> m.Answer:
         operation = type(request).__name__.lower()
         if not keep and self.membership.is_silent(link, self.call_timeout_s):
             raise self.membership.silence(link, operation)
@@ -212,7 +233,9 @@ class Client:
         if told and _LAYOUT_IS_UNKNOWN in answer.reason:
             self.world.find(f"{self.name}: a namespace is not known any more: {answer.reason}")
 
-    async def give_back(self, link: SimLink, request: m.Message | None, *, held: bool = False) -> None:
+    async def give_back(
+        self, link: SimLink, request: m.Message | None, *, held: bool = False
+    ) -> None:
         """Never raises, unless it is interrupted."""
         if held:
             link.let_go()
@@ -288,7 +311,9 @@ class Client:
 
     # What it does.
 
-    async def store(self, prompt: Prompt, *, first: int, shard: int, terms: Terms, leave: float) -> None:
+    async def store(
+        self, prompt: Prompt, *, first: int, shard: int, terms: Terms, leave: float
+    ) -> None:
         """Reserve, write, commit. leave: the chance that a chunk is not committed."""
         await self.register(prompt.namespace)
         link = await self.link()
@@ -297,7 +322,9 @@ class Client:
         granted: m.Granted | None = None
         try:
             device = await self._reached_by_device(link)
-            granted = await self.call(link, m.Reserve(prompt.namespace.layout.fingerprint, names, shard, terms), m.Granted)
+            granted = await self.call(
+                link, m.Reserve(prompt.namespace.layout.fingerprint, names, shard, terms), m.Granted
+            )
             room = granted.room
             ready: dict[int, bytes] = {}
             for chunk, chain_hash in enumerate(split_hashes(names.hashes)):
@@ -310,7 +337,9 @@ class Client:
                         layers = prompt.namespace.layout.groups[group].layers
                         place = self.checker.place("room", link.node.number, room, row[chunk])
                         if device is not None:
-                            sums += await device.store(link.node.data, row[chunk], place, value, layers)
+                            sums += await device.store(
+                                link.node.data, row[chunk], place, value, layers
+                            )
                         else:
                             sums += await self._write(link, row[chunk], place, key, value, layers)
                 if sums and self.world.random.random() >= leave:
@@ -319,7 +348,11 @@ class Client:
                     await self._commit(link, room, ready)
             await self._commit(link, room, ready)
         finally:
-            await self.give_back(link, m.Abandon(granted.room) if granted is not None and granted.room else None, held=True)
+            await self.give_back(
+                link,
+                m.Abandon(granted.room) if granted is not None and granted.room else None,
+                held=True,
+            )
 
     async def _commit(self, link: SimLink, room: int, ready: dict[int, bytes]) -> None:
         if ready:
@@ -328,7 +361,10 @@ class Client:
             await self.call(link, request, m.Done)
 
     async def _reached_by_device(self, link: SimLink) -> SimDevice | None:
-        """The device, if it copies into this node's arena and out of it. Where the node does not take that, the host copies."""
+        """The device, if it copies into this node's arena and out of it.
+
+        Where the node does not take that, the host copies.
+        """
         if self._device is None:
             return None
         if link not in self._with_device:
@@ -340,16 +376,27 @@ class Client:
             self._with_device.add(link)
         return self._device
 
-    async def _write(self, link: SimLink, offset: int, place: Place | None, key: bytes, value: bytes, layers: int) -> bytes:
+    async def _write(
+        self, link: SimLink, offset: int, place: Place | None, key: bytes, value: bytes, layers: int
+    ) -> bytes:
         """One chunk, layer by layer. Returns its checksums."""
         size = len(value) // layers
         for layer in range(layers):
             await self._pause()
             self.checker.touches(place, f"{self.name} writes {key.hex()[-16:]}")
-            link.node.data[offset + layer * size : offset + (layer + 1) * size] = value[layer * size : (layer + 1) * size]
-        return pack([checksum(memoryview(value)[layer * size : (layer + 1) * size]) for layer in range(layers)])
+            link.node.data[offset + layer * size : offset + (layer + 1) * size] = value[
+                layer * size : (layer + 1) * size
+            ]
+        return pack(
+            [
+                checksum(memoryview(value)[layer * size : (layer + 1) * size])
+                for layer in range(layers)
+            ]
+        )
 
-    async def load(self, prompt: Prompt, *, have_tokens: int, work: Any, wait_s: float, share: bool) -> None:
+    async def load(
+        self, prompt: Prompt, *, have_tokens: int, work: Any, wait_s: float, share: bool
+    ) -> None:
         """Look up, wait, claim, read, let go."""
         await self.register(prompt.namespace)
         link = await self.link()
@@ -362,7 +409,9 @@ class Client:
                 over = self.world.now >= until
                 if self.world.random.random() < 0.2:
                     await self._read_hit(link, prompt, ticket, 0, arriving=True)
-                found = await self.call(link, m.Refresh(ticket, over, self.world.random.random() < 0.5), m.Found)
+                found = await self.call(
+                    link, m.Refresh(ticket, over, self.world.random.random() < 0.5), m.Found
+                )
             if not found.ticket:
                 return
             for shard in range(prompt.namespace.shards):
@@ -384,10 +433,19 @@ class Client:
             self._mailbox.remove(shared)
         await asyncio.sleep(self.world.delay(0.01, slow=0.2, slow_s=3.0))
         link = await self.link()
-        await self._read_hit(link, shared.prompt, shared.ticket, shared.shard, num_tokens=shared.num_tokens)
+        await self._read_hit(
+            link, shared.prompt, shared.ticket, shared.shard, num_tokens=shared.num_tokens
+        )
 
     async def _read_hit(
-        self, link: SimLink, prompt: Prompt, ticket: int, shard: int, *, num_tokens: int = 0, arriving: bool = False
+        self,
+        link: SimLink,
+        prompt: Prompt,
+        ticket: int,
+        shard: int,
+        *,
+        num_tokens: int = 0,
+        arriving: bool = False,
     ) -> None:
         layout = prompt.namespace.layout
         first = 0 if self.world.random.random() < 0.7 else self.world.random.randrange(3)
@@ -397,33 +455,59 @@ class Client:
             device = await self._reached_by_device(link)
             lent = await self.call(link, m.Claim(ticket, shard, first, arriving), m.Lent)
             if num_tokens and sum(lent.num_tokens) < num_tokens - first * layout.tokens_per_chunk:
-                self.world.find(f"{self.name}: a hit of {num_tokens} tokens came to {lent.num_tokens} from chunk {first} on")
+                self.world.find(
+                    f"{self.name}: a hit of {num_tokens} tokens came to {lent.num_tokens} "
+                    f"from chunk {first} on"
+                )
             hashes = list(split_hashes(prompt.chain))
             for group, row in enumerate(lent.offsets):
                 sums = unpack(lent.checksums[group])
                 layers = layout.groups[group].layers
                 present = [chunk for chunk, offset in enumerate(row) if offset != ABSENT]
                 if len(sums) != layers * len(present):
-                    self.world.find(f"{self.name}: {len(sums)} checksums for {len(present)} chunks of {layers} layers")
+                    self.world.find(
+                        f"{self.name}: {len(sums)} checksums for {len(present)} chunks of "
+                        f"{layers} layers"
+                    )
                     return
                 for at, chunk in enumerate(present):
                     tokens, number = lent.num_tokens[chunk], first + chunk
-                    tail = None if number < len(hashes) and tokens == layout.tokens_per_chunk else prompt.tail_lengths.index(tokens)
-                    chain_hash = hashes[number] if tail is None else list(split_hashes(prompt.tails))[tail]
+                    tail = (
+                        None
+                        if number < len(hashes) and tokens == layout.tokens_per_chunk
+                        else prompt.tail_lengths.index(tokens)
+                    )
+                    chain_hash = (
+                        hashes[number] if tail is None else list(split_hashes(prompt.tails))[tail]
+                    )
                     key = make_key(prompt.namespace.digest, chain_hash, group, shard)
                     value = kv(key, layout.chunk_bytes(group, tokens))
                     of_chunk = sums[at * layers : (at + 1) * layers]
-                    if not await self._read(link, device, lent.loan, row[chunk], key, value, of_chunk):
+                    if not await self._read(
+                        link, device, lent.loan, row[chunk], key, value, of_chunk
+                    ):
                         with suppress(KVHoldError):
                             await self.call(link, m.Damaged(lent.loan, [row[chunk]]), m.Done)
                         return
         finally:
-            await self.give_back(link, m.Release(lent.loan) if lent is not None else None, held=True)
+            await self.give_back(
+                link, m.Release(lent.loan) if lent is not None else None, held=True
+            )
 
     async def _read(
-        self, link: SimLink, device: SimDevice | None, loan: int, offset: int, key: bytes, value: bytes, sums: Sequence[int]
+        self,
+        link: SimLink,
+        device: SimDevice | None,
+        loan: int,
+        offset: int,
+        key: bytes,
+        value: bytes,
+        sums: Sequence[int],
     ) -> bool:
-        """One chunk, each layer of which is compared. False where a checksum says that it is damaged."""
+        """One chunk, each layer of which is compared.
+
+        False where a checksum says that it is damaged.
+        """
         place = self.checker.place("loan", link.node.number, loan, offset)
         if device is not None:
             data = await device.load(link.node.data, offset, place, len(value), sums)
@@ -434,14 +518,21 @@ class Client:
             self.checker.touches(place, f"{self.name} reads {key.hex()[-16:]}")
             data = bytes(link.node.data[offset + layer * size : offset + (layer + 1) * size])
             expected = value[layer * size : (layer + 1) * size]
-            if not self._is_right(link, offset, key, data if checksum(data) == stated else None, expected):
+            if not self._is_right(
+                link, offset, key, data if checksum(data) == stated else None, expected
+            ):
                 return False
         return True
 
-    def _is_right(self, link: SimLink, offset: int, key: bytes, data: bytes | None, expected: bytes) -> bool:
+    def _is_right(
+        self, link: SimLink, offset: int, key: bytes, data: bytes | None, expected: bytes
+    ) -> bool:
         """Whether a reader has what is expected. None: a checksum says that it is damaged."""
         if data is None and (link.node.number, offset) not in self.checker.flipped:
-            self.world.find(f"{self.name}: {key.hex()[-16:]} at {offset} is damaged, and nobody damaged it on purpose")
+            self.world.find(
+                f"{self.name}: {key.hex()[-16:]} at {offset} is damaged, and nobody "
+                "damaged it on purpose"
+            )
         if data is not None and data != expected:
             self.world.find(f"{self.name}: a wrong byte in {key.hex()[-16:]} at {offset}")
         return data == expected
@@ -490,11 +581,15 @@ class Client:
     async def kick(self) -> None:
         """Have the node end one of its clients, this one or another."""
         link = await self.link()
-        victim = self.world.random.choice((await self.call(link, m.Clients(), m.ClientList)).clients)
+        victim = self.world.random.choice(
+            (await self.call(link, m.Clients(), m.ClientList)).clients
+        )
         self.checker.kicked.add(victim.name)
         self.world.note("%s kicks %s", self.name, victim.name)
         by_pid = self.world.random.random() < 0.3
-        await self.call(link, m.Kick(pid=victim.pid) if by_pid else m.Kick(victim.number), m.ClientList)
+        await self.call(
+            link, m.Kick(pid=victim.pid) if by_pid else m.Kick(victim.number), m.ClientList
+        )
 
     async def hang_up(self) -> None:
         """Close the client on purpose, whatever its other tasks do; then make another one."""

@@ -1,13 +1,14 @@
-"""A client's device: the real copier over a fake device, whose streams run late in virtual time and copy on after its process was killed.
+"""A client's device: the real copier over a fake device, whose streams run late in virtual time and
+copy on after its process was killed.
 
     device = SimDevice(world, checker, "client-1")
     sums = await device.store(arena, offset, place, value, layers)
     data = await device.load(arena, offset, place, nbytes, sums)
     device.end(then)                    # its process is killed
 
-The engine's kernels are on the device's own stream: they fill the blocks that are stored and overwrite them after the fence, and read the
-blocks that were loaded. So a copy that lacks an event moves wrong bytes. Each copy asks the checker whose memory it touches in the arena
-when it runs.
+The engine's kernels are on the device's own stream: they fill the blocks that are stored and
+overwrite them after the fence, and read the blocks that were loaded. So a copy that lacks an event
+moves wrong bytes. Each copy asks the checker whose memory it touches in the arena when it runs.
 """
 
 import asyncio
@@ -53,8 +54,13 @@ class SimDevice(FakeDevice):
         self._is_running = False
         self._is_killed = False
 
-    async def store(self, arena: bytearray, offset: int, place: Place | None, value: bytes, layers: int) -> bytes:
-        """One chunk from blocks that the engine has just written and will write again. Returns its checksums."""
+    async def store(
+        self, arena: bytearray, offset: int, place: Place | None, value: bytes, layers: int
+    ) -> bytes:
+        """One chunk from blocks that the engine has just written and will write again.
+
+        Returns its checksums.
+        """
         view, blocks = _blocks(layers, len(value) // layers)
         memory = np.frombuffer(arena, np.uint8)
         self.compute(lambda: _fill(blocks, value))
@@ -64,8 +70,13 @@ class SimDevice(FakeDevice):
         stored = memory[offset : offset + len(value)].reshape(layers, -1)
         return pack([checksum(row.data) for row in stored])
 
-    async def load(self, arena: bytearray, offset: int, place: Place | None, nbytes: int, sums: Sequence[int]) -> bytes | None:
-        """One chunk into blocks that the engine has just zeroed. Returns what its next kernel reads there; None: it is damaged."""
+    async def load(
+        self, arena: bytearray, offset: int, place: Place | None, nbytes: int, sums: Sequence[int]
+    ) -> bytes | None:
+        """One chunk into blocks that the engine has just zeroed.
+
+        Returns what its next kernel reads there; None: it is damaged.
+        """
         view, blocks = _blocks(len(sums), nbytes // len(sums))
         memory = np.frombuffer(arena, np.uint8)
         seen: list[bytes] = []
@@ -79,7 +90,10 @@ class SimDevice(FakeDevice):
         return None if damage else seen[0]
 
     def end(self, then: Callable[[], None]) -> None:
-        """Its process is killed: what is on the streams may run on for a while. Then the device has let go of the process."""
+        """Its process is killed: what is on the streams may run on for a while.
+
+        Then the device has let go of the process.
+        """
         self._is_killed = True
 
         def ended() -> None:
@@ -92,11 +106,19 @@ class SimDevice(FakeDevice):
         """No real time passes."""
 
     def _submit(
-        self, copy: Any, view: View, memory: npt.NDArray[np.uint8], offset: int, place: Place | None, sums: Checksums | None
+        self,
+        copy: Any,
+        view: View,
+        memory: npt.NDArray[np.uint8],
+        offset: int,
+        place: Place | None,
+        sums: Checksums | None,
     ) -> Transfer:
         places = ChunkBytes(np.array([offset]), np.array([1]), sums)
         self._driver.place = place
-        transfer: Transfer = copy([Piece(view, np.zeros(1, np.int64), memory, places)], after=self._copier.mark())
+        transfer: Transfer = copy(
+            [Piece(view, np.zeros(1, np.int64), memory, places)], after=self._copier.mark()
+        )
         self._copier.fence([transfer])
         self._keep_running()
         return transfer
@@ -174,7 +196,16 @@ class _Reaching:
 def _blocks(layers: int, nbytes: int) -> tuple[View, list[npt.NDArray[np.uint8]]]:
     """A view of one block a layer, and its memory."""
     blocks = [np.full((1, nbytes), 0x55, np.uint8) for _ in range(layers)]
-    group = Group(layers=layers, planes=1, heads=1, head_dim=1, dtype="uint8", packing="blocks", block_tokens=1, block_bytes=nbytes)
+    group = Group(
+        layers=layers,
+        planes=1,
+        heads=1,
+        head_dim=1,
+        dtype="uint8",
+        packing="blocks",
+        block_tokens=1,
+        block_bytes=nbytes,
+    )
     return opaque_blocks(group, blocks, block_axis=0), blocks
 
 

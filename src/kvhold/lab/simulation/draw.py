@@ -17,10 +17,21 @@ _CHUNK_BYTES = 4096  # what each chunk takes in the arena; they are all smaller
 _FAULTS = (
     *(("probe", kind) for kind in ("error", "delay", "hang", "truncate", "stale")),
     *(("get", kind) for kind in ("error", "delay", "hang", "corrupt", "truncate", "swap", "stale")),
-    *((operation, kind) for operation in ("put", "delete", "scan", "check", "replace") for kind in ("error", "delay", "hang")),
+    *(
+        (operation, kind)
+        for operation in ("put", "delete", "scan", "check", "replace")
+        for kind in ("error", "delay", "hang")
+    ),
 )
 
-_QUIET_FAULTS = (("get", "corrupt"), ("get", "truncate"), ("get", "swap"), ("get", "stale"), ("probe", "truncate"), ("probe", "stale"))
+_QUIET_FAULTS = (
+    ("get", "corrupt"),
+    ("get", "truncate"),
+    ("get", "swap"),
+    ("get", "stale"),
+    ("probe", "truncate"),
+    ("probe", "stale"),
+)
 
 
 @dataclass(frozen=True)
@@ -73,7 +84,9 @@ def draw_rules(random: Random) -> list[Rule]:
     """What goes wrong in a tier for a while."""
     rules = []
     quiet = random.random() < 0.4  # it answers, and its answers are wrong
-    for operation, kind in random.sample(_QUIET_FAULTS if quiet else _FAULTS, random.choice((1, 2, 4))):
+    for operation, kind in random.sample(
+        _QUIET_FAULTS if quiet else _FAULTS, random.choice((1, 2, 4))
+    ):
         rules.append(
             Rule(
                 operation,
@@ -97,7 +110,13 @@ def draw_work(random: Random, prompt: Prompt) -> Any:
     """What computing costs who looks up; mostly not said."""
     if random.random() < 0.8:
         return None
-    return Work("request", prompt.num_tokens, step_s=0.001, token_s=random.choice((0.0, 1e-5, 1e-2, 1.0)), load_s=0.0001)
+    return Work(
+        "request",
+        prompt.num_tokens,
+        step_s=0.001,
+        token_s=random.choice((0.0, 1e-5, 1e-2, 1.0)),
+        load_s=0.0001,
+    )
 
 
 def draw_guard(random: Random, number: int) -> GuardConfig:
@@ -118,12 +137,19 @@ def draw_guard(random: Random, number: int) -> GuardConfig:
 
 def _namespace(random: Random, number: int) -> Namespace:
     kinds: list[dict[str, Any]] = [{"attention": "full"}]
-    kinds += random.choice(([], [{"attention": "sliding", "window": random.choice((3, 8))}], [{"attention": "state"}]))
+    kinds += random.choice(
+        ([], [{"attention": "sliding", "window": random.choice((3, 8))}], [{"attention": "state"}])
+    )
     if random.random() < 0.2:
         kinds = kinds[::-1]
     groups = tuple(
         Group(
-            layers=random.choice((1, 2, 3)), planes=random.choice((1, 2)), heads=1, head_dim=random.choice((4, 8)), dtype="bfloat16", **kind
+            layers=random.choice((1, 2, 3)),
+            planes=random.choice((1, 2)),
+            heads=1,
+            head_dim=random.choice((4, 8)),
+            dtype="bfloat16",
+            **kind,
         )
         for kind in kinds
     )

@@ -1,10 +1,12 @@
-"""Several hosts over one shared tier: each has a node, clients and at times a disk of its own; what one clears goes on all of them.
+"""Several hosts over one shared tier: each has a node, clients and at times a disk of its own; what
+one clears goes on all of them.
 
     Hosts(world).run()
 
-Each host is a whole simulation of its own (`run.py`), over one store that all of them share: a dictionary, or a real central cache
-(`central.py`). Generations are on. The promise that the checker holds them to is that of decision 0026 (`clears.py`). Beyond the trouble
-of one host there are hosts that are away for long, markers that the store loses, and a central cache that dies.
+Each host is a whole simulation of its own (`run.py`), over one store that all of them share: a
+dictionary, or a real central cache (`central.py`). Generations are on. The promise that the checker
+holds them to is that of decision 0026 (`clears.py`). Beyond the trouble of one host there are hosts
+that are away for long, markers that the store loses, and a central cache that dies.
 """
 
 import asyncio
@@ -32,8 +34,16 @@ from kvhold.tiers.guard import GuardConfig
 
 EVERY = 6
 """Each so many-th seed is one of several hosts."""
-_LIES = (("probe", "stale"), ("probe", "truncate"))  # a store that does not say what it has loses markers: that is drawn by itself
-_DAMAGES = ("corrupt", "truncate", "swap", "stale")  # over a central cache nothing is damaged on purpose, so all that is damaged is found
+_LIES = (
+    ("probe", "stale"),
+    ("probe", "truncate"),
+)  # a store that does not say what it has loses markers: that is drawn by itself
+_DAMAGES = (
+    "corrupt",
+    "truncate",
+    "swap",
+    "stale",
+)  # over a central cache nothing is damaged on purpose, so all that is damaged is found
 
 
 class _Values(dict[bytes, tuple[bytes, float]]):
@@ -57,7 +67,9 @@ class HostNode(SimNode):
 
     def __init__(self, host: "Host", number: int) -> None:
         self.host = host
-        super().__init__(host.world, host.checker, host.draw.node, host.stores, host.journal, number)
+        super().__init__(
+            host.world, host.checker, host.draw.node, host.stores, host.journal, number
+        )
 
     def _make_tier(self, store: Any) -> Any:
         if isinstance(store, CentralStore):
@@ -74,7 +86,9 @@ class HostNode(SimNode):
         return mover
 
     def _watch_births(self, mover: Any) -> None:
-        """Know of each value in a tier when what it holds was stored, and of each chunk that comes up from there."""
+        """Know of each value in a tier when what it holds was stored, and of each chunk that comes
+        up from there.
+        """
         frame, frames = mover._frame, {}
         born = self.host.promise.shared.born
 
@@ -83,21 +97,27 @@ class HostNode(SimNode):
             written = await frame(guard, coding, write)
             if written is not None:
                 key = write.order.entry.key
-                frames[id(written.parts)] = self.host.promise.born(key, self.checker.origins.get(allocation), allocation)
+                frames[id(written.parts)] = self.host.promise.born(
+                    key, self.checker.origins.get(allocation), allocation
+                )
             return written
 
         def watch(guard: Any, store: str) -> None:
             put, get = guard.put, guard.get
 
             async def putting(items: Any, **options: Any) -> Any:
-                for name, (_, parts) in zip(guard.names([key for key, _ in items]), items, strict=True):
+                for name, (_, parts) in zip(
+                    guard.names([key for key, _ in items]), items, strict=True
+                ):
                     born[store, name] = max(frames.get(id(parts), 0), born.get((store, name), 0))
                 return await put(items, **options)
 
             async def getting(keys: Any, into: Any, **options: Any) -> Any:
                 names = guard.names(keys)
                 outcome = await get(keys, into, **options)
-                for key, names_of_key in zip(keys, zip(names, guard.names(keys), strict=True), strict=True):
+                for key, names_of_key in zip(
+                    keys, zip(names, guard.names(keys), strict=True), strict=True
+                ):
                     self._came_up(key, max(born.get((store, name), 0) for name in names_of_key))
                 return outcome
 
@@ -146,7 +166,9 @@ class HostNode(SimNode):
 class Host(Simulation):
     """One of them."""
 
-    def __init__(self, hosts: "Hosts", number: int, drawn: Draw, shared: Shared, stores: list[Any]) -> None:
+    def __init__(
+        self, hosts: "Hosts", number: int, drawn: Draw, shared: Shared, stores: list[Any]
+    ) -> None:
         self.hosts = hosts
         self.number = number
         self.name = f"10.0.0.{number}"
@@ -160,7 +182,8 @@ class Host(Simulation):
 
     async def _operation(self, client: Client) -> None:
         random, prompt = self.random, self.random.choice(self.draw.prompts)
-        while self.node is None and not self.over:  # noqa: ASYNC110 - virtual time, and another thread
+        # virtual time, and another thread
+        while self.node is None and not self.over:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
         if (dice := random.random()) < 0.08:
             await self._clear(client)
@@ -175,7 +198,9 @@ class Host(Simulation):
         await client.store(prompt, first=0, shard=0, terms=FREE, leave=0)
 
     async def _load(self, client: Client, prompt: Prompt) -> None:
-        await client.load(prompt, have_tokens=0, work=None, wait_s=self.random.choice((0.5, 5.0)), share=False)
+        await client.load(
+            prompt, have_tokens=0, work=None, wait_s=self.random.choice((0.5, 5.0)), share=False
+        )
 
     async def _forget_and_load(self, client: Client, prompt: Prompt) -> None:
         """Not from memory."""
@@ -184,7 +209,9 @@ class Host(Simulation):
         await self._load(client, prompt)
 
     async def _clear(self, client: Client) -> None:
-        """Not waiting for the tiers; what makes a clear hard goes on around it, here and on another host."""
+        """Not waiting for the tiers; what makes a clear hard goes on around it, here and on another
+        host.
+        """
         random, prompt = self.random, self.random.choice(self.draw.prompts)
         prefix = random.choice((None, prompt.namespace.digest, prompt.namespace.digest))
         other = random.choice([host for host in self.hosts.hosts if host is not self])
@@ -206,7 +233,9 @@ class Host(Simulation):
     async def _clear_alone(self, client: Client, prefix: bytes | None) -> None:
         await client.call(await client.link(), m.Clear(prefix), m.Done)
 
-    def soon(self, within_s: float, work: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
+    def soon(
+        self, within_s: float, work: Callable[..., Coroutine[Any, Any, None]], *args: Any
+    ) -> None:
         """Have one of its clients do that, some time."""
 
         def start() -> None:
@@ -220,7 +249,9 @@ class Host(Simulation):
         self.world.later(self.random.random() * within_s, start)
 
     def _start_node(self) -> None:
-        """One that was away is asked at once; before it has heard of anything, it may be stored to, and another host may clear."""
+        """One that was away is asked at once; before it has heard of anything, it may be stored to,
+        and another host may clear.
+        """
         super()._start_node()
         random, prompt = self.random, self.random.choice(self.draw.prompts)
         if self.num_nodes > 1 and random.random() < 0.7:
@@ -242,10 +273,16 @@ class Host(Simulation):
             self.world.later(away_s, self._start_node)
             if self.random.random() < 0.8:
                 other = self.random.choice([host for host in self.hosts.hosts if host is not self])
-                other.soon(away_s, other._clear_alone, self.random.choice((None, self.random.choice(self.draw.spaces).digest)))
+                other.soon(
+                    away_s,
+                    other._clear_alone,
+                    self.random.choice((None, self.random.choice(self.draw.spaces).digest)),
+                )
 
     def _fail(self) -> None:
-        """A tier fails from now on, or it works again; the shared one is away for one host, or for all."""
+        """A tier fails from now on, or it works again; the shared one is away for one host, or for
+        all.
+        """
         node, random = self.node, self.random
         tier = random.randrange(len(self.stores))
         if random.random() < 0.2:
@@ -302,7 +339,10 @@ class Host(Simulation):
         self.checker.check_baseline()
         for store, guard in zip(self.stores, self.node.stack.guards, strict=True):
             if not store.shared and store.values and not guard.config.read_only:
-                self.world.find(f"host {self.number}: {store.name} still has {len(store.values)} values after a clear")
+                self.world.find(
+                    f"host {self.number}: {store.name} still has {len(store.values)} "
+                    "values after a clear"
+                )
         if self.hosts.central is not None:
             self._check_frames()
 
@@ -314,21 +354,31 @@ class Host(Simulation):
     def _check_frames(self) -> None:
         assert self.node is not None
         counts = self.node._mover._metrics.as_dict() if self.node._mover is not None else {}
-        damaged = [f"tier=tier-{number}," for number, store in enumerate(self.stores) if getattr(store, "is_damaged", False)]
+        damaged = [
+            f"tier=tier-{number},"
+            for number, store in enumerate(self.stores)
+            if getattr(store, "is_damaged", False)
+        ]
         bad = {
             name: count
             for name, count in counts.items()
-            if name.startswith("kvhold_tier_bad_frames") and not any(tier in name for tier in damaged)
+            if name.startswith("kvhold_tier_bad_frames")
+            and not any(tier in name for tier in damaged)
         }
         if bad:
-            self.world.find(f"host {self.number}: frames came damaged, and nobody damaged them on purpose: {bad}")
+            self.world.find(
+                f"host {self.number}: frames came damaged, and nobody damaged them on "
+                f"purpose: {bad}"
+            )
 
 
 def _draw_small(random: Random) -> Draw:
     """As one host's, but with prompts of few chunks: what matters here is where they come from."""
     group = Group(layers=random.choice((1, 2)), planes=1, heads=1, head_dim=4, dtype="bfloat16")
     layout = Layout((group,), tokens_per_chunk=4, tail_tokens=random.choice((0, 1)))
-    spaces = tuple(Namespace(f"model-{number}", layout) for number in range(random.choice((1, 1, 2))))
+    spaces = tuple(
+        Namespace(f"model-{number}", layout) for number in range(random.choice((1, 1, 2)))
+    )
     texts = [[number] * random.randrange(3, 12) for number in range(random.choice((1, 2, 3)))]
     base = draw(random)
     behind_bytes = random.choice((2_000, 1 << 20, 1 << 20))
@@ -357,8 +407,15 @@ class Hosts:
             self.central = CentralStore(world, self.shared.markers)
             self.store: Any = self.central
         else:
-            self.store = Store("shared", random.choice((1 << 20, 1 << 20, 20_000)), _Values(self.shared.markers), shared=True)
-        self.hosts = [self._draw_host(number, base) for number in range(1, 1 + random.choice((2, 2, 2, 3)))]
+            self.store = Store(
+                "shared",
+                random.choice((1 << 20, 1 << 20, 20_000)),
+                _Values(self.shared.markers),
+                shared=True,
+            )
+        self.hosts = [
+            self._draw_host(number, base) for number in range(1, 1 + random.choice((2, 2, 2, 3)))
+        ]
 
     def _draw_host(self, number: int, base: Draw) -> Host:
         random = self.random
@@ -370,7 +427,10 @@ class Hosts:
             guards.insert(at, self._draw_guard(read_only=False))
         drawn = replace(
             base,
-            node=replace(base.node, guards=tuple(replace(guard, name=f"tier-{at}") for at, guard in enumerate(guards))),
+            node=replace(
+                base.node,
+                guards=tuple(replace(guard, name=f"tier-{at}") for at, guard in enumerate(guards)),
+            ),
             num_clients=random.choice((1, 1, 2)),
             tasks_a_client=random.choice((1, 2)),
             operations=random.choice((10, 20, 40)),
@@ -379,7 +439,11 @@ class Hosts:
         return Host(self, number, drawn, self.shared, stores)
 
     def _draw_guard(self, *, read_only: bool) -> GuardConfig:
-        return replace(draw_guard(self.random, 0), read_only=read_only, clears_check_s=self.random.choice((0.05, 0.5, 0.5, 5.0)))
+        return replace(
+            draw_guard(self.random, 0),
+            read_only=read_only,
+            clears_check_s=self.random.choice((0.05, 0.5, 0.5, 5.0)),
+        )
 
     def run(self) -> None:
         """All of it."""
@@ -420,7 +484,11 @@ class Hosts:
         for host in self.hosts:
             if self._may_put(host):
                 known = host.promise.known
-                if any(number >= number_of(name)[0] for space, number in known.items() if name.startswith(space)):
+                if any(
+                    number >= number_of(name)[0]
+                    for space, number in known.items()
+                    if name.startswith(space)
+                ):
                     return True
         return False
 
@@ -457,11 +525,15 @@ class Hosts:
         clearing = next((host for host in hosts if self._may_put(host)), None)
         if self.central is not None:
             yield self.central.rest
-        for number in range(2 if clearing is not None else 0):  # what came late under a name of the first one is garbage for the second
+        for number in range(
+            2 if clearing is not None else 0
+        ):  # what came late under a name of the first one is garbage for the second
             assert clearing is not None
             yield clearing.clear_all
             for host in hosts:
-                yield lambda host=host, number=number: host.rest(f"host {clearing.number} has cleared all, {number + 1}")
+                yield lambda host=host, number=number: host.rest(
+                    f"host {clearing.number} has cleared all, {number + 1}"
+                )
             yield self._all_learn
             for host in hosts:
                 yield lambda host=host: host.rest("it has heard of that")
@@ -482,15 +554,22 @@ class Hosts:
             yield self.central.check_end
 
     def _all_learn(self) -> None:
-        """Each host hears of each clear that the store tells of, or that a host may put there again, in the namespaces that it uses."""
+        """Each host hears of each clear that the store tells of, or that a host may put there
+        again, in the namespaces that it uses.
+        """
 
         def has_learned(host: Host) -> bool:
             known = host.promise.known
             return all(known.get(space, number) >= number for space, number in self._told().items())
 
-        if not self.world.run(lambda: all(has_learned(host) for host in self.hosts), most_s=_REST_S):
+        if not self.world.run(
+            lambda: all(has_learned(host) for host in self.hosts), most_s=_REST_S
+        ):
             late = [host.number for host in self.hosts if not has_learned(host)]
-            self.world.find(f"hosts {late} do not hear of clears: {[host.promise.known for host in self.hosts]}, {self._told()}"[:600])
+            self.world.find(
+                f"hosts {late} do not hear of clears: "
+                f"{[host.promise.known for host in self.hosts]}, {self._told()}"[:600]
+            )
 
     def _told(self) -> dict[bytes, int]:
         """Namespace -> its latest generation that all markers lead to."""
@@ -503,13 +582,22 @@ class Hosts:
             told[space] = number
         for host in self.hosts:
             if self._may_put(host):
-                told |= {space: max(number, told.get(space, 0)) for space, number in host.promise.known.items()}
+                told |= {
+                    space: max(number, told.get(space, 0))
+                    for space, number in host.promise.known.items()
+                }
         return told
 
     def _may_put(self, host: Host) -> bool:
-        return host.node is not None and not host._guards()[host.stores.index(self.store)].config.read_only
+        return (
+            host.node is not None
+            and not host._guards()[host.stores.index(self.store)].config.read_only
+        )
 
     def _check_store(self) -> None:
         left = [name for name in self.store.values if not is_marker(name)]
         if left:
-            self.world.find(f"the shared tier still has {len(left)} values after a clear of everything, such as {left[0].hex()}")
+            self.world.find(
+                f"the shared tier still has {len(left)} values after a clear of "
+                f"everything, such as {left[0].hex()}"
+            )

@@ -9,7 +9,9 @@ from typing import Any
 
 
 class Interruption:
-    """Work that is cut short once: as it begins to wait, or just as the end of its waiting has come."""
+    """Work that is cut short once: as it begins to wait, or just as the end of its waiting has
+    come.
+    """
 
     def __init__(self, work: Coroutine[Any, Any, None], at: int, *, early: bool) -> None:
         self._work = work

@@ -4,7 +4,8 @@
     answer = await link.call(Ping(), 1.0)
     link.hold(writable=True) ... link.let_go()
 
-Each method does what `Link`'s method of the same name does. No bytes are read while no caller waits.
+Each method does what `Link`'s method of the same name does. No bytes are read while no caller
+waits.
 """
 
 import asyncio
@@ -81,7 +82,9 @@ class SimLink:
     async def greet(self, within_s: float) -> None:
         """Say Hello, and hear Welcome. Raises NodeError."""
         until, splitter = self.world.now + within_s, Splitter(m.MAX_HELLO_BYTES)
-        self.end.send(encode(m.Hello(m.MAGIC, m.PROTOCOL_VERSION, self.process.name, self.process.number)))
+        self.end.send(
+            encode(m.Hello(m.MAGIC, m.PROTOCOL_VERSION, self.process.name, self.process.number))
+        )
         while True:
             with suppress(BlockingIOError):
                 data = self.end.pull()

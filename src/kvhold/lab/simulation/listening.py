@@ -53,7 +53,9 @@ class ListeningLoop:
         """As asyncio's."""
         sock.watch(None, None)
 
-    async def connect_accepted_socket(self, make_protocol: Callable[[], Any], sock: "AcceptedSocket") -> None:
+    async def connect_accepted_socket(
+        self, make_protocol: Callable[[], Any], sock: "AcceptedSocket"
+    ) -> None:
         """As asyncio's."""
         sock.serve(self._loop, make_protocol())
 

@@ -1,4 +1,5 @@
-"""A node of the simulation: the real connections, sessions, state, mover and guards, over simulated sockets, memory and stores.
+"""A node of the simulation: the real connections, sessions, state, mover and guards, over simulated
+sockets, memory and stores.
 
 What `Node` does beyond that (its arena's pages, its socket, its lock, signals) is left out.
 """
@@ -129,7 +130,15 @@ class _SimPeer(Peer):
 class SimNode(server.Node):
     """One node, from its start to its death."""
 
-    def __init__(self, world: World, checker: Checker, draw: NodeDraw, stores: list[Store], journal: list[str], number: int) -> None:
+    def __init__(
+        self,
+        world: World,
+        checker: Checker,
+        draw: NodeDraw,
+        stores: list[Store],
+        journal: list[str],
+        number: int,
+    ) -> None:
         """journal: the text of the file in which owed clears are kept."""
         self.world = world
         self.checker = checker
@@ -137,7 +146,9 @@ class SimNode(server.Node):
         self.loop = world.new_loop(f"node-{number}")
         self.mover_loop = world.new_loop(f"mover-{number}")
         arena, metrics = SimArena(draw.arena_bytes), Metrics()
-        ram = RamTier(arena, make_policy(draw.policy), metrics, quota_bytes=draw.quota_bytes, clock=world.wall)  # type: ignore[arg-type]
+        ram = RamTier(
+            arena, make_policy(draw.policy), metrics, quota_bytes=draw.quota_bytes, clock=world.wall
+        )  # type: ignore[arg-type]
         state = CacheState(
             ram,
             metrics,
@@ -152,7 +163,10 @@ class SimNode(server.Node):
         self.run = world.random.getrandbits(60)
         self._loop = self.loop
         self.memory = checker.watch(number, state, arena.data)
-        self.tiers = [FaultTier(self._make_tier(store), FaultConfig(seed=world.random.getrandbits(30))) for store in stores]
+        self.tiers = [
+            FaultTier(self._make_tier(store), FaultConfig(seed=world.random.getrandbits(30)))
+            for store in stores
+        ]
         self._mover = self._make_mover(draw, journal) if stores else None
         self.loop.create_task(self._watch_clients())
         self._most_clients = 16
@@ -161,7 +175,9 @@ class SimNode(server.Node):
         self._listener.start(ListeningLoop(self.loop))  # type: ignore[arg-type]
         self.scrubber: SimScrubber | None = None
         if draw.scrub_interval_s:
-            self.scrubber = SimScrubber(world, checker, state, self._post, number, draw.scrub_interval_s)
+            self.scrubber = SimScrubber(
+                world, checker, state, self._post, number, draw.scrub_interval_s
+            )
         checker.scrubbing = lambda: self._scrubbing
 
     def _make_tier(self, store: Store) -> Any:
@@ -169,12 +185,22 @@ class SimNode(server.Node):
 
     def _make_mover(self, draw: NodeDraw, journal: list[str]) -> Mover:
         metrics = Metrics()
-        guards = [Guard(tier, config, name=config.name, metrics=metrics) for tier, config in zip(self.tiers, draw.guards, strict=True)]
+        guards = [
+            Guard(tier, config, name=config.name, metrics=metrics)
+            for tier, config in zip(self.tiers, draw.guards, strict=True)
+        ]
         stack = Stack(guards)
         self.stack = stack
         self.state.tier_names = [guard.name for guard in guards]
         self.state.recodings.tiers = mover_module._recodable(stack)
-        return Mover(self.state, stack, metrics, self._post, loop=self.mover_loop, journal=_SimJournal(journal))
+        return Mover(
+            self.state,
+            stack,
+            metrics,
+            self._post,
+            loop=self.mover_loop,
+            journal=_SimJournal(journal),
+        )
 
     @property
     def data(self) -> bytearray:
@@ -192,7 +218,12 @@ class SimNode(server.Node):
         """As if others needed the memory: of the chunks that nobody holds, some go."""
         ram: Any = self.state.ram
         for entry in list(ram._entries.values()):
-            if entry.committed and not ram.is_doomed(entry) and not ram._is_kept(entry.key) and self.world.random.random() < share:
+            if (
+                entry.committed
+                and not ram.is_doomed(entry)
+                and not ram._is_kept(entry.key)
+                and self.world.random.random() < share
+            ):
                 ram.remove(entry, why=EVICTED)
 
     @property
@@ -211,7 +242,9 @@ class SimNode(server.Node):
         )
 
     def end_gently(self, drain_s: float, ended: Callable[[], None]) -> None:
-        """As SIGTERM does: connections close, the mover writes what waits, and its tasks are cancelled wherever they are."""
+        """As SIGTERM does: connections close, the mover writes what waits, and its tasks are
+        cancelled wherever they are.
+        """
 
         def end(_: Any = None) -> None:
             self.kill()
@@ -265,7 +298,12 @@ class _SimConnection(server._Connection):
     def _answer(self, body: memoryview | bytes) -> None:
         number, record = split_number(body)
         request = server._request_decoder.decode(record)
-        self._sim.world.note("node <- %s %d: %s", self.session.name if self.session is not None else "?", number, request)
+        self._sim.world.note(
+            "node <- %s %d: %s",
+            self.session.name if self.session is not None else "?",
+            number,
+            request,
+        )
         self._asked[number] = request, self._sim.checker.asked(request)
         if isinstance(request, m.Commit):
             self._sim.checker.committing(self.session, request.room, request.chunks)
@@ -275,5 +313,10 @@ class _SimConnection(server._Connection):
         request, asked = self._asked.pop(number, (None, (0, 0.0)))
         if request is not None:
             self._sim.checker.answered(self.session, request, answer, asked)
-            self._sim.world.note("node -> %s %d: %s", self.session.name if self.session is not None else "?", number, answer)
+            self._sim.world.note(
+                "node -> %s %d: %s",
+                self.session.name if self.session is not None else "?",
+                number,
+                answer,
+            )
         super()._send(answer, number)

@@ -1,8 +1,10 @@
-"""Mutations of the code, kept as patches: one file each in `mutations/`, a unified diff against `src/`.
+"""Mutations of the code, kept as patches: one file each in `mutations/`, a unified diff against
+`src/`.
 
     for path in mutations(): apply(path, copy)      # PatchError where it does not fit any more
 
-A hunk is found by its text, wherever it stands, and has to be there exactly once. So a patch outlives changes around it, and no tool is
+A hunk is found by its text, wherever it stands, and has to be there exactly once. So a patch
+outlives changes around it, and no tool is
 needed to apply it. `tools` to write one: `diff -u1 a/kvhold/FILE b/kvhold/FILE`.
 """
 
@@ -38,7 +40,10 @@ def apply(patch: Path, folder: Path) -> None:
         text = file.read_text() if file.is_file() else ""
         count = text.count(hunk.before)
         if not hunk.before or count != 1:
-            raise PatchError(f"{patch.name}: {hunk.file} has {count} places like this, where there must be one:\n{hunk.before}")
+            raise PatchError(
+                f"{patch.name}: {hunk.file} has {count} places like this, where there must "
+                f"be one:\n{hunk.before}"
+            )
         file.write_text(text.replace(hunk.before, hunk.after))
 
 

@@ -3,8 +3,9 @@
     result = simulate(7)
     result.findings, result.operations
 
-Clients work, and trouble comes: processes are killed, stopped and forked, calls are cancelled, tiers fail, bits flip, clocks jump, the node
-dies. Then the trouble ends, and everything has to come to rest.
+Clients work, and trouble comes: processes are killed, stopped and forked, calls are cancelled,
+tiers fail, bits flip, clocks jump, the node dies. Then the trouble ends, and everything has to come
+to rest.
 """
 
 import asyncio
@@ -63,13 +64,25 @@ def simulate(seed: int, *, trace: bool = False) -> Result:
         finally:
             world.end()
             simulation = None  # type: ignore[assignment]
-    history = [f"{at:10.4f} {text % values if values else text}" for at, text, values in world.notes]
-    return Result(seed, world.operations, world.steps, world.findings, history, hash((world.steps, world.now, world.random.random())))
+    history = [
+        f"{at:10.4f} {text % values if values else text}" for at, text, values in world.notes
+    ]
+    return Result(
+        seed,
+        world.operations,
+        world.steps,
+        world.findings,
+        history,
+        hash((world.steps, world.now, world.random.random())),
+    )
 
 
 def _simulation(world: World) -> "Simulation | Hosts":
     """What a seed is: one host, or several."""
-    from kvhold.lab.simulation.hosts import EVERY, Hosts  # here, since it is made of this module's simulations
+    from kvhold.lab.simulation.hosts import (
+        EVERY,
+        Hosts,
+    )  # here, since it is made of this module's simulations
 
     return Hosts(world) if world.seed % EVERY == 0 else Simulation(world)
 
@@ -83,8 +96,13 @@ class _Findings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
-        if "are not those that were stored" not in record.msg:  # of bits that were flipped on purpose; others the readers find
-            self._world.find(f"logged: {record.getMessage()[:300]} {type(error).__name__ if error else ''} {error or ''}")
+        if (
+            "are not those that were stored" not in record.msg
+        ):  # of bits that were flipped on purpose; others the readers find
+            self._world.find(
+                f"logged: {record.getMessage()[:300]} "
+                f"{type(error).__name__ if error else ''} {error or ''}"
+            )
 
 
 @contextmanager
@@ -121,14 +139,18 @@ def _real_code_simulated(world: World) -> Iterator[None]:
 class Simulation:
     """One."""
 
-    def __init__(self, world: World, drawn: Draw | None = None, checker: Checker | None = None) -> None:
+    def __init__(
+        self, world: World, drawn: Draw | None = None, checker: Checker | None = None
+    ) -> None:
         self.world = world
         self.random = world.random
         self.draw = drawn if drawn is not None else draw(world.random)
         state_module._ONE_TURN_KEYS = self.draw.one_turn_keys
         chores.Running.step.__defaults__ = (self.draw.node.turn_units,)
         self.checker = checker if checker is not None else Checker(world)
-        self.stores: list[Any] = [Store(f"tier-{number}", size) for number, size in enumerate(self.draw.store_bytes)]
+        self.stores: list[Any] = [
+            Store(f"tier-{number}", size) for number, size in enumerate(self.draw.store_bytes)
+        ]
         self.journal: list[str] = []
         self.node: SimNode | None = None
         self.num_nodes = self.num_clients = 0
@@ -179,7 +201,9 @@ class Simulation:
         self.world.note("node %d starts", self.node.number)
 
     def _make_node(self) -> SimNode:
-        return SimNode(self.world, self.checker, self.draw.node, self.stores, self.journal, self.num_nodes)
+        return SimNode(
+            self.world, self.checker, self.draw.node, self.stores, self.journal, self.num_nodes
+        )
 
     def _start_client(self) -> None:
         if self.over:
@@ -207,7 +231,11 @@ class Simulation:
         """An operation that may be cut short at any of its awaits."""
         random = self.random
         if self.draw.trouble and random.random() < 0.15:
-            await Interruption(self._operation(client), at=1 + int(random.expovariate(0.1)), early=random.random() < 0.5)
+            await Interruption(
+                self._operation(client),
+                at=1 + int(random.expovariate(0.1)),
+                early=random.random() < 0.5,
+            )
         else:
             await self._operation(client)
 
@@ -219,11 +247,23 @@ class Simulation:
             shard = random.randrange(prompt.namespace.shards)
             for number in range(prompt.namespace.shards):
                 if number == shard or random.random() < 0.8:
-                    await client.store(prompt, first=first, shard=number, terms=draw_terms(random), leave=random.choice((0, 0, 0.2, 1)))
+                    await client.store(
+                        prompt,
+                        first=first,
+                        shard=number,
+                        terms=draw_terms(random),
+                        leave=random.choice((0, 0, 0.2, 1)),
+                    )
         elif dice < 0.79:
             have = random.choice((0, 0, 0, 4))
             wait_s = random.choice((0.0, 0.5, 10.0))
-            await client.load(prompt, have_tokens=have, work=draw_work(random, prompt), wait_s=wait_s, share=random.random() < 0.3)
+            await client.load(
+                prompt,
+                have_tokens=have,
+                work=draw_work(random, prompt),
+                wait_s=wait_s,
+                share=random.random() < 0.3,
+            )
         elif dice < 0.84:
             await client.take_share()
         elif dice < 0.88:
@@ -235,7 +275,11 @@ class Simulation:
         elif dice < 0.97 and self.draw.node.event_buffer:
             await client.watch(random.randrange(20))
         elif dice < 0.98 and self.stores:
-            await client.recode(f"tier-{random.randrange(len(self.stores))}", random.choice(("raw", "lossless")), random.random())
+            await client.recode(
+                f"tier-{random.randrange(len(self.stores))}",
+                random.choice(("raw", "lossless")),
+                random.random(),
+            )
         elif dice < 0.985 and self.draw.trouble:
             await client.kick()
         else:
@@ -244,7 +288,12 @@ class Simulation:
     # Trouble.
 
     def _look(self) -> None:
-        if self.node is not None and not self.node.loop.dead and not self.node._busy and not self.node.state.has_chores:
+        if (
+            self.node is not None
+            and not self.node.loop.dead
+            and not self.node._busy
+            and not self.node.state.has_chores
+        ):
             self.checker.check_pins()
         if not self.over:
             self.world.later(_PINS_EVERY_S, self._look)
@@ -255,8 +304,23 @@ class Simulation:
         random, world = self.random, self.world
         trouble = random.choice(
             (
-                *(self._fail, self._fail, self._fail, self._fail, self._kill_client, self._kill_client),
-                *(self._stop_a_thread, self._cancel, self._cancel, self._jump, self._flip, self._break_the_rules, self._kill_node),
+                *(
+                    self._fail,
+                    self._fail,
+                    self._fail,
+                    self._fail,
+                    self._kill_client,
+                    self._kill_client,
+                ),
+                *(
+                    self._stop_a_thread,
+                    self._cancel,
+                    self._cancel,
+                    self._jump,
+                    self._flip,
+                    self._break_the_rules,
+                    self._kill_node,
+                ),
                 *(self._flip_below, self._run_out_of_descriptors),
                 *(self._stop_node, self._hurry, self._hurry),
             )
@@ -335,13 +399,21 @@ class Simulation:
             guard = self.random.choice(self.node.stack.guards)
             usual = self.draw.node.guards[self.node.stack.guards.index(guard)]
             probe_s, get_s, put_s = (10 ** self.random.uniform(-4, -1) for _ in range(3))
-            guard.config = replace(usual, probe_timeout_s=probe_s, get_timeout_s=get_s, put_timeout_s=put_s)
+            guard.config = replace(
+                usual, probe_timeout_s=probe_s, get_timeout_s=get_s, put_timeout_s=put_s
+            )
             self.world.note("%s has tiny deadlines", guard.name)
             self.world.later(self.random.random() * 2.0, setattr, guard, "config", usual)
 
     def _break_the_rules(self) -> None:
         """A client sends what is no message; it still has its memory, until it has noticed."""
-        links = [link for client in self.clients if client.alive for link in client.links if not link.retired]
+        links = [
+            link
+            for client in self.clients
+            if client.alive
+            for link in client.links
+            if not link.retired
+        ]
         if links:
             self.random.choice(links).send_garbage()
 
@@ -354,7 +426,11 @@ class Simulation:
             self.world.later(self.random.random(), self._start_client)
 
     def _cancel(self) -> None:
-        running = [task for task in self.tasks if not task.done() and task.get_coro().__name__ == "_interrupted"]  # type: ignore[union-attr]
+        running = [
+            task
+            for task in self.tasks
+            if not task.done() and task.get_coro().__name__ == "_interrupted"
+        ]  # type: ignore[union-attr]
         if running:
             self.random.choice(running).cancel()
 
@@ -366,7 +442,9 @@ class Simulation:
         if entries:
             entry = self.random.choice(entries)
             self.checker.flipped.add((self.node.number, entry.offset))
-            self.node.data[entry.offset + self.random.randrange(entry.nbytes)] ^= 1 << self.random.randrange(8)
+            self.node.data[entry.offset + self.random.randrange(entry.nbytes)] ^= (
+                1 << self.random.randrange(8)
+            )
             self.world.note("a bit of %s at %d is flipped", entry.key.hex()[-16:], entry.offset)
 
     def _flip_below(self) -> None:
@@ -377,8 +455,12 @@ class Simulation:
             key = self.random.choice(list(store.values))
             value, expires_at = store.values[key]
             damaged = bytearray(value)
-            last = len(damaged) if self.random.random() < 0.5 else 32  # most of a small frame is its header
-            damaged[-1 - self.random.randrange(min(last, len(damaged)))] ^= 1 << self.random.randrange(8)
+            last = (
+                len(damaged) if self.random.random() < 0.5 else 32
+            )  # most of a small frame is its header
+            damaged[-1 - self.random.randrange(min(last, len(damaged)))] ^= (
+                1 << self.random.randrange(8)
+            )
             store.values[key] = bytes(damaged), expires_at
             store.is_damaged = True
             self.world.note("a bit of %s in %s is flipped", key.hex()[-16:], store.name)
@@ -386,7 +468,9 @@ class Simulation:
     # The end.
 
     def _come_to_rest(self) -> None:
-        """Trouble is over: all calls end, all memory comes back, all that was to be removed is removed."""
+        """Trouble is over: all calls end, all memory comes back, all that was to be removed is
+        removed.
+        """
         node = self._end_trouble()
         self._end_calls(node)
         self._rest(node, "the clients have left")
@@ -434,11 +518,22 @@ class Simulation:
                 client.exit()
 
     def _check_answers(self, node: SimNode) -> None:
-        links = [link for client in self.clients if client.alive for link in client.links if link.node is node]
-        if not self.world.run(lambda: not any(link.conversation._calls for link in links if not link.retired), most_s=_REST_S):
+        links = [
+            link
+            for client in self.clients
+            if client.alive
+            for link in client.links
+            if link.node is node
+        ]
+        if not self.world.run(
+            lambda: not any(link.conversation._calls for link in links if not link.retired),
+            most_s=_REST_S,
+        ):
             self.world.find("a call is never answered")
         elif not self.world.run(lambda: not self.checker.num_held(), most_s=_REST_S):
-            self.world.find(f"clients hold nothing, and the node has for them {self.checker.num_held()}")
+            self.world.find(
+                f"clients hold nothing, and the node has for them {self.checker.num_held()}"
+            )
 
     def _check_scrubber(self, node: SimNode) -> None:
         scrubber = node.scrubber
@@ -452,7 +547,11 @@ class Simulation:
     def _rest(self, node: SimNode, since: str) -> None:
         def rests() -> bool:
             guards = node.stack.guards if node._mover is not None else []
-            owing = [guard for guard in guards if (guard._hidden.owed or guard._garbage) and not guard.config.read_only]
+            owing = [
+                guard
+                for guard in guards
+                if (guard._hidden.owed or guard._garbage) and not guard.config.read_only
+            ]
             return node.settled and not owing and not any(guard._stuck for guard in guards)
 
         if self.world.findings:
@@ -460,15 +559,19 @@ class Simulation:
         if not self.world.run(rests, most_s=_REST_S):
             state = node.state
             self.world.find(
-                f"no rest after {since}: connections {len(node.connections)}, chores {state.has_chores}, clears {state._clears}, "
-                f"writes {len(state._writes)}, searches {len(state._searches._searches)}, arriving {state._searches.num_arriving}"
+                f"no rest after {since}: connections {len(node.connections)}, chores "
+                f"{state.has_chores}, clears {state._clears}, "
+                f"writes {len(state._writes)}, searches {len(state._searches._searches)}, "
+                f"arriving {state._searches.num_arriving}"
             )
 
     def _check_stores(self, node: SimNode) -> None:
         guards = node.stack.guards if node._mover is not None else []
         for store, guard in zip(self.stores, guards, strict=False):
             if store.values and not guard.config.read_only:
-                self.world.find(f"tier {store.name} still has {len(store.values)} values after a clear")
+                self.world.find(
+                    f"tier {store.name} still has {len(store.values)} values after a clear"
+                )
 
     def _end_mover(self, node: SimNode) -> None:
         if node._mover is None:

@@ -19,7 +19,13 @@ class SimScrubber:
     """Of one node."""
 
     def __init__(
-        self, world: World, checker: Checker, state: CacheState, post: Callable[[Callable[[], None]], None], number: int, interval_s: float
+        self,
+        world: World,
+        checker: Checker,
+        state: CacheState,
+        post: Callable[[Callable[[], None]], None],
+        number: int,
+        interval_s: float,
     ) -> None:
         """post, interval_s: see `Scrubber`. number: the node's."""
         self.held: list[tuple[Entry, Place]] = []
@@ -69,7 +75,10 @@ class SimScrubber:
                 return True
             if not is_whole:
                 if (self._number, entry.offset) not in self._checker.flipped:
-                    self._world.find(f"the scrubber finds damage in {entry.key.hex()[-16:]}, and nobody damaged it on purpose")
+                    self._world.find(
+                        f"the scrubber finds damage in {entry.key.hex()[-16:]}, and nobody "
+                        "damaged it on purpose"
+                    )
                 return False
 
     def _give_back(self, entries: list[Entry], damaged: list[Entry]) -> None:

@@ -32,7 +32,9 @@ class SimulationError(KVHoldError):
 
 @dataclass
 class Result:
-    """What all seeds came to. findings: how many seeds found something; found: the first of them, with the command that replays each."""
+    """What all seeds came to. findings: how many seeds found something; found: the first of them,
+    with the command that replays each.
+    """
 
     seeds: int = 0
     operations: int = 0
@@ -78,7 +80,8 @@ def run(seeds: int, first: int, *, tell: Callable[[str], None] = lambda _: None)
                 if "finding" in line:
                     result.findings += 1
                     found = line["finding"] | {
-                        "replay": f"kvhold bench soak simulation --first {line['finding']['seed']} --seeds 1 --trace"
+                        "replay": f"kvhold bench soak simulation --first {line['finding']['seed']} "
+                        "--seeds 1 --trace"
                     }
                     if len(result.found) < _SHOWN:
                         result.found.append(found)
@@ -92,17 +95,34 @@ def run(seeds: int, first: int, *, tell: Callable[[str], None] = lambda _: None)
 
 def trace(seed: int) -> int:
     """Print the history of one seed. Returns the exit status of its process."""
-    command = [sys.executable, "-W", "ignore", "-m", "kvhold.lab.simulation.worker", str(seed), "1", "--trace"]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "kvhold.lab.simulation.worker",
+        str(seed),
+        "1",
+        "--trace",
+    ]
     return subprocess.run(command, env=_environment(_source()), check=False).returncode
 
 
-def run_mutations(most_seeds: int, *, names: tuple[str, ...] = (), tell: Callable[[str], None] = lambda _: None) -> MutationsResult:
-    """Apply each mutation to a copy of the code, and simulate until it is found. Raises PatchError, SimulationError."""
+def run_mutations(
+    most_seeds: int, *, names: tuple[str, ...] = (), tell: Callable[[str], None] = lambda _: None
+) -> MutationsResult:
+    """Apply each mutation to a copy of the code, and simulate until it is found.
+
+    Raises PatchError, SimulationError.
+    """
     patches = [path for path in mutations() if not names or path.stem in names]
 
     def find(patch: Path) -> MutationRow:
         row = _find_mutation(patch, most_seeds)
-        tell(f"{row.mutation}: {f'found by seed {row.seed}: {row.what}' if row.found else 'not found'}")
+        tell(
+            f"{row.mutation}: "
+            f"{f'found by seed {row.seed}: {row.what}' if row.found else 'not found'}"
+        )
         return row
 
     with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as pool:
@@ -111,20 +131,38 @@ def run_mutations(most_seeds: int, *, names: tuple[str, ...] = (), tell: Callabl
 
 def _find_mutation(patch: Path, most_seeds: int) -> MutationRow:
     with tempfile.TemporaryDirectory(prefix="kvhold-mutation-") as folder:
-        shutil.copytree(_source() / "kvhold", Path(folder) / "kvhold", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            _source() / "kvhold",
+            Path(folder) / "kvhold",
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
         apply(patch, Path(folder))
         for line in _lines(Path(folder), 1, most_seeds, until_found=True):
             if "finding" in line:
-                return MutationRow(patch.stem, True, line["finding"]["seed"], line["finding"]["what"][0][:200])
+                return MutationRow(
+                    patch.stem, True, line["finding"]["seed"], line["finding"]["what"][0][:200]
+                )
     return MutationRow(patch.stem, False, None)
 
 
-def _lines(source: Path, first: int, count: int, *, until_found: bool = False) -> Iterator[dict[str, Any]]:
+def _lines(
+    source: Path, first: int, count: int, *, until_found: bool = False
+) -> Iterator[dict[str, Any]]:
     """What a process of some seeds says."""
-    command = [sys.executable, "-W", "ignore", "-m", "kvhold.lab.simulation.worker", str(first), str(count)]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "kvhold.lab.simulation.worker",
+        str(first),
+        str(count),
+    ]
     with (
         tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen(command, env=_environment(source), stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+        subprocess.Popen(
+            command, env=_environment(source), stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as process,
     ):
         assert process.stdout is not None
         try:

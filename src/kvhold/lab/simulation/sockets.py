@@ -1,11 +1,14 @@
-"""Sockets of simulated threads, for code that asks its loop about descriptors: bytes come late, are cut anywhere, and may never come.
+"""Sockets of simulated threads, for code that asks its loop about descriptors: bytes come late, are
+cut anywhere, and may never come.
 
     network = Network(world)
-    listener = network.listen("10.0.0.9:7710")                # of the server; `loop.sock_accept(listener)` gives connections
-    sock = await network.connect("10.0.0.9:7710", loop, me)   # of a client; `Stream(sock)` is the real stream over it
+    listener = network.listen("10.0.0.9:7710")  # of the server; `loop.sock_accept(listener)` gives
+    connections sock = await network.connect("10.0.0.9:7710", loop, me)   # of a client;
+    `Stream(sock)` is the real stream over it
 
-A socket takes so many bytes and no more until some have arrived, as the kernel's does. What arrives at a closed socket is answered with a
-reset. `SocketLoop` is the part of a loop that real code asks about descriptors.
+A socket takes so many bytes and no more until some have arrived, as the kernel's does. What arrives
+at a closed socket is answered with a reset. `SocketLoop` is the part of a loop that real code asks
+about descriptors.
 """
 
 import asyncio
@@ -26,7 +29,9 @@ Touch = Callable[[memoryview, str], None]
 
 
 class SimSocket:
-    """One end of a connection. touch: is told of each write to and read of memory that is not the socket's own."""
+    """One end of a connection. touch: is told of each write to and read of memory that is not the
+    socket's own.
+    """
 
     def __init__(self, network: "Network", loop: Any, touch: Touch | None = None) -> None:
         self.network = network
@@ -55,7 +60,9 @@ class SimSocket:
         """It has no options."""
 
     def sendmsg(self, views: Sequence[memoryview]) -> int:
-        """Some bytes of these, as far as there is room; BlockingIOError where there is none, OSError where the other end has gone."""
+        """Some bytes of these, as far as there is room; BlockingIOError where there is none,
+        OSError where the other end has gone.
+        """
         self._check()
         if self.peer.closed:
             raise BrokenPipeError(errno.EPIPE, "the other end is closed")
@@ -75,7 +82,10 @@ class SimSocket:
         return sent
 
     def recv_into(self, view: memoryview) -> int:
-        """What has arrived; 0 at the end. Raises BlockingIOError where there is nothing, OSError after a reset."""
+        """What has arrived; 0 at the end.
+
+        Raises BlockingIOError where there is nothing, OSError after a reset.
+        """
         self._check()
         if not self._in:
             if self._ended:
@@ -144,7 +154,11 @@ class SimSocket:
         self._moving = False
         peer, random = self.peer, self.network.world.random
         if self._out:
-            size = len(self._out) if random.random() < 0.7 else 1 + int(random.random() * len(self._out))
+            size = (
+                len(self._out)
+                if random.random() < 0.7
+                else 1 + int(random.random() * len(self._out))
+            )
             if peer._reset:
                 self._out.clear()
                 return
@@ -201,7 +215,9 @@ class Network:
         self._sockets[number] = sock
         return number
 
-    async def connect(self, address: str, loop: Any, host: str, touch: Touch | None = None) -> SimSocket:
+    async def connect(
+        self, address: str, loop: Any, host: str, touch: Touch | None = None
+    ) -> SimSocket:
         """A connection. Raises OSError where nobody listens."""
         await asyncio.sleep(self.world.delay(0.0005, slow=0.02, slow_s=1.5))
         listener = self.listeners.get(address)
@@ -214,9 +230,15 @@ class Network:
         return self._join(listener, host, SimSocket(self, loop, touch))
 
     def knock(self, address: str, host: str, loop: Any) -> SimSocket | None:
-        """A connection at once; None where nobody listens, or too many wait. loop: whose socket it is; None: nobody watches it."""
+        """A connection at once; None where nobody listens, or too many wait. loop: whose socket it
+        is; None: nobody watches it.
+        """
         listener = self.listeners.get(address)
-        return None if listener is None or len(listener.waiting) >= _BACKLOG else self._join(listener, host, SimSocket(self, loop))
+        return (
+            None
+            if listener is None or len(listener.waiting) >= _BACKLOG
+            else self._join(listener, host, SimSocket(self, loop))
+        )
 
     def _join(self, listener: Listener, host: str, near: SimSocket) -> SimSocket:
         far = SimSocket(self, None)
@@ -264,7 +286,9 @@ class SocketLoop:
 
     def _is_due(self, fd: int) -> bool:
         sock = self.world.sockets[fd]
-        return not sock.closed and ((fd in self._readers and sock.readable) or (fd in self._writers and sock.writable))
+        return not sock.closed and (
+            (fd in self._readers and sock.readable) or (fd in self._writers and sock.writable)
+        )
 
     def _tell(self, fd: int) -> None:
         self._looked_at.discard(fd)

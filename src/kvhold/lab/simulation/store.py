@@ -1,9 +1,11 @@
-"""A tier whose store is a dictionary, and whose transfers behave as a device's do: late, piece by piece, and past a cancellation.
+"""A tier whose store is a dictionary, and whose transfers behave as a device's do: late, piece by
+piece, and past a cancellation.
 
     tier = SimTier(world, store, checker)
 
-It keeps the contract of `tiers/base.py`: a cancelled call lets go of the caller's memory before it ends. How long that takes is up to the
-seed, and until then it goes on reading and writing there. `FaultTier` goes around it for what else may fail.
+It keeps the contract of `tiers/base.py`: a cancelled call lets go of the caller's memory before it
+ends. How long that takes is up to the seed, and until then it goes on reading and writing there.
+`FaultTier` goes around it for what else may fail.
 """
 
 import asyncio
@@ -19,7 +21,9 @@ from kvhold.tiers.base import Parts, TierTraits, check_lengths, size_of
 
 @dataclass
 class Store:
-    """What a tier holds; it outlives nodes. most_bytes: then it is full; is_damaged: bits of values were flipped on purpose."""
+    """What a tier holds; it outlives nodes. most_bytes: then it is full; is_damaged: bits of values
+    were flipped on purpose.
+    """
 
     name: str
     most_bytes: int
@@ -41,10 +45,14 @@ class SimTier:
         self._world = world
         self._store = store
         self._checker = checker
-        self.lingers = world.random.choice((0.0, 0.3, 0.8))  # the chance that a cancelled transfer goes on
+        self.lingers = world.random.choice(
+            (0.0, 0.3, 0.8)
+        )  # the chance that a cancelled transfer goes on
         self.hangs = world.random.choice((0.0, 0.0, 0.03))  # the chance that a transfer takes long
         self.usual_s = world.random.choice((0.0002, 0.002, 0.01))
-        self.removal_s = world.random.choice((0.0, 0.1, 3.0)) if store.shared else 0.0  # until a scan has listed what is to go
+        self.removal_s = (
+            world.random.choice((0.0, 0.1, 3.0)) if store.shared else 0.0
+        )  # until a scan has listed what is to go
         self.traits = TierTraits(
             name="sim",
             durable=True,
@@ -79,7 +87,9 @@ class SimTier:
             got.append(len(value))
         return got
 
-    async def put(self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None) -> list[TierError | None]:
+    async def put(
+        self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
+    ) -> list[TierError | None]:
         """Tier contract."""
         await self._round_trip("put")
         faults: list[TierError | None] = []
@@ -92,7 +102,10 @@ class SimTier:
                 continue
             value = await self._transfer(key, parts, None)
             if self._find(key) is None:  # the first of two writers is the one whose value stays
-                self._store.values[key] = value, 0.0 if ttl_s is None or ttl_s == inf else self._world.wall() + ttl_s
+                self._store.values[key] = (
+                    value,
+                    0.0 if ttl_s is None or ttl_s == inf else self._world.wall() + ttl_s,
+                )
             faults.append(None)
         return faults
 
@@ -135,7 +148,10 @@ class SimTier:
         return None if value is None or 0 < expires_at <= self._world.wall() else value
 
     async def _transfer(self, key: bytes, parts: Parts, value: bytes | None) -> bytes:
-        """Write `value` into the caller's memory, or read what is there; in pieces. Returns the value."""
+        """Write `value` into the caller's memory, or read what is there; in pieces.
+
+        Returns the value.
+        """
         places = [self._checker.place_of(part) for part in parts]
         pieces: list[bytes] = []
         at, cancelled = 0, False
@@ -144,7 +160,11 @@ class SimTier:
             for start in range(0, part.nbytes, max(1, part.nbytes // 2)):
                 piece = flat[start : start + max(1, part.nbytes // 2)]
                 cancelled = await self._pause(cancelled)
-                self._checker.touches(place, f"tier {self._store.name}: {'write' if value is not None else 'read'} of {key.hex()[-16:]}")
+                self._checker.touches(
+                    place,
+                    f"tier {self._store.name}: {'write' if value is not None else 'read'} "
+                    f"of {key.hex()[-16:]}",
+                )
                 if value is None:
                     pieces.append(bytes(piece))
                 else:
@@ -156,9 +176,16 @@ class SimTier:
         return b"".join(pieces) if value is None else value
 
     async def _pause(self, cancelled: bool) -> bool:
-        """Until the next piece. Returns whether the call was cancelled by now; raises that where the transfer stops at once."""
+        """Until the next piece.
+
+        Returns whether the call was cancelled by now; raises that where the transfer stops at once.
+        """
         random = self._world.random
-        until = self._world.now + (random.random() * 20.0 if random.random() < self.hangs else random.expovariate(5 / self.usual_s))
+        until = self._world.now + (
+            random.random() * 20.0
+            if random.random() < self.hangs
+            else random.expovariate(5 / self.usual_s)
+        )
         while (left := until - self._world.now) > 0:
             try:
                 await asyncio.sleep(left)

@@ -4,8 +4,8 @@
     near.push(data); near.pull()       # the client's end, as a socket that does not block has it
     SimTransport(far, loop, protocol)  # the node's end, as asyncio has it
 
-An end that closes has its bytes delivered first. An end is closed when every process that has it has closed it or died: a forked child has
-a copy (`copies`).
+An end that closes has its bytes delivered first. An end is closed when every process that has it
+has closed it or died: a forked child has a copy (`copies`).
 """
 
 import asyncio
@@ -26,7 +26,9 @@ class End:
         self.most_bytes = 1 << 20  # that the other end has not read, and `push` takes
         self.process: Any = None  # at the other end, of a node's end
         self.on_closed: Callable[[], None] | None = None
-        self.on_change: Callable[[], None] | None = None  # of an end without `on_data`: there is something to pull, or room to push
+        self.on_change: Callable[[], None] | None = (
+            None  # of an end without `on_data`: there is something to pull, or room to push
+        )
         self.on_data: Callable[[bytes], None] | None = None
         self.on_eof: Callable[[], None] | None = None
         self._out = bytearray()
@@ -44,7 +46,11 @@ class End:
         """
         if self.peer.closed or self.closed:
             raise BrokenPipeError("nobody reads it")
-        some = bytes(data[: max(0, self.most_bytes - len(self._out) - len(self.peer._in) - self.peer._handed)])
+        some = bytes(
+            data[
+                : max(0, self.most_bytes - len(self._out) - len(self.peer._in) - self.peer._handed)
+            ]
+        )
         if not some:
             self._wants_room = True
             raise BlockingIOError

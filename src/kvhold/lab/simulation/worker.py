@@ -2,7 +2,8 @@
 
     PYTHONHASHSEED=0 python -m kvhold.lab.simulation.worker FIRST COUNT [--trace]
 
-Lines: `{"finding": {...}}` for a seed that found something; after every some seeds, and at the end, `{"seeds": n, "operations": n}`.
+Lines: `{"finding": {...}}` for a seed that found something; after every some seeds, and at the end,
+    `{"seeds": n, "operations": n}`.
 """
 
 import gc
@@ -17,7 +18,9 @@ _COLLECT_EVERY = 25
 
 def main(first: int, count: int, *, trace: bool = False) -> None:
     """Run `count` seeds from `first` on."""
-    sys.unraisablehook = lambda _: None  # of tasks that were cut short when their process was killed
+    sys.unraisablehook = lambda _: (
+        None
+    )  # of tasks that were cut short when their process was killed
     gc.disable()  # what is collected, and when, must not be part of a history
     gc.freeze()
     seeds = operations = 0

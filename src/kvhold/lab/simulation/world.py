@@ -5,9 +5,10 @@
     loop.create_task(work())
     world.run(until=lambda: done, most_s=60)
 
-Each simulated thread has an asyncio loop of its own. A loop keeps asyncio's promise that what was scheduled first runs first; between loops
-there is no order but the seed's, and any loop may stand still for a while, as a thread does that gets no processor. Everything that is
-random comes from `world.random`, so that a seed is a whole history.
+Each simulated thread has an asyncio loop of its own. A loop keeps asyncio's promise that what was
+scheduled first runs first; between loops there is no order but the seed's, and any loop may stand
+still for a while, as a thread does that gets no processor. Everything that is random comes from
+`world.random`, so that a seed is a whole history.
 """
 
 import asyncio
@@ -41,7 +42,9 @@ class World:
         self.notes: list[tuple[float, str, tuple[Any, ...]]] = []
         self._keep_notes = keep_notes
         self._loops: list[SimLoop] = []
-        self._dead: list[SimLoop] = []  # kept: their tasks' `finally` clauses must not run in the middle of the history
+        self._dead: list[
+            SimLoop
+        ] = []  # kept: their tasks' `finally` clauses must not run in the middle of the history
         self._heap: list[tuple[float, int, SimLoop | None, events.Handle]] = []
         self._last = 0
         self.descriptors = Descriptors()
@@ -127,7 +130,11 @@ class World:
         runnable = [loop for loop in self._loops if loop.ready and loop.stalled_until <= now]
         if runnable:
             random = self.random
-            loop = runnable[0] if len(runnable) == 1 else runnable[int(random.random() * len(runnable))]
+            loop = (
+                runnable[0]
+                if len(runnable) == 1
+                else runnable[int(random.random() * len(runnable))]
+            )
             if self.may_stall and random.random() < _STALL:
                 loop.stall(random.random() ** 4 * 2.0)
                 return True
@@ -151,7 +158,10 @@ class World:
 
 
 class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
-    """The loop of one simulated thread. It has no selector: sockets are `wire.py` and `sockets.py`."""
+    """The loop of one simulated thread.
+
+    It has no selector: sockets are `wire.py` and `sockets.py`.
+    """
 
     def __init__(self, world: World, name: str) -> None:
         super().__init__()
@@ -182,7 +192,9 @@ class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
         """Virtual and monotonic."""
         return self.world.now
 
-    def call_soon(self, callback: Callable[..., Any], *args: Any, context: Any = None) -> events.Handle:  # type: ignore[override]
+    def call_soon(
+        self, callback: Callable[..., Any], *args: Any, context: Any = None
+    ) -> events.Handle:  # type: ignore[override]
         """As asyncio's. On a dead loop: nothing."""
         handle = events.Handle(callback, args, self, context)
         if not self.dead:
@@ -191,11 +203,15 @@ class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
 
     call_soon_threadsafe = call_soon  # type: ignore[assignment]
 
-    def call_later(self, delay: float, callback: Callable[..., Any], *args: Any, context: Any = None) -> events.TimerHandle:  # type: ignore[override]
+    def call_later(
+        self, delay: float, callback: Callable[..., Any], *args: Any, context: Any = None
+    ) -> events.TimerHandle:  # type: ignore[override]
         """As asyncio's."""
         return self.call_at(self.world.now + max(0.0, delay), callback, *args, context=context)
 
-    def call_at(self, when: float, callback: Callable[..., Any], *args: Any, context: Any = None) -> events.TimerHandle:  # type: ignore[override]
+    def call_at(
+        self, when: float, callback: Callable[..., Any], *args: Any, context: Any = None
+    ) -> events.TimerHandle:  # type: ignore[override]
         """As asyncio's."""
         handle = events.TimerHandle(when, callback, args, self, context)
         if not self.dead:
@@ -212,8 +228,12 @@ class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
         self.tasks.append(task)
         return task
 
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> "asyncio.Future[Any]":  # type: ignore[override]
-        """The work is done in one piece, some time later, and its answer comes some time after that."""
+    def run_in_executor(
+        self, executor: Any, func: Callable[..., Any], *args: Any
+    ) -> "asyncio.Future[Any]":  # type: ignore[override]
+        """The work is done in one piece, some time later, and its answer comes some time after
+        that.
+        """
         future = self.create_future()
 
         def work() -> None:
@@ -223,7 +243,9 @@ class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
                 result, error = func(*args), None
             except Exception as raised:  # noqa: BLE001 - whoever awaits the future gets it
                 result, error = None, raised
-            self.world.later(self.world.delay(0.0005, slow=0.01), self.call_soon, deliver, result, error)
+            self.world.later(
+                self.world.delay(0.0005, slow=0.01), self.call_soon, deliver, result, error
+            )
 
         def deliver(result: Any, error: Exception | None) -> None:
             if future.done():
@@ -240,7 +262,9 @@ class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
         """What nobody caught is a finding, but for what is left of killed threads."""
         if not self.dead:
             error = context.get("exception")
-            self.world.find(f"{self.name}: {context.get('message')}: {type(error).__name__}: {error}")
+            self.world.find(
+                f"{self.name}: {context.get('message')}: {type(error).__name__}: {error}"
+            )
 
     def default_exception_handler(self, context: dict[str, Any]) -> None:
         """As `call_exception_handler`."""

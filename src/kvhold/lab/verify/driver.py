@@ -1,10 +1,11 @@
-"""A real vLLM engine in this process, stepped by hand. Only for `engine_child`, whose parent has set the environment.
+"""A real vLLM engine in this process, stepped by hand. Only for `engine_child`, whose parent has
+set the environment.
 
     driver = Driver(Start(engine={"model": ..., ...}))
     driver.ask(Ask(questions=[...], max_tokens=8)).token_ids
 
-Engines may follow each other in one process: importing vLLM takes longer than starting a small engine. Workers of parallel engines are
-processes of their own, which vLLM starts.
+Engines may follow each other in one process: importing vLLM takes longer than starting a small
+engine. Workers of parallel engines are processes of their own, which vLLM starts.
 """
 
 import gc
@@ -12,7 +13,16 @@ from typing import Any
 
 from kvhold.lab.engines.prompts import corpus
 from kvhold.lab.engines.stepped import SteppedEngine
-from kvhold.lab.verify.messages import Answered, Ask, Choice, Question, Serve, Served, Start, Started
+from kvhold.lab.verify.messages import (
+    Answered,
+    Ask,
+    Choice,
+    Question,
+    Serve,
+    Served,
+    Start,
+    Started,
+)
 from kvhold.lab.verify.serving import serve
 
 _collect = gc.collect
@@ -33,12 +43,18 @@ class Driver:
 
     def started(self) -> Started:
         kv_cache = self._engine.core.scheduler.kv_cache_config
-        specs = [(group.kv_cache_spec, len(group.layer_names)) for group in kv_cache.kv_cache_groups]
-        scheduling, workers = self._engine.config.scheduler_config, self._engine.config.parallel_config.world_size
+        specs = [
+            (group.kv_cache_spec, len(group.layer_names)) for group in kv_cache.kv_cache_groups
+        ]
+        scheduling, workers = (
+            self._engine.config.scheduler_config,
+            self._engine.config.parallel_config.world_size,
+        )
         return Started(
             block_sizes=[spec.block_size for spec, _ in specs],
             num_blocks=kv_cache.num_blocks,
-            token_bytes=workers * sum(-(-spec.page_size_bytes // spec.block_size) * layers for spec, layers in specs),
+            token_bytes=workers
+            * sum(-(-spec.page_size_bytes // spec.block_size) * layers for spec, layers in specs),
             vocabulary=self._vocabulary(),
             takes_images=bool(self._engine.config.model_config.is_multimodal_model),
             prefix_caching=bool(self._engine.config.cache_config.enable_prefix_caching),
@@ -65,7 +81,10 @@ class Driver:
             outputs = self._engine.step()
             num_passes += bool(outputs)
             last.update((output.request_id, output) for output in outputs)
-            preempted.update((name, request.num_preemptions) for name, request in self._engine.core.scheduler.requests.items())
+            preempted.update(
+                (name, request.num_preemptions)
+                for name, request in self._engine.core.scheduler.requests.items()
+            )
         self._engine.drain()
         assert len(last) == len(names), f"{len(names)} questions, {len(last)} answers"
         return Answered(
@@ -73,7 +92,9 @@ class Driver:
             cached=[last[name].num_cached_tokens or 0 for name in names],
             num_preemptions=sum(preempted.values()),
             num_passes=num_passes,
-            choices=[[_choice(best) for best in last[name].outputs[0].logprobs] for name in names] if operation.choices else [],
+            choices=[[_choice(best) for best in last[name].outputs[0].logprobs] for name in names]
+            if operation.choices
+            else [],
         )
 
     def serve(self, operation: Serve) -> Served:
@@ -82,7 +103,9 @@ class Driver:
     def reset(self) -> None:
         """Raises RuntimeError when the engine will not forget."""
         if not self._engine.reset_prefix_cache():
-            raise RuntimeError("vLLM did not reset its prefix cache: it still holds blocks of finished requests")
+            raise RuntimeError(
+                "vLLM did not reset its prefix cache: it still holds blocks of finished requests"
+            )
 
     def close(self) -> None:
         """Shut the engine down, so that another one can be started in this process."""
@@ -99,22 +122,33 @@ class Driver:
         if self._processor is None:
             from transformers import AutoProcessor
 
-            self._processor = AutoProcessor.from_pretrained(self._engine.config.model_config.model, local_files_only=True)
+            self._processor = AutoProcessor.from_pretrained(
+                self._engine.config.model_config.model, local_files_only=True
+            )
         text = self._processor.tokenizer.decode(question.tokens)
         content = [{"type": "image"} for _ in question.images] + [{"type": "text", "text": text}]
-        prompt = self._processor.apply_chat_template([{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True)
+        prompt = self._processor.apply_chat_template(
+            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+        )
         images = [_image(seed) for seed in question.images]
-        return {"prompt": prompt, "multi_modal_data": {"image": images if len(images) > 1 else images[0]}}
+        return {
+            "prompt": prompt,
+            "multi_modal_data": {"image": images if len(images) > 1 else images[0]},
+        }
 
     def _lora(self, question: Question) -> Any:
         from vllm.lora.request import LoRARequest
 
         if question.adapter is None:
             return None
-        return LoRARequest(f"adapter-{question.adapter}", 1 + question.adapter, self._adapters[question.adapter])
+        return LoRARequest(
+            f"adapter-{question.adapter}", 1 + question.adapter, self._adapters[question.adapter]
+        )
 
     def _vocabulary(self) -> list[int]:
-        """The ids that occur in text: marks with a meaning of their own, such as an image's, are not among them."""
+        """The ids that occur in text: marks with a meaning of their own, such as an image's, are
+        not among them.
+        """
         tokenizer = self._engine.engine.get_tokenizer()
         if tokenizer is None:
             return list(range(self._engine.config.model_config.get_vocab_size()))
@@ -130,15 +164,18 @@ def _choice(best: dict[int, Any]) -> Choice:
 
 
 def _collect_later(generation: int = 2) -> int:
-    """In place of `gc.collect`: an engine's start and end call it nine times, 0.4 s each with all that vLLM has imported; together that was
-    88 % of a small engine's time. What an engine leaves is collected once, when it is closed."""
+    """In place of `gc.collect`: an engine's start and end call it nine times, 0.4 s each with all
+    that vLLM has imported; together that was 88 % of a small engine's time. What an engine leaves
+    is collected once, when it is closed.
+    """
     return 0
 
 
 def _keep_kernels() -> None:
     """Have the next engine in this process use the kernels that this one has registered.
 
-    vLLM registers its CPU kernels anew for each engine and looks for their users in every module there is. There it stumbles over llvmlite,
+    vLLM registers its CPU kernels anew for each engine and looks for their users in every module
+    there is. There it stumbles over llvmlite,
     which the connector has loaded by then: "'_lib_fn_wrapper' object has no attribute 'get'".
     """
     from vllm.platforms import current_platform
@@ -151,5 +188,7 @@ def _image(seed: int) -> Any:
     import numpy as np
     from PIL import Image
 
-    pixels = np.random.default_rng(seed).integers(0, 256, (_IMAGE_SIDE, _IMAGE_SIDE, 3), dtype=np.uint8)
+    pixels = np.random.default_rng(seed).integers(
+        0, 256, (_IMAGE_SIDE, _IMAGE_SIDE, 3), dtype=np.uint8
+    )
     return Image.fromarray(pixels)

@@ -1,6 +1,8 @@
-"""The child's side of `kvhold.lab.verify.engine`: lines of JSON in, vLLM called, lines of JSON out. One thread, one operation at a time.
+"""The child's side of `kvhold.lab.verify.engine`: lines of JSON in, vLLM called, lines of JSON out.
+One thread, one operation at a time.
 
-Started by `python -m kvhold.lab.verify.engine_child`. When the parent is gone the input ends, and so does this process.
+Started by `python -m kvhold.lab.verify.engine_child`. When the parent is gone the input ends, and
+so does this process.
 """
 
 import faulthandler
@@ -13,20 +15,33 @@ import msgspec
 
 from kvhold.lab.engines.engine_child import take_pipes
 from kvhold.lab.verify.driver import Driver
-from kvhold.lab.verify.messages import Ask, Done, Operation, Refused, Reply, Reset, Serve, Start, Stop
+from kvhold.lab.verify.messages import (
+    Ask,
+    Done,
+    Operation,
+    Refused,
+    Reply,
+    Reset,
+    Serve,
+    Start,
+    Stop,
+)
 
 _log = logging.getLogger(__name__)
 
 
 def main() -> int:
     operations, replies = take_pipes()
-    faulthandler.register(signal.SIGUSR1)  # where each thread is, for a parent that has waited too long
+    faulthandler.register(
+        signal.SIGUSR1
+    )  # where each thread is, for a parent that has waited too long
     lines = msgspec.json.Decoder(Operation)
     drivers: list[Driver] = []
     for line in operations:
         try:
             reply = _run(drivers, lines.decode(line))
-        except Exception as error:  # noqa: BLE001 - the edge of this process: the parent gets the reason, the log gets all of it
+        # the edge of this process: the parent gets the reason, the log gets all of it
+        except Exception as error:  # noqa: BLE001
             _log.exception("operation failed")
             reply = _refused(error)
         replies.write(msgspec.json.encode(reply) + b"\n")
@@ -61,7 +76,11 @@ def _refused(error: BaseException) -> Refused:
         seen.append(cause)
     ours = next((one for one in seen if type(one).__module__.startswith("kvhold.")), None)
     told = ours or error
-    return Refused(kind=type(told).__name__, reason=str(told), by_kvhold=ours is not None and type(ours).__name__ == "LayoutError")
+    return Refused(
+        kind=type(told).__name__,
+        reason=str(told),
+        by_kvhold=ours is not None and type(ours).__name__ == "LayoutError",
+    )
 
 
 if __name__ == "__main__":

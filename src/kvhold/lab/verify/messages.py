@@ -1,10 +1,13 @@
-"""What the command and an engine's child process say to each other: one JSON object a line, `op` from us, `reply` from it.
+"""What the command and an engine's child process say to each other: one JSON object a line, `op`
+from us, `reply` from it.
 
-    {"op": "start", ...} -> {"reply": "started", ...}      {"op": "ask", ...}   -> {"reply": "answered", ...}
-    {"op": "reset"}      -> {"reply": "done"}              {"op": "serve", ...} -> {"reply": "served", ...}
+    {"op": "start", ...} -> {"reply": "started", ...}  {"op": "ask", ...}   -> {"reply": "answered",
+    ...}
+    {"op": "reset"}  -> {"reply": "done"}              {"op": "serve", ...} -> {"reply": "served", ...}
     {"op": "stop"}       -> {"reply": "done"}
 
-Any of them may be answered by {"reply": "refused", ...}. A stopped engine's process lives on and can start another engine.
+Any of them may be answered by {"reply": "refused", ...}. A stopped engine's process lives on and
+can start another engine.
 """
 
 from typing import Any, Literal, TypeAlias
@@ -12,14 +15,25 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 Stage = Literal["arrived", "waiting", "loading", "prefill", "decode", "preempted"]
-STAGES: tuple[Stage, ...] = ("arrived", "waiting", "loading", "prefill", "decode", "preempted")  # of a request's life, in order
+STAGES: tuple[Stage, ...] = (
+    "arrived",
+    "waiting",
+    "loading",
+    "prefill",
+    "decode",
+    "preempted",
+)  # of a request's life, in order
 
 
-class _Operation(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", forbid_unknown_fields=True):
+class _Operation(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="op", forbid_unknown_fields=True
+):
     pass
 
 
-class _Reply(msgspec.Struct, frozen=True, kw_only=True, tag_field="reply", forbid_unknown_fields=True):
+class _Reply(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="reply", forbid_unknown_fields=True
+):
     pass
 
 
@@ -44,9 +58,11 @@ class Start(_Operation, frozen=True, kw_only=True, tag="start"):
 
 
 class Ask(_Operation, frozen=True, kw_only=True, tag="ask"):
-    """Greedy decoding of questions that are handed over at once; an end-of-text token does not end it.
+    """Greedy decoding of questions that are handed over at once; an end-of-text token does not end
+    it.
 
-    choices: whether to tell between what tokens each was chosen; the engine must have been started with `logprobs_mode` "raw_logits"
+    choices: whether to tell between what tokens each was chosen; the engine must have been started
+        with `logprobs_mode` "raw_logits"
     """
 
     questions: list[Question]
@@ -75,7 +91,9 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Serve(_Operation, frozen=True, kw_only=True, tag="serve"):
-    """Greedy decoding of requests that arrive while others run. margins: whether to tell how sure the answers are."""
+    """Greedy decoding of requests that arrive while others run. margins: whether to tell how sure
+    the answers are.
+    """
 
     arrivals: list[Arrival]
     margins: bool = False
@@ -90,7 +108,9 @@ class Stop(_Operation, frozen=True, kw_only=True, tag="stop"):
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A place in an answer: the token that was chosen there, the best of the others, and the logits of both."""
+    """A place in an answer: the token that was chosen there, the best of the others, and the logits
+    of both.
+    """
 
     tokens: tuple[int, int]
     logits: tuple[float, float]
@@ -99,7 +119,8 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Started(_Reply, frozen=True, kw_only=True, tag="started"):
     """What vLLM made of the arguments.
 
-    block_sizes: tokens a block, of each KV cache group (states: of a model's recurrent layers, whose block is no bound of prompts)
+    block_sizes: tokens a block, of each KV cache group (states: of a model's recurrent layers,
+        whose block is no bound of prompts)
     num_blocks:  in all; all groups take from them
     token_bytes: KV of one token in all layers and workers
     vocabulary:  token ids that text is made of
@@ -140,7 +161,8 @@ class Served(_Reply, frozen=True, kw_only=True, tag="served"):
     token_ids:  its output, or what there was of it when it was aborted
     ends:       vLLM's `finish_reason` ("length" is the good one), or "abort"
     aborted_in: the stage in which it was aborted; "" otherwise
-    margins:    of each token, by how much its logarithm of probability leads the next best one's; empty unless asked for
+    margins:    of each token, by how much its logarithm of probability leads the next best one's;
+        empty unless asked for
     names:      what the scheduler and its connector call it
     num_preemptions: of all together
     """
@@ -158,7 +180,9 @@ class Done(_Reply, frozen=True, kw_only=True, tag="done"):
 
 
 class Refused(_Reply, frozen=True, kw_only=True, tag="refused"):
-    """It was not. kind: the exception's; reason: what it says; by_kvhold: whether the connector refused this set-up."""
+    """It was not. kind: the exception's; reason: what it says; by_kvhold: whether the connector
+    refused this set-up.
+    """
 
     kind: str
     reason: str

@@ -1,7 +1,9 @@
-"""What the witness writes down, and what becomes of it. No vLLM: the command reads here what an engine's processes wrote.
+"""What the witness writes down, and what becomes of it. No vLLM: the command reads here what an
+engine's processes wrote.
 
 notes = Notes(folder, worker=0)
-notes.computed(group, content, digest)          # a block of this content was computed, and these were its bytes
+notes.computed(group, content, digest)  # a block of this content was computed, and these were its
+bytes
 notes.is_computed(group, content, digest)       # has it ever been, by any engine?
 read_verdict(folder)
 """
@@ -23,8 +25,10 @@ _RECORD_BYTES = _NAME_BYTES + _CONTENT_BYTES + _DIGEST_BYTES
 
 @dataclass(frozen=True)
 class Verdict:
-    """About all loads so far. compared: blocks found among those computed, or not; wrong: of these, with other bytes; unknown: loaded,
-    though nobody was seen to compute them; in_part: loads that ended within a block, whose rest cannot be told."""
+    """About all loads so far. compared: blocks found among those computed, or not; wrong: of these,
+    with other bytes; unknown: loaded, though nobody was seen to compute them; in_part: loads that
+    ended within a block, whose rest cannot be told.
+    """
 
     compared: int
     wrong: int
@@ -37,14 +41,18 @@ class Verdict:
 
 
 class Notes:
-    """One worker's notes in one engine. Other engines' are read when something is missing in these."""
+    """One worker's notes in one engine.
+
+    Other engines' are read when something is missing in these.
+    """
 
     def __init__(self, folder: Path, *, worker: int) -> None:
         self._folder = folder
         self._worker = worker
         self._known: dict[bytes, set[bytes]] = {}
         self._read: dict[Path, int] = {}
-        own = f"{os.getpid()}-{worker}-{token_hex(4)}"  # a process may have several engines after each other
+        # a process may have several engines after each other
+        own = f"{os.getpid()}-{worker}-{token_hex(4)}"
         self._computed = (folder / f"computed-{own}").open("wb", buffering=0)
         self._verdict = (folder / f"verdict-{own}").open("w")
 
@@ -62,7 +70,9 @@ class Notes:
         return name in self._known
 
     def is_computed(self, group: int, content: bytes, digest: bytes) -> bool:
-        """Whether such a block was computed with just these bytes: one prompt's may differ in the last bit between two computations."""
+        """Whether such a block was computed with just these bytes: one prompt's may differ in the
+        last bit between two computations.
+        """
         name = self._name(group, content)
         if digest not in self._known.get(name, ()):
             self._read_others()
@@ -79,7 +89,12 @@ class Notes:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _name(self, group: int, content: bytes) -> bytes:

@@ -1,4 +1,6 @@
-"""The ways in which a model is run: what is set for each, and how one sees that vLLM really went that way."""
+"""The ways in which a model is run: what is set for each, and how one sees that vLLM really went
+that way.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,7 +13,8 @@ ITSELF = "{model}"  # stands for the model's own folder or name
 
 @dataclass(frozen=True)
 class Path:
-    """engine: vLLM's engine arguments; is_on: whether vLLM has taken them; config: settings of kvhold.
+    """engine: vLLM's engine arguments; is_on: whether vLLM has taken them; config: settings of
+    kvhold.
 
     in_pieces: prompts are computed in steps of a block and a half
     crowded:   all at once, in too few blocks
@@ -30,10 +33,15 @@ class Path:
 PATHS: dict[str, Path] = {
     "plain": Path("as vLLM runs it by default, prefix caching on"),
     "no-prefix-caching": Path(
-        "vLLM's own prefix caching off", {"enable_prefix_caching": False}, lambda started: not started.prefix_caching
+        "vLLM's own prefix caching off",
+        {"enable_prefix_caching": False},
+        lambda started: not started.prefix_caching,
     ),
     "chunked-prefill": Path(
-        "prompts computed in pieces", {"enable_chunked_prefill": True}, lambda started: started.chunked_prefill, in_pieces=True
+        "prompts computed in pieces",
+        {"enable_chunked_prefill": True},
+        lambda started: started.chunked_prefill,
+        in_pieces=True,
     ),
     "preemption": Path("too few blocks for all requests, so that some are preempted", crowded=True),
     "new-engine": Path("stored by one engine, loaded by the next", restart=True),
@@ -41,11 +49,24 @@ PATHS: dict[str, Path] = {
     "pp2": Path("pipeline parallel, two workers", {"pipeline_parallel_size": 2}),
     "fp8-kv": Path("KV cache in fp8", {"kv_cache_dtype": "fp8"}),
     "ngram": Path(
-        "speculation from the prompt", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}}
+        "speculation from the prompt",
+        {
+            "speculative_config": {
+                "method": "ngram",
+                "num_speculative_tokens": 3,
+                "prompt_lookup_max": 3,
+            }
+        },
     ),
     "draft": Path(
         "speculation by a draft model: the model itself",
-        {"speculative_config": {"method": "draft_model", "model": ITSELF, "num_speculative_tokens": 3}},
+        {
+            "speculative_config": {
+                "method": "draft_model",
+                "model": ITSELF,
+                "num_speculative_tokens": 3,
+            }
+        },
     ),
     "layerwise": Path(
         "loads and stores inside the passes, a layer at a time",
@@ -53,7 +74,11 @@ PATHS: dict[str, Path] = {
         lambda started: not started.prefix_caching,
         {"layerwise": True},
     ),
-    "async": Path("asynchronous scheduling", {"async_scheduling": True}, lambda started: started.async_scheduling),
+    "async": Path(
+        "asynchronous scheduling",
+        {"async_scheduling": True},
+        lambda started: started.async_scheduling,
+    ),
 }
 
 DEFAULT = ("plain", "no-prefix-caching", "chunked-prefill", "preemption", "new-engine", "tp2")

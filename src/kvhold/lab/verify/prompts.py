@@ -1,8 +1,10 @@
-"""What a model is asked: prompts that meet every boundary of blocks and chunks, share prefixes, and come again.
+"""What a model is asked: prompts that meet every boundary of blocks and chunks, share prefixes, and
+come again.
 
     batches = make_batches(started.vocabulary, Sizes(block=32, chunk=64), seed=1)
 
-A batch is asked at once, batches one after the other. Token ids are drawn from those of text. The same arguments give the same prompts.
+A batch is asked at once, batches one after the other. Token ids are drawn from those of text. The
+same arguments give the same prompts.
 """
 
 import random
@@ -17,7 +19,9 @@ _CROWD = 6
 
 @dataclass(frozen=True)
 class Sizes:
-    """In tokens: the engine's largest block, kvhold's chunk, and what a prompt and its output may have together."""
+    """In tokens: the engine's largest block, kvhold's chunk, and what a prompt and its output may
+    have together.
+    """
 
     block: int
     chunk: int
@@ -25,30 +29,53 @@ class Sizes:
 
 
 def make_batches(
-    vocabulary: Sequence[int], sizes: Sizes, *, seed: int, num_adapters: int = 0, images: bool = False
+    vocabulary: Sequence[int],
+    sizes: Sizes,
+    *,
+    seed: int,
+    num_adapters: int = 0,
+    images: bool = False,
 ) -> list[list[Question]]:
-    """Batches for one model. With adapters each prompt is asked of the model and of each adapter; with images some have pictures.
+    """Batches for one model. With adapters each prompt is asked of the model and of each adapter;
+    with images some have pictures.
 
-    The model itself has batches of its own: vLLM's CPU build computes what has no adapter with another request's, in a batch with it.
+    The model itself has batches of its own: vLLM's CPU build computes what has no adapter with
+        another request's, in a batch with it.
     """
     rng = random.Random(seed)
     lengths = _lengths(sizes)
     shared = [rng.choice(vocabulary) for _ in range(lengths[-1])]
     prompts = []
     for number, length in enumerate(lengths):
-        prefix = shared[: rng.choice([length, length - 1, min(length, sizes.chunk), min(length, sizes.block)])] if number % 3 else []
+        prefix = (
+            shared[
+                : rng.choice(
+                    [length, length - 1, min(length, sizes.chunk), min(length, sizes.block)]
+                )
+            ]
+            if number % 3
+            else []
+        )
         prompts.append(prefix + [rng.choice(vocabulary) for _ in range(length - len(prefix))])
     rng.shuffle(prompts)
     prompts += [prompts[-1], max(prompts, key=len)]  # the same twice in a batch, and again later
     questions = [Question(tokens=prompt) for prompt in prompts]
     if images:
         questions += _with_images(shared[: sizes.block + 3], shared[: 2 * sizes.chunk])
-    adapted = [Question(tokens=prompt, adapter=adapter) for prompt in prompts for adapter in range(num_adapters)]
+    adapted = [
+        Question(tokens=prompt, adapter=adapter)
+        for prompt in prompts
+        for adapter in range(num_adapters)
+    ]
     return [*_batches(questions), *_batches(adapted)]
 
 
-def make_crowd(vocabulary: Sequence[int], sizes: Sizes, *, seed: int, num_adapters: int = 0) -> list[list[Question]]:
-    """One batch of prompts that all end just before a block does: their outputs want another block each, all at about the same time."""
+def make_crowd(
+    vocabulary: Sequence[int], sizes: Sizes, *, seed: int, num_adapters: int = 0
+) -> list[list[Question]]:
+    """One batch of prompts that all end just before a block does: their outputs want another block
+    each, all at about the same time.
+    """
     rng = random.Random(seed)
     length = crowd_tokens(sizes)
     shared = [rng.choice(vocabulary) for _ in range(sizes.block)]
@@ -56,7 +83,9 @@ def make_crowd(vocabulary: Sequence[int], sizes: Sizes, *, seed: int, num_adapte
     for number in range(_CROWD):
         prefix = shared if number % 2 else []
         tokens = prefix + [rng.choice(vocabulary) for _ in range(length - len(prefix))]
-        crowd.append(Question(tokens=tokens, adapter=number % num_adapters if num_adapters else None))
+        crowd.append(
+            Question(tokens=tokens, adapter=number % num_adapters if num_adapters else None)
+        )
     return [crowd]
 
 
@@ -71,12 +100,26 @@ def _batches(questions: list[Question]) -> list[list[Question]]:
 
 def _lengths(sizes: Sizes) -> list[int]:
     block, chunk = sizes.block, sizes.chunk
-    edges = {1, 2, block - 1, block, block + 1, chunk - 1, chunk, chunk + 1, 2 * chunk, 2 * chunk + 1, 3 * chunk + block + block // 2 + 3}
+    edges = {
+        1,
+        2,
+        block - 1,
+        block,
+        block + 1,
+        chunk - 1,
+        chunk,
+        chunk + 1,
+        2 * chunk,
+        2 * chunk + 1,
+        3 * chunk + block + block // 2 + 3,
+    }
     return sorted(length for length in edges if 0 < length <= sizes.limit) or [sizes.limit]
 
 
 def _with_images(short: list[int], long: list[int]) -> list[Question]:
-    """The same words about other pictures, other words about the same one, two pictures in either order."""
+    """The same words about other pictures, other words about the same one, two pictures in either
+    order.
+    """
     return [
         Question(tokens=long, images=[1]),
         Question(tokens=long, images=[2]),

@@ -13,8 +13,10 @@ UNSUPPORTED = "unsupported by vLLM"  # the path of a model that vLLM does not ru
 class Row:
     """One model in one path.
 
-    kv_exact:     every block that was loaded held the bytes that were computed for its tokens; None: nothing was to be compared
-    tokens_equal: every token of every request was what vLLM answered without a connector, up to a near tie at least; None: not run
+    kv_exact:     every block that was loaded held the bytes that were computed for its tokens;
+        None: nothing was to be compared
+    tokens_equal: every token of every request was what vLLM answered without a connector, up to a
+        near tie at least; None: not run
     requests:     how many were asked with the connector, those that fill the cache included
     outcome:      "refused": kvhold does not serve this set-up; "unsupported": vLLM does not run it, or not twice alike; "off": vLLM turns
                   this path off here
@@ -40,7 +42,9 @@ class Row:
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as text, then the reasons of those that did not pass."""
-    cells = [("model", "path", "KV exact", "tokens equal", "ties", "requests", "blocks", "seconds", "")]
+    cells = [
+        ("model", "path", "KV exact", "tokens equal", "ties", "requests", "blocks", "seconds", "")
+    ]
     cells += [
         (
             row.model,
@@ -59,12 +63,15 @@ def table(rows: Sequence[Row]) -> str:
     numbers = (4, 5, 6, 7)
     lines = [
         "  ".join(
-            text.rjust(width) if n in numbers else text.ljust(width) for n, (text, width) in enumerate(zip(line, widths, strict=True))
+            text.rjust(width) if n in numbers else text.ljust(width)
+            for n, (text, width) in enumerate(zip(line, widths, strict=True))
         )
         for line in cells
     ]
     lines = [line.rstrip() for line in lines]
-    reasons = [f"{row.model}, {row.path}: {row.outcome}: {row.reason}" for row in rows if row.reason]
+    reasons = [
+        f"{row.model}, {row.path}: {row.outcome}: {row.reason}" for row in rows if row.reason
+    ]
     return "\n".join([*lines, *([""] if reasons else []), *reasons])
 
 

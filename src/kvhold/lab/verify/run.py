@@ -2,11 +2,12 @@
 
     for row in Verification(subject, paths=["plain"], settings=Settings(...)).rows(): ...
 
-Each path has an engine without a connector, whose answers are the standard (it is asked three times, to see whether it is one), and then
-one with it, with a node and notes of its own: all questions are asked once, which stores, and again once the engine has forgotten its own
-KV (or by another engine), which loads. A path fails when a token differs, when a loaded block holds other bytes than were computed for
-its tokens, and when nothing was loaded. A token that differs at a near tie of the first engine's is counted, and does not fail it
-(`ties.py`).
+Each path has an engine without a connector, whose answers are the standard (it is asked three
+times, to see whether it is one), and then one with it, with a node and notes of its own: all
+questions are asked once, which stores, and again once the engine has forgotten its own KV (or by
+another engine), which loads. A path fails when a token differs, when a loaded block holds other
+bytes than were computed for its tokens, and when nothing was loaded. A token that differs at a near
+tie of the first engine's is counted, and does not fail it (`ties.py`).
 """
 
 import json
@@ -38,7 +39,9 @@ _PATIENT_S = 60.0  # busy cores must not turn a hit into a miss
 
 @dataclass(frozen=True)
 class Subject:
-    """What is verified. engine: further engine arguments, stronger than a path's; adapters: folders of LoRA adapters."""
+    """What is verified. engine: further engine arguments, stronger than a path's; adapters: folders
+    of LoRA adapters.
+    """
 
     name: str
     model: str
@@ -50,7 +53,8 @@ class Subject:
 class Settings:
     """How it is verified.
 
-    max_tokens:    of each answer; max_model_len: of a prompt and its answer; kv_memory_bytes: of each of the engine's workers
+    max_tokens:    of each answer; max_model_len: of a prompt and its answer; kv_memory_bytes: of
+        each of the engine's workers
     config:        kvhold's own settings, as in `kv_connector_extra_config`
     """
 
@@ -82,7 +86,9 @@ class Asked:
 
     def is_tie(self, number: int, answer: list[int]) -> bool:
         """Whether another answer to this question is the same up to a near tie of this engine's."""
-        return at_near_tie(answer, self.token_ids[number], self.choices[number], dtype=self.started.dtype)
+        return at_near_tie(
+            answer, self.token_ids[number], self.choices[number], dtype=self.started.dtype
+        )
 
 
 class Verification:
@@ -107,13 +113,25 @@ class Verification:
         self._references: dict[str, Asked] = {}
 
     def rows(self) -> Iterator[Row]:
-        """One row a path; a single one for a model that vLLM does not run. Raises no EngineFailed: what failed is in the row."""
+        """One row a path; a single one for a model that vLLM does not run.
+
+        Raises no EngineFailed: what failed is in the row.
+        """
         began = time.monotonic()
         self._say(f"{self._subject.name}: without kvhold ...")
         try:
             self._reference(PATHS["plain"])
         except EngineFailed as error:
-            yield Row(self._subject.name, UNSUPPORTED, None, None, 0, "unsupported", self._told(error), seconds=_since(began))
+            yield Row(
+                self._subject.name,
+                UNSUPPORTED,
+                None,
+                None,
+                0,
+                "unsupported",
+                self._told(error),
+                seconds=_since(began),
+            )
             return
         for name in self._paths:
             self._say(f"{self._subject.name}: {name} ({PATHS[name].about}) ...")
@@ -133,10 +151,16 @@ class Verification:
             socket, notes = FilePath(folder) / "node.sock", FilePath(folder) / "notes"
             notes.mkdir()
             try:
-                rounds = self._with_kvhold(path, reference.started, self._transfer(path, socket, notes))
+                rounds = self._with_kvhold(
+                    path, reference.started, self._transfer(path, socket, notes)
+                )
             except EngineFailed as error:
                 refused = isinstance(error, EngineRefused) and error.by_kvhold
-                return replace(row, outcome="refused" if refused else "FAIL", reason=str(error) if refused else self._told(error))
+                return replace(
+                    row,
+                    outcome="refused" if refused else "FAIL",
+                    reason=str(error) if refused else self._told(error),
+                )
             finally:
                 end_node(socket)
             return judged(row, path, reference, rounds, read_verdict(notes))
@@ -148,7 +172,9 @@ class Verification:
         return str(error)
 
     def _reference(self, path: Path) -> Asked:
-        """The answers without a connector, of an engine that is started once for all paths that set nothing else in it."""
+        """The answers without a connector, of an engine that is started once for all paths that set
+        nothing else in it.
+        """
         engine = self._engine_of(path)
         name = json.dumps([engine, path.crowded], sort_keys=True)
         if name not in self._references:
@@ -162,8 +188,9 @@ class Verification:
         return self._references[name]
 
     def _unsteady(self, asked: Asked, path: Path) -> set[int]:
-        """Questions that vLLM alone answers in another way when it has them in its own prefix cache, or runs them one by one; not those
-        of which it says itself that it may, at a near tie: they are compared up to there.
+        """Questions that vLLM alone answers in another way when it has them in its own prefix
+        cache, or runs them one by one; not those of which it says itself that it may, at a near
+        tie: they are compared up to there.
 
         What is computed together decides the last bits, and kvhold changes that, as any hit does.
         """
@@ -182,8 +209,12 @@ class Verification:
 
     def _with_kvhold(self, path: Path, reference: Started, transfer: dict[str, Any]) -> list[Asked]:
         """Both rounds' answers."""
-        num_tokens = sum(len(question.tokens) for batch in self._batches(path) for question in batch)
-        transfer["kv_connector_extra_config"].setdefault("ram_bytes", 4 * num_tokens * reference.token_bytes + _ARENA_SPARE_BYTES)
+        num_tokens = sum(
+            len(question.tokens) for batch in self._batches(path) for question in batch
+        )
+        transfer["kv_connector_extra_config"].setdefault(
+            "ram_bytes", 4 * num_tokens * reference.token_bytes + _ARENA_SPARE_BYTES
+        )
         engine = self._engine_of(path) | {"kv_transfer_config": transfer}
         stored = Asked(self._start(engine))
         self._ask_all(stored, path)
@@ -202,7 +233,9 @@ class Verification:
             asked.add(self._ask(batch, choices=choices))
 
     def _ask(self, questions: list[Question], *, choices: bool = False) -> Answered:
-        return self._engines.ask(Ask(questions=questions, max_tokens=self._settings.max_tokens, choices=choices))
+        return self._engines.ask(
+            Ask(questions=questions, max_tokens=self._settings.max_tokens, choices=choices)
+        )
 
     def _start(self, engine: dict[str, Any]) -> Started:
         return self._engines.start(Start(engine=engine, adapters=list(self._subject.adapters)))
@@ -211,15 +244,25 @@ class Verification:
         assert self._shape is not None
         sizes = self._sizes()
         if path.crowded:
-            return make_crowd(self._shape.vocabulary, sizes, seed=_SEED, num_adapters=len(self._subject.adapters))
+            return make_crowd(
+                self._shape.vocabulary, sizes, seed=_SEED, num_adapters=len(self._subject.adapters)
+            )
         adapters, images = len(self._subject.adapters), self._shape.takes_images
-        return make_batches(self._shape.vocabulary, sizes, seed=_SEED, num_adapters=adapters, images=images)
+        return make_batches(
+            self._shape.vocabulary, sizes, seed=_SEED, num_adapters=adapters, images=images
+        )
 
     def _sizes(self) -> Sizes:
         assert self._shape is not None, "the plain path is the first to run"
         limit = self._settings.max_model_len - self._settings.max_tokens
         block = max((size for size in self._shape.block_sizes if size < limit // 2), default=1)
-        chunk = -(-int(self._settings.config.get("tokens_per_chunk", Config().tokens_per_chunk)) // block) * block
+        chunk = (
+            -(
+                -int(self._settings.config.get("tokens_per_chunk", Config().tokens_per_chunk))
+                // block
+            )
+            * block
+        )
         return Sizes(block=block, chunk=chunk, limit=limit)
 
     def _engine(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -233,7 +276,11 @@ class Verification:
             "seed": 0,
         }
         if self._subject.adapters:
-            common |= {"enable_lora": True, "max_loras": len(self._subject.adapters), "max_lora_rank": 64}
+            common |= {
+                "enable_lora": True,
+                "max_loras": len(self._subject.adapters),
+                "max_lora_rank": 64,
+            }
         return common | arguments | self._subject.engine
 
     def _engine_of(self, path: Path) -> dict[str, Any]:
@@ -247,14 +294,22 @@ class Verification:
             assert self._shape is not None
             length = crowd_tokens(self._sizes())
             arguments["max_model_len"] = length + max(16, self._settings.max_tokens)
-            arguments["num_gpu_blocks_override"] = 1 + _CROWD_FITS * sum(-(-length // size) for size in self._shape.block_sizes)
+            arguments["num_gpu_blocks_override"] = 1 + _CROWD_FITS * sum(
+                -(-length // size) for size in self._shape.block_sizes
+            )
         return self._engine(arguments)
 
     def _transfer(self, path: Path, socket: FilePath, notes: FilePath) -> dict[str, Any]:
-        """`kv_transfer_config`: the user's settings for kvhold and the path's, but a node of our own."""
-        ours: dict[str, Any] = {"client": {"call_timeout_s": _PATIENT_S, "connect_timeout_s": _PATIENT_S}}
+        """`kv_transfer_config`: the user's settings for kvhold and the path's, but a node of our
+        own.
+        """
+        ours: dict[str, Any] = {
+            "client": {"call_timeout_s": _PATIENT_S, "connect_timeout_s": _PATIENT_S}
+        }
         ours |= self._settings.config | path.config
-        ours["rules"] = {"plan": False} | ours.get("rules", {})  # what is to be shown right must be loaded, were it faster computed
+        ours["rules"] = {"plan": False} | ours.get(
+            "rules", {}
+        )  # what is to be shown right must be loaded, were it faster computed
         ours |= {"node": {"socket": str(socket), "idle_exit_s": _NODE_OUTLIVES_ENGINES_S}}
         return {
             "kv_connector": "WitnessedConnector",
@@ -271,13 +326,16 @@ def _since(began: float) -> float:
 def judged(row: Row, path: Path, reference: Asked, rounds: list[Asked], verdict: Verdict) -> Row:
     """The row of a path that ran. rounds: answers with kvhold; verdict: of the witness.
 
-    What vLLM alone answers now so, now so is no standard, and after a near tie of its own (`ties`) its answer is none. Where half of the
-    questions and more are unsteady, or all that differs is after near ties and these are so many, tokens prove nothing.
+    What vLLM alone answers now so, now so is no standard, and after a near tie of its own (`ties`)
+    its answer is none. Where half of the questions and more are unsteady, or all that differs is
+    after near ties and these are so many, tokens prove nothing.
     """
     differ: list[str] = []
     tied: dict[str, int] = {}
     for which, asked in zip(("first", "second"), rounds, strict=True):
-        for number, (ours, theirs) in enumerate(zip(asked.token_ids, reference.token_ids, strict=True)):
+        for number, (ours, theirs) in enumerate(
+            zip(asked.token_ids, reference.token_ids, strict=True)
+        ):
             if ours == theirs or number in reference.unsteady:
                 continue
             told = f"question {number} of the {which} round"
@@ -287,19 +345,32 @@ def judged(row: Row, path: Path, reference: Asked, rounds: list[Asked], verdict:
                 differ.append(told)
     no_standard = 2 * len(reference.unsteady) >= len(reference.token_ids)
     judged_in_part = reference.unsteady | set(tied.values())
-    proves_nothing = no_standard or (not differ and 2 * len(judged_in_part) >= len(reference.token_ids))
+    proves_nothing = no_standard or (
+        not differ and 2 * len(judged_in_part) >= len(reference.token_ids)
+    )
     notes = []
     if reference.unsteady:
-        notes.append(f"vLLM without kvhold answers {len(reference.unsteady)} of {len(reference.token_ids)} questions now so, now so")
+        notes.append(
+            f"vLLM without kvhold answers {len(reference.unsteady)} of "
+            f"{len(reference.token_ids)} questions now so, now so"
+        )
     if tied:
-        notes.append(f"{len(tied)} answers part from those without kvhold at a near tie of vLLM's own, first {next(iter(tied))}")
+        notes.append(
+            f"{len(tied)} answers part from those without kvhold at a near tie of vLLM's "
+            f"own, first {next(iter(tied))}"
+        )
     faults = []
     if differ and not no_standard:
         faults.append(f"{len(differ)} answers differ from those without kvhold, first {differ[0]}")
     if verdict.wrong:
-        faults.append(f"{verdict.wrong} of {verdict.compared} loaded blocks hold other bytes than were computed")
+        faults.append(
+            f"{verdict.wrong} of {verdict.compared} loaded blocks hold other bytes than "
+            "were computed"
+        )
     if verdict.unknown:
-        faults.append(f"{verdict.unknown} blocks were loaded for tokens that nobody was seen to compute")
+        faults.append(
+            f"{verdict.unknown} blocks were loaded for tokens that nobody was seen to compute"
+        )
     if verdict.in_part:
         faults.append(f"{verdict.in_part} loads ended within a block, which cannot be compared")
     if not verdict.compared:
@@ -308,7 +379,9 @@ def judged(row: Row, path: Path, reference: Asked, rounds: list[Asked], verdict:
         faults.append("nothing was preempted")
     return replace(
         row,
-        kv_exact=verdict.is_exact if verdict.compared or verdict.unknown or verdict.in_part else None,
+        kv_exact=verdict.is_exact
+        if verdict.compared or verdict.unknown or verdict.in_part
+        else None,
         tokens_equal=None if proves_nothing else not differ,
         requests=sum(len(asked.token_ids) for asked in rounds),
         outcome="FAIL" if faults else "unsupported" if proves_nothing else "pass",

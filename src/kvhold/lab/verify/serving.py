@@ -1,7 +1,8 @@
-"""Requests that come and go while others run, as on a server, but by the engine's own steps: a run can be repeated.
+"""Requests that come and go while others run, as on a server, but by the engine's own steps: a run
+can be repeated.
 
-    served = serve(engine, Serve(arrivals=[Arrival(tokens=[...], max_tokens=8, step=3, abort="loading")]))
-    served.token_ids, served.aborted_in
+    served = serve(engine, Serve(arrivals=[Arrival(tokens=[...], max_tokens=8, step=3,
+    abort="loading")])) served.token_ids, served.aborted_in
 
 For a child process that holds a `SteppedEngine`; one thread.
 """
@@ -18,7 +19,9 @@ _BEST = 2  # the tokens whose distance is an answer's margin
 
 @dataclass
 class _Live:
-    """One request. reached: steps since it was first seen in the stage in which it is to be aborted, or after that."""
+    """One request. reached: steps since it was first seen in the stage in which it is to be
+    aborted, or after that.
+    """
 
     arrival: Arrival
     name: str = ""
@@ -31,7 +34,9 @@ class _Live:
 
 
 def serve(engine: SteppedEngine, operation: Serve) -> Served:
-    """Serve all of them; then the engine has nothing left to do, saves of its connector included."""
+    """Serve all of them; then the engine has nothing left to do, saves of its connector
+    included.
+    """
     requests = [_Live(arrival) for arrival in operation.arrivals]
     coming = deque(sorted(requests, key=lambda live: live.arrival.step))
     running: dict[str, _Live] = {}
@@ -67,7 +72,13 @@ def _add(engine: SteppedEngine, arrival: Arrival, *, margins: bool) -> str:
         prompt["cache_salt"] = arrival.salt
     extra = {"kv_transfer_params": {"kvhold": arrival.rules}} if arrival.rules else None
     logprobs = _BEST if margins else None
-    return engine.add(prompt, max_tokens=arrival.max_tokens, priority=arrival.priority, extra=extra, logprobs=logprobs)
+    return engine.add(
+        prompt,
+        max_tokens=arrival.max_tokens,
+        priority=arrival.priority,
+        extra=extra,
+        logprobs=logprobs,
+    )
 
 
 def _take(running: dict[str, _Live], output: Any) -> None:
@@ -117,5 +128,7 @@ def _stage_of(request: Any) -> str:
         case RequestStatus.PREEMPTED:
             return "preempted"
         case RequestStatus.RUNNING:
-            return "prefill" if request.num_computed_tokens < request.num_prompt_tokens else "decode"
+            return (
+                "prefill" if request.num_computed_tokens < request.num_prompt_tokens else "decode"
+            )
     return "waiting"

@@ -1,13 +1,16 @@
-"""KVHoldConnector with a witness that reads the engine's blocks by itself: `"kv_connector": "WitnessedConnector"`.
+"""KVHoldConnector with a witness that reads the engine's blocks by itself: `"kv_connector":
+"WitnessedConnector"`.
 
-The witness stands where vLLM stands. It learns from vLLM's own calls which tokens a pass computes and which blocks hold them, and which
-blocks a load is to fill, in all KV cache groups; it shares no name, no layout and no copying with the connector. What a block ought to hold
-is told by the adapter, the images and every token up to the block's end. After each pass it takes the digest of each block that became
-whole; after each load, of each block that was loaded, and looks for it among those that were computed for the same tokens: here, in an
-engine before this one, or in another worker's turn.
+The witness stands where vLLM stands. It learns from vLLM's own calls which tokens a pass computes
+and which blocks hold them, and which blocks a load is to fill, in all KV cache groups; it shares no
+name, no layout and no copying with the connector. What a block ought to hold is told by the
+adapter, the images and every token up to the block's end. After each pass it takes the digest of
+each block that became whole; after each load, of each block that was loaded, and looks for it among
+those that were computed for the same tokens: here, in an engine before this one, or in another
+worker's turn.
 
-The setting `witness_folder` says where it keeps its notes (`kvhold.lab.verify.notes`), which the engines of one path share. In vLLM's
-processes only; one thread, the engine's.
+The setting `witness_folder` says where it keeps its notes (`kvhold.lab.verify.notes`), which the
+engines of one path share. In vLLM's processes only; one thread, the engine's.
 """
 
 import json
@@ -19,7 +22,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole, KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvhold.integrations.vllm.connector import KVHoldConnector
@@ -53,7 +60,8 @@ class Watched(KVConnectorMetadata):  # type: ignore[misc]  # as the engine dicta
     computed: blocks that are whole after this pass
     loading:  blocks that loads will fill
     in_pass:  requests whose loads end in this pass; others' ends are told by the connector
-    in_part:  requests of which a part of a last block is loaded besides, which cannot be told by a block's content
+    in_part:  requests of which a part of a last block is loaded besides, which cannot be told by a
+        block's content
     """
 
     inner: KVConnectorMetadata
@@ -66,7 +74,9 @@ class Watched(KVConnectorMetadata):  # type: ignore[misc]  # as the engine dicta
 class WitnessedConnector(KVHoldConnector):
     """The real connector; the witness only reads."""
 
-    def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
+    def __init__(
+        self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
+    ) -> None:
         with _without_folder(vllm_config) as folder:
             super().__init__(vllm_config, role, kv_cache_config)
         self._watcher: _Watcher | None = None
@@ -74,7 +84,9 @@ class WitnessedConnector(KVHoldConnector):
         if role == KVConnectorRole.SCHEDULER:
             self._watcher = _Watcher(kv_cache_config.kv_cache_groups)
         if role == KVConnectorRole.WORKER:
-            self._reader = _Reader(kv_cache_config, Notes(folder, worker=vllm_config.parallel_config.rank))
+            self._reader = _Reader(
+                kv_cache_config, Notes(folder, worker=vllm_config.parallel_config.rank)
+            )
 
     # The scheduler's process.
 
@@ -92,12 +104,16 @@ class WitnessedConnector(KVHoldConnector):
         self._watching.requests[request.request_id] = _Followed(request)
         super().on_new_request(request)
 
-    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: "Request", num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         num_tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         self._watching.matched(request.request_id, num_computed_tokens, is_async=is_async)
         return num_tokens, is_async
 
-    def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
         if num_external_tokens:
             self._watching.load(request.request_id, blocks.get_block_ids(), num_external_tokens)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
@@ -105,11 +121,15 @@ class WitnessedConnector(KVHoldConnector):
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         return self._watching.step(scheduler_output, super().build_connector_meta(scheduler_output))
 
-    def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: "Request", block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         self._watching.forget(request.request_id)
         return super().request_finished(request, block_ids)
 
-    def request_finished_all_groups(self, request: "Request", block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         self._watching.forget(request.request_id)
         return super().request_finished_all_groups(request, block_ids)
 
@@ -151,10 +171,14 @@ class WitnessedConnector(KVHoldConnector):
 
 @contextmanager
 def _without_folder(vllm_config: "VllmConfig") -> Iterator[Path]:
-    """The witness's own setting, hidden from the connector for a moment: the other role's is made from the same config."""
+    """The witness's own setting, hidden from the connector for a moment: the other role's is made
+    from the same config.
+    """
     transfer = vllm_config.kv_transfer_config
     settings = transfer.kv_connector_extra_config
-    transfer.kv_connector_extra_config = {name: value for name, value in settings.items() if name != FOLDER}
+    transfer.kv_connector_extra_config = {
+        name: value for name, value in settings.items() if name != FOLDER
+    }
     try:
         yield Path(settings[FOLDER])
     finally:
@@ -165,7 +189,8 @@ def _without_folder(vllm_config: "VllmConfig") -> Iterator[Path]:
 class _Followed:
     """A request from its arrival to its end.
 
-    found_at, is_async: computed tokens when the connector was asked last, and whether it loads beside the passes
+    found_at, is_async: computed tokens when the connector was asked last, and whether it loads
+        beside the passes
     num_read: blocks of each group that were read or need not be, because others computed them
     hashes:   what its first blocks ought to hold, by block size
     """
@@ -192,7 +217,9 @@ class _Watcher:
         followed.found_at, followed.is_async = found_at, is_async
 
     def load(self, request_id: str, tables: tuple[list[int], ...], num_tokens: int) -> None:
-        """`num_tokens` tokens after those that are computed are going to be loaded into blocks of these tables."""
+        """`num_tokens` tokens after those that are computed are going to be loaded into blocks of
+        these tables.
+        """
         followed = self.requests[request_id]
         end = followed.found_at + num_tokens
         for group, (table, spec) in enumerate(zip(tables, self._specs, strict=True)):
@@ -216,8 +243,12 @@ class _Watcher:
                 first = start // spec.block_size if is_first else followed.num_read[group]
                 whole = known // spec.block_size
                 followed.num_read[group] = max(first, whole)
-                if isinstance(spec, MambaSpec):  # a state is there where a pass ends, and nowhere before
-                    first = max(first, whole - 1 if known == end and known % spec.block_size == 0 else whole)
+                if isinstance(
+                    spec, MambaSpec
+                ):  # a state is there where a pass ends, and nowhere before
+                    first = max(
+                        first, whole - 1 if known == end and known % spec.block_size == 0 else whole
+                    )
                 computed += self._held(followed, group, table, range(first, whole))
         watched = Watched(inner, computed, self._loading, self._in_pass, self._in_part)
         self._loading, self._in_pass, self._in_part = [], set(), set()
@@ -226,12 +257,19 @@ class _Watcher:
     def forget(self, request_id: str) -> None:
         self.requests.pop(request_id, None)
 
-    def _held(self, followed: _Followed, group: int, table: list[int], numbers: Iterable[int]) -> Iterator[Held]:
+    def _held(
+        self, followed: _Followed, group: int, table: list[int], numbers: Iterable[int]
+    ) -> Iterator[Held]:
         there = [number for number in numbers if number < len(table) and table[number] != _NO_BLOCK]
         if there:
             hashes = _prefix_hashes(followed, self._specs[group].block_size, max(there) + 1)
             request_id = followed.request.request_id
-            yield Held(request_id, group, [table[number] for number in there], [hashes[number] for number in there])
+            yield Held(
+                request_id,
+                group,
+                [table[number] for number in there],
+                [hashes[number] for number in there],
+            )
 
 
 def _one_of(spec: Any) -> Any:
@@ -251,17 +289,26 @@ def _first_needed(spec: Any, end: int) -> int:
 
 
 def _spans(output: "SchedulerOutput") -> Iterator[tuple[str, int, int, bool]]:
-    """The requests of a step: which of their tokens it computes, and whether they start, for the first time or again."""
+    """The requests of a step: which of their tokens it computes, and whether they start, for the
+    first time or again.
+    """
     for new in output.scheduled_new_reqs:
         start = new.num_computed_tokens
         yield new.req_id, start, start + output.num_scheduled_tokens[new.req_id], True
     cached = output.scheduled_cached_reqs
     for request_id, start in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
-        yield request_id, start, start + output.num_scheduled_tokens[request_id], request_id in cached.resumed_req_ids
+        yield (
+            request_id,
+            start,
+            start + output.num_scheduled_tokens[request_id],
+            request_id in cached.resumed_req_ids,
+        )
 
 
 def _prefix_hashes(followed: _Followed, block_size: int, count: int) -> list[bytes]:
-    """What the first `count` blocks of the request's tokens ought to hold: a hash over all that their KV depends on, each."""
+    """What the first `count` blocks of the request's tokens ought to hold: a hash over all that
+    their KV depends on, each.
+    """
     request = followed.request
     hashes = followed.hashes.setdefault(block_size, [])
     if len(hashes) < count:
@@ -269,9 +316,19 @@ def _prefix_hashes(followed: _Followed, block_size: int, count: int) -> list[byt
         lora = request.lora_request.lora_path if request.lora_request is not None else ""
         for number in range(len(hashes), count):
             end = (number + 1) * block_size
-            images = [(f.identifier, f.mm_position.offset) for f in request.mm_features or () if f.mm_position.offset < end]
+            images = [
+                (f.identifier, f.mm_position.offset)
+                for f in request.mm_features or ()
+                if f.mm_position.offset < end
+            ]
             about = json.dumps([lora, images, block_size]).encode()
-            hashes.append(blake2b(tokens[:end].tobytes(), key=blake2b(about, digest_size=32).digest(), digest_size=24).digest())
+            hashes.append(
+                blake2b(
+                    tokens[:end].tobytes(),
+                    key=blake2b(about, digest_size=32).digest(),
+                    digest_size=24,
+                ).digest()
+            )
     return hashes[:count]
 
 
@@ -303,11 +360,21 @@ class _Reader:
         self._computed = []
 
     def loaded(self, failed: set[int]) -> None:
-        """After loads have ended, before their requests run. failed: blocks that the connector itself reports."""
+        """After loads have ended, before their requests run. failed: blocks that the connector
+        itself reports.
+        """
         for request_id in self.ended:
             for held in self._loading.pop(request_id, []):
-                there = [(b, c) for b, c in zip(held.block_ids, held.contents, strict=True) if b not in failed]
-                wrong = [c.hex() for b, c in there if not self.notes.is_computed(held.group, c, self._digest(held.group, b))]
+                there = [
+                    (b, c)
+                    for b, c in zip(held.block_ids, held.contents, strict=True)
+                    if b not in failed
+                ]
+                wrong = [
+                    c.hex()
+                    for b, c in there
+                    if not self.notes.is_computed(held.group, c, self._digest(held.group, b))
+                ]
                 unknown = [c.hex() for _, c in there if not self.notes.knows(held.group, c)]
                 self.notes.verdict(
                     request=request_id,
@@ -334,10 +401,17 @@ def _as_list(tensors: Any) -> "list[torch.Tensor]":
 
 
 def _bytes_of(tensor: "torch.Tensor", block: int, num_blocks: int) -> bytes:
-    """The block's part of one layer's tensor. Kernels may divide the engine's blocks; then several rows are one block."""
+    """The block's part of one layer's tensor.
+
+    Kernels may divide the engine's blocks; then several rows are one block.
+    """
     import torch
 
-    axes = [axis for axis, size in enumerate(tensor.shape) if size >= num_blocks and size % num_blocks == 0]
+    axes = [
+        axis
+        for axis, size in enumerate(tensor.shape)
+        if size >= num_blocks and size % num_blocks == 0
+    ]
     assert axes, f"no axis of {tuple(tensor.shape)} counts {num_blocks} blocks"
     axis = max(axes, key=lambda axis: tensor.stride(axis))
     rows = tensor.shape[axis] // num_blocks

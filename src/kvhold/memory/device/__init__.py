@@ -22,7 +22,18 @@ from kvhold.memory.device.driver import Copies, Driver, Event, Lane
 from kvhold.memory.device.pinning import PinnedArenas
 from kvhold.memory.device.ring import Ring
 
-__all__ = ["Copies", "DeviceCopier", "Driver", "Event", "Lane", "PinnedArenas", "Ring", "Settings", "copier_for", "proven_copier_for"]
+__all__ = [
+    "Copies",
+    "DeviceCopier",
+    "Driver",
+    "Event",
+    "Lane",
+    "PinnedArenas",
+    "Ring",
+    "Settings",
+    "copier_for",
+    "proven_copier_for",
+]
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +50,9 @@ def copier_for(device: str, *, threads: int, cache: Cache) -> Copier:
         return HostCopier(threads)
     driver = _driver_for(device)
     log.info("kvhold: copies between %s and the arena: %s", device, type(driver).__name__)
-    copier = DeviceCopier(driver, PinnedArenas(driver, report=cache.report_pinned), mappings=cache.map_for_device)
+    copier = DeviceCopier(
+        driver, PinnedArenas(driver, report=cache.report_pinned), mappings=cache.map_for_device
+    )
     if driver.has_direct_copies:
         copier.measure(device)
     return copier
@@ -55,11 +68,16 @@ def proven_copier_for(device: str, *, threads: int, cache: Cache, allow_unproven
         return copier_for(device, threads=threads, cache=cache)
     if not allow_unproven:
         raise LayoutError(
-            f"on {device} copies have not been shown to be exact (allow_unproven = true serves it if the check at start passes)"
+            f"on {device} copies have not been shown to be exact (allow_unproven = true "
+            "serves it if the check at start passes)"
         )
     from kvhold.memory.device.check import check_copies
 
-    log.warning("kvhold: on %s copies have not been shown to be exact; it serves because allow_unproven is set", device)
+    log.warning(
+        "kvhold: on %s copies have not been shown to be exact; it serves because "
+        "allow_unproven is set",
+        device,
+    )
     copier = copier_for(device, threads=threads, cache=cache)
     check_copies(copier, device)
     return copier

@@ -43,7 +43,12 @@ class Batch:
         if ours.all():
             return plan
         return replace(
-            plan, chunk=plan.chunk[ours], first_rows=plan.first_rows[ours], slots=plan.slots[ours], rows=plan.rows[ours], memo={}
+            plan,
+            chunk=plan.chunk[ours],
+            first_rows=plan.first_rows[ours],
+            slots=plan.slots[ours],
+            rows=plan.rows[ours],
+            memo={},
         )
 
     @cached_property
@@ -90,7 +95,12 @@ class Batch:
         """Return the plan with the chunks end to end in other memory, from `start` on."""
         starts = np.zeros_like(self.plan.chunk_starts)
         starts[self.chunks] = start + np.cumsum(self.sizes) - self.sizes
-        return replace(self.plan, chunks=Chunks(memory, starts, self.plan.chunks.num_tokens), chunk_starts=starts, memo={})
+        return replace(
+            self.plan,
+            chunks=Chunks(memory, starts, self.plan.chunks.num_tokens),
+            chunk_starts=starts,
+            memo={},
+        )
 
     def copies_of_chunks(self, reach: Reach, staged: Plan) -> Copies:
         """Return copies with one piece for each chunk: its layers."""
@@ -115,7 +125,9 @@ class Batch:
             strides, nbytes = np.repeat(strides, plan.rows), np.full(row.size, view.row_bytes)
         if not view.rows_are_whole:
             head = np.tile(np.arange(view.heads), arena.size)
-            arena, offsets, strides = (np.repeat(each, view.heads) for each in (arena, offsets, strides))
+            arena, offsets, strides = (
+                np.repeat(each, view.heads) for each in (arena, offsets, strides)
+            )
             arena, offsets = arena + head * view.head_bytes, offsets + head * view.head_stride
             nbytes = np.full(arena.size, view.head_bytes)
         planes = np.arange(self.layers.start * view.planes, self.layers.stop * view.planes)[:, None]

@@ -29,9 +29,18 @@ def check_copies(copier: Copier, device: str) -> None:
     Raises LayoutError or DeviceError.
     """
     group = Group(
-        layers=_LAYERS, planes=1, heads=1, head_dim=_BLOCK_BYTES, dtype="uint8", packing="check", block_tokens=1, block_bytes=_BLOCK_BYTES
+        layers=_LAYERS,
+        planes=1,
+        heads=1,
+        head_dim=_BLOCK_BYTES,
+        dtype="uint8",
+        packing="check",
+        block_tokens=1,
+        block_bytes=_BLOCK_BYTES,
     )
-    tensors = [torch.zeros(_BLOCKS, _BLOCK_BYTES, dtype=torch.uint8, device=device) for _ in range(_LAYERS)]
+    tensors = [
+        torch.zeros(_BLOCKS, _BLOCK_BYTES, dtype=torch.uint8, device=device) for _ in range(_LAYERS)
+    ]
     blocks, chunk_bytes = np.arange(0, _BLOCKS, 2, dtype=np.int64), _LAYERS * _BLOCK_BYTES
     places = ChunkBytes(np.arange(blocks.size) * chunk_bytes, np.ones(blocks.size, np.int64))
     with copier.scratch(blocks.size * chunk_bytes) as buffer:
@@ -41,10 +50,14 @@ def check_copies(copier: Copier, device: str) -> None:
             known.write(stage, 1)
             copier.gather([piece], after=copier.mark()).wait()
             if not np.array_equal(buffer, known.bytes_of(1)):
-                raise LayoutError(f"copies on {device} are not exact: gathered bytes are not those of the blocks")
+                raise LayoutError(
+                    f"copies on {device} are not exact: gathered bytes are not those of the blocks"
+                )
         check_orders(copier, piece, known)
     if any(tensor[1::2].any() for tensor in tensors):
-        raise LayoutError(f"copies on {device} are not exact: blocks beside those that were copied have changed")
+        raise LayoutError(
+            f"copies on {device} are not exact: blocks beside those that were copied have changed"
+        )
 
 
 class TensorBlocks:
@@ -57,7 +70,9 @@ class TensorBlocks:
         """
         self._tensors, self._blocks = tensors, list(blocks)
         random = torch.Generator().manual_seed(2)
-        of_host = [torch.randint(0, 256, (nbytes,), generator=random, dtype=torch.uint8) for _ in range(5)]
+        of_host = [
+            torch.randint(0, 256, (nbytes,), generator=random, dtype=torch.uint8) for _ in range(5)
+        ]
         self._on_host = [version.numpy() for version in of_host]
         self._versions = [version.to(tensors[0].device) for version in of_host]
 
@@ -88,7 +103,9 @@ class TensorBlocks:
 
 def all_bytes(tensors: Sequence[torch.Tensor], blocks: Sequence[int]) -> torch.Tensor:
     """Return the bytes of the blocks of all layers, block by block: uint8 [bytes]."""
-    return torch.cat([bytes_of_block(tensor[block]).reshape(-1) for block in blocks for tensor in tensors])
+    return torch.cat(
+        [bytes_of_block(tensor[block]).reshape(-1) for block in blocks for tensor in tensors]
+    )
 
 
 def bytes_of_block(block: torch.Tensor) -> torch.Tensor:

@@ -62,7 +62,14 @@ class Settings:
 class DeviceCopier:
     """See `Copier`. Views are on the driver's device. Buffers not in `arenas` are copied slower."""
 
-    def __init__(self, driver: Driver, arenas: PinnedArenas, settings: Settings | None = None, *, mappings: Mappings | None = None) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        arenas: PinnedArenas,
+        settings: Settings | None = None,
+        *,
+        mappings: Mappings | None = None,
+    ) -> None:
         """Make a copier. Its rings are allocated at their first use.
 
         mappings: returns both mappings of the current arena, to pin them
@@ -80,7 +87,11 @@ class DeviceCopier:
     def stages(self) -> Iterator[Stage]:
         """See `Copier`. The paths are through the ring, and directly."""
         try:
-            for way in ("ring", "direct") if self._driver.has_direct_copies and not self.stores_block else ("ring",):
+            for way in (
+                ("ring", "direct")
+                if self._driver.has_direct_copies and not self.stores_block
+                else ("ring",)
+            ):
                 self._goes_by = way
                 yield self._driver
         finally:
@@ -116,11 +127,15 @@ class DeviceCopier:
                 with suppress(DeviceError), self._noting_faults(before=False):
                     self._driver.hold(event)
 
-    def gather(self, pieces: Sequence[Piece], after: Mark | None, *, layers: range | None = None) -> "DeviceTransfer":
+    def gather(
+        self, pieces: Sequence[Piece], after: Mark | None, *, layers: range | None = None
+    ) -> "DeviceTransfer":
         """See `Copier`. Raises DeviceError."""
         return self._submit(self._gather_batch, Lane.STORE, pieces, after, layers)
 
-    def scatter(self, pieces: Sequence[Piece], after: Mark | None, *, layers: range | None = None) -> "DeviceTransfer":
+    def scatter(
+        self, pieces: Sequence[Piece], after: Mark | None, *, layers: range | None = None
+    ) -> "DeviceTransfer":
         """See `Copier`. Raises DeviceError, and CapacityError for a chunk larger than the ring."""
         return self._submit(self._scatter_batch, Lane.LOAD, pieces, after, layers)
 
@@ -136,7 +151,14 @@ class DeviceCopier:
         """Unpin the arenas, before they are unmapped. All transfers must have ended."""
         self._arenas.close()
 
-    def _submit(self, submit: "_Submit", lane: Lane, pieces: Sequence[Piece], after: Mark | None, layers: range | None) -> "DeviceTransfer":
+    def _submit(
+        self,
+        submit: "_Submit",
+        lane: Lane,
+        pieces: Sequence[Piece],
+        after: Mark | None,
+        layers: range | None,
+    ) -> "DeviceTransfer":
         self._pin_arenas_of(pieces)
         marks = [] if after is None else [cast(Event, after)]
         # Half a ring, so that one batch can be copied while a kernel works on another.
@@ -155,7 +177,9 @@ class DeviceCopier:
 
     def _pin_arenas_of(self, pieces: Sequence[Piece]) -> None:
         """Add the current arena if a piece lies in an unknown one: a join maps a new arena."""
-        if self._mappings is None or (pieces and all(self._arenas.knows(piece.buffer) for piece in pieces)):
+        if self._mappings is None or (
+            pieces and all(self._arenas.knows(piece.buffer) for piece in pieces)
+        ):
             return
         try:
             self._arenas.add(*self._mappings())
@@ -173,11 +197,15 @@ class DeviceCopier:
             return
         with part:
             staged = batch.staged(self._ring(Lane.STORE).memory, part.start)
-            read = self._driver.launch(Lane.GATHER, marks, lambda: gather(staged, layers=batch.layers))
+            read = self._driver.launch(
+                Lane.GATHER, marks, lambda: gather(staged, layers=batch.layers)
+            )
             part.until(read)
             transfer.add(touched=read, ended=read)
             with self._reaching(batch, transfer) as reach:
-                written = self._driver.copy(Lane.STORE, [read], batch.copies_of_chunks(reach, staged))
+                written = self._driver.copy(
+                    Lane.STORE, [read], batch.copies_of_chunks(reach, staged)
+                )
             part.until(written)
             transfer.add(ended=written)
 
@@ -186,7 +214,11 @@ class DeviceCopier:
         ring = self._ring(Lane.STORE)
         if not batch.is_whole or self._goes_by == "direct":
             return None
-        return ring.take_when_free(batch.nbytes) if batch.is_coded and ring.fits(batch.nbytes) else ring.take(batch.nbytes)
+        return (
+            ring.take_when_free(batch.nbytes)
+            if batch.is_coded and ring.fits(batch.nbytes)
+            else ring.take(batch.nbytes)
+        )
 
     def _scatter_batch(self, batch: Batch, marks: list[Event], transfer: "DeviceTransfer") -> None:
         """Submit the copies of one batch from the arena to the blocks."""
@@ -197,20 +229,27 @@ class DeviceCopier:
                 return
         ring = self._ring(Lane.LOAD)
         if not ring.fits(batch.nbytes):
-            raise CapacityError(f"a chunk of {format_size(batch.nbytes)} does not fit into the device's ring of {format_size(ring.nbytes)}")
+            raise CapacityError(
+                f"a chunk of {format_size(batch.nbytes)} does not fit into the device's "
+                f"ring of {format_size(ring.nbytes)}"
+            )
         with ring.take_when_free(batch.nbytes) as part:
             staged = batch.staged(ring.memory, part.start)
             with self._reaching(batch, transfer) as reach:
                 read = self._driver.copy(Lane.LOAD, [], batch.copies_of_chunks(reach, staged))
             part.until(read)
             transfer.add(ended=read, checked=(read, batch))
-            written = self._driver.launch(Lane.SCATTER, [*marks, read], lambda: scatter(staged, layers=batch.layers))
+            written = self._driver.launch(
+                Lane.SCATTER, [*marks, read], lambda: scatter(staged, layers=batch.layers)
+            )
             part.until(written)
             transfer.add(touched=written, ended=written)
 
     def _reaching(self, batch: Batch, transfer: "DeviceTransfer") -> AbstractContextManager[Reach]:
         """See `PinnedArenas.reaching`, for the batch's chunks."""
-        return self._arenas.reaching(transfer.arenas[batch.number], batch.piece.buffer, batch.begin, batch.end)
+        return self._arenas.reaching(
+            transfer.arenas[batch.number], batch.piece.buffer, batch.begin, batch.end
+        )
 
     def _loads_directly(self, batch: Batch, reach: Reach) -> bool:
         """Return whether the batch is loaded without the ring."""
@@ -218,11 +257,17 @@ class DeviceCopier:
             return False
         if self._goes_by:
             return self._goes_by == "direct"
-        return reach.pinned and self._driver.has_direct_copies and batch.smallest_piece >= self._settings.direct_bytes
+        return (
+            reach.pinned
+            and self._driver.has_direct_copies
+            and batch.smallest_piece >= self._settings.direct_bytes
+        )
 
     def _check_direct(self, batch: Batch) -> None:
         if not self._driver.has_direct_copies or batch.is_coded:
-            raise CapacityError(f"chunks of {format_size(batch.nbytes)} do not go through the device's ring now")
+            raise CapacityError(
+                f"chunks of {format_size(batch.nbytes)} do not go through the device's ring now"
+            )
 
     def _ring(self, lane: Lane) -> Ring:
         """Return the ring of a direction. It is allocated at its first use."""
@@ -232,7 +277,11 @@ class DeviceCopier:
         return self._rings[lane]
 
     def _ring_bytes(self, lane: Lane) -> int:
-        return self._settings.store_ring_bytes if lane is Lane.STORE else self._settings.load_ring_bytes
+        return (
+            self._settings.store_ring_bytes
+            if lane is Lane.STORE
+            else self._settings.load_ring_bytes
+        )
 
     @contextmanager
     def _noting_faults(self, *, before: bool = True) -> Iterator[None]:
@@ -254,7 +303,12 @@ class DeviceCopier:
 class DeviceTransfer:
     """Copies that were submitted together. One thread waits, once."""
 
-    def __init__(self, pieces: Sequence[Piece], arenas: PinnedArenas, noting_faults: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        arenas: PinnedArenas,
+        noting_faults: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         self.touched: list[Event] = []
         """Events after which the blocks have been read, or written."""
         self.arenas = [arenas.hold(piece.buffer) for piece in pieces]
@@ -265,7 +319,13 @@ class DeviceTransfer:
         self._ends: list[Event] = []
         self._checks: list[tuple[Event, Batch]] = []
 
-    def add(self, *, touched: Event | None = None, ended: Event, checked: tuple[Event, Batch] | None = None) -> None:
+    def add(
+        self,
+        *,
+        touched: Event | None = None,
+        ended: Event,
+        checked: tuple[Event, Batch] | None = None,
+    ) -> None:
         """Record the events of a batch.
 
         touched: after it the blocks have been read, or written

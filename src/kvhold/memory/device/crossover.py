@@ -27,7 +27,12 @@ _LAYERS, _ROUNDS = 8, 5
 log = logging.getLogger(__name__)
 
 
-def direct_bytes(copier: Copier, device: str, *, seconds_of: Callable[[Callable[[], object]], float] | None = None) -> int:
+def direct_bytes(
+    copier: Copier,
+    device: str,
+    *,
+    seconds_of: Callable[[Callable[[], object]], float] | None = None,
+) -> int:
     """Return the smallest size at and above which direct loads are never slower than the ring.
 
     Returns NEVER if there is no such size.
@@ -41,11 +46,16 @@ def direct_bytes(copier: Copier, device: str, *, seconds_of: Callable[[Callable[
         if len(seconds) < 2 or seconds[1] > seconds[0]:
             break
         found = nbytes
-    log.info("kvhold: pieces are loaded directly %s", "never" if found == NEVER else f"from {format_size(found)} on")
+    log.info(
+        "kvhold: pieces are loaded directly %s",
+        "never" if found == NEVER else f"from {format_size(found)} on",
+    )
     return found
 
 
-def _seconds_of_ways(copier: Copier, device: str, nbytes: int, seconds_of: Callable[[Callable[[], object]], float]) -> list[float]:
+def _seconds_of_ways(
+    copier: Copier, device: str, nbytes: int, seconds_of: Callable[[Callable[[], object]], float]
+) -> list[float]:
     """Return the seconds of a load through the ring, and of a direct load if it is possible.
 
     nbytes: of each piece
@@ -54,13 +64,25 @@ def _seconds_of_ways(copier: Copier, device: str, nbytes: int, seconds_of: Calla
 
     blocks = _BYTES // _LAYERS // nbytes
     tensors = [torch.zeros(blocks, nbytes, dtype=torch.int8, device=device) for _ in range(_LAYERS)]
-    group = Group(layers=_LAYERS, planes=2, heads=1, head_dim=1, dtype="int8", packing="trial", block_tokens=1, block_bytes=nbytes)
+    group = Group(
+        layers=_LAYERS,
+        planes=2,
+        heads=1,
+        head_dim=1,
+        dtype="int8",
+        packing="trial",
+        block_tokens=1,
+        block_bytes=nbytes,
+    )
     view = opaque_blocks(group, tensors, block_axis=0)
     warm_up(device, [view])
     ids = np.random.default_rng(0).permutation(blocks)
     with copier.scratch(_BYTES) as buffer:
         piece = Piece(view, ids, buffer, ChunkBytes(np.zeros(1, np.int64), np.array([blocks])))
-        return [seconds_of(lambda: copier.scatter([piece], after=copier.mark()).wait()) for _ in copier.stages()]
+        return [
+            seconds_of(lambda: copier.scatter([piece], after=copier.mark()).wait())
+            for _ in copier.stages()
+        ]
 
 
 def _median_seconds(call: Callable[[], object]) -> float:

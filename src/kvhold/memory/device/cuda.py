@@ -37,9 +37,13 @@ class CudaDriver(TorchDriver):
         """Raises DeviceError."""
         super().__init__(device)
         self._index = device.index if device.index is not None else torch.cuda.current_device()
-        self._context = _checked(cuda.cuDevicePrimaryCtxRetain(_checked(cuda.cuDeviceGet(self._index))))
+        self._context = _checked(
+            cuda.cuDevicePrimaryCtxRetain(_checked(cuda.cuDeviceGet(self._index)))
+        )
         self._attributes = cuda.CUmemcpyAttributes()
-        self._attributes.srcAccessOrder = cuda.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+        self._attributes.srcAccessOrder = (
+            cuda.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+        )
         self._attributes.flags = cuda.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 
     def new_stream(self, *, is_urgent: bool) -> Any:
@@ -75,7 +79,10 @@ class CudaDriver(TorchDriver):
     def _submit(self, lane: Lane, copies: Copies, stream: Any) -> None:
         self._enter()
         kept = np.flatnonzero(copies.nbytes)
-        host, device = (list(map(cuda.CUdeviceptr, each[kept].tolist())) for each in (copies.host, copies.device))
+        host, device = (
+            list(map(cuda.CUdeviceptr, each[kept].tolist()))
+            for each in (copies.host, copies.device)
+        )
         to, of = (host, device) if lane is Lane.STORE else (device, host)
         sizes = copies.nbytes[kept].tolist()
         if not copies.pinned or kept.size == 1:
@@ -85,7 +92,11 @@ class CudaDriver(TorchDriver):
         for begin in range(0, kept.size, _MOST_PIECES):
             some = slice(begin, begin + _MOST_PIECES)
             count = len(sizes[some])
-            _checked(cuda.cuMemcpyBatchAsync(to[some], of[some], sizes[some], count, [self._attributes], [0], 1, stream))
+            _checked(
+                cuda.cuMemcpyBatchAsync(
+                    to[some], of[some], sizes[some], count, [self._attributes], [0], 1, stream
+                )
+            )
 
     def _enter(self) -> None:
         """Make the device's context current in the calling thread.

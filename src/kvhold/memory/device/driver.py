@@ -1,7 +1,8 @@
 """The contract of a device for `DeviceCopier`: streams by purpose, events, kernels and copies.
 
     event = driver.record()                                   # the end of this thread's stream now
-    event = driver.launch(Lane.GATHER, [event], kernel)       # run after `event`, on the stream of that lane
+    event = driver.launch(Lane.GATHER, [event], kernel)  # run after `event`, on the stream of that
+    lane
     event = driver.copy(Lane.STORE, [event], copies)          # by a copy engine, without a kernel
     driver.hold(event)                                        # this thread's stream waits for it
 

@@ -112,7 +112,13 @@ class Arena:
 class PinnedArenas:
     """The arena of the last joined node, and earlier arenas while their copies run. Any thread."""
 
-    def __init__(self, driver: Driver, *, slice_bytes: int = SLICE_BYTES, report: Callable[[int], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        *,
+        slice_bytes: int = SLICE_BYTES,
+        report: Callable[[int], None] = lambda _: None,
+    ) -> None:
         """Begin without arenas.
 
         slice_bytes: how much one call pins
@@ -152,7 +158,10 @@ class PinnedArenas:
             arena = Arena(read_only, writable, self._report)
             self._arenas[:] = [*(old for old in self._arenas if old.users), arena]
             arena.thread = threading.Thread(
-                target=_live, args=(self._driver, arena, self._slice_bytes, weakref.ref(self)), name="kvhold-pin", daemon=True
+                target=_live,
+                args=(self._driver, arena, self._slice_bytes, weakref.ref(self)),
+                name="kvhold-pin",
+                daemon=True,
             )
         arena.thread.start()
 
@@ -180,7 +189,9 @@ class PinnedArenas:
             self._arenas[:] = [each for each in self._arenas if each.users or not each.is_ending]
 
     @contextmanager
-    def reaching(self, arena: Arena | None, buffer: Buffer, begin: int, end: int) -> Iterator[Reach]:
+    def reaching(
+        self, arena: Arena | None, buffer: Buffer, begin: int, end: int
+    ) -> Iterator[Reach]:
         """Yield how the device reaches bytes `begin` to `end` of a buffer, to submit a copy.
 
         Waits for a slice that is being pinned. If the bytes are not pinned, no slice is pinned
@@ -198,10 +209,17 @@ class PinnedArenas:
                 raise DeviceError(arena.fault)
             is_pinned = end <= arena.pinned_bytes
             if not is_pinned and begin < arena.pinned_bytes:
-                raise CapacityError(f"chunks that lie over the end of the {format_size(arena.pinned_bytes)} that the device takes")
+                raise CapacityError(
+                    "chunks that lie over the end of the "
+                    f"{format_size(arena.pinned_bytes)} that the device takes"
+                )
             arena.unpinned_copies += not is_pinned
         try:
-            yield Reach(arena.base, True, self._slice_bytes) if is_pinned else Reach(_address(buffer), False, self._slice_bytes)
+            yield (
+                Reach(arena.base, True, self._slice_bytes)
+                if is_pinned
+                else Reach(_address(buffer), False, self._slice_bytes)
+            )
         finally:
             with arena.changed:
                 arena.unpinned_copies -= not is_pinned
@@ -250,7 +268,9 @@ class PinnedArenas:
                     arena.thread.join()
 
 
-def _live(driver: Driver, arena: Arena, slice_bytes: int, owner: "weakref.ref[PinnedArenas]") -> None:
+def _live(
+    driver: Driver, arena: Arena, slice_bytes: int, owner: "weakref.ref[PinnedArenas]"
+) -> None:
     """Run an arena's thread.
 
     It refers to its owner only weakly; otherwise the owner would never be collected.
@@ -261,7 +281,9 @@ def _live(driver: Driver, arena: Arena, slice_bytes: int, owner: "weakref.ref[Pi
     _unpin(driver, arena, slice_bytes)
 
 
-def _pin(driver: Driver, arena: Arena, slice_bytes: int, owner: "weakref.ref[PinnedArenas]") -> None:
+def _pin(
+    driver: Driver, arena: Arena, slice_bytes: int, owner: "weakref.ref[PinnedArenas]"
+) -> None:
     arenas = owner()
     refused_before = arenas is None or arenas.refusal
     del arenas
@@ -292,7 +314,11 @@ def _pin_slices(driver: Driver, arena: Arena, slice_bytes: int) -> str:
             driver.pin(arena.base + begin, end - begin)
         except DeviceRefused as error:
             refusal = str(error)
-            log.warning("kvhold: the device takes %s of the host's memory, so copies are slower: %s", format_size(begin), error)
+            log.warning(
+                "kvhold: the device takes %s of the host's memory, so copies are slower: %s",
+                format_size(begin),
+                error,
+            )
         except DeviceError as error:
             refusal = arena.fault = f"the arena could not be pinned: {error}"
             log.error("kvhold: %s", refusal)
@@ -314,7 +340,11 @@ def _tell(arena: Arena) -> None:
     try:
         arena.report(arena.pinned_bytes)
     except KVHoldError as error:
-        log.debug("kvhold: %s are pinned; the node was not told: %s", format_size(arena.pinned_bytes), error)
+        log.debug(
+            "kvhold: %s are pinned; the node was not told: %s",
+            format_size(arena.pinned_bytes),
+            error,
+        )
 
 
 def _unpin(driver: Driver, arena: Arena, slice_bytes: int) -> None:

@@ -45,7 +45,9 @@ class Slice:
 
     def wait(self) -> None:
         """Wait for the end of the last use."""
-        assert self._is_returned or self._last_use is not None, "somebody uses it who has not said until when"
+        assert self._is_returned or self._last_use is not None, (
+            "somebody uses it who has not said until when"
+        )
         if not self._is_returned and self._last_use is not None:
             self._last_use.wait()
 

@@ -62,7 +62,9 @@ class TorchDriver:
 
         A thread begins with the first device, and leaving a stream would create a context there.
         """
-        return self._module.device(self.device) if hasattr(self._module, "device") else nullcontext()
+        return (
+            self._module.device(self.device) if hasattr(self._module, "device") else nullcontext()
+        )
 
     @cached_property
     def _matrix(self) -> torch.Tensor:
@@ -131,13 +133,17 @@ class TorchDriver:
 
     def pin(self, address: int, nbytes: int) -> None:
         """See `Driver`."""
-        raise DeviceRefused(f"kvhold does not know how to register host memory with {self.device.type}")
+        raise DeviceRefused(
+            f"kvhold does not know how to register host memory with {self.device.type}"
+        )
 
     def unpin(self, address: int) -> None:
         """See `Driver`."""
 
     def _copy(self, lane: Lane, copies: Copies) -> None:
-        for host, device, nbytes in zip(copies.host.tolist(), copies.device.tolist(), copies.nbytes.tolist(), strict=True):
+        for host, device, nbytes in zip(
+            copies.host.tolist(), copies.device.tolist(), copies.nbytes.tolist(), strict=True
+        ):
             if nbytes:
                 here, there = _host_bytes(host, nbytes), self._ring_bytes(device, nbytes)
                 if lane is Lane.STORE:

@@ -1,1 +1,3 @@
-"""Real servers on free loopback ports, for tests, benchmarks and fault runs: started here, stopped by their own pid."""
+"""Real servers on free loopback ports, for tests, benchmarks and fault runs: started here, stopped
+by their own pid.
+"""

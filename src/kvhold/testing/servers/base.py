@@ -1,9 +1,10 @@
 """A server's process: started, waited for, hurt on purpose, and gone when its `with` ends.
 
-    with RedisServer() as server:            # a subclass names the command and how to tell that it answers
+    with RedisServer() as server:  # a subclass names the command and how to tell that it answers
         server.port; server.kill(); server.start(); server.pause(); server.resume()
 
-Where the program is not installed, starting raises NotInstalled, which names the package: a test turns it into a visible skip.
+Where the program is not installed, starting raises NotInstalled, which names the package: a test
+turns it into a visible skip.
 """
 
 import os
@@ -32,7 +33,10 @@ class NotInstalled(Exception):
 
 
 class ServerProcess:
-    """One server in a folder of its own, which goes with it. Not started before `start`, or `with`."""
+    """One server in a folder of its own, which goes with it.
+
+    Not started before `start`, or `with`.
+    """
 
     def __init__(self) -> None:
         self.port = free_port()
@@ -72,7 +76,10 @@ class ServerProcess:
         while not self._is_ready():
             if self._process.poll() is not None or time.monotonic() > until:
                 self.kill()
-                raise RuntimeError(f"{type(self).__name__} did not start:\n{self.log.read_text(errors='replace')[-3000:]}")
+                raise RuntimeError(
+                    f"{type(self).__name__} did not "
+                    f"start:\n{self.log.read_text(errors='replace')[-3000:]}"
+                )
             time.sleep(_POLL_S)
         return self
 
@@ -88,7 +95,10 @@ class ServerProcess:
         return self._process is not None and self._process.poll() is None
 
     def kill(self) -> None:
-        """`kill -9`, of it and of the processes it has started. Harmless when it is dead already."""
+        """`kill -9`, of it and of the processes it has started.
+
+        Harmless when it is dead already.
+        """
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:
@@ -160,8 +170,9 @@ def program(name: str, package: str) -> str:
 
 
 def free_port() -> int:
-    """A loopback port that nobody listens on now, and that the kernel gives to nobody unasked: so a server finds it free when it starts
-    a little later, and when it starts again."""
+    """A loopback port that nobody listens on now, and that the kernel gives to nobody unasked: so a
+    server finds it free when it starts a little later, and when it starts again.
+    """
     while True:
         with _one_at_a_time:  # a generator has one caller
             port_wanted = next(_ports)
@@ -175,7 +186,9 @@ def free_port() -> int:
 
 
 def _own_ports() -> Iterator[int]:
-    """Below those that the kernel hands out, one after the other from a place of this process's own; 0, for any, where that cannot be."""
+    """Below those that the kernel hands out, one after the other from a place of this process's
+    own; 0, for any, where that cannot be.
+    """
     try:
         end = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except OSError:

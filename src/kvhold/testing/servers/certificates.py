@@ -9,7 +9,9 @@ from kvhold.testing.servers.base import program
 
 @dataclass(frozen=True)
 class Certificates:
-    """PEM files: the authority's certificate; certificate and key of a server (127.0.0.1, localhost) and of a client."""
+    """PEM files: the authority's certificate; certificate and key of a server (127.0.0.1,
+    localhost) and of a client.
+    """
 
     ca: Path
     server: Path
@@ -21,7 +23,12 @@ class Certificates:
 def make_certificates(folder: Path) -> Certificates:
     """Make them in `folder`. Raises NotInstalled where there is no openssl."""
     openssl = program("openssl", "apt-get install openssl")
-    made = Certificates(*(folder / name for name in ("ca.pem", "server.pem", "server.key", "client.pem", "client.key")))
+    made = Certificates(
+        *(
+            folder / name
+            for name in ("ca.pem", "server.pem", "server.key", "client.pem", "client.key")
+        )
+    )
     ca_key = folder / "ca.key"
     _run(
         openssl,
@@ -39,10 +46,25 @@ def make_certificates(folder: Path) -> Certificates:
         "-out",
         made.ca,
     )
-    for name, certificate, key in (("127.0.0.1", made.server, made.server_key), ("client", made.client, made.client_key)):
+    for name, certificate, key in (
+        ("127.0.0.1", made.server, made.server_key),
+        ("client", made.client, made.client_key),
+    ):
         request, extra = folder / f"{name}.csr", folder / f"{name}.ext"
         extra.write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
-        _run(openssl, "req", "-newkey", "rsa:2048", "-nodes", "-subj", f"/CN={name}", "-keyout", key, "-out", request)
+        _run(
+            openssl,
+            "req",
+            "-newkey",
+            "rsa:2048",
+            "-nodes",
+            "-subj",
+            f"/CN={name}",
+            "-keyout",
+            key,
+            "-out",
+            request,
+        )
         _run(
             openssl,
             "x509",

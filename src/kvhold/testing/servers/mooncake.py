@@ -3,7 +3,8 @@
     with MooncakeMaster() as master:
         tier = MooncakeTier.from_url(parse_url(master.url(segment_bytes="64MiB")))
 
-It listens on loopback alone; its clients do not (`kvhold.tiers.mooncake` says more). The memory is lent by clients.
+It listens on loopback alone; its clients do not (`kvhold.tiers.mooncake` says more). The memory is
+lent by clients.
 """
 
 import importlib.util
@@ -26,7 +27,10 @@ class MooncakeMaster(ServerProcess):
     def command(self) -> Sequence[str]:
         """By this interpreter."""
         if importlib.util.find_spec("mooncake") is None:
-            raise NotInstalled("mooncake is not installed here: pip install mooncake-transfer-engine-non-cuda (and apt's libibverbs1)")
+            raise NotInstalled(
+                "mooncake is not installed here: pip install "
+                "mooncake-transfer-engine-non-cuda (and apt's libibverbs1)"
+            )
         flags = {
             "rpc_address": "127.0.0.1",
             "rpc_port": self.port,
@@ -35,7 +39,12 @@ class MooncakeMaster(ServerProcess):
             "default_kv_lease_ttl": LEASE_MS,
             "logtostderr": "true",
         }
-        return [sys.executable, "-m", "mooncake.cli", *(f"--{name}={value}" for name, value in flags.items())]
+        return [
+            sys.executable,
+            "-m",
+            "mooncake.cli",
+            *(f"--{name}={value}" for name, value in flags.items()),
+        ]
 
     def url(self, **options: object) -> str:
         """A tier's URL."""

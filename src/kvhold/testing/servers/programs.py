@@ -1,10 +1,12 @@
-"""Looks for the real servers that tests and benchmarks start, and installs those that are missing where it may.
+"""Looks for the real servers that tests and benchmarks start, and installs those that are missing
+where it may.
 
     python -m kvhold.testing.servers.programs    # what `make test` runs first
     provide(["redis-server"], say=click.echo)    # what a benchmark calls
 
-As root on Debian or Ubuntu the missing ones are installed by apt; elsewhere it says which are missing and how they come.
-KVHOLD_SETUP_SERVERS=0 installs nothing. No service is started: tests and benchmarks start their own, on free loopback ports.
+As root on Debian or Ubuntu the missing ones are installed by apt; elsewhere it says which are
+missing and how they come. KVHOLD_SETUP_SERVERS=0 installs nothing. No service is started: tests and
+benchmarks start their own, on free loopback ports.
 """
 
 import ctypes
@@ -36,7 +38,9 @@ def main() -> None:
 
 
 def provide(wanted: Iterable[str], say: Callable[[str], None]) -> None:
-    """Install what is missing of these programs and libraries, where that may be; `say` is told what is done, and what is missing still."""
+    """Install what is missing of these programs and libraries, where that may be; `say` is told
+    what is done, and what is missing still.
+    """
     lacking = missing(wanted)
     if lacking and may_install(os.environ):
         say(f"installing {_packages(lacking)} (KVHOLD_SETUP_SERVERS=0 leaves them out) ...")
@@ -44,7 +48,10 @@ def provide(wanted: Iterable[str], say: Callable[[str], None]) -> None:
             say(failure)
         lacking = missing(lacking)
     if lacking:
-        say(f"missing, and what needs it is left out: {', '.join(lacking)} (apt-get install {_packages(lacking)})")
+        say(
+            f"missing, and what needs it is left out: {', '.join(lacking)} (apt-get "
+            f"install {_packages(lacking)})"
+        )
 
 
 def missing(wanted: Iterable[str]) -> list[str]:
@@ -54,7 +61,11 @@ def missing(wanted: Iterable[str]) -> list[str]:
 
 def may_install(environ: Mapping[str, str]) -> bool:
     """Whether packages may be installed here: by root, with apt, and not switched off."""
-    return environ.get("KVHOLD_SETUP_SERVERS", "") != "0" and os.geteuid() == 0 and shutil.which("apt-get") is not None
+    return (
+        environ.get("KVHOLD_SETUP_SERVERS", "") != "0"
+        and os.geteuid() == 0
+        and shutil.which("apt-get") is not None
+    )
 
 
 def _loads(library: str) -> bool:

@@ -1,4 +1,5 @@
-"""Real Redis servers: one, a cluster of three primaries, or a primary with a replica and three sentinels.
+"""Real Redis servers: one, a cluster of three primaries, or a primary with a replica and three
+sentinels.
 
     with RedisServer(password="secret") as server:
         server.url; server.call("DBSIZE")
@@ -95,18 +96,30 @@ class RedisServer(ServerProcess):
     def command(self) -> Sequence[str]:
         """redis-server with a file of settings, written anew."""
         executable = program("redis-server", "apt-get install redis-server")
-        listen = {"tls-port": str(self.port), "port": "0"} if self._tls else {"port": str(self.port)}
-        settings = {"bind": "127.0.0.1", "save": '""', "appendonly": "no", "dir": str(self.folder)} | listen | self._settings
+        listen = (
+            {"tls-port": str(self.port), "port": "0"} if self._tls else {"port": str(self.port)}
+        )
+        settings = (
+            {"bind": "127.0.0.1", "save": '""', "appendonly": "no", "dir": str(self.folder)}
+            | listen
+            | self._settings
+        )
         if self._tls:
             if not self.ca_file.exists():
                 make_certificates(self.folder)
             own = str(self.folder / "server.pem")
-            settings |= {"tls-ca-cert-file": str(self.ca_file), "tls-cert-file": own, "tls-key-file": own}
+            settings |= {
+                "tls-ca-cert-file": str(self.ca_file),
+                "tls-cert-file": own,
+                "tls-key-file": own,
+            }
         if self._unix:
             settings["unixsocket"] = str(self.unix_path)
         if self._password:
             settings["requirepass"] = self._password
-        lines = [f"{name} {value}" for name, value in settings.items()] + [f"user {user}" for user in self._users]
+        lines = [f"{name} {value}" for name, value in settings.items()] + [
+            f"user {user}" for user in self._users
+        ]
         file = self.folder / "redis.conf"
         file.write_text("\n".join(lines) + "\n", encoding="utf-8")
         return [executable, str(file)]
@@ -119,7 +132,10 @@ class RedisServer(ServerProcess):
 
 
 class RedisCluster:
-    """Three primaries that share the slots. When one dies the others go on serving theirs: only a minute of silence counts as a failure."""
+    """Three primaries that share the slots.
+
+    When one dies the others go on serving theirs: only a minute of silence counts as a failure.
+    """
 
     def __init__(self) -> None:
         self._buses = [free_port() for _ in range(3)]
@@ -177,15 +193,23 @@ class RedisCluster:
 class RedisSentinels:
     """One primary, one replica, and three sentinels that watch them as `service`.
 
-    They fail over after a minute of silence, so that a busy machine is not taken for a death; after half a second since `be_quick`.
+    They fail over after a minute of silence, so that a busy machine is not taken for a death; after
+    half a second since `be_quick`.
     """
 
     service = "held"
 
     def __init__(self) -> None:
         self.primary = RedisServer()
-        self.replica = RedisServer(settings={"replicaof": f"127.0.0.1 {self.primary.port}", "repl-diskless-sync-delay": "0"})
-        self.sentinels = [_Sentinel(self.service, self.primary.port, self.replica.port) for _ in range(3)]
+        self.replica = RedisServer(
+            settings={
+                "replicaof": f"127.0.0.1 {self.primary.port}",
+                "repl-diskless-sync-delay": "0",
+            }
+        )
+        self.sentinels = [
+            _Sentinel(self.service, self.primary.port, self.replica.port) for _ in range(3)
+        ]
         for sentinel in self.sentinels:
             sentinel.introduce(self.sentinels)
         self._stack = ExitStack()
@@ -193,7 +217,11 @@ class RedisSentinels:
     @property
     def url(self) -> str:
         """Where a tier finds it."""
-        return "redis-sentinel://" + ",".join(f"127.0.0.1:{each.port}" for each in self.sentinels) + f"/0?service={self.service}"
+        return (
+            "redis-sentinel://"
+            + ",".join(f"127.0.0.1:{each.port}" for each in self.sentinels)
+            + f"/0?service={self.service}"
+        )
 
     def be_quick(self) -> None:
         """A death is about to be noticed."""
@@ -208,7 +236,10 @@ class RedisSentinels:
         wait_for(lambda: server.call("ROLE")[0] == b"master")
 
     def _names(self, sentinel: RedisServer, server: RedisServer) -> bool:
-        return bool(sentinel.call("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self.service)[1] == b"%d" % server.port)
+        return bool(
+            sentinel.call("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self.service)[1]
+            == b"%d" % server.port
+        )
 
     def _is_set(self, sentinel: RedisServer) -> bool:
         """It knows all, and would fail over."""
@@ -246,7 +277,10 @@ class RedisSentinels:
 
 
 class _Sentinel(RedisServer):
-    """In a folder of its own, for it rewrites its file. It is told of the others at once: finding them takes seconds."""
+    """In a folder of its own, for it rewrites its file.
+
+    It is told of the others at once: finding them takes seconds.
+    """
 
     def __init__(self, service: str, primary: int, replica: int) -> None:
         super().__init__()
@@ -263,13 +297,20 @@ class _Sentinel(RedisServer):
     def introduce(self, sentinels: Sequence["_Sentinel"]) -> None:
         """Before it starts."""
         others = [sentinel for sentinel in sentinels if sentinel is not self]
-        self._lines += [f"sentinel known-sentinel {self._service} 127.0.0.1 {other.port} {other.name}" for other in others]
+        self._lines += [
+            f"sentinel known-sentinel {self._service} 127.0.0.1 {other.port} {other.name}"
+            for other in others
+        ]
 
     def command(self) -> Sequence[str]:
         """redis-sentinel with a file of settings."""
         executable = program("redis-sentinel", "apt-get install redis-sentinel")
         file = self.folder / "sentinel.conf"
-        file.write_text("\n".join((f"port {self.port}", "bind 127.0.0.1", f"dir {self.folder}", *self._lines)) + "\n", encoding="utf-8")
+        file.write_text(
+            "\n".join((f"port {self.port}", "bind 127.0.0.1", f"dir {self.folder}", *self._lines))
+            + "\n",
+            encoding="utf-8",
+        )
         return [executable, str(file)]
 
 
@@ -283,14 +324,49 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def make_certificates(folder: Path) -> None:
-    """`ca.pem`, and `server.pem` and `client.pem` (each a certificate and its key) that it has signed, for 127.0.0.1."""
+    """`ca.pem`, and `server.pem` and `client.pem` (each a certificate and its key) that it has
+    signed, for 127.0.0.1.
+    """
     openssl = program("openssl", "apt-get install openssl")
     key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2")
     authority = ("-CA", "ca.pem", "-CAkey", "ca.key")
-    commands = [[openssl, "req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=kvhold test authority"]]
+    commands = [
+        [
+            openssl,
+            "req",
+            "-x509",
+            *key,
+            "-keyout",
+            "ca.key",
+            "-out",
+            "ca.pem",
+            "-subj",
+            "/CN=kvhold test authority",
+        ]
+    ]
     for name in ("server", "client"):
-        subject = ("-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1", "-addext", "basicConstraints=critical,CA:FALSE")
-        commands.append([openssl, "req", "-x509", *authority, *key, "-keyout", f"{name}.key", "-out", f"{name}.crt", *subject])
+        subject = (
+            "-subj",
+            f"/CN={name}",
+            "-addext",
+            "subjectAltName=IP:127.0.0.1",
+            "-addext",
+            "basicConstraints=critical,CA:FALSE",
+        )
+        commands.append(
+            [
+                openssl,
+                "req",
+                "-x509",
+                *authority,
+                *key,
+                "-keyout",
+                f"{name}.key",
+                "-out",
+                f"{name}.crt",
+                *subject,
+            ]
+        )
     for command in commands:
         subprocess.run(command, cwd=folder, check=True, capture_output=True)
     for name in ("server", "client"):
@@ -304,7 +380,10 @@ def _cluster_settings(bus: int) -> dict[str, str]:
 
 
 def _serves(node: RedisServer) -> bool:
-    return b"cluster_state:ok" in node.call("CLUSTER", "INFO") and len(node.call("CLUSTER", "SLOTS")) == 3
+    return (
+        b"cluster_state:ok" in node.call("CLUSTER", "INFO")
+        and len(node.call("CLUSTER", "SLOTS")) == 3
+    )
 
 
 def _facts(pairs: list[bytes]) -> dict[bytes, bytes]:
@@ -313,7 +392,9 @@ def _facts(pairs: list[bytes]) -> dict[bytes, bytes]:
 
 def _ask(stream: Any, words: Sequence[str | bytes | int]) -> Any:
     data = [word if isinstance(word, bytes) else str(word).encode() for word in words]
-    stream.write(b"*%d\r\n" % len(data) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in data))
+    stream.write(
+        b"*%d\r\n" % len(data) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in data)
+    )
     stream.flush()
     return _reply(stream)
 

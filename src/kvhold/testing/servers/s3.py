@@ -4,9 +4,11 @@
         server.create_bucket("kv")
         tier = S3Tier.from_url(parse_url(server.url("kv/prefix")))
 
-moto is a Python program that keeps objects in its memory and takes any credentials until `demand_credentials`. `CephGateway` is a monitor,
-an OSD that stores in memory and the gateway itself, all on loopback: 16 s to start on idle cores, 200 MB and the objects. What either
-holds ends with its process: after a restart the bucket must be made again. Buckets are made by boto3, which comes with moto.
+moto is a Python program that keeps objects in its memory and takes any credentials until
+`demand_credentials`. `CephGateway` is a monitor, an OSD that stores in memory and the gateway
+itself, all on loopback: 16 s to start on idle cores, 200 MB and the objects. What either
+holds ends with its process: after a restart the bucket must be made again. Buckets are made by
+    boto3, which comes with moto.
 """
 
 import importlib.util
@@ -23,7 +25,9 @@ from kvhold.testing.servers.base import NotInstalled, ServerProcess, free_port, 
 _REGION = "us-east-1"
 _MOTO = "pip install 'moto[server]'"
 _CEPH = "apt-get install --no-install-recommends ceph-mon ceph-osd radosgw ceph-common"
-_ALL_RIGHTS = '{"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": "*", "Resource": "*"}]}'
+_ALL_RIGHTS = (
+    '{"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": "*", "Resource": "*"}]}'
+)
 
 
 class S3Server(Protocol):
@@ -47,7 +51,17 @@ class MotoServer(ServerProcess):
         for module in ("moto", "flask", "boto3"):
             if importlib.util.find_spec(module) is None:
                 raise NotInstalled(f"{module} is not installed here: {_MOTO}")
-        return [sys.executable, "-W", "ignore", "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
+        return [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "moto.server",
+            "-H",
+            "127.0.0.1",
+            "-p",
+            str(self.port),
+        ]
 
     def create_bucket(self, name: str) -> None:
         """It lives as long as the process."""
@@ -58,14 +72,21 @@ class MotoServer(ServerProcess):
         return tier_url(self, place, options)
 
     def demand_credentials(self) -> None:
-        """From now on only a user who is made here, and whose keys `url` then has, may do anything."""
+        """From now on only a user who is made here, and whose keys `url` then has, may
+        do anything.
+        """
         iam = boto_client(self, "iam")
         iam.create_user(UserName="kvhold")
         iam.put_user_policy(UserName="kvhold", PolicyName="all", PolicyDocument=_ALL_RIGHTS)
         key = iam.create_access_key(UserName="kvhold")["AccessKey"]
         self.access_key_id, self.secret_access_key = key["AccessKeyId"], key["SecretAccessKey"]
         with urlopen(
-            Request(f"{endpoint_url(self)}/moto-api/reset-auth", data=b"0", headers={"Content-Type": "text/plain"}, method="POST"),
+            Request(
+                f"{endpoint_url(self)}/moto-api/reset-auth",
+                data=b"0",
+                headers={"Content-Type": "text/plain"},
+                method="POST",
+            ),
             timeout=10,
         ):
             pass
@@ -80,19 +101,30 @@ class CephGateway(ServerProcess):
         self.secret_access_key = "kvhold-test-key"
 
     def command(self) -> Sequence[str]:
-        """A script that makes the cluster and becomes the gateway; the others are in its process group."""
+        """A script that makes the cluster and becomes the gateway; the others are in its process
+        group.
+        """
         for name in ("ceph-mon", "ceph-osd", "radosgw", "radosgw-admin", "monmaptool", "ceph"):
             program(name, _CEPH)
         if importlib.util.find_spec("boto3") is None:
             raise NotInstalled(f"boto3 is not installed here: {_MOTO}")
         monitor_port, fsid = free_port(), uuid4()
-        config = _CEPH_CONF.format(folder=self.folder, port=self.port, monitor_port=monitor_port, fsid=fsid)
+        config = _CEPH_CONF.format(
+            folder=self.folder, port=self.port, monitor_port=monitor_port, fsid=fsid
+        )
         (self.folder / "ceph.conf").write_text(config)
-        script = _CEPH_SCRIPT.format(monitor_port=monitor_port, fsid=fsid, key_id=self.access_key_id, key=self.secret_access_key)
+        script = _CEPH_SCRIPT.format(
+            monitor_port=monitor_port,
+            fsid=fsid,
+            key_id=self.access_key_id,
+            key=self.secret_access_key,
+        )
         return ["/bin/bash", "-c", script]
 
     def stop(self) -> None:
-        """At once: there is nothing to save, and the monitor and the OSD must not outlive the gateway."""
+        """At once: there is nothing to save, and the monitor and the OSD must not outlive the
+        gateway.
+        """
         self.kill()
 
     def create_bucket(self, name: str) -> None:

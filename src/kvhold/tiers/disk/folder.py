@@ -96,7 +96,9 @@ class Folder:
             if _SHARD.fullmatch(shard):
                 yield list(self._whole_values(shard))
 
-    def write(self, name: str, pieces: Sequence[memoryview], *, stamp_ns: int, reuse: str | None) -> int:
+    def write(
+        self, name: str, pieces: Sequence[memoryview], *, stamp_ns: int, reuse: str | None
+    ) -> int:
         """Write all pieces to the file `name`, whole or not at all.
 
         Return the bytes that it occupies.
@@ -106,7 +108,9 @@ class Folder:
         reuse: a file that is not needed any more, to overwrite and rename. If the size fits, this
                is twice as fast as removing the file and making another
         """
-        temporary, state = self._tree.write_new(pieces, allocate=True, used_ns=stamp_ns, reuse=reuse)
+        temporary, state = self._tree.write_new(
+            pieces, allocate=True, used_ns=stamp_ns, reuse=reuse
+        )
         try:
             self._tree.rename(temporary, name)
         except OSError:
@@ -114,7 +118,9 @@ class Folder:
             raise
         return self._occupied_bytes(state)
 
-    def read(self, name: str, pieces: Sequence[memoryview], *, at: int | None, size: int, stamp_ns: int) -> int | None:
+    def read(
+        self, name: str, pieces: Sequence[memoryview], *, at: int | None, size: int, stamp_ns: int
+    ) -> int | None:
         """Fill the pieces from the file `name` of `size` bytes. Return the number of bytes.
 
         None if the file is missing or not whole. Raises OSError.
@@ -141,7 +147,14 @@ class Folder:
             if state.st_size != int(match[2]):
                 self.remove(name)
                 continue
-            yield FoundValue(key, name, state.st_size, self._occupied_bytes(state), int(match[3], 16), state.st_mtime_ns)
+            yield FoundValue(
+                key,
+                name,
+                state.st_size,
+                self._occupied_bytes(state),
+                int(match[3], 16),
+                state.st_mtime_ns,
+            )
 
     def _occupied_bytes(self, state: os.stat_result) -> int:
         """Return the bytes that a file occupies.
@@ -165,7 +178,11 @@ def _own(tree: FileTree) -> int:
     except BlockingIOError:
         owner = os.pread(lock, 64, 0).decode(errors="replace").strip() or "unknown"
         os.close(lock)
-        raise TierUnavailable("disk", "open", f"{tree.path} belongs to process {owner}; give each process a folder of its own") from None
+        raise TierUnavailable(
+            "disk",
+            "open",
+            f"{tree.path} belongs to process {owner}; give each process a folder of its own",
+        ) from None
     except BaseException:
         os.close(lock)
         raise

@@ -99,7 +99,10 @@ class Index:
     def holds(self, entry: Entry) -> bool:
         """Return whether the entry's file is the visible one of its key."""
         found = self.find(entry.key)
-        return found is not None and (found.written_ns, found.nbytes) == (entry.written_ns, entry.nbytes)
+        return found is not None and (found.written_ns, found.nbytes) == (
+            entry.written_ns,
+            entry.nbytes,
+        )
 
     def keys(self, prefix: bytes) -> Iterator[list[bytes]]:
         """Yield the visible keys that begin with `prefix`, a few at a time.
@@ -117,7 +120,13 @@ class Index:
         self._used_bytes += entry.occupied_bytes
         self._show(entry, used_ns)
 
-    def add_found(self, found: Sequence[FoundValue], *, before_ns: int | None = None, writing: Container[bytes] = ()) -> list[str]:
+    def add_found(
+        self,
+        found: Sequence[FoundValue],
+        *,
+        before_ns: int | None = None,
+        writing: Container[bytes] = (),
+    ) -> list[str]:
         """Add files that were found in the folder. Return the names of outdated files.
 
         A file is outdated if a newer file of the same key exists.
@@ -137,7 +146,10 @@ class Index:
                 older.append(twin.name)
                 self.take(twin)
                 self.finish(twin)
-            self.add(Entry(value.key, value.nbytes, value.written_ns, value.occupied_bytes), value.used_ns)
+            self.add(
+                Entry(value.key, value.nbytes, value.written_ns, value.occupied_bytes),
+                value.used_ns,
+            )
         return older
 
     def sort(self) -> None:
@@ -151,7 +163,9 @@ class Index:
         """Return the same sort in steps; values may come and go between the steps."""
         return Sorting(self._rows)
 
-    def reserve(self, key: bytes, written_ns: int, nbytes: int, *, beside: Entry | None = None) -> Planned | None:
+    def reserve(
+        self, key: bytes, written_ns: int, nbytes: int, *, beside: Entry | None = None
+    ) -> Planned | None:
         """Reserve a place for a file of `nbytes`.
 
         Return None, and take nothing, if there is no room.
@@ -257,7 +271,13 @@ class Index:
 
     def _show(self, entry: Entry, used_ns: int) -> None:
         assert self._rows.find(entry.key) == NONE
-        self._rows.add(entry.key, nbytes=entry.nbytes, occupied_bytes=entry.occupied_bytes, written_ns=entry.written_ns, used_ns=used_ns)
+        self._rows.add(
+            entry.key,
+            nbytes=entry.nbytes,
+            occupied_bytes=entry.occupied_bytes,
+            written_ns=entry.written_ns,
+            used_ns=used_ns,
+        )
         if entry.readers:
             self._busy[entry.key] = entry
         if self._policy is not None:
@@ -265,11 +285,16 @@ class Index:
 
     def _entry(self, row: int) -> Entry:
         key, rows = self._rows.key(row), self._rows
-        return self._busy.get(key) or Entry(key, rows.nbytes(row), rows.written_ns(row), rows.occupied_bytes(row))
+        return self._busy.get(key) or Entry(
+            key, rows.nbytes(row), rows.written_ns(row), rows.occupied_bytes(row)
+        )
 
     def _victims(self, nbytes: int) -> list[Entry]:
         if self._policy is not None:
-            return [self._found(key) for key in self._policy.victims(nbytes, lambda key: key in self._busy)]
+            return [
+                self._found(key)
+                for key in self._policy.victims(nbytes, lambda key: key in self._busy)
+            ]
         victims: list[Entry] = []
         for row in self._rows.newest() if self._order == "mru" else self._rows.oldest():
             if nbytes <= 0:

@@ -54,7 +54,12 @@ class Open:
         """Read the size and time of each file. Blocking."""
         folder = None
         try:
-            folder = Folder.open(self._path, direct=self._settings.direct, sync=self._settings.sync, any_owner=self._settings.any_owner)
+            folder = Folder.open(
+                self._path,
+                direct=self._settings.direct,
+                sync=self._settings.sync,
+                any_owner=self._settings.any_owner,
+            )
             self.index = self._build(folder)
             self.folder = folder
         except TierError as fault:
@@ -66,7 +71,10 @@ class Open:
 
     def _build(self, folder: Folder) -> Index:
         free_bytes = folder.free_bytes
-        index, rest = Index(self._settings.policy, self._settings.max_bytes, folder.block_bytes), folder.batches()
+        index, rest = (
+            Index(self._settings.policy, self._settings.max_bytes, folder.block_bytes),
+            folder.batches(),
+        )
         for found in rest:
             for older in index.add_found(found):
                 folder.remove(older)
@@ -75,9 +83,15 @@ class Open:
                 self.rest = rest
                 break
         index.sort()
-        index.limit_bytes = self._settings.max_bytes or max(0, free_bytes + index.used_bytes - self._settings.reserve_bytes)
+        index.limit_bytes = self._settings.max_bytes or max(
+            0, free_bytes + index.used_bytes - self._settings.reserve_bytes
+        )
         if index.limit_bytes == 0:
-            _log.warning("disk: %s: less is free there than reserve_bytes; nothing will be stored. Set max_bytes", self._path)
+            _log.warning(
+                "disk: %s: less is free there than reserve_bytes; nothing will be stored. "
+                "Set max_bytes",
+                self._path,
+            )
         return index
 
 
@@ -129,7 +143,9 @@ class Check:
         try:
             self._folder.try_to_write()
         except OSError as error:
-            self.fault = as_tier_error(error, tier="disk", operation="check", where=self._folder.path)
+            self.fault = as_tier_error(
+                error, tier="disk", operation="check", where=self._folder.path
+            )
 
 
 class Remove:
@@ -150,7 +166,12 @@ class Remove:
             self._folder.remove(self.entry.name)
             self.gone = True
         except OSError as error:
-            self.fault = as_tier_error(error, tier="disk", operation="remove", where=f"{self._folder.path}/{self.entry.name}")
+            self.fault = as_tier_error(
+                error,
+                tier="disk",
+                operation="remove",
+                where=f"{self._folder.path}/{self.entry.name}",
+            )
             _log.warning("%s", self.fault)
 
 
@@ -160,7 +181,15 @@ class Read:
     `is_broken` is set if the file differs from its index entry.
     """
 
-    def __init__(self, folder: Folder, entry: Entry, pieces: Sequence[memoryview], *, at: int | None, stamp_ns: int) -> None:
+    def __init__(
+        self,
+        folder: Folder,
+        entry: Entry,
+        pieces: Sequence[memoryview],
+        *,
+        at: int | None,
+        stamp_ns: int,
+    ) -> None:
         self.entry = entry
         self.answer: int | TierError | None = None
         self.is_broken = False
@@ -176,12 +205,16 @@ class Read:
             return
         entry, folder = self.entry, self._folder
         try:
-            self.answer = folder.read(entry.name, self._pieces, at=self._at, size=entry.nbytes, stamp_ns=self._stamp_ns)
+            self.answer = folder.read(
+                entry.name, self._pieces, at=self._at, size=entry.nbytes, stamp_ns=self._stamp_ns
+            )
             if self.answer is None:
                 folder.remove(entry.name)
                 self.is_broken = True
         except OSError as error:
-            self.answer = as_tier_error(error, tier="disk", operation="get", where=f"{folder.path}/{entry.name}")
+            self.answer = as_tier_error(
+                error, tier="disk", operation="get", where=f"{folder.path}/{entry.name}"
+            )
             self.is_lost = not folder.is_in_place()
 
 
@@ -189,7 +222,14 @@ class Write:
     """Remove the victims and write an entry's file. The result is `occupied_bytes`, or `fault`."""
 
     def __init__(
-        self, folder: Folder, entry: Entry, pieces: Sequence[memoryview], *, stamp_ns: int, victims: list[Remove], may_reuse: bool
+        self,
+        folder: Folder,
+        entry: Entry,
+        pieces: Sequence[memoryview],
+        *,
+        stamp_ns: int,
+        victims: list[Remove],
+        may_reuse: bool,
     ) -> None:
         self.entry = entry
         self.victims = victims
@@ -217,13 +257,23 @@ class Write:
                 reused.run(stop)  # usually gone already
 
     def _victim_to_reuse(self) -> Remove | None:
-        return next((victim for victim in self.victims if victim.entry.occupied_bytes == self.entry.occupied_bytes), None)
+        return next(
+            (
+                victim
+                for victim in self.victims
+                if victim.entry.occupied_bytes == self.entry.occupied_bytes
+            ),
+            None,
+        )
 
     def _write(self, reused: Remove | None) -> None:
         entry, folder = self.entry, self._folder
         try:
             self.occupied_bytes = folder.write(
-                entry.name, self._pieces, stamp_ns=self._stamp_ns, reuse=reused.entry.name if reused else None
+                entry.name,
+                self._pieces,
+                stamp_ns=self._stamp_ns,
+                reuse=reused.entry.name if reused else None,
             )
         except OSError as error:
             self.fault = as_tier_error(error, tier="disk", operation="put", where=folder.path)

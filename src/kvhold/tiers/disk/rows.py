@@ -56,7 +56,9 @@ class Rows:
             place = (place + 1) & mask
         return NONE
 
-    def add(self, key: bytes, *, nbytes: int, occupied_bytes: int, written_ns: int, used_ns: int) -> int:
+    def add(
+        self, key: bytes, *, nbytes: int, occupied_bytes: int, written_ns: int, used_ns: int
+    ) -> int:
         """Add a row as the most recently used one. The key must be new."""
         number = _hash(key)
         table = self._tables[number % _TABLES]
@@ -164,13 +166,28 @@ class Rows:
     @property
     def index_bytes(self) -> int:
         """The memory of all arrays, in bytes."""
-        arrays = [self._nbytes, self._blocks, self._written_ns, self._used_ns, self._before, self._after, self._free]
+        arrays = [
+            self._nbytes,
+            self._blocks,
+            self._written_ns,
+            self._used_ns,
+            self._before,
+            self._after,
+            self._free,
+        ]
         arrays += [table.rows for table in self._tables]
         return self._keys.__sizeof__() + sum(each.__sizeof__() for each in arrays)
 
     def _append(self) -> int:
         self._keys += bytes(KEY_BYTES)
-        for each in (self._nbytes, self._blocks, self._written_ns, self._used_ns, self._before, self._after):
+        for each in (
+            self._nbytes,
+            self._blocks,
+            self._written_ns,
+            self._used_ns,
+            self._before,
+            self._after,
+        ):
             each.append(0)
         return len(self._nbytes) - 1
 
@@ -204,7 +221,8 @@ class Rows:
         """Return `_hash` of each row's key: uint64 [rows]."""
         keys = np.frombuffer(self._keys, np.uint8).reshape(-1, KEY_BYTES)[rows]
         head, ends, space = (
-            np.ascontiguousarray(keys[:, begin : begin + 8]).view("<u8").reshape(-1) for begin in (NAMESPACE_BYTES, KEY_BYTES - 8, 0)
+            np.ascontiguousarray(keys[:, begin : begin + 8]).view("<u8").reshape(-1)
+            for begin in (NAMESPACE_BYTES, KEY_BYTES - 8, 0)
         )
         return np.asarray(head ^ (ends * np.uint64(_MIX)) ^ space)
 
@@ -243,7 +261,9 @@ class Sorting:
         self._rows.begin_order()
         for begin in range(0, len(self._order), _MOST_ORDERED):
             end = begin + _MOST_ORDERED
-            for row, used_ns in zip(self._order[begin:end].tolist(), self._used_ns[begin:end].tolist(), strict=True):
+            for row, used_ns in zip(
+                self._order[begin:end].tolist(), self._used_ns[begin:end].tolist(), strict=True
+            ):
                 self._rows.order_next(row, used_ns)
             yield
 
@@ -274,7 +294,9 @@ class _Table:
             place = (place + 1) & mask
         self.rows[place] = _REMOVED
 
-    def make_again(self, hashes_of: "Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]") -> None:
+    def make_again(
+        self, hashes_of: "Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]"
+    ) -> None:
         """Rebuild the table without marks, and larger if it is too full."""
         rows = np.array(self.rows, np.int32)
         rows = rows[rows >= 0]

@@ -20,7 +20,16 @@ from kvhold.core.sizes import format_size
 from kvhold.tiers.base import Parts, size_of
 from kvhold.tiers.disk.folder import Folder, FoundValue
 from kvhold.tiers.disk.index import Entry, Index
-from kvhold.tiers.disk.jobs import Check, Open, OpenMore, Read, Remove, RemoveNames, StoreSettings, Write
+from kvhold.tiers.disk.jobs import (
+    Check,
+    Open,
+    OpenMore,
+    Read,
+    Remove,
+    RemoveNames,
+    StoreSettings,
+    Write,
+)
 from kvhold.tiers.files.opener import Opener
 from kvhold.tiers.files.threads import IoThreads
 from kvhold.tiers.files.transfer import as_pieces
@@ -100,7 +109,9 @@ class DiskStore:
             await self._writers.run([job.run])
             if not job.is_in_place:
                 self._lose(opened)
-                raise TierUnavailable("disk", "check", f"{self._path} was removed, or something was mounted over it")
+                raise TierUnavailable(
+                    "disk", "check", f"{self._path} was removed, or something was mounted over it"
+                )
             if job.fault is not None:
                 raise job.fault
 
@@ -128,7 +139,9 @@ class DiskStore:
             # After the scan, a crash brings back no value that the scan did not report.
             await self._left(opened)
 
-    async def get(self, keys: Sequence[bytes], into: Sequence[Parts], starts: Sequence[int] | None) -> list[int | TierError | None]:
+    async def get(
+        self, keys: Sequence[bytes], into: Sequence[Parts], starts: Sequence[int] | None
+    ) -> list[int | TierError | None]:
         """Read values. A file that differs from its index entry is a miss, and is removed."""
         answers: list[int | TierError | None] = [None] * len(keys)
         todo = list(range(len(keys)))
@@ -136,11 +149,21 @@ class DiskStore:
             while todo:
                 jobs: dict[int, Read] = {}
                 for i in todo:
-                    entry, wanted, start = opened.index.find(keys[i]), size_of(into[i]), None if starts is None else starts[i]
-                    if entry is not None and (entry.nbytes <= wanted if start is None else 0 <= start <= entry.nbytes - wanted):
+                    entry, wanted, start = (
+                        opened.index.find(keys[i]),
+                        size_of(into[i]),
+                        None if starts is None else starts[i],
+                    )
+                    if entry is not None and (
+                        entry.nbytes <= wanted
+                        if start is None
+                        else 0 <= start <= entry.nbytes - wanted
+                    ):
                         stamp_ns = opened.stamp_ns()
                         opened.index.read(entry, stamp_ns)
-                        jobs[i] = Read(opened.folder, entry, as_pieces(into[i]), at=start, stamp_ns=stamp_ns)
+                        jobs[i] = Read(
+                            opened.folder, entry, as_pieces(into[i]), at=start, stamp_ns=stamp_ns
+                        )
                 try:
                     await self._readers.run([job.run for job in jobs.values()])
                 finally:
@@ -149,7 +172,9 @@ class DiskStore:
                 for i in todo:
                     answers[i] = jobs[i].answer if i in jobs else None
                 # Another file has replaced the broken one: read again.
-                todo = [i for i, job in jobs.items() if job.is_broken and opened.index.find(keys[i])]
+                todo = [
+                    i for i, job in jobs.items() if job.is_broken and opened.index.find(keys[i])
+                ]
         return answers
 
     async def put(self, items: Sequence[tuple[bytes, Parts]]) -> list[TierError | None]:
@@ -186,7 +211,9 @@ class DiskStore:
                 await self._writers.run([job.run for _, job in jobs])
             finally:
                 settled = [self._settle_over(opened, old, job, answers) for old, job in jobs]
-                await self._remove(opened, self._leave(opened, [old for old in settled if old is not None]))
+                await self._remove(
+                    opened, self._leave(opened, [old for old in settled if old is not None])
+                )
             await self._trim(opened)
         return [answers[key] for key, _ in items]
 
@@ -234,7 +261,9 @@ class DiskStore:
         _log.info("disk: %s: %d values, %s of %s", self._path, len(job.index), used, limit)
         return opened
 
-    async def _list_rest(self, opened: _Opened, rest: Iterator[list[FoundValue]], began_ns: int) -> None:
+    async def _list_rest(
+        self, opened: _Opened, rest: Iterator[list[FoundValue]], began_ns: int
+    ) -> None:
         """List the rest of the folder while the folder is in use.
 
         A value that is not listed yet is a miss, and may be written again.
@@ -247,7 +276,9 @@ class DiskStore:
         if self._listing is not None:
             await asyncio.wait((self._listing,))
 
-    async def _list_more(self, opened: _Opened, rest: Iterator[list[FoundValue]], began_ns: int) -> None:
+    async def _list_more(
+        self, opened: _Opened, rest: Iterator[list[FoundValue]], began_ns: int
+    ) -> None:
         index = opened.index
         while not self._closing and self._opener.place is opened:
             more = OpenMore(rest, self._path)
@@ -261,7 +292,9 @@ class DiskStore:
             older = list[str]()
             for at in range(0, len(more.found), _FOUND):
                 before_bytes = index.used_bytes
-                older += index.add_found(more.found[at : at + _FOUND], before_ns=began_ns, writing=opened.writing)
+                older += index.add_found(
+                    more.found[at : at + _FOUND], before_ns=began_ns, writing=opened.writing
+                )
                 if not self._settings.max_bytes:
                     index.limit_bytes += index.used_bytes - before_bytes
                 await asyncio.sleep(0)  # let other tasks run
@@ -271,7 +304,12 @@ class DiskStore:
             return
         await self._sort(index)
         await self._trim(opened)
-        _log.info("disk: %s: all %d values are listed, %s", self._path, len(index), format_size(index.used_bytes))
+        _log.info(
+            "disk: %s: all %d values are listed, %s",
+            self._path,
+            len(index),
+            format_size(index.used_bytes),
+        )
 
     async def _sort(self, index: Index) -> None:
         """Sort the index by time of use, in steps, while other calls run."""
@@ -285,10 +323,18 @@ class DiskStore:
     def _lose(self, opened: _Opened) -> None:
         """Give up the folder. The next call opens it again."""
         if self._opener.lose(opened):
-            _log.warning("disk: %s was lost with %d values; the next call opens it anew", self._path, len(opened.index))
+            _log.warning(
+                "disk: %s was lost with %d values; the next call opens it anew",
+                self._path,
+                len(opened.index),
+            )
 
     def _plan(
-        self, opened: _Opened, items: Sequence[tuple[bytes, Parts]], todo: Sequence[int], faults: list[TierError | None]
+        self,
+        opened: _Opened,
+        items: Sequence[tuple[bytes, Parts]],
+        todo: Sequence[int],
+        faults: list[TierError | None],
     ) -> tuple[dict[int, Write], list[int]]:
         """Reserve a place for each item of `todo` that is not there, or note its fault.
 
@@ -306,13 +352,24 @@ class DiskStore:
                 planned = opened.index.reserve(key, stamp_ns, nbytes)
                 if planned is None:
                     limit = format_size(opened.index.limit_bytes)
-                    faults[i] = TierFull("disk", "put", f"{self._path}: no room for {nbytes} bytes within {limit}; raise max_bytes")
+                    faults[i] = TierFull(
+                        "disk",
+                        "put",
+                        f"{self._path}: no room for {nbytes} bytes within {limit}; raise max_bytes",
+                    )
                     continue
                 opened.writing[key] = asyncio.get_running_loop().create_future()
                 victims = self._leave(opened, planned.victims)
                 # Not with `sync`: a power cut could leave new bytes under the old name.
                 may_reuse = not self._settings.sync
-                jobs[i] = Write(opened.folder, planned.entry, pieces, stamp_ns=stamp_ns, victims=victims, may_reuse=may_reuse)
+                jobs[i] = Write(
+                    opened.folder,
+                    planned.entry,
+                    pieces,
+                    stamp_ns=stamp_ns,
+                    victims=victims,
+                    may_reuse=may_reuse,
+                )
         return jobs, waiting
 
     def _plan_over(
@@ -334,16 +391,29 @@ class DiskStore:
             if planned is None:
                 opened.index.unread(old)
                 limit = format_size(opened.index.limit_bytes)
-                answers[key] = TierFull("disk", "replace", f"{self._path}: no room for {nbytes} bytes beside the old value within {limit}")
+                answers[key] = TierFull(
+                    "disk",
+                    "replace",
+                    f"{self._path}: no room for {nbytes} bytes beside the old value within {limit}",
+                )
                 continue
             opened.writing[key] = asyncio.get_running_loop().create_future()
             victims = self._leave(opened, planned.victims)
             may_reuse = not self._settings.sync
-            job = Write(opened.folder, planned.entry, as_pieces(parts), stamp_ns=stamp_ns, victims=victims, may_reuse=may_reuse)
+            job = Write(
+                opened.folder,
+                planned.entry,
+                as_pieces(parts),
+                stamp_ns=stamp_ns,
+                victims=victims,
+                may_reuse=may_reuse,
+            )
             jobs.append((old, job))
         return jobs
 
-    def _settle_over(self, opened: _Opened, old: Entry, job: Write, answers: dict[bytes, bool | TierError]) -> Entry | None:
+    def _settle_over(
+        self, opened: _Opened, old: Entry, job: Write, answers: dict[bytes, bool | TierError]
+    ) -> Entry | None:
         """Let the new file take the old one's place.
 
         Return the entry of the file to remove, or None.

@@ -50,14 +50,28 @@ Answer = TypeVar("Answer")
 class DiskConfig:
     """Settings of a disk tier."""
 
-    path: str = setting("", "folder for the values; several, separated by commas, for several disks")
-    max_bytes: int = size(0, "most bytes that the files of all folders occupy; 0: what each file system has free, less reserve_bytes")
+    path: str = setting(
+        "", "folder for the values; several, separated by commas, for several disks"
+    )
+    max_bytes: int = size(
+        0,
+        "most bytes that the files of all folders occupy; 0: what each file system has "
+        "free, less reserve_bytes",
+    )
     reserve_bytes: int = size(4 << 30, "what max_bytes=0 leaves free on each file system")
     policy: str = setting("lru", "which value is evicted first", choices=tuple(POLICIES))
-    direct: str = setting("auto", "O_DIRECT, which spares the page cache", choices=("auto", "never", "always"))
+    direct: str = setting(
+        "auto", "O_DIRECT, which spares the page cache", choices=("auto", "never", "always")
+    )
     sync: bool = setting(False, "fsync each value and its folder, so that it survives a power cut")
-    io_threads: int = setting(4, "threads for reading, and as many for writing, a folder", minimum=1)
-    any_owner: bool = setting(False, "use folders that belong to other users or that others can write to; who can write there can forge KV")
+    io_threads: int = setting(
+        4, "threads for reading, and as many for writing, a folder", minimum=1
+    )
+    any_owner: bool = setting(
+        False,
+        "use folders that belong to other users or that others can write to; who can write "
+        "there can forge KV",
+    )
 
 
 class DiskTier:
@@ -65,10 +79,19 @@ class DiskTier:
 
     def __init__(self, config: DiskConfig) -> None:
         paths = [normpath(path) for path in config.path.split(",")]
-        if not config.path or not all(path.startswith("/") for path in paths) or len(set(paths)) != len(paths):
-            raise ConfigError(f"disk: path = {config.path!r}: write absolute paths, each once, such as disk:///var/cache/kvhold")
+        if (
+            not config.path
+            or not all(path.startswith("/") for path in paths)
+            or len(set(paths)) != len(paths)
+        ):
+            raise ConfigError(
+                f"disk: path = {config.path!r}: write absolute paths, each once, such as "
+                "disk:///var/cache/kvhold"
+            )
         if config.policy not in POLICIES:
-            raise ConfigError(f"disk: policy = {config.policy!r}: must be one of {', '.join(POLICIES)}")
+            raise ConfigError(
+                f"disk: policy = {config.policy!r}: must be one of {', '.join(POLICIES)}"
+            )
         if 0 < config.max_bytes < len(paths) or config.io_threads < 1:
             raise ConfigError("disk: max_bytes and io_threads must leave something for each path")
         # A batch from the page cache takes about a millisecond, so the fixed cost of a call counts
@@ -90,7 +113,9 @@ class DiskTier:
     def from_url(cls, url: TierUrl) -> Self:
         """Make the tier from `disk:///path[,/path...]?options`. Raises ConfigError."""
         if url.netloc:
-            raise ConfigError(f"{url.shown}: a disk's path is absolute: write disk:///path, with three slashes")
+            raise ConfigError(
+                f"{url.shown}: a disk's path is absolute: write disk:///path, with three slashes"
+            )
         return cls(url.apply(DiskConfig(path=url.path)))
 
     @property
@@ -122,7 +147,9 @@ class DiskTier:
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
         """Tier contract. From the index, without I/O."""
-        return await self._spread(keys, lambda store, chosen: store.probe(_pick(keys, chosen)), lambda fault: None)
+        return await self._spread(
+            keys, lambda store, chosen: store.probe(_pick(keys, chosen)), lambda fault: None
+        )
 
     async def get(
         self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
@@ -131,14 +158,22 @@ class DiskTier:
         check_lengths(keys, into, starts)
 
         async def get(store: DiskStore, chosen: Sequence[int]) -> list[int | TierError | None]:
-            return await store.get(_pick(keys, chosen), _pick(into, chosen), None if starts is None else _pick(starts, chosen))
+            return await store.get(
+                _pick(keys, chosen),
+                _pick(into, chosen),
+                None if starts is None else _pick(starts, chosen),
+            )
 
         return await self._spread(keys, get, lambda fault: fault)
 
-    async def put(self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None) -> list[TierError | None]:
+    async def put(
+        self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
+    ) -> list[TierError | None]:
         """Tier contract. Ignores ttl_s: eviction removes values that are not used."""
         keys = [key for key, _ in items]
-        return await self._spread(keys, lambda store, chosen: store.put(_pick(items, chosen)), lambda fault: fault)
+        return await self._spread(
+            keys, lambda store, chosen: store.put(_pick(items, chosen)), lambda fault: fault
+        )
 
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
         """Tier contract.
@@ -146,11 +181,15 @@ class DiskTier:
         The new file is whole before the old one is removed. After a crash, the newer counts.
         """
         keys = [key for key, _ in items]
-        return await self._spread(keys, lambda store, chosen: store.replace(_pick(items, chosen)), lambda fault: fault)
+        return await self._spread(
+            keys, lambda store, chosen: store.replace(_pick(items, chosen)), lambda fault: fault
+        )
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
         """Tier contract. A file that cannot be removed is still found; its answer is false."""
-        return await self._spread(keys, lambda store, chosen: store.delete(_pick(keys, chosen)), lambda fault: False)
+        return await self._spread(
+            keys, lambda store, chosen: store.delete(_pick(keys, chosen)), lambda fault: False
+        )
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
         """Tier contract. From the index."""

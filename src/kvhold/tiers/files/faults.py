@@ -4,7 +4,21 @@ raise as_tier_error(error, tier="disk", operation="put", where=path) from error
 """
 
 import os
-from errno import EACCES, EDQUOT, EFBIG, ENODEV, ENOENT, ENOSPC, ENOTCONN, ENOTDIR, ENXIO, EPERM, EROFS, ESHUTDOWN, ESTALE
+from errno import (
+    EACCES,
+    EDQUOT,
+    EFBIG,
+    ENODEV,
+    ENOENT,
+    ENOSPC,
+    ENOTCONN,
+    ENOTDIR,
+    ENXIO,
+    EPERM,
+    EROFS,
+    ESHUTDOWN,
+    ESTALE,
+)
 
 from kvhold.core.errors import TierDenied, TierError, TierFull, TierUnavailable
 from kvhold.tiers.files.safe import Unsafe
@@ -18,14 +32,23 @@ _GONE = frozenset({ENOENT, ENOTDIR, ENODEV, ENXIO, ESTALE, ENOTCONN, ESHUTDOWN})
 def as_tier_error(error: OSError, *, tier: str, operation: str, where: str) -> TierError:
     """Return the TierError for an OSError at `where`, with advice for the user."""
     if isinstance(error, Unsafe):
-        return TierDenied(tier, operation, f"{error}; or set any_owner=true, if those users may read and forge what is not encrypted")
+        return TierDenied(
+            tier,
+            operation,
+            f"{error}; or set any_owner=true, if those users may read and forge what is "
+            "not encrypted",
+        )
     detail = f"{where}: {error.strerror or error}"
     if error.errno in _FULL:
         return TierFull(tier, operation, f"{detail}; make room there, or let this tier have less")
     if error.errno in _READ_ONLY:
         return TierDenied(tier, operation, f"{detail}; mount it writable")
     if error.errno in _DENIED:
-        return TierDenied(tier, operation, f"{detail}; give user id {os.geteuid()} the right to read and write there")
+        return TierDenied(
+            tier,
+            operation,
+            f"{detail}; give user id {os.geteuid()} the right to read and write there",
+        )
     if error.errno in _GONE:
         return TierUnavailable(tier, operation, f"{detail}; is it mounted?")
     return TierError(tier, operation, detail)

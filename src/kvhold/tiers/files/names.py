@@ -34,7 +34,11 @@ def temporary_name() -> str:
 def writer_of(name: str) -> tuple[str, int] | None:
     """Return the host and pid in a temporary name; None for a foreign name."""
     fields = name.split(".")
-    if len(fields) != 4 or not (fields[1].isdecimal() and fields[2].isdecimal()) or len(fields[3]) != 2 * _CHANCE_BYTES:
+    if (
+        len(fields) != 4
+        or not (fields[1].isdecimal() and fields[2].isdecimal())
+        or len(fields[3]) != 2 * _CHANCE_BYTES
+    ):
         return None
     return fields[0], int(fields[1])
 

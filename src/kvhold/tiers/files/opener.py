@@ -29,7 +29,13 @@ class _Held(Generic[Place]):
 class Opener(Generic[Place]):
     """Opens and closes one place. After `close`, calls raise the error `closed`."""
 
-    def __init__(self, open: Callable[[], Coroutine[Any, Any, Place]], close: Callable[[Place], None], *, closed: TierError) -> None:
+    def __init__(
+        self,
+        open: Callable[[], Coroutine[Any, Any, Place]],
+        close: Callable[[Place], None],
+        *,
+        closed: TierError,
+    ) -> None:
         self._open = open
         self._close = close
         self._closed_error = closed

@@ -59,7 +59,8 @@ def open_folder(path: str | os.PathLike[str], *, make: bool = True, any_owner: b
                 continue
             below = _step_into(name, folder, make=make)
             os.close(folder)
-            folder, walked = below, os.path.normpath(os.path.join(walked, name))  # noqa: PTH118 - text, for messages
+            # text, for messages
+            folder, walked = below, os.path.normpath(os.path.join(walked, name))  # noqa: PTH118
         if not any_owner:
             check_folder(os.fstat(folder), os.fspath(path))
         if fcntl.fcntl(folder, fcntl.F_GETFL) & os.O_PATH:
@@ -71,7 +72,9 @@ def open_folder(path: str | os.PathLike[str], *, make: bool = True, any_owner: b
     return folder
 
 
-def open_own_file(name: str, flags: int, *, dir_fd: int, shown: str = "", any_owner: bool = False) -> int:
+def open_own_file(
+    name: str, flags: int, *, dir_fd: int, shown: str = "", any_owner: bool = False
+) -> int:
     """Open a regular file in an open folder and return its descriptor.
 
     If `flags` has O_CREAT, a missing file is made with mode 0600. `O_TRUNC` is not allowed: it
@@ -83,7 +86,12 @@ def open_own_file(name: str, flags: int, *, dir_fd: int, shown: str = "", any_ow
     assert not flags & os.O_TRUNC
     shown = shown or name
     try:
-        fd = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, 0o600, dir_fd=dir_fd)
+        fd = os.open(
+            name,
+            flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY,
+            0o600,
+            dir_fd=dir_fd,
+        )
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise Unsafe(f"{shown} is a symbolic link, which is not followed; remove it") from None
@@ -110,10 +118,14 @@ def check_folder(state: os.stat_result, path: str) -> None:
             f"chown it to {user_name(os.geteuid())}, or choose another folder"
         )
     if state.st_mode & stat.S_IWOTH:
-        raise Unsafe(f"{path} can be written to by every user (mode {state.st_mode & 0o7777:o}); chmod it to 700, or choose another folder")
+        raise Unsafe(
+            f"{path} can be written to by every user (mode {state.st_mode & 0o7777:o}); "
+            "chmod it to 700, or choose another folder"
+        )
     if state.st_mode & stat.S_IWGRP and not _is_private_group(state.st_gid):
         raise Unsafe(
-            f"{path} can be written to by the group {_group_name(state.st_gid)} (mode {state.st_mode & 0o7777:o}); "
+            f"{path} can be written to by the group {_group_name(state.st_gid)} (mode "
+            f"{state.st_mode & 0o7777:o}); "
             f"chmod g-w it, or choose another folder"
         )
 
@@ -132,7 +144,10 @@ def _parts(path: str) -> list[str]:
 
 def _check_above(state: os.stat_result, path: str) -> None:
     if state.st_mode & stat.S_IWOTH and not state.st_mode & stat.S_ISVTX:
-        raise Unsafe(f"{path} can be written to by every user, who could replace what is in it; chmod o-w it, or choose another folder")
+        raise Unsafe(
+            f"{path} can be written to by every user, who could replace what is in it; "
+            "chmod o-w it, or choose another folder"
+        )
 
 
 def _link_target(name: str, folder: int, walked: str, *, any_owner: bool) -> str | None:
@@ -147,7 +162,10 @@ def _link_target(name: str, folder: int, walked: str, *, any_owner: bool) -> str
     if not stat.S_ISLNK(state.st_mode):
         return None
     if not any_owner and state.st_uid not in (0, os.geteuid()):
-        raise Unsafe(f"{walked.rstrip('/')}/{name} is a symbolic link of {user_name(state.st_uid)}; choose another folder")
+        raise Unsafe(
+            f"{walked.rstrip('/')}/{name} is a symbolic link of {user_name(state.st_uid)}; "
+            "choose another folder"
+        )
     return os.readlink(name, dir_fd=folder)
 
 
@@ -157,7 +175,9 @@ def _step_into(name: str, folder: int, *, make: bool) -> int:
         return os.open(name, flags, dir_fd=folder)
     # The folder can be passed but not listed, as home folders often are.
     except PermissionError:
-        return os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        return os.open(
+            name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder
+        )
     except FileNotFoundError:
         if not make:
             raise
@@ -181,7 +201,11 @@ def _is_private_group(gid: int) -> bool:
         group, user = grp.getgrgid(gid), pwd.getpwuid(os.geteuid())
     except KeyError:
         return False
-    return group.gr_gid == user.pw_gid and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
+    return (
+        group.gr_gid == user.pw_gid
+        and group.gr_name == user.pw_name
+        and set(group.gr_mem) <= {user.pw_name}
+    )
 
 
 def _group_name(gid: int) -> str:

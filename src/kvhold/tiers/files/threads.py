@@ -39,7 +39,10 @@ class IoThreads:
         todo, stop, errors = deque(jobs), Event(), list[BaseException]()
         loop, cancelled = asyncio.get_running_loop(), False
         width = min(self._num_threads, len(todo))
-        working = {loop.run_in_executor(self._executor, _take_a_turn, todo, stop, errors) for _ in range(width)}
+        working = {
+            loop.run_in_executor(self._executor, _take_a_turn, todo, stop, errors)
+            for _ in range(width)
+        }
         while working:
             try:
                 done, working = await asyncio.wait(working, return_when=asyncio.FIRST_COMPLETED)
@@ -68,7 +71,8 @@ def _take_a_turn(todo: deque[Job], stop: Event, errors: list[BaseException]) -> 
             return
         try:
             job(stop)
-        except Exception as error:  # noqa: BLE001 - the edge of a thread: the others still run, and `run` raises it
+        # the edge of a thread: the others still run, and `run` raises it
+        except Exception as error:  # noqa: BLE001
             errors.append(error)
         if time.monotonic() > until:
             return

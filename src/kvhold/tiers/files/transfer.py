@@ -90,7 +90,13 @@ def set_direct(fd: int, on: bool) -> bool:
 
 
 def _transfer(
-    call: Callable[[int, Sequence[memoryview], int], int], fd: int, pieces: Sequence[memoryview], nbytes: int, *, at: int, direct: bool
+    call: Callable[[int, Sequence[memoryview], int], int],
+    fd: int,
+    pieces: Sequence[memoryview],
+    nbytes: int,
+    *,
+    at: int,
+    direct: bool,
 ) -> int:
     """Call `preadv` or `pwritev` until `nbytes` are moved or the file ends."""
     limit = direct_bytes(pieces, nbytes, at) if direct else 0

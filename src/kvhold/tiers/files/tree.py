@@ -97,7 +97,9 @@ class FileTree:
         Raises `Unsafe` unless it is a regular file of this user.
         """
         shown = f"{self.path}/{name}"
-        return open_own_file(name, flags | os.O_CREAT, dir_fd=self._root, shown=shown, any_owner=self._any_owner)
+        return open_own_file(
+            name, flags | os.O_CREAT, dir_fd=self._root, shown=shown, any_owner=self._any_owner
+        )
 
     def try_to_write(self) -> None:
         """Raise OSError if no file can be made here."""
@@ -106,7 +108,12 @@ class FileTree:
         self.remove(temporary)
 
     def write_new(
-        self, pieces: Sequence[memoryview], *, allocate: bool, used_ns: int | None = None, reuse: str | None = None
+        self,
+        pieces: Sequence[memoryview],
+        *,
+        allocate: bool,
+        used_ns: int | None = None,
+        reuse: str | None = None,
     ) -> tuple[str, os.stat_result]:
         """Write all pieces to a new temporary file.
 
@@ -152,10 +159,15 @@ class FileTree:
 
         Raises FileNotFoundError if one is missing, EOPNOTSUPP if the file system cannot do it.
         """
-        if self._renameat2 is None or self._renameat2(self._root, one.encode(), self._root, other.encode(), _RENAME_EXCHANGE):
+        if self._renameat2 is None or self._renameat2(
+            self._root, one.encode(), self._root, other.encode(), _RENAME_EXCHANGE
+        ):
             code = ENOSYS if self._renameat2 is None else ctypes.get_errno()
             if code in (ENOSYS, EINVAL, EOPNOTSUPP):
-                raise OSError(EOPNOTSUPP, "this file system cannot exchange two files, so no value in it can be replaced")
+                raise OSError(
+                    EOPNOTSUPP,
+                    "this file system cannot exchange two files, so no value in it can be replaced",
+                )
             raise OSError(code, os.strerror(code), other)
         for name in (one, other):
             self._sync_folder(name.rpartition("/")[0])
@@ -173,7 +185,13 @@ class FileTree:
         self._sync_folder(new.rpartition("/")[0])
 
     def read(
-        self, name: str, pieces: Sequence[memoryview], *, at: int | None, size: int | None = None, used_ns: int | None = None
+        self,
+        name: str,
+        pieces: Sequence[memoryview],
+        *,
+        at: int | None,
+        size: int | None = None,
+        used_ns: int | None = None,
     ) -> int | None:
         """Fill the pieces with the whole file, or from offset `at` to their end.
 

@@ -17,7 +17,16 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "s3fifo": S3FifoPolicy,
 }
 
-__all__ = ["POLICIES", "FifoPolicy", "LfuPolicy", "LruPolicy", "MruPolicy", "Policy", "S3FifoPolicy", "make_policy"]
+__all__ = [
+    "POLICIES",
+    "FifoPolicy",
+    "LfuPolicy",
+    "LruPolicy",
+    "MruPolicy",
+    "Policy",
+    "S3FifoPolicy",
+    "make_policy",
+]
 
 
 def make_policy(name: str) -> Policy:

@@ -51,7 +51,9 @@ class Policy(Protocol):
                  use
         """
 
-    def victims(self, nbytes: int, pinned: Callable[[bytes], bool], namespace: bytes | None = None) -> list[bytes]:
+    def victims(
+        self, nbytes: int, pinned: Callable[[bytes], bool], namespace: bytes | None = None
+    ) -> list[bytes]:
         """Return keys to evict, in order: just enough to free `nbytes`; empty if impossible.
 
         No key is pinned, and each follows all its continuations here. `pinned` is called with known

@@ -116,7 +116,12 @@ class Queue:
 
     def take_buckets(self) -> list[list[Place]]:
         """Empty the queue. Returns its buckets."""
-        buckets, self._buckets, self._order, self._to_sweep = list(self._buckets.values()), {}, [], []
+        buckets, self._buckets, self._order, self._to_sweep = (
+            list(self._buckets.values()),
+            {},
+            [],
+            [],
+        )
         return buckets
 
     def _sweep(self, name: tuple[int, int]) -> int:
@@ -149,7 +154,9 @@ class ChainPolicy:
     def insert(self, key: bytes, nbytes: int, parent: bytes | None = None) -> None:
         """Policy contract."""
         namespace = key[:NAMESPACE_BYTES]
-        assert parent is None or parent.startswith(namespace), "a prompt's chunks are in one namespace"
+        assert parent is None or parent.startswith(namespace), (
+            "a prompt's chunks are in one namespace"
+        )
         self._tidy()
         chunk = self._chunks.get(key)
         if chunk is None:
@@ -183,12 +190,16 @@ class ChainPolicy:
         self._unlink(chunk)
         for queue in (self._all[chunk.queue], chunk.space[chunk.queue]):
             queue.tidy()
-        if not chunk.space[chunk.queue].num_chunks and not any(queue.num_chunks for queue in chunk.space):
+        if not chunk.space[chunk.queue].num_chunks and not any(
+            queue.num_chunks for queue in chunk.space
+        ):
             for queue in self._spaces.pop(key[:NAMESPACE_BYTES]):
                 self._dropped += queue.take_buckets()
         self._removed(chunk, evicted=evicted)
 
-    def victims(self, nbytes: int, pinned: Callable[[bytes], bool], namespace: bytes | None = None) -> list[bytes]:
+    def victims(
+        self, nbytes: int, pinned: Callable[[bytes], bool], namespace: bytes | None = None
+    ) -> list[bytes]:
         """Policy contract."""
         if not 0 < nbytes <= self.nbytes(namespace):
             return []
@@ -301,7 +312,9 @@ class Walk:
     The exit from the `with` restores the policy.
     """
 
-    def __init__(self, policy: ChainPolicy, queues: list[Queue], pinned: Callable[[bytes], bool]) -> None:
+    def __init__(
+        self, policy: ChainPolicy, queues: list[Queue], pinned: Callable[[bytes], bool]
+    ) -> None:
         self.queues = queues
         self.taken: list[bytes] = []
         self.freed_bytes = 0
@@ -314,7 +327,12 @@ class Walk:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for chunk in self._opened:
             chunk.place = None
         for place in self._seen:

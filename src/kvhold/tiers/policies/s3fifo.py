@@ -70,7 +70,9 @@ class _S3FifoWalk(Walk):
     Used chunks are passed over and move on instead.
     """
 
-    def __init__(self, policy: S3FifoPolicy, queues: list[Queue], pinned: Callable[[bytes], bool]) -> None:
+    def __init__(
+        self, policy: S3FifoPolicy, queues: list[Queue], pinned: Callable[[bytes], bool]
+    ) -> None:
         super().__init__(policy, queues, pinned)
         self._moving = policy
         self._passed: tuple[dict[Chunk, None], ...] = ({}, {})
@@ -78,7 +80,11 @@ class _S3FifoWalk(Walk):
         self._all_bytes = queues[_SMALL].nbytes + queues[_MAIN].nbytes
 
     def choose(self) -> Chunk | None:
-        first = _SMALL if self._small_bytes > _SMALL_SHARE * (self._all_bytes - self.freed_bytes) else _MAIN
+        first = (
+            _SMALL
+            if self._small_bytes > _SMALL_SHARE * (self._all_bytes - self.freed_bytes)
+            else _MAIN
+        )
         return self._cold(first) or self._cold(1 - first) or self._warm(_MAIN) or self._warm(_SMALL)
 
     def settle(self) -> None:

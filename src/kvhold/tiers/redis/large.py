@@ -43,14 +43,21 @@ class LargeValues:
         """
         peeks = [peek(name) for name in names]
         await self._router.run("probe", peeks, bulk=False)
-        return [await self._size(call.name, call.reply) if isinstance(call.reply, bytes) else None for call in peeks]
+        return [
+            await self._size(call.name, call.reply) if isinstance(call.reply, bytes) else None
+            for call in peeks
+        ]
 
-    async def read(self, name: bytes, head: Head | None, start: int | None, parts: Parts) -> int | TierError | None:
+    async def read(
+        self, name: bytes, head: Head | None, start: int | None, parts: Parts
+    ) -> int | TierError | None:
         """Read a value, or the range from `start` on, into `parts`, as `Tier.get` does."""
         if head is None:
             return None
         wanted = size_of(parts)
-        if (start is None and head.nbytes > wanted) or (start is not None and start + wanted > head.nbytes):
+        if (start is None and head.nbytes > wanted) or (
+            start is not None and start + wanted > head.nbytes
+        ):
             return None
         begin, nbytes = (0, head.nbytes) if start is None else (start, wanted)
         reads: list[ReadRange] = []
@@ -101,7 +108,9 @@ class LargeValues:
 
     async def remove_parts(self, name: bytes, head: Head) -> None:
         """Remove the parts of a value that is not visible."""
-        await self._router.run("delete", [Call(part, "UNLINK", part) for part in head.part_names(name)], bulk=False)
+        await self._router.run(
+            "delete", [Call(part, "UNLINK", part) for part in head.part_names(name)], bulk=False
+        )
 
     async def _put(self, name: bytes, head: Head, value: Parts, ttl_ms: int | None) -> bool:
         names = head.part_names(name)
@@ -109,7 +118,12 @@ class LargeValues:
         # From now on, no part expires before the head.
         lasting = 2 * _UNFINISHED_MS + (ttl_ms or 0)
         await self._all([Call(part, "PEXPIRE", part, lasting) for part in names], 1)
-        written = Call(name, request=set_pieces(name, [memoryview(head.pack())], "PX", ttl_ms or _UNFINISHED_MS, "NX"))
+        written = Call(
+            name,
+            request=set_pieces(
+                name, [memoryview(head.pack())], "PX", ttl_ms or _UNFINISHED_MS, "NX"
+            ),
+        )
         await self._router.run("put", [written], bulk=False)
         if written.reply is None and written.fault is None:
             await self.remove_parts(name, head)
@@ -141,7 +155,9 @@ class LargeValues:
             return len(data) if len(data) == HEAD_BYTES and not looks_like_head(data) else None
         calls = [Call(part, "STRLEN", part) for part in head.part_names(name)]
         await self._router.run("probe", calls, bulk=False)
-        whole = [span.nbytes for span in head.spans(0, head.nbytes)] == [call.reply for call in calls]
+        whole = [span.nbytes for span in head.spans(0, head.nbytes)] == [
+            call.reply for call in calls
+        ]
         return head.nbytes if whole else None
 
 
@@ -158,11 +174,17 @@ class _RemoveHead(Call):
 
     def __init__(self, name: bytes, head: Head) -> None:
         self._head = head.pack()
-        super().__init__(name, request=(command("WATCH", name) + command("GETRANGE", name, 0, HEAD_BYTES),))
+        super().__init__(
+            name, request=(command("WATCH", name) + command("GETRANGE", name, 0, HEAD_BYTES),)
+        )
 
     async def take(self, stream: Stream) -> None:
         watched, seen = await read_reply(stream), await read_reply(stream)
-        again = [("MULTI",), ("UNLINK", self.name), ("EXEC",)] if watched == b"OK" and seen == self._head else [("UNWATCH",)]
+        again = (
+            [("MULTI",), ("UNLINK", self.name), ("EXEC",)]
+            if watched == b"OK" and seen == self._head
+            else [("UNWATCH",)]
+        )
         await stream.send([command(*words) for words in again])
         for _ in again:
             self.reply = await read_reply(stream)

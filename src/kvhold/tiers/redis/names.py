@@ -28,7 +28,11 @@ class Names:
     def key(self, name: bytes) -> bytes | None:
         """Return the key of a name; None if the name is not one of this tier's."""
         start = len(self._prefix)
-        if len(name) != self._length or not name.startswith(self._prefix + b"{") or name[-1:] != b"}":
+        if (
+            len(name) != self._length
+            or not name.startswith(self._prefix + b"{")
+            or name[-1:] != b"}"
+        ):
             return None
         try:
             key = unhexlify(name[start + 1 : -1])

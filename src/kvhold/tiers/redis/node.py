@@ -35,7 +35,9 @@ class Tls:
             try:
                 self._context = await asyncio.to_thread(_make_context, self._config)
             except OSError as error:  # ssl.SSLError is one
-                raise TierDenied("redis", "connect", f"ca_file, cert_file or key_file cannot be used: {error}") from None
+                raise TierDenied(
+                    "redis", "connect", f"ca_file, cert_file or key_file cannot be used: {error}"
+                ) from None
         return self._context
 
 
@@ -61,7 +63,11 @@ class Node:
 
     async def run(self, operation: str, exchanges: Sequence[Exchange], *, bulk: bool) -> None:
         """Run all exchanges, and set the reply or the fault of each. Never raises TierError."""
-        await run(self._bulk if bulk else self._small, exchanges, fault=lambda error: self._fault(operation, error))
+        await run(
+            self._bulk if bulk else self._small,
+            exchanges,
+            fault=lambda error: self._fault(operation, error),
+        )
 
     def close(self) -> None:
         """Close all connections for good, including those in use."""
@@ -81,7 +87,12 @@ class Node:
         login = self._login
         words: list[tuple[str, ...]] = [("CLIENT", "SETNAME", "kvhold")]
         if login.password:
-            words.insert(0, ("AUTH", login.username, login.password) if login.username else ("AUTH", login.password))
+            words.insert(
+                0,
+                ("AUTH", login.username, login.password)
+                if login.username
+                else ("AUTH", login.password),
+            )
         if login.db:
             words.append(("SELECT", str(login.db)))
         if login.primary_only:
@@ -95,11 +106,23 @@ class Node:
             found = fault_of(reply, "connect")
             if name == "AUTH" and not isinstance(found, TierUnavailable):
                 # The text may repeat the password, so the message has only the code.
-                raise TierDenied("redis", "connect", f"{self.address} refuses this user and password ({reply.code})")
+                raise TierDenied(
+                    "redis",
+                    "connect",
+                    f"{self.address} refuses this user and password ({reply.code})",
+                )
             if name == "SELECT" and not isinstance(found, (TierUnavailable, TierDenied)):
-                raise TierDenied("redis", "connect", f"{self.address} has no database {self._login.db}: {reply.text}")
+                raise TierDenied(
+                    "redis",
+                    "connect",
+                    f"{self.address} has no database {self._login.db}: {reply.text}",
+                )
             if name == "CLIENT" and reply.code == "NOAUTH":
-                raise TierDenied("redis", "connect", f"{self.address} wants a password: write redis://:password@... ({reply.code})")
+                raise TierDenied(
+                    "redis",
+                    "connect",
+                    f"{self.address} wants a password: write redis://:password@... ({reply.code})",
+                )
             if name == "CLIENT" and not isinstance(found, TierUnavailable):
                 return  # the name is only for the server's operator; not every user may set one
             raise found
@@ -110,11 +133,23 @@ class Node:
         if isinstance(error, TierError):
             return error
         if isinstance(error, ProtocolError):
-            return TierError("redis", operation, f"{self.address} does not speak Redis' protocol: {error}")
+            return TierError(
+                "redis", operation, f"{self.address} does not speak Redis' protocol: {error}"
+            )
         if isinstance(error, ssl.SSLCertVerificationError):
-            return TierDenied("redis", operation, f"{self.address}: its certificate is not accepted: {error.verify_message}")
-        hint = "; it does that, too, where max_value_bytes is more than its proto-max-bulk-len" if operation == "put" else ""
-        return TierUnavailable("redis", operation, f"{self.address}: {str(error) or type(error).__name__}{hint}")
+            return TierDenied(
+                "redis",
+                operation,
+                f"{self.address}: its certificate is not accepted: {error.verify_message}",
+            )
+        hint = (
+            "; it does that, too, where max_value_bytes is more than its proto-max-bulk-len"
+            if operation == "put"
+            else ""
+        )
+        return TierUnavailable(
+            "redis", operation, f"{self.address}: {str(error) or type(error).__name__}{hint}"
+        )
 
 
 def _make_context(config: RedisConfig) -> ssl.SSLContext:

@@ -13,7 +13,15 @@ from collections.abc import Sequence
 from kvhold.core.errors import TierError
 from kvhold.net.stream import Bytes, Stream
 from kvhold.tiers.base import Parts, size_of
-from kvhold.tiers.redis.resp import Call, ErrorReply, Reply, command, fault_of, read_reply, set_pieces
+from kvhold.tiers.redis.resp import (
+    Call,
+    ErrorReply,
+    Reply,
+    command,
+    fault_of,
+    read_reply,
+    set_pieces,
+)
 from kvhold.tiers.redis.router import Router, fault_in
 from kvhold.tiers.redis.split import HEAD_BYTES, Head
 
@@ -23,7 +31,9 @@ _SPARE_MS = 3600_000  # parts live this much longer than their head
 _CHANGED = 0  # the reply if another client wrote between WATCH and EXEC
 
 
-async def replace_string(router: Router, name: bytes, value: Parts, *, parts: Sequence[bytes] = ()) -> bool | TierError:
+async def replace_string(
+    router: Router, name: bytes, value: Parts, *, parts: Sequence[bytes] = ()
+) -> bool | TierError:
     """Replace the string at `name` by `value`. Returns whether there was one, or the fault.
 
     parts: names of the value's parts, if `value` is a head
@@ -51,32 +61,51 @@ class _Replace(Call):
     """
 
     def __init__(self, name: bytes, value: Parts, parts: Sequence[bytes]) -> None:
-        look = command("WATCH", name) + command("GETRANGE", name, 0, HEAD_BYTES) + command("PTTL", name)
+        look = (
+            command("WATCH", name)
+            + command("GETRANGE", name, 0, HEAD_BYTES)
+            + command("PTTL", name)
+        )
         super().__init__(name, request=(look,), value_bytes=size_of(value))
         self._value = value
         self._parts = parts
 
     async def take(self, stream: Stream) -> None:
         watched, seen, left_ms = [await read_reply(stream) for _ in range(3)]
-        refused = next((reply for reply in (watched, seen, left_ms) if isinstance(reply, ErrorReply)), None)
+        refused = next(
+            (reply for reply in (watched, seen, left_ms) if isinstance(reply, ErrorReply)), None
+        )
         if refused is not None or not seen or not isinstance(seen, bytes):
             await stream.send([command("UNWATCH")])
             await read_reply(stream)
             self.reply = refused
             return
         commands = self._commands(seen, left_ms if isinstance(left_ms, int) else -1)
-        await stream.send([command("MULTI"), *(piece for pieces in commands for piece in pieces), command("EXEC")])
+        await stream.send(
+            [command("MULTI"), *(piece for pieces in commands for piece in pieces), command("EXEC")]
+        )
         queued = [await read_reply(stream) for _ in range(1 + len(commands))]
         self.reply = _outcome(queued, await read_reply(stream))
 
     def _commands(self, seen: bytes, left_ms: int) -> list[Sequence[Bytes]]:
         """Return the commands of the transaction."""
         commands: list[Sequence[Bytes]] = [set_pieces(self.name, self._value, "XX", "KEEPTTL")]
-        commands += [[command("PERSIST", part) if left_ms < 0 else command("PEXPIRE", part, left_ms + _SPARE_MS)] for part in self._parts]
+        commands += [
+            [
+                command("PERSIST", part)
+                if left_ms < 0
+                else command("PEXPIRE", part, left_ms + _SPARE_MS)
+            ]
+            for part in self._parts
+        ]
         old = Head.parse(seen)
         leaving = old.part_names(self.name) if old is not None else []
         # If a broken connection made it run twice, the old parts are the new ones: keep them.
-        commands += [[command("PEXPIRE", part, _LATE_READERS_MS)] for part in leaving if part not in self._parts]
+        commands += [
+            [command("PEXPIRE", part, _LATE_READERS_MS)]
+            for part in leaving
+            if part not in self._parts
+        ]
         return commands
 
 

@@ -24,7 +24,18 @@ _MAX_DEPTH = 5  # depth of nested lists
 _INTEGER = re.compile(rb"-?\d{1,19}")
 
 _DENIED = ("NOAUTH", "WRONGPASS", "NOPERM", "DENIED")
-_UNAVAILABLE = ("LOADING", "READONLY", "CLUSTERDOWN", "MASTERDOWN", "TRYAGAIN", "BUSY", "MISCONF", "NOREPLICAS", "MOVED", "ASK")
+_UNAVAILABLE = (
+    "LOADING",
+    "READONLY",
+    "CLUSTERDOWN",
+    "MASTERDOWN",
+    "TRYAGAIN",
+    "BUSY",
+    "MISCONF",
+    "NOREPLICAS",
+    "MOVED",
+    "ASK",
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +59,13 @@ class Call(Exchange):
     name: the command's key, which decides the server
     """
 
-    def __init__(self, name: bytes, *words: bytes | str | int, request: Sequence[Bytes] = (), value_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        name: bytes,
+        *words: bytes | str | int,
+        request: Sequence[Bytes] = (),
+        value_bytes: int = 0,
+    ) -> None:
         self.name = name
         self.request = request or (command(*words),)
         self.value_bytes = value_bytes
@@ -81,12 +98,19 @@ class Asking(Exchange):
 def command(*words: bytes | str | int) -> bytes:
     """Encode a command of short words."""
     data = [word if isinstance(word, bytes) else str(word).encode() for word in words]
-    return b"*%d\r\n" % len(data) + b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in data])
+    return b"*%d\r\n" % len(data) + b"".join(
+        [b"$%d\r\n%b\r\n" % (len(word), word) for word in data]
+    )
 
 
 def set_pieces(name: bytes, value: Parts, *options: bytes | str | int) -> list[Bytes]:
     """Encode `SET name value options` without copying the value."""
-    head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (3 + len(options), len(name), name, size_of(value))
+    head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (
+        3 + len(options),
+        len(name),
+        name,
+        size_of(value),
+    )
     tail = b"\r\n" + command(*options).partition(b"\r\n")[2] if options else b"\r\n"
     return [head, *value, tail]
 
@@ -127,7 +151,11 @@ async def read_string_head(stream: Stream) -> int | ErrorReply | None:
 def fault_of(reply: Reply, operation: str) -> TierError:
     """Return the TierError for an error reply or an unexpected reply."""
     if not isinstance(reply, ErrorReply):
-        return TierError("redis", operation, f"the server answered {str(reply)[:40]!r}, which is no answer to that")
+        return TierError(
+            "redis",
+            operation,
+            f"the server answered {str(reply)[:40]!r}, which is no answer to that",
+        )
     if reply.code == "OOM":
         return TierFull("redis", operation, f"the server is full: {reply.text}")
     if reply.code in _DENIED:
@@ -141,7 +169,9 @@ async def _read_string(stream: Stream, nbytes: int) -> bytes | None:
     if nbytes == -1:
         return None
     if not 0 <= nbytes <= _MAX_SMALL_BYTES:
-        raise ProtocolError(f"a string of {nbytes} bytes, where at most {_MAX_SMALL_BYTES} can be meant")
+        raise ProtocolError(
+            f"a string of {nbytes} bytes, where at most {_MAX_SMALL_BYTES} can be meant"
+        )
     data = await stream.read(nbytes)
     await stream.expect_crlf()
     return data
@@ -162,7 +192,9 @@ def _integer(text: bytes) -> int:
 
 
 def _not_redis(line: bytes) -> ProtocolError:
-    return ProtocolError(f"{_readable(line)[:40]!r}, which is no reply of Redis' kind that could come here")
+    return ProtocolError(
+        f"{_readable(line)[:40]!r}, which is no reply of Redis' kind that could come here"
+    )
 
 
 def _readable(text: bytes) -> str:

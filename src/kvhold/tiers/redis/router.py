@@ -56,18 +56,33 @@ class Router:
             groups = await self._placed(pending, failed, asking)
             if not groups:
                 return
-            await _together([node.run(operation, list(group.values()), bulk=bulk) for node, group in groups.items()])
+            await _together(
+                [
+                    node.run(operation, list(group.values()), bulk=bulk)
+                    for node, group in groups.items()
+                ]
+            )
             pending, asking = [], {}
             for node, group in groups.items():
-                self._note(node, all(isinstance(call.fault or group[call].fault, TierUnavailable) for call in group))
+                self._note(
+                    node,
+                    all(
+                        isinstance(call.fault or group[call].fault, TierUnavailable)
+                        for call in group
+                    ),
+                )
                 for call, exchange in group.items():
                     call.fault = exchange.fault
                     if self._goes_on(call, node, failed, asking):
                         pending.append(call)
         for call in pending:
-            call.fault = TierUnavailable("redis", operation, f"sent from server to server, {_MAX_ROUNDS} times")
+            call.fault = TierUnavailable(
+                "redis", operation, f"sent from server to server, {_MAX_ROUNDS} times"
+            )
 
-    async def _placed(self, calls: Sequence[Call], failed: dict[Call, Node], asking: dict[Call, Node]) -> dict[Node, dict[Call, Exchange]]:
+    async def _placed(
+        self, calls: Sequence[Call], failed: dict[Call, Node], asking: dict[Call, Node]
+    ) -> dict[Node, dict[Call, Exchange]]:
         """Group calls by server, each with its exchange.
 
         A failed call that has no other server keeps its fault and is left out.
@@ -87,7 +102,9 @@ class Router:
                 groups.setdefault(node, {})[call] = call
         return groups
 
-    def _goes_on(self, call: Call, node: Node, failed: dict[Call, Node], asking: dict[Call, Node]) -> bool:
+    def _goes_on(
+        self, call: Call, node: Node, failed: dict[Call, Node], asking: dict[Call, Node]
+    ) -> bool:
         """Return whether to send a call again, to another server."""
         code = call.reply.code if isinstance(call.reply, ErrorReply) and call.fault is None else ""
         if code in ("MOVED", "ASK") and isinstance(call.reply, ErrorReply):
@@ -95,7 +112,11 @@ class Router:
             if to is not None and code == "ASK":
                 asking[call] = to
             return to is not None
-        if not isinstance(call.fault, TierUnavailable) and code not in ("READONLY", "CLUSTERDOWN", "MASTERDOWN"):
+        if not isinstance(call.fault, TierUnavailable) and code not in (
+            "READONLY",
+            "CLUSTERDOWN",
+            "MASTERDOWN",
+        ):
             return False
         self.topology.doubt()
         if call in failed:
@@ -107,7 +128,9 @@ class Router:
         """Log when a server begins to fail, and when it answers again."""
         if fails and node not in self._ailing:
             self._ailing.add(node)
-            _log.warning("redis: %s does not answer; what it holds is missed until it does", node.address)
+            _log.warning(
+                "redis: %s does not answer; what it holds is missed until it does", node.address
+            )
         elif not fails and node in self._ailing:
             self._ailing.discard(node)
             _log.info("redis: %s answers again", node.address)
@@ -116,7 +139,11 @@ class Router:
 def outage(call: Call, operation: str) -> TierError | None:
     """Return the fault of a call that its server caused, not the call itself; else None."""
     fault = fault_in(call, operation)
-    return fault if isinstance(fault, (TierUnavailable, TierDenied)) or call.fault is not None else None
+    return (
+        fault
+        if isinstance(fault, (TierUnavailable, TierDenied)) or call.fault is not None
+        else None
+    )
 
 
 def fault_in(call: Call, operation: str) -> TierError | None:

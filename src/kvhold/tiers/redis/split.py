@@ -74,7 +74,9 @@ class Head:
 
         They contain its `{...}`, so they share its slot in a cluster.
         """
-        return [b"%b:%b:%d" % (name, self.nonce.hex().encode(), part) for part in range(self.num_parts)]
+        return [
+            b"%b:%b:%d" % (name, self.nonce.hex().encode(), part) for part in range(self.num_parts)
+        ]
 
     def spans(self, start: int, nbytes: int) -> Iterator[Span]:
         """Yield the range of each part that holds bytes `start` to `start + nbytes`."""

@@ -1,7 +1,8 @@
 """The Redis tier: chunks in Redis or Valkey; one server, one behind Sentinel, or a cluster.
 
     tier = RedisTier.from_url(parse_url("redis://:secret@cache.example:6379/0?ttl_s=86400"))
-    await tier.put([(key, [header, payload])]); await tier.probe([key]); await tier.get([key], [[header, payload]])
+    await tier.put([(key, [header, payload])]); await tier.probe([key]); await tier.get([key],
+    [[header, payload]])
 
 A value is one string under the name `kvhold:{<key in hex>}`, written by one `SET ... NX`. There is
 no second key that could disagree with it, and readers never see a part of a value. `split.py`
@@ -47,7 +48,9 @@ _PUT_ROUNDS = 3  # a put is repeated after an unreadable old value was removed
 class RedisTier:
     """One place in Redis or Valkey. Does no I/O before it is used."""
 
-    traits: ClassVar[TierTraits] = TierTraits("redis", durable=True, shared=True, expires=True, replaces=True)
+    traits: ClassVar[TierTraits] = TierTraits(
+        "redis", durable=True, shared=True, expires=True, replaces=True
+    )
 
     def __init__(self, config: RedisConfig) -> None:
         config.check()
@@ -81,7 +84,11 @@ class RedisTier:
             unsure = [i for i in todo if sizes[i] == HEAD_BYTES]
             if not unsure:
                 break
-            for i, nbytes in zip(unsure, await self._large.sizes([self._names.of(keys[i]) for i in unsure]), strict=True):
+            for i, nbytes in zip(
+                unsure,
+                await self._large.sizes([self._names.of(keys[i]) for i in unsure]),
+                strict=True,
+            ):
                 sizes[i] = nbytes
             # A part is missing, or a string replaced the head after STRLEN.
             todo = [i for i in unsure if sizes[i] is None]
@@ -97,20 +104,32 @@ class RedisTier:
         froms: Sequence[int | None] = [None] * len(keys) if starts is None else starts
         if any(start is not None and start < 0 for start in froms):
             raise ValueError("a range that starts before its value")
-        reads = [self._read(self._names.of(key), parts, start) for key, parts, start in zip(keys, into, froms, strict=True)]
+        reads = [
+            self._read(self._names.of(key), parts, start)
+            for key, parts, start in zip(keys, into, froms, strict=True)
+        ]
         await self._router.run("get", reads, bulk=True)
-        peeks = {i: peek(read.name) for i, read in enumerate(reads) if isinstance(read, ReadRange) and _may_be_in_parts(read)}
+        peeks = {
+            i: peek(read.name)
+            for i, read in enumerate(reads)
+            if isinstance(read, ReadRange) and _may_be_in_parts(read)
+        }
         if peeks:
             await self._router.run("get", list(peeks.values()), bulk=False)
         calls = [peeks.get(i, read) for i, read in enumerate(reads)]
-        got = [await self._got(call, parts, start) for call, parts, start in zip(calls, into, froms, strict=True)]
+        got = [
+            await self._got(call, parts, start)
+            for call, parts, start in zip(calls, into, froms, strict=True)
+        ]
         # An empty range read nothing, so the probe tells whether it is within the value.
         for i in (i for i, start in enumerate(froms) if start is not None and not size_of(into[i])):
             (nbytes,) = await self.probe([keys[i]])
             got[i] = None if nbytes is None or (froms[i] or 0) > nbytes else 0
         return got
 
-    async def put(self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None) -> list[TierError | None]:
+    async def put(
+        self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
+    ) -> list[TierError | None]:
         """Tier contract."""
         ttl_ms = self._ttl_ms(ttl_s)
         faults: dict[bytes, TierError | None] = {}
@@ -123,7 +142,10 @@ class RedisTier:
             todo = {key: todo[key] for key in broken}
             if not todo:
                 break
-        faults |= {key: TierError("redis", "put", "what is there loses its parts again and again") for key in todo}
+        faults |= {
+            key: TierError("redis", "put", "what is there loses its parts again and again")
+            for key in todo
+        }
         return [faults[key] for key, _ in items]
 
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
@@ -186,7 +208,11 @@ class RedisTier:
         if start is None:
             return ReadWhole(name, parts)
         # A range within the first HEAD_BYTES could be read from a head and look like a value.
-        return ReadRange(name, start, parts) if start + size_of(parts) > HEAD_BYTES and size_of(parts) else peek(name)
+        return (
+            ReadRange(name, start, parts)
+            if start + size_of(parts) > HEAD_BYTES and size_of(parts)
+            else peek(name)
+        )
 
     async def _got(self, call: Call, parts: Parts, start: int | None) -> int | TierError | None:
         if (fault := fault_in(call, "get")) is not None:
@@ -196,11 +222,18 @@ class RedisTier:
         if looks_like_head(call.reply):
             return await self._large.read(call.name, Head.parse(call.reply), start, parts)
         wanted = size_of(parts)
-        if isinstance(call, ReadWhole) or start is None or start + wanted > len(call.reply) or not call.reply:
+        if (
+            isinstance(call, ReadWhole)
+            or start is None
+            or start + wanted > len(call.reply)
+            or not call.reply
+        ):
             return None
         return fill(parts, call.reply[start : start + wanted])
 
-    async def _put_once(self, todo: dict[bytes, Parts], ttl_ms: int | None, faults: dict[bytes, TierError | None]) -> list[bytes]:
+    async def _put_once(
+        self, todo: dict[bytes, Parts], ttl_ms: int | None, faults: dict[bytes, TierError | None]
+    ) -> list[bytes]:
         """Put each value and set its entry in `faults`. Returns the keys that had one before."""
         taken: list[bytes] = []
         small: dict[bytes, Call] = {}
@@ -209,12 +242,16 @@ class RedisTier:
             name, nbytes = self._names.of(key), size_of(parts)
             if not nbytes:
                 faults[key] = TierError("redis", "put", "a value of no bytes")
-            elif nbytes > self._config.max_value_bytes or (nbytes == HEAD_BYTES and looks_like_head(joined(parts))):
+            elif nbytes > self._config.max_value_bytes or (
+                nbytes == HEAD_BYTES and looks_like_head(joined(parts))
+            ):
                 stored = await self._large.put(name, parts, ttl_ms)
                 faults[key] = None if isinstance(stored, bool) else stored
                 taken += [key] if stored is False else []
             else:
-                small[key] = Call(name, request=set_pieces(name, parts, *options), value_bytes=nbytes)
+                small[key] = Call(
+                    name, request=set_pieces(name, parts, *options), value_bytes=nbytes
+                )
         await self._router.run("put", list(small.values()), bulk=True)
         for key, call in small.items():
             faults[key] = fault_in(call, "put")
@@ -227,11 +264,15 @@ class RedisTier:
         nbytes = size_of(parts)
         if not nbytes:
             return TierError("redis", "replace", "a value of no bytes")
-        if nbytes > self._config.max_value_bytes or (nbytes == HEAD_BYTES and looks_like_head(joined(parts))):
+        if nbytes > self._config.max_value_bytes or (
+            nbytes == HEAD_BYTES and looks_like_head(joined(parts))
+        ):
             return await self._large.replace(name, parts)
         return await replace_string(self._router, name, parts)
 
-    async def _unreadable(self, keys: Sequence[bytes], faults: dict[bytes, TierError | None]) -> list[bytes]:
+    async def _unreadable(
+        self, keys: Sequence[bytes], faults: dict[bytes, TierError | None]
+    ) -> list[bytes]:
         """Remove values that lack parts, and return their keys, which can be put again.
 
         Sets a fault for a key that holds no string. Otherwise such keys would count as stored and
@@ -256,8 +297,12 @@ class RedisTier:
             await self._large.mend(name, head)
         return head is not None
 
-    async def _scan_step(self, node: Node, cursor: bytes, pattern: bytes) -> tuple[bytes, list[bytes]]:
-        reply = await ask(node, "SCAN", cursor, "MATCH", pattern, "COUNT", str(_SCAN_COUNT), "TYPE", "string")
+    async def _scan_step(
+        self, node: Node, cursor: bytes, pattern: bytes
+    ) -> tuple[bytes, list[bytes]]:
+        reply = await ask(
+            node, "SCAN", cursor, "MATCH", pattern, "COUNT", str(_SCAN_COUNT), "TYPE", "string"
+        )
         match reply:
             case [bytes(following), list(names)]:
                 return following, [name for name in names if isinstance(name, bytes)]
@@ -266,10 +311,16 @@ class RedisTier:
 
     def _ttl_ms(self, ttl_s: float | None) -> int | None:
         ttl_s = ttl_s if ttl_s is not None else self._config.ttl_s or None
-        return None if ttl_s is None or ttl_s == math.inf else max(1, min(_MAX_TTL_MS, round(min(ttl_s, _MAX_TTL_MS) * 1000)))
+        return (
+            None
+            if ttl_s is None or ttl_s == math.inf
+            else max(1, min(_MAX_TTL_MS, round(min(ttl_s, _MAX_TTL_MS) * 1000)))
+        )
 
 
 def _may_be_in_parts(read: ReadRange) -> bool:
     """Return whether a range that came back short could have been read from a head."""
     start = read.start
-    return read.reply is None and read.fault is None and read.short_bytes == max(0, HEAD_BYTES - start)
+    return (
+        read.reply is None and read.fault is None and read.short_bytes == max(0, HEAD_BYTES - start)
+    )

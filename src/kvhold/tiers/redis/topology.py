@@ -49,7 +49,9 @@ class Single:
 
     def __init__(self, config: RedisConfig) -> None:
         login = Login(config.username, config.password, config.db)
-        self._node = Node(config.addresses[0], login, tls=Tls(config), connections=config.connections)
+        self._node = Node(
+            config.addresses[0], login, tls=Tls(config), connections=config.connections
+        )
 
     async def node_of(self, name: bytes) -> Node:
         """Return the server."""
@@ -101,7 +103,9 @@ class Discovered:
 
     def _node(self, address: Address) -> Node:
         if address not in self._nodes:
-            self._nodes[address] = Node(address, self._login, tls=self._tls, connections=self._config.connections)
+            self._nodes[address] = Node(
+                address, self._login, tls=self._tls, connections=self._config.connections
+            )
         return self._nodes[address]
 
     def _keep(self, addresses: Iterable[Address]) -> None:
@@ -115,9 +119,13 @@ class Sentinels(Discovered):
     """The primary that the sentinels name. Connecting to a server that is no primary fails."""
 
     def __init__(self, config: RedisConfig) -> None:
-        super().__init__(config, Login(config.username, config.password, config.db, primary_only=True))
+        super().__init__(
+            config, Login(config.username, config.password, config.db, primary_only=True)
+        )
         login = Login(config.sentinel_username, config.sentinel_password)
-        self._sentinels = [Node(address, login, tls=self._tls, connections=1) for address in config.addresses]
+        self._sentinels = [
+            Node(address, login, tls=self._tls, connections=1) for address in config.addresses
+        ]
         self._primary: Address | None = None
 
     async def node_of(self, name: bytes) -> Node:
@@ -147,7 +155,12 @@ class Sentinels(Discovered):
     async def _ask_one(self, sentinel: Node) -> Address:
         reply = await ask(sentinel, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._config.service)
         if reply is None:
-            raise TierError("redis", "connect", f"the sentinel {sentinel.address} watches no {self._config.service!r}: see ?service=")
+            raise TierError(
+                "redis",
+                "connect",
+                f"the sentinel {sentinel.address} watches no {self._config.service!r}: see "
+                "?service=",
+            )
         if isinstance(reply, list) and len(reply) == 2 and (found := _address(*reply)):
             return found
         raise fault_of(reply, "connect")
@@ -165,7 +178,9 @@ class Cluster(Discovered):
         await self._learn()
         owner = self._owners[slot_of(name)]
         if owner is None:
-            raise TierUnavailable("redis", "connect", f"no node of the cluster serves slot {slot_of(name)}")
+            raise TierUnavailable(
+                "redis", "connect", f"no node of the cluster serves slot {slot_of(name)}"
+            )
         return self._node(owner)
 
     async def primaries(self) -> Sequence[Node]:
@@ -189,7 +204,10 @@ class Cluster(Discovered):
         return self._node(address)
 
     async def _ask(self) -> None:
-        asked = [self._node(address) for address in dict.fromkeys((*self._nodes, *self._config.addresses))]
+        asked = [
+            self._node(address)
+            for address in dict.fromkeys((*self._nodes, *self._config.addresses))
+        ]
         self._owners = await first_good([self._ask_one(node) for node in asked])
         self._keep([*(address for address in self._owners if address), *self._config.addresses])
 
@@ -199,10 +217,14 @@ class Cluster(Discovered):
         if not isinstance(reply, list):
             raise fault_of(reply, "connect")
         if not reply:
-            raise TierUnavailable("redis", "connect", f"{node.address} is in no cluster that serves anything")
+            raise TierUnavailable(
+                "redis", "connect", f"{node.address} is in no cluster that serves anything"
+            )
         for row in reply:
             match row:
-                case [int(first), int(last), [host, int(port), *_], *_] if 0 <= first <= last < NUM_SLOTS:
+                case [int(first), int(last), [host, int(port), *_], *_] if (
+                    0 <= first <= last < NUM_SLOTS
+                ):
                     address = _address(host or node.address.host.encode(), port)
                     owners[first : last + 1] = [address] * (last + 1 - first)
                 case _:
@@ -260,6 +282,12 @@ async def first_good(questions: Sequence[Coroutine[Any, Any, Answer]]) -> Answer
 def _address(host: Reply, port: Reply) -> Address | None:
     """Return the address in a server's reply; None if it is invalid."""
     text = str(port, "ascii", "replace") if isinstance(port, bytes) else str(port)
-    if not isinstance(host, bytes) or not host or len(host) > 255 or not text.isdecimal() or not 0 < int(text) < 65536:
+    if (
+        not isinstance(host, bytes)
+        or not host
+        or len(host) > 255
+        or not text.isdecimal()
+        or not 0 < int(text) < 65536
+    ):
         return None
     return Address(host.decode("ascii", "backslashreplace"), int(text))

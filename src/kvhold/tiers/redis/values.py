@@ -55,7 +55,9 @@ class ReadRange(Call):
         self.room_bytes = size_of(parts)
         self.start = start
         self.short_bytes = 0
-        super().__init__(name, "GETRANGE", name, start, start + self.room_bytes - 1, value_bytes=self.room_bytes)
+        super().__init__(
+            name, "GETRANGE", name, start, start + self.room_bytes - 1, value_bytes=self.room_bytes
+        )
 
     async def take(self, stream: Stream) -> None:
         nbytes = await read_string_head(stream)

@@ -1,4 +1,6 @@
-"""How long the prompts of `kvhold bench compare` are on a machine: what it takes is what was measured, 29 minutes and 70."""
+"""How long the prompts of `kvhold bench compare` are on a machine: what it takes is what was
+measured, 29 minutes and 70.
+"""
 
 import pytest
 
@@ -32,4 +34,7 @@ def test_one_tier_and_one_set_take_less() -> None:
     few = list(visits(WORKLOADS["2x"], rounds=5))
     assert num_asked(("ram",)) == 7
     assert num_asked(TIERS) == 13
-    assert fitting(1.30, few, num_asked(("ram",))) == (LONG, pytest.approx(1.30 / 0.54 * fitting(0.54, few, num_asked(("ram",)))[1]))
+    assert fitting(1.30, few, num_asked(("ram",))) == (
+        LONG,
+        pytest.approx(1.30 / 0.54 * fitting(0.54, few, num_asked(("ram",)))[1]),
+    )

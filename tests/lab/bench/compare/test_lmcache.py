@@ -1,4 +1,6 @@
-"""What LMCache needs to be compared inside vLLM: proof that it reuses anything, and llvmlite mended. LMCache itself is not needed."""
+"""What LMCache needs to be compared inside vLLM: proof that it reuses anything, and llvmlite
+mended. LMCache itself is not needed.
+"""
 
 import subprocess
 import sys
@@ -30,7 +32,9 @@ class FakeEngine:
         return True
 
     def generate(self, prompt: list[int], *, max_tokens: int) -> Generated:
-        return Generated(ttft_s=3.14, total_s=3.2, token_ids=[1], num_cached_tokens=self._cached_tokens)
+        return Generated(
+            ttft_s=3.14, total_s=3.2, token_ids=[1], num_cached_tokens=self._cached_tokens
+        )
 
     def log_tail(self) -> str:
         return "the end"
@@ -69,7 +73,9 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
     program = tmp_path / "lmcache"
     program.write_text(f"#!{sys.executable}\nraise SystemExit('no such adapter')\n")
     program.chmod(0o700)
-    server = LMCacheServer(tmp_path / "python", l1_bytes=1 << 20, tier="ram", folder=tmp_path, num_tokens=1_100)
+    server = LMCacheServer(
+        tmp_path / "python", l1_bytes=1 << 20, tier="ram", folder=tmp_path, num_tokens=1_100
+    )
     with pytest.raises(EngineFailed, match="no such adapter"), server:
         pass
 

@@ -6,7 +6,17 @@ from pathlib import Path
 import pytest
 
 from kvhold.lab.bench.compare import visits as visits_module
-from kvhold.lab.bench.compare.visits import BURST, OWN_PROMPTS, REUSE_PERCENT, WORKLOADS, Texts, Visit, held_prompts, seconds_left, visits
+from kvhold.lab.bench.compare.visits import (
+    BURST,
+    OWN_PROMPTS,
+    REUSE_PERCENT,
+    WORKLOADS,
+    Texts,
+    Visit,
+    held_prompts,
+    seconds_left,
+    visits,
+)
 
 ROUNDS = 3
 
@@ -17,33 +27,59 @@ def test_every_document_is_visited_first_and_then_as_often_as_any_other(name: st
     planned = list(visits(workload, rounds=ROUNDS))
     first = [visit for visit in planned if not visit.counts]
     assert planned[: len(first)] == first
-    assert [visit.documents for visit in first] == [(number,) for number in range(workload.num_documents)]
+    assert [visit.documents for visit in first] == [
+        (number,) for number in range(workload.num_documents)
+    ]
     asked = [number for visit in planned if not visit.within for number in visit.documents]
-    assert asked == [at % workload.num_documents for at in range(len(asked))]  # so between two visits of one are all the others
-    counted = [(visit.reuse, visit.is_burst) for visit in planned if visit.counts and not visit.within]
-    assert counted == [(reuse, burst) for reuse in REUSE_PERCENT for _ in range(ROUNDS) for burst in (False, True)]
+    assert asked == [
+        at % workload.num_documents for at in range(len(asked))
+    ]  # so between two visits of one are all the others
+    counted = [
+        (visit.reuse, visit.is_burst) for visit in planned if visit.counts and not visit.within
+    ]
+    assert counted == [
+        (reuse, burst) for reuse in REUSE_PERCENT for _ in range(ROUNDS) for burst in (False, True)
+    ]
     within = [(visit.reuse, visit.is_burst) for visit in planned if visit.within]
     assert within == [(0, False), (0, True)] * ROUNDS
 
 
 def test_sets_are_multiples_of_what_an_engine_holds() -> None:
-    assert {name: workload.num_documents / OWN_PROMPTS for name, workload in WORKLOADS.items()} == {"0.5x": 0.5, "2x": 2, "8x": 8}
-    assert [workload.title for workload in WORKLOADS.values()] == ["working set 0.5x", "working set 2x", "working set 8x"]
+    assert {name: workload.num_documents / OWN_PROMPTS for name, workload in WORKLOADS.items()} == {
+        "0.5x": 0.5,
+        "2x": 2,
+        "8x": 8,
+    }
+    assert [workload.title for workload in WORKLOADS.values()] == [
+        "working set 0.5x",
+        "working set 2x",
+        "working set 8x",
+    ]
     largest = WORKLOADS["8x"].num_documents
-    assert held_prompts(list(WORKLOADS.values())) == held_prompts([WORKLOADS["8x"]]) >= largest + BURST
+    assert (
+        held_prompts(list(WORKLOADS.values())) == held_prompts([WORKLOADS["8x"]]) >= largest + BURST
+    )
     assert held_prompts([WORKLOADS["2x"]]) < largest
 
 
-def test_a_prompt_begins_with_a_part_of_its_document_and_goes_on_as_none_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(visits_module, "make_prompt", lambda path, num_tokens, seed: [seed] * num_tokens)
+def test_a_prompt_begins_with_a_part_of_its_document_and_goes_on_as_none_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        visits_module, "make_prompt", lambda path, num_tokens, seed: [seed] * num_tokens
+    )
     texts, ends = Texts(Path(), 40), set()
     for name in WORKLOADS:
         beginnings: dict[int, int] = {}
         for visit in visits(WORKLOADS[name], rounds=ROUNDS):
-            for number, prompt in zip(visit.documents, texts.prompts(WORKLOADS[name], visit), strict=True):
+            for number, prompt in zip(
+                visit.documents, texts.prompts(WORKLOADS[name], visit), strict=True
+            ):
                 known = 40 * visit.reuse // 100
                 assert len(prompt) == 40
-                assert set(prompt[:known]) <= {beginnings.setdefault(number, prompt[0])} or not known
+                assert (
+                    set(prompt[:known]) <= {beginnings.setdefault(number, prompt[0])} or not known
+                )
                 if known < 40:
                     assert len(set(prompt[known:])) == 1 and prompt[-1] not in ends
                     ends.add(prompt[-1])

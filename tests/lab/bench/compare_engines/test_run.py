@@ -1,4 +1,6 @@
-"""The rounds with systems that are made up: who is asked what, and what happens to one that fails or lies. No processes."""
+"""The rounds with systems that are made up: who is asked what, and what happens to one that fails
+or lies. No processes.
+"""
 
 import json
 from collections.abc import Callable
@@ -6,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from kvhold.lab.bench.compare_engines.rows import LOOKUP, MEMORY, RETRIEVE, START, STORE, WRITTEN, Measured, make_rows
+from kvhold.lab.bench.compare_engines.rows import (
+    LOOKUP,
+    MEMORY,
+    RETRIEVE,
+    START,
+    STORE,
+    WRITTEN,
+    Measured,
+    make_rows,
+)
 from kvhold.lab.bench.compare_engines.run import Work, measure
 from kvhold.lab.bench.compare_engines.systems import (
     CHECKED_LIMIT,
@@ -43,7 +54,13 @@ class Child:
         tokens = tuple(operation.get("tokens", ()))
         if operation["op"] == "store":
             self._stored[tokens] = f"of {operation['seed']}"
-        answer = {"seconds": 0.5, "written_s": 1.0, "num_tokens": len(tokens), "checksum": self._stored.get(tokens, "nothing"), "nbytes": 7}
+        answer = {
+            "seconds": 0.5,
+            "written_s": 1.0,
+            "num_tokens": len(tokens),
+            "checksum": self._stored.get(tokens, "nothing"),
+            "nbytes": 7,
+        }
         if operation["op"] in self.answers:
             answer |= self.answers[operation["op"]]()
         return json.dumps(answer).encode()
@@ -53,9 +70,13 @@ class Child:
 
 
 class Machine:
-    """Launches children, and keeps them. unwell: what a system's children answer to an operation instead."""
+    """Launches children, and keeps them. unwell: what a system's children answer to an operation
+    instead.
+    """
 
-    def __init__(self, unwell: dict[str, dict[str, Callable[[], dict[str, object]]]] | None = None) -> None:
+    def __init__(
+        self, unwell: dict[str, dict[str, Callable[[], dict[str, object]]]] | None = None
+    ) -> None:
         self.children: dict[str, list[Child]] = {}
         self._unwell = unwell or {}
 
@@ -67,23 +88,40 @@ class Machine:
 
 
 def run(machine: Machine, folder: Path, tiers: tuple[str, ...] = ("ram", "disk")) -> Measured:
-    measured = measure(WORK, (KVHOLD, SERVER), tiers, machine.launch, folder=folder, say=lambda _: None)
+    measured = measure(
+        WORK, (KVHOLD, SERVER), tiers, machine.launch, folder=folder, say=lambda _: None
+    )
     assert all(child.closed for children in machine.children.values() for child in children)
     assert list(folder.iterdir()) == []
     return measured
 
 
-def test_a_disk_is_measured_in_both_modes_of_ours_beside_its_limits_with_and_without_the_page_cache(tmp_path: Path) -> None:
+def test_a_disk_is_measured_in_both_modes_of_ours_beside_its_limits_with_and_without_the_page_cache(
+    tmp_path: Path,
+) -> None:
     machine = Machine()
     tiers = ("ram", "disk", "cached-disk")
-    measured = measure(WORK, (KVHOLD, KVHOLD_CACHED, SERVER), tiers, machine.launch, folder=tmp_path, say=lambda _: None)
-    for tier, names in (("ram", {KVHOLD, SERVER}), *((disk, {KVHOLD, KVHOLD_CACHED, SERVER}) for disk in tiers[1:])):
+    measured = measure(
+        WORK,
+        (KVHOLD, KVHOLD_CACHED, SERVER),
+        tiers,
+        machine.launch,
+        folder=tmp_path,
+        say=lambda _: None,
+    )
+    for tier, names in (
+        ("ram", {KVHOLD, SERVER}),
+        *((disk, {KVHOLD, KVHOLD_CACHED, SERVER}) for disk in tiers[1:]),
+    ):
         for operation in (RETRIEVE, WRITTEN) if tier != "ram" else (RETRIEVE,):
             for cell in measured.cells[operation, tier]:
                 assert cell.seconds.keys() - set(LIMITS) == names
                 assert ("limit: page cache" in cell.seconds) == (tier != "ram")
                 assert (CHECKED_LIMIT in cell.seconds) == (tier != "ram" and operation == RETRIEVE)
-    assert [child.options["page_cache"] for child in machine.children[KVHOLD_CACHED]] == [False, True]
+    assert [child.options["page_cache"] for child in machine.children[KVHOLD_CACHED]] == [
+        False,
+        True,
+    ]
     assert {child.options["tier"] for child in machine.children[KVHOLD_CACHED]} == {"disk"}
 
 
@@ -93,7 +131,9 @@ def test_redis_is_measured_beside_what_it_gives_over_plain_sockets(tmp_path: Pat
     if "redis-server" in measured.errors.get(("redis", KVHOLD), ""):
         pytest.skip(measured.errors["redis", KVHOLD])
     for operation, of in ((STORE, set()), (WRITTEN, {REDIS_LIMIT}), (RETRIEVE, {REDIS_LIMIT})):
-        assert [cell.seconds.keys() for cell in measured.cells[operation, "redis"]] == [{KVHOLD, SERVER} | of] * WORK.rounds
+        assert [cell.seconds.keys() for cell in measured.cells[operation, "redis"]] == [
+            {KVHOLD, SERVER} | of
+        ] * WORK.rounds
 
 
 def silent() -> dict[str, object]:
@@ -109,7 +149,13 @@ def test_everybody_does_the_same_and_the_first_round_does_not_count(tmp_path: Pa
     lookups = ["start", "store", *["lookup"] * 5, "stop"]
     alone = ["start", "store", "retrieve", "memory", "stop"]
     for name in (KVHOLD, SERVER):
-        assert [child.asked for child in machine.children[name]] == [in_ram, on_disk, lookups, alone, alone]
+        assert [child.asked for child in machine.children[name]] == [
+            in_ram,
+            on_disk,
+            lookups,
+            alone,
+            alone,
+        ]
     cells = {key: len(found) for key, found in measured.cells.items()}
     assert cells == {
         (STORE, "ram"): 2,
@@ -125,12 +171,18 @@ def test_everybody_does_the_same_and_the_first_round_does_not_count(tmp_path: Pa
 
 
 @pytest.mark.parametrize("operation", ["start", "store", "retrieve", "forget"])
-def test_one_that_fails_is_out_with_its_error_and_the_others_go_on(tmp_path: Path, operation: str) -> None:
-    machine = Machine({SERVER: {operation: lambda: {"error": "RuntimeError: no supported connector"}}})
+def test_one_that_fails_is_out_with_its_error_and_the_others_go_on(
+    tmp_path: Path, operation: str
+) -> None:
+    machine = Machine(
+        {SERVER: {operation: lambda: {"error": "RuntimeError: no supported connector"}}}
+    )
     measured = run(machine, tmp_path, tiers=("disk",))
     assert measured.errors["disk", SERVER] == "RuntimeError: no supported connector"
     rows = make_rows(measured)
-    assert [row.error for row in rows if (row.system, row.tier) == (SERVER, "disk")] == ["RuntimeError: no supported connector"]
+    assert [row.error for row in rows if (row.system, row.tier) == (SERVER, "disk")] == [
+        "RuntimeError: no supported connector"
+    ]
     ours = [row for row in rows if (row.system, row.operation) == (KVHOLD, RETRIEVE)]
     assert [(row.tier, row.equal) for row in ours] == [("disk", True)]
 
@@ -147,15 +199,23 @@ def test_one_that_dies_is_out_with_the_end_of_its_log(tmp_path: Path) -> None:
         ("retrieve", {"num_tokens": 256}),
     ],
 )
-def test_bytes_that_were_not_stored_are_told(tmp_path: Path, operation: str, lie: dict[str, object]) -> None:
+def test_bytes_that_were_not_stored_are_told(
+    tmp_path: Path, operation: str, lie: dict[str, object]
+) -> None:
     measured = run(Machine({KVHOLD: {operation: lambda: lie}}), tmp_path, tiers=("disk",))
-    assert (measured.equal[RETRIEVE, "disk", KVHOLD], measured.equal[RETRIEVE, "disk", SERVER]) == (False, True)
+    assert (measured.equal[RETRIEVE, "disk", KVHOLD], measured.equal[RETRIEVE, "disk", SERVER]) == (
+        False,
+        True,
+    )
 
 
 def test_one_that_stored_something_else_is_told_even_if_it_gets_that_back(tmp_path: Path) -> None:
     other = {"store": lambda: {"checksum": "mine"}, "retrieve": lambda: {"checksum": "mine"}}
     measured = run(Machine({SERVER: other}), tmp_path, tiers=("disk",))
-    assert (measured.equal[RETRIEVE, "disk", KVHOLD], measured.equal[RETRIEVE, "disk", SERVER]) == (True, False)
+    assert (measured.equal[RETRIEVE, "disk", KVHOLD], measured.equal[RETRIEVE, "disk", SERVER]) == (
+        True,
+        False,
+    )
 
 
 @pytest.mark.parametrize("answer", [b"no json", b"[]", b'{"seconds": "many"}', b'{"unheard": 1}'])

@@ -1,4 +1,6 @@
-"""A small HTTP server that streams as vLLM does, and misbehaves when asked: what the client is tested against."""
+"""A small HTTP server that streams as vLLM does, and misbehaves when asked: what the client is
+tested against.
+"""
 
 import asyncio
 import json
@@ -22,13 +24,19 @@ class Exchange:
 
     async def whole(self, status: int, body: bytes, content_type: str = "application/json") -> None:
         """An answer of one piece."""
-        head = f"HTTP/1.1 {status} Said\r\nContent-Type: {content_type}\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = (
+            f"HTTP/1.1 {status} Said\r\nContent-Type: {content_type}\r\nContent-Length: "
+            f"{len(body)}\r\n\r\n"
+        )
         self.writer.write(head.encode() + body)
         await self.writer.drain()
 
     async def begin(self) -> None:
         """The head of a stream."""
-        self.writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
+        self.writer.write(
+            b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: "
+            b"chunked\r\n\r\n"
+        )
         await self.writer.drain()
 
     async def piece(self, data: bytes) -> None:
@@ -51,7 +59,10 @@ class Exchange:
 
 
 async def well(exchange: Exchange) -> None:
-    """As vLLM answers: `max_tokens` tokens, their ids if asked, the usage, the end. Half of the prompt was cached."""
+    """As vLLM answers: `max_tokens` tokens, their ids if asked, the usage, the end.
+
+    Half of the prompt was cached.
+    """
     body = exchange.body
     await exchange.begin()
     for number in range(body["max_tokens"]):
@@ -59,7 +70,17 @@ async def well(exchange: Exchange) -> None:
         choice: dict[str, Any] = {"index": 0, "finish_reason": "length" if is_last else None}
         if "messages" in body:
             if not number:
-                await exchange.event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]})
+                await exchange.event(
+                    {
+                        "choices": [
+                            {
+                                "index": 0,
+                                "delta": {"role": "assistant", "content": ""},
+                                "finish_reason": None,
+                            }
+                        ]
+                    }
+                )
             choice["delta"] = {"content": f" w{number}"}
         else:
             choice["text"] = f" w{number}"
@@ -67,7 +88,11 @@ async def well(exchange: Exchange) -> None:
                 choice["token_ids"] = [number]
         await exchange.event({"choices": [choice]})
     length = prompt_length(body)
-    usage = {"prompt_tokens": length, "completion_tokens": body["max_tokens"], "prompt_tokens_details": {"cached_tokens": length // 2}}
+    usage = {
+        "prompt_tokens": length,
+        "completion_tokens": body["max_tokens"],
+        "prompt_tokens_details": {"cached_tokens": length // 2},
+    }
     await exchange.event({"choices": [], "usage": usage})
     await exchange.piece(b"data: [DONE]\n\n")
     await exchange.end()
@@ -103,7 +128,9 @@ class TestServer:
                 self.seen.append(exchange)
                 if exchange.path == "/v1/models":
                     page = json.dumps({"data": [{"id": name} for name in self.models]}).encode()
-                    await exchange.whole(200, page if self.models_page is None else self.models_page)
+                    await exchange.whole(
+                        200, page if self.models_page is None else self.models_page
+                    )
                 elif exchange.path == "/metrics" and self.metrics is not None:
                     await exchange.whole(200, self.metrics, "text/plain")
                 elif exchange.method == "GET":
@@ -142,6 +169,8 @@ async def _read(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> E
     head = await reader.readuntil(b"\r\n\r\n")
     first, *lines = head.decode().strip().split("\r\n")
     method, path, _ = first.split(" ")
-    headers = {name.lower(): value.strip() for name, value in (line.split(":", 1) for line in lines)}
+    headers = {
+        name.lower(): value.strip() for name, value in (line.split(":", 1) for line in lines)
+    }
     body = await reader.readexactly(int(headers.get("content-length", 0)))
     return Exchange(method, path, headers, json.loads(body) if body else None, writer)

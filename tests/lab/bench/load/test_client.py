@@ -12,7 +12,9 @@ from kvhold.lab.bench.load.client import Client, Endpoint, checked_url
 from kvhold.lab.bench.load.work import Reply, Request, Turn
 from tests.lab.bench.load.server import Exchange, TestServer, serving
 
-TEXT = Request("g", (Turn("system", "one two"), Turn("user", " three"), Turn("user", " four")), max_tokens=3)
+TEXT = Request(
+    "g", (Turn("system", "one two"), Turn("user", " three"), Turn("user", " four")), max_tokens=3
+)
 TOKENS = Request("g", (Turn("system", [1, 2]), Turn("user", [3, 4])), max_tokens=3)
 
 
@@ -36,8 +38,16 @@ async def test_text_is_sent_joined_and_what_came_is_timed_and_counted(server: Te
     assert 0 < reply.ttft_s <= reply.latency_s
     assert len(reply.gaps_s) == 2
     [seen] = server.seen
-    assert (seen.path, seen.body["prompt"], seen.body["ignore_eos"]) == ("/v1/completions", "one two three four", True)
-    assert (seen.body["stream"], seen.body["stream_options"], seen.body["temperature"]) == (True, {"include_usage": True}, 0.0)
+    assert (seen.path, seen.body["prompt"], seen.body["ignore_eos"]) == (
+        "/v1/completions",
+        "one two three four",
+        True,
+    )
+    assert (seen.body["stream"], seen.body["stream_options"], seen.body["temperature"]) == (
+        True,
+        {"include_usage": True},
+        0.0,
+    )
     assert "authorization" not in seen.headers
 
 
@@ -52,7 +62,10 @@ async def test_chat_joins_neighbours_of_one_role(server: TestServer) -> None:
     reply = await send(server, TEXT, api="chat")
     assert (reply.error, reply.text) == (None, " w0 w1 w2")
     assert server.seen[0].path == "/v1/chat/completions"
-    assert server.seen[0].body["messages"] == [{"role": "system", "content": "one two"}, {"role": "user", "content": " three four"}]
+    assert server.seen[0].body["messages"] == [
+        {"role": "system", "content": "one two"},
+        {"role": "user", "content": " three four"},
+    ]
 
 
 async def test_key_and_further_fields_are_sent_and_the_key_is_not_shown(server: TestServer) -> None:
@@ -79,7 +92,9 @@ async def test_many_requests_are_in_flight_at_once(server: TestServer) -> None:
 
 async def test_an_http_error_is_told_in_the_servers_words(server: TestServer) -> None:
     async def too_long(exchange: Exchange) -> None:
-        await exchange.whole(400, b'{"error": {"message": "the prompt is too long"}}' + b" " * 100_000)
+        await exchange.whole(
+            400, b'{"error": {"message": "the prompt is too long"}}' + b" " * 100_000
+        )
 
     server.answer = too_long
     reply = await send(server, TEXT)
@@ -90,7 +105,10 @@ async def test_an_http_error_is_told_in_the_servers_words(server: TestServer) ->
 
 async def test_a_redirect_is_not_followed(server: TestServer) -> None:
     async def away(exchange: Exchange) -> None:
-        exchange.writer.write(b"HTTP/1.1 302 Found\r\nLocation: http://elsewhere.invalid/\r\nContent-Length: 0\r\n\r\n")
+        exchange.writer.write(
+            b"HTTP/1.1 302 Found\r\nLocation: http://elsewhere.invalid/\r\nContent-Length: "
+            b"0\r\n\r\n"
+        )
 
     server.answer = away
     assert (await send(server, TEXT, api_key="secret")).error == "http 302"
@@ -154,7 +172,9 @@ async def not_http(exchange: Exchange) -> None:
         (not_http, "disconnected", False),
     ],
 )
-async def test_a_misbehaving_server_is_an_error_of_its_kind(server: TestServer, answer: object, error: str, has_begun: bool) -> None:
+async def test_a_misbehaving_server_is_an_error_of_its_kind(
+    server: TestServer, answer: object, error: str, has_begun: bool
+) -> None:
     server.answer = answer  # type: ignore[assignment]
     reply = await send(server, TEXT, timeout_s=1.0 if answer is stall else 30.0)
     assert reply.error == error
@@ -189,8 +209,12 @@ async def test_the_only_model_is_found_and_several_are_an_error(server: TestServ
             await client.only_model()
 
 
-@pytest.mark.parametrize("page", [b"<html>", b"\xff", b"[" * 100_000, b"[]", b'{"data": 3}', b'{"data": [{}]}'])
-async def test_what_is_no_list_of_models_is_an_error_that_says_what_to_do(server: TestServer, page: bytes) -> None:
+@pytest.mark.parametrize(
+    "page", [b"<html>", b"\xff", b"[" * 100_000, b"[]", b'{"data": 3}', b'{"data": [{}]}']
+)
+async def test_what_is_no_list_of_models_is_an_error_that_says_what_to_do(
+    server: TestServer, page: bytes
+) -> None:
     server.models_page = page
     async with Client(Endpoint(server.base_url, "")) as client:
         with pytest.raises(ConfigError, match="Name the model with --model"):
@@ -217,7 +241,18 @@ def test_a_base_url_has_a_path(given: str, used: str) -> None:
     assert checked_url(given) == used
 
 
-@pytest.mark.parametrize("given", ["", "host:8000", "ftp://host", "http://", "http://host:port", "http://host:99999", "http://h/v1?a=b"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        "",
+        "host:8000",
+        "ftp://host",
+        "http://",
+        "http://host:port",
+        "http://host:99999",
+        "http://h/v1?a=b",
+    ],
+)
 def test_what_is_no_base_url_is_an_error(given: str) -> None:
     with pytest.raises(ConfigError, match="http://localhost:8000/v1"):
         checked_url(given)

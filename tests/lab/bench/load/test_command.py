@@ -1,4 +1,6 @@
-"""The command against a server that streams as vLLM does: what it sends, shows and writes, and how it exits."""
+"""The command against a server that streams as vLLM does: what it sends, shows and writes, and how
+it exits.
+"""
 
 import asyncio
 import json
@@ -59,7 +61,17 @@ def test_a_run_is_shown_written_and_drawn(server: TestServer, tmp_path: Path) ->
     pytest.importorskip("matplotlib")
     server.metrics = b'vllm:kvhold_lookup_tokens_total{engine="0"} 7\n'
     lines, picture, page = (tmp_path / name for name in ("load.jsonl", "load.png", "load.html"))
-    result = on(server, "long-doc-qa", *SHORT, "--json", str(lines), "--plot", str(picture), "--html", str(page))
+    result = on(
+        server,
+        "long-doc-qa",
+        *SHORT,
+        "--json",
+        str(lines),
+        "--plot",
+        str(picture),
+        "--html",
+        str(page),
+    )
     assert result.exit_code == 0, result.output
     assert "model model, tokens as prompts" in result.output
     assert "cold: 3 of 3 done, 0 errors" in result.output
@@ -68,7 +80,10 @@ def test_a_run_is_shown_written_and_drawn(server: TestServer, tmp_path: Path) ->
     assert summary["total"]["requests"] == 9
     assert summary["total"]["output_tokens"] == 36
     assert summary["groups"]["warm"]["cached_tokens"] == 6 * 36
-    assert summary["arguments"] | {"model": "model", "documents": 3, "order": "random"} == summary["arguments"]
+    assert (
+        summary["arguments"] | {"model": "model", "documents": 3, "order": "random"}
+        == summary["arguments"]
+    )
     assert summary["hits"]["cold"]["looked_up"] == 0
     assert picture.exists()
     assert page.exists()
@@ -76,32 +91,103 @@ def test_a_run_is_shown_written_and_drawn(server: TestServer, tmp_path: Path) ->
 
 WORKLOADS = [
     ["long-doc-qa", *SHORT],
-    ["multi-doc-qa", "--documents", "4", "--documents-per-request", "2", "--requests", "3", "--document-tokens", "20"],
-    ["multi-round-qa", "--users", "2", "--rounds", "2", "--qps", "50", "--answer-tokens", "3", "--together"],
-    ["rag", "--qps", "100", "--requests", "4", "--document-tokens", "20", "--kv-storage", "1KiB", "--kv-bytes-per-token", "16"],
+    [
+        "multi-doc-qa",
+        "--documents",
+        "4",
+        "--documents-per-request",
+        "2",
+        "--requests",
+        "3",
+        "--document-tokens",
+        "20",
+    ],
+    [
+        "multi-round-qa",
+        "--users",
+        "2",
+        "--rounds",
+        "2",
+        "--qps",
+        "50",
+        "--answer-tokens",
+        "3",
+        "--together",
+    ],
+    [
+        "rag",
+        "--qps",
+        "100",
+        "--requests",
+        "4",
+        "--document-tokens",
+        "20",
+        "--kv-storage",
+        "1KiB",
+        "--kv-bytes-per-token",
+        "16",
+    ],
     ["ttft-sweep", "--lengths", "16,32", "--flush-tokens", "40"],
 ]
 
 
-@pytest.mark.parametrize("kind", [["--prompts", "tokens"], ["--prompts", "text"], ["--api", "chat"]], ids=lambda kind: kind[-1])
+@pytest.mark.parametrize(
+    "kind",
+    [["--prompts", "tokens"], ["--prompts", "text"], ["--api", "chat"]],
+    ids=lambda kind: kind[-1],
+)
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload[0])
-def test_every_workload_runs_with_every_kind_of_prompt(server: TestServer, workload: list[str], kind: list[str]) -> None:
+def test_every_workload_runs_with_every_kind_of_prompt(
+    server: TestServer, workload: list[str], kind: list[str]
+) -> None:
     result = on(server, *workload, *kind, "--expect-max-errors", "0")
     assert result.exit_code == 0, result.output
-    assert {seen.path for seen in server.seen if seen.method == "POST"} == {"/v1/chat/completions" if "chat" in kind else "/v1/completions"}
+    assert {seen.path for seen in server.seen if seen.method == "POST"} == {
+        "/v1/chat/completions" if "chat" in kind else "/v1/completions"
+    }
 
 
 def test_answers_are_fed_back_as_the_ids_that_came(server: TestServer) -> None:
-    assert on(server, "multi-round-qa", "--users", "1", "--rounds", "2", "--answer-tokens", "3", "--qps", "50").exit_code == 0
+    assert (
+        on(
+            server,
+            "multi-round-qa",
+            "--users",
+            "1",
+            "--rounds",
+            "2",
+            "--answer-tokens",
+            "3",
+            "--qps",
+            "50",
+        ).exit_code
+        == 0
+    )
     first, second = prompts(server)
     assert second[: len(first) + 3] == [*first, 0, 1, 2]
 
 
 def test_recorded_questions_are_asked(server: TestServer, tmp_path: Path) -> None:
     recorded = tmp_path / "recorded.json"
-    said = [{"from": "human", "value": "Why is that?"}, {"from": "gpt", "value": "No idea."}, {"from": "human", "value": "Who knows?"}]
+    said = [
+        {"from": "human", "value": "Why is that?"},
+        {"from": "gpt", "value": "No idea."},
+        {"from": "human", "value": "Who knows?"},
+    ]
     recorded.write_text(json.dumps([{"conversations": said}]))
-    asked = ["multi-round-qa", "--users", "1", "--rounds", "2", "--qps", "50", "--sharegpt", str(recorded), "--prompts", "text"]
+    asked = [
+        "multi-round-qa",
+        "--users",
+        "1",
+        "--rounds",
+        "2",
+        "--qps",
+        "50",
+        "--sharegpt",
+        str(recorded),
+        "--prompts",
+        "text",
+    ]
     assert on(server, *asked, "--json", str(tmp_path / "rows.json")).exit_code == 0
     summary = json.loads((tmp_path / "rows.json").read_text().splitlines()[-1])
     assert summary["arguments"]["recorded"] == 1, "how many, not what they say"
@@ -113,7 +199,10 @@ def test_recorded_questions_are_asked(server: TestServer, tmp_path: Path) -> Non
 
 def test_a_trace_is_replayed(server: TestServer, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
-    lines = [{"timestamp": 10 * n, "input_length": 600, "output_length": 2, "hash_ids": [0, n]} for n in range(1, 4)]
+    lines = [
+        {"timestamp": 10 * n, "input_length": 600, "output_length": 2, "hash_ids": [0, n]}
+        for n in range(1, 4)
+    ]
     trace.write_text("\n".join(map(json.dumps, lines)))
     result = on(server, "replay", str(trace), "--time-scale", "10", "--max-input-tokens", "550")
     assert result.exit_code == 0, result.output
@@ -132,7 +221,18 @@ def test_a_bad_trace_is_an_error_with_its_line(server: TestServer, tmp_path: Pat
 
 
 def test_gains_decide_how_it_exits(server: TestServer) -> None:
-    assert on(server, "long-doc-qa", *SHORT, "--expect-ttft-gain", "0.0001", "--expect-latency-gain", "0.0001").exit_code == 0
+    assert (
+        on(
+            server,
+            "long-doc-qa",
+            *SHORT,
+            "--expect-ttft-gain",
+            "0.0001",
+            "--expect-latency-gain",
+            "0.0001",
+        ).exit_code
+        == 0
+    )
     result = on(server, "long-doc-qa", *SHORT, "--expect-ttft-gain", "1e9")
     assert result.exit_code == 1
     assert "FAILED: the ttft gain of warm requests is" in result.output
@@ -177,11 +277,26 @@ def test_ctrl_c_ends_it_with_what_there_is(server: TestServer, tmp_path: Path) -
 
     server.answer = three_and_no_more
     lines = tmp_path / "load.jsonl"
-    options = [*SHORT, "--prewarm", "0", "--max-in-flight", "1", "--json", str(lines), "--base-url", server.base_url]
+    options = [
+        *SHORT,
+        "--prewarm",
+        "0",
+        "--max-in-flight",
+        "1",
+        "--json",
+        str(lines),
+        "--base-url",
+        server.base_url,
+    ]
     # A shell has its background jobs ignore Ctrl-C, and their children with them.
-    heeding = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from kvhold.cli import main; main()"
+    heeding = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from "
+        "kvhold.cli import main; main()"
+    )
     command = [sys.executable, "-c", heeding, "bench", "load", "long-doc-qa", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
         assert stalled.wait(60)
         process.send_signal(signal.SIGINT)
         try:
@@ -194,16 +309,32 @@ def test_ctrl_c_ends_it_with_what_there_is(server: TestServer, tmp_path: Path) -
     assert (summary["interrupted"], summary["total"]["requests"]) == (True, 3)
 
 
-def test_the_key_comes_from_the_environment(server: TestServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_comes_from_the_environment(
+    server: TestServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MY_KEY", "secret")
     result = on(server, "ttft-sweep", "--lengths", "8", "--api-key-env", "MY_KEY")
     assert result.exit_code == 0, result.output
-    assert {seen.headers["authorization"] for seen in server.seen if seen.method == "POST"} == {"Bearer secret"}
+    assert {seen.headers["authorization"] for seen in server.seen if seen.method == "POST"} == {
+        "Bearer secret"
+    }
     assert "secret" not in result.output
 
 
 def test_a_router_is_told_the_user(server: TestServer) -> None:
-    result = on(server, "multi-round-qa", "--users", "2", "--rounds", "1", "--qps", "50", "--user-header", "x-user-id", "--together")
+    result = on(
+        server,
+        "multi-round-qa",
+        "--users",
+        "2",
+        "--rounds",
+        "1",
+        "--qps",
+        "50",
+        "--user-header",
+        "x-user-id",
+        "--together",
+    )
     assert result.exit_code == 0, result.output
     assert {seen.headers.get("x-user-id") for seen in server.seen if seen.method == "POST"} == {
         None,
@@ -227,12 +358,23 @@ def test_a_router_is_told_the_user(server: TestServer) -> None:
         (["--base-url", "http://x", "--user-header", "a: b"], "such as x-user-id"),
         (["--base-url", "http://x", "--plot", "load.xyz"], "must end in one of .png, .svg, .pdf"),
         (["--base-url", "http://x", "--html", "/nowhere/load.html"], "there is no folder /nowhere"),
-        (["--base-url", "http://127.0.0.1:9", "--json", "/nowhere/file"], "there is no folder /nowhere"),
-        (["--base-url", "http://x", "--timeout-s", "inf"], "inf is no number that can be used here"),
-        (["--base-url", "http://x", "--expect-ttft-gain", "nan"], "nan is no number that can be used here"),
+        (
+            ["--base-url", "http://127.0.0.1:9", "--json", "/nowhere/file"],
+            "there is no folder /nowhere",
+        ),
+        (
+            ["--base-url", "http://x", "--timeout-s", "inf"],
+            "inf is no number that can be used here",
+        ),
+        (
+            ["--base-url", "http://x", "--expect-ttft-gain", "nan"],
+            "nan is no number that can be used here",
+        ),
     ],
 )
-def test_what_cannot_be_meant_is_an_error_that_says_what_to_do(arguments: list[str], message: str) -> None:
+def test_what_cannot_be_meant_is_an_error_that_says_what_to_do(
+    arguments: list[str], message: str
+) -> None:
     result = load("ttft-sweep", "--model", "m", *arguments)
     assert result.exit_code
     assert message in result.output + str(result.exception)
@@ -240,9 +382,24 @@ def test_what_cannot_be_meant_is_an_error_that_says_what_to_do(arguments: list[s
 
 def test_separators_and_storage_are_checked(server: TestServer) -> None:
     assert "it must be ids with commas" in on(server, "multi-doc-qa", "--separator", "###").output
-    assert "--kv-storage needs --kv-bytes-per-token" in on(server, "rag", "--kv-storage", "1GiB").output
-    few = ["--documents", "2", "--documents-per-request", "1", "--requests", "1", "--document-tokens", "9"]
-    assert on(server, "multi-doc-qa", *few, "--separator", "7,8", "--system-tokens", "0").exit_code == 0
+    assert (
+        "--kv-storage needs --kv-bytes-per-token"
+        in on(server, "rag", "--kv-storage", "1GiB").output
+    )
+    few = [
+        "--documents",
+        "2",
+        "--documents-per-request",
+        "1",
+        "--requests",
+        "1",
+        "--document-tokens",
+        "9",
+    ]
+    assert (
+        on(server, "multi-doc-qa", *few, "--separator", "7,8", "--system-tokens", "0").exit_code
+        == 0
+    )
     assert all(prompt[:2] == [7, 8] for prompt in prompts(server))
 
 

@@ -28,11 +28,19 @@ def delta(finish: str | None = None, **fields: str) -> dict[str, Any]:
     return {"choices": [{"index": 0, "delta": fields, "finish_reason": finish}]}
 
 
-DATA = st.lists(st.binary(min_size=1, max_size=20).map(lambda data: data.hex().encode()), max_size=8)
+DATA = st.lists(
+    st.binary(min_size=1, max_size=20).map(lambda data: data.hex().encode()), max_size=8
+)
 
 
-@given(DATA, st.lists(st.integers(1, 30), max_size=30), st.sampled_from([b"\n\n", b"\r\n\r\n", b"\n: a comment\n\n"]))
-def test_events_are_the_same_however_the_bytes_are_cut(data: list[bytes], cuts: list[int], end: bytes) -> None:
+@given(
+    DATA,
+    st.lists(st.integers(1, 30), max_size=30),
+    st.sampled_from([b"\n\n", b"\r\n\r\n", b"\n: a comment\n\n"]),
+)
+def test_events_are_the_same_however_the_bytes_are_cut(
+    data: list[bytes], cuts: list[int], end: bytes
+) -> None:
     sent = b"".join(b"data: " + piece + end for piece in data)
     lines, found, place = EventLines(), list[bytes](), 0
     for cut in [*cuts, len(sent)]:
@@ -50,11 +58,23 @@ def test_an_event_without_an_end_is_given_up() -> None:
 
 
 def test_times_and_tokens_of_completions() -> None:
-    usage = {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}}}
+    usage = {
+        "choices": [],
+        "usage": {
+            "prompt_tokens": 9,
+            "completion_tokens": 3,
+            "prompt_tokens_details": {"cached_tokens": 4},
+        },
+    }
     reply = replied(text("a"), text(""), text("b", "length"), usage, b"[DONE]")
     assert reply.error is None
     assert (reply.ttft_s, list(reply.gaps_s), reply.latency_s) == (1.0, [1.0, 1.0], 6.0)
-    assert (reply.input_tokens, reply.output_tokens, reply.cached_tokens, reply.text) == (9, 3, 4, "ab")
+    assert (reply.input_tokens, reply.output_tokens, reply.cached_tokens, reply.text) == (
+        9,
+        3,
+        4,
+        "ab",
+    )
 
 
 def test_a_last_event_without_a_token_is_none() -> None:
@@ -62,8 +82,16 @@ def test_a_last_event_without_a_token_is_none() -> None:
 
 
 def test_a_chat_begins_with_its_first_word_not_with_its_role() -> None:
-    reply = replied(delta(role="assistant", content=""), delta(content="a"), delta("stop", content="b"))
-    assert (reply.ttft_s, reply.text, reply.output_tokens, reply.input_tokens, reply.cached_tokens) == (2.0, "ab", 2, None, None)
+    reply = replied(
+        delta(role="assistant", content=""), delta(content="a"), delta("stop", content="b")
+    )
+    assert (
+        reply.ttft_s,
+        reply.text,
+        reply.output_tokens,
+        reply.input_tokens,
+        reply.cached_tokens,
+    ) == (2.0, "ab", 2, None, None)
 
 
 def test_thinking_is_output_but_no_answer() -> None:
@@ -72,7 +100,9 @@ def test_thinking_is_output_but_no_answer() -> None:
 
 
 def test_token_ids_are_the_content_where_they_are_asked() -> None:
-    reply = replied(text("", token_ids=[5]), text("xy", "length", token_ids=[6, 7]), content="tokens")
+    reply = replied(
+        text("", token_ids=[5]), text("xy", "length", token_ids=[6, 7]), content="tokens"
+    )
     assert (reply.content, reply.output_tokens, reply.error) == ([5, 6, 7], 3, None)
     assert replied(text("a", "length"), content="tokens").error == "no token ids"
 

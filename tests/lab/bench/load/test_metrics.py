@@ -45,9 +45,13 @@ def test_a_spread_is_linear_between_values() -> None:
 def test_times_and_rates_are_of_what_succeeded_and_errors_are_counted_beside() -> None:
     own = figures(
         [
-            result(started_s=1.0, latency_s=2.0, ttft_s=0.5, gaps_s=(0.1, 0.3), late_s=0.0, score=1.0),
+            result(
+                started_s=1.0, latency_s=2.0, ttft_s=0.5, gaps_s=(0.1, 0.3), late_s=0.0, score=1.0
+            ),
             result(started_s=2.0, latency_s=3.0, ttft_s=1.5, gaps_s=(0.2,), late_s=0.4, score=0.0),
-            result(started_s=0.0, latency_s=0.5, ttft_s=None, error="http 503", tokens=(None, 0, None)),
+            result(
+                started_s=0.0, latency_s=0.5, ttft_s=None, error="http 503", tokens=(None, 0, None)
+            ),
             result(started_s=9.0, latency_s=1.0, ttft_s=0.1, error="timeout"),
             result(started_s=9.0, latency_s=1.0, ttft_s=0.1, error="timeout"),
         ]
@@ -55,7 +59,13 @@ def test_times_and_rates_are_of_what_succeeded_and_errors_are_counted_beside() -
     assert (own.requests, own.errors) == (2, {"http 503": 1, "timeout": 2})
     assert (own.duration_s, own.requests_s) == (10.0, 0.2)
     assert own.busy_s == 4.0
-    assert (own.input_tokens, own.input_tokens_s, own.output_tokens, own.output_tokens_s, own.cached_tokens) == (20, 2.0, 6, 0.6, 8)
+    assert (
+        own.input_tokens,
+        own.input_tokens_s,
+        own.output_tokens,
+        own.output_tokens_s,
+        own.cached_tokens,
+    ) == (20, 2.0, 6, 0.6, 8)
     assert own.ttft_s is not None
     assert (own.ttft_s.mean, own.ttft_s.p50) == (1.0, 1.0)
     assert own.itl_s is not None
@@ -76,13 +86,24 @@ def test_a_sum_with_an_unknown_is_unknown() -> None:
 
 def test_only_errors_are_figures_too() -> None:
     own = figures([result(error="connect", ttft_s=None, latency_s=0.0)])
-    assert (own.requests, own.requests_s, own.output_tokens_s, own.ttft_s, own.itl_s) == (0, 0.0, 0.0, None, None)
+    assert (own.requests, own.requests_s, own.output_tokens_s, own.ttft_s, own.itl_s) == (
+        0,
+        0.0,
+        0.0,
+        None,
+        None,
+    )
 
 
 def test_gains_are_of_means_and_of_rounds() -> None:
     results = [
-        *(result(COLD, started_s=start, latency_s=4.0, ttft_s=2.0) for start in (0.0, 2.0)),  # a round of 6 s for 2
-        *(result(WARM, started_s=start, latency_s=1.0, ttft_s=0.25) for start in (10.0, 11.0, 12.0, 20.0)),  # 4 s for 4, and a gap
+        *(
+            result(COLD, started_s=start, latency_s=4.0, ttft_s=2.0) for start in (0.0, 2.0)
+        ),  # a round of 6 s for 2
+        *(
+            result(WARM, started_s=start, latency_s=1.0, ttft_s=0.25)
+            for start in (10.0, 11.0, 12.0, 20.0)
+        ),  # 4 s for 4, and a gap
     ]
     groups = {name: figures(own) for name, own in by_group(results).items()}
     assert list(groups) == [COLD, WARM]
@@ -90,7 +111,9 @@ def test_gains_are_of_means_and_of_rounds() -> None:
     assert found is not None
     assert (found.ttft, found.latency) == (8.0, 3.0)
     late = result(COLD, started_s=1.0, latency_s=600.0, error="timeout")
-    assert gains(groups | {COLD: figures([*results[:2], late])}) == found, "times are of those that succeeded"
+    assert gains(groups | {COLD: figures([*results[:2], late])}) == found, (
+        "times are of those that succeeded"
+    )
     assert gains({COLD: groups[COLD]}) is None
     assert gains({COLD: groups[COLD], WARM: figures([result(WARM, error="timeout")])}) is None
 
@@ -114,13 +137,19 @@ nonsense
 
 def test_counters_are_summed_over_engines_and_kept_apart_by_tier() -> None:
     assert hits({}, read(PAGE)) == Hits(
-        looked_up=1_500, by_tier={"ram": 384, "disk": 128}, missed={"never_stored": 988}, loaded=384, own=64
+        looked_up=1_500,
+        by_tier={"ram": 384, "disk": 128},
+        missed={"never_stored": 988},
+        loaded=384,
+        own=64,
     )
 
 
 def test_hits_are_what_was_counted_between_two_readings() -> None:
     before, after = read(PAGE), read(PAGE.replace("256.0", "512.0").replace("1000.0", "2000.0"))
-    assert hits(before, after) == Hits(looked_up=1_000, by_tier={"ram": 256}, missed={}, loaded=0, own=0)
+    assert hits(before, after) == Hits(
+        looked_up=1_000, by_tier={"ram": 256}, missed={}, loaded=0, own=0
+    )
 
 
 def test_a_server_without_kvhold_has_no_hits_to_tell() -> None:

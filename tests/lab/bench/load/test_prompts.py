@@ -1,4 +1,6 @@
-"""Text that is made up: equal names are equal text, different numbers differ, whatever the length."""
+"""Text that is made up: equal names are equal text, different numbers differ, whatever
+the length.
+"""
 
 import pytest
 from hypothesis import given
@@ -11,7 +13,9 @@ NUMBERS = st.integers(0, 2**63 - 1)
 
 
 @given(NUMBERS, st.integers(0, 700), st.integers(0, 700))
-def test_a_shorter_piece_is_the_beginning_of_a_longer_one(number: int, one: int, other: int) -> None:
+def test_a_shorter_piece_is_the_beginning_of_a_longer_one(
+    number: int, one: int, other: int
+) -> None:
     for prompts in (TokenPrompts(3), TextPrompts(3)):
         short, long = (prompts.piece("block", number, length) for length in sorted((one, other)))
         assert long[: len(short)] == short
@@ -23,7 +27,9 @@ def test_a_shorter_piece_is_the_beginning_of_a_longer_one(number: int, one: int,
 def test_different_numbers_differ_within_their_digits(one: int, other: int, num_ids: int) -> None:
     prompts = TokenPrompts(first_id=5, vocab_size=5 + num_ids)
     digits = 63  # enough to any base
-    assert (prompts.piece("block", one, digits) == prompts.piece("block", other, digits)) == (one == other)
+    assert (prompts.piece("block", one, digits) == prompts.piece("block", other, digits)) == (
+        one == other
+    )
 
 
 def test_small_numbers_differ_in_the_first_token() -> None:
@@ -34,11 +40,18 @@ def test_small_numbers_differ_in_the_first_token() -> None:
 
 @given(NUMBERS)
 def test_token_ids_stay_within_their_bounds(number: int) -> None:
-    assert all(10 <= token < 13 for token in TokenPrompts(first_id=10, vocab_size=13).piece("block", number, 200))
+    assert all(
+        10 <= token < 13
+        for token in TokenPrompts(first_id=10, vocab_size=13).piece("block", number, 200)
+    )
 
 
 def test_names_and_seeds_are_different_texts() -> None:
-    first, name, seed = TokenPrompts(0).piece("a", 1, 512), TokenPrompts(0).piece("b", 1, 512), TokenPrompts(1).piece("a", 1, 512)
+    first, name, seed = (
+        TokenPrompts(0).piece("a", 1, 512),
+        TokenPrompts(0).piece("b", 1, 512),
+        TokenPrompts(1).piece("a", 1, 512),
+    )
     assert first == TokenPrompts(0).piece("a", 1, 512)
     assert first != name
     assert first != seed

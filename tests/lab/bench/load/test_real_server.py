@@ -1,4 +1,6 @@
-"""Workloads on a real vLLM server with the connector: whatever was cold is a hit when it is warm."""
+"""Workloads on a real vLLM server with the connector: whatever was cold is a hit when
+it is warm.
+"""
 
 import json
 from collections.abc import Iterator
@@ -23,18 +25,33 @@ def base_url() -> Iterator[str]:
 
 
 def run(base_url: str, lines: Path, *arguments: str) -> tuple[Result, dict[str, Any]]:
-    result = CliRunner().invoke(cli, ["bench", "load", *arguments, "--base-url", base_url, "--json", str(lines)])
+    result = CliRunner().invoke(
+        cli, ["bench", "load", *arguments, "--base-url", base_url, "--json", str(lines)]
+    )
     summary: dict[str, Any] = json.loads(lines.read_text().splitlines()[-1])
     return result, summary
 
 
 def long_docs(seed: int, *gates: str) -> list[str]:
-    shape = ["--documents", "4", "--document-tokens", "1100", "--output-tokens", "4", "--max-in-flight", "2", "--order", "tile"]
+    shape = [
+        "--documents",
+        "4",
+        "--document-tokens",
+        "1100",
+        "--output-tokens",
+        "4",
+        "--max-in-flight",
+        "2",
+        "--order",
+        "tile",
+    ]
     return ["long-doc-qa", *shape, "--seed", str(seed), "--expect-max-errors", "0", *gates]
 
 
 def test_long_documents_are_hits_in_the_warm_round(base_url: str, tmp_path: Path) -> None:
-    result, summary = run(base_url, tmp_path / "lines", *long_docs(0, "--expect-ttft-gain", "0.0001"))
+    result, summary = run(
+        base_url, tmp_path / "lines", *long_docs(0, "--expect-ttft-gain", "0.0001")
+    )
     assert result.exit_code == 0, result.output
     cold, warm = summary["groups"]["cold"], summary["groups"]["warm"]
     assert (cold["requests"], warm["requests"], summary["total"]["errors"]) == (4, 8, {})
@@ -55,8 +72,17 @@ def test_a_gain_that_nothing_has_is_not_reached(base_url: str, tmp_path: Path) -
 
 def test_a_trace_is_replayed_with_its_sharing(base_url: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
-    requests = [(0, [0, 1, 2]), (1_000, [3, 4]), (2_000, [0, 1, 5]), (3_000, [6, 7]), (4_000, [0, 1, 2])]
-    lines = [{"timestamp": at, "input_length": 512 * len(ids) - 12, "output_length": 3, "hash_ids": ids} for at, ids in requests]
+    requests = [
+        (0, [0, 1, 2]),
+        (1_000, [3, 4]),
+        (2_000, [0, 1, 5]),
+        (3_000, [6, 7]),
+        (4_000, [0, 1, 2]),
+    ]
+    lines = [
+        {"timestamp": at, "input_length": 512 * len(ids) - 12, "output_length": 3, "hash_ids": ids}
+        for at, ids in requests
+    ]
     trace.write_text("\n".join(map(json.dumps, lines)))
     arguments = ["--time-scale", "2", "--max-in-flight", "1", "--expect-max-errors", "0"]
     result, summary = run(base_url, tmp_path / "lines", "replay", str(trace), *arguments)

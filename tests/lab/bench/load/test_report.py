@@ -1,4 +1,6 @@
-"""What is said about results: tables, lines of JSON, gates, a picture, and a page that nothing from outside can break out of."""
+"""What is said about results: tables, lines of JSON, gates, a picture, and a page that nothing from
+outside can break out of.
+"""
 
 import json
 from pathlib import Path
@@ -6,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from kvhold.lab.bench.load.counters import Hits
-from kvhold.lab.bench.load.report import NO_COUNTERS, Gates, Summary, render, request_line, summarise, summary_line
+from kvhold.lab.bench.load.report import (
+    NO_COUNTERS,
+    Gates,
+    Summary,
+    render,
+    request_line,
+    summarise,
+    summary_line,
+)
 from kvhold.lab.bench.load.work import COLD, WARM, Reply, Result
 from tests.lab.bench.load.test_metrics import result
 
@@ -17,7 +27,10 @@ def summary(results: list[Result], hits: dict[str, Hits] | None = None) -> Summa
     return summarise("w", {"model": HOSTILE}, results, hits or {}, interrupted=False)
 
 
-RESULTS = [result(COLD, latency_s=4.0, ttft_s=2.0), result(WARM, started_s=5.0, ttft_s=0.5, gaps_s=(0.25, 0.25))]
+RESULTS = [
+    result(COLD, latency_s=4.0, ttft_s=2.0),
+    result(WARM, started_s=5.0, ttft_s=0.5, gaps_s=(0.25, 0.25)),
+]
 FAILED = Result("g", {"user": 3}, 7.0, None, Reply(latency_s=1.0, error="http 500", detail=HOSTILE))
 
 
@@ -42,8 +55,17 @@ def test_a_gain_that_is_not_known_is_not_reached() -> None:
 
 def test_lines_of_json_say_everything() -> None:
     line = json.loads(request_line(FAILED))
-    assert (line["type"], line["user"], line["error"], line["ttft_s"]) == ("request", 3, "http 500", None)
-    hits = {"cold": Hits(looked_up=10, by_tier={"ram": 4}, missed={"never_stored": 6}, loaded=4, own=None)}
+    assert (line["type"], line["user"], line["error"], line["ttft_s"]) == (
+        "request",
+        3,
+        "http 500",
+        None,
+    )
+    hits = {
+        "cold": Hits(
+            looked_up=10, by_tier={"ram": 4}, missed={"never_stored": 6}, loaded=4, own=None
+        )
+    }
     last = json.loads(summary_line(summary([*RESULTS, FAILED], hits)))
     assert last["type"] == "summary"
     assert set(last["groups"]) == {COLD, WARM, "g"}
@@ -57,16 +79,25 @@ def test_lines_of_json_say_everything() -> None:
 def test_what_the_server_does_not_tell_is_null_and_said() -> None:
     own = summary([result(tokens=(None, 3, None))])
     last = json.loads(summary_line(own))
-    assert (last["hits"], last["hits_note"], last["total"]["cached_tokens"]) == (None, NO_COUNTERS, None)
+    assert (last["hits"], last["hits_note"], last["total"]["cached_tokens"]) == (
+        None,
+        NO_COUNTERS,
+        None,
+    )
     assert NO_COUNTERS in render(own)
     assert "--enable-prompt-tokens-details" in render(own)
 
 
 def test_tables_have_a_line_for_each_group_and_a_column_for_each_tier() -> None:
-    hits = {name: Hits(looked_up=9_999, by_tier={tier: 5}, missed={}, loaded=1, own=2) for name, tier in ((COLD, "ram"), (WARM, "disk"))}
+    hits = {
+        name: Hits(looked_up=9_999, by_tier={tier: 5}, missed={}, loaded=1, own=2)
+        for name, tier in ((COLD, "ram"), (WARM, "disk"))
+    }
     lines = render(summary([*RESULTS, FAILED], hits)).splitlines()
     assert [line.split()[0] for line in lines[1:5]] == [COLD, WARM, "g", "all"]
-    assert any(line.split()[-6:] == ["ram", "disk", "loaded", "engine's", "own", "cache"] for line in lines)
+    assert any(
+        line.split()[-6:] == ["ram", "disk", "loaded", "engine's", "own", "cache"] for line in lines
+    )
     assert any(line.split() == [WARM, "9,999", "0", "5", "1", "2"] for line in lines)
 
 

@@ -1,4 +1,6 @@
-"""When requests are sent: as soon as there is room, or when they are due; and what of a run is kept."""
+"""When requests are sent: as soon as there is room, or when they are due; and what of a run is
+kept.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -31,7 +33,9 @@ class Server:
             del self.waiting[number]
 
     def answer(self, number: int) -> None:
-        self.waiting[number].set_result(Reply(latency_s=1.0, text=f"answer {number}", content=f"answer {number}"))
+        self.waiting[number].set_result(
+            Reply(latency_s=1.0, text=f"answer {number}", content=f"answer {number}")
+        )
 
 
 async def settled() -> None:
@@ -43,7 +47,9 @@ async def settled() -> None:
 async def test_a_closed_loop_sends_the_next_when_one_has_ended() -> None:
     server, kept = Server(), list[Result]()
     run = Run(server.send, kept.append)
-    running = asyncio.create_task(run.phase(Phase("p", (single(ask(number)) for number in range(5)), max_in_flight=2)))
+    running = asyncio.create_task(
+        run.phase(Phase("p", (single(ask(number)) for number in range(5)), max_in_flight=2))
+    )
     await settled()
     assert set(server.waiting) == {0, 1}
     assert run.in_flight == 2
@@ -66,7 +72,9 @@ async def test_an_open_loop_waits_for_nobody() -> None:
         await together.wait()
         return Reply(latency_s=1.0)
 
-    await Run(wait_for_all, kept.append).phase(Phase("p", (single(ask(number, 0.0)) for number in range(300))))
+    await Run(wait_for_all, kept.append).phase(
+        Phase("p", (single(ask(number, 0.0)) for number in range(300)))
+    )
     assert len(kept) == 300
     assert all(result.late_s is not None and result.late_s >= 0 for result in kept)
 
@@ -77,7 +85,9 @@ async def test_requests_are_sent_in_the_order_of_their_arrival() -> None:
     async def at_once(request: Request) -> Reply:
         return Reply(latency_s=0.0)
 
-    await Run(at_once, kept.append).phase(Phase("p", (single(ask(number, number * 0.01)) for number in range(10))))
+    await Run(at_once, kept.append).phase(
+        Phase("p", (single(ask(number, number * 0.01)) for number in range(10)))
+    )
     assert [result.labels["number"] for result in kept] == list(range(10))
 
 
@@ -105,7 +115,9 @@ async def test_only_as_many_sessions_are_made_as_there_is_room_for() -> None:
             yield single(ask(number))
 
     server = Server()
-    running = asyncio.create_task(Run(server.send, lambda _: None).phase(Phase("p", sessions(), max_in_flight=3)))
+    running = asyncio.create_task(
+        Run(server.send, lambda _: None).phase(Phase("p", sessions(), max_in_flight=3))
+    )
     await settled()
     assert len(made) <= 4
     running.cancel()
@@ -117,9 +129,14 @@ async def test_answers_are_scored_where_that_is_known() -> None:
     kept = list[Result]()
 
     async def send(request: Request) -> Reply:
-        return Reply(latency_s=1.0, text="right", error="timeout" if request.labels["number"] else None)
+        return Reply(
+            latency_s=1.0, text="right", error="timeout" if request.labels["number"] else None
+        )
 
-    requests = [Request("g", (), 1, labels={"number": number}, score=lambda text: float(text == "right")) for number in (0, 1)]
+    requests = [
+        Request("g", (), 1, labels={"number": number}, score=lambda text: float(text == "right"))
+        for number in (0, 1)
+    ]
     await Run(send, kept.append).phase(Phase("p", map(single, requests)))
     assert [result.score for result in kept] == [1.0, None]
 

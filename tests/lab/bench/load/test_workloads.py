@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from kvhold.core.errors import ConfigError
 from kvhold.lab.bench.load.prompts import TextPrompts, TokenPrompts
 from kvhold.lab.bench.load.work import COLD, WARM, Reply, Request, Workload
-from kvhold.lab.bench.load.workloads import LongDocQA, MultiDocQA, MultiRoundQA, Rag, Replay, TtftSweep
+from kvhold.lab.bench.load.workloads import (
+    LongDocQA,
+    MultiDocQA,
+    MultiRoundQA,
+    Rag,
+    Replay,
+    TtftSweep,
+)
 from kvhold.lab.bench.load.workloads.dataset import f1, read_conversations, read_dataset, rouge_l
 from kvhold.lab.bench.load.workloads.ttft_sweep import FILLER
 from tests.lab.bench.load.driving import phases, prompt, requests, shared, well
@@ -28,19 +35,38 @@ def write_trace(path: Path, lines: list[dict[str, object]]) -> Path:
 
 def recording(folder: Path, *conversations: list[tuple[str, str]]) -> Path:
     path = folder / "recorded.json"
-    path.write_text(json.dumps([{"id": 1, "conversations": [{"from": who, "value": what} for who, what in one]} for one in conversations]))
+    path.write_text(
+        json.dumps(
+            [
+                {"id": 1, "conversations": [{"from": who, "value": what} for who, what in one]}
+                for one in conversations
+            ]
+        )
+    )
     return path
 
 
 def line(timestamp: float, tokens: int, hash_ids: list[int], output: int = 5) -> dict[str, object]:
-    return {"timestamp": timestamp, "input_length": tokens, "output_length": output, "hash_ids": hash_ids}
+    return {
+        "timestamp": timestamp,
+        "input_length": tokens,
+        "output_length": output,
+        "hash_ids": hash_ids,
+    }
 
 
 @pytest.mark.parametrize(
     "workload",
     [
         LongDocQA(documents=3, document_tokens=50),
-        MultiDocQA(separator=[1, 2], documents=6, documents_per_request=3, requests=5, document_tokens=40, sampling="zipf"),
+        MultiDocQA(
+            separator=[1, 2],
+            documents=6,
+            documents_per_request=3,
+            requests=5,
+            document_tokens=40,
+            sampling="zipf",
+        ),
         MultiRoundQA(users=3, rounds=3, system_tokens=20, history_tokens=20, duration_s=20.0),
         Rag(requests=6, documents=4, document_tokens=30, storage_tokens=70, poisson=True),
         TtftSweep(lengths=(20, 60), following=2, flush_tokens=100),
@@ -76,7 +102,9 @@ def test_a_phase_knows_how_many_requests_it_has(workload: Workload, text: TextPr
 
 class TestLongDocQA:
     def test_warm_prompts_begin_with_a_document_that_was_cold_and_ask_something_else(self) -> None:
-        asked = phases(LongDocQA(documents=4, document_tokens=300, question_tokens=8, repeats=3), TOKENS)
+        asked = phases(
+            LongDocQA(documents=4, document_tokens=300, question_tokens=8, repeats=3), TOKENS
+        )
         cold, warm = ([request for [request] in asked[name]] for name in (COLD, WARM))
         assert [request.labels["document"] for request in cold] == [0, 1, 2, 3]
         assert Counter(request.labels["document"] for request in warm) == dict.fromkeys(range(4), 3)
@@ -87,17 +115,30 @@ class TestLongDocQA:
         assert all(shared(prompt(a), prompt(b)) == 0 for a, b in pairwise(cold))
 
     def test_without_a_question_the_prompt_is_the_same(self) -> None:
-        asked = requests(LongDocQA(documents=2, document_tokens=40, question_tokens=0, repeats=1), TOKENS)
-        assert {tuple(prompt(request)) for request in asked[:2]} == {tuple(prompt(request)) for request in asked[2:]}
+        asked = requests(
+            LongDocQA(documents=2, document_tokens=40, question_tokens=0, repeats=1), TOKENS
+        )
+        assert {tuple(prompt(request)) for request in asked[:2]} == {
+            tuple(prompt(request)) for request in asked[2:]
+        }
 
-    @pytest.mark.parametrize(("order", "expected"), [("tile", [0, 1, 2, 0, 1, 2]), ("interleave", [0, 0, 1, 1, 2, 2])])
+    @pytest.mark.parametrize(
+        ("order", "expected"), [("tile", [0, 1, 2, 0, 1, 2]), ("interleave", [0, 0, 1, 1, 2, 2])]
+    )
     def test_order(self, order: str, expected: list[int]) -> None:
         workload = LongDocQA(documents=3, document_tokens=9, repeats=2, order=order)  # type: ignore[arg-type]
-        assert [request.labels["document"] for [request] in phases(workload, TOKENS)[WARM]] == expected
+        assert [
+            request.labels["document"] for [request] in phases(workload, TOKENS)[WARM]
+        ] == expected
 
     def test_another_seed_is_another_order(self) -> None:
         one, two = (
-            [request.labels["document"] for [request] in phases(LongDocQA(documents=9, document_tokens=9, seed=seed), TOKENS)[WARM]]
+            [
+                request.labels["document"]
+                for [request] in phases(
+                    LongDocQA(documents=9, document_tokens=9, seed=seed), TOKENS
+                )[WARM]
+            ]
             for seed in (0, 1)
         )
         assert one != two
@@ -107,7 +148,13 @@ class TestLongDocQA:
 class TestMultiDocQA:
     def test_documents_stand_between_separators(self) -> None:
         workload = MultiDocQA(
-            separator=[1, 2], documents=9, documents_per_request=4, requests=7, document_tokens=30, system_tokens=5, question_tokens=6
+            separator=[1, 2],
+            documents=9,
+            documents_per_request=4,
+            requests=7,
+            document_tokens=30,
+            system_tokens=5,
+            question_tokens=6,
         )
         asked = phases(workload, TOKENS)
         assert len(asked[COLD]) == 9
@@ -115,12 +162,23 @@ class TestMultiDocQA:
         for [request] in asked[WARM]:
             documents = [int(number) for number in str(request.labels["documents"]).split()]
             assert len(set(documents)) == 4
-            body = [token for number in documents for token in [*TOKENS.piece("document", number, 30), 1, 2]]
+            body = [
+                token
+                for number in documents
+                for token in [*TOKENS.piece("document", number, 30), 1, 2]
+            ]
             assert prompt(request)[:-6] == [*system, 1, 2, *body]
             assert len(prompt(request)) == 5 + 2 + 4 * 32 + 6
 
     def test_zipf_prefers_the_first(self) -> None:
-        workload = MultiDocQA(separator=[1], documents=50, documents_per_request=1, requests=400, document_tokens=6, sampling="zipf")
+        workload = MultiDocQA(
+            separator=[1],
+            documents=50,
+            documents_per_request=1,
+            requests=400,
+            document_tokens=6,
+            sampling="zipf",
+        )
         drawn = Counter(request.labels["documents"] for [request] in phases(workload, TOKENS)[WARM])
         assert drawn["0"] > 2 * drawn["3"] > 0
 
@@ -131,19 +189,39 @@ class TestMultiDocQA:
 
 class TestMultiRoundQA:
     def test_each_prompt_goes_on_from_the_one_before_and_its_answer(self) -> None:
-        workload = MultiRoundQA(users=2, rounds=4, system_tokens=10, history_tokens=12, question_tokens=6, staggered=False)
+        workload = MultiRoundQA(
+            users=2,
+            rounds=4,
+            system_tokens=10,
+            history_tokens=12,
+            question_tokens=6,
+            staggered=False,
+        )
         for conversation in phases(workload, TOKENS)["conversations"]:
-            assert [request.group for request in conversation] == ["round 1", "round 2", "round 3", "round 4"]
+            assert [request.group for request in conversation] == [
+                "round 1",
+                "round 2",
+                "round 3",
+                "round 4",
+            ]
             for one, two in pairwise(conversation):
                 assert prompt(two)[: len(prompt(one)) + 1] == [*prompt(one), *well(one).content]  # type: ignore[misc]
             assert [request.needs_content for request in conversation] == [True, True, True, False]
 
     def test_users_share_the_system_prompt_and_nothing_else(self) -> None:
-        workload = MultiRoundQA(users=3, rounds=1, system_tokens=10, history_tokens=12, staggered=False)
+        workload = MultiRoundQA(
+            users=3, rounds=1, system_tokens=10, history_tokens=12, staggered=False
+        )
         first, second, _ = requests(workload, TOKENS)
         assert shared(prompt(first), prompt(second)) == 10
 
-    @given(st.integers(1, 12), st.integers(1, 6), st.floats(0.1, 20), st.booleans(), st.floats(1.0, 40.0))
+    @given(
+        st.integers(1, 12),
+        st.integers(1, 6),
+        st.floats(0.1, 20),
+        st.booleans(),
+        st.floats(1.0, 40.0),
+    )
     def test_requests_come_at_the_rate_that_was_asked(
         self, users: int, rounds: int, qps: float, staggered: bool, duration_s: float
     ) -> None:
@@ -157,7 +235,9 @@ class TestMultiRoundQA:
             history_tokens=1,
             question_tokens=1,
         )
-        times = sorted(request.at_s for request in requests(workload, TOKENS) if request.at_s is not None)
+        times = sorted(
+            request.at_s for request in requests(workload, TOKENS) if request.at_s is not None
+        )
         assert times[0] == 0
         assert times[-1] < duration_s
         assert all(abs((b - a) * qps - 1) < 1e-6 for a, b in pairwise(times))
@@ -176,18 +256,44 @@ class TestMultiRoundQA:
 
     def test_a_request_that_failed_ends_the_conversation_alone(self) -> None:
         def fail_in_round_2(request: Request) -> Reply:
-            return Reply(latency_s=1.0, error="timeout") if request.group == "round 2" else well(request)
+            return (
+                Reply(latency_s=1.0, error="timeout")
+                if request.group == "round 2"
+                else well(request)
+            )
 
         workload = MultiRoundQA(users=1, rounds=4, qps=1.0, duration_s=10.0, staggered=False)
-        asked = [(request.labels["user"], request.group) for request in requests(workload, TOKENS, fail_in_round_2)]
+        asked = [
+            (request.labels["user"], request.group)
+            for request in requests(workload, TOKENS, fail_in_round_2)
+        ]
         assert asked == [(user, group) for user in range(3) for group in ("round 1", "round 2")]
 
-    def test_recorded_questions_are_asked_and_those_of_before_were_answered_as_recorded(self, tmp_path: Path) -> None:
-        said = [("human", "Why?"), ("gpt", "Be"), ("gpt", "cause."), ("system", "?"), ("human", "And?"), ("gpt", "So."), ("human", "More")]
-        path = recording(tmp_path, said, [("human", "Too short")], [("user", "Who?"), ("assistant", "I."), ("user", "You?")])
+    def test_recorded_questions_are_asked_and_those_of_before_were_answered_as_recorded(
+        self, tmp_path: Path
+    ) -> None:
+        said = [
+            ("human", "Why?"),
+            ("gpt", "Be"),
+            ("gpt", "cause."),
+            ("system", "?"),
+            ("human", "And?"),
+            ("gpt", "So."),
+            ("human", "More"),
+        ]
+        path = recording(
+            tmp_path,
+            said,
+            [("human", "Too short")],
+            [("user", "Who?"), ("assistant", "I."), ("user", "You?")],
+        )
         recorded = read_conversations(path, rounds=2)
-        workload = MultiRoundQA(users=3, rounds=2, system_tokens=0, history_tokens=0, recorded=recorded)
-        asked = requests(workload, TextPrompts(), lambda request: replace(well(request), content=" Yes."))
+        workload = MultiRoundQA(
+            users=3, rounds=2, system_tokens=0, history_tokens=0, recorded=recorded
+        )
+        asked = requests(
+            workload, TextPrompts(), lambda request: replace(well(request), content=" Yes.")
+        )
         assert ["".join(str(turn.content) for turn in request.turns) for request in asked] == [
             "\n\nWhy?",
             "\n\nWhy? Yes.\n\nAnd?",
@@ -199,14 +305,24 @@ class TestMultiRoundQA:
     def test_recorded_questions_need_text(self, tmp_path: Path) -> None:
         path = recording(tmp_path, [("human", "Why?")])
         with pytest.raises(ConfigError, match="--prompts text"):
-            requests(MultiRoundQA(users=1, rounds=1, recorded=read_conversations(path, rounds=1)), TOKENS)
+            requests(
+                MultiRoundQA(users=1, rounds=1, recorded=read_conversations(path, rounds=1)), TOKENS
+            )
 
-    def test_a_recording_that_is_none_or_too_short_is_an_error_that_names_the_file(self, tmp_path: Path) -> None:
+    def test_a_recording_that_is_none_or_too_short_is_an_error_that_names_the_file(
+        self, tmp_path: Path
+    ) -> None:
         path = recording(tmp_path, [("human", "Why?"), ("gpt", "Because.")])
-        with pytest.raises(ConfigError, match=r"recorded\.json: none of its 1 conversations has 2 questions; ask for fewer rounds"):
+        with pytest.raises(
+            ConfigError,
+            match=r"recorded\.json: none of its 1 conversations has 2 questions; ask for fewer "
+            r"rounds",
+        ):
             read_conversations(path, rounds=2)
         path.write_text('[{"conversations": [{"from": "human"}]}]')
-        with pytest.raises(ConfigError, match=r"recorded\.json: .*`value`.*; it must be a JSON list of"):
+        with pytest.raises(
+            ConfigError, match=r"recorded\.json: .*`value`.*; it must be a JSON list of"
+        ):
             read_conversations(path, rounds=1)
 
 
@@ -215,20 +331,38 @@ class TestRag:
         def counted(request: Request) -> Reply:
             return Reply(latency_s=1.0, ttft_s=1.0, input_tokens=len(prompt(request)))
 
-        workload = Rag(qps=4.0, requests=5, documents=10, document_tokens=100, system_tokens=10, storage_tokens=250)
+        workload = Rag(
+            qps=4.0,
+            requests=5,
+            documents=10,
+            document_tokens=100,
+            system_tokens=10,
+            storage_tokens=250,
+        )
         asked = phases(workload, TOKENS, counted)
         [precomputed] = asked["precompute"]
         assert [request.labels["document"] for request in precomputed] == [0, 1, 2]
         assert [request.at_s for [request] in asked["query"]] == [0.0, 0.25, 0.5, 0.75, 1.0]
 
     def test_random_arrivals_have_the_rate_in_the_mean(self) -> None:
-        times = [request.at_s for request in requests(Rag(qps=10.0, poisson=True, requests=2_000, document_tokens=1), TOKENS)]
+        times = [
+            request.at_s
+            for request in requests(
+                Rag(qps=10.0, poisson=True, requests=2_000, document_tokens=1), TOKENS
+            )
+        ]
         assert 180 < (times[-1] or 0) < 220
         assert times == sorted(times, key=lambda at_s: at_s or 0)
 
     def test_a_data_set_gives_questions_contexts_and_scores(self, tmp_path: Path) -> None:
         path = tmp_path / "set.json"
-        entries = [{"question": "Who?", "ctxs": [{"title": "One", "text": "It was Ada."}, "Or Bob."], "answers": ["Ada Lovelace"]}]
+        entries = [
+            {
+                "question": "Who?",
+                "ctxs": [{"title": "One", "text": "It was Ada."}, "Or Bob."],
+                "answers": ["Ada Lovelace"],
+            }
+        ]
         path.write_text(json.dumps(entries))
         [request] = requests(Rag(examples=read_dataset(path), score=f1), TextPrompts())
         text = "".join(str(turn.content) for turn in request.turns)
@@ -244,8 +378,12 @@ class TestRag:
         with pytest.raises(ConfigError, match="--prompts text"):
             requests(Rag(examples=read_dataset(path)), TOKENS)
 
-    @pytest.mark.parametrize("content", ["", "{}", "[]", '[{"ctxs": []}]', "[1]", '["\xe9"]', "[" * 100_000])
-    def test_what_is_no_data_set_is_an_error_that_names_the_file(self, content: str, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        "content", ["", "{}", "[]", '[{"ctxs": []}]', "[1]", '["\xe9"]', "[" * 100_000]
+    )
+    def test_what_is_no_data_set_is_an_error_that_names_the_file(
+        self, content: str, tmp_path: Path
+    ) -> None:
         path = tmp_path / "set.json"
         path.write_text(content, encoding="latin-1")
         with pytest.raises(ConfigError, match=r"set\.json"):
@@ -262,15 +400,21 @@ class TestRag:
 class TestTtftSweep:
     def test_each_length_is_cold_once_and_then_warm(self) -> None:
         sessions = phases(TtftSweep(lengths=(30, 90), following=2, runs=2), TOKENS)["sweep"]
-        assert [[request.group for request in session] for session in sessions] == [[COLD, WARM, WARM]] * 4
+        assert [[request.group for request in session] for session in sessions] == [
+            [COLD, WARM, WARM]
+        ] * 4
         for cold, *warm in sessions:
             length = cold.labels["context_tokens"]
             assert all(shared(prompt(cold), prompt(request)) == length for request in warm)
-        assert shared(prompt(sessions[0][0]), prompt(sessions[2][0])) == 0, "another run is another text"
+        assert shared(prompt(sessions[0][0]), prompt(sessions[2][0])) == 0, (
+            "another run is another text"
+        )
 
     def test_other_text_comes_between(self) -> None:
         [session] = phases(TtftSweep(lengths=(40,), flush_tokens=100), TOKENS)["sweep"]
-        assert [(request.group, len(prompt(request))) for request in session if request.group == FILLER] == [
+        assert [
+            (request.group, len(prompt(request))) for request in session if request.group == FILLER
+        ] == [
             (FILLER, 40),
             (FILLER, 40),
             (FILLER, 20),
@@ -281,8 +425,14 @@ class TestTtftSweep:
 
 class TestReplay:
     def test_equal_ids_are_equal_tokens_and_arrivals_are_scaled(self, tmp_path: Path) -> None:
-        lines = [line(0, 1_100, [0, 5, 9]), line(500, 600, [0, 6]), line(2_000, 1_536, [0, 5, 9], output=0)]
-        one, two, three = requests(Replay(write_trace(tmp_path / "trace", lines), time_scale=2.0), TOKENS)
+        lines = [
+            line(0, 1_100, [0, 5, 9]),
+            line(500, 600, [0, 6]),
+            line(2_000, 1_536, [0, 5, 9], output=0),
+        ]
+        one, two, three = requests(
+            Replay(write_trace(tmp_path / "trace", lines), time_scale=2.0), TOKENS
+        )
         assert [len(prompt(request)) for request in (one, two, three)] == [1_100, 600, 1_536]
         assert [request.at_s for request in (one, two, three)] == [0.0, 0.25, 1.0]
         assert [request.max_tokens for request in (one, two, three)] == [5, 5, 1]
@@ -290,23 +440,37 @@ class TestReplay:
         assert shared(prompt(one), prompt(three)) == 1_100
 
     @given(st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=4), min_size=1, max_size=8))
-    def test_prompts_share_what_their_ids_share(self, tmp_path_factory: pytest.TempPathFactory, ids: list[list[int]]) -> None:
-        path = write_trace(tmp_path_factory.mktemp("trace") / "trace", [line(0, 512 * len(row), row) for row in ids])
+    def test_prompts_share_what_their_ids_share(
+        self, tmp_path_factory: pytest.TempPathFactory, ids: list[list[int]]
+    ) -> None:
+        path = write_trace(
+            tmp_path_factory.mktemp("trace") / "trace",
+            [line(0, 512 * len(row), row) for row in ids],
+        )
         asked = [prompt(request) for request in requests(Replay(path), TOKENS)]
         for one, ids_of_one in zip(asked, ids, strict=True):
             for two, ids_of_two in zip(asked, ids, strict=True):
                 assert shared(one, two) // 512 == shared(ids_of_one, ids_of_two)
 
     def test_limits_cut_the_ends(self, tmp_path: Path) -> None:
-        path = write_trace(tmp_path / "trace", [line(n, 1_100, [0, n, 90 + n], output=50) for n in range(4)])
-        asked = requests(Replay(path, max_requests=2, max_input_tokens=600, max_output_tokens=3), TOKENS)
-        assert [(len(prompt(request)), request.max_tokens) for request in asked] == [(600, 3), (600, 3)]
+        path = write_trace(
+            tmp_path / "trace", [line(n, 1_100, [0, n, 90 + n], output=50) for n in range(4)]
+        )
+        asked = requests(
+            Replay(path, max_requests=2, max_input_tokens=600, max_output_tokens=3), TOKENS
+        )
+        assert [(len(prompt(request)), request.max_tokens) for request in asked] == [
+            (600, 3),
+            (600, 3),
+        ]
         whole = requests(Replay(path), TOKENS)
         assert prompt(whole[0])[:600] == prompt(asked[0])
 
     def test_all_at_once(self, tmp_path: Path) -> None:
         path = write_trace(tmp_path / "trace", [line(1_000 * n, 10, [n]) for n in range(3)])
-        assert [request.at_s for request in requests(Replay(path, time_scale=float("inf")), TOKENS)] == [0.0] * 3
+        assert [
+            request.at_s for request in requests(Replay(path, time_scale=float("inf")), TOKENS)
+        ] == [0.0] * 3
 
     def test_a_bad_line_is_found_before_anything_is_sent(self, tmp_path: Path) -> None:
         path = tmp_path / "trace"

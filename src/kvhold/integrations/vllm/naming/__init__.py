@@ -1,4 +1,6 @@
-"""What a vLLM engine's KV is named by: see `walk.py` for the facts, `tables.py` and `environment.py` for what is left out and why."""
+"""What a vLLM engine's KV is named by: see `walk.py` for the facts, `tables.py` and
+`environment.py` for what is left out and why.
+"""
 
 from kvhold.integrations.vllm.naming.walk import engine_facts
 

@@ -1,11 +1,13 @@
 """Which LoRA adapter a request uses, by the content that its files have and always had.
 
-    name = Adapters().name_of(request.lora_request)     # None: it cannot be told; then nothing of the request is cached
+    name = Adapters().name_of(request.lora_request)     # None: it cannot be told; then nothing of
+    the request is cached
 
-vLLM loads an adapter when a request first needs it, evicts it when others need its place, and loads it from its files again. So once the
-files at a path have changed, a worker may have either state, and which one it has is not told to a connector. From then on requests of
-that adapter are not cached, until the engine starts again or the adapter is loaded under another number. A step's KV is stored only if
-the files are unchanged when it is planned.
+vLLM loads an adapter when a request first needs it, evicts it when others need its place, and loads
+it from its files again. So once the files at a path have changed, a worker may have either state,
+and which one it has is not told to a connector. From then on requests of that adapter are not
+cached, until the engine starts again or the adapter is loaded under another number. A step's KV is
+stored only if the files are unchanged when it is planned.
 
 vLLM may also load an adapter ahead of its first request (`/v1/load_lora_adapter`,
 `--lora-modules`), which a connector is not told either. Where the files are older than the engine,
@@ -74,7 +76,10 @@ class Adapters:
         self._known: dict[tuple[int, str, str], _Known] = {}
 
     def name_of(self, adapter: Any) -> str | None:
-        """Return the name of a request's adapter, as vLLM's LoRARequest has it. None: not to be cached; a warning has said why."""
+        """Return the name of a request's adapter, as vLLM's LoRARequest has it.
+
+        None: not to be cached; a warning has said why.
+        """
         known_as = (adapter.lora_int_id, adapter.lora_name, adapter.lora_path)
         known = self._known.get(known_as)
         try:
@@ -83,21 +88,34 @@ class Adapters:
                 is_newer = self._check_age(adapter)
                 identity = adapter_identity(adapter.lora_path)
                 if stamp_of(adapter.lora_path) != stamp:
-                    raise LayoutError(f"the files in {adapter.lora_path} change while they are read")
-                known = self._known[known_as] = _Known(stamp, f"{adapter.lora_name}={identity}", identity, is_newer)
+                    raise LayoutError(
+                        f"the files in {adapter.lora_path} change while they are read"
+                    )
+                known = self._known[known_as] = _Known(
+                    stamp, f"{adapter.lora_name}={identity}", identity, is_newer
+                )
             elif known.name is not None and known.stamp != stamp:
                 self._look_again(known, adapter, stamp)
         except (LayoutError, OSError) as error:
             if known is None or known.name is not None:
-                log.warning("kvhold: requests of adapter %s are not cached: %s", adapter.lora_name, error)
+                log.warning(
+                    "kvhold: requests of adapter %s are not cached: %s", adapter.lora_name, error
+                )
             self._known[known_as] = known = _Known((), None)
         return known.name
 
     def is_unchanged(self, adapter: Any) -> bool:
-        """Return whether a named adapter's files are still as they were. Any thread; some 20 microseconds."""
+        """Return whether a named adapter's files are still as they were.
+
+        Any thread; some 20 microseconds.
+        """
         known = self._known.get((adapter.lora_int_id, adapter.lora_name, adapter.lora_path))
         try:
-            return known is not None and known.name is not None and stamp_of(adapter.lora_path) == known.stamp
+            return (
+                known is not None
+                and known.name is not None
+                and stamp_of(adapter.lora_path) == known.stamp
+            )
         except (LayoutError, OSError):
             return False
 
@@ -116,7 +134,8 @@ class Adapters:
         is_newer = last_change(adapter.lora_path) > self._oldest_load_ns - MARGIN_NS
         if is_newer and not self._can_observe():
             raise LayoutError(
-                f"the files in {adapter.lora_path} are newer than this engine, which may have loaded the adapter before they changed;"
+                f"the files in {adapter.lora_path} are newer than this engine, which may "
+                "have loaded the adapter before they changed;"
                 " start the engine again to have its requests cached"
             )
         return is_newer
@@ -129,7 +148,8 @@ class Adapters:
             return
         known.name = None
         log.warning(
-            "kvhold: requests of adapter %s are not cached any more: the files in %s have changed since they were named, and vLLM may have "
+            "kvhold: requests of adapter %s are not cached any more: the files in %s have "
+            "changed since they were named, and vLLM may have "
             "either state loaded. Start the engine again to have them cached",
             adapter.lora_name,
             adapter.lora_path,
@@ -137,11 +157,17 @@ class Adapters:
 
     def names(self) -> dict[tuple[int, str, str], str]:
         """Return the adapters that are named now, by vLLM's number, name and path."""
-        return {known_as: known.name for known_as, known in self._known.items() if known.name is not None}
+        return {
+            known_as: known.name
+            for known_as, known in self._known.items()
+            if known.name is not None
+        }
 
 
 def has_settled(path: str) -> bool:
-    """Return whether an adapter's files last changed so long ago that any change from now on gets another time."""
+    """Return whether an adapter's files last changed so long ago that any change from now on gets
+    another time.
+    """
     return last_change(path) < time.time_ns() - MARGIN_NS
 
 
@@ -150,14 +176,18 @@ def stamp_of(path: str) -> Stamp:
     marks = []
     for file in adapter_places(path):
         status = file.stat()
-        marks.append((file.name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino))
+        marks.append(
+            (file.name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+        )
     return tuple(marks)
 
 
 def last_change(path: str) -> int:
-    """When an adapter's files, its folder, or a link on the way to them last changed, in nanoseconds since 1970.
+    """When an adapter's files, its folder, or a link on the way to them last changed, in
+    nanoseconds since 1970.
 
-    What another file is moved to or linked to has an old time of its own, so the folder and the links count, too.
+    What another file is moved to or linked to has an old time of its own, so the folder and the
+    links count, too.
     """
     places = adapter_places(path)
     times = [_changed(place.stat()) for place in {*places, *(file.parent for file in places)}]

@@ -1,8 +1,10 @@
-"""Which environment variables are part of a namespace: all of vLLM's own, and those of the libraries that compute, less the harmless.
+"""Which environment variables are part of a namespace: all of vLLM's own, and those of the
+libraries that compute, less the harmless.
 
-    environment_facts()      # {"environment.VLLM_BATCH_INVARIANT": "'1'", ...}, of those that are set
+    environment_facts()  # {"environment.VLLM_BATCH_INVARIANT": "'1'", ...}, of those that are set
 
-The text of a variable that is set is a fact as it stands; one that is not set is none. A VLLM_... variable that no table knows is named.
+The text of a variable that is set is a fact as it stands; one that is not set is none. A VLLM_...
+variable that no table knows is named.
 """
 
 import os
@@ -58,7 +60,8 @@ HARMLESS = {
         " VLLM_PROCESS_NAME_PREFIX VLLM_RAY_BUNDLE_INDICES VLLM_RAY_DP_PACK_STRATEGY"
         " VLLM_RAY_DP_PLACEMENT_NODE_IPS VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
         " VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY VLLM_RAY_PER_WORKER_GPUS VLLM_RPC_BASE_PATH"
-        " VLLM_RUST_FRONTEND_PATH VLLM_DIST_IDENT VLLM_SKIP_P2P_CHECK VLLM_USE_RAY_COMPILED_DAG_CHANNEL_TYPE"
+        " VLLM_RUST_FRONTEND_PATH VLLM_DIST_IDENT VLLM_SKIP_P2P_CHECK "
+        "VLLM_USE_RAY_COMPILED_DAG_CHANNEL_TYPE"
         " VLLM_USE_RAY_COMPILED_DAG_OVERLAP_COMM VLLM_USE_RAY_V2_EXECUTOR_BACKEND"
         " VLLM_USE_RAY_WRAPPED_PP_COMM VLLM_WORKER_MULTIPROC_METHOD VLLM_XLA_CACHE_PATH"
     ),
@@ -179,4 +182,6 @@ def is_named(name: str) -> bool:
 def environment_facts(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the variables that are set and named, those of libraries too, as facts."""
     environ = os.environ if environ is None else environ
-    return {f"environment.{name}": repr(environ[name]) for name in sorted(environ) if is_named(name)} | library_facts(environ)
+    return {
+        f"environment.{name}": repr(environ[name]) for name in sorted(environ) if is_named(name)
+    } | library_facts(environ)

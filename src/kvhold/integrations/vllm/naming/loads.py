@@ -1,7 +1,7 @@
 """Record the files that vLLM has loaded adapters from, in this worker's process.
 
     loads = observed_loads()                # before the engine loads any adapter
-    loads.match(use)                        # may this KV be loaded or stored under the adapter's name?
+    loads.match(use)  # may this KV be loaded or stored under the adapter's name?
 
 vLLM names an adapter by a number. It loads the adapter when a request or the API needs it, evicts
 it, and loads it from its files again. A connector is not told about these loads, so kvhold wraps
@@ -96,7 +96,9 @@ class AdapterLoads:
             is_old = has_settled(path)
             identity = adapter_identity(path)
             if is_old and stamp_of(path) == stamp:  # any later change changes the stamp
-                self._digests = {(path, stamp): identity} | dict(list(self._digests.items())[:_MOST_DIGESTS])
+                self._digests = {(path, stamp): identity} | dict(
+                    list(self._digests.items())[:_MOST_DIGESTS]
+                )
             return stamp, identity
         except (LayoutError, OSError) as error:
             log.warning("kvhold: the adapter in %s is not cached: %s", path, error)

@@ -1,9 +1,11 @@
-"""The facts of a vLLM engine: everything that it was configured with, less what the tables call harmless.
+"""The facts of a vLLM engine: everything that it was configured with, less what the tables call
+harmless.
 
     facts = engine_facts(vllm_config, kv_cache_config, settings)
 
-Every field of every config object, every KV cache group with its layers' names and their whole spec, the versions that compute, the
-processor, and the environment. What is no plain value makes the engine a LayoutError that names the field, unless the user shares it.
+Every field of every config object, every KV cache group with its layers' names and their whole
+spec, the versions that compute, the processor, and the environment. What is no plain value makes
+the engine a LayoutError that names the field, unless the user shares it.
 """
 
 from pathlib import Path
@@ -31,21 +33,30 @@ _MODULES = {"vllm": vllm, "torch": torch, "transformers": transformers}
 _LIBRARIES = ("triton", "flashinfer-python", "flash-attn", "compressed-tensors")
 _OPEN_PACKAGES = ("vllm", "transformers", "transformers_modules", "compressed_tensors")
 _PLACES = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
-_PER_WORKER = "num_kv_heads num_head_slots max_tp_shards page_size_padded state_content_bytes"  # of a spec; the layout has them per shard
+# of a spec; the layout has them per shard
+_PER_WORKER = "num_kv_heads num_head_slots max_tp_shards page_size_padded state_content_bytes"
 
 SHARES = {
     "versions": ("versions.",),
     "cpu": ("cpu.",),
     "tensor_parallel": ("vllm.parallel_config.tensor_parallel_size", "kv.kv_tp_replicas"),
     "data_parallel": ("vllm.parallel_config.data_parallel_size",),
-    "expert_parallel": ("vllm.parallel_config.enable_expert_parallel", "vllm.parallel_config.all2all_backend"),
+    "expert_parallel": (
+        "vllm.parallel_config.enable_expert_parallel",
+        "vllm.parallel_config.all2all_backend",
+    ),
     "environment": ("environment.",),
 }
-"""Words of the setting `share`: the facts that are left out, or, where a text ends in a dot, all that begin with it."""
+"""Words of the setting `share`: the facts that are left out, or, where a text ends in a dot, all
+that begin with it.
+"""
 
 
 def engine_facts(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: Config) -> Facts:
-    """The facts of this engine. Raises LayoutError for what cannot be named, ConfigError for a `share` that shares nothing."""
+    """The facts of this engine.
+
+    Raises LayoutError for what cannot be named, ConfigError for a `share` that shares nothing.
+    """
     left_out = shared_names(settings)
     found: dict[str, str] = {}
     rules = _rules(left_out, per_shard=settings.head_shards > 0)
@@ -56,7 +67,11 @@ def engine_facts(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: Conf
     found["vllm.quant_config"] = _class_of(config.quant_config)
     facts = Facts.of(found).without(lambda name: _is_shared(name, left_out))
     for name in settings.share:
-        if name not in SHARES and not any(_is_shared(fact, (name,)) for fact in found) and not name.startswith(("vllm.", "kv.")):
+        if (
+            name not in SHARES
+            and not any(_is_shared(fact, (name,)) for fact in found)
+            and not name.startswith(("vllm.", "kv."))
+        ):
             raise ConfigError(
                 f"share: {name!r} is neither one of {', '.join(SHARES)} nor a fact of this engine;"
                 " `kvhold names A B` lists those that differ"
@@ -79,7 +94,9 @@ def build_facts() -> dict[str, str]:
 
 
 def _device_facts() -> dict[str, str]:
-    """What chooses kernels on the device. vLLM asks the driver for it, and not CUDA, which only workers start."""
+    """What chooses kernels on the device. vLLM asks the driver for it, and not CUDA, which only
+    workers start.
+    """
     facts = {"cpu.device": repr(str(current_platform.device_name))}
     if not current_platform.is_cpu():
         facts["device.name"] = repr(str(current_platform.get_device_name()))
@@ -103,14 +120,22 @@ def _rules(left_out: tuple[str, ...], *, per_shard: bool) -> Rules:
 
 
 def _is_shared(name: str, left_out: tuple[str, ...]) -> bool:
-    return any(name == one or name.startswith(one if one.endswith(".") else f"{one}.") for one in left_out)
+    return any(
+        name == one or name.startswith(one if one.endswith(".") else f"{one}.") for one in left_out
+    )
 
 
 def _add_conditional(config: "VllmConfig", rules: Rules, found: dict[str, str]) -> None:
     """Fields that matter to some engines only."""
     model = config.model_config
-    if any("longrope" in text for name, text in found.items() if name.startswith("vllm.model_config.hf")):
-        found["vllm.model_config.max_model_len"] = text_of(model.max_model_len, "max_model_len")  # chooses long or short factors
+    if any(
+        "longrope" in text
+        for name, text in found.items()
+        if name.startswith("vllm.model_config.hf")
+    ):
+        found["vllm.model_config.max_model_len"] = text_of(
+            model.max_model_len, "max_model_len"
+        )  # chooses long or short factors
     if str(config.load_config.load_format) == "dummy":
         found["vllm.model_config.seed"] = text_of(model.seed, "seed")  # makes the weights
     if drafts(config):
@@ -120,35 +145,48 @@ def _add_conditional(config: "VllmConfig", rules: Rules, found: dict[str, str]) 
         try:
             found["vllm.mm_encoder_fp8_scales"] = file_digest(Path(scales))
         except OSError as error:
-            raise LayoutError(f"mm_encoder_fp8_scale_path: cannot read {scales}: {error.strerror}") from None
+            raise LayoutError(
+                f"mm_encoder_fp8_scale_path: cannot read {scales}: {error.strerror}"
+            ) from None
 
 
 def _add_draft_model(speculation: Any, rules: Rules, found: dict[str, str]) -> None:
-    """The model that drafts has KV beside the model's. Raises LayoutError for weights or code that cannot be told."""
+    """The model that drafts has KV beside the model's.
+
+    Raises LayoutError for weights or code that cannot be told.
+    """
     draft, where = speculation.draft_model_config, "vllm.draft_model_config"
     try:
         if draft.model_weights:
             raise LayoutError(f"its weights are at {draft.model_weights}")
         weights = model_identity(draft.model, draft.revision)
     except LayoutError as error:
-        raise LayoutError(f"the draft model {draft.model} cannot be told by its content: {error}") from None
+        raise LayoutError(
+            f"the draft model {draft.model} cannot be told by its content: {error}"
+        ) from None
     walk(draft, where, rules, found)
     found[f"{where}.weights"] = repr(weights)
-    found[f"{where}.max_model_len"] = text_of(draft.max_model_len, "max_model_len")  # may choose long or short factors
+    found[f"{where}.max_model_len"] = text_of(
+        draft.max_model_len, "max_model_len"
+    )  # may choose long or short factors
     if speculation.draft_load_config is not None:
         walk(speculation.draft_load_config, "vllm.draft_load_config", rules, found)
         if str(speculation.draft_load_config.load_format) == "dummy":
             found[f"{where}.seed"] = text_of(draft.seed, "seed")
     if draft.trust_remote_code:
-        for code in code_identity(draft.model, getattr(draft.hf_config, "auto_map", None), draft.code_revision):
+        for code in code_identity(
+            draft.model, getattr(draft.hf_config, "auto_map", None), draft.code_revision
+        ):
             found[f"{where}.code.{code}"] = "'used'"
 
 
-def _add_groups(config: "VllmConfig", kv_cache: "KVCacheConfig", rules: Rules, found: dict[str, str]) -> None:
+def _add_groups(
+    config: "VllmConfig", kv_cache: "KVCacheConfig", rules: Rules, found: dict[str, str]
+) -> None:
     """Each group's layers, by name, and their whole spec.
 
-    With pipeline stages each process knows its own layers alone. Then the names are left out: which layers a stage has follows from the
-    configuration, all of which is named.
+    With pipeline stages each process knows its own layers alone. Then the names are left out: which
+    layers a stage has follows from the configuration, all of which is named.
     """
     staged = config.parallel_config.pipeline_parallel_size > 1
     for number, group in enumerate(kv_cache.kv_cache_groups):

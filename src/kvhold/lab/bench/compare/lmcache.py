@@ -1,10 +1,13 @@
-"""LMCache 0.5.6 as a vLLM on a CPU can have it: its multi-process server and what an engine is told to find it.
+"""LMCache 0.5.6 as a vLLM on a CPU can have it: its multi-process server and what an engine is told
+to find it.
 
-    with LMCacheServer(packages, l1_bytes=..., tier="disk", folder=folder) as server: kv_transfer_config = server.connector()
+    with LMCacheServer(packages, l1_bytes=..., tier="disk", folder=folder) as server:
+    kv_transfer_config = server.connector()
 
-The server runs in LMCache's own environment (`kvhold.lab.bench.compare_engines.lmcache_env`), the connector in the engine's
-(`lmcache_in_vllm.py`). The transfer is the one that LMCache chooses on a CPU: the engine's process copies to and from the server's shared
-memory. Its usage reports are off. Its in-process connector is tried, too.
+The server runs in LMCache's own environment (`kvhold.lab.bench.compare_engines.lmcache_env`), the
+connector in the engine's (`lmcache_in_vllm.py`). The transfer is the one that LMCache chooses on a
+CPU: the engine's process copies to and from the server's shared memory. Its usage reports are off.
+Its in-process connector is tried, too.
 """
 
 import os
@@ -23,14 +26,20 @@ from kvhold.testing.servers.base import free_port
 
 _TOKENS_PER_CHUNK = 256  # LMCache's default
 
-# Its memory is a way in and out of what is below, and keeps nothing: as it is by default it keeps what was stored, evicts from 80 % on, a
-# fifth, once a second, and refuses a prompt of four chunks where less is free, so that with memory for ten it stores nothing more for ever.
+# Its memory is a way in and out of what is below, and keeps nothing: as it is by default it keeps
+# what was stored, evicts from 80 % on, a fifth, once a second, and refuses a prompt of four chunks
+# where less is free, so that with memory for ten it stores nothing more for ever.
 _ONLY_BELOW = ("--l2-store-policy", "skip_l1")
 
 _START_S = 120.0
 _POLL_S = 0.05  # between two tries to reach a server that starts
 _GIB = 1 << 30
-_QUIET = {"LMCACHE_TRACK_USAGE": "false", "DO_NOT_TRACK": "1", "LMCACHE_DISABLE_BANNER": "1", "LMCACHE_LOG_LEVEL": "WARNING"}
+_QUIET = {
+    "LMCACHE_TRACK_USAGE": "false",
+    "DO_NOT_TRACK": "1",
+    "LMCACHE_DISABLE_BANNER": "1",
+    "LMCACHE_LOG_LEVEL": "WARNING",
+}
 _ERROR = re.compile(r"^\w+(?:Error|Exception): .+$", re.MULTILINE)
 
 
@@ -42,19 +51,51 @@ class LMCacheServer:
     num_tokens: of the prompts
     """
 
-    def __init__(self, python: Path, *, l1_bytes: int, tier: str, folder: Path, num_tokens: int, redis_port: int = 0) -> None:
+    def __init__(
+        self,
+        python: Path,
+        *,
+        l1_bytes: int,
+        tier: str,
+        folder: Path,
+        num_tokens: int,
+        redis_port: int = 0,
+    ) -> None:
         self._port = free_port()
         self._shared = f"kvhold_compare_{os.getpid()}_{self._port}"
         below: dict[str, list[str]] = {
             "ram": [],
-            "disk": [*_ONLY_BELOW, "--l2-adapter", f'{{"type": "fs_native", "base_path": "{folder}"}}'],
-            "redis": [*_ONLY_BELOW, "--l2-adapter", f'{{"type": "resp", "host": "127.0.0.1", "port": {redis_port}}}'],
+            "disk": [
+                *_ONLY_BELOW,
+                "--l2-adapter",
+                f'{{"type": "fs_native", "base_path": "{folder}"}}',
+            ],
+            "redis": [
+                *_ONLY_BELOW,
+                "--l2-adapter",
+                f'{{"type": "resp", "host": "127.0.0.1", "port": {redis_port}}}',
+            ],
         }
         self._command = [
             str(python.parent / "lmcache"),
-            *("server", "--host", "127.0.0.1", "--port", str(self._port), "--http-port", str(free_port())),
+            *(
+                "server",
+                "--host",
+                "127.0.0.1",
+                "--port",
+                str(self._port),
+                "--http-port",
+                str(free_port()),
+            ),
             *("--supported-transfer-mode", "engine_driven", "--shm-name", self._shared),
-            *("--chunk-size", str(tokens_per_chunk(num_tokens)), "--l1-size-gb", str(l1_bytes / _GIB), "--eviction-policy", "LRU"),
+            *(
+                "--chunk-size",
+                str(tokens_per_chunk(num_tokens)),
+                "--l1-size-gb",
+                str(l1_bytes / _GIB),
+                "--eviction-policy",
+                "LRU",
+            ),
             *below[tier],
         ]
 
@@ -65,12 +106,18 @@ class LMCacheServer:
 
     def connector(self) -> dict[str, Any]:
         """vLLM's `kv_transfer_config` for it."""
-        extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": self._port, "lmcache.mp.mq_timeout": 60.0}
+        extra = {
+            "lmcache.mp.host": "tcp://127.0.0.1",
+            "lmcache.mp.port": self._port,
+            "lmcache.mp.mq_timeout": 60.0,
+        }
         return {**_connector("LMCacheMPConnector"), "kv_connector_extra_config": extra}
 
     def __enter__(self) -> Self:
         environment = {**_QUIET, "PYTHONPATH": "", "PYTHONHASHSEED": "0"}
-        self._process = LoggedProcess("lmcache server", self._command, log_path=None, environment=environment)
+        self._process = LoggedProcess(
+            "lmcache server", self._command, log_path=None, environment=environment
+        )
         try:
             self._wait()
         except BaseException:
@@ -78,7 +125,12 @@ class LMCacheServer:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self._process.terminate()
         self._process.wait(20.0)
         self._end()
@@ -98,7 +150,9 @@ class LMCacheServer:
 
     def _end(self) -> None:
         self._process.kill()
-        for left in Path("/dev/shm").glob(f"*{self._shared}*"):  # a server that was killed leaves its memory behind
+        for left in Path("/dev/shm").glob(
+            f"*{self._shared}*"
+        ):  # a server that was killed leaves its memory behind
             left.unlink(missing_ok=True)
 
 
@@ -113,17 +167,24 @@ def in_process_connector() -> dict[str, Any]:
 
 
 def environment(python: Path, held_bytes: int, *, num_tokens: int) -> dict[str, str]:
-    """Variables of an engine with one of LMCache's connectors. held_bytes: of the one in process; the server has its own.
+    """Variables of an engine with one of LMCache's connectors. held_bytes: of the one in process;
+    the server has its own.
 
     num_tokens: of the prompts
     """
     packages = next((python.parent.parent / "lib").glob("python3*/site-packages"))
-    of_memory = {"LMCACHE_CHUNK_SIZE": str(tokens_per_chunk(num_tokens)), "LMCACHE_MAX_LOCAL_CPU_SIZE": str(held_bytes / _GIB)}
+    of_memory = {
+        "LMCACHE_CHUNK_SIZE": str(tokens_per_chunk(num_tokens)),
+        "LMCACHE_MAX_LOCAL_CPU_SIZE": str(held_bytes / _GIB),
+    }
     return {lmcache_in_vllm.PACKAGES: str(packages), "PYTHONHASHSEED": "0", **_QUIET, **of_memory}
 
 
 def prove(engine: Engine, prompt: list[int], log: Path) -> None:
-    """An engine that starts may still reuse nothing. Raises EngineFailed with the errors that its log has, if this one does not."""
+    """An engine that starts may still reuse nothing.
+
+    Raises EngineFailed with the errors that its log has, if this one does not.
+    """
     for _ in range(2):
         engine.reset_prefix_cache()
         served = engine.generate(prompt, max_tokens=1)
@@ -131,9 +192,14 @@ def prove(engine: Engine, prompt: list[int], log: Path) -> None:
         said = list(dict.fromkeys(_ERROR.findall(log.read_text(errors="replace"))))
         why = "\n".join(said) or f"its log ends with:\n{engine.log_tail()}"
         raise EngineFailed(
-            f"{why}\n(vLLM goes on without it: nothing is reused, and a request takes {served.ttft_s:.1f} s to its first token)"
+            f"{why}\n(vLLM goes on without it: nothing is reused, and a request takes "
+            f"{served.ttft_s:.1f} s to its first token)"
         )
 
 
 def _connector(name: str) -> dict[str, Any]:
-    return {"kv_connector": name, "kv_connector_module_path": lmcache_in_vllm.__name__, "kv_role": "kv_both"}
+    return {
+        "kv_connector": name,
+        "kv_connector_module_path": lmcache_in_vllm.__name__,
+        "kv_role": "kv_both",
+    }

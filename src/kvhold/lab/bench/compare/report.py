@@ -1,4 +1,6 @@
-"""How the rows are shown: a block for each tier and working set, a line for each system, a column for each share of reuse."""
+"""How the rows are shown: a block for each tier and working set, a line for each system, a column
+for each share of reuse.
+"""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -13,16 +15,24 @@ _LABEL = max(map(len, SYSTEMS)) + len(" to the best")
 
 def render(rows: Sequence[Row]) -> str:
     """The rows as text, and below them why a system is missing."""
-    blocks = [_block(tier, workload, list(of_block)) for (tier, workload), of_block in groupby(rows, lambda row: (row.tier, row.workload))]
+    blocks = [
+        _block(tier, workload, list(of_block))
+        for (tier, workload), of_block in groupby(rows, lambda row: (row.tier, row.workload))
+    ]
     return "\n\n".join([*blocks, *_errors(rows)])
 
 
 def _block(tier: str, workload: str, rows: Sequence[Row]) -> str:
     shares = list(dict.fromkeys(row.reuse for row in rows))
-    lines = [f"{tier}, {workload}: TTFT p50, and tokens a second of two together", _line("", [f"{reuse} %" for reuse in shares])]
+    lines = [
+        f"{tier}, {workload}: TTFT p50, and tokens a second of two together",
+        _line("", [f"{reuse} %" for reuse in shares]),
+    ]
     by_place = {(row.system, row.reuse): row for row in rows}
     names = [name for name in SYSTEMS if any(row.system == name for row in rows)]
-    lines += [_line(name, [_times(by_place.get((name, reuse))) for reuse in shares]) for name in names]
+    lines += [
+        _line(name, [_times(by_place.get((name, reuse))) for reuse in shares]) for name in names
+    ]
     for name in _COMPARED:
         compared = [by_place.get((name, reuse)) for reuse in shares]
         if any(compared):
@@ -34,11 +44,17 @@ def _block(tier: str, workload: str, rows: Sequence[Row]) -> str:
             for source, tokens in row.sources.items() if row.system == name else ():
                 found[source] = found.get(source, 0) + tokens
         if found:
-            lines.append(f"{name} found {', '.join(f'{tokens:,} tokens in {source}' for source, tokens in sorted(found.items()))}")
+            lines.append(
+                f"{name} found "
+                f"{', '.join(f'{tokens:,} tokens in {source}' for source, tokens in sorted(found.items()))}"
+            )
     for name in (OFFLOADING, LMCACHE):
         whole = by_place.get((name, 100))
         if whole is not None and not whole.error and not whole.cached_tokens:
-            lines.append(f"{name} reused nothing of at least one prompt that it had seen whole: it is no peer here")
+            lines.append(
+                f"{name} reused nothing of at least one prompt that it had seen whole: it "
+                "is no peer here"
+            )
     return "\n".join(lines)
 
 
@@ -63,5 +79,9 @@ def _ratio(row: Row | None) -> str:
 
 def _errors(rows: Sequence[Row]) -> list[str]:
     """Each error once."""
-    named = [(f"{row.system} ({row.tier})" if row.system in WITH_TIERS else row.system, row.error) for row in rows if row.error]
+    named = [
+        (f"{row.system} ({row.tier})" if row.system in WITH_TIERS else row.system, row.error)
+        for row in rows
+        if row.error
+    ]
     return [f"{name}: FAILED: {error}" for name, error in dict.fromkeys(named)]

@@ -1,4 +1,6 @@
-"""From cells to rows: a row for each workload, tier, share of reuse and system, with medians and ratios within cells. No I/O, no vLLM."""
+"""From cells to rows: a row for each workload, tier, share of reuse and system, with medians and
+ratios within cells. No I/O, no vLLM.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -19,7 +21,11 @@ from kvhold.lab.bench.compare.systems import (
 )
 from kvhold.lab.bench.ratios import Cell, Goal, Ratio, rates_of, ratio, seconds_of, shared
 
-_CONTROLS = (AGAIN, LEFT_ALONE, LEFT_AGAIN)  # copies of others, that say how small a difference means anything
+_CONTROLS = (
+    AGAIN,
+    LEFT_ALONE,
+    LEFT_AGAIN,
+)  # copies of others, that say how small a difference means anything
 _MOST_COST = 1.02
 _REUSED_WELL = 50  # per cent, from which on kvhold is to be at or below every peer
 
@@ -28,13 +34,15 @@ _REUSED_WELL = 50  # per cent, from which on kvhold is to be at or below every p
 class Row:
     """One system in one cell of the comparison. None: not measured, and `error` says why.
 
-    workload, tier, reuse: the working set, where kvhold and LMCache keep what memory has no room for, and per cent of the prompt
+    workload, tier, reuse: the working set, where kvhold and LMCache keep what memory has no room
+        for, and per cent of the prompt
     throughput: tokens of prompts and outputs a second, two requests together
-    ratio_to_best_peer: its TTFT over that of the best other system, in the same cells; below 1 it is faster; kvhold's own are no peers of
-        each other, and copies of others no peers at all
+    ratio_to_best_peer: its TTFT over that of the best other system, in the same cells; below 1 it
+        is faster; kvhold's own are no peers of each other, and copies of others no peers at all
     interval: of that ratio, at 95 %
-    requests: those behind the TTFT; cached_tokens: what the shortest hit spared; sources: tokens that kvhold's node found, by where
-    ttft_ratios, throughput_ratios, cpu_ratios: its value over that of each other system; CPU time is of all processes, for whole bursts
+    requests: those behind the TTFT; cached_tokens: what the shortest hit spared; sources: tokens
+    that kvhold's node found, by where ttft_ratios, throughput_ratios, cpu_ratios: its value over
+    that of each other system; CPU time is of all processes, for whole bursts
     """
 
     workload: str
@@ -62,41 +70,70 @@ def make_rows(measured: Measured, tiers: Sequence[str]) -> list[Row]:
         row
         for tier in tiers
         for workload in dict.fromkeys(workload for workload, _ in measured.cells)
-        for reuse in sorted(reuse for of_workload, reuse in measured.cells if of_workload == workload)
+        for reuse in sorted(
+            reuse for of_workload, reuse in measured.cells if of_workload == workload
+        )
         for row in _rows(measured, workload, tier, reuse, measured.cells[workload, reuse])
     ]
 
 
 def goals(measured: Measured, rows: Sequence[Row]) -> list[Goal]:
-    """What kvhold is judged by: what it costs where there is nothing to reuse, over all workloads, and its TTFT from half reuse on."""
+    """What kvhold is judged by: what it costs where there is nothing to reuse, over all workloads,
+    and its TTFT from half reuse on.
+    """
     found = []
     unused = [cell for (_, reuse), cells in measured.cells.items() if not reuse for cell in cells]
     alone, bursts = _split(unused)
     noise = {"TTFT": _noise(alone, AGAIN, PLAIN), "time": _noise(bursts, AGAIN, PLAIN)}
-    within = {"TTFT": _noise(alone, LEFT_AGAIN, LEFT_ALONE), "time": _noise(bursts, LEFT_AGAIN, LEFT_ALONE)}
+    within = {
+        "TTFT": _noise(alone, LEFT_AGAIN, LEFT_ALONE),
+        "time": _noise(bursts, LEFT_AGAIN, LEFT_ALONE),
+    }
     for tier in dict.fromkeys(row.tier for row in rows):
         ours = key(KVHOLD, tier)
         for what, cells in (("TTFT", alone), ("time", bursts)):
             named = f"{tier}, no reuse: {what if what == 'TTFT' else 'time for the same work'} over"
             if shared(cells, ours, PLAIN):
-                found.append(Goal(f"{named} vLLM's without a connector", ratio(cells, ours, PLAIN), _MOST_COST, noise[what]))
+                found.append(
+                    Goal(
+                        f"{named} vLLM's without a connector",
+                        ratio(cells, ours, PLAIN),
+                        _MOST_COST,
+                        noise[what],
+                    )
+                )
             if tier == "ram" and shared(cells, ours, LEFT_ALONE):
                 beside = f"{named} that of requests left alone, in one engine"
                 found.append(Goal(beside, ratio(cells, ours, LEFT_ALONE), _MOST_COST, within[what]))
     for row in rows:
-        if row.system == KVHOLD and row.tier == "ram" and row.reuse >= _REUSED_WELL and row.best_peer:
-            worst = max(_peers(row.system, row.ttft_ratios), key=lambda name: row.ttft_ratios[name].median)
+        if (
+            row.system == KVHOLD
+            and row.tier == "ram"
+            and row.reuse >= _REUSED_WELL
+            and row.best_peer
+        ):
+            worst = max(
+                _peers(row.system, row.ttft_ratios), key=lambda name: row.ttft_ratios[name].median
+            )
             what = f"ram, {row.workload}, {row.reuse} % reuse: TTFT over the best peer's, {worst}"
             alike, _ = _split(measured.cells[row.workload, row.reuse])
             found.append(Goal(what, row.ttft_ratios[worst], 1.0, _noise(alike, AGAIN, PLAIN)))
     return found
 
 
-def _rows(measured: Measured, workload: str, tier: str, reuse: int, cells: Sequence[Cell]) -> Iterator[Row]:
+def _rows(
+    measured: Measured, workload: str, tier: str, reuse: int, cells: Sequence[Cell]
+) -> Iterator[Row]:
     alone, bursts = _split(cells)
-    keys = {name: key(name, tier) for name in SYSTEMS if tier == "ram" or name not in (LEFT_ALONE, LEFT_AGAIN)}
+    keys = {
+        name: key(name, tier)
+        for name in SYSTEMS
+        if tier == "ram" or name not in (LEFT_ALONE, LEFT_AGAIN)
+    }
     there = {name: of_name for name, of_name in keys.items() if seconds_of(alone, of_name)}
-    medians = {name: float(np.median(seconds_of(alone, of_name))) for name, of_name in there.items()}
+    medians = {
+        name: float(np.median(seconds_of(alone, of_name))) for name, of_name in there.items()
+    }
     for name, of_name in keys.items():
         error = measured.errors.get(of_name, "")
         if name not in there:
@@ -104,9 +141,17 @@ def _rows(measured: Measured, workload: str, tier: str, reuse: int, cells: Seque
                 yield Row(workload, tier, reuse, name, error=error)
             continue
         others = {other: there[other] for other in there if other != name}
-        ttft_ratios = {other: ratio(alone, of_name, of_other) for other, of_other in others.items() if shared(alone, of_name, of_other)}
+        ttft_ratios = {
+            other: ratio(alone, of_name, of_other)
+            for other, of_other in others.items()
+            if shared(alone, of_name, of_other)
+        }
         best = min(_peers(name, ttft_ratios), key=medians.__getitem__, default="")
-        both = {other: of_other for other, of_other in others.items() if shared(bursts, of_name, of_other)}
+        both = {
+            other: of_other
+            for other, of_other in others.items()
+            if shared(bursts, of_name, of_other)
+        }
         rates = rates_of(bursts, of_name)
         yield Row(
             workload,
@@ -120,12 +165,20 @@ def _rows(measured: Measured, workload: str, tier: str, reuse: int, cells: Seque
             best_peer=best,
             interval=(ttft_ratios[best].low, ttft_ratios[best].high) if best else None,
             requests=len(seconds_of(alone, of_name)),
-            cached_tokens=min(cell.cached_tokens[of_name] for cell in alone if of_name in cell.seconds),
-            sources=measured.sources.get(((workload, reuse), of_name), {}) if name not in (LEFT_ALONE, LEFT_AGAIN) else {},
+            cached_tokens=min(
+                cell.cached_tokens[of_name] for cell in alone if of_name in cell.seconds
+            ),
+            sources=measured.sources.get(((workload, reuse), of_name), {})
+            if name not in (LEFT_ALONE, LEFT_AGAIN)
+            else {},
             error=error,
             ttft_ratios=ttft_ratios,
-            throughput_ratios={other: ratio(bursts, of_other, of_name) for other, of_other in both.items()},
-            cpu_ratios={other: ratio(bursts, of_name, of_other, "cpu_s") for other, of_other in both.items()},
+            throughput_ratios={
+                other: ratio(bursts, of_other, of_name) for other, of_other in both.items()
+            },
+            cpu_ratios={
+                other: ratio(bursts, of_name, of_other, "cpu_s") for other, of_other in both.items()
+            },
         )
 
 
@@ -141,10 +194,19 @@ def _split(cells: Sequence[Cell]) -> tuple[list[Cell], list[Cell]]:
 
 
 def _noise(cells: Sequence[Cell], name: str, other: str) -> float:
-    """How far two that should not differ are apart; infinity where that was not measured, and so nothing is decided."""
+    """How far two that should not differ are apart; infinity where that was not measured, and so
+    nothing is decided.
+    """
     return ratio(cells, name, other).apart if shared(cells, name, other) else math.inf
 
 
 def failed(rows: Sequence[Row]) -> list[Row]:
-    """Those that end the command with 1: kvhold failed, answered otherwise, or reused nothing where all was there."""
-    return [row for row in rows if row.system in OURS and (row.error or (row.reuse == 100 and not (row.cached_tokens or row.sources)))]
+    """Those that end the command with 1: kvhold failed, answered otherwise, or reused nothing where
+    all was there.
+    """
+    return [
+        row
+        for row in rows
+        if row.system in OURS
+        and (row.error or (row.reuse == 100 and not (row.cached_tokens or row.sources)))
+    ]

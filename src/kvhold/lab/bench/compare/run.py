@@ -1,8 +1,10 @@
-"""The rounds: every system gets the same prompts, in turn, in an order that changes from cell to cell.
+"""The rounds: every system gets the same prompts, in turn, in an order that changes from cell to
+cell.
 
-What is compared are times within a cell, so that a neighbour's load falls on all of them. The systems without tiers are asked once for
-all tiers. All answers to a prompt must be those of the engine that computes everything: a system that answers otherwise, or fails, is
-asked nothing any more, and keeps its error.
+What is compared are times within a cell, so that a neighbour's load falls on all of them. The
+systems without tiers are asked once for all tiers. All answers to a prompt must be those of the
+engine that computes everything: a system that answers otherwise, or fails, is asked nothing any
+more, and keeps its error.
 """
 
 import random
@@ -20,7 +22,14 @@ from kvhold.lab.bench.compare.systems import (
     key,
     settle,
 )
-from kvhold.lab.bench.compare.visits import REUSE_PERCENT, Texts, Visit, Workload, seconds_left, visits
+from kvhold.lab.bench.compare.visits import (
+    REUSE_PERCENT,
+    Texts,
+    Visit,
+    Workload,
+    seconds_left,
+    visits,
+)
 from kvhold.lab.bench.compare_engines.child import drop_pages
 from kvhold.lab.bench.engines import Served
 from kvhold.lab.bench.ratios import Cell
@@ -55,34 +64,66 @@ def measure(
     page_cache: bool,
     say: Callable[[str], None],
 ) -> None:
-    """All visits of all workloads, into `measured`. Raises EngineFailed if the engine that computes everything fails.
+    """All visits of all workloads, into `measured`. Raises EngineFailed if the engine that computes
+    everything fails.
 
     page_cache: leave files of lower tiers in the kernel's page cache
     """
     measured.errors = running.errors
     chance = random.Random(rounds)
-    planned = [(workload, visit) for workload in workloads for visit in visits(workload, rounds=rounds)]
+    planned = [
+        (workload, visit) for workload in workloads for visit in visits(workload, rounds=rounds)
+    ]
     done: list[tuple[Visit, float]] = []
     for workload in workloads:
         of_workload = [visit for planned_for, visit in planned if planned_for == workload]
         for first in (True, False):
             for reuse in (100,) if first else REUSE_PERCENT:
-                began, before = time.monotonic(), {name: running.hit_tokens(name) for name in running.sockets if name in running.systems}
-                for visit in [visit for visit in of_workload if (not visit.counts) == first and visit.reuse == reuse]:
+                began, before = (
+                    time.monotonic(),
+                    {
+                        name: running.hit_tokens(name)
+                        for name in running.sockets
+                        if name in running.systems
+                    },
+                )
+                for visit in [
+                    visit
+                    for visit in of_workload
+                    if (not visit.counts) == first and visit.reuse == reuse
+                ]:
                     at = time.monotonic()
-                    cell = _visit(running, texts.prompts(workload, visit), visit, chance, page_cache=page_cache)
+                    cell = _visit(
+                        running,
+                        texts.prompts(workload, visit),
+                        visit,
+                        chance,
+                        page_cache=page_cache,
+                    )
                     done.append((visit, time.monotonic() - at))
                     if visit.counts:
                         measured.cells.setdefault((workload.title, reuse), []).append(cell)
-                took, left_s = time.monotonic() - began, seconds_left(done, [visit for _, visit in planned[len(done) :]])
+                took, left_s = (
+                    time.monotonic() - began,
+                    seconds_left(done, [visit for _, visit in planned[len(done) :]]),
+                )
                 what = "first visits" if first else f"{reuse} % reuse"
                 say(f"{workload.title}, {what}: {took:.0f} s; about {left_s / 60:.0f} min left")
                 if not first:
                     for name in before.keys() & running.systems.keys():
-                        measured.sources[(workload.title, reuse), name] = _more(running.hit_tokens(name), before[name])
+                        measured.sources[(workload.title, reuse), name] = _more(
+                            running.hit_tokens(name), before[name]
+                        )
 
 
-def _visit(running: Running, prompts: list[list[int]], visit: Visit, chance: random.Random, *, page_cache: bool) -> Cell:
+def _visit(
+    running: Running,
+    prompts: list[list[int]],
+    visit: Visit,
+    chance: random.Random,
+    *,
+    page_cache: bool,
+) -> Cell:
     """One cell, without those that fail in it."""
     if not page_cache:
         for folder in running.folders:
@@ -106,7 +147,11 @@ def _visit(running: Running, prompts: list[list[int]], visit: Visit, chance: ran
         del served[name]
     cell = Cell(visit.reuse, sum(len(prompt) + OUTPUT_TOKENS for prompt in prompts), visit.is_burst)
     for name, one in served.items():
-        cell.seconds[name], cell.cpu_s[name], cell.cached_tokens[name] = one.seconds, one.cpu_s, one.cached_tokens
+        cell.seconds[name], cell.cpu_s[name], cell.cached_tokens[name] = (
+            one.seconds,
+            one.cpu_s,
+            one.cached_tokens,
+        )
     return cell
 
 
@@ -118,7 +163,9 @@ def _asked(running: Running, visit: Visit) -> list[str]:
 
 
 def differing(answers: Mapping[str, list[list[int]]]) -> dict[str, str]:
-    """Who answered otherwise than the engine that computes everything, or than the first, where that was not asked; and how."""
+    """Who answered otherwise than the engine that computes everything, or than the first, where
+    that was not asked; and how.
+    """
     if not answers:
         return {}
     right = RECOMPUTE if RECOMPUTE in answers else next(iter(answers))

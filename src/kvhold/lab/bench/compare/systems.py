@@ -1,19 +1,25 @@
-"""The engines that are compared, each a real vLLM in a process of its own, all alive at the same time.
+"""The engines that are compared, each a real vLLM in a process of its own, all alive at the same
+time.
 
 | system | what it is |
 |---|---|
 | recompute | no connector, no prefix cache: every prompt is computed |
-| vllm | no connector, vLLM's own prefix cache in KV memory for two prompts: what kvhold's cost is measured against |
+| vllm | no connector, vLLM's own prefix cache in KV memory for two prompts: what kvhold's cost is
+measured against |
 | vllm, again | the same once more: how much two processes differ that should not |
-| offloading | vLLM's OffloadingConnector, with the host-memory spec of `benchmarks/vllm_host_offload.py` |
+| offloading | vLLM's OffloadingConnector, with the host-memory spec of
+`benchmarks/vllm_host_offload.py` |
 | lmcache | LMCache's multi-process server and its connector |
-| lmcache in-process | LMCache's connector without a server; it refuses CPUs, and its rows have its error |
+| lmcache in-process | LMCache's connector without a server; it refuses CPUs, and its rows have its
+error |
 | kvhold | kvhold's connector and a node |
 | kvhold, no prefix cache | the same with vLLM's own prefix cache turned off |
-| kvhold, left alone; left alone again | kvhold's engine, asked to leave the request alone, at no reuse: what following one costs |
+| kvhold, left alone; left alone again | kvhold's engine, asked to leave the request alone, at no
+reuse: what following one costs |
 
-kvhold and LMCache have an engine for each tier: in "ram" memory holds the largest working set, in "disk" and "redis" it has room for
-little more than two prompts, and what a set needs comes from below. Offloading has as much memory as they have in "ram", always.
+kvhold and LMCache have an engine for each tier: in "ram" memory holds the largest working set, in
+"disk" and "redis" it has room for little more than two prompts, and what a set needs comes from
+below. Offloading has as much memory as they have in "ram", always.
 """
 
 import math
@@ -55,7 +61,18 @@ KVHOLD = "kvhold"
 ALONE = "kvhold, no prefix cache"
 LEFT_ALONE = "kvhold, left alone"
 LEFT_AGAIN = "kvhold, left alone again"
-SYSTEMS = (RECOMPUTE, PLAIN, AGAIN, OFFLOADING, LMCACHE, IN_PROCESS, KVHOLD, ALONE, LEFT_ALONE, LEFT_AGAIN)
+SYSTEMS = (
+    RECOMPUTE,
+    PLAIN,
+    AGAIN,
+    OFFLOADING,
+    LMCACHE,
+    IN_PROCESS,
+    KVHOLD,
+    ALONE,
+    LEFT_ALONE,
+    LEFT_AGAIN,
+)
 OURS = (KVHOLD, ALONE, LEFT_ALONE, LEFT_AGAIN)
 WITH_TIERS = (LMCACHE, KVHOLD, ALONE)  # an engine for each tier
 TIERS = ("ram", "disk", "redis")
@@ -85,7 +102,10 @@ class Sizes:
     @property
     def own_bytes(self) -> int:
         """An engine's own KV memory."""
-        blocks = OWN_PROMPTS * math.ceil((self.num_tokens + OUTPUT_TOKENS) / TOKENS_PER_BLOCK) + _SPARE_BLOCKS
+        blocks = (
+            OWN_PROMPTS * math.ceil((self.num_tokens + OUTPUT_TOKENS) / TOKENS_PER_BLOCK)
+            + _SPARE_BLOCKS
+        )
         return blocks * TOKENS_PER_BLOCK * self.model.kv_bytes_per_token
 
     @property
@@ -105,7 +125,9 @@ class Sizes:
 
 @dataclass
 class Running:
-    """All systems that run, by name or `key`. errors: why others do not, or no longer; sockets: of kvhold's nodes, by key."""
+    """All systems that run, by name or `key`. errors: why others do not, or no longer; sockets: of
+    kvhold's nodes, by key.
+    """
 
     systems: dict[str, System] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
@@ -124,11 +146,17 @@ class Running:
         with NodeClient(self.sockets[name], PATIENT, name="kvhold bench") as client:
             counters = client.status()["counters"]
         begin, end = "kvhold_hit_tokens{source=", "}"
-        return {label[len(begin) : -len(end)]: int(value) for label, value in counters.items() if label.startswith(begin)}
+        return {
+            label[len(begin) : -len(end)]: int(value)
+            for label, value in counters.items()
+            if label.startswith(begin)
+        }
 
 
 def key(name: str, tier: str) -> str:
-    """What the system's engine for that tier is called among all engines; most have one for all tiers."""
+    """What the system's engine for that tier is called among all engines; most have one for all
+    tiers.
+    """
     return f"{name}, {tier}" if name in WITH_TIERS else name
 
 
@@ -144,7 +172,9 @@ def is_ours(name: str) -> bool:
 
 
 def settle(system: System) -> None:
-    """Wait until its processes rest, for what it does in the background is not to disturb the next one; not for long."""
+    """Wait until its processes rest, for what it does in the background is not to disturb the next
+    one; not for long.
+    """
     until = time.monotonic() + _REST_S
     before = system.cpu_s()
     while time.monotonic() < until:
@@ -157,24 +187,41 @@ def settle(system: System) -> None:
 
 @contextmanager
 def started(
-    sizes: Sizes, *, tiers: Sequence[str], num_threads: int, peer: Path | None, lmcache: Path | str, folder: Path | None
+    sizes: Sizes,
+    *,
+    tiers: Sequence[str],
+    num_threads: int,
+    peer: Path | None,
+    lmcache: Path | str,
+    folder: Path | None,
 ) -> Iterator[Running]:
-    """All systems, ready; they end with the block. One that does not start is among the errors, unless it is kvhold: raises EngineFailed.
+    """All systems, ready; they end with the block. One that does not start is among the errors,
+    unless it is kvhold: raises EngineFailed.
 
     peer: the file of the host-memory spec for vLLM's offloading
     lmcache: the interpreter of its environment, or why there is none
     folder: for the disk tiers, on the file system that is measured
     """
-    with tempfile.TemporaryDirectory(prefix="kvhold-compare-", dir=folder) as own, alike(), ExitStack() as stack:
+    with (
+        tempfile.TemporaryDirectory(prefix="kvhold-compare-", dir=folder) as own,
+        alike(),
+        ExitStack() as stack,
+    ):
         start = _Start(sizes, num_threads, Path(own), stack, Running())
         start.engine(RECOMPUTE, prefix_caching=False)
         start.engine(PLAIN)
         start.engine(AGAIN)
         if peer is None:
-            start.running.errors[OFFLOADING] = "its host-memory spec is in a checkout's benchmarks folder; name it with --peer"
+            start.running.errors[OFFLOADING] = (
+                "its host-memory spec is in a checkout's benchmarks folder; name it with --peer"
+            )
         else:
             transfer = offloading_connector(peer, sizes.memory_bytes("ram"))
-            start.engine(OFFLOADING, environment={"PYTHONPATH": python_path(peer)}, kv_transfer_config=transfer)
+            start.engine(
+                OFFLOADING,
+                environment={"PYTHONPATH": python_path(peer)},
+                kv_transfer_config=transfer,
+            )
         for tier in tiers:
             start.kvhold(KVHOLD, tier)
             start.kvhold(ALONE, tier, prefix_caching=False)
@@ -182,7 +229,9 @@ def started(
         start.lmcache_in_process(lmcache)
         if of_kvhold := start.running.systems.get(key(KVHOLD, "ram")):
             rules = {"store": False, "load": False}
-            start.running.systems |= {name: replace(of_kvhold, rules=rules) for name in (LEFT_ALONE, LEFT_AGAIN)}
+            start.running.systems |= {
+                name: replace(of_kvhold, rules=rules) for name in (LEFT_ALONE, LEFT_AGAIN)
+            }
         yield start.running
 
 
@@ -205,9 +254,19 @@ class _Start:
         environment: dict[str, str] | None = None,
         **options: Any,
     ) -> Engine:
-        """One engine. pids: of what else works for it. Raises EngineFailed if it is kvhold's or the one that others are compared with."""
-        model, given = self.sizes.model, {"kv_cache_bytes": self.sizes.own_bytes, **binding(self.num_threads), **options}
-        engine = Engine(options_for(model, max_model_len=self.sizes.longest, **given), log_path=log_path, environment=environment)
+        """One engine. pids: of what else works for it.
+
+        Raises EngineFailed if it is kvhold's or the one that others are compared with.
+        """
+        model, given = (
+            self.sizes.model,
+            {"kv_cache_bytes": self.sizes.own_bytes, **binding(self.num_threads), **options},
+        )
+        engine = Engine(
+            options_for(model, max_model_len=self.sizes.longest, **given),
+            log_path=log_path,
+            environment=environment,
+        )
         try:
             self.stack.enter_context(engine)
         except EngineFailed as error:
@@ -247,13 +306,24 @@ class _Start:
             folder = self._new_folder(named)
             port = self._redis().port if tier == "redis" else 0
             l1_bytes, num_tokens = self.sizes.memory_bytes(tier), self.sizes.num_tokens
-            server = LMCacheServer(python, l1_bytes=l1_bytes, tier=tier, folder=folder, num_tokens=num_tokens, redis_port=port)
+            server = LMCacheServer(
+                python,
+                l1_bytes=l1_bytes,
+                tier=tier,
+                folder=folder,
+                num_tokens=num_tokens,
+                redis_port=port,
+            )
             self.stack.enter_context(server)
         except (EngineFailed, NotInstalled) as error:
             self.running.errors[named] = str(error)
             return
-        variables = environment(python, self.sizes.memory_bytes(tier), num_tokens=self.sizes.num_tokens)
-        self.engine(named, pids=(server.pid,), environment=variables, kv_transfer_config=server.connector())
+        variables = environment(
+            python, self.sizes.memory_bytes(tier), num_tokens=self.sizes.num_tokens
+        )
+        self.engine(
+            named, pids=(server.pid,), environment=variables, kv_transfer_config=server.connector()
+        )
 
     def lmcache_in_process(self, python: Path | str) -> None:
         """An engine, if it reuses anything."""
@@ -261,11 +331,22 @@ class _Start:
             self.running.errors[IN_PROCESS] = python
             return
         log = self.folder / "lmcache.log"
-        variables = environment(python, self.sizes.memory_bytes("ram"), num_tokens=self.sizes.num_tokens)
-        engine = self.engine(IN_PROCESS, log_path=log, environment=variables, kv_transfer_config=in_process_connector())
+        variables = environment(
+            python, self.sizes.memory_bytes("ram"), num_tokens=self.sizes.num_tokens
+        )
+        engine = self.engine(
+            IN_PROCESS,
+            log_path=log,
+            environment=variables,
+            kv_transfer_config=in_process_connector(),
+        )
         try:
             if IN_PROCESS in self.running.systems:
-                prove(engine, make_prompt(self.sizes.model.path, self.sizes.num_tokens, seed=_PROOF_SEED), log)
+                prove(
+                    engine,
+                    make_prompt(self.sizes.model.path, self.sizes.num_tokens, seed=_PROOF_SEED),
+                    log,
+                )
         except EngineFailed as error:
             self.running.drop(IN_PROCESS, str(error))
             engine.stop()
@@ -277,9 +358,14 @@ class _Start:
         return self._redis().url
 
     def _redis(self) -> RedisServer:
-        """One for a system alone, that forgets what was not asked for longest. Raises NotInstalled."""
+        """One for a system alone, that forgets what was not asked for longest.
+
+        Raises NotInstalled.
+        """
         forgets = {"maxmemory-policy": "allkeys-lru", "maxmemory-samples": "10"}
-        return self.stack.enter_context(RedisServer(settings={"maxmemory": str(self.sizes.below_bytes), **forgets}))
+        return self.stack.enter_context(
+            RedisServer(settings={"maxmemory": str(self.sizes.below_bytes), **forgets})
+        )
 
     def _new_folder(self, named: str) -> Path:
         folder = self.folder / named.replace(", ", "-").replace(" ", "-")

@@ -1,10 +1,13 @@
-"""The workloads: a set of documents that is visited again and again, each time with other text behind a part of the document.
+"""The workloads: a set of documents that is visited again and again, each time with other text
+behind a part of the document.
 
     for visit in visits(WORKLOADS["2x"], rounds=5): prompts = texts.prompts(visit)
 
-The documents of a set are visited in a circle, so between two visits of one there is a prompt for each of the others. A set of half of
-what the engine's own KV memory holds is still there at the next visit, one of twice as much never is. Shares of reuse come in falling
-order: whatever is asked for of a document was part of all visits of it before. Values only, but for the prompts' text.
+The documents of a set are visited in a circle, so between two visits of one there is a prompt for
+each of the others. A set of half of what the engine's own KV memory holds is still there at the
+next visit, one of twice as much never is. Shares of reuse come in falling
+order: whatever is asked for of a document was part of all visits of it before. Values only, but for
+    the prompts' text.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -40,7 +43,9 @@ class Workload:
         return max(1, round(self.factor * OWN_PROMPTS))
 
 
-WORKLOADS = {name: Workload(name, factor) for name, factor in (("0.5x", 0.5), ("2x", 2.0), ("8x", 8.0))}
+WORKLOADS = {
+    name: Workload(name, factor) for name, factor in (("0.5x", 0.5), ("2x", 2.0), ("8x", 8.0))
+}
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,8 @@ class Visit:
     reuse: per cent of each prompt that is of a document
     documents: the number of each prompt's document; more than one prompt: a burst
     counts: whether its times do; first visits do not
-    within: asked of one engine in several ways instead of all engines: what following a request costs
+    within: asked of one engine in several ways instead of all engines: what following a request
+        costs
     """
 
     reuse: int
@@ -65,7 +71,9 @@ class Visit:
 
 
 def visits(workload: Workload, *, rounds: int) -> Iterator[Visit]:
-    """First each document once, then of each share of reuse so many rounds, of a prompt by itself and of a burst."""
+    """First each document once, then of each share of reuse so many rounds, of a prompt by itself
+    and of a burst.
+    """
     for document in range(workload.num_documents):
         yield Visit(100, (document,), counts=False)
     at = 0
@@ -80,12 +88,16 @@ def visits(workload: Workload, *, rounds: int) -> Iterator[Visit]:
 
 
 def held_prompts(workloads: Sequence[Workload]) -> int:
-    """Prompts that a memory must have room for to hold the largest set through all visits, with room for what is on its way."""
+    """Prompts that a memory must have room for to hold the largest set through all visits, with
+    room for what is on its way.
+    """
     return max(workload.num_documents for workload in workloads) * 3 // 2 + 2 * BURST
 
 
 def seconds_left(done: Sequence[tuple[Visit, float]], left: Sequence[Visit]) -> float:
-    """How long the visits that are left will take, from how long others took. 0 before the first is done."""
+    """How long the visits that are left will take, from how long others took. 0 before the first is
+    done.
+    """
     weight = work([visit for visit, _ in done])
     return sum(seconds for _, seconds in done) / weight * work(left) if weight else 0.0
 
@@ -113,7 +125,10 @@ class Texts:
     def prompts(self, workload: Workload, visit: Visit) -> list[list[int]]:
         """Token ids of each prompt of a visit."""
         num_known = self._num_tokens * visit.reuse // 100
-        return [self._document(workload, number)[:num_known] + self._new(self._num_tokens - num_known) for number in visit.documents]
+        return [
+            self._document(workload, number)[:num_known] + self._new(self._num_tokens - num_known)
+            for number in visit.documents
+        ]
 
     def _document(self, workload: Workload, number: int) -> list[int]:
         seed = _FIRST_DOCUMENT + list(WORKLOADS).index(workload.name) * _DOCUMENTS_APART + number

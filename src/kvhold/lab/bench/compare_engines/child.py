@@ -1,16 +1,21 @@
-"""One cache in a process of its own, which plays the engine: lines of JSON in, a driver called, lines of JSON out.
+"""One cache in a process of its own, which plays the engine: lines of JSON in, a driver called,
+lines of JSON out.
 
     python -m kvhold.lab.bench.compare_engines.child kvhold.lab.bench.compare_engines.kvhold_child
-    .../lmcache/bin/python child.py lmcache_child torch    # in LMCache's environment, where there is no kvhold
+    .../lmcache/bin/python child.py lmcache_child torch    # in LMCache's environment, where there
+    is no kvhold
 
-The first argument is the driver's module, the others are what an engine has imported anyway. Only the standard library and numpy are
-used here, so that both environments can run it. One thread, one operation at a time:
+The first argument is the driver's module, the others are what an engine has imported anyway. Only
+the standard library and numpy are used here, so that both environments can run it. One thread, one
+operation at a time:
 
-    {"op": "start", ...}                          -> {"seconds": ...}: from the driver's import to a cache that is ready
-    {"op": "store", "tokens": [...], "seed": 1}   -> {"seconds": ..., "written_s": ..., "checksum": ...}: of what was made from the seed
-    {"op": "retrieve", "tokens": [...]}           -> {"seconds": ..., "num_tokens": ..., "checksum": ...}: of what came back
+    {"op": "start", ...}  -> {"seconds": ...}: from the driver's import to a cache that is ready
+    {"op": "store", "tokens": [...], "seed": 1}   -> {"seconds": ..., "written_s": ..., "checksum":
+    ...}: of what was made from the seed
+    {"op": "retrieve", "tokens": [...]}  -> {"seconds": ..., "num_tokens": ..., "checksum": ...}: of
+    what came back
     {"op": "lookup", "tokens": [...]}             -> {"seconds": ..., "num_tokens": ...}
-    {"op": "forget"}                              -> {}: memory holds nothing of what was stored; a lower tier still does
+    {"op": "forget"}  -> {}: memory holds nothing of what was stored; a lower tier still does
     {"op": "memory"}                              -> {"nbytes": ...}
     {"op": "stop"}                                -> {}
 
@@ -36,14 +41,20 @@ import numpy as np
 import numpy.typing as npt
 
 POOL_NAME = "engine-kv"
-_OF_KV = (POOL_NAME, "lmcache_kv_", "lmcache_l1_pool_", "memfd:kvhold")  # mappings that hold KV: the engine's own, or the cache
+_OF_KV = (
+    POOL_NAME,
+    "lmcache_kv_",
+    "lmcache_l1_pool_",
+    "memfd:kvhold",
+)  # mappings that hold KV: the engine's own, or the cache
 
 Layers = Sequence[npt.NDArray[np.uint16]]
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to start. Two regions of the engine's pool hold a prompt each: stores read one, retrieves write the other.
+    """What to start. Two regions of the engine's pool hold a prompt each: stores read one,
+    retrieves write the other.
 
     mode:        which of the driver's caches
     tier:        ram, disk or redis: where KV is retrieved from
@@ -51,7 +62,8 @@ class Options:
     cache_bytes: how much KV memory holds
     folder:      for sockets and the disk tier; there and empty
     redis_port:  of a Redis on loopback; 0: none
-    page_cache:  files of the disk tier stay in the kernel's page cache; if not, reads come from the disk
+    page_cache:  files of the disk tier stay in the kernel's page cache; if not, reads come from the
+        disk
     """
 
     mode: str
@@ -84,11 +96,16 @@ class Options:
 
 
 class Driver(Protocol):
-    """One cache, as an engine with blocks in host memory would call it. Made by the driver's `start(options, layers)`."""
+    """One cache, as an engine with blocks in host memory would call it.
+
+    Made by the driver's `start(options, layers)`.
+    """
 
     @property
     def layers(self) -> Layers:
-        """The engine's pool, wherever the cache wants it to lie: [2, num_blocks, tokens_per_block, heads, head_dim] each."""
+        """The engine's pool, wherever the cache wants it to lie: [2, num_blocks, tokens_per_block,
+        heads, head_dim] each.
+        """
 
     def expect(self, num_tokens: int) -> None:
         """So many will be stored next: what `settle` must know of before. Not timed."""
@@ -126,7 +143,9 @@ class Engine:
         self._driver: Driver = importlib.import_module(driver_name).start(options, self._layers)
         self.started_s = time.perf_counter() - began
         del self._layers  # the driver may have moved them
-        ids = 1 + np.random.default_rng(0).permutation(2 * options.num_blocks)  # block 0 means "none" to some engines
+        ids = 1 + np.random.default_rng(0).permutation(
+            2 * options.num_blocks
+        )  # block 0 means "none" to some engines
         self._from, self._to = np.split(ids, 2)
 
     def do(self, asked: dict[str, Any]) -> dict[str, Any]:
@@ -148,7 +167,10 @@ class Engine:
                     drop_pages(Path(self._options.folder))
             case {"op": "memory"}:
                 pids = [os.getpid(), *self._driver.pids()]
-                return {"nbytes": sum(own_bytes(pid, self._options.cache_bytes) for pid in pids) - self._before}
+                return {
+                    "nbytes": sum(own_bytes(pid, self._options.cache_bytes) for pid in pids)
+                    - self._before
+                }
             case {"op": "stop"}:
                 self._driver.close()
             case _:
@@ -165,7 +187,11 @@ class Engine:
         seconds = time.perf_counter() - began
         self._driver.settle()
         written_s = time.perf_counter() - began
-        return {"seconds": seconds, "written_s": written_s, "checksum": checksum(self._driver.layers, block_ids)}
+        return {
+            "seconds": seconds,
+            "written_s": written_s,
+            "checksum": checksum(self._driver.layers, block_ids),
+        }
 
     def _retrieve(self, tokens: list[int]) -> dict[str, Any]:
         block_ids = self._blocks(self._to, tokens)
@@ -175,11 +201,18 @@ class Engine:
         began = time.perf_counter()
         num_tokens = self._driver.retrieve(tokens, given)
         seconds = time.perf_counter() - began
-        return {"seconds": seconds, "num_tokens": num_tokens, "checksum": checksum(self._driver.layers, block_ids)}
+        return {
+            "seconds": seconds,
+            "num_tokens": num_tokens,
+            "checksum": checksum(self._driver.layers, block_ids),
+        }
 
     def _blocks(self, region: npt.NDArray[np.int64], tokens: list[int]) -> npt.NDArray[np.int64]:
         if len(tokens) % self._options.tokens_per_block or len(tokens) > self._options.num_tokens:
-            raise ValueError(f"{len(tokens)} tokens: whole blocks of {self._options.tokens_per_block}, {self._options.num_tokens} at most")
+            raise ValueError(
+                f"{len(tokens)} tokens: whole blocks of {self._options.tokens_per_block}, "
+                f"{self._options.num_tokens} at most"
+            )
         return region[: len(tokens) // self._options.tokens_per_block]
 
 
@@ -188,7 +221,9 @@ def fill(layers: Layers, block_ids: npt.NDArray[np.int64], seed: int) -> None:
     chance = np.random.default_rng(seed)
     for layer in layers:
         shape = (2, len(block_ids), *layer.shape[2:])
-        layer[:, block_ids] = np.frombuffer(chance.bytes(2 * int(np.prod(shape))), np.uint16).reshape(shape)
+        layer[:, block_ids] = np.frombuffer(
+            chance.bytes(2 * int(np.prod(shape))), np.uint16
+        ).reshape(shape)
 
 
 def checksum(layers: Layers, block_ids: npt.NDArray[np.int64]) -> str:
@@ -200,7 +235,9 @@ def checksum(layers: Layers, block_ids: npt.NDArray[np.int64]) -> str:
 
 
 def drop_pages(folder: Path) -> None:
-    """Have the kernel forget what it keeps in memory of the files there; they are written to the disk before."""
+    """Have the kernel forget what it keeps in memory of the files there; they are written to the
+    disk before.
+    """
     for path in folder.rglob("*"):
         with suppress(FileNotFoundError):  # it was evicted, or has got its own name
             if not path.is_file():
@@ -212,8 +249,14 @@ def drop_pages(folder: Path) -> None:
 
 
 def own_bytes(pid: int, cache_bytes: int) -> int:
-    """Proportional set size of a process less what holds KV: mappings of such a name, or nameless and as large as the cache."""
-    return sum(nbytes for name, size, nbytes in _mappings(pid) if (name or size < cache_bytes) and not any(kv in name for kv in _OF_KV))
+    """Proportional set size of a process less what holds KV: mappings of such a name, or nameless
+    and as large as the cache.
+    """
+    return sum(
+        nbytes
+        for name, size, nbytes in _mappings(pid)
+        if (name or size < cache_bytes) and not any(kv in name for kv in _OF_KV)
+    )
 
 
 def _mappings(pid: int) -> Iterator[tuple[str, int, int]]:
@@ -230,8 +273,16 @@ def _mappings(pid: int) -> Iterator[tuple[str, int, int]]:
 
 
 def _pool(options: Options) -> Layers:
-    """The engine's blocks, of all of a prompt twice and one that is never used, every page of them present."""
-    shape = (2, 1 + 2 * options.num_blocks, options.tokens_per_block, options.heads, options.head_dim)
+    """The engine's blocks, of all of a prompt twice and one that is never used, every page of them
+    present.
+    """
+    shape = (
+        2,
+        1 + 2 * options.num_blocks,
+        options.tokens_per_block,
+        options.heads,
+        options.head_dim,
+    )
     elements = int(np.prod(shape))
     descriptor = os.memfd_create(POOL_NAME)
     os.ftruncate(descriptor, options.layers * elements * 2)
@@ -244,7 +295,9 @@ def _pool(options: Options) -> Layers:
 def main(driver_name: str, *of_the_engine: str) -> int:
     """Serve until the input ends or `stop` comes."""
     asked, answers = _take_pipes()
-    faulthandler.register(signal.SIGUSR1)  # where each thread is, for a parent that has waited too long
+    faulthandler.register(
+        signal.SIGUSR1
+    )  # where each thread is, for a parent that has waited too long
     for name in of_the_engine:
         importlib.import_module(name)
     engine: Engine | None = None
@@ -260,7 +313,8 @@ def main(driver_name: str, *of_the_engine: str) -> int:
                 raise ValueError("the first operation must be start")
             elif engine is not None:
                 answer = engine.do(operation)
-        except Exception as error:  # noqa: BLE001 - the edge of this process: the parent gets the reason
+        # the edge of this process: the parent gets the reason
+        except Exception as error:  # noqa: BLE001
             answer = {"error": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps(answer).encode() + b"\n")
         answers.flush()
@@ -272,7 +326,9 @@ def main(driver_name: str, *of_the_engine: str) -> int:
 
 
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Standard input and output as files of our own; libraries, and what they start, read nothing and print to the log."""
+    """Standard input and output as files of our own; libraries, and what they start, read nothing
+    and print to the log.
+    """
     asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

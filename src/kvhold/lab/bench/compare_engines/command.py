@@ -10,7 +10,12 @@ from pathlib import Path
 
 import click
 
-from kvhold.lab.bench.compare_engines.lmcache_env import LMCACHE, NoLMCache, environment_folder, lmcache_python
+from kvhold.lab.bench.compare_engines.lmcache_env import (
+    LMCACHE,
+    NoLMCache,
+    environment_folder,
+    lmcache_python,
+)
 from kvhold.lab.bench.compare_engines.rows import NO_TIER, REDIS, Measured, goals, make_rows, render
 from kvhold.lab.bench.compare_engines.run import TIERS, Work, measure, measure_imports
 from kvhold.lab.bench.compare_engines.systems import KVHOLD, OURS, SERVER, SYSTEMS, cores, launch
@@ -22,25 +27,63 @@ _DEFAULT = Work()
 
 
 @click.command()
-@click.option("--system", "only", multiple=True, type=click.Choice(SYSTEMS), help="Only these. [default: all]")
 @click.option(
-    "--tier", "tiers", multiple=True, type=click.Choice(TIERS), help="Only these; start-up, memory and imports go with ram. [default: all]"
+    "--system", "only", multiple=True, type=click.Choice(SYSTEMS), help="Only these. [default: all]"
 )
-@click.option("--rounds", type=click.IntRange(1), default=_DEFAULT.rounds, show_default=True, help="Beside one that does not count.")
-@click.option("--tokens", type=click.IntRange(256), default=_DEFAULT.num_tokens, show_default=True, help="Of a prompt: whole chunks.")
-@click.option("--lookup-tokens", type=click.IntRange(0), default=_DEFAULT.lookup_tokens, show_default=True, help="0: no long lookup.")
+@click.option(
+    "--tier",
+    "tiers",
+    multiple=True,
+    type=click.Choice(TIERS),
+    help="Only these; start-up, memory and imports go with ram. [default: all]",
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(1),
+    default=_DEFAULT.rounds,
+    show_default=True,
+    help="Beside one that does not count.",
+)
+@click.option(
+    "--tokens",
+    type=click.IntRange(256),
+    default=_DEFAULT.num_tokens,
+    show_default=True,
+    help="Of a prompt: whole chunks.",
+)
+@click.option(
+    "--lookup-tokens",
+    type=click.IntRange(0),
+    default=_DEFAULT.lookup_tokens,
+    show_default=True,
+    help="0: no long lookup.",
+)
 @click.option("--layers", type=click.IntRange(1), default=_DEFAULT.layers, show_default=True)
-@click.option("--heads", type=click.IntRange(1), default=_DEFAULT.heads, show_default=True, help="KV heads.")
+@click.option(
+    "--heads", type=click.IntRange(1), default=_DEFAULT.heads, show_default=True, help="KV heads."
+)
 @click.option("--head-dim", type=click.IntRange(8), default=_DEFAULT.head_dim, show_default=True)
 @click.option(
-    "--block-tokens", type=click.IntRange(1), default=_DEFAULT.tokens_per_block, show_default=True, help="In the engine's blocks."
+    "--block-tokens",
+    type=click.IntRange(1),
+    default=_DEFAULT.tokens_per_block,
+    show_default=True,
+    help="In the engine's blocks.",
 )
-@click.option("--threads", type=click.IntRange(1), help="That copy, in each system; fewer where others use the cores. [default: all cores]")
 @click.option(
-    "--folder", type=click.Path(exists=True, file_okay=False, path_type=Path), help="On which disk. [default: of temporary files]"
+    "--threads",
+    type=click.IntRange(1),
+    help="That copy, in each system; fewer where others use the cores. [default: all cores]",
 )
 @click.option(
-    "--lmcache-env", type=click.Path(file_okay=False, path_type=Path), help="LMCache's environment. [default: in your cache folder]"
+    "--folder",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="On which disk. [default: of temporary files]",
+)
+@click.option(
+    "--lmcache-env",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="LMCache's environment. [default: in your cache folder]",
 )
 @click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
 def command(
@@ -58,11 +101,13 @@ def command(
     lmcache_env: Path | None,
     json_file: Path | None,
 ) -> None:
-    """kvhold beside LMCache 0.5.6 without an engine around them: the same tokens, bytes and tiers, on the CPU.
+    """kvhold beside LMCache 0.5.6 without an engine around them: the same tokens, bytes and tiers,
+    on the CPU.
 
-    LMCache gets an environment of its own, made the first time (2 GB); root on Debian or Ubuntu gets missing packages (redis-server,
-    libibverbs1), unless KVHOLD_SETUP_SERVERS=0. A system that cannot do it is shown with its error. Exits with 1 if kvhold failed, or if
-    bytes came back that were not stored. Times do not decide that: the goals' verdicts are printed.
+    LMCache gets an environment of its own, made the first time (2 GB); root on Debian or Ubuntu
+    gets missing packages (redis-server, libibverbs1), unless KVHOLD_SETUP_SERVERS=0. A system that
+    cannot do it is shown with its error. Exits with 1 if kvhold failed, or if bytes came back that
+    were not stored. Times do not decide that: the goals' verdicts are printed.
     """
     work = Work(
         num_tokens=tokens,
@@ -76,16 +121,30 @@ def command(
     )
     for name, value in (("--tokens", tokens), ("--lookup-tokens", lookup_tokens)):
         if value % work.tokens_per_chunk:
-            raise click.BadParameter(f"{value} is no multiple of a chunk, {work.tokens_per_chunk} tokens", param_hint=name)
+            raise click.BadParameter(
+                f"{value} is no multiple of a chunk, {work.tokens_per_chunk} tokens",
+                param_hint=name,
+            )
     if work.tokens_per_chunk % block_tokens:
-        raise click.BadParameter(f"{block_tokens} does not divide a chunk, {work.tokens_per_chunk} tokens", param_hint="--block-tokens")
+        raise click.BadParameter(
+            f"{block_tokens} does not divide a chunk, {work.tokens_per_chunk} tokens",
+            param_hint="--block-tokens",
+        )
     systems, tiers = only or SYSTEMS, tiers or TIERS
     prompt_bytes = work.options("ram").prompt_bytes
-    shape = f"{tokens:,} tokens, {prompt_bytes / 1e6:.0f} MB of KV, chunks of {work.tokens_per_chunk}, {work.threads} threads"
-    click.echo(f"{platform.machine()}, Python {platform.python_version()}, load {os.getloadavg()[0]:.1f}; {shape}")
+    shape = (
+        f"{tokens:,} tokens, {prompt_bytes / 1e6:.0f} MB of KV, chunks of "
+        f"{work.tokens_per_chunk}, {work.threads} threads"
+    )
+    click.echo(
+        f"{platform.machine()}, Python {platform.python_version()}, load "
+        f"{os.getloadavg()[0]:.1f}; {shape}"
+    )
     python, without = None, ""
     peers = set(systems) - set(OURS)
-    provide([*([VERBS] if peers else []), *(["redis-server"] if REDIS in tiers else [])], click.echo)
+    provide(
+        [*([VERBS] if peers else []), *(["redis-server"] if REDIS in tiers else [])], click.echo
+    )
     if peers:
         click.echo(f"LMCache {LMCACHE} in {lmcache_env or environment_folder()} ...")
         try:
@@ -94,7 +153,9 @@ def command(
             without = str(error)
     able = [name for name in SYSTEMS if name in systems and (name in OURS or python is not None)]
     starting = partial(launch, python=python, threads=work.threads)
-    measured = measure(work, able, tiers, starting, folder=folder, say=click.echo) if able else Measured()
+    measured = (
+        measure(work, able, tiers, starting, folder=folder, say=click.echo) if able else Measured()
+    )
     if "ram" in tiers:
         measure_imports(measured, work, [name for name in (KVHOLD, SERVER) if name in able], python)
     measured.errors |= {(NO_TIER, name): without for name in systems if name not in able}

@@ -1,7 +1,8 @@
-"""kvhold under measurement: a node of its own, and a client that gathers into its arena and scatters out of it.
+"""kvhold under measurement: a node of its own, and a client that gathers into its arena and
+scatters out of it.
 
-Frames in lower tiers are checked as always. A lower tier's KV is retrieved after memory, which then has room for little more than one
-prompt, has been filled with others.
+Frames in lower tiers are checked as always. A lower tier's KV is retrieved after memory, which then
+has room for little more than one prompt, has been filled with others.
 """
 
 import math
@@ -42,10 +43,18 @@ class KVHold:
 
     def __init__(self, options: "Options", layers: "Layers") -> None:
         folder = Path(options.folder)
-        group = Group(layers=options.layers, planes=2, heads=options.heads, head_dim=options.head_dim, dtype="bfloat16")
+        group = Group(
+            layers=options.layers,
+            planes=2,
+            heads=options.heads,
+            head_dim=options.head_dim,
+            dtype="bfloat16",
+        )
         tiers = {
             "ram": [],
-            "disk": [f"disk://{folder}/kv?max_bytes=64GiB&direct={'never' if options.mode == 'node, page cache' else 'auto'}"],
+            "disk": [
+                f"disk://{folder}/kv?max_bytes=64GiB&direct={'never' if options.mode == 'node, page cache' else 'auto'}"
+            ],
             "redis": [f"redis://127.0.0.1:{options.redis_port}/0"],
         }[options.tier]
         ram_bytes = int(1.2 * options.prompt_bytes) + _SPARE_BYTES if tiers else options.cache_bytes
@@ -55,7 +64,9 @@ class KVHold:
                 "tiers": tiers,
                 "write_behind_bytes": options.cache_bytes,
                 "node": {"socket": str(folder / "node.sock"), "idle_exit_s": _IDLE_EXIT_S},
-                "client": dict.fromkeys(("connect_timeout_s", "call_timeout_s", "arrival_timeout_s"), _PATIENCE_S),
+                "client": dict.fromkeys(
+                    ("connect_timeout_s", "call_timeout_s", "arrival_timeout_s"), _PATIENCE_S
+                ),
             },
             environ={},
         )
@@ -64,11 +75,15 @@ class KVHold:
         self._layout = Layout(groups=(group,), tokens_per_chunk=options.tokens_per_chunk)
         self._namespace = Namespace(model="bench", layout=self._layout)
         self._view = per_layer(group, layers, axes="plane block token head dim")
-        self._threads = min(_COPY_THREADS, int(os.environ.get("OMP_NUM_THREADS", _COPY_THREADS)))  # as many as the others may use
+        self._threads = min(
+            _COPY_THREADS, int(os.environ.get("OMP_NUM_THREADS", _COPY_THREADS))
+        )  # as many as the others may use
         self._client = connect(config, name="kvhold bench")
         self._client.register(self._namespace)
         arena_bytes = int(self._client.status()["arena_bytes"])
-        self._fillers = math.ceil(arena_bytes / options.prompt_bytes)  # prompts that are as much as memory holds
+        self._fillers = math.ceil(
+            arena_bytes / options.prompt_bytes
+        )  # prompts that are as much as memory holds
         self._mark = 0
         warm_up()
 
@@ -79,13 +94,19 @@ class KVHold:
         """Gather into the node's arena and commit."""
         prompt = self._namespace.prompt(tokens)
         with self._client.reserve(self._layout, prompt.chunks()) as room:
-            gather_blocks(self._view, np.array(block_ids), room.buffer, room.chunks(), threads=self._threads)
+            gather_blocks(
+                self._view, np.array(block_ids), room.buffer, room.chunks(), threads=self._threads
+            )
             self._mark = room.commit()
 
     def settle(self) -> None:
         """Wait until it has been written to the lower tier."""
-        if self._options.tier != "ram" and not self._client.flush(self._mark, deadline_s=_PATIENCE_S):
-            raise KVHoldError(f"not written to the {self._options.tier} tier within {_PATIENCE_S:g} s")
+        if self._options.tier != "ram" and not self._client.flush(
+            self._mark, deadline_s=_PATIENCE_S
+        ):
+            raise KVHoldError(
+                f"not written to the {self._options.tier} tier within {_PATIENCE_S:g} s"
+            )
 
     def lookup(self, tokens: list[int]) -> tuple[int, Callable[[], None]]:
         """Hash, ask, pin."""
@@ -93,12 +114,15 @@ class KVHold:
         return hit.num_tokens, hit.close
 
     def retrieve(self, tokens: list[int], block_ids: list[int]) -> int:
-        """Look up, scatter what is in memory, and what comes from a lower tier as it comes. Raises KVHoldError if memory had any of what a
-        lower tier is to give."""
+        """Look up, scatter what is in memory, and what comes from a lower tier as it comes. Raises
+        KVHoldError if memory had any of what a lower tier is to give.
+        """
         size, ids = self._layout.tokens_per_chunk, np.array(block_ids)
         blocks = size * len(ids) // len(tokens)  # in a chunk
         with self._client.lookup(self._namespace.prompt(tokens).query(), wait_s=0) as hit:
-            for loan in loans_as_they_come(self._client, hit, size, until_s=time.monotonic() + _PATIENCE_S):
+            for loan in loans_as_they_come(
+                self._client, hit, size, until_s=time.monotonic() + _PATIENCE_S
+            ):
                 into = ids[loan.first_chunk * blocks :][: len(loan.num_tokens) * blocks]
                 scatter_blocks(self._view, into, loan.buffer, loan.chunks(), threads=self._threads)
             if self._options.tier != "ram" and "ram" in hit.sources:
@@ -111,7 +135,9 @@ class KVHold:
             self._client.clear()
             return
         for number in range(self._fillers):
-            prompt = self._namespace.prompt(np.full(self._options.num_tokens, _FILLER_TOKEN + number, np.int32))
+            prompt = self._namespace.prompt(
+                np.full(self._options.num_tokens, _FILLER_TOKEN + number, np.int32)
+            )
             with self._client.reserve(self._layout, prompt.chunks()) as room:
                 self._mark = room.commit()
             self.settle()

@@ -1,14 +1,18 @@
-"""LMCache 0.5.6 under measurement, in an environment of its own without kvhold, by the calls that its own integrations make.
+"""LMCache 0.5.6 under measurement, in an environment of its own without kvhold, by the calls that
+its own integrations make.
 
 | mode | what it is |
 |---|---|
-| in-process | the engine in this process. It has no connector for a CPU, so one of ours calls LMCache's own copies for host memory |
+| in-process | the engine in this process. It has no connector for a CPU, so one of ours calls
+LMCache's own copies for host memory |
 | own connector | the same with the connector that it chooses itself |
-| engine-driven | its multi-process server, this process copies to and from the server's shared memory: its default on a CPU |
+| engine-driven | its multi-process server, this process copies to and from the server's shared
+memory: its default on a CPU |
 | lmcache-driven | its multi-process server, which maps this process's blocks and copies itself |
 
-Below memory: its disk and Redis backends in process, its `fs_native` and `resp` adapters in the server. Blocks are told to be
-`[plane, block, token, head, dim]`, which LMCache would otherwise guess wrongly and copy more slowly.
+Below memory: its disk and Redis backends in process, its `fs_native` and `resp` adapters in the
+server. Blocks are told to be `[plane, block, token, head, dim]`, which LMCache would otherwise
+guess wrongly and copy more slowly.
 """
 
 import itertools
@@ -24,7 +28,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvhold.lab.bench.compare_engines.child import Driver, Layers, Options
 
-os.environ |= {"LMCACHE_TRACK_USAGE": "false", "DO_NOT_TRACK": "1", "LMCACHE_DISABLE_BANNER": "1", "LMCACHE_LOG_LEVEL": "WARNING"}
+os.environ |= {
+    "LMCACHE_TRACK_USAGE": "false",
+    "DO_NOT_TRACK": "1",
+    "LMCACHE_DISABLE_BANNER": "1",
+    "LMCACHE_LOG_LEVEL": "WARNING",
+}
 
 import torch
 
@@ -36,7 +45,10 @@ _REDIS_KEYS = 2  # of a chunk, by the backend in process
 
 def start(options: "Options", layers: "Layers") -> "Driver":
     """Start the cache of that mode. Raises what LMCache raises."""
-    tensors = {f"layer.{number}": torch.from_numpy(layer.view("int16")).view(torch.bfloat16) for number, layer in enumerate(layers)}
+    tensors = {
+        f"layer.{number}": torch.from_numpy(layer.view("int16")).view(torch.bfloat16)
+        for number, layer in enumerate(layers)
+    }
     if options.mode in ("in-process", "own connector"):
         return InProcess(options, tensors)
     return Server(options, tensors)
@@ -48,13 +60,16 @@ class _Pool:
     def __init__(self, options: "Options", tensors: dict[str, Any]) -> None:
         self._options = options
         self._tensors = tensors
-        self._model = f"bench-{options.mode.replace(' ', '-')}"  # all share one Redis: nobody is to find what another wrote
+        # all share one Redis: nobody is to find what another wrote
+        self._model = f"bench-{options.mode.replace(' ', '-')}"
         self._blocks_per_chunk = options.tokens_per_chunk // options.tokens_per_block
 
     @property
     def layers(self) -> "Layers":
         """As numpy sees them now: LMCache may have moved them."""
-        return [tensor.view(torch.int16).numpy().view("uint16") for tensor in self._tensors.values()]
+        return [
+            tensor.view(torch.int16).numpy().view("uint16") for tensor in self._tensors.values()
+        ]
 
 
 class InProcess(_Pool):
@@ -70,12 +85,26 @@ class InProcess(_Pool):
         super().__init__(options, tensors)
         tiers: dict[str, dict[str, Any]] = {
             "ram": {"local_cpu": True},
-            "disk": {"local_cpu": False, "local_disk": f"{options.folder}/", "max_local_disk_size": 64.0},
-            "redis": {"local_cpu": False, "remote_url": f"redis://127.0.0.1:{options.redis_port}", "remote_serde": "naive"},
+            "disk": {
+                "local_cpu": False,
+                "local_disk": f"{options.folder}/",
+                "max_local_disk_size": 64.0,
+            },
+            "redis": {
+                "local_cpu": False,
+                "remote_url": f"redis://127.0.0.1:{options.redis_port}",
+                "remote_serde": "naive",
+            },
         }
-        self._where = {"ram": "LocalCPUBackend", "disk": "LocalDiskBackend", "redis": "RemoteBackend"}[options.tier]
+        self._where = {
+            "ram": "LocalCPUBackend",
+            "disk": "LocalDiskBackend",
+            "redis": "RemoteBackend",
+        }[options.tier]
         size_gb = options.cache_bytes / (1 << 30)
-        config = LMCacheEngineConfig.from_defaults(chunk_size=options.tokens_per_chunk, max_local_cpu_size=size_gb, **tiers[options.tier])
+        config = LMCacheEngineConfig.from_defaults(
+            chunk_size=options.tokens_per_chunk, max_local_cpu_size=size_gb, **tiers[options.tier]
+        )
         metadata = LMCacheMetadata(
             model_name=self._model,
             world_size=1,
@@ -86,9 +115,15 @@ class InProcess(_Pool):
             kv_shape=(options.layers, 2, options.tokens_per_chunk, options.heads, options.head_dim),
             chunk_size=options.tokens_per_chunk,
         )
-        connector = CreateGPUConnector(config, metadata, EngineType.VLLM) if options.mode == "own connector" else _HostCopies(self)
+        connector = (
+            CreateGPUConnector(config, metadata, EngineType.VLLM)
+            if options.mode == "own connector"
+            else _HostCopies(self)
+        )
         builder: Any = LMCacheEngineBuilder
-        self._engine = builder.get_or_create(self._model, config, metadata, connector, lambda *_: None, lambda value, _: value)
+        self._engine = builder.get_or_create(
+            self._model, config, metadata, connector, lambda *_: None, lambda value, _: value
+        )
         self._engine.post_init()
         self._numbers = itertools.count()
         self._stored: list[int] = []
@@ -96,7 +131,9 @@ class InProcess(_Pool):
 
     def expect(self, num_tokens: int) -> None:
         """How many keys Redis is to have."""
-        self._due = redis_size(self._options) + _REDIS_KEYS * num_tokens // self._options.tokens_per_chunk
+        self._due = (
+            redis_size(self._options) + _REDIS_KEYS * num_tokens // self._options.tokens_per_chunk
+        )
 
     def store(self, tokens: list[int], block_ids: list[int]) -> None:
         """Copy out; backends below memory write in the background."""
@@ -105,15 +142,25 @@ class InProcess(_Pool):
 
     def settle(self) -> None:
         """Wait until its backend says that it has it."""
-        if self._options.tier == "redis":  # asked about it while it writes, its client at times never answers
+        if (
+            self._options.tier == "redis"
+        ):  # asked about it while it writes, its client at times never answers
             wait_until(lambda: redis_size(self._options) >= self._due, "on redis")
         else:
-            wait_until(lambda: self._engine.lookup(self._stored, search_range=[self._where]) == len(self._stored), f"in {self._where}")
+            wait_until(
+                lambda: (
+                    self._engine.lookup(self._stored, search_range=[self._where])
+                    == len(self._stored)
+                ),
+                f"in {self._where}",
+            )
 
     def lookup(self, tokens: list[int]) -> tuple[int, Callable[[], None]]:
         """Hash, find, pin."""
         name = str(next(self._numbers))
-        return self._engine.lookup(tokens, lookup_id=name, pin=True), lambda: self._engine.lookup_unpin(name)
+        return self._engine.lookup(
+            tokens, lookup_id=name, pin=True
+        ), lambda: self._engine.lookup_unpin(name)
 
     def retrieve(self, tokens: list[int], block_ids: list[int]) -> int:
         """Look up, load, unpin."""
@@ -137,22 +184,43 @@ class InProcess(_Pool):
 
 
 class _HostCopies:
-    """What LMCache calls a GPU connector, for blocks in host memory, by the copies of its own that its multi-process client uses."""
+    """What LMCache calls a GPU connector, for blocks in host memory, by the copies of its own that
+    its multi-process client uses.
+    """
 
     def __init__(self, pool: InProcess) -> None:
-        from lmcache.v1.multiprocess.transfer_context import gather_paged_kv_to_cpu, scatter_cpu_to_paged_kv
+        from lmcache.v1.multiprocess.transfer_context import (
+            gather_paged_kv_to_cpu,
+            scatter_cpu_to_paged_kv,
+        )
 
         self._pool = pool
         self._gather, self._scatter = gather_paged_kv_to_cpu, scatter_cpu_to_paged_kv
 
-    def batched_from_gpu(self, memory_objs: list[Any], starts: list[int], ends: list[int], *, block_ids: list[int], **_: Any) -> None:
+    def batched_from_gpu(
+        self,
+        memory_objs: list[Any],
+        starts: list[int],
+        ends: list[int],
+        *,
+        block_ids: list[int],
+        **_: Any,
+    ) -> None:
         """Copy whole chunks out of blocks."""
         pool = self._pool
         chosen = self._blocks(starts, ends, block_ids)
         out = [memory.tensor for memory in memory_objs]
         self._gather(pool._tensors, chosen, pool._blocks_per_chunk, layout_hints=_LAYOUT, out=out)
 
-    def batched_to_gpu(self, memory_objs: list[Any], starts: list[int], ends: list[int], *, block_ids: list[int], **_: Any) -> None:
+    def batched_to_gpu(
+        self,
+        memory_objs: list[Any],
+        starts: list[int],
+        ends: list[int],
+        *,
+        block_ids: list[int],
+        **_: Any,
+    ) -> None:
         """Copy whole chunks into blocks."""
         pool = self._pool
         chosen = self._blocks(starts, ends, block_ids)
@@ -166,11 +234,17 @@ class _HostCopies:
 
     def _blocks(self, starts: list[int], ends: list[int], block_ids: list[int]) -> list[int]:
         size = self._pool._options.tokens_per_block
-        return [block for first, end in zip(starts, ends, strict=True) for block in block_ids[first // size : end // size]]
+        return [
+            block
+            for first, end in zip(starts, ends, strict=True)
+            for block in block_ids[first // size : end // size]
+        ]
 
 
 class Server(_Pool):
-    """A driver as `child.Driver` says, around `lmcache server` and what its vLLM connector does on both sides."""
+    """A driver as `child.Driver` says, around `lmcache server` and what its vLLM connector does on
+    both sides.
+    """
 
     def __init__(self, options: "Options", tensors: dict[str, Any]) -> None:
         from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
@@ -179,13 +253,19 @@ class Server(_Pool):
 
         super().__init__(options, tensors)
         port = free_port()
-        self._process = subprocess.Popen([str(Path(sys.executable).parent / "lmcache"), *self._arguments(port)])
+        self._process = subprocess.Popen(
+            [str(Path(sys.executable).parent / "lmcache"), *self._arguments(port)]
+        )
         self._make_key = IPCCacheServerKey
         self._client = RequestClientFactory.create(f"tcp://127.0.0.1:{port}")
         wait_until(self._answers, "answering")
         mode = options.mode.replace("-", "_")
-        self._transfers = create_transfer_context(tensors, instance_id=1, req_client=self._client, mode=mode)
-        self._transfers.register(tensors, self._model, 1, self._blocks_per_chunk, _PATIENCE_S, layout_hints=_LAYOUT)
+        self._transfers = create_transfer_context(
+            tensors, instance_id=1, req_client=self._client, mode=mode
+        )
+        self._transfers.register(
+            tensors, self._model, 1, self._blocks_per_chunk, _PATIENCE_S, layout_hints=_LAYOUT
+        )
         self._numbers = itertools.count()
         self._stored: list[int] = []
         self._due = 0  # values that the lower tier has when all is written
@@ -195,12 +275,22 @@ class Server(_Pool):
         tiers: dict[str, list[str]] = {
             "ram": [],
             "disk": ["--l2-adapter", f'{{"type": "fs_native", "base_path": "{options.folder}"}}'],
-            "redis": ["--l2-adapter", f'{{"type": "resp", "host": "127.0.0.1", "port": {options.redis_port}}}'],
+            "redis": [
+                "--l2-adapter",
+                f'{{"type": "resp", "host": "127.0.0.1", "port": {options.redis_port}}}',
+            ],
         }
         memory = ["--l1-size-gb", str(options.cache_bytes / (1 << 30)), "--eviction-policy", "LRU"]
-        shared = ["--shm-name", f"kvhold_bench_{os.getpid()}"] if options.mode == "engine-driven" else []
+        shared = (
+            ["--shm-name", f"kvhold_bench_{os.getpid()}"] if options.mode == "engine-driven" else []
+        )
         ports = ["--host", "127.0.0.1", "--port", str(port), "--http-port", str(free_port())]
-        mode = ["--supported-transfer-mode", options.mode.replace("-", "_"), "--chunk-size", str(options.tokens_per_chunk)]
+        mode = [
+            "--supported-transfer-mode",
+            options.mode.replace("-", "_"),
+            "--chunk-size",
+            str(options.tokens_per_chunk),
+        ]
         return ["server", *ports, *mode, *memory, *shared, *tiers[options.tier]]
 
     def expect(self, num_tokens: int) -> None:
@@ -211,7 +301,9 @@ class Server(_Pool):
         """Until the server is done with the blocks."""
         name = str(next(self._numbers))
         event = self._transfers.create_recorded_event()
-        future = self._transfers.submit_store(name, self._key(name, tokens), self._tensors, [block_ids], event, self._blocks_per_chunk)
+        future = self._transfers.submit_store(
+            name, self._key(name, tokens), self._tensors, [block_ids], event, self._blocks_per_chunk
+        )
         if not future.result(timeout=_PATIENCE_S):
             raise RuntimeError("the server did not store")
         self._client.end_session(name)
@@ -225,13 +317,17 @@ class Server(_Pool):
             wait_until(lambda: self._written() >= self._due, f"on {self._options.tier}")
 
     def lookup(self, tokens: list[int]) -> tuple[int, Callable[[], None]]:
-        """Hash and find in the server, which reads what is in a lower tier; locks are freed by what is returned."""
+        """Hash and find in the server, which reads what is in a lower tier; locks are freed by what
+        is returned.
+        """
         name = str(next(self._numbers))
         num_tokens = self._ask(name, tokens)
 
         def let_go() -> None:
             if num_tokens:
-                self._client.free_lookup_locks(self._key(name, tokens[:num_tokens], worker=None), 1).result(timeout=_PATIENCE_S)
+                self._client.free_lookup_locks(
+                    self._key(name, tokens[:num_tokens], worker=None), 1
+                ).result(timeout=_PATIENCE_S)
             self._client.end_session(name).result(timeout=_PATIENCE_S)
 
         return num_tokens, let_go
@@ -244,7 +340,9 @@ class Server(_Pool):
             key = self._key(name, tokens[:num_tokens])
             blocks = [block_ids[: num_tokens // self._options.tokens_per_block]]
             event = self._transfers.create_recorded_event()
-            future = self._transfers.submit_retrieve(name, key, self._tensors, blocks, event, self._blocks_per_chunk)
+            future = self._transfers.submit_retrieve(
+                name, key, self._tensors, blocks, event, self._blocks_per_chunk
+            )
             num_tokens = num_tokens if future.result(timeout=_PATIENCE_S) else 0
         self._client.end_session(name)
         return num_tokens
@@ -299,7 +397,9 @@ class Server(_Pool):
         self._client.lookup(self._key(name, tokens, worker=None), 1).result(timeout=_PATIENCE_S)
         chunks = None
         while chunks is None:
-            chunks = self._client.wait_prefetch_status(name, _PATIENCE_S).result(timeout=_PATIENCE_S)
+            chunks = self._client.wait_prefetch_status(name, _PATIENCE_S).result(
+                timeout=_PATIENCE_S
+            )
         return int(chunks) * self._options.tokens_per_chunk
 
     def _found(self, tokens: list[int]) -> bool:
@@ -310,7 +410,9 @@ class Server(_Pool):
     def _written(self) -> int:
         """Values in the lower tier."""
         if self._options.tier == "disk":
-            return sum(1 for entry in os.scandir(self._options.folder) if entry.name.endswith(".data"))
+            return sum(
+                1 for entry in os.scandir(self._options.folder) if entry.name.endswith(".data")
+            )
         return redis_size(self._options)
 
 

@@ -1,9 +1,11 @@
-"""LMCache's own environment, made once: its requirements (numpy, transformers, a GPU's libraries) are not kvhold's.
+"""LMCache's own environment, made once: its requirements (numpy, transformers, a GPU's libraries)
+are not kvhold's.
 
     python = lmcache_python(environment_folder())      # 2 GB and some minutes the first time
 
-pip finds packages as it is configured here, and by its PIP_* variables. As in `tools/setup_env.py` torch is asked for by the exact version
-of its CPU build, so that where only CUDA builds are on offer nothing of them is downloaded.
+pip finds packages as it is configured here, and by its PIP_* variables. As in `tools/setup_env.py`
+torch is asked for by the exact version of its CPU build, so that where only CUDA builds are on
+offer nothing of them is downloaded.
 """
 
 import os
@@ -31,11 +33,17 @@ def environment_folder() -> Path:
 
 def lmcache_python(folder: Path) -> Path:
     """Its interpreter; the environment is made, or finished, if need be. Raises NoLMCache."""
-    python, stamp, wanted = folder / "bin" / "python", folder / _STAMP, f"lmcache=={LMCACHE} torch=={TORCH}\n"
+    python, stamp, wanted = (
+        folder / "bin" / "python",
+        folder / _STAMP,
+        f"lmcache=={LMCACHE} torch=={TORCH}\n",
+    )
     if stamp.is_file() and stamp.read_text() == wanted and python.exists():
         return python
     if folder.exists() and any(folder.iterdir()) and not (folder / "pyvenv.cfg").is_file():
-        raise NoLMCache(f"{folder} exists and is no virtual environment; name another folder with --lmcache-env")
+        raise NoLMCache(
+            f"{folder} exists and is no virtual environment; name another folder with --lmcache-env"
+        )
     try:
         if not python.exists():
             venv.create(folder, with_pip=True)
@@ -43,7 +51,9 @@ def lmcache_python(folder: Path) -> Path:
         command = [*pip, "install", "--progress-bar", "off", *wanted.split()]
         subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     except subprocess.CalledProcessError as error:
-        raise NoLMCache(f"{' '.join(error.cmd)}\n{error.output.decode(errors='replace')[-_SHOWN_BYTES:]}") from error
+        raise NoLMCache(
+            f"{' '.join(error.cmd)}\n{error.output.decode(errors='replace')[-_SHOWN_BYTES:]}"
+        ) from error
     except OSError as error:
         raise NoLMCache(f"no virtual environment in {folder}: {error}") from error
     stamp.write_text(wanted)

@@ -1,6 +1,8 @@
-"""From times to rows: medians, and ratios of times that were taken one after the other, with 95 % intervals. No I/O.
+"""From times to rows: medians, and ratios of times that were taken one after the other, with 95 %
+intervals. No I/O.
 
-The ratios are those of `kvhold bench vllm`: within a cell, which here is one operation in one tier in one round, done by every system.
+The ratios are those of `kvhold bench vllm`: within a cell, which here is one operation in one tier
+in one round, done by every system.
 """
 
 from collections import defaultdict
@@ -14,7 +16,11 @@ from kvhold.lab.bench.ratios import Cell, Goal, Ratio, ratio, shared
 STORE, WRITTEN, RETRIEVE, LOOKUP = "store", "store, written", "retrieve", "lookup"
 IMPORT, IMPORT_CLIENT, START, MEMORY = "import", "import, client", "start-up", "memory"
 NO_TIER = "-"
-DISK, CACHED_DISK, REDIS = "disk", "cached-disk", "redis"  # the second: the kernel may still have its files in memory
+DISK, CACHED_DISK, REDIS = (
+    "disk",
+    "cached-disk",
+    "redis",
+)  # the second: the kernel may still have its files in memory
 DISKS = (DISK, CACHED_DISK)
 LOWER_TIERS = (*DISKS, REDIS)
 
@@ -22,9 +28,16 @@ _THEIRS = tuple(name for name in SYSTEMS if name not in OURS)
 _OF_SERVER, _OF_BEST = "the best of its servers", "its best mode"
 _AT_MOST = {  # of LMCache's: (operation, tier) -> what of LMCache's, how much
     **{(operation, "ram"): (_OF_SERVER, 0.5) for operation in (STORE, RETRIEVE)},
-    **{(operation, tier): (_OF_BEST, 0.6) for operation in (WRITTEN, RETRIEVE) for tier in LOWER_TIERS},
+    **{
+        (operation, tier): (_OF_BEST, 0.6)
+        for operation in (WRITTEN, RETRIEVE)
+        for tier in LOWER_TIERS
+    },
     (LOOKUP, "ram"): (_OF_BEST, 0.2),
-    **{(operation, NO_TIER): (_OF_SERVER, 0.5) for operation in (IMPORT, IMPORT_CLIENT, START, MEMORY)},
+    **{
+        (operation, NO_TIER): (_OF_SERVER, 0.5)
+        for operation in (IMPORT, IMPORT_CLIENT, START, MEMORY)
+    },
 }
 
 
@@ -56,10 +69,12 @@ class Measured:
 
 @dataclass(frozen=True)
 class CompareRow:
-    """One operation of one system in one tier; None: not measured, or not what the operation is about.
+    """One operation of one system in one tier; None: not measured, or not what the operation is
+    about.
 
     median_s: seconds; median_bytes: of memory; mb_s: of KV
-    ratio_to_best_peer: over the best of the others' systems, in the same rounds; below 1 it is faster, or smaller
+    ratio_to_best_peer: over the best of the others' systems, in the same rounds; below 1 it is
+        faster, or smaller
     ratios: over each other system, and over each limit
     error: the system's own words, where it could not do it
     """
@@ -81,11 +96,22 @@ def make_rows(measured: Measured) -> list[CompareRow]:
     """A row for each operation, tier and system, and one for each system that failed in a tier."""
     rows = []
     for (operation, tier), cells in measured.cells.items():
-        values = {name: [cell.seconds[name] for cell in cells if name in cell.seconds] for name in (*SYSTEMS, *LIMITS)}
+        values = {
+            name: [cell.seconds[name] for cell in cells if name in cell.seconds]
+            for name in (*SYSTEMS, *LIMITS)
+        }
         medians = {name: median(found) for name, found in values.items() if found}
         for name, middle in medians.items():
-            ratios = {other: ratio(cells, name, other) for other in medians if other != name and shared(cells, name, other)}
-            best = min((other for other in ratios if _are_peers(name, other)), key=medians.__getitem__, default="")
+            ratios = {
+                other: ratio(cells, name, other)
+                for other in medians
+                if other != name and shared(cells, name, other)
+            }
+            best = min(
+                (other for other in ratios if _are_peers(name, other)),
+                key=medians.__getitem__,
+                default="",
+            )
             nbytes = measured.nbytes[operation, tier]
             rows.append(
                 CompareRow(
@@ -103,35 +129,71 @@ def make_rows(measured: Measured) -> list[CompareRow]:
                 )
             )
     shown = {(row.tier, row.system) for row in rows}
-    failed = [CompareRow("start", tier, name, error=why) for (tier, name), why in measured.errors.items() if (tier, name) not in shown]
+    failed = [
+        CompareRow("start", tier, name, error=why)
+        for (tier, name), why in measured.errors.items()
+        if (tier, name) not in shown
+    ]
     return rows + failed
 
 
 def goals(rows: Sequence[CompareRow]) -> list[Goal]:
-    """What kvhold is judged by, in its best mode, where LMCache has a row to compare with; and the same of what no cache can beat."""
+    """What kvhold is judged by, in its best mode, where LMCache has a row to compare with; and the
+    same of what no cache can beat.
+    """
     found = []
     for (operation, tier), (of, most) in _AT_MOST.items():
-        there = [row for row in rows if (row.operation, row.tier) == (operation, tier) and row.ratios]
-        for names, told in ((OURS, ""), (LIMITS, ", the limit itself"), ((CHECKED_LIMIT,), ", the limit with a check and a copy")):
+        there = [
+            row for row in rows if (row.operation, row.tier) == (operation, tier) and row.ratios
+        ]
+        for names, told in (
+            (OURS, ""),
+            (LIMITS, ", the limit itself"),
+            ((CHECKED_LIMIT,), ", the limit with a check and a copy"),
+        ):
             best = min((row for row in there if row.system in names), key=_value, default=None)
-            peers = [name for name in best.ratios if name in SERVERS or (of == _OF_BEST and name in _THEIRS)] if best else []
+            peers = (
+                [
+                    name
+                    for name in best.ratios
+                    if name in SERVERS or (of == _OF_BEST and name in _THEIRS)
+                ]
+                if best
+                else []
+            )
             if best and peers:
                 peer = max(peers, key=lambda name: best.ratios[name].median)
                 where = "" if tier == NO_TIER else f" ({tier})"
-                found.append(Goal(f"{operation}{where}: over that of LMCache, {of}{told}", best.ratios[peer], most))
+                found.append(
+                    Goal(
+                        f"{operation}{where}: over that of LMCache, {of}{told}",
+                        best.ratios[peer],
+                        most,
+                    )
+                )
     return found
 
 
 def render(rows: Sequence[CompareRow]) -> str:
     """The rows as text, a block for each operation and tier; errors below, whole."""
     width = max(map(len, SYSTEMS))
-    lines = [f"{'operation':<15} {'tier':<11} {'system':<{width}}  {'median':>10} {'MB/s':>6}  bytes   to the best other, 95 % interval"]
+    lines = [
+        (
+            f"{'operation':<15} {'tier':<11} {'system':<{width}}  {'median':>10} {'MB/s':>6}  "
+            "bytes   to the best other, 95 % interval"
+        )
+    ]
     before = None
     for row in rows:
         if (row.operation, row.tier) != before:
             lines.append("")
         before = row.operation, row.tier
-        value, rate, equal, compared = "-", "-", {True: "equal", False: "DIFFER", None: "-"}[row.equal], "-"
+        value, rate, equal, compared = (
+            "-",
+            "-",
+            {True: "equal", False: "DIFFER", None: "-"}[row.equal],
+            "-",
+        )
         if row.median_s is not None:
             value = f"{row.median_s * 1e3:.2f} ms"
         elif row.median_bytes is not None:
@@ -143,7 +205,10 @@ def render(rows: Sequence[CompareRow]) -> str:
             compared = f"{best.median:.3f} ({best.low:.3f}-{best.high:.3f}) of {row.best_peer}"
         if row.error:
             compared = f"FAILED: {row.error.splitlines()[0]}"
-        lines.append(f"{row.operation:<15} {row.tier:<11} {row.system:<{width}}  {value:>10} {rate:>6}  {equal:<6}  {compared}".rstrip())
+        lines.append(
+            f"{row.operation:<15} {row.tier:<11} {row.system:<{width}}  {value:>10} "
+            f"{rate:>6}  {equal:<6}  {compared}".rstrip()
+        )
     told = dict.fromkeys((row.system, row.error) for row in rows if "\n" in row.error)
     return "\n".join([*lines, *(f"\n{system}: {error}" for system, error in told)])
 

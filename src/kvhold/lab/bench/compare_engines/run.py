@@ -1,8 +1,10 @@
-"""The rounds: every system stores and retrieves the same KV of the same tokens, one after the other, in an order that changes.
+"""The rounds: every system stores and retrieves the same KV of the same tokens, one after the
+other, in an order that changes.
 
-In each tier all systems are alive at the same time, and a round's values are compared with each other. KV is made from a seed in each
-child, and checksums of what was stored and of what came back must be the same everywhere. A system that fails is out of that tier, and
-its error is kept; the others go on. Start-up and memory are taken from systems alone, one after the other.
+In each tier all systems are alive at the same time, and a round's values are compared with each
+other. KV is made from a seed in each child, and checksums of what was stored and of what came back
+must be the same everywhere. A system that fails is out of that tier, and its error is kept; the
+others go on. Start-up and memory are taken from systems alone, one after the other.
 """
 
 import random
@@ -32,7 +34,16 @@ from kvhold.lab.bench.compare_engines.rows import (
     WRITTEN,
     Measured,
 )
-from kvhold.lab.bench.compare_engines.systems import KVHOLD, KVHOLD_CACHED, MODES, Peer, PeerFailed, import_command, new_folder, start
+from kvhold.lab.bench.compare_engines.systems import (
+    KVHOLD,
+    KVHOLD_CACHED,
+    MODES,
+    Peer,
+    PeerFailed,
+    import_command,
+    new_folder,
+    start,
+)
 from kvhold.lab.bench.compare_engines.tier_limits import DiskLimits, Limits, Moved, RedisLimit
 from kvhold.testing.servers.base import NotInstalled
 from kvhold.testing.servers.redis import RedisServer
@@ -64,12 +75,20 @@ class Work:
         """Of a system in that tier, but for its mode and its places."""
         shape = {name: getattr(self, name) for name in _SHAPE}
         kind, page_cache = (DISK, tier == CACHED_DISK) if tier in DISKS else (tier, False)
-        options = Options(mode="", tier=kind, cache_bytes=0, folder="", page_cache=page_cache, **shape)
+        options = Options(
+            mode="", tier=kind, cache_bytes=0, folder="", page_cache=page_cache, **shape
+        )
         return replace(options, cache_bytes=_CACHED_PROMPTS * options.prompt_bytes)
 
 
 def measure(
-    work: Work, systems: Sequence[str], tiers: Sequence[str], launch: Launch, *, folder: Path | None, say: Callable[[str], None]
+    work: Work,
+    systems: Sequence[str],
+    tiers: Sequence[str],
+    launch: Launch,
+    *,
+    folder: Path | None,
+    say: Callable[[str], None],
 ) -> Measured:
     """All of it but imports; where memory is not asked for, the lower tiers alone.
 
@@ -79,7 +98,10 @@ def measure(
     chance = random.Random(0)
     for tier in tiers:
         began = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix="kvhold-compare-", dir=folder) as own, ExitStack() as stack:
+        with (
+            tempfile.TemporaryDirectory(prefix="kvhold-compare-", dir=folder) as own,
+            ExitStack() as stack,
+        ):
             try:
                 redis = stack.enter_context(RedisServer()) if tier == REDIS else None
             except NotInstalled as error:
@@ -88,11 +110,23 @@ def measure(
             options = replace(work.options(tier), redis_port=redis.port if redis else 0)
             there = [name for name in systems if tier in DISKS or name != KVHOLD_CACHED]
             limits = _limits(options, Path(own), threads=work.threads)
-            peers = stack.enter_context(_started(there, options, launch, Path(own), measured, tier=tier))
+            peers = stack.enter_context(
+                _started(there, options, launch, Path(own), measured, tier=tier)
+            )
             for number in range(1 + work.rounds):
                 tokens = _tokens(number, work.num_tokens)
                 moved = limits.measure() if limits else {}
-                _round(peers, tier, tokens, number, measured, chance, moved, count=number > 0, nbytes=options.prompt_bytes)
+                _round(
+                    peers,
+                    tier,
+                    tokens,
+                    number,
+                    measured,
+                    chance,
+                    moved,
+                    count=number > 0,
+                    nbytes=options.prompt_bytes,
+                )
                 if redis:
                     redis.call("FLUSHALL")
         say(f"{tier}: {time.monotonic() - began:.0f} s")
@@ -110,14 +144,24 @@ def measure(
     return measured
 
 
-def measure_imports(measured: Measured, work: Work, systems: Sequence[str], python: Path | None) -> None:
-    """Whole interpreters that import a system and end, in turn. LMCache has one entry: its modes are one package."""
+def measure_imports(
+    measured: Measured, work: Work, systems: Sequence[str], python: Path | None
+) -> None:
+    """Whole interpreters that import a system and end, in turn.
+
+    LMCache has one entry: its modes are one package.
+    """
     for operation, client in ((IMPORT, False), (IMPORT_CLIENT, True)):
         for number in range(1 + _alone_rounds(work)):
             values = {}
             for name in systems:
                 began = time.perf_counter()
-                done = subprocess.run(import_command(name, client=client, python=python), capture_output=True, text=True, check=False)
+                done = subprocess.run(
+                    import_command(name, client=client, python=python),
+                    capture_output=True,
+                    text=True,
+                    check=False,
+                )
                 values[name] = time.perf_counter() - began
                 if done.returncode:
                     measured.errors[NO_TIER, name] = done.stderr
@@ -129,8 +173,18 @@ def measure_imports(measured: Measured, work: Work, systems: Sequence[str], pyth
 def _limits(options: Options, folder: Path, *, threads: int) -> Limits | None:
     """Of the tier's place; None of memory."""
     if options.tier == DISK:
-        return DiskLimits(options.prompt_bytes, options.chunk_bytes, folder, threads=threads, page_cache=options.page_cache)
-    return RedisLimit(options.prompt_bytes, options.chunk_bytes, options.redis_port) if options.tier == REDIS else None
+        return DiskLimits(
+            options.prompt_bytes,
+            options.chunk_bytes,
+            folder,
+            threads=threads,
+            page_cache=options.page_cache,
+        )
+    return (
+        RedisLimit(options.prompt_bytes, options.chunk_bytes, options.redis_port)
+        if options.tier == REDIS
+        else None
+    )
 
 
 def _round(
@@ -145,7 +199,10 @@ def _round(
     count: bool,
     nbytes: int,
 ) -> None:
-    """Store, forget where a lower tier is to answer, retrieve. `peers` loses who fails. moved: what the limits took in this round."""
+    """Store, forget where a lower tier is to answer, retrieve.
+
+    `peers` loses who fails. moved: what the limits took in this round.
+    """
     stored: dict[str, float] = {}
     written: dict[str, float] = {}
     retrieved: dict[str, float] = {}
@@ -172,7 +229,9 @@ def _round(
     for name, found in checksums.items():
         measured.compare(RETRIEVE, tier, name, name not in wrong and found == reference)
     if count:
-        written |= {name: limit.write_s for name, limit in moved.items() if limit.write_s is not None}
+        written |= {
+            name: limit.write_s for name, limit in moved.items() if limit.write_s is not None
+        }
         retrieved |= {name: limit.read_s for name, limit in moved.items()}
         measured.add(STORE, tier, stored, nbytes)
         if tier in LOWER_TIERS:
@@ -180,11 +239,20 @@ def _round(
         measured.add(RETRIEVE, tier, retrieved, nbytes)
 
 
-def _lookups(work: Work, systems: Sequence[str], launch: Launch, folder: Path, measured: Measured, chance: random.Random) -> None:
+def _lookups(
+    work: Work,
+    systems: Sequence[str],
+    launch: Launch,
+    folder: Path,
+    measured: Measured,
+    chance: random.Random,
+) -> None:
     """A long prompt whose KV is all there, and next to nothing."""
     long = replace(work, num_tokens=work.lookup_tokens, layers=1, heads=1, head_dim=8)
     tokens = _tokens(0, work.lookup_tokens)
-    there = [name for name in systems if name != KVHOLD_CACHED and ("ram", name) not in measured.errors]
+    there = [
+        name for name in systems if name != KVHOLD_CACHED and ("ram", name) not in measured.errors
+    ]
     with _started(there, long.options("ram"), launch, folder, measured, tier="ram") as peers:
         for name in list(peers):
             try:
@@ -205,14 +273,22 @@ def _lookups(work: Work, systems: Sequence[str], launch: Launch, folder: Path, m
                 measured.add(LOOKUP, "ram", values)
 
 
-def _alone(work: Work, systems: Sequence[str], launch: Launch, folder: Path, measured: Measured) -> None:
-    """Start-up, and memory after some work, of one system at a time: what is shared between two would be counted in halves."""
+def _alone(
+    work: Work, systems: Sequence[str], launch: Launch, folder: Path, measured: Measured
+) -> None:
+    """Start-up, and memory after some work, of one system at a time: what is shared between two
+    would be counted in halves.
+    """
     options = work.options("ram")
     for _ in range(_alone_rounds(work)):
         started_s: dict[str, float] = {}
         memory: dict[str, float] = {}
         for name in systems:
-            if name == KVHOLD_CACHED or ("ram", name) in measured.errors or (NO_TIER, name) in measured.errors:
+            if (
+                name == KVHOLD_CACHED
+                or ("ram", name) in measured.errors
+                or (NO_TIER, name) in measured.errors
+            ):
                 continue
             peer = launch(name)
             try:
@@ -233,9 +309,18 @@ def _alone(work: Work, systems: Sequence[str], launch: Launch, folder: Path, mea
 
 @contextmanager
 def _started(
-    systems: Sequence[str], options: Options, launch: Launch, folder: Path, measured: Measured, *, tier: str
+    systems: Sequence[str],
+    options: Options,
+    launch: Launch,
+    folder: Path,
+    measured: Measured,
+    *,
+    tier: str,
 ) -> Iterator[dict[str, Peer]]:
-    """Systems that started, by name; those that did not are among the errors. At the end all are stopped, at the latest then killed."""
+    """Systems that started, by name; those that did not are among the errors.
+
+    At the end all are stopped, at the latest then killed.
+    """
     peers: dict[str, Peer] = {}
     try:
         for name in systems:

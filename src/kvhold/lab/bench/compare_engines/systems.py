@@ -1,11 +1,15 @@
-"""The caches that are compared, each in a process of its own: how they are started, asked and ended.
+"""The caches that are compared, each in a process of its own: how they are started, asked and
+ended.
 
 | system | what it is |
 |---|---|
 | kvhold | a node and its client |
-| kvhold, page cache | the same with files that go through the kernel's page cache (`direct=never`); of disks alone |
-| lmcache in-process | LMCache's engine in the process of the caller, with host copies of its own behind a connector of ours |
-| lmcache in-process, its connector | the same with the connector that LMCache chooses: there is none for a CPU, and its row says so |
+| kvhold, page cache | the same with files that go through the kernel's page cache (`direct=never`);
+of disks alone |
+| lmcache in-process | LMCache's engine in the process of the caller, with host copies of its own
+behind a connector of ours |
+| lmcache in-process, its connector | the same with the connector that LMCache chooses: there is
+none for a CPU, and its row says so |
 | lmcache server | its multi-process server as it works on a CPU by default |
 | lmcache server, lmcache-driven | the same, with the server doing the copies |
 """
@@ -41,7 +45,10 @@ MODES = {
 SYSTEMS = tuple(MODES)
 OURS = (KVHOLD, KVHOLD_CACHED)
 SERVERS = (SERVER, DRIVEN)
-DISK_LIMITS = {"limit: O_DIRECT": True, "limit: page cache": False}  # no systems, but what none can beat; whether past the page cache
+DISK_LIMITS = {
+    "limit: O_DIRECT": True,
+    "limit: page cache": False,
+}  # no systems, but what none can beat; whether past the page cache
 CHECKED_LIMIT = "limit: page cache, check, copy"
 REDIS_LIMIT = "limit: Redis"
 LIMITS = (*DISK_LIMITS, CHECKED_LIMIT, REDIS_LIMIT)
@@ -68,8 +75,12 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Peer:
     """One running system. Ends with its `with`, however that is left."""
 
-    def __init__(self, name: str, ask: Callable[[bytes, str], bytes], end: Callable[[], None]) -> None:
-        """ask: sends a line, and waits for the one that answers it; raises EngineFailed. end: kills what runs."""
+    def __init__(
+        self, name: str, ask: Callable[[bytes, str], bytes], end: Callable[[], None]
+    ) -> None:
+        """ask: sends a line, and waits for the one that answers it; raises EngineFailed. end: kills
+        what runs.
+        """
         self.name = name
         self._ask = ask
         self._end = end
@@ -78,7 +89,9 @@ class Peer:
         """Have it done. Raises PeerFailed."""
         line = msgspec.json.encode({"op": operation, **arguments})
         try:
-            answer = msgspec.json.decode(self._ask(line, f"{operation} by {self.name}"), type=Answer)
+            answer = msgspec.json.decode(
+                self._ask(line, f"{operation} by {self.name}"), type=Answer
+            )
         except (EngineFailed, msgspec.DecodeError) as error:
             raise PeerFailed(str(error)) from error
         if answer.error:
@@ -91,9 +104,17 @@ class Peer:
 
 
 def launch(name: str, *, python: Path | None, threads: int) -> Peer:
-    """A process for a system, which has started nothing yet. python: LMCache's; threads: that copy."""
+    """A process for a system, which has started nothing yet. python: LMCache's;
+    threads: that copy.
+    """
     if name in OURS:
-        command = [sys.executable, "-P", "-m", f"{__package__}.child", f"{__package__}.kvhold_child"]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            f"{__package__}.child",
+            f"{__package__}.kvhold_child",
+        ]
     else:
         assert python is not None
         command = [str(python), str(_HERE / "child.py"), "lmcache_child", "torch"]
@@ -102,7 +123,9 @@ def launch(name: str, *, python: Path | None, threads: int) -> Peer:
 
     def end() -> None:
         process.kill()
-        for left in Path("/dev/shm").glob(f"*kvhold_bench_{process.pid}"):  # a server that was killed leaves its memory behind
+        for left in Path("/dev/shm").glob(
+            f"*kvhold_bench_{process.pid}"
+        ):  # a server that was killed leaves its memory behind
             left.unlink(missing_ok=True)
 
     return Peer(name, lambda line, doing: process.ask(line, doing, _ANSWER_S), end)
@@ -119,9 +142,15 @@ def new_folder(within: Path) -> str:
 
 
 def import_command(name: str, *, client: bool, python: Path | None) -> list[str]:
-    """What imports a system in a fresh interpreter: the package, or what an engine's process needs of it to be a client."""
+    """What imports a system in a fresh interpreter: the package, or what an engine's process needs
+    of it to be a client.
+    """
     ours = "kvhold.node, kvhold.memory.copy, kvhold.memory.views" if client else "kvhold"
-    theirs = "lmcache.v1.multiprocess.transfer_context, lmcache.v1.multiprocess.transport.factory" if client else "lmcache"
+    theirs = (
+        "lmcache.v1.multiprocess.transfer_context, lmcache.v1.multiprocess.transport.factory"
+        if client
+        else "lmcache"
+    )
     executable, modules = (sys.executable, ours) if name in OURS else (str(python), theirs)
     return [executable, "-c", f"import {modules}"]
 

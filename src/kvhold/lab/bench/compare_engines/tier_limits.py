@@ -1,13 +1,16 @@
-"""What a lower tier gives the plainest program, in the same rounds: as many values of the same sizes, into memory that is there already.
+"""What a lower tier gives the plainest program, in the same rounds: as many values of the same
+sizes, into memory that is there already.
 
     limits = DiskLimits(nbytes, chunk_bytes, folder, threads=2, page_cache=False)
-    limits.measure()                        # {"limit: O_DIRECT": Moved(write_s, read_s), "limit: page cache": ...}
+    limits.measure()  # {"limit: O_DIRECT": Moved(write_s, read_s), "limit: page cache": ...}
     RedisLimit(nbytes, chunk_bytes, port).measure()      # {"limit: Redis": ...}
 
-Of a disk: new files with their space set aside, by as many threads, with O_DIRECT and through the page cache. With `page_cache` files are
-read while the kernel still has them, as far as it keeps any; without, they are written out and dropped before. Of Redis: SET and GET over
-as many blocking sockets as kvhold has connections for values. No names to find, no checks, no copy into blocks; but for one more way to
-read through the page cache, where each thread checks the value that it has read as kvhold does, and copies it once.
+Of a disk: new files with their space set aside, by as many threads, with O_DIRECT and through the
+page cache. With `page_cache` files are read while the kernel still has them, as far as it keeps
+any; without, they are written out and dropped before. Of Redis: SET and GET over as many blocking
+sockets as kvhold has connections for values. No names to find, no checks, no copy into blocks; but
+for one more way to read through the page cache, where each thread checks the value that it has read
+as kvhold does, and copies it once.
 """
 
 import mmap
@@ -47,7 +50,9 @@ class Limits(Protocol):
 class DiskLimits:
     """Of the disk that a folder is on. nbytes: whole chunks."""
 
-    def __init__(self, nbytes: int, chunk_bytes: int, folder: Path, *, threads: int, page_cache: bool) -> None:
+    def __init__(
+        self, nbytes: int, chunk_bytes: int, folder: Path, *, threads: int, page_cache: bool
+    ) -> None:
         self._values, self._into, self._blocks = _memory(nbytes, chunk_bytes, regions=3)
         self._folder = folder
         self._threads = threads
@@ -67,12 +72,16 @@ class DiskLimits:
 
     def _check_and_copy(self, at: int) -> None:
         checksum(self._into[at])
-        np.copyto(np.frombuffer(self._blocks[at], np.uint8), np.frombuffer(self._into[at], np.uint8))
+        np.copyto(
+            np.frombuffer(self._blocks[at], np.uint8), np.frombuffer(self._into[at], np.uint8)
+        )
 
     def _moved(self, *, direct: bool, then: Callable[[int], None] | None = None) -> Moved:
         with (
             TemporaryDirectory(prefix="limit-", dir=self._folder) as folder,
-            closing(RawFiles(Path(folder), self._values, threads=self._threads, direct=direct)) as files,
+            closing(
+                RawFiles(Path(folder), self._values, threads=self._threads, direct=direct)
+            ) as files,
         ):
             write_s = _seconds(files.write)
             if not self._page_cache:
@@ -88,9 +97,15 @@ class RedisLimit:
         self._port = port
 
     def measure(self) -> dict[str, Moved]:
-        """The values stay there, under names of their own, until the next round writes over them or somebody flushes."""
-        with closing(RawRedis(self._port, "", self._values, connections=RedisConfig.connections)) as redis:
-            return {REDIS_LIMIT: Moved(_seconds(redis.set), _seconds(lambda: redis.get(self._into)))}
+        """The values stay there, under names of their own, until the next round writes over them or
+        somebody flushes.
+        """
+        with closing(
+            RawRedis(self._port, "", self._values, connections=RedisConfig.connections)
+        ) as redis:
+            return {
+                REDIS_LIMIT: Moved(_seconds(redis.set), _seconds(lambda: redis.get(self._into)))
+            }
 
 
 def _seconds(work: Callable[[], None]) -> float:
@@ -100,9 +115,13 @@ def _seconds(work: Callable[[], None]) -> float:
 
 
 def _memory(nbytes: int, chunk_bytes: int, *, regions: int) -> list[list[memoryview]]:
-    """The values, random bytes, and room for what comes back: each from a page's beginning on where chunks are whole pages, all present."""
+    """The values, random bytes, and room for what comes back: each from a page's beginning on where
+    chunks are whole pages, all present.
+    """
     data = np.random.default_rng(0).bytes(nbytes)
     mapped = [memoryview(mmap.mmap(-1, nbytes)) for _ in range(regions)]
     for region in mapped:
         region[:] = data
-    return [[region[at : at + chunk_bytes] for at in range(0, nbytes, chunk_bytes)] for region in mapped]
+    return [
+        [region[at : at + chunk_bytes] for at in range(0, nbytes, chunk_bytes)] for region in mapped
+    ]

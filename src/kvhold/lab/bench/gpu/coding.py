@@ -1,7 +1,8 @@
-"""Copies that encode and decode (`memory_codec`): Llama-3-8B's blocks to chunks of 8 bits an element on the same device, and back.
+"""Copies that encode and decode (`memory_codec`): Llama-3-8B's blocks to chunks of 8 bits an
+element on the same device, and back.
 
-What the device makes is compared bit by bit with what the host's compiled code makes of the same blocks. Each time stands beside a copy of
-the blocks' bytes within the device.
+What the device makes is compared bit by bit with what the host's compiled code makes of the same
+blocks. Each time stands beside a copy of the blocks' bytes within the device.
 """
 
 from collections.abc import Iterator
@@ -42,16 +43,27 @@ def _of_dtype(target: Target, dtype: torch.dtype, *, measured: bool) -> Iterator
         block_tokens=_BLOCK,
         block_bytes=_BLOCK * _WIDTH * dtype.itemsize,
     )
-    on_host = [(torch.randn(blocks, _BLOCK * _WIDTH, generator=generator) * 8).to(dtype) for _ in range(_LAYERS)]
+    on_host = [
+        (torch.randn(blocks, _BLOCK * _WIDTH, generator=generator) * 8).to(dtype)
+        for _ in range(_LAYERS)
+    ]
     on_device = [tensor.to(target.device, copy=True) for tensor in on_host]
-    chunk_bytes = _LAYERS * blocks * coded_view(opaque_blocks(group, on_host, block_axis=0), "int8").group.block_bytes
+    chunk_bytes = (
+        _LAYERS
+        * blocks
+        * coded_view(opaque_blocks(group, on_host, block_axis=0), "int8").group.block_bytes
+    )
     ids, found = np.random.default_rng(0).permutation(blocks).astype(np.int64), []
     plans = []
     for tensors, device in ((on_host, "cpu"), (on_device, target.device)):
         base = torch.zeros(chunk_bytes, dtype=torch.uint8, device=device)
         view = coded_view(opaque_blocks(group, tensors, block_axis=0), "int8")
         memory = base if target.kind == "cuda" and device != "cpu" else base.numpy()
-        plans.append(plan_blocks(view, ids, Chunks(memory, np.zeros(1, np.int64), np.array([blocks * _BLOCK]))))
+        plans.append(
+            plan_blocks(
+                view, ids, Chunks(memory, np.zeros(1, np.int64), np.array([blocks * _BLOCK]))
+            )
+        )
         gather(plans[-1])
         target.synchronize()
         found.append(base.cpu().clone())
@@ -59,11 +71,23 @@ def _of_dtype(target: Target, dtype: torch.dtype, *, measured: bool) -> Iterator
     for plan in plans:
         scatter(plan)
     target.synchronize()
-    same = all(torch.equal(theirs.view(torch.uint8), ours.cpu().view(torch.uint8)) for theirs, ours in zip(on_host, on_device, strict=True))
+    same = all(
+        torch.equal(theirs.view(torch.uint8), ours.cpu().view(torch.uint8))
+        for theirs, ours in zip(on_host, on_device, strict=True)
+    )
     yield check(PART, f"decode, {name}, bits", same)
     if measured:
-        flat = torch.empty(sum(tensor.nbytes for tensor in on_device), dtype=torch.uint8, device=target.device)
+        flat = torch.empty(
+            sum(tensor.nbytes for tensor in on_device), dtype=torch.uint8, device=target.device
+        )
         spare = torch.empty_like(flat)
         for verb, call in (("encode", gather), ("decode", scatter)):
-            seconds = target.seconds({"ours": partial(call, plans[1]), "copy": partial(spare.copy_, flat, non_blocking=True)})
-            yield rate(PART, f"{verb}, {name}", flat.numel(), seconds["ours"], seconds["copy"], None)
+            seconds = target.seconds(
+                {
+                    "ours": partial(call, plans[1]),
+                    "copy": partial(spare.copy_, flat, non_blocking=True),
+                }
+            )
+            yield rate(
+                PART, f"{verb}, {name}", flat.numel(), seconds["ours"], seconds["copy"], None
+            )

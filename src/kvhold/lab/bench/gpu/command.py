@@ -19,14 +19,33 @@ _MARKS = {True: "ok", False: "NOT MET", None: ""}
 
 
 @click.command("gpu")
-@click.option("--device", "kind", type=click.Choice(["cuda", "cpu", "fake"]), default="cuda", show_default=True, help="What copies.")
-@click.option("--part", "only", multiple=True, type=click.Choice(PARTS), help="Only these, in this order. [default: all]")
-@click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file, after every part.")
+@click.option(
+    "--device",
+    "kind",
+    type=click.Choice(["cuda", "cpu", "fake"]),
+    default="cuda",
+    show_default=True,
+    help="What copies.",
+)
+@click.option(
+    "--part",
+    "only",
+    multiple=True,
+    type=click.Choice(PARTS),
+    help="Only these, in this order. [default: all]",
+)
+@click.option(
+    "--json", "json_file", type=OutputFile(), help="Write the rows to this file, after every part."
+)
 @click.pass_context
-def command(context: click.Context, kind: str, only: tuple[str, ...], json_file: Path | None) -> None:
-    """A GPU's copies: limits, orders, pieces, kernels, coding, decoding meanwhile, kills, a small engine.
+def command(
+    context: click.Context, kind: str, only: tuple[str, ...], json_file: Path | None
+) -> None:
+    """A GPU's copies: limits, orders, pieces, kernels, coding, decoding meanwhile, kills, a small
+    engine.
 
-    Exits with 1 if a check fails or a goal is not met. `cpu` and `fake` run the same parts where there is no GPU.
+    Exits with 1 if a check fails or a goal is not met. `cpu` and `fake` run the same parts where
+    there is no GPU.
     """
     with needing("torch numba"):
         import torch
@@ -37,7 +56,10 @@ def command(context: click.Context, kind: str, only: tuple[str, ...], json_file:
         raise click.ClickException("there is no GPU here; try --device cpu or --device fake")
     with needing("cuda-bindings"):
         target = Target(cast(Kind, kind))
-    click.echo(f"{target.name}; torch {torch.__version__}, {platform.machine()}, Python {platform.python_version()}\n")
+    click.echo(
+        f"{target.name}; torch {torch.__version__}, {platform.machine()}, Python "
+        f"{platform.python_version()}\n"
+    )
     measured: list[GpuRow] = []
     for part in only or PARTS:
         for row in _rows(part, target):
@@ -56,7 +78,13 @@ def _rows(part: str, target: Any) -> Iterator[GpuRow]:
             rows: Iterator[GpuRow] = import_module(f"kvhold.lab.bench.gpu.{part}").rows(target)
         yield from rows
     except Exception as error:  # noqa: BLE001 - the table is the log
-        yield GpuRow(part, f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}", 0, "", ok=False)
+        yield GpuRow(
+            part,
+            f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}",
+            0,
+            "",
+            ok=False,
+        )
 
 
 def _line(row: GpuRow) -> str:

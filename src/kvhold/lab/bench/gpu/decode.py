@@ -1,4 +1,6 @@
-"""How much copies slow an engine that decodes: products of matrices with the shapes of a small batch, alone and while chunks are copied."""
+"""How much copies slow an engine that decodes: products of matrices with the shapes of a small
+batch, alone and while chunks are copied.
+"""
 
 import threading
 import time
@@ -22,12 +24,26 @@ _MOST_SLOWER = 1.02
 
 def rows(target: Target) -> Iterator[GpuRow]:
     """Measure. Takes some seconds."""
-    width, layers, piece_bytes, blocks = (256, 4, 8 << 10, 64) if target.small else (4096, 32, 64 << 10, 512)
+    width, layers, piece_bytes, blocks = (
+        (256, 4, 8 << 10, 64) if target.small else (4096, 32, 64 << 10, 512)
+    )
     dtype = torch.float32 if target.small else torch.bfloat16
     weights = [torch.randn(width, width, device=target.device, dtype=dtype) for _ in range(layers)]
     state = torch.randn(8, width, device=target.device, dtype=dtype)
-    group = Group(layers=layers, planes=2, heads=1, head_dim=8, dtype="int8", packing="bench", block_tokens=16, block_bytes=piece_bytes)
-    tensors = [torch.zeros(blocks, piece_bytes, dtype=torch.uint8, device=target.device) for _ in range(layers)]
+    group = Group(
+        layers=layers,
+        planes=2,
+        heads=1,
+        head_dim=8,
+        dtype="int8",
+        packing="bench",
+        block_tokens=16,
+        block_bytes=piece_bytes,
+    )
+    tensors = [
+        torch.zeros(blocks, piece_bytes, dtype=torch.uint8, device=target.device)
+        for _ in range(layers)
+    ]
     view = opaque_blocks(group, tensors, block_axis=0)
     warm_up(view.device, [view])
 
@@ -40,7 +56,12 @@ def rows(target: Target) -> Iterator[GpuRow]:
     nbytes = layers * blocks * piece_bytes
     buffer, chunks = target.arena(nbytes), blocks // 8
     copier = target.copier(buffer, buffer)
-    piece = Piece(view, np.arange(blocks), buffer, ChunkBytes(np.arange(chunks) * (nbytes // chunks), np.full(chunks, 128)))
+    piece = Piece(
+        view,
+        np.arange(blocks),
+        buffer,
+        ChunkBytes(np.arange(chunks) * (nbytes // chunks), np.full(chunks, 128)),
+    )
     alone_s = _seconds(target, decode)
     for name, copy in (("stores", copier.gather), ("loads", copier.scatter)):
         stop = threading.Event()
@@ -55,10 +76,20 @@ def rows(target: Target) -> Iterator[GpuRow]:
         ok = slower <= _MOST_SLOWER if target.kind == "cuda" else None
         if name == "loads":
             copier.close()
-        yield GpuRow(PART, f"decoding beside {name}", round(1e3 * beside_s, 3), "ms", round(1e3 * alone_s, 3), round(slower, 3), ok)
+        yield GpuRow(
+            PART,
+            f"decoding beside {name}",
+            round(1e3 * beside_s, 3),
+            "ms",
+            round(1e3 * alone_s, 3),
+            round(slower, 3),
+            ok,
+        )
 
 
-def _keep_copying(stop: threading.Event, copy: Callable[..., Transfer], copier: Copier, piece: Piece) -> None:
+def _keep_copying(
+    stop: threading.Event, copy: Callable[..., Transfer], copier: Copier, piece: Piece
+) -> None:
     while not stop.is_set():
         copy([piece], after=copier.mark()).wait()
 

@@ -1,7 +1,9 @@
-"""The copy kernels by themselves: Llama-3-8B's KV, NHD and HND, between blocks and chunks on the same device, and odd sizes.
+"""The copy kernels by themselves: Llama-3-8B's KV, NHD and HND, between blocks and chunks on the
+same device, and odd sizes.
 
-Each result is compared byte for byte with plain indexing; each time stands beside a copy of the same bytes within the device. On a GPU
-also with chunks in pinned memory of the host, which the kernel then reads and writes across the bus.
+Each result is compared byte for byte with plain indexing; each time stands beside a copy of the
+same bytes within the device. On a GPU also with chunks in pinned memory of the host, which the
+kernel then reads and writes across the bus.
 """
 
 from collections.abc import Iterator
@@ -50,18 +52,37 @@ def _one(target: Target, group: Group, name: str, axes: str, place: str) -> Iter
             continue
         flat = torch.empty(plan.nbytes(group.layers), dtype=torch.uint8, device=target.device)
         piece = base[: flat.numel()]
-        copy = partial(piece.copy_, flat, non_blocking=True) if verb == "gather" else partial(flat.copy_, piece, non_blocking=True)
+        copy = (
+            partial(piece.copy_, flat, non_blocking=True)
+            if verb == "gather"
+            else partial(flat.copy_, piece, non_blocking=True)
+        )
         seconds = target.seconds({"ours": partial(call, plan), "copy": copy})
         yield rate(PART, f"{verb}, {title}", flat.numel(), seconds["ours"], seconds["copy"], None)
 
 
-def _setting(target: Target, group: Group, axes: str, place: str) -> tuple[Plan, list[Any], torch.Tensor]:
-    """Random KV on the device, twice as many blocks as are moved, and chunks of random bytes in the given place."""
+def _setting(
+    target: Target, group: Group, axes: str, place: str
+) -> tuple[Plan, list[Any], torch.Tensor]:
+    """Random KV on the device, twice as many blocks as are moved, and chunks of random bytes in the
+    given place.
+    """
     num_chunks = 2 if target.small else 16
     blocks = 2 * num_chunks * TOKENS_PER_CHUNK // TOKENS_PER_BLOCK
-    sizes = {"plane": group.planes, "block": blocks, "token": TOKENS_PER_BLOCK, "head": group.heads, "dim": group.head_dim}
+    sizes = {
+        "plane": group.planes,
+        "block": blocks,
+        "token": TOKENS_PER_BLOCK,
+        "head": group.heads,
+        "dim": group.head_dim,
+    }
     shape = [sizes[axis] for axis in axes.split()]
-    tensors = [torch.randint(0, 1 << 15, shape, dtype=torch.int16, device=target.device).view(torch.bfloat16) for _ in range(group.layers)]
+    tensors = [
+        torch.randint(0, 1 << 15, shape, dtype=torch.int16, device=target.device).view(
+            torch.bfloat16
+        )
+        for _ in range(group.layers)
+    ]
     num_tokens = np.full(num_chunks, TOKENS_PER_CHUNK, np.int64)
     if group is ODD:
         num_tokens[-1] = 101

@@ -1,7 +1,9 @@
-"""Processes that are killed in the middle of a store: no byte of theirs may come into memory that the node has given to another.
+"""Processes that are killed in the middle of a store: no byte of theirs may come into memory that
+the node has given to another.
 
-Several children at a time join a node, reserve memory, and copy one byte value into it over and over. They are killed at random moments.
-When the node has their memory back, it is reserved and filled with another value; after a while every byte must be of that value.
+Several children at a time join a node, reserve memory, and copy one byte value into it over and
+over. They are killed at random moments. When the node has their memory back, it is reserved and
+filled with another value; after a while every byte must be of that value.
 
     python -m kvhold.lab.bench.gpu.kills SOCKET KIND NUMBER      # a child; prints "copying"
 """
@@ -34,9 +36,18 @@ _CHUNKS, _BLOCK_TOKENS, _LAYERS, _BLOCK_BYTES = 4, 16, 8, 256 << 10  # 8 MiB a c
 _PATIENCE_S = 120.0
 _LINGER_S = 0.1  # for a copy that goes on; one takes less than a millisecond
 GROUP = Group(
-    layers=_LAYERS, planes=2, heads=1, head_dim=8, dtype="int8", packing="kills", block_tokens=_BLOCK_TOKENS, block_bytes=_BLOCK_BYTES
+    layers=_LAYERS,
+    planes=2,
+    heads=1,
+    head_dim=8,
+    dtype="int8",
+    packing="kills",
+    block_tokens=_BLOCK_TOKENS,
+    block_bytes=_BLOCK_BYTES,
 )
-SPACE = Namespace(model="kills", layout=Layout((GROUP,), tokens_per_chunk=_BLOCK_TOKENS, tail_tokens=0))
+SPACE = Namespace(
+    model="kills", layout=Layout((GROUP,), tokens_per_chunk=_BLOCK_TOKENS, tail_tokens=0)
+)
 
 
 def rows(target: Target) -> Iterator[GpuRow]:
@@ -49,13 +60,24 @@ def rows(target: Target) -> Iterator[GpuRow]:
             _kill_some(client, target, first=number * at_once, count=at_once)
             stray += _stray_bytes(client)
             client.clear()
-    yield check(PART, f"no stray byte after a SIGKILL in the middle of a copy ({stray} were found)", stray == 0, at_once * times)
+    yield check(
+        PART,
+        f"no stray byte after a SIGKILL in the middle of a copy ({stray} were found)",
+        stray == 0,
+        at_once * times,
+    )
 
 
 def _kill_some(client: NodeClient, target: Target, *, first: int, count: int) -> None:
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    commands = [[sys.executable, "-m", __spec__.name, str(client.path), target.kind, str(first + n)] for n in range(count)]
-    children = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) for command in commands]
+    commands = [
+        [sys.executable, "-m", __spec__.name, str(client.path), target.kind, str(first + n)]
+        for n in range(count)
+    ]
+    children = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
+        for command in commands
+    ]
     try:
         for child in children:
             assert child.stdout is not None
@@ -80,25 +102,35 @@ def _kill_some(client: NodeClient, target: Target, *, first: int, count: int) ->
 
 def _stray_bytes(client: NodeClient) -> int:
     """Take all memory, fill it, and look at it after a while."""
-    tokens = np.arange(_BLOCK_TOKENS * (client.status()["arena_bytes"] // (_LAYERS * _BLOCK_BYTES)), dtype=np.int32)
+    tokens = np.arange(
+        _BLOCK_TOKENS * (client.status()["arena_bytes"] // (_LAYERS * _BLOCK_BYTES)), dtype=np.int32
+    )
     with client.reserve(SPACE.layout, SPACE.prompt(tokens).chunks()) as room:
         places = [int(offset) for offset in room.chunks().offsets if offset >= 0]
         assert places, "the memory that was given back can be reserved"
         for place in places:
             room.buffer[place : place + _LAYERS * _BLOCK_BYTES] = _OURS
         time.sleep(_LINGER_S)  # a copy that goes on would write now
-        return sum(int(np.count_nonzero(room.buffer[place : place + _LAYERS * _BLOCK_BYTES] != _OURS)) for place in places)
+        return sum(
+            int(np.count_nonzero(room.buffer[place : place + _LAYERS * _BLOCK_BYTES] != _OURS))
+            for place in places
+        )
 
 
 def copy_until_killed(socket: Path, kind: Kind, number: int) -> None:
     """In a child: store the same byte over and over into memory that is never committed."""
     target = Target(kind)
-    blocks = [torch.full((_CHUNKS, _BLOCK_BYTES), _THEIRS, dtype=torch.uint8, device=target.device) for _ in range(_LAYERS)]
+    blocks = [
+        torch.full((_CHUNKS, _BLOCK_BYTES), _THEIRS, dtype=torch.uint8, device=target.device)
+        for _ in range(_LAYERS)
+    ]
     view = opaque_blocks(GROUP, blocks, block_axis=0)
     with NodeClient(socket, ClientConfig(), name="kills") as client:
         client.register(SPACE)
         mappings = client.map_for_device()
-        prompt = SPACE.prompt(np.arange(_CHUNKS * _BLOCK_TOKENS, dtype=np.int32) + 1_000_000 * (1 + number))
+        prompt = SPACE.prompt(
+            np.arange(_CHUNKS * _BLOCK_TOKENS, dtype=np.int32) + 1_000_000 * (1 + number)
+        )
         with client.reserve(SPACE.layout, prompt.chunks()) as room:
             copier = target.copier(*mappings)
             piece = Piece(view, np.arange(_CHUNKS), room.buffer, room.chunks())

@@ -1,4 +1,6 @@
-"""The machine's own limits: copies of pinned memory each way and both, within the device, and the time to pin memory."""
+"""The machine's own limits: copies of pinned memory each way and both, within the device, and the
+time to pin memory.
+"""
 
 import time
 from collections.abc import Iterator
@@ -16,8 +18,14 @@ PART = "machine"
 def rows(target: Target) -> Iterator[GpuRow]:
     """Measure. Takes seconds."""
     nbytes = (16 if target.small else 512) << 20
-    here, there = target.pinned(nbytes), torch.zeros(nbytes, dtype=torch.uint8, device=target.device)
-    back, other = target.pinned(nbytes), torch.zeros(nbytes, dtype=torch.uint8, device=target.device)
+    here, there = (
+        target.pinned(nbytes),
+        torch.zeros(nbytes, dtype=torch.uint8, device=target.device),
+    )
+    back, other = (
+        target.pinned(nbytes),
+        torch.zeros(nbytes, dtype=torch.uint8, device=target.device),
+    )
     calls = {
         "host to device": partial(there.copy_, here, non_blocking=True),
         "device to host": partial(back.copy_, there, non_blocking=True),
@@ -30,7 +38,9 @@ def rows(target: Target) -> Iterator[GpuRow]:
     yield from _pinning(target)
 
 
-def _both_ways(target: Target, here: torch.Tensor, there: torch.Tensor, other: torch.Tensor, back: torch.Tensor) -> None:
+def _both_ways(
+    target: Target, here: torch.Tensor, there: torch.Tensor, other: torch.Tensor, back: torch.Tensor
+) -> None:
     if target.kind != "cuda":
         there.copy_(here)
         back.copy_(other)
@@ -55,4 +65,9 @@ def _pinning(target: Target) -> Iterator[GpuRow]:
     began_s = time.perf_counter()
     arenas.close()
     yield GpuRow(PART, "pinning, per GiB", round(pinned_s / (nbytes / (1 << 30)), 4), "s")
-    yield GpuRow(PART, "unpinning, per GiB", round((time.perf_counter() - began_s) / (nbytes / (1 << 30)), 4), "s")
+    yield GpuRow(
+        PART,
+        "unpinning, per GiB",
+        round((time.perf_counter() - began_s) / (nbytes / (1 << 30)), 4),
+        "s",
+    )

@@ -1,7 +1,9 @@
-"""Real requests end to end: the mini engine on this device, without kvhold, storing, and loading what another engine has stored.
+"""Real requests end to end: the mini engine on this device, without kvhold, storing, and loading
+what another engine has stored.
 
-Tokens and KV bytes must be those of the engine without kvhold. Times to the first token are of models that are far too small to say
-anything about a real one; they show that a hit takes no longer than computing.
+Tokens and KV bytes must be those of the engine without kvhold. Times to the first token are of
+models that are far too small to say anything about a real one; they show that a hit takes no longer
+than computing.
 """
 
 import random
@@ -41,26 +43,59 @@ def _of_model(target: Target, model: str) -> Iterator[GpuRow]:
         alone = _serve(target, model, prompts, None)
         stored = _serve(target, model, prompts, settings)
         loaded = _serve(target, model, prompts, settings)
-    yield check(PART, f"{model}: tokens and KV bytes while storing", stored.answers == alone.answers, _PROMPTS)
-    yield check(PART, f"{model}: tokens and KV bytes after loading", loaded.answers == alone.answers, _PROMPTS)
-    yield check(PART, f"{model}: prompts were loaded, not computed", loaded.loaded_tokens >= _PROMPTS * 64, loaded.loaded_tokens)
+    yield check(
+        PART,
+        f"{model}: tokens and KV bytes while storing",
+        stored.answers == alone.answers,
+        _PROMPTS,
+    )
+    yield check(
+        PART,
+        f"{model}: tokens and KV bytes after loading",
+        loaded.answers == alone.answers,
+        _PROMPTS,
+    )
+    yield check(
+        PART,
+        f"{model}: prompts were loaded, not computed",
+        loaded.loaded_tokens >= _PROMPTS * 64,
+        loaded.loaded_tokens,
+    )
     cold, hit = 1e3 * median(alone.first_token_s), 1e3 * median(loaded.first_token_s)
-    yield GpuRow(PART, f"{model}: time to the first token of a hit", round(hit, 2), "ms", round(cold, 2), round(hit / cold, 3))
+    yield GpuRow(
+        PART,
+        f"{model}: time to the first token of a hit",
+        round(hit, 2),
+        "ms",
+        round(cold, 2),
+        round(hit / cold, 3),
+    )
 
 
 class _Served:
     """What an engine answered. answers: by request, its tokens and a digest of its KV."""
 
     def __init__(self, engine: Any) -> None:
-        self.answers = {name: (tokens, engine.kv_digests[name]) for name, tokens in engine.outputs.items()}
+        self.answers = {
+            name: (tokens, engine.kv_digests[name]) for name, tokens in engine.outputs.items()
+        }
         self.first_token_s = list(engine.first_token_s.values())
         self.loaded_tokens: int = engine.counts.loaded_tokens
 
 
-def _serve(target: Target, model: str, prompts: list[list[int]], settings: dict[str, Any] | None) -> _Served:
+def _serve(
+    target: Target, model: str, prompts: list[list[int]], settings: dict[str, Any] | None
+) -> _Served:
     from kvhold.lab.mini_engine import MiniEngine
 
-    engine = MiniEngine(model, connector=settings, device=target.device.type, num_blocks=200, prefix_caching=False, keep_digests=True)
+    engine = MiniEngine(
+        model,
+        connector=settings,
+        device=target.device.type,
+        num_blocks=200,
+        prefix_caching=False,
+        keep_digests=True,
+    )
     try:
         for number, prompt in enumerate(prompts):
             engine.add(str(number), prompt, _ANSWER)

@@ -1,4 +1,6 @@
-"""The order of copies and of the engine's own work, with a control for each that must fail: `memory/selftest.py`, many times."""
+"""The order of copies and of the engine's own work, with a control for each that must fail:
+`memory/selftest.py`, many times.
+"""
 
 from collections.abc import Callable, Iterator
 
@@ -23,8 +25,20 @@ _LAYERS, _BLOCKS, _BYTES = 4, 8, 64 << 10
 def rows(target: Target) -> Iterator[GpuRow]:
     """Check. A host's copier has no order to keep, so nothing is checked there."""
     times = 5 if target.small else 20
-    tensors = [torch.zeros(_BLOCKS, _BYTES, dtype=torch.uint8, device=target.device) for _ in range(_LAYERS)]
-    group = Group(layers=_LAYERS, planes=2, heads=1, head_dim=8, dtype="int8", packing="bench", block_tokens=16, block_bytes=_BYTES)
+    tensors = [
+        torch.zeros(_BLOCKS, _BYTES, dtype=torch.uint8, device=target.device)
+        for _ in range(_LAYERS)
+    ]
+    group = Group(
+        layers=_LAYERS,
+        planes=2,
+        heads=1,
+        head_dim=8,
+        dtype="int8",
+        packing="bench",
+        block_tokens=16,
+        block_bytes=_BYTES,
+    )
     view = opaque_blocks(group, tensors, block_axis=0)
     warm_up(view.device, [view])
     ids, tokens = np.array([5, 2, 7]), np.array([48])
@@ -34,11 +48,17 @@ def rows(target: Target) -> Iterator[GpuRow]:
     for _ in range(times):
         with copier.scratch(_LAYERS * ids.size * _BYTES) as buffer:
             try:
-                check_orders(copier, Piece(view, ids, buffer, ChunkBytes(np.zeros(1, np.int64), tokens)), _Blocks(tensors, ids))
+                check_orders(
+                    copier,
+                    Piece(view, ids, buffer, ChunkBytes(np.zeros(1, np.int64), tokens)),
+                    _Blocks(tensors, ids),
+                )
             except LayoutError as error:
                 said = str(error)
     copier.close()
-    yield check(PART, said or "copies come after marks, the engine's work after fences", not said, times)
+    yield check(
+        PART, said or "copies come after marks, the engine's work after fences", not said, times
+    )
 
 
 class _Blocks:
@@ -60,7 +80,11 @@ class _Blocks:
     def read(self, stage: Stage) -> Callable[[], npt.NDArray[np.uint8]]:
         """See `Blocks`."""
         seen: list[torch.Tensor] = []
-        stage.compute(lambda: seen.append(torch.cat([tensor[block] for tensor in self._tensors for block in self._ids])))
+        stage.compute(
+            lambda: seen.append(
+                torch.cat([tensor[block] for tensor in self._tensors for block in self._ids])
+            )
+        )
         return lambda: np.asarray(seen[0].cpu().numpy())
 
     def bytes_of(self, version: int) -> npt.NDArray[np.uint8]:

@@ -1,6 +1,8 @@
-"""Stores and loads of chunks by the copier that serves, for engines whose blocks have pieces of 8, 18, 64 KiB and 2 MiB.
+"""Stores and loads of chunks by the copier that serves, for engines whose blocks have pieces of 8,
+18, 64 KiB and 2 MiB.
 
-Each beside a copy of the same bytes in one piece, of pinned memory. Every load is compared byte for byte with what was stored.
+Each beside a copy of the same bytes in one piece, of pinned memory. Every load is compared byte for
+byte with what was stored.
 """
 
 from collections.abc import Iterator
@@ -35,16 +37,35 @@ def _of_size(target: Target, name: str, piece_bytes: int) -> Iterator[GpuRow]:
     chunk_bytes = layers * _BLOCKS_A_CHUNK * piece_bytes
     chunks = max(1, total // chunk_bytes)
     blocks = 2 * chunks * _BLOCKS_A_CHUNK
-    group = Group(layers=layers, planes=2, heads=1, head_dim=8, dtype="int8", packing="bench", block_tokens=16, block_bytes=piece_bytes)
-    tensors = [torch.randint(0, 256, (blocks, piece_bytes), dtype=torch.uint8, device=target.device) for _ in range(layers)]
+    group = Group(
+        layers=layers,
+        planes=2,
+        heads=1,
+        head_dim=8,
+        dtype="int8",
+        packing="bench",
+        block_tokens=16,
+        block_bytes=piece_bytes,
+    )
+    tensors = [
+        torch.randint(0, 256, (blocks, piece_bytes), dtype=torch.uint8, device=target.device)
+        for _ in range(layers)
+    ]
     view = opaque_blocks(group, tensors, block_axis=0)
     warm_up(view.device, [view])
     ids = np.random.default_rng(0).permutation(blocks)
     stored, loaded = ids[: blocks // 2], ids[blocks // 2 :]
     tokens = np.full(chunks, _BLOCKS_A_CHUNK * 16, np.int64)
-    buffer, places = target.arena(chunks * chunk_bytes), ChunkBytes(np.arange(chunks) * chunk_bytes, tokens)
+    buffer, places = (
+        target.arena(chunks * chunk_bytes),
+        ChunkBytes(np.arange(chunks) * chunk_bytes, tokens),
+    )
     piece, into = Piece(view, stored, buffer, places), Piece(view, loaded, buffer, places)
-    ways = {"": None} if target.driver is None else {"": None, ", by the ring": _RING, ", directly": _DIRECT}
+    ways = (
+        {"": None}
+        if target.driver is None
+        else {"": None, ", by the ring": _RING, ", directly": _DIRECT}
+    )
     for way, settings in ways.items():
         copier = target.copier(buffer, buffer, settings)
         exact = _is_exact(copier, piece, into, tensors)
@@ -54,7 +75,9 @@ def _of_size(target: Target, name: str, piece_bytes: int) -> Iterator[GpuRow]:
         yield check(PART, f"bytes, {name}{way}", exact)
 
 
-def _measured(target: Target, copier: Copier, pieces: tuple[Piece, Piece], name: str, goal: float | None) -> Iterator[GpuRow]:
+def _measured(
+    target: Target, copier: Copier, pieces: tuple[Piece, Piece], name: str, goal: float | None
+) -> Iterator[GpuRow]:
     piece, into = pieces
     nbytes = piece.buffer.size
     host, flat = target.pinned(nbytes), torch.zeros(nbytes, dtype=torch.uint8, device=target.device)
@@ -66,7 +89,9 @@ def _measured(target: Target, copier: Copier, pieces: tuple[Piece, Piece], name:
     }
     seconds = target.seconds(calls)
     for verb in ("store", "load"):
-        yield rate(PART, f"{verb}, {name}", nbytes, seconds[verb], seconds[f"limit of {verb}"], goal)
+        yield rate(
+            PART, f"{verb}, {name}", nbytes, seconds[verb], seconds[f"limit of {verb}"], goal
+        )
 
 
 def _is_exact(copier: Copier, piece: Piece, into: Piece, tensors: list[torch.Tensor]) -> bool:
@@ -77,11 +102,16 @@ def _is_exact(copier: Copier, piece: Piece, into: Piece, tensors: list[torch.Ten
     if not _holds(piece, tensors):
         return False
     copier.scatter([into], after=copier.mark()).wait()
-    return all(torch.equal(tensor[torch.from_numpy(into.ids)], tensor[torch.from_numpy(piece.ids)]) for tensor in tensors)
+    return all(
+        torch.equal(tensor[torch.from_numpy(into.ids)], tensor[torch.from_numpy(piece.ids)])
+        for tensor in tensors
+    )
 
 
 def _holds(piece: Piece, tensors: list[torch.Tensor]) -> bool:
-    """Whether the host has what the device has: a device that writes to other memory would read it back from there, too."""
+    """Whether the host has what the device has: a device that writes to other memory would read it
+    back from there, too.
+    """
     sample = 0, piece.places.offsets.size - 1
     for chunk in sample:
         at = int(piece.places.offsets[chunk])

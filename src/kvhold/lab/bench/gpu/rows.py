@@ -9,7 +9,8 @@ class GpuRow:
 
     limit: of the same unit, measured in the same run; None: there is none
     ratio: value / limit
-    ok:    whether the goal is met, or the check passed; None: there is no goal, or not for this target
+    ok:    whether the goal is met, or the check passed; None: there is no goal, or not for this
+        target
     """
 
     part: str
@@ -21,11 +22,21 @@ class GpuRow:
     ok: bool | None = None
 
 
-def rate(part: str, name: str, nbytes: int, seconds: float, limit_s: float, goal: float | None) -> GpuRow:
+def rate(
+    part: str, name: str, nbytes: int, seconds: float, limit_s: float, goal: float | None
+) -> GpuRow:
     """GB/s beside the GB/s of a limit that moves as many bytes. goal: the least ratio."""
     ratio = limit_s / seconds
     ok = None if goal is None else ratio >= goal
-    return GpuRow(part, name, round(nbytes / seconds / 1e9, 2), "GB/s", round(nbytes / limit_s / 1e9, 2), round(ratio, 3), ok)
+    return GpuRow(
+        part,
+        name,
+        round(nbytes / seconds / 1e9, 2),
+        "GB/s",
+        round(nbytes / limit_s / 1e9, 2),
+        round(ratio, 3),
+        ok,
+    )
 
 
 def check(part: str, name: str, passed: bool, count: int = 1) -> GpuRow:

@@ -38,9 +38,18 @@ class Target:
     @property
     def name(self) -> str:
         """Of the device."""
-        return torch.cuda.get_device_name() if self.kind == "cuda" else {"cpu": "the CPU", "fake": "a fake device on the CPU"}[self.kind]
+        return (
+            torch.cuda.get_device_name()
+            if self.kind == "cuda"
+            else {"cpu": "the CPU", "fake": "a fake device on the CPU"}[self.kind]
+        )
 
-    def copier(self, read_only: npt.NDArray[np.uint8], writable: npt.NDArray[np.uint8], settings: Settings | None = None) -> Copier:
+    def copier(
+        self,
+        read_only: npt.NDArray[np.uint8],
+        writable: npt.NDArray[np.uint8],
+        settings: Settings | None = None,
+    ) -> Copier:
         """For an arena, by both mappings. It is pinned when this returns."""
         if self.driver is None:
             return HostCopier(threads=2)
@@ -68,8 +77,12 @@ class Target:
         if self.kind == "cuda":
             torch.cuda.synchronize()
 
-    def seconds(self, calls: Mapping[str, Callable[[], object]], rounds: int = ROUNDS) -> dict[str, float]:
-        """Median seconds of each, in turn, until the device has nothing left to do; after one round that does not count."""
+    def seconds(
+        self, calls: Mapping[str, Callable[[], object]], rounds: int = ROUNDS
+    ) -> dict[str, float]:
+        """Median seconds of each, in turn, until the device has nothing left to do; after one round
+        that does not count.
+        """
         taken: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(1 + rounds):
             for name, call in calls.items():

@@ -3,9 +3,11 @@
     async with Client(Endpoint(base_url, model)) as client:
         reply = await client.send(request)
 
-Whatever goes wrong with a request is a reply with an error; only a wrong configuration raises. Runs in one asyncio loop, with a connection
-for each request in flight. The kinds of error: "connect", "timeout", "disconnected", "http 503" and other statuses, "server error" (told in
-the stream), "bad stream" (not what such servers send), "cut short" (the stream ended before the answer), "no tokens", "no token ids".
+Whatever goes wrong with a request is a reply with an error; only a wrong configuration raises. Runs
+in one asyncio loop, with a connection for each request in flight. The kinds of error: "connect",
+"timeout", "disconnected", "http 503" and other statuses, "server error" (told in the stream), "bad
+stream" (not what such servers send), "cut short" (the stream ended before the answer), "no tokens",
+"no token ids".
 """
 
 import time
@@ -36,11 +38,14 @@ _MOST_OF_A_PAGE = 64 << 20  # bytes of a page of metrics or models
 class Endpoint:
     """Where requests go and how.
 
-    base_url: what OpenAI clients call so, such as http://localhost:8000/v1; without a path, /v1 is meant
+    base_url: what OpenAI clients call so, such as http://localhost:8000/v1; without a path, /v1 is
+        meant
     api_key: sent as a bearer token; None: none is. It is in no message and no repr
-    ignore_eos: ask for answers of full length, with a parameter that vLLM and SGLang know and others may refuse
+    ignore_eos: ask for answers of full length, with a parameter that vLLM and SGLang know and
+        others may refuse
     extra_body: goes into every request as it is
-    user_header: name of a header that has the user's number, where a request has a user; for routers that keep users apart
+    user_header: name of a header that has the user's number, where a request has a user; for
+        routers that keep users apart
     timeout_s: for a whole answer; connect_timeout_s: until there is a connection
     """
 
@@ -62,16 +67,29 @@ class Endpoint:
 
 
 def checked_url(base_url: str) -> str:
-    """The base URL without a slash at its end, with /v1 where it has no path. Raises ConfigError if it is none."""
+    """The base URL without a slash at its end, with /v1 where it has no path.
+
+    Raises ConfigError if it is none.
+    """
     try:
         parts = urlsplit(base_url)
         port_is_fine = parts.port is None or parts.port > 0
     except ValueError as error:
-        raise ConfigError(f"base URL {base_url!r}: {error}; write it as http://localhost:8000/v1") from None
-    if parts.scheme not in ("http", "https") or not parts.hostname or not port_is_fine or parts.query or parts.fragment:
+        raise ConfigError(
+            f"base URL {base_url!r}: {error}; write it as http://localhost:8000/v1"
+        ) from None
+    if (
+        parts.scheme not in ("http", "https")
+        or not parts.hostname
+        or not port_is_fine
+        or parts.query
+        or parts.fragment
+    ):
         raise ConfigError(f"base URL {base_url!r} is none; write it as http://localhost:8000/v1")
     if parts.username is not None or parts.password is not None:
-        raise ConfigError("a base URL has no credentials; put the key into the environment, as OPENAI_API_KEY")
+        raise ConfigError(
+            "a base URL has no credentials; put the key into the environment, as OPENAI_API_KEY"
+        )
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/') or '/v1'}"
 
 
@@ -86,12 +104,19 @@ class Client:
         endpoint = self._endpoint
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),  # the runner decides how many are in flight
-            timeout=aiohttp.ClientTimeout(total=endpoint.timeout_s, sock_connect=endpoint.connect_timeout_s),
+            timeout=aiohttp.ClientTimeout(
+                total=endpoint.timeout_s, sock_connect=endpoint.connect_timeout_s
+            ),
             headers={"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {},
         )
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         await self._open().close()
 
     async def send(self, request: Request) -> Reply:
@@ -107,26 +132,46 @@ class Client:
         stream = Stream(began, content="tokens" if as_tokens and request.needs_content else "text")
         kind, detail = "", ""
         try:
-            async with self._open().post(url, data=body, headers=headers, allow_redirects=False) as response:
+            async with self._open().post(
+                url, data=body, headers=headers, allow_redirects=False
+            ) as response:
                 if response.status == 200:
                     await _follow(response, stream)
                 else:
                     kind = f"http {response.status}"
-                    detail = (await response.content.read(_MOST_OF_AN_ERROR)).decode(errors="replace")
+                    detail = (await response.content.read(_MOST_OF_AN_ERROR)).decode(
+                        errors="replace"
+                    )
         except (aiohttp.ClientError, OSError, BadStream) as error:  # TimeoutError is an OSError
             kind, detail = _kind(error), str(error) or type(error).__name__
         reply = stream.reply(time.perf_counter())
         return replace(reply, error=kind, detail=detail) if kind else reply
 
     async def only_model(self) -> str:
-        """The name of the server's model. Raises ConfigError if it cannot be asked or does not have exactly one."""
+        """The name of the server's model.
+
+        Raises ConfigError if it cannot be asked or does not have exactly one.
+        """
         url = f"{self._endpoint.base_url}/models"
         try:
             names = [model["id"] for model in msgspec.json.decode(await self._page(url))["data"]]
-        except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError, *UNDECODABLE) as error:
-            raise ConfigError(f"{url}: {str(error) or type(error).__name__}; is the server up? Name the model with --model") from None
+        except (
+            aiohttp.ClientError,
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            *UNDECODABLE,
+        ) as error:
+            raise ConfigError(
+                f"{url}: {str(error) or type(error).__name__}; is the server up? Name the "
+                "model with --model"
+            ) from None
         if len(names) != 1:
-            raise ConfigError(f"the server has {len(names)} models ({', '.join(map(str, names[:8]))}); choose with --model")
+            raise ConfigError(
+                f"the server has {len(names)} models ({', '.join(map(str, names[:8]))}); "
+                "choose with --model"
+            )
         return str(names[0])
 
     async def metrics_page(self) -> str | None:
@@ -138,7 +183,9 @@ class Client:
 
     async def _page(self, url: str) -> bytes:
         """Raises aiohttp's errors, OSError, and ValueError for a page that is too large."""
-        async with self._open().get(url, timeout=aiohttp.ClientTimeout(total=30), raise_for_status=True) as response:
+        async with self._open().get(
+            url, timeout=aiohttp.ClientTimeout(total=30), raise_for_status=True
+        ) as response:
             page = bytearray()
             async for received in response.content.iter_any():
                 page += received
@@ -169,7 +216,9 @@ def _body(endpoint: Endpoint, request: Request, *, as_tokens: bool) -> dict[str,
         "stream_options": {"include_usage": True},
     }
     if endpoint.api == "chat":
-        body["messages"] = [{"role": turn.role, "content": turn.content} for turn in _merged(request.turns)]
+        body["messages"] = [
+            {"role": turn.role, "content": turn.content} for turn in _merged(request.turns)
+        ]
     elif as_tokens:
         body["prompt"] = list(chain.from_iterable(turn.content for turn in request.turns))
     else:

@@ -15,10 +15,31 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from kvhold.core.errors import ConfigError
-from kvhold.lab.bench.load.prompts import FIRST_ID, VOCAB_SIZE, Content, Prompts, TextPrompts, TokenPrompts
-from kvhold.lab.bench.load.report import Gates, Summary, render, request_line, summarise, summary_line
+from kvhold.lab.bench.load.prompts import (
+    FIRST_ID,
+    VOCAB_SIZE,
+    Content,
+    Prompts,
+    TextPrompts,
+    TokenPrompts,
+)
+from kvhold.lab.bench.load.report import (
+    Gates,
+    Summary,
+    render,
+    request_line,
+    summarise,
+    summary_line,
+)
 from kvhold.lab.bench.load.work import Result, Workload
-from kvhold.lab.bench.load.workloads import LongDocQA, MultiDocQA, MultiRoundQA, Rag, Replay, TtftSweep
+from kvhold.lab.bench.load.workloads import (
+    LongDocQA,
+    MultiDocQA,
+    MultiRoundQA,
+    Rag,
+    Replay,
+    TtftSweep,
+)
 from kvhold.lab.bench.load.workloads.dataset import SCORES, read_conversations, read_dataset
 from kvhold.lab.bench.load.workloads.long_doc_qa import Order
 from kvhold.lab.bench.load.workloads.multi_doc_qa import Sampling
@@ -45,7 +66,10 @@ def _lengths(ctx: click.Context, param: click.Parameter, value: str) -> tuple[in
     except ValueError:
         lengths = ()
     if not lengths or min(lengths) < 1:
-        raise click.BadParameter(f"{value!r} must be numbers of 1 or more with commas between them, such as 256,1024,4096")
+        raise click.BadParameter(
+            f"{value!r} must be numbers of 1 or more with commas between them, such as "
+            "256,1024,4096"
+        )
     return lengths
 
 
@@ -84,42 +108,123 @@ class Common:
 
 
 _OPTIONS = (
-    click.option("--base-url", help="The server's, as OpenAI clients call it, such as http://localhost:8000/v1."),
+    click.option(
+        "--base-url",
+        help="The server's, as OpenAI clients call it, such as http://localhost:8000/v1.",
+    ),
     click.option("--model", help="Name of the model. [default: the server's only one]"),
-    click.option("--api", type=click.Choice(["completions", "chat"]), default="completions", show_default=True, help="Which of the two."),
     click.option(
-        "--api-key-env", default="OPENAI_API_KEY", show_default=True, help="Environment variable that has the server's key, if any."
+        "--api",
+        type=click.Choice(["completions", "chat"]),
+        default="completions",
+        show_default=True,
+        help="Which of the two.",
     ),
-    click.option("--prompts", type=click.Choice(["tokens", "text"]), help="Token ids or words. [default: tokens; of --api chat: text]"),
-    click.option("--first-token-id", type=_COUNT, default=FIRST_ID, show_default=True, help="Token ids are drawn from this one ..."),
-    click.option("--vocab-size", type=_POSITIVE, default=VOCAB_SIZE, show_default=True, help="... up to this one; at most the model's."),
-    click.option("--seed", type=_COUNT, default=0, show_default=True, help="Another one gives other texts, so that nothing is cached yet."),
     click.option(
-        "--ignore-eos/--no-ignore-eos", default=True, help="Ask for answers of full length, as vLLM and SGLang can. [default: yes]"
+        "--api-key-env",
+        default="OPENAI_API_KEY",
+        show_default=True,
+        help="Environment variable that has the server's key, if any.",
     ),
-    click.option("--extra-body", default="{}", help="JSON object with more fields for each request."),
-    click.option("--user-header", callback=_header, help="Header that tells a router the user of multi-round-qa, such as x-user-id."),
-    click.option("--timeout-s", type=_FACTOR, default=600.0, show_default=True, help="For a whole answer."),
-    click.option("--connect-timeout-s", type=_FACTOR, default=10.0, show_default=True, help="For a connection."),
-    click.option("--prewarm", type=_COUNT, default=5, show_default=True, help="Short requests before, which do not count."),
     click.option(
-        "--progress-s", type=_FACTOR, default=30.0, show_default=True, help="How often progress is told where there is no terminal."
+        "--prompts",
+        type=click.Choice(["tokens", "text"]),
+        help="Token ids or words. [default: tokens; of --api chat: text]",
     ),
-    click.option("--json", "json_file", type=OutputFile(), help="Write a line of JSON for each request, and one with the summary."),
+    click.option(
+        "--first-token-id",
+        type=_COUNT,
+        default=FIRST_ID,
+        show_default=True,
+        help="Token ids are drawn from this one ...",
+    ),
+    click.option(
+        "--vocab-size",
+        type=_POSITIVE,
+        default=VOCAB_SIZE,
+        show_default=True,
+        help="... up to this one; at most the model's.",
+    ),
+    click.option(
+        "--seed",
+        type=_COUNT,
+        default=0,
+        show_default=True,
+        help="Another one gives other texts, so that nothing is cached yet.",
+    ),
+    click.option(
+        "--ignore-eos/--no-ignore-eos",
+        default=True,
+        help="Ask for answers of full length, as vLLM and SGLang can. [default: yes]",
+    ),
+    click.option(
+        "--extra-body", default="{}", help="JSON object with more fields for each request."
+    ),
+    click.option(
+        "--user-header",
+        callback=_header,
+        help="Header that tells a router the user of multi-round-qa, such as x-user-id.",
+    ),
+    click.option(
+        "--timeout-s", type=_FACTOR, default=600.0, show_default=True, help="For a whole answer."
+    ),
+    click.option(
+        "--connect-timeout-s",
+        type=_FACTOR,
+        default=10.0,
+        show_default=True,
+        help="For a connection.",
+    ),
+    click.option(
+        "--prewarm",
+        type=_COUNT,
+        default=5,
+        show_default=True,
+        help="Short requests before, which do not count.",
+    ),
+    click.option(
+        "--progress-s",
+        type=_FACTOR,
+        default=30.0,
+        show_default=True,
+        help="How often progress is told where there is no terminal.",
+    ),
+    click.option(
+        "--json",
+        "json_file",
+        type=OutputFile(),
+        help="Write a line of JSON for each request, and one with the summary.",
+    ),
     click.option("--plot", type=OutputFile(*PICTURES), help="Draw the times, such as load.png."),
     click.option("--html", type=OutputFile(), help="Write a page with everything, in one file."),
     click.option("--expect-max-errors", type=_COUNT, help="Exit with 1 if more requests fail."),
     click.option(
-        "--serve-demo", type=click.Choice(["tiny", "small", "mid"]), help="Start vLLM with kvhold and a model made here, instead."
+        "--serve-demo",
+        type=click.Choice(["tiny", "small", "mid"]),
+        help="Start vLLM with kvhold and a model made here, instead.",
     ),
     click.option(
-        "--demo-context", type=click.IntRange(1_024, 32_768), default=8_192, show_default=True, help="Its longest prompt and answer."
+        "--demo-context",
+        type=click.IntRange(1_024, 32_768),
+        default=8_192,
+        show_default=True,
+        help="Its longest prompt and answer.",
     ),
-    click.option("--demo-ram", type=Size(), default="1GiB", show_default=True, help="Its kvhold's memory."),
+    click.option(
+        "--demo-ram", type=Size(), default="1GiB", show_default=True, help="Its kvhold's memory."
+    ),
 )
 _GAINS = (
-    click.option("--expect-ttft-gain", type=_FACTOR, help="Exit with 1 if warm requests' mean TTFT is not so many times shorter."),
-    click.option("--expect-latency-gain", type=_FACTOR, help="Exit with 1 if the warm round is not so many times faster, a request."),
+    click.option(
+        "--expect-ttft-gain",
+        type=_FACTOR,
+        help="Exit with 1 if warm requests' mean TTFT is not so many times shorter.",
+    ),
+    click.option(
+        "--expect-latency-gain",
+        type=_FACTOR,
+        help="Exit with 1 if the warm round is not so many times faster, a request.",
+    ),
 )
 
 
@@ -134,92 +239,272 @@ def _with_common(function: Function) -> Function:
 
 
 def _with(options: tuple[Callable[[Function], Function], ...]) -> Callable[[Function], Function]:
-    return lambda function: functools.reduce(lambda made, option: option(made), reversed(options), function)
+    return lambda function: functools.reduce(
+        lambda made, option: option(made), reversed(options), function
+    )
 
 
 @click.group()
 def command() -> None:
-    """A workload against any OpenAI-compatible server: times to first token and between tokens, rates, hits, errors.
+    """A workload against any OpenAI-compatible server: times to first token and between tokens,
+    rates, hits, errors.
 
-    Ctrl-C ends a run with what there is by then. Exits with 1 if what was expected is not reached, or if no request succeeded.
+    Ctrl-C ends a run with what there is by then. Exits with 1 if what was expected is not reached,
+    or if no request succeeded.
     """
 
 
 @command.command("long-doc-qa")
 @click.option("--documents", type=_POSITIVE, default=8, show_default=True, help="How many.")
-@click.option("--document-tokens", type=_POSITIVE, default=20_000, show_default=True, help="Of each.")
-@click.option("--question-tokens", type=_COUNT, default=32, show_default=True, help="Of each question; 0: the very same prompt again.")
-@click.option("--output-tokens", type=_POSITIVE, default=100, show_default=True, help="Of each answer.")
-@click.option("--repeats", type=_POSITIVE, default=2, show_default=True, help="Questions to each document in the warm round.")
-@click.option("--order", type=click.Choice(get_args(Order)), default="random", show_default=True, help="Of the warm round.")
-@click.option("--max-in-flight", type=_POSITIVE, default=20, show_default=True, help="Requests at a time.")
-@click.option("--pause-s", type=_SECONDS, default=0.0, show_default=True, help="Between the rounds.")
+@click.option(
+    "--document-tokens", type=_POSITIVE, default=20_000, show_default=True, help="Of each."
+)
+@click.option(
+    "--question-tokens",
+    type=_COUNT,
+    default=32,
+    show_default=True,
+    help="Of each question; 0: the very same prompt again.",
+)
+@click.option(
+    "--output-tokens", type=_POSITIVE, default=100, show_default=True, help="Of each answer."
+)
+@click.option(
+    "--repeats",
+    type=_POSITIVE,
+    default=2,
+    show_default=True,
+    help="Questions to each document in the warm round.",
+)
+@click.option(
+    "--order",
+    type=click.Choice(get_args(Order)),
+    default="random",
+    show_default=True,
+    help="Of the warm round.",
+)
+@click.option(
+    "--max-in-flight", type=_POSITIVE, default=20, show_default=True, help="Requests at a time."
+)
+@click.option(
+    "--pause-s", type=_SECONDS, default=0.0, show_default=True, help="Between the rounds."
+)
 @_with(_GAINS)
 @_with_common
-def long_doc_qa(common: Common, *, expect_ttft_gain: float | None, expect_latency_gain: float | None, **arguments: Any) -> None:
+def long_doc_qa(
+    common: Common,
+    *,
+    expect_ttft_gain: float | None,
+    expect_latency_gain: float | None,
+    **arguments: Any,
+) -> None:
     """Long documents: each once, cold; then questions to all of them, warm."""
-    _run("long-doc-qa", common, LongDocQA(seed=common.seed, **arguments), Gates(expect_ttft_gain, expect_latency_gain))
+    _run(
+        "long-doc-qa",
+        common,
+        LongDocQA(seed=common.seed, **arguments),
+        Gates(expect_ttft_gain, expect_latency_gain),
+    )
 
 
 @command.command("multi-doc-qa")
 @click.option("--documents", type=_POSITIVE, default=100, show_default=True, help="How many.")
-@click.option("--documents-per-request", type=_POSITIVE, default=5, show_default=True, help="In each prompt of the warm round.")
-@click.option("--requests", type=_POSITIVE, default=100, show_default=True, help="Of the warm round.")
-@click.option("--document-tokens", type=_POSITIVE, default=1_000, show_default=True, help="Of each.")
-@click.option("--system-tokens", type=_COUNT, default=64, show_default=True, help="Of the system prompt.")
-@click.option("--question-tokens", type=_COUNT, default=32, show_default=True, help="Of each question.")
-@click.option("--output-tokens", type=_POSITIVE, default=10, show_default=True, help="Of each answer.")
-@click.option("--sampling", type=click.Choice(get_args(Sampling)), default="random", show_default=True, help="How documents are drawn.")
-@click.option("--separator", help="Between documents: text, or token ids with commas between them. [default: ' # # ', or 4 ids]")
-@click.option("--max-in-flight", type=_POSITIVE, default=20, show_default=True, help="Requests at a time.")
-@click.option("--pause-s", type=_SECONDS, default=0.0, show_default=True, help="Between the rounds.")
+@click.option(
+    "--documents-per-request",
+    type=_POSITIVE,
+    default=5,
+    show_default=True,
+    help="In each prompt of the warm round.",
+)
+@click.option(
+    "--requests", type=_POSITIVE, default=100, show_default=True, help="Of the warm round."
+)
+@click.option(
+    "--document-tokens", type=_POSITIVE, default=1_000, show_default=True, help="Of each."
+)
+@click.option(
+    "--system-tokens", type=_COUNT, default=64, show_default=True, help="Of the system prompt."
+)
+@click.option(
+    "--question-tokens", type=_COUNT, default=32, show_default=True, help="Of each question."
+)
+@click.option(
+    "--output-tokens", type=_POSITIVE, default=10, show_default=True, help="Of each answer."
+)
+@click.option(
+    "--sampling",
+    type=click.Choice(get_args(Sampling)),
+    default="random",
+    show_default=True,
+    help="How documents are drawn.",
+)
+@click.option(
+    "--separator",
+    help="Between documents: text, or token ids with commas between them. [default: ' # # ', or "
+    "4 ids]",
+)
+@click.option(
+    "--max-in-flight", type=_POSITIVE, default=20, show_default=True, help="Requests at a time."
+)
+@click.option(
+    "--pause-s", type=_SECONDS, default=0.0, show_default=True, help="Between the rounds."
+)
 @_with(_GAINS)
 @_with_common
 def multi_doc_qa(
-    common: Common, *, separator: str | None, expect_ttft_gain: float | None, expect_latency_gain: float | None, **arguments: Any
+    common: Common,
+    *,
+    separator: str | None,
+    expect_ttft_gain: float | None,
+    expect_latency_gain: float | None,
+    **arguments: Any,
 ) -> None:
     """Documents, each by itself, cold; then several in one prompt, in any order, warm."""
-    workload = MultiDocQA(separator=_separator(separator, _prompts(common)), seed=common.seed, **arguments)
+    workload = MultiDocQA(
+        separator=_separator(separator, _prompts(common)), seed=common.seed, **arguments
+    )
     _run("multi-doc-qa", common, workload, Gates(expect_ttft_gain, expect_latency_gain))
 
 
 @command.command("multi-round-qa")
 @click.option("--users", type=_POSITIVE, default=10, show_default=True, help="At a time.")
-@click.option("--rounds", type=_POSITIVE, default=5, show_default=True, help="Questions of each user.")
-@click.option("--qps", type=_FACTOR, default=1.0, show_default=True, help="Questions a second, of all users together.")
-@click.option("--system-tokens", type=_COUNT, default=1_000, show_default=True, help="Of the system prompt that all users share.")
-@click.option("--history-tokens", type=_COUNT, default=2_000, show_default=True, help="Of each user's own beginning.")
-@click.option("--question-tokens", type=_POSITIVE, default=32, show_default=True, help="Of each question.")
-@click.option("--answer-tokens", type=_POSITIVE, default=100, show_default=True, help="Of each answer.")
-@click.option("--ramp-up-s", type=_SECONDS, help="Over how long the first users come. [default: users / qps]")
-@click.option("--staggered/--together", default=True, help="First users in the midst of their conversations, or at their beginning.")
-@click.option("--duration-s", type=_FACTOR, help="New users follow until then. [default: each of the first finishes]")
-@click.option("--first-user", type=_COUNT, default=0, show_default=True, help="Number of the first; other users have other texts.")
-@click.option("--sharegpt", type=_INPUT, help="Conversations in the form of ShareGPT, whose questions are asked. [default: made up]")
+@click.option(
+    "--rounds", type=_POSITIVE, default=5, show_default=True, help="Questions of each user."
+)
+@click.option(
+    "--qps",
+    type=_FACTOR,
+    default=1.0,
+    show_default=True,
+    help="Questions a second, of all users together.",
+)
+@click.option(
+    "--system-tokens",
+    type=_COUNT,
+    default=1_000,
+    show_default=True,
+    help="Of the system prompt that all users share.",
+)
+@click.option(
+    "--history-tokens",
+    type=_COUNT,
+    default=2_000,
+    show_default=True,
+    help="Of each user's own beginning.",
+)
+@click.option(
+    "--question-tokens", type=_POSITIVE, default=32, show_default=True, help="Of each question."
+)
+@click.option(
+    "--answer-tokens", type=_POSITIVE, default=100, show_default=True, help="Of each answer."
+)
+@click.option(
+    "--ramp-up-s", type=_SECONDS, help="Over how long the first users come. [default: users / qps]"
+)
+@click.option(
+    "--staggered/--together",
+    default=True,
+    help="First users in the midst of their conversations, or at their beginning.",
+)
+@click.option(
+    "--duration-s",
+    type=_FACTOR,
+    help="New users follow until then. [default: each of the first finishes]",
+)
+@click.option(
+    "--first-user",
+    type=_COUNT,
+    default=0,
+    show_default=True,
+    help="Number of the first; other users have other texts.",
+)
+@click.option(
+    "--sharegpt",
+    type=_INPUT,
+    help="Conversations in the form of ShareGPT, whose questions are asked. [default: made up]",
+)
 @_with_common
 def multi_round_qa(common: Common, *, rounds: int, sharegpt: Path | None, **arguments: Any) -> None:
-    """Conversations: users ask at a rate, with the answers so far in the prompt. A group of figures for each round."""
+    """Conversations: users ask at a rate, with the answers so far in the prompt.
+
+    A group of figures for each round.
+    """
     recorded = read_conversations(sharegpt, rounds=rounds) if sharegpt is not None else ()
-    _run("multi-round-qa", common, MultiRoundQA(rounds=rounds, recorded=recorded, **arguments), Gates())
+    _run(
+        "multi-round-qa",
+        common,
+        MultiRoundQA(rounds=rounds, recorded=recorded, **arguments),
+        Gates(),
+    )
 
 
 @command.command()
 @click.option("--qps", type=_FACTOR, default=1.0, show_default=True, help="Questions a second.")
-@click.option("--poisson", is_flag=True, help="Arrivals at random, of that mean rate. [default: evenly spaced]")
+@click.option(
+    "--poisson",
+    is_flag=True,
+    help="Arrivals at random, of that mean rate. [default: evenly spaced]",
+)
 @click.option("--requests", type=_POSITIVE, default=100, show_default=True, help="At most so many.")
-@click.option("--dataset", type=_INPUT, help='JSON list of {"question": ..., "ctxs": [...], "answers": [...]}. [default: made up]')
-@click.option("--score", type=click.Choice(list(SCORES)), default="f1", show_default=True, help="Of answers: f1 of words, or rouge-l.")
+@click.option(
+    "--dataset",
+    type=_INPUT,
+    help='JSON list of {"question": ..., "ctxs": [...], "answers": [...]}. [default: made up]',
+)
+@click.option(
+    "--score",
+    type=click.Choice(list(SCORES)),
+    default="f1",
+    show_default=True,
+    help="Of answers: f1 of words, or rouge-l.",
+)
 @click.option("--documents", type=_POSITIVE, default=50, show_default=True, help="Made-up ones.")
-@click.option("--documents-per-request", type=_POSITIVE, default=2, show_default=True, help="Of made-up ones.")
-@click.option("--document-tokens", type=_POSITIVE, default=1_000, show_default=True, help="Of each made-up one.")
-@click.option("--system-tokens", type=_COUNT, default=64, show_default=True, help="Of the system prompt.")
-@click.option("--question-tokens", type=_COUNT, default=32, show_default=True, help="Of each made-up question.")
-@click.option("--output-tokens", type=_POSITIVE, default=32, show_default=True, help="Of each answer.")
-@click.option("--kv-storage", type=Size(), default="0", show_default=True, help="Before, prefill as many documents as this holds.")
-@click.option("--kv-bytes-per-token", type=_POSITIVE, help="What a token's KV takes, for --kv-storage.")
+@click.option(
+    "--documents-per-request", type=_POSITIVE, default=2, show_default=True, help="Of made-up ones."
+)
+@click.option(
+    "--document-tokens",
+    type=_POSITIVE,
+    default=1_000,
+    show_default=True,
+    help="Of each made-up one.",
+)
+@click.option(
+    "--system-tokens", type=_COUNT, default=64, show_default=True, help="Of the system prompt."
+)
+@click.option(
+    "--question-tokens",
+    type=_COUNT,
+    default=32,
+    show_default=True,
+    help="Of each made-up question.",
+)
+@click.option(
+    "--output-tokens", type=_POSITIVE, default=32, show_default=True, help="Of each answer."
+)
+@click.option(
+    "--kv-storage",
+    type=Size(),
+    default="0",
+    show_default=True,
+    help="Before, prefill as many documents as this holds.",
+)
+@click.option(
+    "--kv-bytes-per-token", type=_POSITIVE, help="What a token's KV takes, for --kv-storage."
+)
 @_with_common
-def rag(common: Common, *, dataset: Path | None, score: str, kv_storage: int, kv_bytes_per_token: int | None, **arguments: Any) -> None:
-    """Retrieval: questions at a rate, however long answers take, each with a few documents that may have been prefilled."""
+def rag(
+    common: Common,
+    *,
+    dataset: Path | None,
+    score: str,
+    kv_storage: int,
+    kv_bytes_per_token: int | None,
+    **arguments: Any,
+) -> None:
+    """Retrieval: questions at a rate, however long answers take, each with a few documents that may
+    have been prefilled.
+    """
     if kv_storage and kv_bytes_per_token is None:
         raise click.UsageError("--kv-storage needs --kv-bytes-per-token, to know what it holds")
     workload = Rag(
@@ -241,14 +526,42 @@ def rag(common: Common, *, dataset: Path | None, score: str, kv_storage: int, kv
     show_default=True,
     help="Tokens of the contexts.",
 )
-@click.option("--following", type=_POSITIVE, default=1, show_default=True, help="Warm requests after each cold one.")
-@click.option("--runs", type=_POSITIVE, default=1, show_default=True, help="All of it so many times.")
-@click.option("--question-tokens", type=_COUNT, default=16, show_default=True, help="Of the question after each context.")
-@click.option("--output-tokens", type=_POSITIVE, default=1, show_default=True, help="Of each answer.")
-@click.option("--flush-tokens", type=_COUNT, default=0, show_default=True, help="Of other text before each warm one; the engine forgets.")
+@click.option(
+    "--following",
+    type=_POSITIVE,
+    default=1,
+    show_default=True,
+    help="Warm requests after each cold one.",
+)
+@click.option(
+    "--runs", type=_POSITIVE, default=1, show_default=True, help="All of it so many times."
+)
+@click.option(
+    "--question-tokens",
+    type=_COUNT,
+    default=16,
+    show_default=True,
+    help="Of the question after each context.",
+)
+@click.option(
+    "--output-tokens", type=_POSITIVE, default=1, show_default=True, help="Of each answer."
+)
+@click.option(
+    "--flush-tokens",
+    type=_COUNT,
+    default=0,
+    show_default=True,
+    help="Of other text before each warm one; the engine forgets.",
+)
 @_with(_GAINS)
 @_with_common
-def ttft_sweep(common: Common, *, expect_ttft_gain: float | None, expect_latency_gain: float | None, **arguments: Any) -> None:
+def ttft_sweep(
+    common: Common,
+    *,
+    expect_ttft_gain: float | None,
+    expect_latency_gain: float | None,
+    **arguments: Any,
+) -> None:
     """TTFT over the length of the context, cold and then warm, one request at a time."""
     _run("ttft-sweep", common, TtftSweep(**arguments), Gates(expect_ttft_gain, expect_latency_gain))
 
@@ -265,13 +578,15 @@ def ttft_sweep(common: Common, *, expect_ttft_gain: float | None, expect_latency
 @click.option("--max-requests", type=_POSITIVE, help="So many of the beginning. [default: all]")
 @click.option("--max-input-tokens", type=_POSITIVE, help="Longer prompts are cut at their end.")
 @click.option("--max-output-tokens", type=_POSITIVE, help="Longer answers are asked shorter.")
-@click.option("--max-in-flight", type=_POSITIVE, help="What arrives beyond it waits. [default: nothing waits]")
+@click.option(
+    "--max-in-flight", type=_POSITIVE, help="What arrives beyond it waits. [default: nothing waits]"
+)
 @_with_common
 def replay(common: Common, **arguments: Any) -> None:
     """A recorded TRACE again: its arrivals, lengths and sharing, with made-up text.
 
-    A line of it is an object such as {"timestamp": 27000, "input_length": 1300, "output_length": 52, "hash_ids": [0, 12, 13]}:
-    milliseconds, tokens, and an id for each 512 tokens of the prompt.
+    A line of it is an object such as {"timestamp": 27000, "input_length": 1300, "output_length":
+    52, "hash_ids": [0, 12, 13]}: milliseconds, tokens, and an id for each 512 tokens of the prompt.
     """
     _run("replay", common, Replay(**arguments), Gates())
 
@@ -286,7 +601,9 @@ def _run(name: str, common: Common, workload: Workload, gates: Gates) -> None:
     prompts = _prompts(common)
     measured = Measured()
     with _server(common) as endpoint, _lines(common.json_file) as write:
-        click.echo(f"{name} against {endpoint.base_url}, model {endpoint.model}, {prompts.kind} as prompts")
+        click.echo(
+            f"{name} against {endpoint.base_url}, model {endpoint.model}, {prompts.kind} as prompts"
+        )
         asyncio.run(
             measure(
                 endpoint,
@@ -300,9 +617,17 @@ def _run(name: str, common: Common, workload: Workload, gates: Gates) -> None:
         )
         if not measured.results:
             raise click.ClickException("there is nothing to report: no request has ended")
-        sent = {"base_url": endpoint.base_url, "model": endpoint.model, "api": endpoint.api, "prompts": prompts.kind, "seed": common.seed}
+        sent = {
+            "base_url": endpoint.base_url,
+            "model": endpoint.model,
+            "api": endpoint.api,
+            "prompts": prompts.kind,
+            "seed": common.seed,
+        }
         arguments = sent | _arguments(workload)
-        summary = summarise(name, arguments, measured.results, measured.hits, interrupted=measured.interrupted)
+        summary = summarise(
+            name, arguments, measured.results, measured.hits, interrupted=measured.interrupted
+        )
         write(summary_line(summary))
     click.echo(f"\n{render(summary)}")
     _draw(common, summary, measured.results, f"kvhold bench load {name}: {endpoint.model}")
@@ -340,12 +665,20 @@ def _server(common: Common) -> "Iterator[Endpoint]":
     with ExitStack() as stack:
         if common.serve_demo is not None:
             if common.base_url is not None:
-                raise click.UsageError("--serve-demo starts a server of its own; leave --base-url out")
+                raise click.UsageError(
+                    "--serve-demo starts a server of its own; leave --base-url out"
+                )
             click.echo(f"starting vLLM with kvhold and the {common.serve_demo} model ...")
-            server = stack.enter_context(demo_server(common.serve_demo, context_tokens=common.demo_context, ram_bytes=common.demo_ram))
+            server = stack.enter_context(
+                demo_server(
+                    common.serve_demo, context_tokens=common.demo_context, ram_bytes=common.demo_ram
+                )
+            )
             base_url = server.base_url
         elif common.base_url is None:
-            raise click.UsageError("name a server with --base-url, or have one started with --serve-demo")
+            raise click.UsageError(
+                "name a server with --base-url, or have one started with --serve-demo"
+            )
         else:
             base_url = checked_url(common.base_url)
         endpoint = Endpoint(
@@ -359,7 +692,9 @@ def _server(common: Common) -> "Iterator[Endpoint]":
             timeout_s=common.timeout_s,
             connect_timeout_s=common.connect_timeout_s,
         )
-        yield endpoint if endpoint.model else replace(endpoint, model=asyncio.run(model_of(endpoint)))
+        yield (
+            endpoint if endpoint.model else replace(endpoint, model=asyncio.run(model_of(endpoint)))
+        )
 
 
 @contextmanager
@@ -393,7 +728,10 @@ def _separator(given: str | None, prompts: Prompts) -> Content:
     try:
         return [int(part) for part in given.split(",")]
     except ValueError:
-        raise click.UsageError(f"--separator {given!r}: with token ids as prompts it must be ids with commas between them") from None
+        raise click.UsageError(
+            f"--separator {given!r}: with token ids as prompts it must be ids with commas "
+            "between them"
+        ) from None
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -409,7 +747,10 @@ def _object(text: str) -> dict[str, Any]:
 def _arguments(workload: Workload) -> dict[str, Any]:
     """Of the workload, as JSON can have them; a data set is told by its size."""
     given = {field.name: getattr(workload, field.name) for field in fields(workload)}  # type: ignore[arg-type]
-    return {name: len(value) if name in ("examples", "recorded") else _plain(value) for name, value in given.items()}
+    return {
+        name: len(value) if name in ("examples", "recorded") else _plain(value)
+        for name, value in given.items()
+    }
 
 
 def _plain(value: Any) -> Any:

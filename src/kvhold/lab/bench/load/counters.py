@@ -1,8 +1,10 @@
-"""What the server's engine counted during a run: hit tokens by the tier that they came from, off its page of metrics.
+"""What the server's engine counted during a run: hit tokens by the tier that they came from, off
+its page of metrics.
 
     before = read(page); ...; spent = hits(before, read(page))
 
-kvhold's connector counts in vLLM's own /metrics (docs/metrics.md). Whoever else uses the server meanwhile is counted, too.
+kvhold's connector counts in vLLM's own /metrics (docs/metrics.md). Whoever else uses the server
+meanwhile is counted, too.
 """
 
 import math
@@ -10,7 +12,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-LOOKED_UP, FOUND, MISSED = "vllm:kvhold_lookup_tokens_total", "vllm:kvhold_hit_tokens_total", "vllm:kvhold_missed_tokens_total"
+LOOKED_UP, FOUND, MISSED = (
+    "vllm:kvhold_lookup_tokens_total",
+    "vllm:kvhold_hit_tokens_total",
+    "vllm:kvhold_missed_tokens_total",
+)
 OWN_HITS, LOADED = "vllm:prefix_cache_hits_total", "vllm:external_prefix_cache_hits_total"
 _LABELS = {LOOKED_UP: "", FOUND: "source", MISSED: "reason", OWN_HITS: "", LOADED: ""}
 
@@ -26,7 +32,8 @@ class Hits:
     """Prompt tokens, between two readings.
 
     looked_up: in kvhold. by_tier: found there, `{"ram": ...}`. missed: `{reason: ...}`
-    loaded: that the engine took from its connector; own: that it had in its own prefix cache. None: the engine does not tell
+    loaded: that the engine took from its connector; own: that it had in its own prefix cache. None:
+        the engine does not tell
     """
 
     looked_up: int
@@ -37,7 +44,10 @@ class Hits:
 
 
 def read(page: str) -> Counts:
-    """Those of kvhold's and the engine's counters that are on a page of Prometheus' text format. Lines in another form are skipped."""
+    """Those of kvhold's and the engine's counters that are on a page of Prometheus' text format.
+
+    Lines in another form are skipped.
+    """
     counts: dict[tuple[str, str], float] = {}
     for line in page.splitlines():
         if (sample := _SAMPLE.fullmatch(line)) is None or (name := sample[1]) not in _LABELS:
@@ -48,14 +58,18 @@ def read(page: str) -> Counts:
             continue
         if not math.isfinite(value):
             continue
-        key = name, dict(_LABEL.findall(sample[2] or "")).get(_LABELS[name], "") if _LABELS[name] else ""
+        key = (
+            name,
+            dict(_LABEL.findall(sample[2] or "")).get(_LABELS[name], "") if _LABELS[name] else "",
+        )
         counts[key] = counts.get(key, 0.0) + value
     return counts
 
 
 def hits(before: Counts | None, after: Counts | None) -> Hits | None:
-    """What was counted between two readings. None where kvhold's counters are not there, where a page could not be read (None), and where
-    the server began anew in between."""
+    """What was counted between two readings. None where kvhold's counters are not there, where a
+    page could not be read (None), and where the server began anew in between.
+    """
     if before is None or after is None or not any(name == LOOKED_UP for name, _ in after):
         return None
     grown = {key: round(value - before.get(key, 0.0)) for key, value in after.items()}
@@ -63,8 +77,12 @@ def hits(before: Counts | None, after: Counts | None) -> Hits | None:
         return None
     return Hits(
         looked_up=grown[LOOKED_UP, ""],
-        by_tier={label: tokens for (name, label), tokens in grown.items() if name == FOUND and tokens},
-        missed={label: tokens for (name, label), tokens in grown.items() if name == MISSED and tokens},
+        by_tier={
+            label: tokens for (name, label), tokens in grown.items() if name == FOUND and tokens
+        },
+        missed={
+            label: tokens for (name, label), tokens in grown.items() if name == MISSED and tokens
+        },
         loaded=grown.get((LOADED, "")),
         own=grown.get((OWN_HITS, "")),
     )

@@ -1,9 +1,11 @@
-"""A server to try the workloads on: vLLM with kvhold's connector and a model that is made here, on this host.
+"""A server to try the workloads on: vLLM with kvhold's connector and a model that is made here, on
+this host.
 
     with demo_server("tiny", context_tokens=8_192, ram_bytes=1 << 30) as server:
         server.base_url
 
-The engine's own memory holds one prompt of the longest length, so what a workload meets again comes out of kvhold unless it is small.
+The engine's own memory holds one prompt of the longest length, so what a workload meets again comes
+out of kvhold unless it is small.
 """
 
 import tempfile
@@ -24,12 +26,15 @@ _NODE_OUTLIVES_ENGINE_S = 120.0
 def demo_server(size: str, *, context_tokens: int, ram_bytes: int) -> Iterator[OpenAIServer]:
     """Started and healthy; it and its node end with the block.
 
-    size: of the model (tiny, small, mid); context_tokens: the longest prompt with its output; ram_bytes: kvhold's
+    size: of the model (tiny, small, mid); context_tokens: the longest prompt with its output;
+        ram_bytes: kvhold's
 
     Raises ConfigError where there is no vLLM, EngineFailed if it does not start.
     """
     if not is_vllm_available():
-        raise ConfigError("--serve-demo needs vLLM, which is not installed here; name a server with --base-url")
+        raise ConfigError(
+            "--serve-demo needs vLLM, which is not installed here; name a server with --base-url"
+        )
     model = make_model(size)
     with tempfile.TemporaryDirectory(prefix="kvhold-load-") as folder:
         socket = Path(folder) / "node.sock"
@@ -37,12 +42,16 @@ def demo_server(size: str, *, context_tokens: int, ram_bytes: int) -> Iterator[O
             "kv_connector": "KVHoldConnector",
             "kv_connector_module_path": "kvhold.integrations.vllm",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"ram_bytes": ram_bytes, "node": {"socket": str(socket), "idle_exit_s": _NODE_OUTLIVES_ENGINE_S}},
+            "kv_connector_extra_config": {
+                "ram_bytes": ram_bytes,
+                "node": {"socket": str(socket), "idle_exit_s": _NODE_OUTLIVES_ENGINE_S},
+            },
         }
         options = options_for(
             model,
             max_model_len=context_tokens,
-            kv_cache_bytes=context_tokens * model.kv_bytes_per_token + _spare_bytes(model.kv_bytes_per_token),
+            kv_cache_bytes=context_tokens * model.kv_bytes_per_token
+            + _spare_bytes(model.kv_bytes_per_token),
             kv_transfer_config=connector,
             own_binding=True,
         )

@@ -1,4 +1,5 @@
-"""What an OpenAI-compatible server streams: server-sent events whose data is JSON. Bytes in, messages out; no I/O.
+"""What an OpenAI-compatible server streams: server-sent events whose data is JSON. Bytes in,
+messages out; no I/O.
 
     lines, stream = EventLines(), Stream(began, content="text")
     for data in lines.feed(received):  # each event that is whole by now
@@ -25,14 +26,20 @@ class BadStream(ValueError):
 
 
 class EventLines:
-    """Cuts a stream of bytes into its events' data. Left out: data of several lines, which such servers do not send."""
+    """Cuts a stream of bytes into its events' data.
+
+    Left out: data of several lines, which such servers do not send.
+    """
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []  # of the line that has not ended yet
         self._size = 0
 
     def feed(self, received: bytes) -> list[bytes]:
-        """The data of the lines that are whole now. Raises BadStream if one is longer than 16 MiB."""
+        """The data of the lines that are whole now.
+
+        Raises BadStream if one is longer than 16 MiB.
+        """
         *ended, rest = received.split(b"\n")
         if ended:
             ended[0] = b"".join([*self._pieces, ended[0]])
@@ -41,7 +48,11 @@ class EventLines:
         self._size += len(rest)
         if self._size > _LONGEST_EVENT:
             raise BadStream(f"an event of more than {_LONGEST_EVENT >> 20} MiB")
-        return [data for line in ended if line.startswith(b"data:") and (data := line.removeprefix(b"data:").strip())]
+        return [
+            data
+            for line in ended
+            if line.startswith(b"data:") and (data := line.removeprefix(b"data:").strip())
+        ]
 
 
 class _Delta(msgspec.Struct, frozen=True):
@@ -128,19 +139,33 @@ class Stream:
         if self._ttft_s is None:
             return failed(reply, "no tokens", "the answer is empty")
         if self._content == "tokens" and not self._token_ids:
-            return failed(reply, "no token ids", "the server does not return token ids (vLLM's return_token_ids); use --prompts text")
+            return failed(
+                reply,
+                "no token ids",
+                "the server does not return token ids (vLLM's return_token_ids); use "
+                "--prompts text",
+            )
         return reply
 
     def _take(self, choice: _Choice, now: float) -> None:
-        """A token may have no text of its own; a last event with neither text nor ids ends the answer and is none."""
+        """A token may have no text of its own; a last event with neither text nor ids ends the
+        answer and is none.
+        """
         self._is_whole |= choice.finish_reason is not None
         self._token_ids += choice.token_ids or []
         if choice.delta is not None:  # chat; its first event has a role and nothing else
             self._texts.append(choice.delta.content or "")
-            has_tokens = bool(choice.delta.content or choice.delta.reasoning or choice.delta.reasoning_content or choice.token_ids)
+            has_tokens = bool(
+                choice.delta.content
+                or choice.delta.reasoning
+                or choice.delta.reasoning_content
+                or choice.token_ids
+            )
         else:
             self._texts.append(choice.text or "")
-            has_tokens = bool(choice.text or choice.token_ids) or (choice.text is not None and choice.finish_reason is None)
+            has_tokens = bool(choice.text or choice.token_ids) or (
+                choice.text is not None and choice.finish_reason is None
+            )
         if has_tokens:
             self._arrived(now)
 

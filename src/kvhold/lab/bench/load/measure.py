@@ -1,4 +1,5 @@
-"""One measurement: a few requests that do not count, then a workload's phases, and the server's counters around each.
+"""One measurement: a few requests that do not count, then a workload's phases, and the server's
+counters around each.
 
     measured = Measured()
     asyncio.run(measure(endpoint, workload, prompts, measured, ...))
@@ -35,7 +36,8 @@ class Unanswered(KVHoldError):
 class Measured:
     """What there is so far.
 
-    hits: of each phase by its name, as far as the server counts; interrupted: by Ctrl-C, so it is not all
+    hits: of each phase by its name, as far as the server counts; interrupted: by Ctrl-C, so it is
+        not all
     """
 
     results: list[Result] = field(default_factory=list)
@@ -53,7 +55,10 @@ async def measure(
     progress_s: float,
     keep: Callable[[Result], None],
 ) -> None:
-    """Fills `measured`. keep: is given each result, too. Raises ConfigError for a wrong workload, Unanswered."""
+    """Fills `measured`. keep: is given each result, too.
+
+    Raises ConfigError for a wrong workload, Unanswered.
+    """
     async with Client(endpoint) as client:
         await _prewarm(client, prompts, prewarm)
 
@@ -74,7 +79,9 @@ async def measure(
                 shown.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await shown
-            click.echo(f"{_line(phase, measured.results[first:])}{_CLEAR if sys.stdout.isatty() else ''}")
+            click.echo(
+                f"{_line(phase, measured.results[first:])}{_CLEAR if sys.stdout.isatty() else ''}"
+            )
             if (spent := counters.hits(before, await _counts(client))) is not None:
                 measured.hits[phase.name] = spent
             if measured.interrupted:
@@ -96,7 +103,9 @@ async def _prewarm(client: Client, prompts: Prompts, count: int) -> None:
         if reply.error is not None:
             failures.append(f"{reply.error}: {reply.detail}")
     if count and len(failures) == count:
-        raise Unanswered(f"the server answered none of {count} first requests; the last: {failures[-1]}")
+        raise Unanswered(
+            f"the server answered none of {count} first requests; the last: {failures[-1]}"
+        )
 
 
 async def _counts(client: Client) -> counters.Counts | None:
@@ -106,7 +115,9 @@ async def _counts(client: Client) -> counters.Counts | None:
 
 
 async def _show(phase: Phase, run: Run, measured: Measured, first: int, *, every_s: float) -> None:
-    """Progress, until cancelled: a line that is written over on a terminal, a new one each `every_s` seconds elsewhere."""
+    """Progress, until cancelled: a line that is written over on a terminal, a new one each
+    `every_s` seconds elsewhere.
+    """
     is_terminal = sys.stdout.isatty()
     while True:
         await asyncio.sleep(_TERMINAL_EVERY_S if is_terminal else every_s)
@@ -120,6 +131,11 @@ def _line(phase: Phase, results: list[Result]) -> str:
     parts = [f"{phase.name}: {len(results):,}{of_all} done, {len(results) - len(good):,} errors"]
     times = [reply.ttft_s for reply in good if reply.ttft_s is not None]
     if times:
-        elapsed_s = max(result.started_s + result.reply.latency_s for result in results) - min(result.started_s for result in results)
-        parts.append(f"mean TTFT {fmean(times):.3f} s, {sum(reply.output_tokens for reply in good) / elapsed_s:,.0f} output tokens/s")
+        elapsed_s = max(result.started_s + result.reply.latency_s for result in results) - min(
+            result.started_s for result in results
+        )
+        parts.append(
+            f"mean TTFT {fmean(times):.3f} s, "
+            f"{sum(reply.output_tokens for reply in good) / elapsed_s:,.0f} output tokens/s"
+        )
     return ", ".join(parts)

@@ -1,6 +1,8 @@
-"""From results to figures: times as mean, p50, p90 and p99, rates, errors by kind, and what a warm request gains. No I/O.
+"""From results to figures: times as mean, p50, p90 and p99, rates, errors by kind, and what a warm
+request gains. No I/O.
 
-Times and rates are of requests that succeeded; errors are counted beside them. A p99 of fewer than 100 requests is near the slowest.
+Times and rates are of requests that succeeded; errors are counted beside them. A p99 of fewer than
+100 requests is near the slowest.
 """
 
 from collections import Counter
@@ -30,18 +32,23 @@ class Spread:
         if not len(values):
             return None
         array = np.asarray(values)
-        return cls(float(array.mean()), *(float(value) for value in np.percentile(array, (50, 90, 99))))
+        return cls(
+            float(array.mean()), *(float(value) for value in np.percentile(array, (50, 90, 99)))
+        )
 
 
 @dataclass(frozen=True)
 class Figures:
     """Of some requests.
 
-    duration_s: from the first one's start to the last one's end, failed ones too; rates are per second of it
+    duration_s: from the first one's start to the last one's end, failed ones too; rates are per
+        second of it
     busy_s: how long at least one that succeeded was in flight
-    ttft_s: time to first token; itl_s: between tokens; latency_s: to the last token; late_s: from arrival to sending, of an open loop
+    ttft_s: time to first token; itl_s: between tokens; latency_s: to the last token; late_s: from
+        arrival to sending, of an open loop
     decode_tokens_s: output tokens a second after the first one, request by request
-    input_tokens: by the server's account; None where it gives none. cached_tokens: those of them that were not computed
+    input_tokens: by the server's account; None where it gives none. cached_tokens: those of them
+        that were not computed
     score: of the answers, 0 to 1, where there are right ones
     """
 
@@ -67,7 +74,8 @@ class Figures:
 class Gains:
     """What warm requests gain: 2 is twice as fast.
 
-    ttft: mean TTFT of the cold ones over that of the warm ones. latency: the same of the time that requests of a kind were in flight, over
+    ttft: mean TTFT of the cold ones over that of the warm ones. latency: the same of the time that
+        requests of a kind were in flight, over
     their number: where they are sent in rounds, what a round takes for each of its requests
     """
 
@@ -79,16 +87,26 @@ def figures(results: Sequence[Result]) -> Figures:
     """Of at least one result."""
     good = [result for result in results if result.reply.error is None]
     replies = [result.reply for result in good]
-    duration_s = max(result.started_s + result.reply.latency_s for result in results) - min(result.started_s for result in results)
+    duration_s = max(result.started_s + result.reply.latency_s for result in results) - min(
+        result.started_s for result in results
+    )
     input_tokens = _sum([reply.input_tokens for reply in replies])
     output_tokens = sum(reply.output_tokens for reply in replies)
     scores = [result.score for result in good if result.score is not None]
-    decoding = [(reply.output_tokens - 1, reply.latency_s - reply.ttft_s) for reply in replies if reply.ttft_s is not None]
+    decoding = [
+        (reply.output_tokens - 1, reply.latency_s - reply.ttft_s)
+        for reply in replies
+        if reply.ttft_s is not None
+    ]
     return Figures(
         requests=len(good),
-        errors=dict(Counter(result.reply.error for result in results if result.reply.error is not None)),
+        errors=dict(
+            Counter(result.reply.error for result in results if result.reply.error is not None)
+        ),
         duration_s=duration_s,
-        busy_s=_covered([(result.started_s, result.started_s + result.reply.latency_s) for result in good]),
+        busy_s=_covered(
+            [(result.started_s, result.started_s + result.reply.latency_s) for result in good]
+        ),
         requests_s=_rate(len(good), duration_s),
         input_tokens=input_tokens,
         input_tokens_s=_rate(input_tokens, duration_s) if input_tokens is not None else None,
@@ -96,9 +114,13 @@ def figures(results: Sequence[Result]) -> Figures:
         output_tokens_s=_rate(output_tokens, duration_s),
         cached_tokens=_sum([reply.cached_tokens for reply in replies]),
         ttft_s=Spread.of([reply.ttft_s for reply in replies if reply.ttft_s is not None]),
-        itl_s=Spread.of(np.fromiter(chain.from_iterable(reply.gaps_s for reply in replies), dtype=np.float64)),
+        itl_s=Spread.of(
+            np.fromiter(chain.from_iterable(reply.gaps_s for reply in replies), dtype=np.float64)
+        ),
         latency_s=Spread.of([reply.latency_s for reply in replies]),
-        decode_tokens_s=Spread.of([tokens / seconds for tokens, seconds in decoding if tokens > 0 and seconds > 0]),
+        decode_tokens_s=Spread.of(
+            [tokens / seconds for tokens, seconds in decoding if tokens > 0 and seconds > 0]
+        ),
         late_s=Spread.of([result.late_s for result in good if result.late_s is not None]),
         score=fmean(scores) if scores else None,
     )

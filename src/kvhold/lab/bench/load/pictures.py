@@ -3,7 +3,8 @@
     draw(results, title, Path("load.png"))
     write_page(summary, results, title, Path("load.html"))
 
-Needs matplotlib (`kvhold[bench]`). The page has the picture in it, loads nothing, runs nothing, and escapes every word from outside.
+Needs matplotlib (`kvhold[bench]`). The page has the picture in it, loads nothing, runs nothing, and
+escapes every word from outside.
 """
 
 import base64
@@ -68,7 +69,9 @@ def _table(rows: list[list[str]]) -> str:
 
 
 def _figure(results: Sequence[Result], title: str) -> Figure:
-    """Times to first token over time and over the prompt's length, and how they and the times between tokens are spread."""
+    """Times to first token over time and over the prompt's length, and how they and the times
+    between tokens are spread.
+    """
     figure = Figure(figsize=(11, 7.6), layout="constrained")
     figure.suptitle(title, parse_math=False)
     over_time, over_length, spread, between = figure.subplots(2, 2).flat
@@ -76,9 +79,21 @@ def _figure(results: Sequence[Result], title: str) -> Figure:
     for number, (name, own) in enumerate(groups.items()):
         color = _COLORS.get(name, _OTHERS[number % len(_OTHERS)])
         timed = [(result, result.reply.ttft_s) for result in own if result.reply.ttft_s is not None]
-        over_time.plot([result.started_s for result, _ in timed], [ttft_s for _, ttft_s in timed], ".", color=color, label=name)
-        lengths = [(result.reply.input_tokens, ttft_s) for result, ttft_s in timed if result.reply.input_tokens is not None]
-        over_length.plot([length for length, _ in lengths], [ttft_s for _, ttft_s in lengths], ".", color=color)
+        over_time.plot(
+            [result.started_s for result, _ in timed],
+            [ttft_s for _, ttft_s in timed],
+            ".",
+            color=color,
+            label=name,
+        )
+        lengths = [
+            (result.reply.input_tokens, ttft_s)
+            for result, ttft_s in timed
+            if result.reply.input_tokens is not None
+        ]
+        over_length.plot(
+            [length for length, _ in lengths], [ttft_s for _, ttft_s in lengths], ".", color=color
+        )
         _steps(spread, [ttft_s for _, ttft_s in timed], color)
         _steps(between, list(chain.from_iterable(result.reply.gaps_s for result in own)), color)
     _dress(over_time, "time since the start, s", "time to first token, s")
@@ -98,7 +113,9 @@ def _steps(axes: Any, values: Sequence[float], color: str) -> None:
     """The share of values up to each one."""
     if len(values):
         shares = np.linspace(0, 1, min(len(values), _MOST_POINTS) + 1)[1:]
-        axes.step(np.quantile(values, shares, method="inverted_cdf"), shares, where="post", color=color)
+        axes.step(
+            np.quantile(values, shares, method="inverted_cdf"), shares, where="post", color=color
+        )
 
 
 def _dress(axes: Any, x: str, y: str) -> None:

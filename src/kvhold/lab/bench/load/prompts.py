@@ -2,8 +2,8 @@
 
     prompts = TokenPrompts(seed=0); prompts.piece("document", 3, 20_000)
 
-As token ids their length is exact and no tokenizer is needed. As text, a word is about a token to most tokenizers; what a server made of it
-is in its account of the prompt's tokens.
+As token ids their length is exact and no tokenizer is needed. As text, a word is about a token to
+most tokenizers; what a server made of it is in its account of the prompt's tokens.
 """
 
 import math
@@ -16,10 +16,14 @@ from kvhold.core.errors import ConfigError
 
 Content: TypeAlias = str | list[int]
 
-FIRST_ID, VOCAB_SIZE = 256, 8_000  # most vocabularies begin with special tokens and bytes, and are larger than this
+FIRST_ID, VOCAB_SIZE = (
+    256,
+    8_000,
+)  # most vocabularies begin with special tokens and bytes, and are larger than this
 _FEWEST_IDS = 2
 
-# Common and short, so that nearly every tokenizer has each of them, with a space before it, as one token.
+# Common and short, so that nearly every tokenizer has each of them, with a space before it, as one
+# token.
 _COMMON = """
 the of and to in is that for it was on are as with his they at be this have from or had by hot but some what there we can out
 other were all your when up use word how said each she which do their time if will way about many then them would write like so
@@ -34,10 +38,12 @@ class Prompts(Protocol):
     kind: str
 
     def piece(self, name: str, number: int, num_tokens: int) -> Content:
-        """`num_tokens` tokens (as text: words) that the name and the number decide; a shorter piece is the beginning of a longer one.
+        """`num_tokens` tokens (as text: words) that the name and the number decide; a shorter piece
+        is the beginning of a longer one.
 
-        Two numbers of one name, 63 bits each, surely differ within the first tokens: these are the number's digits to the base of the
-        vocabulary, the lowest first (five digits by default; small numbers differ in the first).
+        Two numbers of one name, 63 bits each, surely differ within the first tokens: these are the
+        number's digits to the base of the vocabulary, the lowest first (five digits by default;
+        small numbers differ in the first).
         """
 
 
@@ -46,13 +52,21 @@ class TokenPrompts:
 
     kind = "tokens"
 
-    def __init__(self, seed: int = 0, *, first_id: int = FIRST_ID, vocab_size: int = VOCAB_SIZE) -> None:
+    def __init__(
+        self, seed: int = 0, *, first_id: int = FIRST_ID, vocab_size: int = VOCAB_SIZE
+    ) -> None:
         if not 0 <= first_id <= vocab_size - _FEWEST_IDS:
-            raise ConfigError(f"token ids from {first_id} up to {vocab_size} are too few; let the vocabulary be larger than the first id")
+            raise ConfigError(
+                f"token ids from {first_id} up to {vocab_size} are too few; let the "
+                "vocabulary be larger than the first id"
+            )
         self._seed, self._first_id, self._num_ids = seed, first_id, vocab_size - first_id
 
     def piece(self, name: str, number: int, num_tokens: int) -> list[int]:
-        return [self._first_id + choice for choice in _choices(self._seed, name, number, num_tokens, self._num_ids)]
+        return [
+            self._first_id + choice
+            for choice in _choices(self._seed, name, number, num_tokens, self._num_ids)
+        ]
 
 
 class TextPrompts:
@@ -64,16 +78,26 @@ class TextPrompts:
         self._seed = seed
 
     def piece(self, name: str, number: int, num_tokens: int) -> str:
-        return "".join(f" {_WORDS[choice]}" for choice in _choices(self._seed, name, number, num_tokens, len(_WORDS)))
+        return "".join(
+            f" {_WORDS[choice]}"
+            for choice in _choices(self._seed, name, number, num_tokens, len(_WORDS))
+        )
 
 
 def _choices(seed: int, name: str, number: int, count: int, base: int) -> list[int]:
-    """The number's digits, then random ones: [count], each below `base`. They never depend on `count`."""
+    """The number's digits, then random ones: [count], each below `base`.
+
+    They never depend on `count`.
+    """
     digits, rest = [], number
-    for _ in range(math.ceil(63 / math.log2(base))):  # as many for each number: else one could be the beginning of another
+    for _ in range(
+        math.ceil(63 / math.log2(base))
+    ):  # as many for each number: else one could be the beginning of another
         rest, digit = divmod(rest, base)
         digits.append(digit)
     if len(digits) >= count:
         return digits[:count]
-    drawn = np.random.default_rng([seed, zlib.crc32(name.encode()), number]).integers(0, base, count - len(digits))
+    drawn = np.random.default_rng([seed, zlib.crc32(name.encode()), number]).integers(
+        0, base, count - len(digits)
+    )
     return digits + [int(choice) for choice in drawn]

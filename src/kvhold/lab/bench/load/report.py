@@ -1,4 +1,6 @@
-"""What is said about a measurement: a summary, its tables, the JSON lines, and the gates that it passes or not. No server, no clock."""
+"""What is said about a measurement: a summary, its tables, the JSON lines, and the gates that it
+passes or not. No server, no clock.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -50,9 +52,14 @@ class Gates:
                 continue
             gain = getattr(summary.gains, name) if summary.gains is not None else None
             if gain is None:
-                sentences.append(f"the {name} gain is not known, for no cold or no warm request succeeded; expected at least {least:g}")
+                sentences.append(
+                    f"the {name} gain is not known, for no cold or no warm request "
+                    f"succeeded; expected at least {least:g}"
+                )
             elif gain < least:
-                sentences.append(f"the {name} gain of warm requests is {gain:.2f}; expected at least {least:g}")
+                sentences.append(
+                    f"the {name} gain of warm requests is {gain:.2f}; expected at least {least:g}"
+                )
         num_errors = sum(summary.total.errors.values())
         if self.max_errors is not None and num_errors > self.max_errors:
             sentences.append(f"{num_errors} failed requests; expected at most {self.max_errors}")
@@ -60,7 +67,12 @@ class Gates:
 
 
 def summarise(
-    workload: str, arguments: Mapping[str, Any], results: Sequence[Result], hits: dict[str, Hits], *, interrupted: bool
+    workload: str,
+    arguments: Mapping[str, Any],
+    results: Sequence[Result],
+    hits: dict[str, Hits],
+    *,
+    interrupted: bool,
 ) -> Summary:
     """Of at least one result."""
     groups = {name: figures(own) for name, own in by_group(results).items()}
@@ -113,7 +125,16 @@ def summary_line(summary: Summary) -> bytes:
 def tables(summary: Summary) -> list[tuple[str, list[list[str]]]]:
     """`(title, rows of cells)`, the first row the heading."""
     groups = {**summary.groups, **({"all": summary.total} if len(summary.groups) > 1 else {})}
-    heading = ["requests", "errors", "requests/s", "input tokens", "cached", "input tokens/s", "output tokens", "output tokens/s"]
+    heading = [
+        "requests",
+        "errors",
+        "requests/s",
+        "input tokens",
+        "cached",
+        "input tokens/s",
+        "output tokens",
+        "output tokens/s",
+    ]
     scored = any(own.score is not None for own in groups.values())
     rows = [["", *heading, *(["score"] if scored else [])]]
     for name, own in groups.items():
@@ -127,7 +148,13 @@ def tables(summary: Summary) -> list[tuple[str, list[list[str]]]]:
             f"{own.output_tokens:,}",
             f"{own.output_tokens_s:,.1f}",
         ]
-        rows.append([name, *cells, *([f"{own.score:.3f}" if own.score is not None else "-"] if scored else [])])
+        rows.append(
+            [
+                name,
+                *cells,
+                *([f"{own.score:.3f}" if own.score is not None else "-"] if scored else []),
+            ]
+        )
     found = [("throughput", rows)]
     spreads: dict[str, Callable[[Figures], Spread | None]] = {
         "time to first token, s": lambda own: own.ttft_s,
@@ -139,15 +166,29 @@ def tables(summary: Summary) -> list[tuple[str, list[list[str]]]]:
     for title, pick in spreads.items():
         known = {name: spread for name, own in groups.items() if (spread := pick(own)) is not None}
         if known:
-            body = [[name, *(f"{value:.4g}" for value in (s.mean, s.p50, s.p90, s.p99))] for name, s in known.items()]
+            body = [
+                [name, *(f"{value:.4g}" for value in (s.mean, s.p50, s.p90, s.p99))]
+                for name, s in known.items()
+            ]
             found.append((title, [["", "mean", "p50", "p90", "p99"], *body]))
     if summary.hits is not None:
         tiers = list(dict.fromkeys(tier for hits in summary.hits.values() for tier in hits.by_tier))
         body = [
-            [name, f"{hits.looked_up:,}", *(f"{hits.by_tier.get(tier, 0):,}" for tier in tiers), _count(hits.loaded), _count(hits.own)]
+            [
+                name,
+                f"{hits.looked_up:,}",
+                *(f"{hits.by_tier.get(tier, 0):,}" for tier in tiers),
+                _count(hits.loaded),
+                _count(hits.own),
+            ]
             for name, hits in summary.hits.items()
         ]
-        found.append(("tokens, by the server's account", [["", "looked up", *tiers, "loaded", "engine's own cache"], *body]))
+        found.append(
+            (
+                "tokens, by the server's account",
+                [["", "looked up", *tiers, "loaded", "engine's own cache"], *body],
+            )
+        )
     return found
 
 
@@ -155,12 +196,21 @@ def notes(summary: Summary) -> list[str]:
     """Sentences below the tables."""
     lines = []
     if summary.gains is not None:
-        lines.append(f"warm to cold: TTFT {summary.gains.ttft:.2f} times shorter, time a request {summary.gains.latency:.2f} times shorter")
+        lines.append(
+            f"warm to cold: TTFT {summary.gains.ttft:.2f} times shorter, time a request "
+            f"{summary.gains.latency:.2f} times shorter"
+        )
     if summary.hits_note is not None:
         lines.append(summary.hits_note)
     if summary.total.requests and summary.total.cached_tokens is None:
-        lines.append("cached tokens are not known: the server does not tell (vLLM does with --enable-prompt-tokens-details)")
-    lines += [f"{summary.total.errors[kind]:,} x {kind}, such as: {detail[:300]}" for kind, detail in summary.first_errors.items()]
+        lines.append(
+            "cached tokens are not known: the server does not tell (vLLM does with "
+            "--enable-prompt-tokens-details)"
+        )
+    lines += [
+        f"{summary.total.errors[kind]:,} x {kind}, such as: {detail[:300]}"
+        for kind, detail in summary.first_errors.items()
+    ]
     if summary.interrupted:
         lines.append("interrupted: this is what had come by then")
     return lines
@@ -168,14 +218,22 @@ def notes(summary: Summary) -> list[str]:
 
 def render(summary: Summary) -> str:
     """Tables and notes as text."""
-    return "\n\n".join([*(_text(title, rows) for title, rows in tables(summary)), "\n".join(notes(summary))]).rstrip()
+    return "\n\n".join(
+        [*(_text(title, rows) for title, rows in tables(summary)), "\n".join(notes(summary))]
+    ).rstrip()
 
 
 def _text(title: str, rows: list[list[str]]) -> str:
     rows = [[title, *rows[0][1:]], *rows[1:]]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]) for row in rows
+        "  ".join(
+            [
+                row[0].ljust(widths[0]),
+                *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
+            ]
+        )
+        for row in rows
     ]
     return "\n".join(line.rstrip() for line in lines)
 

@@ -3,8 +3,9 @@
     run = Run(client.send, keep=results.append)
     await run.phase(phase)
 
-A request with a time of arrival is sent then, however many others are in flight (open loop); one without as soon as there is room (closed
-loop). Runs in one asyncio loop. Where that is cancelled, as by Ctrl-C, the results so far were kept; what was in flight is forgotten.
+A request with a time of arrival is sent then, however many others are in flight (open loop); one
+without as soon as there is room (closed loop). Runs in one asyncio loop. Where that is cancelled,
+as by Ctrl-C, the results so far were kept; what was in flight is forgotten.
 """
 
 import asyncio
@@ -70,7 +71,9 @@ class Run:
                 started_s=now - self.began,
                 late_s=max(0.0, now - began - request.at_s) if request.at_s is not None else None,
                 reply=replace(reply, content="", text=""),
-                score=request.score(reply.text) if request.score is not None and reply.error is None else None,
+                score=request.score(reply.text)
+                if request.score is not None and reply.error is None
+                else None,
             )
         )
         return reply

@@ -1,13 +1,16 @@
 """What is sent and what comes back: values only.
 
-A workload is a few phases after each other. A phase is a stream of sessions. A session is a generator that yields a request, is sent the
-reply, and may make its next request of it, as a conversation does:
+A workload is a few phases after each other. A phase is a stream of sessions. A session is a
+generator that yields a request, is sent the reply, and may make its next request of it, as a
+conversation does:
 
     def session() -> Session:
         reply = yield Request("round 1", (Turn("user", question),), max_tokens=100)
-        yield Request("round 2", (Turn("user", question), Turn("assistant", reply.content), Turn("user", more)), max_tokens=100)
+        yield Request("round 2", (Turn("user", question), Turn("assistant", reply.content),
+        Turn("user", more)), max_tokens=100)
 
-Sessions are made when their turn comes, so a workload of any length takes little memory. No clock and no I/O is in here.
+Sessions are made when their turn comes, so a workload of any length takes little memory. No clock
+and no I/O is in here.
 """
 
 from array import array
@@ -18,12 +21,16 @@ from typing import Literal, Protocol, TypeAlias
 from kvhold.lab.bench.load.prompts import Content, Prompts
 
 COLD, WARM = "cold", "warm"
-"""Groups of requests that gains are computed from: first sight of a text, and the same text again."""
+"""Groups of requests that gains are computed from: first sight of a text, and the same text again.
+"""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A part of a prompt. Chat sends it as a message; completions send all parts joined, without the roles."""
+    """A part of a prompt.
+
+    Chat sends it as a message; completions send all parts joined, without the roles.
+    """
 
     role: Literal["system", "user", "assistant"]
     content: Content
@@ -53,9 +60,11 @@ class Request:
 class Reply:
     """What became of a request; times in seconds from sending it.
 
-    error: its kind, such as "http 503"; None if all is well. detail: the error in the server's or the library's own words
+    error: its kind, such as "http 503"; None if all is well. detail: the error in the server's or
+        the library's own words
     gaps_s: between what arrived with tokens in it; mostly a token at a time
-    input_tokens, cached_tokens: by the server's account; None if it gives none. cached: prompt tokens that were not computed
+    input_tokens, cached_tokens: by the server's account; None if it gives none. cached: prompt
+        tokens that were not computed
     content: the answer, as text or token ids, whichever the prompt was made of
     """
 
@@ -75,7 +84,8 @@ class Reply:
 class Result:
     """A request with its reply, without the texts.
 
-    started_s: when it was sent, from the run's start; late_s: how much later than it arrived, None where it had no time of arrival
+    started_s: when it was sent, from the run's start; late_s: how much later than it arrived, None
+        where it had no time of arrival
     """
 
     group: str
@@ -106,7 +116,9 @@ class Phase:
 
 
 class Workload(Protocol):
-    """Requests to be made, decided by its arguments alone: the same arguments give the same requests."""
+    """Requests to be made, decided by its arguments alone: the same arguments give the same
+    requests.
+    """
 
     def phases(self, prompts: Prompts) -> Iterable[Phase]:
         """The phases in their order. Raises ConfigError if the arguments contradict each other."""

@@ -15,9 +15,23 @@ from kvhold.lab.options import Number, OutputFile
 
 
 @click.command()
-@click.option("--trace", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=True, help="In the form of FAST'25's.")
-@click.option("--requests", "num_requests", type=click.IntRange(2, 10_000), default=60, show_default=True, help="Drawn from the trace.")
-@click.option("--seed", type=int, default=1, show_default=True, help="Which of the trace's conversations.")
+@click.option(
+    "--trace",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    required=True,
+    help="In the form of FAST'25's.",
+)
+@click.option(
+    "--requests",
+    "num_requests",
+    type=click.IntRange(2, 10_000),
+    default=60,
+    show_default=True,
+    help="Drawn from the trace.",
+)
+@click.option(
+    "--seed", type=int, default=1, show_default=True, help="Which of the trace's conversations."
+)
 @click.option(
     "--speed",
     "speeds",
@@ -27,16 +41,31 @@ from kvhold.lab.options import Number, OutputFile
     show_default=True,
     help="Of the link; 1: as fast as the engine computes KV.",
 )
-@click.option("--model-size", type=click.Choice(list(SIZES)), default="tiny", show_default=True, help="tiny 5M, small 50M, mid 206M.")
-@click.option("--threads", type=click.IntRange(1), help="Threads of each engine. [default: all cores]")
+@click.option(
+    "--model-size",
+    type=click.Choice(list(SIZES)),
+    default="tiny",
+    show_default=True,
+    help="tiny 5M, small 50M, mid 206M.",
+)
+@click.option(
+    "--threads", type=click.IntRange(1), help="Threads of each engine. [default: all cores]"
+)
 @click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
 def command(
-    trace: Path, num_requests: int, seed: int, speeds: tuple[float, ...], model_size: str, threads: int | None, json_file: Path | None
+    trace: Path,
+    num_requests: int,
+    seed: int,
+    speeds: tuple[float, ...],
+    model_size: str,
+    threads: int | None,
+    json_file: Path | None,
 ) -> None:
-    """Conversations of a trace, scaled down, through a real vLLM over a slow link: always load, always compute, and the planner.
+    """Conversations of a trace, scaled down, through a real vLLM over a slow link: always load,
+    always compute, and the planner.
 
-    Exits with an error if any two of them answered differently. Times do not decide that. Root on Debian or Ubuntu gets redis-server,
-    unless KVHOLD_SETUP_SERVERS=0.
+    Exits with an error if any two of them answered differently. Times do not decide that. Root on
+    Debian or Ubuntu gets redis-server, unless KVHOLD_SETUP_SERVERS=0.
     """
     if not is_vllm_available():
         raise click.ClickException("vLLM is not installed here: this command measures a real one")
@@ -56,17 +85,34 @@ def command(
     model, threads = make_model(model_size), threads or len(os.sched_getaffinity(0))
     tokens = sum(map(len, prompts))
     click.echo(
-        f"{platform.machine()}, Python {platform.python_version()}, {model.num_parameters / 1e6:.0f}M parameters, {threads} threads\n"
-        f"{len(prompts)} requests of {tokens / len(prompts):,.0f} tokens on average, {seen_before(prompts):.0%} of them seen before"
+        f"{platform.machine()}, Python {platform.python_version()}, "
+        f"{model.num_parameters / 1e6:.0f}M parameters, {threads} threads\n"
+        f"{len(prompts)} requests of {tokens / len(prompts):,.0f} tokens on average, "
+        f"{seen_before(prompts):.0%} of them seen before"
     )
     break_even = break_even_bytes_s(model, prompts[:8], num_threads=threads)
     click.echo(f"break-even: {break_even / 1e6:.2f} MB/s\n")
-    columns = (f"{'link MB/s':>9}", f"{'compute s':>10}", f"{'load s':>8}", f"{'plan s':>8}", f"{'load':>6}", f"{'plan':>6}")
+    columns = (
+        f"{'link MB/s':>9}",
+        f"{'compute s':>10}",
+        f"{'load s':>8}",
+        f"{'plan s':>8}",
+        f"{'load':>6}",
+        f"{'plan':>6}",
+    )
     click.echo(" ".join([*columns, f"{'plan/best, 95 % interval':>26}", f"{'loaded':>15}"]))
     rows = []
     for speed in speeds:
         counters: dict[str, float] = {}
-        found = list(cells(model, prompts, bytes_per_s=speed * break_even, num_threads=threads, plans=counters.update))
+        found = list(
+            cells(
+                model,
+                prompts,
+                bytes_per_s=speed * break_even,
+                num_threads=threads,
+                plans=counters.update,
+            )
+        )
         row = make_row(found, speed=speed, bytes_per_s=speed * break_even)
         plans = {name: value for name, value in counters.items() if name.startswith("kvhold_plans")}
         rows.append(asdict(row) | {"plans": plans, "cells": [asdict(cell) for cell in found]})

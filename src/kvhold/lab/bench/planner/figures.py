@@ -1,7 +1,8 @@
-"""From the times of cells to a row: how planning compares with the better of always loading and always computing.
+"""From the times of cells to a row: how planning compares with the better of always loading and
+always computing.
 
-Times of an engine are summed over the sample and put over the sum of its own times for computing, and those ratios are compared. Intervals
-are of 95 %, by bootstrap over requests. No I/O.
+Times of an engine are summed over the sample and put over the sum of its own times for computing,
+and those ratios are compared. Intervals are of 95 %, by bootstrap over requests. No I/O.
 """
 
 from collections.abc import Sequence
@@ -54,7 +55,10 @@ def make_row(cells: Sequence[Cell], *, speed: float, bytes_per_s: float) -> Plan
     taken = {name: np.array([cell.taken_s[name] for cell in cells]) for name in (LOAD, PLAN)}
     numbers = np.arange(len(cells))
     resampled = np.random.default_rng(0).choice(numbers, (_RESAMPLES, len(cells)))
-    ratios = {name: _ratios(taken[name], computed[name], np.vstack([numbers, resampled])) for name in (LOAD, PLAN)}
+    ratios = {
+        name: _ratios(taken[name], computed[name], np.vstack([numbers, resampled]))
+        for name in (LOAD, PLAN)
+    }
     total = sum(cell.num_tokens for cell in cells)
     return PlannerRow(
         speed=speed,
@@ -71,7 +75,11 @@ def make_row(cells: Sequence[Cell], *, speed: float, bytes_per_s: float) -> Plan
     )
 
 
-def _ratios(taken: npt.NDArray[np.float64], computed: npt.NDArray[np.float64], samples: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+def _ratios(
+    taken: npt.NDArray[np.float64],
+    computed: npt.NDArray[np.float64],
+    samples: npt.NDArray[np.int64],
+) -> npt.NDArray[np.float64]:
     """[samples] of which the first is that of all cells."""
     ratios: npt.NDArray[np.float64] = taken[samples].sum(axis=1) / computed[samples].sum(axis=1)
     return ratios

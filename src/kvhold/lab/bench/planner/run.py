@@ -1,10 +1,13 @@
-"""The engines, and the rounds: each request of a sample is computed, loaded as far as it is cached, and planned.
+"""The engines, and the rounds: each request of a sample is computed, loaded as far as it is cached,
+and planned.
 
-Two real vLLMs, each with a node of its own, over one Redis each behind a throttled link of its own. One always loads, the other plans;
-neither learns from what the other does. Both also compute every request whole, and store it as the others do, under names of its own that
-nobody finds: what is compared are times over the same engine's time for that, because two processes are never equally fast. Turns alternate
-in a random order. Between two turns what is to be written is written, over a link that is slow in one direction alone, and memory is filled
-with other things, as many other conversations would do: what was seen before is below it.
+Two real vLLMs, each with a node of its own, over one Redis each behind a throttled link of its own.
+One always loads, the other plans; neither learns from what the other does. Both also compute every
+request whole, and store it as the others do, under names of its own that
+nobody finds: what is compared are times over the same engine's time for that, because two processes
+are never equally fast. Turns alternate in a random order. Between two turns what is to be written
+is written, over a link that is slow in one direction alone, and memory is filled with other things,
+as many other conversations would do: what was seen before is below it.
 """
 
 import random
@@ -38,13 +41,16 @@ _PIECES = 40  # that memory is filled with
 
 
 class OutputsDiffer(KVHoldError):
-    """The same prompt was answered in two ways: one of them is wrong, and no time means anything."""
+    """The same prompt was answered in two ways: one of them is wrong, and no time means
+    anything.
+    """
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One request. In each engine, by its name: seconds to the first token when it was computed, and when its own way was taken; and of the
-    second how many tokens were not computed."""
+    """One request. In each engine, by its name: seconds to the first token when it was computed,
+    and when its own way was taken; and of the second how many tokens were not computed.
+    """
 
     num_tokens: int
     computed_s: dict[str, float] = field(default_factory=dict)
@@ -54,7 +60,9 @@ class Cell:
 
 @dataclass
 class _System:
-    """An engine, its node, and what fills the node's memory: one of two things in turn, which the tier has after the first time."""
+    """An engine, its node, and what fills the node's memory: one of two things in turn, which the
+    tier has after the first time.
+    """
 
     engine: Engine
     client: NodeClient
@@ -69,7 +77,9 @@ class _System:
         flush_engines(self.client, patience_s=_PATIENT_S)
 
 
-def break_even_bytes_s(model: ModelInfo, prompts: Sequence[list[int]], *, num_threads: int) -> float:
+def break_even_bytes_s(
+    model: ModelInfo, prompts: Sequence[list[int]], *, num_threads: int
+) -> float:
     """As many bytes of KV a second as an engine without kvhold computes."""
     with alike(), Engine(options_for(model, **_options(num_threads))) as engine:
         seconds = [engine.generate(prompt, max_tokens=1).ttft_s for prompt in prompts]
@@ -84,12 +94,18 @@ def cells(
     num_threads: int,
     plans: Callable[[dict[str, float]], None] = lambda plans: None,
 ) -> Iterator[Cell]:
-    """Each request as both engines met it. plans: gets the planning node's counters in the end. Raises OutputsDiffer, EngineFailed,
-    NotInstalled (no Redis)."""
+    """Each request as both engines met it. plans: gets the planning node's counters in the end.
+    Raises OutputsDiffer, EngineFailed, NotInstalled (no Redis).
+    """
     chance = random.Random(len(prompts))
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvhold-planner-")))
-        systems = {name: _started(stack, model, folder / f"{name}.sock", name == PLAN, bytes_per_s, num_threads) for name in _ENGINES}
+        systems = {
+            name: _started(
+                stack, model, folder / f"{name}.sock", name == PLAN, bytes_per_s, num_threads
+            )
+            for name in _ENGINES
+        }
         for number, prompt in enumerate(prompts):
             cell, answers = Cell(len(prompt)), []
             turns = [(name, way) for name in _ENGINES for way in (COMPUTE, name)]
@@ -104,15 +120,28 @@ def cells(
                     cell.loaded_tokens[name] = one.num_cached_tokens
                 systems[name].forget()
             if any(answer != answers[0] for answer in answers):
-                raise OutputsDiffer(f"a prompt of {len(prompt)} tokens was answered in several ways: {answers}")
+                raise OutputsDiffer(
+                    f"a prompt of {len(prompt)} tokens was answered in several ways: {answers}"
+                )
             yield cell
         plans(systems[PLAN].client.status()["counters"])
 
 
-def _started(stack: ExitStack, model: ModelInfo, socket: Path, plan: bool, bytes_per_s: float, num_threads: int) -> _System:
+def _started(
+    stack: ExitStack,
+    model: ModelInfo,
+    socket: Path,
+    plan: bool,
+    bytes_per_s: float,
+    num_threads: int,
+) -> _System:
     redis = stack.enter_context(RedisServer())
-    link = stack.enter_context(Throttle(("127.0.0.1", redis.port), bytes_per_s=bytes_per_s, up_bytes_per_s=_UNLIMITED))
-    patient = "&".join(f"{name}={_PATIENT_S}" for name in ("probe_timeout_s", "get_timeout_s", "put_timeout_s"))
+    link = stack.enter_context(
+        Throttle(("127.0.0.1", redis.port), bytes_per_s=bytes_per_s, up_bytes_per_s=_UNLIMITED)
+    )
+    patient = "&".join(
+        f"{name}={_PATIENT_S}" for name in ("probe_timeout_s", "get_timeout_s", "put_timeout_s")
+    )
     ram_bytes = int(_RAM_PROMPTS * _longest() * model.kv_bytes_per_token)
     settings: dict[str, Any] = {
         "tokens_per_chunk": CHUNK,
@@ -131,17 +160,27 @@ def _started(stack: ExitStack, model: ModelInfo, socket: Path, plan: bool, bytes
     }
     stack.callback(end_node, socket)
     with alike():
-        engine = stack.enter_context(Engine(options_for(model, kv_transfer_config=transfer, **_options(num_threads))))
-    client = stack.enter_context(NodeClient(socket, ClientConfig(call_timeout_s=_PATIENT_S), name="kvhold bench planner"))
+        engine = stack.enter_context(
+            Engine(options_for(model, kv_transfer_config=transfer, **_options(num_threads)))
+        )
+    client = stack.enter_context(
+        NodeClient(socket, ClientConfig(call_timeout_s=_PATIENT_S), name="kvhold bench planner")
+    )
     piece = Group(layers=1, planes=1, heads=1, head_dim=ram_bytes // _PIECES, dtype="int8")
     filling = Namespace("what else there is", Layout((piece,), tokens_per_chunk=1, tail_tokens=0))
     client.register(filling)
-    return _System(engine, client, [filling.prompt(list(range(first, first + _PIECES))) for first in (0, _PIECES)])
+    return _System(
+        engine,
+        client,
+        [filling.prompt(list(range(first, first + _PIECES))) for first in (0, _PIECES)],
+    )
 
 
 def _options(num_threads: int) -> dict[str, Any]:
-    """A prompt is one pass. Of several, the first one's KV is written to Redis while the next one computes, on the same cores; but not
-    where a request does not wait for its lookup, as one that is told to compute all. That would be measured instead of planning."""
+    """A prompt is one pass. Of several, the first one's KV is written to Redis while the next one
+    computes, on the same cores; but not where a request does not wait for its lookup, as one that
+    is told to compute all. That would be measured instead of planning.
+    """
     longest = _longest()
     one_pass = {"max_model_len": longest, "max_num_batched_tokens": longest}
     return one_pass | {"prefix_caching": False, "block_size": _BLOCK} | binding(num_threads)

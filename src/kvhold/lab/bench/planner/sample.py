@@ -1,10 +1,13 @@
-"""Conversations of a recorded trace, scaled down: which requests there are, and what they have in common with those before.
+"""Conversations of a recorded trace, scaled down: which requests there are, and what they have in
+common with those before.
 
-    for prompt in sample(Path("conversation_trace.jsonl"), num_requests=60, seed=0): ...    # token ids
+    for prompt in sample(Path("conversation_trace.jsonl"), num_requests=60, seed=0): ...    # token
+    ids
 
-Conversations are drawn whole, with all their turns in the trace's order, so that the share of what was seen before stays as it is there. A
-block of the trace becomes a chunk of `CHUNK` tokens of its own. What is longer than `MOST_CHUNKS` is cut there. Equal blocks after equal
-blocks are equal text, as in the trace.
+Conversations are drawn whole, with all their turns in the trace's order, so that the share of what
+was seen before stays as it is there. A block of the trace becomes a chunk of `CHUNK` tokens of its
+own. What is longer than `MOST_CHUNKS` is cut there. Equal blocks after equal blocks are equal text,
+as in the trace.
 """
 
 import random
@@ -22,7 +25,10 @@ _TOKENS = (10, 8000)  # ids that the bench's models have
 
 
 def sample(path: Path, *, num_requests: int, seed: int) -> list[list[int]]:
-    """Prompts, in order. Raises ConfigError for a file that is no trace, or has too few requests."""
+    """Prompts, in order.
+
+    Raises ConfigError for a file that is no trace, or has too few requests.
+    """
     requests = list(read_requests(path, TraceRequest))
     conversations: dict[tuple[int, ...], list[int]] = {}
     for number, request in enumerate(requests):
@@ -36,7 +42,9 @@ def sample(path: Path, *, num_requests: int, seed: int) -> list[list[int]]:
             chosen += turns
         if len(chosen) == num_requests:
             return [list(_tokens(requests[number].hash_ids)) for number in sorted(chosen)]
-    raise ConfigError(f"{path}: it has too few conversations for {num_requests} requests; ask for fewer")
+    raise ConfigError(
+        f"{path}: it has too few conversations for {num_requests} requests; ask for fewer"
+    )
 
 
 def _tokens(hash_ids: Sequence[int]) -> Iterator[int]:

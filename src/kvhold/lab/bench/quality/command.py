@@ -14,13 +14,35 @@ from kvhold.lab.options import PICTURES, OutputFile
 
 
 @click.command()
-@click.option("--codecs", "only", help="Only these, separated by commas. [default: all, plugins too]")
-@click.option("--model", help="A causal language model for transformers, a folder or a name. [default: the small one of a checkout]")
-@click.option("--text", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Ask how this text goes on, not questions.")
-@click.option("--contexts", type=click.IntRange(2), help=f"How many. [default: {CONTEXTS}, {OTHER_CONTEXTS} with --model]")
-@click.option("--chunk-tokens", type=click.IntRange(1), default=CHUNK_TOKENS, show_default=True, help="Tokens of a chunk.")
+@click.option(
+    "--codecs", "only", help="Only these, separated by commas. [default: all, plugins too]"
+)
+@click.option(
+    "--model",
+    help="A causal language model for transformers, a folder or a name. [default: the small one "
+    "of a checkout]",
+)
+@click.option(
+    "--text",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Ask how this text goes on, not questions.",
+)
+@click.option(
+    "--contexts",
+    type=click.IntRange(2),
+    help=f"How many. [default: {CONTEXTS}, {OTHER_CONTEXTS} with --model]",
+)
+@click.option(
+    "--chunk-tokens",
+    type=click.IntRange(1),
+    default=CHUNK_TOKENS,
+    show_default=True,
+    help="Tokens of a chunk.",
+)
 @click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
-@click.option("--plot", type=OutputFile(*PICTURES), help="Draw accuracy over ratio, such as quality.svg.")
+@click.option(
+    "--plot", type=OutputFile(*PICTURES), help="Draw accuracy over ratio, such as quality.svg."
+)
 def command(
     only: str | None,
     model: str | None,
@@ -30,9 +52,11 @@ def command(
     json_file: Path | None,
     plot: Path | None,
 ) -> None:
-    """What each codec costs in answers: KV of whole contexts through frames and back, then questions on top.
+    """What each codec costs in answers: KV of whole contexts through frames and back, then
+    questions on top.
 
-    Every codec is asked the same as KV that never left the model. A drop is in points of accuracy, with its standard error.
+    Every codec is asked the same as KV that never left the model. A drop is in points of accuracy,
+    with its standard error.
     """
     known = codec_names()
     names = tuple(name.strip() for name in only.split(",")) if only is not None else known
@@ -41,9 +65,20 @@ def command(
     if plot is not None:
         with needing("'kvhold[demo]'"):
             import matplotlib  # noqa: F401 - better known now than after the run
-    found = evaluate(names, model=model, text=text, num_contexts=contexts, chunk_tokens=chunk_tokens)
-    click.echo(f"{found.what}; chunks of {chunk_tokens} tokens\n\n{render(found.rows)}\n\n{render_channels(found.channels)}")
+    found = evaluate(
+        names, model=model, text=text, num_contexts=contexts, chunk_tokens=chunk_tokens
+    )
+    click.echo(
+        f"{found.what}; chunks of {chunk_tokens} "
+        f"tokens\n\n{render(found.rows)}\n\n{render_channels(found.channels)}"
+    )
     if json_file is not None:
         json_file.write_text(json.dumps([asdict(row) for row in found.rows], indent=2) + "\n")
     if plot is not None:
-        draw(found.rows, plot, "Answers right, by how much smaller KV is" if text is None else "Divergence, by how much smaller KV is")
+        draw(
+            found.rows,
+            plot,
+            "Answers right, by how much smaller KV is"
+            if text is None
+            else "Divergence, by how much smaller KV is",
+        )

@@ -2,8 +2,9 @@
 
     rows = measure(subject, batches, [make_codec(name) for name in names])
 
-Every codec and the untouched KV see the same contexts and questions, so differences are of pairs: the standard error is of those, with
-contexts as what was drawn (answers of one context are not independent). Contexts are computed once and held one batch at a time.
+Every codec and the untouched KV see the same contexts and questions, so differences are of pairs:
+the standard error is of those, with contexts as what was drawn (answers of one context are not
+independent). Contexts are computed once and held one batch at a time.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,8 +30,9 @@ class QualityRow:
 
     ratio:            plain bytes / frame bytes, headers and tails counted
     accuracy:         share of answer tokens that were the model's first guess; None where the text has no answers to be recalled
-    accuracy_drop:    points (hundredths) lost against KV that never left the model; below 0 it gained. None where accuracy is, and where
-                      the model is below `LEAST_ACCURACY` without any codec
+    accuracy_drop:    points (hundredths) lost against KV that never left the model; below 0 it
+                      gained. None where accuracy is, and where the model is below `LEAST_ACCURACY`
+                      without any codec
     accuracy_drop_se: its standard error, in points
     kl:               mean KL(untouched || codec) of the next token's distribution before each answer token, in nats
     perplexity_ratio: perplexity of the answer tokens, codec / untouched
@@ -54,7 +56,9 @@ class QualityRow:
 
 @dataclass(frozen=True)
 class Channels:
-    """How unlike the channels of a model's KV are: in each layer, the largest channel's root mean square over the median channel's."""
+    """How unlike the channels of a model's KV are: in each layer, the largest channel's root mean
+    square over the median channel's.
+    """
 
     keys: list[float]
     values: list[float]
@@ -69,21 +73,32 @@ class Channels:
         return cls(unlike[:, 0].tolist(), unlike[:, 1].tolist())
 
 
-def measure(subject: Subject, batches: Iterable[Exams], codecs: Sequence[Codec], *, recall: bool = True) -> list[QualityRow]:
-    """A row for each codec. recall: whether answers can be recalled from the context at all, so that accuracy means something."""
+def measure(
+    subject: Subject, batches: Iterable[Exams], codecs: Sequence[Codec], *, recall: bool = True
+) -> list[QualityRow]:
+    """A row for each codec. recall: whether answers can be recalled from the context at all, so
+    that accuracy means something.
+    """
     tallies = [_Tally(codec.name) for codec in codecs]
     for exams in batches:
         kv = subject.prefill(exams.contexts)
         untouched = _Guesses.of(subject.answer(kv, exams.questions), exams)
         for codec, tally in zip(codecs, tallies, strict=True):
             passed = through(codec, kv, subject.layout)
-            tally.add(exams, untouched, _Guesses.of(subject.answer(passed.bits, exams.questions), exams), passed)
+            tally.add(
+                exams,
+                untouched,
+                _Guesses.of(subject.answer(passed.bits, exams.questions), exams),
+                passed,
+            )
     return [tally.row(recall=recall) for tally in tallies]
 
 
 @dataclass(frozen=True)
 class _Guesses:
-    """What a model expects before each answer token. log_shares: [answers, vocabulary] float64; right: [answers]."""
+    """What a model expects before each answer token. log_shares: [answers, vocabulary] float64;
+    right: [answers].
+    """
 
     log_shares: npt.NDArray[np.float64]
     of_answers: npt.NDArray[np.float64]
@@ -95,12 +110,18 @@ class _Guesses:
         assert (places > 0).all(), "before a first token there is nothing on top of the KV"
         answers = exams.questions[rows, places]
         log_shares = logits[rows, places - 1].double().log_softmax(-1).numpy()
-        return cls(log_shares, log_shares[np.arange(len(answers)), answers], log_shares.argmax(-1) == answers)
+        return cls(
+            log_shares,
+            log_shares[np.arange(len(answers)), answers],
+            log_shares.argmax(-1) == answers,
+        )
 
 
 @dataclass
 class _Tally:
-    """Sums over batches. lost: of each context, answers right before less those right after; asked: its answers."""
+    """Sums over batches. lost: of each context, answers right before less those right after; asked:
+    its answers.
+    """
 
     codec: str
     plain_bytes: int = 0
@@ -119,19 +140,28 @@ class _Tally:
         self.plain_bytes += passed.plain_bytes
         self.frame_bytes += passed.frame_bytes
         self.error = max(self.error, passed.error)
-        self.divergence += float((np.exp(before.log_shares) * (before.log_shares - after.log_shares)).sum())
+        self.divergence += float(
+            (np.exp(before.log_shares) * (before.log_shares - after.log_shares)).sum()
+        )
         self.log_before += float(before.of_answers.sum())
         self.log_after += float(after.of_answers.sum())
         self.right_before += int(before.right.sum())
         self.right_after += int(after.right.sum())
         contexts = np.nonzero(exams.kinds != NO_KIND)[0]
         count = exams.kinds.shape[0]
-        self.lost += np.bincount(contexts, before.right.astype(int) - after.right, count).astype(int).tolist()
+        self.lost += (
+            np.bincount(contexts, before.right.astype(int) - after.right, count)
+            .astype(int)
+            .tolist()
+        )
         self.asked += np.bincount(contexts, minlength=count).tolist()
         kinds = exams.kinds[exams.kinds != NO_KIND]
         for kind in np.unique(kinds).tolist():
             right, of = self.kinds.setdefault(kind, [0, 0])
-            self.kinds[kind] = [right + int(after.right[kinds == kind].sum()), of + int((kinds == kind).sum())]
+            self.kinds[kind] = [
+                right + int(after.right[kinds == kind].sum()),
+                of + int((kinds == kind).sum()),
+            ]
 
     def row(self, *, recall: bool) -> QualityRow:
         answers = sum(self.asked)
@@ -148,13 +178,21 @@ class _Tally:
             error=self.error,
             answers=answers,
             contexts=len(self.asked),
-            by_kind={_NAMES[kind]: right / of for kind, (right, of) in sorted(self.kinds.items())} if recall else {},
+            by_kind={_NAMES[kind]: right / of for kind, (right, of) in sorted(self.kinds.items())}
+            if recall
+            else {},
         )
 
 
 def standard_error(lost: Sequence[int], asked: Sequence[int]) -> float:
-    """Of the share lost, in points: contexts are drawn, and answers of one context go together (the ratio estimator's linearised error)."""
+    """Of the share lost, in points: contexts are drawn, and answers of one context go together (the
+    ratio estimator's linearised error).
+    """
     losses, sizes = np.array(lost, float), np.array(asked, float)
     apart = losses - sizes * (losses.sum() / sizes.sum())
     count = len(losses)
-    return float("nan") if count < 2 else float(100 * np.sqrt(count / (count - 1) * (apart**2).sum()) / sizes.sum())
+    return (
+        float("nan")
+        if count < 2
+        else float(100 * np.sqrt(count / (count - 1) * (apart**2).sum()) / sizes.sum())
+    )

@@ -2,7 +2,8 @@
 
     passed = through(make_codec("int8"), kv, layout)      # passed.bits is what a reader would get
 
-Chunks begin at multiples of `layout.tokens_per_chunk`. What a codec does not accept stays raw, as in a tier. Any thread, no model.
+Chunks begin at multiples of `layout.tokens_per_chunk`. What a codec does not accept stays raw, as
+in a tier. Any thread, no model.
 """
 
 from dataclasses import dataclass
@@ -36,7 +37,9 @@ class Passed:
 
 
 def through(codec: Codec, kv: Bits, layout: Layout) -> Passed:
-    """Every chunk of `kv`, `[exams, layers, 2, tokens, heads, head_dim]` bfloat16 as uint16, framed and unframed; `kv` is not changed."""
+    """Every chunk of `kv`, `[exams, layers, 2, tokens, heads, head_dim]` bfloat16 as uint16, framed
+    and unframed; `kv` is not changed.
+    """
     used = codec if codec.accepts(layout, 0) else Raw()
     namespace = Namespace(model="bench quality", layout=layout).digest
     decoded = np.empty_like(kv)
@@ -46,17 +49,34 @@ def through(codec: Codec, kv: Bits, layout: Layout) -> Passed:
             chunk = np.ascontiguousarray(kv[exam, :, :, start : start + step])
             key = make_key(namespace, (exam << 32 | start).to_bytes(HASH_BYTES, "little"), 0, 0)
             back = np.empty_like(chunk)
-            frame_bytes += _there_and_back(used, chunk, back, key=key, layout=layout, first_token=start)
-            error = max(error, *(measured_error(before, after, "bfloat16") for before, after in zip(chunk, back, strict=True)))
+            frame_bytes += _there_and_back(
+                used, chunk, back, key=key, layout=layout, first_token=start
+            )
+            error = max(
+                error,
+                *(
+                    measured_error(before, after, "bfloat16")
+                    for before, after in zip(chunk, back, strict=True)
+                ),
+            )
             decoded[exam, :, :, start : start + step] = back
     return Passed(decoded, kv.nbytes, frame_bytes, error)
 
 
-def _there_and_back(codec: Codec, chunk: Bits, back: Bits, *, key: bytes, layout: Layout, first_token: int) -> int:
+def _there_and_back(
+    codec: Codec, chunk: Bits, back: Bits, *, key: bytes, layout: Layout, first_token: int
+) -> int:
     """Size of the frame in bytes."""
-    place: dict[str, Any] = {"key": key, "layout": layout, "num_tokens": chunk.shape[2], "first_token": first_token}
+    place: dict[str, Any] = {
+        "key": key,
+        "layout": layout,
+        "num_tokens": chunk.shape[2],
+        "first_token": first_token,
+    }
     frame = frame_chunk(_view(chunk), codec, **place)
-    written = memoryview(b"".join(frame.parts))  # as it would lie in a tier: nothing of the chunk's own memory
+    written = memoryview(
+        b"".join(frame.parts)
+    )  # as it would lie in a tier: nothing of the chunk's own memory
 
     def find(name: str) -> Codec | None:
         return codec if name == codec.name else find_codec(name)
@@ -66,4 +86,5 @@ def _there_and_back(codec: Codec, chunk: Bits, back: Bits, *, key: bytes, layout
 
 
 def _view(array: Bits) -> memoryview:
-    return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]  # an array is a buffer
+    # an array is a buffer
+    return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]

@@ -3,7 +3,8 @@
     found = evaluate(["raw", "int8"])
     found.rows, found.what
 
-`kvhold bench quality` and `kvhold bench codecs` both come through here. Raises NotMeasurable where there is nothing to measure with.
+`kvhold bench quality` and `kvhold bench codecs` both come through here. Raises NotMeasurable where
+there is nothing to measure with.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,7 +35,9 @@ class NotMeasurable(ConfigError):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """what: the model, the questions, and what the numbers mean. channels: of the KV of one context, the first."""
+    """what: the model, the questions, and what the numbers mean. channels: of the KV of one
+    context, the first.
+    """
 
     rows: list[QualityRow]
     what: str
@@ -55,7 +58,8 @@ def evaluate(
     text:  how that text goes on is asked, instead of questions
     num_contexts: by default `CONTEXTS` of the small model, `OTHER_CONTEXTS` of another
 
-    Raises NotMeasurable, ConfigError for a codec, model or text that cannot be used, LayoutError for a model whose KV is not served.
+    Raises NotMeasurable, ConfigError for a codec, model or text that cannot be used, LayoutError
+    for a model whose KV is not served.
     """
     used = [make_codec(name) for name in codecs]
     if num_contexts is None:
@@ -66,26 +70,38 @@ def evaluate(
             raise ConfigError(f"{subject.name} knows no text; name a language model with --model")
         tokens = subject.tokenizer.encode(text.read_text(encoding="utf-8"))
         batches = list(continued(tokens, num_contexts=num_contexts, num_tokens=LONGEST))
-        what = f"how {text.name} goes on after {LONGEST} tokens; nothing is to be recalled, so there is no accuracy"
+        what = (
+            f"how {text.name} goes on after {LONGEST} tokens; nothing is to be recalled, so "
+            "there is no accuracy"
+        )
     elif subject.recalls:
         batches = list(recall_batches(num_contexts))
         what = f"recall of keys, two hops and runs from contexts of {SHORTEST} to {LONGEST} tokens"
     else:
-        batches = list(written_recall(subject.tokenizer, num_contexts=num_contexts, num_tokens=LONGEST, seed=SEED))
-        what = f"{QUESTIONS} numbers written down in some {LONGEST} tokens of context, by their tokens"
+        batches = list(
+            written_recall(
+                subject.tokenizer, num_contexts=num_contexts, num_tokens=LONGEST, seed=SEED
+            )
+        )
+        what = (
+            f"{QUESTIONS} numbers written down in some {LONGEST} tokens of context, by their tokens"
+        )
     channels = Channels.of(subject.prefill(batches[0].contexts[:1]))
     rows = measure(subject, batches, used, recall=text is None)
     name = "the small trained model" if model is None else subject.name
     what = f"{name}: {what}; {rows[0].answers:,} answer tokens after {rows[0].contexts} contexts"
     if any(row.accuracy is not None and row.accuracy_drop is None for row in rows):
         what += (
-            f"; it answers less than {LEAST_ACCURACY:.0%} even on its own KV, so a drop would say nothing and only KL and perplexity count"
+            f"; it answers less than {LEAST_ACCURACY:.0%} even on its own KV, so a drop would "
+            "say nothing and only KL and perplexity count"
         )
     return Evaluation(rows, what, channels)
 
 
 def recall_batches(num_contexts: int, seed: int = SEED) -> Iterator[Exams]:
-    """The questions of `tasks.py` that the small model is asked: lengths from the shortest to the longest, the same for the same seed."""
+    """The questions of `tasks.py` that the small model is asked: lengths from the shortest to the
+    longest, the same for the same seed.
+    """
     rng = np.random.default_rng(seed)
     sizes = [min(_BATCH, num_contexts - first) for first in range(0, num_contexts, _BATCH)]
     lengths = np.linspace(SHORTEST, LONGEST, len(sizes)).round().astype(int).tolist()
@@ -96,10 +112,13 @@ def recall_batches(num_contexts: int, seed: int = SEED) -> Iterator[Exams]:
 def trained_kv(num_contexts: int) -> Bits:
     """One whole chunk from each of `num_contexts` contexts of the small trained model.
 
-    `[contexts, layers, 2, CHUNK_TOKENS, heads, head_dim]`, bfloat16 as uint16. Raises NotMeasurable.
+    `[contexts, layers, 2, CHUNK_TOKENS, heads, head_dim]`, bfloat16 as uint16. Raises
+    NotMeasurable.
     """
     subject = _load(None, CHUNK_TOKENS)
-    exams = draw(np.random.default_rng(SEED), num_exams=num_contexts, num_tokens=LONGEST, asked=ASKED)
+    exams = draw(
+        np.random.default_rng(SEED), num_exams=num_contexts, num_tokens=LONGEST, asked=ASKED
+    )
     kv = subject.prefill(exams.contexts)
     start = CHUNK_TOKENS  # the second chunk: tokens with others before them
     return np.ascontiguousarray(kv[:, :, :, start : start + CHUNK_TOKENS])
@@ -107,7 +126,9 @@ def trained_kv(num_contexts: int) -> Bits:
 
 def _load(model: str | Path | None, chunk_tokens: int) -> Subject:
     if model is None and (model := find_weights()) is None:
-        raise NotMeasurable("the small trained model is in a checkout's benchmarks/quality/model, and this is none")
+        raise NotMeasurable(
+            "the small trained model is in a checkout's benchmarks/quality/model, and this is none"
+        )
     try:
         return load_subject(model, tokens_per_chunk=chunk_tokens)
     except ImportError as error:

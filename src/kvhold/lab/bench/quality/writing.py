@@ -1,4 +1,5 @@
-"""What any language model with a tokenizer can be asked: numbers written down in the context, or how a text goes on.
+"""What any language model with a tokenizer can be asked: numbers written down in the context, or
+how a text goes on.
 
     batches = written_recall(tokenizer, num_contexts=32, num_tokens=400, seed=0)
     batches = continued(tokenizer.encode(text), num_contexts=32, num_tokens=512)
@@ -20,16 +21,29 @@ CONTINUED_TOKENS = 64
 _FIRST, _SECOND = "bdfgklmnprstvz", "aeiou"
 
 
-def written_recall(tokenizer: Any, *, num_contexts: int, num_tokens: int, seed: int) -> Iterator[Exams]:
-    """Lines "The number of Bato is 4821." up to about `num_tokens` tokens, then `QUESTIONS` of them again; the numbers are the answers."""
+def written_recall(
+    tokenizer: Any, *, num_contexts: int, num_tokens: int, seed: int
+) -> Iterator[Exams]:
+    """Lines "The number of Bato is 4821." up to about `num_tokens` tokens, then `QUESTIONS` of them
+    again; the numbers are the answers.
+    """
     rng = np.random.default_rng(seed)
-    names = [f"{a}{b}{c}{d}".capitalize() for a in _FIRST for b in _SECOND for c in _FIRST for d in _SECOND]
+    names = [
+        f"{a}{b}{c}{d}".capitalize()
+        for a in _FIRST
+        for b in _SECOND
+        for c in _FIRST
+        for d in _SECOND
+    ]
     line_tokens = len(tokenizer.encode("\nThe number of Bato is 4821.", add_special_tokens=False))
     count = max(QUESTIONS, num_tokens // line_tokens)
     for _ in range(num_contexts):
         chosen = [names[at] for at in rng.permutation(len(names))[:count]]
         numbers = rng.integers(1000, 10_000, count).tolist()
-        lines = [f"The number of {name} is {number}." for name, number in zip(chosen, numbers, strict=True)]
+        lines = [
+            f"The number of {name} is {number}."
+            for name, number in zip(chosen, numbers, strict=True)
+        ]
         questions: list[int] = []
         kinds: list[int] = []
         for at in rng.permutation(count)[:QUESTIONS].tolist():
@@ -42,9 +56,11 @@ def written_recall(tokenizer: Any, *, num_contexts: int, num_tokens: int, seed: 
 
 
 def continued(tokens: Sequence[int], *, num_contexts: int, num_tokens: int) -> Iterator[Exams]:
-    """Pieces of a text, `num_tokens` of context and `CONTINUED_TOKENS` that follow, all but the first of which are answers.
+    """Pieces of a text, `num_tokens` of context and `CONTINUED_TOKENS` that follow, all but the
+    first of which are answers.
 
-    Pieces lie evenly over the text and do not overlap. Raises ConfigError for a text that has not one.
+    Pieces lie evenly over the text and do not overlap. Raises ConfigError for a text that has not
+    one.
     """
     step = num_tokens + CONTINUED_TOKENS
     most = len(tokens) // step
@@ -52,7 +68,9 @@ def continued(tokens: Sequence[int], *, num_contexts: int, num_tokens: int) -> I
         raise ConfigError(f"a text of {len(tokens)} tokens; at least {step} are needed")
     for at in np.linspace(0, most - 1, min(most, num_contexts)).round().astype(int).tolist():
         piece = tokens[at * step : (at + 1) * step]
-        yield _exam(piece[:num_tokens], piece[num_tokens:], [NO_KIND] + [LOOKUP] * (CONTINUED_TOKENS - 1))
+        yield _exam(
+            piece[:num_tokens], piece[num_tokens:], [NO_KIND] + [LOOKUP] * (CONTINUED_TOKENS - 1)
+        )
 
 
 def _exam(context: Sequence[int], questions: Sequence[int], kinds: Sequence[int]) -> Exams:

@@ -11,8 +11,15 @@ import click
 from kvhold.lab.bench.rows import needing
 from kvhold.lab.options import OutputFile
 
-_json = click.option("--json", "json_file", type=OutputFile(), help="Write the result to this file.")
-_seed = click.option("--seed", default=1, show_default=True, help="Of the random choices, so that a run can be repeated.")
+_json = click.option(
+    "--json", "json_file", type=OutputFile(), help="Write the result to this file."
+)
+_seed = click.option(
+    "--seed",
+    default=1,
+    show_default=True,
+    help="Of the random choices, so that a run can be repeated.",
+)
 
 
 @click.group()
@@ -21,16 +28,32 @@ def command() -> None:
 
 
 @command.command()
-@click.option("--where", type=click.Choice(["frames", "memory", "tiers"]), default="frames", show_default=True, help="What is damaged.")
-@click.option("--count", type=int, help="How often; of tiers, over each.  [default: 100,000 frames, else 10,000]")
-@click.option("--tier", "tiers", multiple=True, help="With --where tiers: this one alone; may be repeated.")
+@click.option(
+    "--where",
+    type=click.Choice(["frames", "memory", "tiers"]),
+    default="frames",
+    show_default=True,
+    help="What is damaged.",
+)
+@click.option(
+    "--count",
+    type=int,
+    help="How often; of tiers, over each.  [default: 100,000 frames, else 10,000]",
+)
+@click.option(
+    "--tier", "tiers", multiple=True, help="With --where tiers: this one alone; may be repeated."
+)
 @_seed
 @_json
-def damage(where: str, count: int | None, tiers: tuple[str, ...], seed: int, json_file: Path | None) -> None:
+def damage(
+    where: str, count: int | None, tiers: tuple[str, ...], seed: int, json_file: Path | None
+) -> None:
     """Damage on purpose: is each one noticed?
 
-    frames: flips, truncations and swaps of frames on their way up. memory: single bits of stored chunks in the arena of a real node,
-    flipped from outside. tiers: the same over each tier that can be had here, before, during and after the write, and in its own values.
+    frames: flips, truncations and swaps of frames on their way up. memory: single bits of stored
+        chunks in the arena of a real node,
+    flipped from outside. tiers: the same over each tier that can be had here, before, during and
+        after the write, and in its own values.
     """
     if where == "frames":
         from kvhold.lab.bench.soak import damage as run
@@ -40,7 +63,9 @@ def damage(where: str, count: int | None, tiers: tuple[str, ...], seed: int, jso
     with needing("'kvhold[testing]'"):
         from kvhold.lab.bench.soak import flips
     if unknown := set(tiers) - set(flips.TIERS):
-        raise click.BadParameter(f"{', '.join(sorted(unknown))}; known are {', '.join(flips.TIERS)}", param_hint="--tier")
+        raise click.BadParameter(
+            f"{', '.join(sorted(unknown))}; known are {', '.join(flips.TIERS)}", param_hint="--tier"
+        )
     if where == "memory":
         _report(lambda: flips.in_memory(count or 10_000, seed), json_file)
     else:
@@ -52,7 +77,9 @@ def damage(where: str, count: int | None, tiers: tuple[str, ...], seed: int, jso
 @_seed
 @_json
 def kills(rounds: int, seed: int, json_file: Path | None) -> None:
-    """`kill -9` of a node that stores and clears: is every acknowledged chunk on disk a hit afterwards, and the accounting exact?"""
+    """`kill -9` of a node that stores and clears: is every acknowledged chunk on disk a hit
+    afterwards, and the accounting exact?
+    """
     with needing("'kvhold[testing]'"):
         from kvhold.lab.bench.soak import kills as run
 
@@ -61,11 +88,18 @@ def kills(rounds: int, seed: int, json_file: Path | None) -> None:
 
 @command.command()
 @click.option("--minutes", default=30.0, show_default=True, help="How long.")
-@click.option("--every-s", default=60.0, show_default=True, help="How often Redis is killed; it is away for a sixth of that.")
+@click.option(
+    "--every-s",
+    default=60.0,
+    show_default=True,
+    help="How often Redis is killed; it is away for a sixth of that.",
+)
 @_seed
 @_json
 def redis(minutes: float, every_s: float, seed: int, json_file: Path | None) -> None:
-    """A real vLLM over Redis, which is killed and started again and again: wrong tokens, errors, memory that grows?"""
+    """A real vLLM over Redis, which is killed and started again and again: wrong tokens, errors,
+    memory that grows?
+    """
     with needing("'kvhold[testing]'"):
         from kvhold.lab.bench.soak import redis as run
 
@@ -77,7 +111,9 @@ def redis(minutes: float, every_s: float, seed: int, json_file: Path | None) -> 
 @_seed
 @_json
 def requests(requests: int, seed: int, json_file: Path | None) -> None:
-    """Random requests of two vLLM engines over one node that evicts all the time: is every token that of an engine without kvhold?"""
+    """Random requests of two vLLM engines over one node that evicts all the time: is every token
+    that of an engine without kvhold?
+    """
     with needing("vLLM and 'kvhold[testing]'"):
         from kvhold.lab.bench.soak import requests as soak
 
@@ -85,14 +121,36 @@ def requests(requests: int, seed: int, json_file: Path | None) -> None:
 
 
 @command.command()
-@click.option("--seeds", default=2_000, show_default=True, help="How many; with --mutations, the most for each.")
+@click.option(
+    "--seeds",
+    default=2_000,
+    show_default=True,
+    help="How many; with --mutations, the most for each.",
+)
 @click.option("--first", default=1, show_default=True, help="The first seed.")
-@click.option("--trace", is_flag=True, help="Print the history of the first seed, and run no other.")
-@click.option("--mutations", is_flag=True, help="Damage the code in each of the ways that are kept: is each found?")
-@click.option("--mutation", "names", multiple=True, help="With --mutations: this one alone; may be repeated.")
+@click.option(
+    "--trace", is_flag=True, help="Print the history of the first seed, and run no other."
+)
+@click.option(
+    "--mutations",
+    is_flag=True,
+    help="Damage the code in each of the ways that are kept: is each found?",
+)
+@click.option(
+    "--mutation", "names", multiple=True, help="With --mutations: this one alone; may be repeated."
+)
 @_json
-def simulation(seeds: int, first: int, trace: bool, mutations: bool, names: tuple[str, ...], json_file: Path | None) -> None:
-    """Node, clients, transfers and tiers in virtual time, with faults drawn from a seed: does any history break a rule?"""
+def simulation(
+    seeds: int,
+    first: int,
+    trace: bool,
+    mutations: bool,
+    names: tuple[str, ...],
+    json_file: Path | None,
+) -> None:
+    """Node, clients, transfers and tiers in virtual time, with faults drawn from a seed: does any
+    history break a rule?
+    """
     from kvhold.lab.simulation import soak
 
     def tell(text: str) -> None:

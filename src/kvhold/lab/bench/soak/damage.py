@@ -1,8 +1,9 @@
 """Frames damaged at random, then received as the cache receives them: `run(100_000, seed=1)`.
 
-Each is one of a few layouts (GQA, MLA, float8 beside float32, an engine's own packing), damaged in one way: some bits flipped, cut short,
-replaced by another frame, mixed with a part of another one, two of its layers exchanged. It lands in the arena as a tier's value does, and
-is checked by the same code. What is accepted although its bytes are others was not noticed.
+Each is one of a few layouts (GQA, MLA, float8 beside float32, an engine's own packing), damaged in
+one way: some bits flipped, cut short, replaced by another frame, mixed with a part of another one,
+two of its layers exchanged. It lands in the arena as a tier's value does, and is checked by the
+same code. What is accepted although its bytes are others was not noticed.
 """
 
 import random
@@ -26,11 +27,31 @@ from kvhold.tiers.ram import Entry, RamTier, Wanted
 from kvhold.tiers.stack import Place
 
 _LAYOUTS = (
-    Layout(groups=(Group(layers=4, planes=2, heads=2, head_dim=16, dtype="bfloat16"),), tokens_per_chunk=16),
-    Layout(groups=(Group(layers=3, planes=1, heads=1, head_dim=72, dtype="float16"),), tokens_per_chunk=16),
-    Layout(groups=(Group(layers=2, planes=2, heads=1, head_dim=32, dtype="float8_e4m3fn"),), tokens_per_chunk=32),
     Layout(
-        groups=(Group(layers=2, planes=2, heads=1, head_dim=64, dtype="int8", packing="x", block_tokens=8, block_bytes=1030),),
+        groups=(Group(layers=4, planes=2, heads=2, head_dim=16, dtype="bfloat16"),),
+        tokens_per_chunk=16,
+    ),
+    Layout(
+        groups=(Group(layers=3, planes=1, heads=1, head_dim=72, dtype="float16"),),
+        tokens_per_chunk=16,
+    ),
+    Layout(
+        groups=(Group(layers=2, planes=2, heads=1, head_dim=32, dtype="float8_e4m3fn"),),
+        tokens_per_chunk=32,
+    ),
+    Layout(
+        groups=(
+            Group(
+                layers=2,
+                planes=2,
+                heads=1,
+                head_dim=64,
+                dtype="int8",
+                packing="x",
+                block_tokens=8,
+                block_bytes=1030,
+            ),
+        ),
         tokens_per_chunk=16,
         tail_tokens=8,
     ),
@@ -75,7 +96,11 @@ def run(count: int, seed: int) -> Damage:
     with Arena.create(4 << 20, huge_pages="never") as arena:
         ram = RamTier(arena, make_policy("lru"), Metrics())
         chance = random.Random(seed)
-        work = _Run(chance, [_make(ram, layout, chance) for layout in _LAYOUTS for _ in range(_FRAMES_EACH)], ram)
+        work = _Run(
+            chance,
+            [_make(ram, layout, chance) for layout in _LAYOUTS for _ in range(_FRAMES_EACH)],
+            ram,
+        )
         while injected.total() < count:
             frame, kind = chance.choice(work.frames), chance.choice(list(_KINDS))
             damaged = _KINDS[kind](work, frame)
@@ -84,13 +109,21 @@ def run(count: int, seed: int) -> Damage:
                 _receive(work, frame, damaged)
         for frame in work.frames:
             ram.abandon(frame.entry)
-    return Damage(dict(injected), dict(work.noticed), work.undetected, round(time.monotonic() - began, 3), work.undetected == 0)
+    return Damage(
+        dict(injected),
+        dict(work.noticed),
+        work.undetected,
+        round(time.monotonic() - began, 3),
+        work.undetected == 0,
+    )
 
 
 def _make(ram: RamTier, layout: Layout, chance: random.Random) -> _Frame:
     key = make_key(chance.randbytes(NAMESPACE_BYTES), chance.randbytes(HASH_BYTES), 0, 0)
     nbytes = layout.chunk_bytes(0, layout.tokens_per_chunk)
-    entries = ram.reserve_all([Wanted(key, nbytes)], num_tokens=layout.tokens_per_chunk, first_token=256)
+    entries = ram.reserve_all(
+        [Wanted(key, nbytes)], num_tokens=layout.tokens_per_chunk, first_token=256
+    )
     assert entries is not None
     ram.view(entries[0])[:] = chance.randbytes(nbytes)
     written = Writer(Raw()).framed(entries[0], layout, ram.view(entries[0]), FREE)
@@ -128,7 +161,9 @@ def _cut(work: _Run, frame: _Frame) -> bytes:
 
 
 def _other(work: _Run, frame: _Frame) -> bytes:
-    return work.chance.choice([other.whole for other in work.frames if len(other.whole) <= len(frame.whole)])
+    return work.chance.choice(
+        [other.whole for other in work.frames if len(other.whole) <= len(frame.whole)]
+    )
 
 
 def _mixed(work: _Run, frame: _Frame) -> bytes:
@@ -143,7 +178,10 @@ def _exchanged(work: _Run, frame: _Frame) -> bytes:
     layers = frame.layout.groups[0].layers
     size = (len(frame.whole) - frame.header_bytes) // layers
     one, two = sorted(work.chance.sample(range(layers), 2))
-    parts = [frame.whole[frame.header_bytes + at * size : frame.header_bytes + (at + 1) * size] for at in range(layers)]
+    parts = [
+        frame.whole[frame.header_bytes + at * size : frame.header_bytes + (at + 1) * size]
+        for at in range(layers)
+    ]
     parts[one], parts[two] = parts[two], parts[one]
     return frame.whole[: frame.header_bytes] + b"".join(parts)
 

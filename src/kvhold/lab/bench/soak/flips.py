@@ -1,14 +1,19 @@
-"""Single bits of stored chunks flipped from outside the cache, then the chunks read as an engine reads them.
+"""Single bits of stored chunks flipped from outside the cache, then the chunks read as an engine
+reads them.
 
-    in_memory(10_000, seed=1)                       # a real node, two clients, a third mapping that flips
-    in_tiers(10_000, seed=1, names=["disk", ...])   # so many in each; a cache in this process over that tier
+    in_memory(10_000, seed=1)  # a real node, two clients, a third mapping that flips
+    in_tiers(10_000, seed=1, names=["disk", ...])   # so many in each; a cache in this process over
+    that tier
 
-An engine here is a pool of random blocks. It stores prompts of one chunk from some of its blocks and loads them into others, by each of
-the ways that integrations use: all layers at once, a layer at a time, or by reading the buffer and verifying after that. A load either says
-that nothing came, or the blocks are equal. Anything else was delivered damaged, and must not happen.
+An engine here is a pool of random blocks. It stores prompts of one chunk from some of its blocks
+and loads them into others, by each of
+the ways that integrations use: all layers at once, a layer at a time, or by reading the buffer and
+verifying after that. A load either says that nothing came, or the blocks are equal. Anything else
+was delivered damaged, and must not happen.
 
-Over a tier, a bit is flipped in memory between the writer's copy and the commit, in memory after the commit while the chunk is being
-written below, or in the tier's own value. Then the chunk is dropped from memory and asked for again.
+Over a tier, a bit is flipped in memory between the writer's copy and the commit, in memory after
+the commit while the chunk is being written below, or in the tier's own value. Then the chunk is
+dropped from memory and asked for again.
 """
 
 import asyncio
@@ -43,8 +48,14 @@ _BLOCK = 4  # tokens
 _BLOCKS = 4  # of a chunk
 _PATIENT_S = 60.0
 _LAYOUTS = tuple(
-    Layout((Group(layers=3, planes=2, heads=2, head_dim=head_dim, dtype="bfloat16"),), tokens_per_chunk=_BLOCK * _BLOCKS)
-    for head_dim in (32, 1)  # layers of 4 KiB, which the compiled copies hash, and of 128 bytes, which they leave to the library
+    Layout(
+        (Group(layers=3, planes=2, heads=2, head_dim=head_dim, dtype="bfloat16"),),
+        tokens_per_chunk=_BLOCK * _BLOCKS,
+    )
+    for head_dim in (
+        32,
+        1,
+    )  # layers of 4 KiB, which the compiled copies hash, and of 128 bytes, which they leave to the library
 )
 _CODECS = ("raw", "lossless")
 
@@ -53,7 +64,8 @@ _CODECS = ("raw", "lossless")
 class Flips:
     """How it went. delivered: chunks that came and were not the stored bytes; must be 0.
 
-    flipped, exact, missed: by place; `exact` are reads of chunks that came unharmed, from a tier whose copy was good, say
+    flipped, exact, missed: by place; `exact` are reads of chunks that came unharmed, from a tier
+        whose copy was good, say
     """
 
     flipped: dict[str, int]
@@ -78,7 +90,15 @@ class _Tally:
         seconds = round(time.monotonic() - self.began, 3)
         enough = bool(self.flipped) and all(self.missed[place] for place in self.flipped)
         passed = enough and self.delivered == 0
-        return Flips(dict(self.flipped), dict(self.exact), dict(self.missed), self.not_here, self.delivered, seconds, passed)
+        return Flips(
+            dict(self.flipped),
+            dict(self.exact),
+            dict(self.missed),
+            self.not_here,
+            self.delivered,
+            seconds,
+            passed,
+        )
 
 
 class _Engine:
@@ -91,7 +111,9 @@ class _Engine:
         blocks = (PROMPTS + 1) * _BLOCKS
         shape = (group.planes, blocks, _BLOCK, group.heads, group.head_dim)
         rng = np.random.default_rng(chance.randrange(1 << 32))
-        self.tensors = [rng.integers(0, 1 << 16, shape, dtype=np.uint16) for _ in range(group.layers)]
+        self.tensors = [
+            rng.integers(0, 1 << 16, shape, dtype=np.uint16) for _ in range(group.layers)
+        ]
         self.view = per_layer(group, self.tensors, axes="plane block token head dim")
         self.into = np.arange(PROMPTS * _BLOCKS, blocks)
         self._round = 0
@@ -100,9 +122,18 @@ class _Engine:
         """New ones."""
         self._round += 1
         tokens = np.arange(self.layout.tokens_per_chunk, dtype=np.int32)
-        return [self.namespace.prompt(tokens + 1_000 * (self._round * PROMPTS + number)) for number in range(PROMPTS)]
+        return [
+            self.namespace.prompt(tokens + 1_000 * (self._round * PROMPTS + number))
+            for number in range(PROMPTS)
+        ]
 
-    def store(self, cache: Cache, number: int, prompt: Prompt, before_commit: Callable[[int], None] = lambda _: None) -> None:
+    def store(
+        self,
+        cache: Cache,
+        number: int,
+        prompt: Prompt,
+        before_commit: Callable[[int], None] = lambda _: None,
+    ) -> None:
         """Copy and commit. before_commit: gets where the chunk lies."""
         blocks = np.arange(number * _BLOCKS, (number + 1) * _BLOCKS)
         with cache.reserve(self.layout, prompt.chunks()) as room:
@@ -135,7 +166,9 @@ class _Engine:
     def is_exact(self, number: int) -> bool:
         """Whether the last load brought what the prompt's blocks hold."""
         blocks = np.arange(number * _BLOCKS, (number + 1) * _BLOCKS)
-        return all(np.array_equal(tensor[:, blocks], tensor[:, self.into]) for tensor in self.tensors)
+        return all(
+            np.array_equal(tensor[:, blocks], tensor[:, self.into]) for tensor in self.tensors
+        )
 
     def _copy(self, loan: Loan) -> None:
         places, way = loan.chunks(), self.chance.randrange(3)
@@ -146,12 +179,16 @@ class _Engine:
             for layer in range(self.view.layers):
                 planned.scatter(range(layer, layer + 1))
         else:
-            scatter_blocks(self.view, self.into, loan.buffer, ChunkBytes(places.offsets, places.num_tokens))
+            scatter_blocks(
+                self.view, self.into, loan.buffer, ChunkBytes(places.offsets, places.num_tokens)
+            )
             loan.verify(self.layout)
 
 
 def in_memory(count: int, seed: int) -> Flips:
-    """Flip `count` bits of committed chunks of a real node, from this process by a mapping of its own."""
+    """Flip `count` bits of committed chunks of a real node, from this process by a mapping of its
+    own.
+    """
     chance, tally = random.Random(seed), _Tally()
     with (
         _quiet(),
@@ -196,7 +233,9 @@ def in_tiers(count: int, seed: int, names: Sequence[str] = ()) -> Flips:
     return tally.result()
 
 
-def _over_one_tier(tally: _Tally, name: str, count: int, chance: random.Random, cache: LocalCache, arena: OpenArena) -> None:
+def _over_one_tier(
+    tally: _Tally, name: str, count: int, chance: random.Random, cache: LocalCache, arena: OpenArena
+) -> None:
     engines = [_Engine(layout, chance) for layout in _LAYOUTS]
     for engine in engines:
         cache.register(engine.namespace)
@@ -209,7 +248,9 @@ def _over_one_tier(tally: _Tally, name: str, count: int, chance: random.Random, 
             places: list[int] = []
             when = chance.choice(("before the commit", "after it", "below", "never"))
 
-            def before_commit(offset: int, when: str = when, engine: _Engine = engine, places: list[int] = places) -> None:
+            def before_commit(
+                offset: int, when: str = when, engine: _Engine = engine, places: list[int] = places
+            ) -> None:
                 places.append(offset)
                 if when == "before the commit":
                     _flip(engine, arena, offset)
@@ -222,14 +263,18 @@ def _over_one_tier(tally: _Tally, name: str, count: int, chance: random.Random, 
         assert cache.flush(deadline_s=_PATIENT_S), f"{name} did not take the chunks in time"
         assert cache.mover is not None
         keys = [make_key(prompt.namespace.digest, prompt.hash_at(0), 0, 0) for prompt in below]
-        asyncio.run_coroutine_threadsafe(_flip_below(cache, keys, chance), cache.mover._loop).result(_PATIENT_S)
+        asyncio.run_coroutine_threadsafe(
+            _flip_below(cache, keys, chance), cache.mover._loop
+        ).result(_PATIENT_S)
         _drop_from_memory(cache)
         for number, prompt in enumerate(prompts):
             _read(tally, name, engine, cache, number, prompt)
         cache.clear(engine.namespace.digest, deadline_s=_PATIENT_S)
 
 
-def _read(tally: _Tally, name: str, engine: _Engine, cache: Cache, number: int, prompt: Prompt) -> None:
+def _read(
+    tally: _Tally, name: str, engine: _Engine, cache: Cache, number: int, prompt: Prompt
+) -> None:
     if not engine.load(cache, prompt):
         tally.missed[name] += 1
     elif engine.is_exact(number):

@@ -1,8 +1,10 @@
-"""A node over a disk, killed again and again at random moments while it stores and clears: `run(1_000, seed=1)`.
+"""A node over a disk, killed again and again at random moments while it stores and clears:
+`run(1_000, seed=1)`.
 
-A prompt is acknowledged when `flush` has said that it is written. After each restart every prompt acknowledged in the last round, and some
-of those before, must be a full hit with the right bytes, and the tier's idea of the space it takes must be what the file system says. What
-was cleared is not looked for. Now and then everything is cleared, so that a long run needs no large disk.
+A prompt is acknowledged when `flush` has said that it is written. After each restart every prompt
+acknowledged in the last round, and some of those before, must be a full hit with the right bytes,
+and the tier's idea of the space it takes must be what the file system says. What was cleared is not
+looked for. Now and then everything is cleared, so that a long run needs no large disk.
 """
 
 import logging
@@ -26,7 +28,9 @@ from kvhold.core.layout import Group, Layout
 from kvhold.node import NodeClient
 from kvhold.testing.cache import a_prompt, read, store
 
-LAYOUT = Layout(groups=(Group(layers=4, planes=2, heads=2, head_dim=64, dtype="bfloat16"),), tokens_per_chunk=64)  # 128 KiB a chunk
+LAYOUT = Layout(
+    groups=(Group(layers=4, planes=2, heads=2, head_dim=64, dtype="bfloat16"),), tokens_per_chunk=64
+)  # 128 KiB a chunk
 PROMPT_TOKENS = 3 * 64 + 10
 _ROUNDS_A_SPACE = 20
 _REREAD = 6
@@ -75,7 +79,16 @@ def run(rounds: int, seed: int) -> Kills:
         shutil.rmtree(folder, ignore_errors=True)
     found = work.lost + work.wrong + work.misaccounted
     seconds = round(time.monotonic() - began, 1)
-    return Kills(rounds, work.acknowledged, work.looked_up, work.lost, work.wrong, work.misaccounted, seconds, found == 0)
+    return Kills(
+        rounds,
+        work.acknowledged,
+        work.looked_up,
+        work.lost,
+        work.wrong,
+        work.misaccounted,
+        seconds,
+        found == 0,
+    )
 
 
 def _round(work: _Run, number: int, *, last: bool = False) -> None:
@@ -86,7 +99,11 @@ def _round(work: _Run, number: int, *, last: bool = False) -> None:
         if last:
             return
         if number % _ROUNDS_A_SPACE == _ROUNDS_A_SPACE - 1:
-            work.space, work.kept, work.fresh = work.space + 1, [], []  # what is cleared now may or may not be there after the kill
+            work.space, work.kept, work.fresh = (
+                work.space + 1,
+                [],
+                [],
+            )  # what is cleared now may or may not be there after the kill
             threading.Timer(work.chance.uniform(0, 0.05), node.kill).start()
             with suppress(KVHoldError):
                 client.clear()
@@ -109,7 +126,9 @@ def _store_until_dead(work: _Run, client: NodeClient) -> None:
 
 def _look(work: _Run, client: NodeClient, *, everything: bool) -> None:
     """At all of the last round, and some of those before."""
-    earlier = work.kept if everything else work.chance.sample(work.kept, min(_REREAD, len(work.kept)))
+    earlier = (
+        work.kept if everything else work.chance.sample(work.kept, min(_REREAD, len(work.kept)))
+    )
     for seed in (*work.fresh, *earlier):
         work.looked_up += 1
         try:
@@ -120,7 +139,9 @@ def _look(work: _Run, client: NodeClient, *, everything: bool) -> None:
 
 def _account(work: _Run, client: NodeClient) -> None:
     """The tier's own idea of its space against the file system's."""
-    client.lookup(_prompt(work, 0).query()).close()  # what nobody has stored: its answer comes after the disk has been looked over
+    client.lookup(
+        _prompt(work, 0).query()
+    ).close()  # what nobody has stored: its answer comes after the disk has been looked over
     (tier,) = client.status()["tiers"]
     kv = work.folder / "kv"
     files = [path for path in kv.glob("??/*") if path.is_file()]
@@ -140,19 +161,35 @@ class _Node:
 
     def __init__(self, folder: Path) -> None:
         self._socket = folder / "node.sock"
-        command = [sys.executable, "-m", "kvhold", "serve", "--socket", str(self._socket), "--ram-bytes", "32MiB"]
-        patient = "probe_timeout_s=60&get_timeout_s=60&put_timeout_s=60"  # a busy machine loses no chunk, it is late
+        command = [
+            sys.executable,
+            "-m",
+            "kvhold",
+            "serve",
+            "--socket",
+            str(self._socket),
+            "--ram-bytes",
+            "32MiB",
+        ]
+        # a busy machine loses no chunk, it is late
+        patient = "probe_timeout_s=60&get_timeout_s=60&put_timeout_s=60"
         command += ["--tier", f"disk://{folder}/kv?max_bytes=4GiB&{patient}"]
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("KVHOLD_")}
+        environ = {
+            name: value for name, value in os.environ.items() if not name.startswith("KVHOLD_")
+        }
         self._log = (folder / "log").open("ab")
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log, env=environ)
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=self._log, env=environ
+        )
         assert self._process.stdout is not None
         if not self._process.stdout.readline():
             raise RuntimeError(f"the node did not start: {(folder / 'log').read_text()[-2000:]}")
 
     def client(self) -> NodeClient:
         """Patient, so that a busy machine is not taken for a lost chunk."""
-        return NodeClient(self._socket, ClientConfig(call_timeout_s=60, arrival_timeout_s=60), name="kills")
+        return NodeClient(
+            self._socket, ClientConfig(call_timeout_s=60, arrival_timeout_s=60), name="kills"
+        )
 
     def kill(self) -> None:
         """At once."""

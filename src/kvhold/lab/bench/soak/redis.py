@@ -1,9 +1,10 @@
 """A real vLLM whose tier is a Redis that keeps dying: `run(minutes=30, every_s=60, seed=1)`.
 
-Redis is small (it evicts) and so is the node's memory, so that most hits come through Redis; it is killed with SIGKILL every minute and is
-away for ten seconds. What the engine answers is compared with what vLLM alone answers to the same prompts. Memory is that of the engine's
-process and of the node's, after a fifth of the time and a number of requests (vLLM alone goes on taking memory for the first thousands)
-and at the end.
+Redis is small (it evicts) and so is the node's memory, so that most hits come through Redis; it is
+killed with SIGKILL every minute and is away for ten seconds. What the engine answers is compared
+with what vLLM alone answers to the same prompts. Memory is that of the engine's process and of the
+node's, after a fifth of the time and a number of requests (vLLM alone goes on taking memory for the
+first thousands) and at the end.
 """
 
 import os
@@ -26,7 +27,9 @@ _PROMPTS = 40
 _AT_ONCE = 4
 _OUTPUT_TOKENS = 6
 _MAY_GROW_BYTES = 200 << 20
-_SETTLED_REQUESTS = 3_000  # by then vLLM has taken what it takes by itself; where there were not as many again, only the node is judged
+# by then vLLM has taken what it takes by itself; where there were not as many again, only the node
+# is judged
+_SETTLED_REQUESTS = 3_000
 _VOCABULARY = range(10, 250)
 
 
@@ -46,15 +49,23 @@ class RedisSoak:
 
 
 def run(minutes: float, every_s: float, seed: int) -> RedisSoak:
-    """Ask, compare, kill, for so long. Raises NotInstalled without redis-server, EngineFailed if vLLM does not start."""
+    """Ask, compare, kill, for so long.
+
+    Raises NotInstalled without redis-server, EngineFailed if vLLM does not start.
+    """
     model, prompts = make_model("tiny"), _prompts(seed)
     with _engine(model, None, "") as plain:
         expected = plain.generate_many(prompts, max_tokens=_OUTPUT_TOKENS).token_ids
-    with tempfile.TemporaryDirectory(prefix="kvhold-soak-") as folder, RedisServer(settings=_SMALL) as server:
+    with (
+        tempfile.TemporaryDirectory(prefix="kvhold-soak-") as folder,
+        RedisServer(settings=_SMALL) as server,
+    ):
         socket = Path(folder) / "node.sock"
         try:
             with _engine(model, socket, server.url) as engine:
-                return _Soak(engine, socket, server, prompts, expected, random.Random(seed)).run(minutes, every_s)
+                return _Soak(engine, socket, server, prompts, expected, random.Random(seed)).run(
+                    minutes, every_s
+                )
         finally:
             with NodeClient(socket, ClientConfig(), name="soak") as client:
                 client.stop_node()
@@ -65,7 +76,13 @@ _SMALL = {"maxmemory": "24mb", "maxmemory-policy": "allkeys-lru"}
 
 class _Soak:
     def __init__(
-        self, engine: Engine, socket: Path, server: RedisServer, prompts: list[list[int]], expected: list[list[int]], chance: random.Random
+        self,
+        engine: Engine,
+        socket: Path,
+        server: RedisServer,
+        prompts: list[list[int]],
+        expected: list[list[int]],
+        chance: random.Random,
     ) -> None:
         self._engine = engine
         self._server = server
@@ -83,7 +100,9 @@ class _Soak:
         try:
             killer.start()
             end_s = begin_s + 60 * minutes
-            while time.monotonic() < begin_s + 60 * minutes / 5 or (self.requests < _SETTLED_REQUESTS and time.monotonic() < end_s):
+            while time.monotonic() < begin_s + 60 * minutes / 5 or (
+                self.requests < _SETTLED_REQUESTS and time.monotonic() < end_s
+            ):
                 self._ask()
             before = self._memory()
             while time.monotonic() < end_s:
@@ -92,23 +111,43 @@ class _Soak:
             self._over.set()
             killer.join()
         after = self._memory()
-        came = self._client.status()["tier_counters"].get("kvhold_tier_items{tier=redis,operation=get,result=hit}", 0)
+        came = self._client.status()["tier_counters"].get(
+            "kvhold_tier_items{tier=redis,operation=get,result=hit}", 0
+        )
         self._client.close()
         engine_grew, node_grew = after[0] - before[0], after[1] - before[1]
-        bounded = max(node_grew, engine_grew if self.requests >= 2 * _SETTLED_REQUESTS else 0) < _MAY_GROW_BYTES
+        bounded = (
+            max(node_grew, engine_grew if self.requests >= 2 * _SETTLED_REQUESTS else 0)
+            < _MAY_GROW_BYTES
+        )
         passed = not self.wrong and not self.errors and bounded and came > 0 and self.kills > 0
-        return RedisSoak(minutes, self.requests, self.wrong, self.errors, self.kills, came, engine_grew, node_grew, passed)
+        return RedisSoak(
+            minutes,
+            self.requests,
+            self.wrong,
+            self.errors,
+            self.kills,
+            came,
+            engine_grew,
+            node_grew,
+            passed,
+        )
 
     def _ask(self) -> None:
         chosen = self._chance.sample(range(len(self._prompts)), _AT_ONCE)
         self.requests += len(chosen)
         try:
-            answer = self._engine.generate_many([self._prompts[at] for at in chosen], max_tokens=_OUTPUT_TOKENS)
+            answer = self._engine.generate_many(
+                [self._prompts[at] for at in chosen], max_tokens=_OUTPUT_TOKENS
+            )
             self._engine.reset_prefix_cache()  # so that KV comes from kvhold the next time
         except EngineFailed:
             self.errors += 1
             raise
-        self.wrong += sum(tokens != self._expected[at] for tokens, at in zip(answer.token_ids, chosen, strict=True))
+        self.wrong += sum(
+            tokens != self._expected[at]
+            for tokens, at in zip(answer.token_ids, chosen, strict=True)
+        )
 
     def _kill(self, every_s: float) -> None:
         while not self._over.wait(every_s * 5 / 6):
@@ -140,7 +179,11 @@ def _engine(model: ModelInfo, socket: Path | None, redis_url: str) -> Engine:
             "client": {"reconnect_interval_s": 0.2, "call_timeout_s": 10},
         },
     }
-    settings = {"max_model_len": 2048, "block_size": 32, "kv_cache_bytes": 8 * 2048 * model.kv_bytes_per_token}
+    settings = {
+        "max_model_len": 2048,
+        "block_size": 32,
+        "kv_cache_bytes": 8 * 2048 * model.kv_bytes_per_token,
+    }
     return Engine(options_for(model, kv_transfer_config=connector if socket else None, **settings))
 
 
@@ -150,5 +193,7 @@ def _prompts(seed: int) -> list[list[int]]:
     prompts: list[list[int]] = []
     for at in range(_PROMPTS):
         shared = chance.choice(prompts)[: chance.randrange(64, 600)] if prompts and at % 2 else []
-        prompts.append(shared + [chance.choice(_VOCABULARY) for _ in range(chance.randrange(100, 1000))])
+        prompts.append(
+            shared + [chance.choice(_VOCABULARY) for _ in range(chance.randrange(100, 1000))]
+        )
     return prompts

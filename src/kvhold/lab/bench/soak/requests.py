@@ -1,15 +1,20 @@
 """Random requests of two engines that share a node far too small for them: `run(10_000, seed=1)`.
 
-Every answer must be, token by token, that of a third engine without a connector and without prefix caching. Requests share beginnings, come
-again, go on after answers, arrive in bursts and are aborted in every stage of their life; the engines have too little memory for those that
-run, so that some are preempted; one has its own prefix cache, the other schedules by priority. The node holds some thirty chunks: what was
-stored is soon evicted. All arithmetic is float32, and it is done in other batches and pieces than the third engine's, so that logits differ
-in their last bits: an answer is asked only as far as its best token leads by `_SURE` (see `near_ties`).
+Every answer must be, token by token, that of a third engine without a connector and without prefix
+caching. Requests share beginnings, come again, go on after answers, arrive in bursts and are
+aborted in every stage of their life; the engines have too little memory for those that run, so that
+some are preempted; one has its own prefix cache, the other schedules by priority. The node holds
+some thirty chunks: what was stored is soon evicted. All arithmetic is float32, and it is done in
+other batches and pieces than the third engine's, so that logits differ
+in their last bits: an answer is asked only as far as its best token leads by `_SURE` (see
+    `near_ties`).
 
-Beside the tokens, every block that is loaded is compared with those that were computed (`kvhold.lab.verify.witness`). A token that differs
-is `unsteady` only if the third engine, asked again for that prompt alone, gives the other answer, too; else it is `wrong`.
+Beside the tokens, every block that is loaded is compared with those that were computed
+(`kvhold.lab.verify.witness`). A token that differs is `unsteady` only if the third engine, asked
+again for that prompt alone, gives the other answer, too; else it is `wrong`.
 
-Three processes, a window of requests at a time: the third engine answers the next window while the two serve this one.
+Three processes, a window of requests at a time: the third engine answers the next window while the
+two serve this one.
 """
 
 import random
@@ -41,7 +46,9 @@ _LONGEST_ANSWER = 64
 _RAM_BYTES = 4 << 20  # 32 chunks of 128 KiB; a dozen requests that run at once have more
 _BLOCKS = 1 + 20  # of an engine; the longest request has 16
 _WINDOW = 100
-_SURE = 1e-3  # the difference of logarithms below which a token is a near tie; batches and pieces make 1e-5 of difference
+# the difference of logarithms below which a token is a near tie; batches and pieces make 1e-5 of
+# difference
+_SURE = 1e-3
 _PATIENT_S = 60.0  # busy cores must not turn hits into misses
 _ENGINE_TIMEOUT_S = 900.0
 _SHOWN = 5  # differences
@@ -49,14 +56,17 @@ _SHOWN = 5  # differences
 
 @dataclass(frozen=True)
 class Requests:
-    """How it went. wrong, errors, kv_wrong and kv_unknown must be 0; what the run claims to have met must have been met (`missing`).
+    """How it went. wrong, errors, kv_wrong and kv_unknown must be 0; what the run claims to have
+    met must have been met (`missing`).
 
     aborted_in:    how many, by the stage in which they were
     hits:          loads from kvhold; loaded_tokens: of these
     evicted:       chunks
-    kv_compared:   blocks loaded, each compared with what was computed for its tokens; kv_wrong: held other bytes; kv_unknown: nobody was
-                   seen to compute them, or a load ended within them
-    near_ties:     answers that were asked shorter, or not at all, because vLLM itself might go on either way
+    kv_compared:   blocks loaded, each compared with what was computed for its tokens; kv_wrong:
+                   held other bytes; kv_unknown: nobody was seen to compute them, or a load ended
+                   within them
+    near_ties:     answers that were asked shorter, or not at all, because vLLM itself might go on
+        either way
     differences:   the first few answers that were not as they ought to be
     """
 
@@ -115,13 +125,21 @@ class Tally:
     ends: Counter[str] = field(default_factory=Counter)
     differences: list[Difference] = field(default_factory=list)
 
-    def add(self, engine: int, arrivals: Sequence[Arrival], expected: Sequence[list[int]], served: Served) -> None:
+    def add(
+        self,
+        engine: int,
+        arrivals: Sequence[Arrival],
+        expected: Sequence[list[int]],
+        served: Served,
+    ) -> None:
         """Judge one engine's window. expected: the whole answer of each."""
         self.requests += len(arrivals)
         self.preemptions += served.num_preemptions
         self.ends.update(served.ends)
         self.aborted_in.update(stage for stage in served.aborted_in if stage)
-        for arrival, whole, got, end, name in zip(arrivals, expected, served.token_ids, served.ends, served.names, strict=True):
+        for arrival, whole, got, end, name in zip(
+            arrivals, expected, served.token_ids, served.ends, served.names, strict=True
+        ):
             wanted = whole[: len(got)] if end == "abort" else whole
             if got != wanted and end in ("abort", "length"):
                 self.differences.append(Difference(engine, arrival, wanted, got, name))
@@ -161,7 +179,9 @@ class _Engine:
     def __init__(self, arguments: dict[str, Any]) -> None:
         self._engines = Engines(timeout_s=_ENGINE_TIMEOUT_S, threads=1)
         self._thread = ThreadPoolExecutor(1)
-        self.started: Future[Started] = self._thread.submit(self._engines.start, Start(engine=arguments))
+        self.started: Future[Started] = self._thread.submit(
+            self._engines.start, Start(engine=arguments)
+        )
 
     def serve(self, arrivals: list[Arrival], *, margins: bool = False) -> "Future[Served]":
         return self._thread.submit(self._engines.serve, Serve(arrivals=arrivals, margins=margins))
@@ -176,7 +196,9 @@ class _Engine:
 
 @dataclass
 class _Window:
-    """Requests for each of the two engines, and their answers, as far as these were not known, which are being asked for."""
+    """Requests for each of the two engines, and their answers, as far as these were not known,
+    which are being asked for.
+    """
 
     batches: tuple[list[Arrival], list[Arrival]]
     asked: list[Arrival]
@@ -186,7 +208,9 @@ class _Window:
 class _Soak:
     """The whole run. crew: the engine without a connector, and the two with it."""
 
-    def __init__(self, crew: Sequence[_Engine], vocabulary: Sequence[int], chance: random.Random) -> None:
+    def __init__(
+        self, crew: Sequence[_Engine], vocabulary: Sequence[int], chance: random.Random
+    ) -> None:
         self._alone, *self._pair = crew
         self._chance = chance
         self._texts = Texts(chance, vocabulary, _SHAPE)
@@ -203,11 +227,15 @@ class _Soak:
             left, window = requests, self._draw(min(_WINDOW, requests))
             while left:
                 batches = self._learn(window)
-                serving = [engine.serve(batch) for engine, batch in zip(self._pair, batches, strict=True)]
+                serving = [
+                    engine.serve(batch) for engine, batch in zip(self._pair, batches, strict=True)
+                ]
                 if left := left - sum(map(len, batches)):
                     window = self._draw(min(_WINDOW, left))
                 for number, (batch, future) in enumerate(zip(batches, serving, strict=True)):
-                    self.tally.add(number, batch, [self._answer(arrival) for arrival in batch], future.result())
+                    self.tally.add(
+                        number, batch, [self._answer(arrival) for arrival in batch], future.result()
+                    )
                 self._judge()
         except EngineFailed as error:
             self.failed.append(str(error))
@@ -220,11 +248,15 @@ class _Soak:
         for _ in range(count):
             number = self._chance.randrange(2)
             steps[number] += self._chance.choice((0, 0, 0, 1, 2, 4, 8))
-            arrival = _random_arrival(self._chance, self._texts.prompt(), step=steps[number], has_priorities=number == 1)
+            arrival = _random_arrival(
+                self._chance, self._texts.prompt(), step=steps[number], has_priorities=number == 1
+            )
             batches[number].append(arrival)
             name = tuple(arrival.tokens)
             known = self._answers.get(name)
-            enough = known is not None and (known.near_tie or len(known.token_ids) >= arrival.max_tokens)
+            enough = known is not None and (
+                known.near_tie or len(known.token_ids) >= arrival.max_tokens
+            )
             if not enough and (name not in asked or asked[name].max_tokens < arrival.max_tokens):
                 asked[name] = Arrival(tokens=arrival.tokens, max_tokens=arrival.max_tokens)
         arrivals = list(asked.values())
@@ -233,12 +265,19 @@ class _Soak:
     def _learn(self, window: _Window) -> list[list[Arrival]]:
         """Take the answers, and shorten requests to what is sure of them."""
         served = window.answers.result()
-        assert set(served.ends) <= {"length"}, f"the engine without a connector ended requests by {set(served.ends)}"
-        for arrival, token_ids, margins in zip(window.asked, served.token_ids, served.margins, strict=True):
+        assert set(served.ends) <= {"length"}, (
+            f"the engine without a connector ended requests by {set(served.ends)}"
+        )
+        for arrival, token_ids, margins in zip(
+            window.asked, served.token_ids, served.margins, strict=True
+        ):
             answer = Answer.of(token_ids, margins)
             self._answers[tuple(arrival.tokens)] = answer
             self._texts.answered(arrival.tokens, answer.token_ids)
-        return [[shorter for arrival in batch if (shorter := self._shorter(arrival))] for batch in window.batches]
+        return [
+            [shorter for arrival in batch if (shorter := self._shorter(arrival))]
+            for batch in window.batches
+        ]
 
     def _shorter(self, arrival: Arrival) -> Arrival | None:
         sure = len(self._answers[tuple(arrival.tokens)].token_ids)
@@ -254,19 +293,45 @@ class _Soak:
         """Of new differences: does the engine without a connector, too, give the other answer?"""
         differences, self.tally.differences = self.tally.differences, []
         for difference in differences:
-            arrival = Arrival(tokens=difference.arrival.tokens, max_tokens=difference.arrival.max_tokens)
+            arrival = Arrival(
+                tokens=difference.arrival.tokens, max_tokens=difference.arrival.max_tokens
+            )
             again = self._alone.serve([arrival]).result().token_ids[0]
-            (self.unsteady if again[: len(difference.expected)] == difference.token_ids else self.wrong).append(difference)
+            (
+                self.unsteady
+                if again[: len(difference.expected)] == difference.token_ids
+                else self.wrong
+            ).append(difference)
 
 
-def _random_arrival(chance: random.Random, tokens: list[int], *, step: int, has_priorities: bool) -> Arrival:
+def _random_arrival(
+    chance: random.Random, tokens: list[int], *, step: int, has_priorities: bool
+) -> Arrival:
     rules: dict[str, Any] = {}
     if chance.random() < 0.15:
-        rules = chance.choice(({"tags": {"tenant": "a"}}, {"tags": {"tenant": "b"}}, {"store": False}, {"load": False}, {"ttl_s": 0.5}))
-    abort = chance.choice((*STAGES, "loading")) if chance.random() < 0.25 else None  # few can be caught while they load
+        rules = chance.choice(
+            (
+                {"tags": {"tenant": "a"}},
+                {"tags": {"tenant": "b"}},
+                {"store": False},
+                {"load": False},
+                {"ttl_s": 0.5},
+            )
+        )
+    abort = (
+        chance.choice((*STAGES, "loading")) if chance.random() < 0.25 else None
+    )  # few can be caught while they load
     return Arrival(
         tokens=tokens,
-        max_tokens=chance.choice((1, 2, chance.randint(3, 12), chance.randint(13, _LONGEST_ANSWER), chance.randint(13, _LONGEST_ANSWER))),
+        max_tokens=chance.choice(
+            (
+                1,
+                2,
+                chance.randint(3, 12),
+                chance.randint(13, _LONGEST_ANSWER),
+                chance.randint(13, _LONGEST_ANSWER),
+            )
+        ),
         step=step,
         abort=abort,
         abort_after=chance.choice((0, 0, 1, 3)) if abort != "decode" else chance.randint(0, 8),
@@ -277,7 +342,9 @@ def _random_arrival(chance: random.Random, tokens: list[int], *, step: int, has_
 
 
 def _alone(model: Path) -> dict[str, Any]:
-    """Arguments of the engine without a connector: it computes everything, and has memory for all."""
+    """Arguments of the engine without a connector: it computes everything, and has
+    memory for all.
+    """
     return _engine(model) | {
         "enable_prefix_caching": False,
         "max_num_seqs": 16,
@@ -293,13 +360,25 @@ def _sharing(model: Path, socket: Path, notes: Path) -> list[dict[str, Any]]:
         "kv_cache_memory_bytes": 128 << 20,
         "max_num_seqs": 8,
         "enable_chunked_prefill": True,
-        "scheduler_reserve_full_isl": False,  # begin prompts that do not fit: preempted while their KV is still being computed
+        # begin prompts that do not fit: preempted while their KV is still being computed
+        "scheduler_reserve_full_isl": False,
     }
     one = {"enable_prefix_caching": True, "max_num_batched_tokens": 96}
-    two = {"enable_prefix_caching": False, "max_num_batched_tokens": 160, "scheduling_policy": "priority", "async_scheduling": False}
+    two = {
+        "enable_prefix_caching": False,
+        "max_num_batched_tokens": 160,
+        "scheduling_policy": "priority",
+        "async_scheduling": False,
+    }
     return [
-        _engine(model) | cramped | one | {"kv_transfer_config": _transfer(socket, notes, save_decode=False)},
-        _engine(model) | cramped | two | {"kv_transfer_config": _transfer(socket, notes, save_decode=True)},
+        _engine(model)
+        | cramped
+        | one
+        | {"kv_transfer_config": _transfer(socket, notes, save_decode=False)},
+        _engine(model)
+        | cramped
+        | two
+        | {"kv_transfer_config": _transfer(socket, notes, save_decode=True)},
     ]
 
 
@@ -326,7 +405,9 @@ def _transfer(socket: Path, notes: Path, *, save_decode: bool) -> dict[str, Any]
     }
 
 
-def _report(soak: _Soak, loads: Sequence[dict[str, Any]], *, evicted: int, seconds: float) -> Requests:
+def _report(
+    soak: _Soak, loads: Sequence[dict[str, Any]], *, evicted: int, seconds: float
+) -> Requests:
     tally = soak.tally
     blocks = sum(load["compared"] for load in loads)
     kv_wrong = sum(len(load["wrong"]) for load in loads)
@@ -338,7 +419,11 @@ def _report(soak: _Soak, loads: Sequence[dict[str, Any]], *, evicted: int, secon
         "preemptions": bool(tally.preemptions),
         "aborts": bool(tally.aborted_in.total()),
     }
-    missing = [f"no {name}: this run shows nothing of them; ask for more requests" for name, is_met in met.items() if not is_met]
+    missing = [
+        f"no {name}: this run shows nothing of them; ask for more requests"
+        for name, is_met in met.items()
+        if not is_met
+    ]
     return Requests(
         requests=tally.requests,
         aborted=tally.aborted_in.total(),
@@ -354,7 +439,10 @@ def _report(soak: _Soak, loads: Sequence[dict[str, Any]], *, evicted: int, secon
         unsteady=len(soak.unsteady),
         errors=errors,
         near_ties=soak.near_ties,
-        differences=[*soak.failed, *(_told(difference, loads) for difference in [*soak.wrong, *soak.unsteady][:_SHOWN])],
+        differences=[
+            *soak.failed,
+            *(_told(difference, loads) for difference in [*soak.wrong, *soak.unsteady][:_SHOWN]),
+        ],
         missing=missing,
         seconds=seconds,
         passed=not (soak.wrong or errors or kv_wrong or kv_unknown or missing),
@@ -365,8 +453,15 @@ def _told(difference: Difference, loads: Sequence[dict[str, Any]]) -> str:
     """Which request it was, and whether the KV that it had from kvhold was right."""
     own = [load for load in loads if load["request"] == difference.name]
     bad = sum(len(load["wrong"]) + len(load["unknown"]) for load in own)
-    kv = f"{bad} of {sum(load['compared'] for load in own)} loaded blocks wrong" if own else "nothing loaded"
-    prompt = f"a prompt of {len(difference.arrival.tokens)} tokens (engine {difference.engine + 1}, request {difference.name})"
+    kv = (
+        f"{bad} of {sum(load['compared'] for load in own)} loaded blocks wrong"
+        if own
+        else "nothing loaded"
+    )
+    prompt = (
+        f"a prompt of {len(difference.arrival.tokens)} tokens (engine {difference.engine + 1}, "
+        f"request {difference.name})"
+    )
     pairs = enumerate(zip_longest(difference.token_ids, difference.expected))
     at, (got, expected) = next((at, pair) for at, pair in pairs if pair[0] != pair[1])
     return f"{prompt}: token {at + 1} of {len(difference.expected)} is {got}, not {expected}; {kv}"

@@ -1,10 +1,12 @@
-"""Prompts as they come in over a day: begun like earlier ones, gone on with after an answer, asked again, or new.
+"""Prompts as they come in over a day: begun like earlier ones, gone on with after an answer, asked
+again, or new.
 
     texts = Texts(random.Random(1), vocabulary, Shape(block=32, chunk=64, limit=600))
     prompt = texts.prompt(); texts.answered(prompt, answer)
 
-Only the latest are remembered, so that what is shared may still be cached. Prompts that branched off are remembered, too: what is shared
-has several levels. Branches are cut and lengths are chosen anywhere, and often just at, before or behind an edge of blocks and chunks.
+Only the latest are remembered, so that what is shared may still be cached. Prompts that branched
+off are remembered, too: what is shared has several levels. Branches are cut and lengths are chosen
+anywhere, and often just at, before or behind an edge of blocks and chunks.
 """
 
 import random
@@ -64,4 +66,6 @@ class Texts:
         edge = self._chance.choice((self._shape.block, self._shape.chunk))
         if most < edge or self._chance.random() < 0.5:
             return self._chance.randint(1, most)
-        return min(most, self._chance.randint(1, most // edge) * edge + self._chance.choice((-1, 0, 0, 1)))
+        return min(
+            most, self._chance.randint(1, most // edge) * edge + self._chance.choice((-1, 0, 0, 1))
+        )

@@ -1,14 +1,17 @@
 """The rounds: every system gets the same prompts, in turn, and all their answers must be the same.
 
-A cell is one request by itself (its time to first token) or two handed over together (throughput), put to one system after the other, in
-an order that changes from cell to cell, so that a neighbour's load falls on all of them; what is compared are ratios within a cell. A
-cell's prompts begin with texts of its own, which the systems met in the round before, and go on with what nobody has met. In a round
-every engine computes several times what its own small KV memory holds, so it has forgotten them.
+A cell is one request by itself (its time to first token) or two handed over together (throughput),
+put to one system after the other, in an order that changes from cell to cell, so that a neighbour's
+load falls on all of them; what is compared are ratios within a cell. A cell's prompts begin with
+texts of its own, which the systems met in the round before, and go on with what nobody has met. In
+a round every engine computes several times what its own small KV memory holds, so it has forgotten
+them.
 
-Without cells of no reuse a round computes too little for that: then every engine but the limit forgets its KV before each request.
+Without cells of no reuse a round computes too little for that: then every engine but the limit
+forgets its KV before each request.
 
-Where systems differ by few per cent, at no reuse and at a full hit, a round has more cells, for those systems alone; and cells within one
-engine, which forgets its own KV before each request.
+Where systems differ by few per cent, at no reuse and at a full hit, a round has more cells, for
+those systems alone; and cells within one engine, which forgets its own KV before each request.
 """
 
 import random
@@ -43,7 +46,9 @@ _UNCHECKED_CELLS = 8  # of full hits, which differ by few per cent
 
 
 class OutputsDiffer(KVHoldError):
-    """Two systems answered the same prompt differently: one of them is wrong, and no time means anything."""
+    """Two systems answered the same prompt differently: one of them is wrong, and no time means
+    anything.
+    """
 
 
 def rounds(
@@ -55,7 +60,8 @@ def rounds(
     say: Callable[[str], None],
     shares: Sequence[int] = REUSE_PERCENT,
 ) -> Iterator[list[Cell]]:
-    """Run all cells, and give out each round's; but the first round's, in which texts are met for the first time, are not given out.
+    """Run all cells, and give out each round's; but the first round's, in which texts are met for
+    the first time, are not given out.
 
     shares: of reuse, per cent. Raises OutputsDiffer, and EngineFailed.
     """
@@ -64,14 +70,23 @@ def rounds(
     for number in range(1 + num_rounds):
         began, cells = time.monotonic(), []
         for reuse in shares:
-            of_reuse = _cells(reuse) + ([((BESIDE, LAYERWISE), False)] * 2 if LAYERWISE in systems else [])
-            of_reuse += [((KVHOLD, UNCHECKED), False)] * _UNCHECKED_CELLS if UNCHECKED in systems and reuse == 100 else []
+            of_reuse = _cells(reuse) + (
+                [((BESIDE, LAYERWISE), False)] * 2 if LAYERWISE in systems else []
+            )
+            of_reuse += (
+                [((KVHOLD, UNCHECKED), False)] * _UNCHECKED_CELLS
+                if UNCHECKED in systems and reuse == 100
+                else []
+            )
             for at, (names, burst) in enumerate(of_reuse):
                 texts = [f"text {at}.{piece}" for piece in range(BURST if burst else 1)]
                 given = [prompts.next(reuse, text) for text in texts]
                 chosen = {name: systems[name] for name in names if name in systems}
                 cells.append(_measure(chosen, given, reuse, burst, chance, forget=0 not in shares))
-        say(f"{f'round {number} of {num_rounds}' if number else 'warming up'}: {time.monotonic() - began:.0f} s")
+        say(
+            f"{f'round {number} of {num_rounds}' if number else 'warming up'}: "
+            f"{time.monotonic() - began:.0f} s"
+        )
         if number:
             yield cells
 
@@ -92,7 +107,15 @@ def _cells(reuse: int) -> list[tuple[tuple[str, ...], bool]]:
     return [(everyone, False), (everyone, True)]
 
 
-def _measure(systems: dict[str, System], prompts: list[list[int]], reuse: int, burst: bool, chance: random.Random, *, forget: bool) -> Cell:
+def _measure(
+    systems: dict[str, System],
+    prompts: list[list[int]],
+    reuse: int,
+    burst: bool,
+    chance: random.Random,
+    *,
+    forget: bool,
+) -> Cell:
     cell = Cell(reuse, sum(len(prompt) + OUTPUT_TOKENS for prompt in prompts), burst)
     outputs = {}
     for name in chance.sample(list(systems), len(systems)):
@@ -100,7 +123,11 @@ def _measure(systems: dict[str, System], prompts: list[list[int]], reuse: int, b
         if LEFT_ALONE in systems or (forget and name != LIMIT):
             system.engine.reset_prefix_cache()
         served = system.serve(prompts, max_tokens=OUTPUT_TOKENS)
-        cell.seconds[name], cell.cpu_s[name], cell.cached_tokens[name] = served.seconds, served.cpu_s, served.cached_tokens
+        cell.seconds[name], cell.cpu_s[name], cell.cached_tokens[name] = (
+            served.seconds,
+            served.cpu_s,
+            served.cached_tokens,
+        )
         outputs[name] = served.token_ids
     _compare(outputs, reuse)
     return cell
@@ -110,7 +137,10 @@ def _compare(outputs: dict[str, list[list[int]]], reuse: int) -> None:
     (first, expected), *others = outputs.items()
     for name, output in others:
         if output != expected:
-            raise OutputsDiffer(f"at {reuse} % reuse {first} answered {expected} and {name} {output} to the same prompt")
+            raise OutputsDiffer(
+                f"at {reuse} % reuse {first} answered {expected} and {name} {output} to "
+                "the same prompt"
+            )
 
 
 class _Prompts:
@@ -123,9 +153,15 @@ class _Prompts:
         self._made = 0
 
     def next(self, reuse: int, text: str) -> list[int]:
-        """A prompt whose first `reuse` per cent are the known text of this name; the rest is new."""
+        """A prompt whose first `reuse` per cent are the known text of this name; the
+        rest is new.
+        """
         self._made += 1
         num_known = self._num_tokens * reuse // 100
         if (reuse, text) not in self._known:
-            self._known[reuse, text] = make_prompt(self._path, num_known, seed=_FIRST_KNOWN + len(self._known))
-        return self._known[reuse, text] + make_prompt(self._path, self._num_tokens - num_known, seed=self._made)
+            self._known[reuse, text] = make_prompt(
+                self._path, num_known, seed=_FIRST_KNOWN + len(self._known)
+            )
+        return self._known[reuse, text] + make_prompt(
+            self._path, self._num_tokens - num_known, seed=self._made
+        )

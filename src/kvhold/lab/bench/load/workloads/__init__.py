@@ -1,6 +1,8 @@
-"""One workload a file: generators of requests, without a clock and without I/O but for the files that they read.
+"""One workload a file: generators of requests, without a clock and without I/O but for the files
+that they read.
 
-A workload is a frozen dataclass whose fields are its arguments, and meets `kvhold.lab.bench.load.work.Workload`.
+A workload is a frozen dataclass whose fields are its arguments, and meets
+`kvhold.lab.bench.load.work.Workload`.
 """
 
 from kvhold.lab.bench.load.workloads.long_doc_qa import LongDocQA

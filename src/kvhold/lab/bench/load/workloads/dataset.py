@@ -1,7 +1,8 @@
 """Data sets, as JSON lists.
 
-Questions with documents and right answers, `{"question": ..., "ctxs": [...], "answers": [...]}`: a context is a text, or an object with
-`text` and perhaps a `title`, as data sets for retrieval have them. How an answer is scored. And recorded conversations, in the form of
+Questions with documents and right answers, `{"question": ..., "ctxs": [...], "answers": [...]}`: a
+context is a text, or an object with `text` and perhaps a `title`, as data sets for retrieval have
+them. How an answer is scored. And recorded conversations, in the form of
 ShareGPT: `{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]}`.
 """
 
@@ -58,39 +59,67 @@ class Exchange(msgspec.Struct, frozen=True):
 
 
 def read_dataset(path: Path) -> list[Example]:
-    """All examples of a file of at most 1 GiB. Raises ConfigError that says what is wrong with it, and where."""
+    """All examples of a file of at most 1 GiB.
+
+    Raises ConfigError that says what is wrong with it, and where.
+    """
     entries = _read(path, list[_Entry], '{"question": ..., "ctxs": [...], "answers": [...]}')
     if not entries:
         raise ConfigError(f"{path}: there is no question in it")
-    return [Example(entry.question, tuple(map(_text, entry.ctxs)), tuple(entry.answers)) for entry in entries]
+    return [
+        Example(entry.question, tuple(map(_text, entry.ctxs)), tuple(entry.answers))
+        for entry in entries
+    ]
 
 
 def read_conversations(path: Path, *, rounds: int) -> list[list[Exchange]]:
-    """The first `rounds` exchanges of each conversation that has so many. Raises ConfigError that says what is wrong, or that none has."""
-    recorded = _read(path, list[_Recorded], '{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]}')
-    found = [exchanges[:rounds] for one in recorded if len(exchanges := _exchanges(one.conversations)) >= rounds]
+    """The first `rounds` exchanges of each conversation that has so many.
+
+    Raises ConfigError that says what is wrong, or that none has.
+    """
+    recorded = _read(
+        path,
+        list[_Recorded],
+        '{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]}',
+    )
+    found = [
+        exchanges[:rounds]
+        for one in recorded
+        if len(exchanges := _exchanges(one.conversations)) >= rounds
+    ]
     if not found:
-        raise ConfigError(f"{path}: none of its {len(recorded)} conversations has {rounds} questions; ask for fewer rounds")
+        raise ConfigError(
+            f"{path}: none of its {len(recorded)} conversations has {rounds} questions; "
+            "ask for fewer rounds"
+        )
     return found
 
 
 def f1(answer: str, answers: Sequence[str]) -> float:
-    """The best F1 of words between an answer and a right one, 0 to 1: of question answering (SQuAD; Rajpurkar et al., 2016)."""
+    """The best F1 of words between an answer and a right one, 0 to 1: of question answering (SQuAD;
+    Rajpurkar et al., 2016).
+    """
     return _best(lambda own, right: sum((Counter(own) & Counter(right)).values()), answer, answers)
 
 
 def rouge_l(answer: str, answers: Sequence[str]) -> float:
-    """The best F-measure of the longest common subsequence of words, 0 to 1: of summaries (ROUGE-L; Lin, 2004)."""
+    """The best F-measure of the longest common subsequence of words, 0 to 1: of summaries (ROUGE-L;
+    Lin, 2004).
+    """
     return _best(_longest_common, answer, answers)
 
 
 SCORES: dict[str, Callable[[str, Sequence[str]], float]] = {"f1": f1, "rouge-l": rouge_l}
 
 
-def _best(shared: Callable[[list[str], list[str]], int], answer: str, answers: Sequence[str]) -> float:
+def _best(
+    shared: Callable[[list[str], list[str]], int], answer: str, answers: Sequence[str]
+) -> float:
     own = _words(answer)
     rights = [_words(right) for right in answers]
-    return max((2 * shared(own, right) / max(1, len(own) + len(right)) for right in rights), default=0.0)
+    return max(
+        (2 * shared(own, right) / max(1, len(own) + len(right)) for right in rights), default=0.0
+    )
 
 
 def _longest_common(one: list[str], other: list[str]) -> int:
@@ -121,7 +150,9 @@ def _read(path: Path, kind: type[_Entries], form: str) -> _Entries:
 
 
 def _exchanges(messages: Sequence[_Message]) -> list[Exchange]:
-    """Each of the user's messages, with all that was answered before the next one; what others said is left out."""
+    """Each of the user's messages, with all that was answered before the next one; what others said
+    is left out.
+    """
     exchanges: list[Exchange] = []
     for message in messages:
         if message.speaker in _USERS and message.value:

@@ -1,4 +1,6 @@
-"""Long documents, asked about again and again: what is a document worth that was prefilled before?"""
+"""Long documents, asked about again and again: what is a document worth that was
+prefilled before?
+"""
 
 import random
 from collections.abc import Iterator
@@ -15,8 +17,10 @@ Order = Literal["random", "tile", "interleave"]
 class LongDocQA:
     """A cold round with each document once, then a warm one with each document `repeats` times.
 
-    document_tokens, question_tokens, output_tokens: of each; a question of 0 tokens repeats the prompt itself, without a question
-    order: of the warm round; "tile": all documents, then all again; "interleave": each one's repeats after each other; "random": shuffled
+    document_tokens, question_tokens, output_tokens: of each; a question of 0 tokens repeats the
+    prompt itself, without a question
+    order: of the warm round; "tile": all documents, then all again; "interleave": each one's
+        repeats after each other; "random": shuffled
     max_in_flight: requests at a time; pause_s: between the rounds
     """
 
@@ -34,8 +38,16 @@ class LongDocQA:
         every = range(self.documents)
         rounds = {COLD: [(document, 0) for document in every], WARM: self._again()}
         for group, asked in rounds.items():
-            sessions = (self._session(prompts, group, document, repeat) for document, repeat in asked)
-            yield Phase(group, sessions, self.max_in_flight, len(asked), self.pause_s if group == WARM else 0.0)
+            sessions = (
+                self._session(prompts, group, document, repeat) for document, repeat in asked
+            )
+            yield Phase(
+                group,
+                sessions,
+                self.max_in_flight,
+                len(asked),
+                self.pause_s if group == WARM else 0.0,
+            )
 
     def _again(self) -> list[tuple[int, int]]:
         """Document and repeat, in the warm round's order."""
@@ -49,6 +61,16 @@ class LongDocQA:
 
     def _session(self, prompts: Prompts, group: str, document: int, repeat: int) -> Session:
         text = prompts.piece("document", document, self.document_tokens)
-        question = prompts.piece("question", document * (self.repeats + 1) + repeat, self.question_tokens)
-        turns = (Turn("system", text), Turn("user", question)) if self.question_tokens else (Turn("user", text),)
-        return single(Request(group, turns, self.output_tokens, labels={"document": document, "repeat": repeat}))
+        question = prompts.piece(
+            "question", document * (self.repeats + 1) + repeat, self.question_tokens
+        )
+        turns = (
+            (Turn("system", text), Turn("user", question))
+            if self.question_tokens
+            else (Turn("user", text),)
+        )
+        return single(
+            Request(
+                group, turns, self.output_tokens, labels={"document": document, "repeat": repeat}
+            )
+        )

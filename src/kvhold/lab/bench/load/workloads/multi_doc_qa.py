@@ -1,7 +1,9 @@
-"""Several documents in each prompt, in an order of their own: what are documents worth that were prefilled apart from each other?
+"""Several documents in each prompt, in an order of their own: what are documents worth that were
+prefilled apart from each other?
 
-What comes first in a prompt can be reused by any prefix cache; what comes after another document than before only where reuse is not bound
-to prefixes. The separator between documents is what such a cache recognises them by.
+What comes first in a prompt can be reused by any prefix cache; what comes after another document
+than before only where reuse is not bound to prefixes. The separator between documents is what such
+a cache recognises them by.
 """
 
 import random
@@ -18,10 +20,12 @@ Sampling = Literal["random", "zipf"]
 
 @dataclass(frozen=True)
 class MultiDocQA:
-    """A cold round with each document by itself, then a warm one whose requests have `documents_per_request` of them, drawn at random.
+    """A cold round with each document by itself, then a warm one whose requests have
+    `documents_per_request` of them, drawn at random.
 
     Each prompt: system prompt, separator, documents with a separator after each, question.
-    sampling: "random": each document is as likely as the other; "zipf": the n-th with weight 1 / n. None is twice in one prompt
+    sampling: "random": each document is as likely as the other; "zipf": the n-th with weight 1 / n.
+        None is twice in one prompt
     separator: of the prompts' kind, text or token ids
     """
 
@@ -40,24 +44,37 @@ class MultiDocQA:
 
     def phases(self, prompts: Prompts) -> Iterator[Phase]:
         if self.documents_per_request > self.documents:
-            raise ConfigError(f"{self.documents_per_request} documents a request are more than all {self.documents}; ask for fewer")
+            raise ConfigError(
+                f"{self.documents_per_request} documents a request are more than all "
+                f"{self.documents}; ask for fewer"
+            )
         alone = (self._session(prompts, COLD, number, [number]) for number in range(self.documents))
         yield Phase(COLD, alone, self.max_in_flight, self.documents)
         chance = random.Random(self.seed)
-        drawn = (self._session(prompts, WARM, self.documents + number, self._draw(chance)) for number in range(self.requests))
+        drawn = (
+            self._session(prompts, WARM, self.documents + number, self._draw(chance))
+            for number in range(self.requests)
+        )
         yield Phase(WARM, drawn, self.max_in_flight, self.requests, self.pause_s)
 
     def _draw(self, chance: random.Random) -> list[int]:
         if self.sampling == "random":
             return chance.sample(range(self.documents), self.documents_per_request)
-        # The largest of u ** (1 / weight) are a weighted sample without repeats (Efraimidis and Spirakis, 2006).
+        # The largest of u ** (1 / weight) are a weighted sample without repeats (Efraimidis and
+        # Spirakis, 2006).
         keys = {number: chance.random() ** (number + 1) for number in range(self.documents)}
         return sorted(keys, key=keys.__getitem__, reverse=True)[: self.documents_per_request]
 
     def _session(self, prompts: Prompts, group: str, number: int, documents: list[int]) -> Session:
-        turns = [Turn("system", prompts.piece("system", 0, self.system_tokens)), Turn("user", self.separator)]
+        turns = [
+            Turn("system", prompts.piece("system", 0, self.system_tokens)),
+            Turn("user", self.separator),
+        ]
         for document in documents:
-            turns += [Turn("user", prompts.piece("document", document, self.document_tokens)), Turn("user", self.separator)]
+            turns += [
+                Turn("user", prompts.piece("document", document, self.document_tokens)),
+                Turn("user", self.separator),
+            ]
         turns.append(Turn("user", prompts.piece("question", number, self.question_tokens)))
         labels = {"documents": " ".join(map(str, documents))}
         return single(Request(group, tuple(turns), self.output_tokens, labels=labels))

@@ -1,4 +1,6 @@
-"""Conversations: users who ask, read the answer and ask on, each with the whole history in the prompt."""
+"""Conversations: users who ask, read the answer and ask on, each with the whole history in the
+prompt.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,13 +15,18 @@ from kvhold.lab.bench.load.workloads.dataset import Exchange
 class MultiRoundQA:
     """`users` at a time, who ask `qps` questions a second together, each every users / qps seconds.
 
-    A user has a system prompt that all share, a history of its own (a first message) and asks `rounds` questions; answers are fed back.
-    ramp_up_s: over how long the first users come; None: one after another within users / qps, so that requests are spread evenly
-    staggered: the first users are in the midst of their conversations, as if they had come earlier, each at another round; what they have
-    said so far is in their prompts, the answers made up. A user who is through is followed by a new one.
-    duration_s: nobody asks after that; None: each of the first users finishes its conversation, and nobody follows
+    A user has a system prompt that all share, a history of its own (a first message) and asks
+    `rounds` questions; answers are fed back.
+    ramp_up_s: over how long the first users come; None: one after another within users / qps, so
+        that requests are spread evenly
+    staggered: the first users are in the midst of their conversations, as if they had come earlier,
+    each at another round; what they have said so far is in their prompts, the answers made up. A
+    user who is through is followed by a new one.
+    duration_s: nobody asks after that; None: each of the first users finishes its conversation, and
+        nobody follows
     first_user: number of the first user; runs with other numbers have other histories
-    recorded: conversations of at least `rounds` exchanges, whose questions users ask, each those of one; empty: made up
+    recorded: conversations of at least `rounds` exchanges, whose questions users ask, each those of
+        one; empty: made up
     """
 
     users: int = 10
@@ -38,7 +45,11 @@ class MultiRoundQA:
     def phases(self, prompts: Prompts) -> Iterator[Phase]:
         if self.recorded and prompts.kind != "text":
             raise ConfigError("recorded conversations are text; add --prompts text")
-        total = None if self.duration_s is not None else sum(self.rounds - self._first_round(place) for place in range(self.users))
+        total = (
+            None
+            if self.duration_s is not None
+            else sum(self.rounds - self._first_round(place) for place in range(self.users))
+        )
         sessions = (self._place(prompts, place) for place in range(self.users))
         yield Phase("conversations", sessions, None, total)
 
@@ -57,8 +68,12 @@ class MultiRoundQA:
                 return
             user, first, at_s = user + self.users, 0, at_s + rounds * gap_s
 
-    def _conversation(self, prompts: Prompts, user: int, first: int, at_s: float, gap_s: float) -> Session:
-        """Ends early after a request that failed: without its answer there is nothing to go on from."""
+    def _conversation(
+        self, prompts: Prompts, user: int, first: int, at_s: float, gap_s: float
+    ) -> Session:
+        """Ends early after a request that failed: without its answer there is nothing to go on
+        from.
+        """
         turns = [
             Turn("system", prompts.piece("system", 0, self.system_tokens)),
             Turn("user", prompts.piece("history", user, self.history_tokens)),
@@ -91,4 +106,6 @@ class MultiRoundQA:
             exchange = self.recorded[user % len(self.recorded)][number]
             return f"\n\n{exchange.question}", f"\n\n{exchange.answer}"
         at = user * self.rounds + number
-        return prompts.piece("question", at, self.question_tokens), prompts.piece("answer", at, self.answer_tokens)
+        return prompts.piece("question", at, self.question_tokens), prompts.piece(
+            "answer", at, self.answer_tokens
+        )

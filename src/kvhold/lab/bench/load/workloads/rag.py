@@ -1,4 +1,6 @@
-"""Retrieval: questions that come at a rate, each with a few documents that were found for it, some of which were prefilled before."""
+"""Retrieval: questions that come at a rate, each with a few documents that were found for it, some
+of which were prefilled before.
+"""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -17,8 +19,10 @@ class Rag:
     """First the documents that fit the cache, one after another; then the questions, open loop.
 
     qps: questions a second. poisson: arrivals are random, of that mean rate; else evenly spaced
-    storage_tokens: documents are prefilled until their prompts, by the server's account, have so many tokens; 0: none are
-    examples: a data set with its answers; empty: made up, `requests` questions with `documents_per_request` of `documents` each
+    storage_tokens: documents are prefilled until their prompts, by the server's account, have so
+        many tokens; 0: none are
+    examples: a data set with its answers; empty: made up, `requests` questions with
+        `documents_per_request` of `documents` each
     score: of an answer to the right ones, 0 to 1
     requests: at most so many
     """
@@ -41,7 +45,10 @@ class Rag:
         if self.examples and prompts.kind != "text":
             raise ConfigError("a data set is text; add --prompts text")
         if self.documents_per_request > self.documents:
-            raise ConfigError(f"{self.documents_per_request} documents a request are more than all {self.documents}; ask for fewer")
+            raise ConfigError(
+                f"{self.documents_per_request} documents a request are more than all "
+                f"{self.documents}; ask for fewer"
+            )
         questions = self._from_examples(prompts) if self.examples else self._made_up(prompts)
         if self.storage_tokens:
             yield Phase(PRECOMPUTE, [self._precompute(prompts)], 1)
@@ -49,43 +56,80 @@ class Rag:
         yield Phase(QUERY, questions, None, total)
 
     def _precompute(self, prompts: Prompts) -> Session:
-        """Documents in their order until there is no more room. Where the server gives no account, made-up ones have their own."""
+        """Documents in their order until there is no more room.
+
+        Where the server gives no account, made-up ones have their own.
+        """
         system = Turn("system", prompts.piece("system", 0, self.system_tokens))
         used = 0
         for number, document in enumerate(self._documents(prompts)):
-            reply: Reply = yield Request(PRECOMPUTE, (system, document), 1, labels={"document": number})
+            reply: Reply = yield Request(
+                PRECOMPUTE, (system, document), 1, labels={"document": number}
+            )
             if reply.error is not None:
                 continue
             if reply.input_tokens is None and self.examples:
-                raise ConfigError("the server does not say how long prompts are, so what fits is not known; leave --kv-storage out")
-            used += self.document_tokens if reply.input_tokens is None else max(0, reply.input_tokens - self.system_tokens)
+                raise ConfigError(
+                    "the server does not say how long prompts are, so what fits is not "
+                    "known; leave --kv-storage out"
+                )
+            used += (
+                self.document_tokens
+                if reply.input_tokens is None
+                else max(0, reply.input_tokens - self.system_tokens)
+            )
             if used >= self.storage_tokens:
                 return
 
     def _documents(self, prompts: Prompts) -> Iterator[Turn]:
         if self.examples:
-            texts = dict.fromkeys(context for example in self.examples for context in example.contexts)
+            texts = dict.fromkeys(
+                context for example in self.examples for context in example.contexts
+            )
             return (Turn("user", f"\n\n{text}") for text in texts)
-        return (Turn("user", prompts.piece("document", number, self.document_tokens)) for number in range(self.documents))
+        return (
+            Turn("user", prompts.piece("document", number, self.document_tokens))
+            for number in range(self.documents)
+        )
 
     def _made_up(self, prompts: Prompts) -> Iterator[Session]:
         chance = random.Random(self.seed)
         for number, at_s in zip(range(self.requests), self._arrivals(), strict=False):
             documents = chance.sample(range(self.documents), self.documents_per_request)
             turns = [Turn("system", prompts.piece("system", 0, self.system_tokens))]
-            turns += [Turn("user", prompts.piece("document", document, self.document_tokens)) for document in documents]
+            turns += [
+                Turn("user", prompts.piece("document", document, self.document_tokens))
+                for document in documents
+            ]
             turns.append(Turn("user", prompts.piece("question", number, self.question_tokens)))
             yield self._query(number, at_s, turns, None)
 
     def _from_examples(self, prompts: Prompts) -> Iterator[Session]:
-        for number, (example, at_s) in enumerate(zip(self.examples[: self.requests], self._arrivals(), strict=False)):
+        for number, (example, at_s) in enumerate(
+            zip(self.examples[: self.requests], self._arrivals(), strict=False)
+        ):
             turns = [Turn("system", prompts.piece("system", 0, self.system_tokens))]
             turns += [Turn("user", f"\n\n{context}") for context in example.contexts]
-            turns.append(Turn("user", f"\n\nAnswer from the texts above, in a few words.\nQuestion: {example.question}\nAnswer:"))
+            turns.append(
+                Turn(
+                    "user",
+                    "\n\nAnswer from the texts above, in a few words.\nQuestion: "
+                    f"{example.question}\nAnswer:",
+                )
+            )
             yield self._query(number, at_s, turns, self._scoring(example))
 
-    def _query(self, number: int, at_s: float, turns: list[Turn], score: Callable[[str], float] | None) -> Session:
-        yield Request(QUERY, tuple(turns), self.output_tokens, at_s=at_s, labels={"request": number}, score=score)
+    def _query(
+        self, number: int, at_s: float, turns: list[Turn], score: Callable[[str], float] | None
+    ) -> Session:
+        yield Request(
+            QUERY,
+            tuple(turns),
+            self.output_tokens,
+            at_s=at_s,
+            labels={"request": number},
+            score=score,
+        )
 
     def _scoring(self, example: Example) -> Callable[[str], float] | None:
         score = self.score

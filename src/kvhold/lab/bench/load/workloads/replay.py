@@ -1,7 +1,8 @@
 """A recorded trace, sent again: the same arrivals, lengths and sharing, with made-up text.
 
-A block of the trace becomes `BLOCK_TOKENS` tokens that its hash id decides: equal ids are equal tokens, and different ids differ within the
-first five (the last block of a prompt may be shorter than that).
+A block of the trace becomes `BLOCK_TOKENS` tokens that its hash id decides: equal ids are equal
+tokens, and different ids differ within the first five (the last block of a prompt may be shorter
+than that).
 """
 
 from collections.abc import Iterator
@@ -18,9 +19,11 @@ from kvhold.sizing.requests import BLOCK_TOKENS, TimedRequest, read_requests
 class Replay:
     """Open loop: requests are sent when the trace says, however long others take.
 
-    time_scale: seconds of the trace in a second; 2 is twice as fast, infinity is all at once (then bound it with max_in_flight)
+    time_scale: seconds of the trace in a second; 2 is twice as fast, infinity is all at once (then
+        bound it with max_in_flight)
     max_requests: of the trace's beginning; None: all
-    max_input_tokens, max_output_tokens: longer prompts are cut at their end, longer answers asked shorter; None: not
+    max_input_tokens, max_output_tokens: longer prompts are cut at their end, longer answers asked
+        shorter; None: not
     max_in_flight: what arrives beyond it waits, and is late
     """
 
@@ -32,8 +35,13 @@ class Replay:
     max_in_flight: int | None = None
 
     def phases(self, prompts: Prompts) -> Iterator[Phase]:
-        total = sum(1 for _ in self._requests())  # also so that a bad line is found now, and not after an hour
-        sessions = (self._session(prompts, number, request) for number, request in enumerate(self._requests()))
+        total = sum(
+            1 for _ in self._requests()
+        )  # also so that a bad line is found now, and not after an hour
+        sessions = (
+            self._session(prompts, number, request)
+            for number, request in enumerate(self._requests())
+        )
         yield Phase("replay", sessions, self.max_in_flight, total)
 
     def _requests(self) -> Iterator[TimedRequest]:
@@ -41,9 +49,15 @@ class Replay:
 
     def _session(self, prompts: Prompts, number: int, request: TimedRequest) -> Session:
         num_tokens = _at_most(request.input_length, self.max_input_tokens)
-        lengths = [min(BLOCK_TOKENS, num_tokens - start) for start in range(0, num_tokens, BLOCK_TOKENS)]
-        blocks = zip(request.hash_ids, lengths, strict=False)  # a prompt that is cut has fewer lengths than ids
-        turns = tuple(Turn("user", prompts.piece("block", hash_id, length)) for hash_id, length in blocks)
+        lengths = [
+            min(BLOCK_TOKENS, num_tokens - start) for start in range(0, num_tokens, BLOCK_TOKENS)
+        ]
+        blocks = zip(
+            request.hash_ids, lengths, strict=False
+        )  # a prompt that is cut has fewer lengths than ids
+        turns = tuple(
+            Turn("user", prompts.piece("block", hash_id, length)) for hash_id, length in blocks
+        )
         return single(
             Request(
                 "replay",

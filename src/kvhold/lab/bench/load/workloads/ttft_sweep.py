@@ -12,11 +12,13 @@ LENGTHS = (64, 256, 1_024, 4_096, 16_384, 32_768)
 
 @dataclass(frozen=True)
 class TtftSweep:
-    """For each length, one request after another: a new text, then the same text `following` times; all of it `runs` times.
+    """For each length, one request after another: a new text, then the same text `following` times;
+    all of it `runs` times.
 
     lengths: tokens of a context; question_tokens: of the question after it, another one each time
-    flush_tokens: how many tokens of other text are sent before each warm request, in prompts of at most the longest length, so that an
-    engine's own prefix cache forgets what was cold, and what is measured is the cache below; 0: none
+    flush_tokens: how many tokens of other text are sent before each warm request, in prompts of at
+    most the longest length, so that an engine's own prefix cache forgets what was cold, and what is
+    measured is the cache below; 0: none
     """
 
     lengths: tuple[int, ...] = LENGTHS
@@ -31,7 +33,9 @@ class TtftSweep:
         total = len(self.lengths) * self.runs * (1 + self.following * (1 + len(self._fillers())))
         sessions = (
             self._session(prompts, number, run, length)
-            for number, (run, length) in enumerate((run, length) for run in range(self.runs) for length in self.lengths)
+            for number, (run, length) in enumerate(
+                (run, length) for run in range(self.runs) for length in self.lengths
+            )
         )
         yield Phase("sweep", sessions, 1, total, self.pause_s)
 
@@ -50,4 +54,6 @@ class TtftSweep:
                 yield Request(FILLER, (Turn("user", text),), 1)
             question = Turn("user", prompts.piece("question", exchange, self.question_tokens))
             labels = {"run_index": run, "context_tokens": length, "repeat": repeat}
-            yield Request(WARM if repeat else COLD, (context, question), self.output_tokens, labels=labels)
+            yield Request(
+                WARM if repeat else COLD, (context, question), self.output_tokens, labels=labels
+            )
