@@ -51,7 +51,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         unwanted, mark = plain[1], rf"\bpytest\.mark\.{plain[2]}\b"
         has_it, is_all_of_it = (
             re.search(mark, source),
-            re.search(rf"^pytestmark = .*{mark}", source, re.MULTILINE),
+            re.search(rf"^pytestmark = (?:\[[^\]]*|.*){mark}", source, re.MULTILINE),
         )
         if is_all_of_it if unwanted else not has_it:
             return True

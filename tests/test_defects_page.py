@@ -29,9 +29,11 @@ def test_every_test_and_file_that_is_named_exists(page_name: str) -> None:
         for folder in ("tests", "src/kvhold/testing")
         for path in (ROOT / folder).rglob("*.py")
     )
-    for name in re.findall(
-        r"`((?:test_|Test|PolicyContract|TierContract)\w*)(?:\.\.\.)?`", page(page_name)
+    for name, more in re.findall(
+        r"`((?:test_|Test|PolicyContract|TierContract)\w*)(\.\.\.)?`", page(page_name)
     ):
-        assert re.search(rf"(?:def|class|=) ?{name}", written) or name in written, name
+        ends = r"\w*" if more else r"\b"
+        defined = rf"^(?:\s*(?:async )?(?:def|class) {name}{ends}|{name} = \w+\.TestCase)"
+        assert re.search(defined, written, re.MULTILINE), name
     for name in re.findall(r"`(tests/[\w/*.]+)`", page(page_name)):
         assert list(ROOT.glob(name)), name

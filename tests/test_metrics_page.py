@@ -86,11 +86,23 @@ def test_every_reason_has_its_row() -> None:
 def test_every_label_that_is_counted_is_named(name: str) -> None:
     """Those that stand in the code as they are."""
     row = rows("What the node counts")[name][1]
-    source = "\n".join(path.read_text() for path in (ROOT / "src/kvhold").rglob("*.py"))
-    calls = re.findall(rf'"{name}"[^\n]*?(?:reason|result)=([^\n]*)', source)
-    assert calls
-    for words in (re.findall(r'"([\w ]+)"', call) for call in calls):
-        assert all(f"`{word}`" in row for word in words), words
+    labels = [
+        keyword.value
+        for path in (ROOT / "src/kvhold").rglob("*.py")
+        if f'"{name}"' in (source := path.read_text())
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and node.args and getattr(node.args[0], "value", "") == name
+        for keyword in node.keywords
+        if keyword.arg in ("reason", "result")
+    ]
+    assert labels
+    words = [
+        part.value
+        for label in labels
+        for part in ast.walk(label)
+        if isinstance(part, ast.Constant) and isinstance(part.value, str)
+    ]
+    assert all(f"`{word}`" in row for word in words), words
 
 
 def test_every_reason_to_refuse_a_client_is_named() -> None:

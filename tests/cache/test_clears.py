@@ -346,7 +346,7 @@ class TestOtherHosts:
 
     @pytest.mark.parametrize("failing", ["scan", "delete"])
     @pytest.mark.parametrize("space", [NAMESPACE, None])
-    def test_what_cannot_be_removed_now_is_hidden_no_longer_than_its_generation_lives_and_goes_later(
+    def test_what_cannot_be_removed_now_is_hidden_while_its_generation_lives_and_removed_later(
         self, place: Place, failing: str, space: bytes | None
     ) -> None:
         with cache_over(

@@ -679,7 +679,7 @@ def test_the_tiers_are_asked_once_for_all_that_memory_lacks_in_the_prompt_s_orde
     assert probe.keys == all_keys(prompt, 1)[2:]
 
 
-def test_reads_are_ordered_from_the_prompt_s_start_as_far_as_there_is_room_and_no_further_than_a_gap():
+def test_reads_are_ordered_from_the_start_as_far_as_memory_allows_and_not_beyond_a_gap():
     bench = Bench(num_slots=3)
     _, arrivals = bench.arriving(bench.prompt(10))
     assert [arrival.entry.first_token for arrival in arrivals] == [0, 2, 4]

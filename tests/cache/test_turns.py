@@ -561,7 +561,7 @@ def test_names_of_more_chunks_than_one_step_takes_are_reserved_once_each() -> No
 
 
 class TestLeaving:
-    def test_of_one_with_a_large_room_gives_back_few_entries_in_one_step_and_others_may_write_them_at_once(
+    def test_a_large_reservation_is_released_in_small_steps_and_others_may_write_at_once(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         abandoned: list[bytes] = []

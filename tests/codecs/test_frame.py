@@ -412,9 +412,7 @@ def test_other_threads_run_while_a_large_chunk_is_framed_and_unframed() -> None:
     frame = frame_chunk(chunk.data, Raw(), **place, first_token=0, out=out.data)
     whole = out[: frame.nbytes].data
     other = threading.Thread(target=count)
-    sys.setswitchinterval(
-        100
-    )  # nobody is made to give the GIL away: the other thread runs only while we have given it away ourselves
+    sys.setswitchinterval(100)
     try:
         # on a busy machine it may miss a chance, but where there is none it misses all of them
         other.start()

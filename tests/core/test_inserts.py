@@ -217,11 +217,17 @@ class TestBadInserts:
             ([(0, 2**70, b"x")], r"inserts\[0\]\.length is .*, beyond the prompt's 18 tokens"),
             (
                 [(2, 6, b"x"), (7, 2, b"y")],
-                r"inserts\[1\]\.start is 7, inside inserts\[0\] at 2 to 8; inserts must not overlap",
+                (
+                    r"inserts\[1\]\.start is 7, inside inserts\[0\] at 2 to 8; "
+                    r"inserts must not overlap"
+                ),
             ),
             (
                 [(7, 2, b"x"), (2, 6, b"y")],
-                r"inserts\[0\]\.start is 7, inside inserts\[1\] at 2 to 8; inserts must not overlap",
+                (
+                    r"inserts\[0\]\.start is 7, inside inserts\[1\] at 2 to 8; "
+                    r"inserts must not overlap"
+                ),
             ),
             (
                 [(2, 6, b"x"), (2, 6, b"x")],

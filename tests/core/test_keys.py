@@ -51,10 +51,13 @@ import json, sys
 import numpy as np
 from kvhold.core.keys import Namespace, extra_bytes
 from kvhold.core.layout import Group, Layout
-layout = Layout((Group(layers=2, planes=2, heads=2, head_dim=8, dtype="float16", rotary="theta=1e4"),), tokens_per_chunk=4)
-space = Namespace(model="llama", layout=layout, lora="größe", tags=(("b", "2"), ("a", "1")), cache_salt="salt")
+group = Group(layers=2, planes=2, heads=2, head_dim=8, dtype="float16", rotary="theta=1e4")
+layout = Layout((group,), tokens_per_chunk=4)
+tags = (("b", "2"), ("a", "1"))
+space = Namespace(model="llama", layout=layout, lora="größe", tags=tags, cache_salt="salt")
 prompt = space.prompt(np.arange(11), extras={0: extra_bytes(["image", b"123", None, 1.5])})
-print(layout.fingerprint.hex(), space.digest.hex(), prompt.chunk_key(1, group=3, shard=5).hex(), prompt.tails.hex())
+key = prompt.chunk_key(1, group=3, shard=5)
+print(layout.fingerprint.hex(), space.digest.hex(), key.hex(), prompt.tails.hex())
 """
 
     def keys_with(self, seed: str) -> str:

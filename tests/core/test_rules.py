@@ -74,10 +74,17 @@ def test_ready_made_rules_must_be_of_the_configured_tenant() -> None:
 
 @pytest.mark.parametrize(
     "asked",
-    ["x" * 10**6, {"x" * 10**6: 1}, {"store": "x" * 10**6}, {"ttl_s": [0] * 10**6}, {"tags": "x" * 10**6},
-     {"tags": {"kvhold." + "x" * 10**6: ""}}, {"tags": {"tenant": "x" * 10**6}}],
+    [
+        "x" * 10**6,
+        {"x" * 10**6: 1},
+        {"store": "x" * 10**6},
+        {"ttl_s": [0] * 10**6},
+        {"tags": "x" * 10**6},
+        {"tags": {"kvhold." + "x" * 10**6: ""}},
+        {"tags": {"tenant": "x" * 10**6}},
+    ],
     ids=lambda asked: str(asked)[:20],
-)  # fmt: skip
+)
 def test_what_an_error_quotes_of_a_request_is_cut_short(asked: Any) -> None:
     for settings in (RulesConfig(), RulesConfig(tenant="acme")):
         with pytest.raises(ConfigError) as caught:

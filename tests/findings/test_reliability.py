@@ -147,7 +147,7 @@ from tests.findings.both import PATIENT, PROMPT, SPACE, NodeClient
 client = NodeClient(Path(sys.argv[1]), PATIENT, name="writer")
 client.register(SPACE)
 room = client.reserve(PLAIN, PROMPT.chunks())
-child = ctypes.CDLL(None).fork()  # by a library: Python does not close the child's copy of the socket
+child = ctypes.CDLL(None).fork()  # a library's: the child keeps the socket
 if child:
     print(child, flush=True)
 signal.pause()

@@ -578,17 +578,22 @@ import numba
 compiler = numba.njit
 def njit(*args, cache=False, **kwargs):
     if cache:
-        raise RuntimeError("cannot cache function: no locator available")  # neither the package nor the home directory can be written
+        # neither the package nor the home directory can be written
+        raise RuntimeError("cannot cache function: no locator available")
     return compiler(*args, **kwargs)
 numba.njit = njit
-tensors = [np.arange(2 * 64 * 16 * 8 * 64, dtype=np.uint16).reshape(2, 64, 16, 8, 64) for _ in range(2)]
-view = per_layer(Group(layers=2, planes=2, heads=8, head_dim=64, dtype="bfloat16"), tensors, axes="plane block token head dim")
-chunks = kernels.Chunks(np.zeros(4 << 20, np.uint8), np.zeros(1, np.int64), np.array([1024], np.int64))
+shape = (2, 64, 16, 8, 64)
+tensors = [np.arange(np.prod(shape), dtype=np.uint16).reshape(shape) for _ in range(2)]
+group = Group(layers=2, planes=2, heads=8, head_dim=64, dtype="bfloat16")
+view = per_layer(group, tensors, axes="plane block token head dim")
+arena, one = np.zeros(4 << 20, np.uint8), np.array([1024], np.int64)
+chunks = kernels.Chunks(arena, np.zeros(1, np.int64), one)
 plan = kernels.plan_blocks(view, np.arange(64), chunks)
 def whole():
     chunks.base[:] = 0
     kernels.gather(plan, threads=2)
-    return all((chunks.base.view(np.uint16).reshape(2, 2, 1024, 8, 64)[l] == tensors[l].reshape(2, 1024, 8, 64)).all() for l in range(2))
+    copied = chunks.base.view(np.uint16).reshape(2, 2, 1024, 8, 64)
+    return all((copied[l] == tensors[l].reshape(2, 1024, 8, 64)).all() for l in range(2))
 assert whole() and kernels.numba_copy._pool
 child = os.fork()
 if child == 0:

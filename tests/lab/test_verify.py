@@ -67,7 +67,7 @@ class TestPrompts:
             VOCABULARY, sizes, seed=seed
         )
 
-    def test_each_prompt_is_asked_of_the_model_and_of_each_adapter_and_never_of_the_model_beside_an_adapter(
+    def test_each_prompt_goes_to_the_model_and_to_each_adapter_and_never_to_both_at_once(
         self,
     ) -> None:
         batches = make_batches(VOCABULARY, Sizes(32, 64, 2_000), seed=1, num_adapters=2)

@@ -31,7 +31,8 @@ from pathlib import Path
 from kvhold.memory import placement
 from kvhold.node import connect
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-placement.system_call(placement._SET_MEMPOLICY, "set_mempolicy", 2, ctypes.byref(ctypes.c_ulong(1)), 64)  # bind to NUMA node 0
+numa_node_0 = ctypes.byref(ctypes.c_ulong(1))
+placement.system_call(placement._SET_MEMPOLICY, "set_mempolicy", 2, numa_node_0, 64)  # bind
 os.nice(3)
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGUSR1])
@@ -138,7 +139,8 @@ from pathlib import Path
 from kvhold.node.logs import write_log
 write_log(Path(sys.argv[1]), max_bytes=4096, files=3)
 for number in range(20):
-    exec(compile(f"logging.getLogger('x').warning('line {number} ' + 'x' * 400)", f"file{number}", "exec"))
+    line = f"logging.getLogger('x').warning('line {number} ' + 'x' * 400)"
+    exec(compile(line, f"file{number}", "exec"))
 for number in range(50):
     logging.getLogger("x").warning("the same place, %d", number)
 os.write(2, b"printed by a library\\n")

@@ -261,7 +261,8 @@ RACE = """
 import os, sys
 from kvhold.core.config import load_config
 from kvhold.node import connect
-config = load_config({"ram_bytes": "4MiB", "node": {"socket": sys.argv[1]}, "client": {"connect_timeout_s": 60, "call_timeout_s": 60}})
+client = {"connect_timeout_s": 60, "call_timeout_s": 60}
+config = load_config({"ram_bytes": "4MiB", "node": {"socket": sys.argv[1]}, "client": client})
 wait, go = os.pipe()
 stay, leave = os.pipe()
 children = []

@@ -83,8 +83,19 @@ def test_a_host_counts_by_its_address_or_its_64(host: str, network: str) -> None
 
 @pytest.mark.parametrize(
     ("host", "is_own"),
-    [("127.0.0.1", True), ("127.1.2.3", True), ("::1", True), ("localhost", True), ("::ffff:127.0.0.1", True),
-     ("0.0.0.0", False), ("::", False), ("10.0.0.1", False), ("::ffff:10.0.0.1", False), ("cache.example", False), ("", False)],
-)  # fmt: skip
+    [
+        ("127.0.0.1", True),
+        ("127.1.2.3", True),
+        ("::1", True),
+        ("localhost", True),
+        ("::ffff:127.0.0.1", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("10.0.0.1", False),
+        ("::ffff:10.0.0.1", False),
+        ("cache.example", False),
+        ("", False),
+    ],
+)
 def test_what_is_this_host_alone(host: str, is_own: bool) -> None:
     assert is_loopback(host) is is_own

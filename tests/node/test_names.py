@@ -87,7 +87,8 @@ def test_two_are_compared_fact_by_fact(node: RunningNode, client: NodeClient) ->
 
 def test_no_secret_is_in_a_description() -> None:
     facts = {
-        "vllm.load_config.model_loader_extra_config": "{'endpoint': 'http://s3', 'secret_access_key': 'hush'}",
+        "vllm.load_config.model_loader_extra_config": "{'endpoint': 'http://s3', "
+        "'secret_access_key': 'hush'}",
         "environment.VLLM_SOME_API_KEY": "'hush'",
         "vllm.additional_config": "{'store': 'redis://:hush@host'}",
         "vllm.hf_config.bos_token_id": "1",

@@ -57,7 +57,8 @@ with connect(ram_bytes="64MiB", node={"socket": path}) as client:
                 counts["stored"] += 1
         except KVHoldError as error:
             failed.append(f"{type(error).__name__}: {error}")
-    print(json.dumps({**counts, "failed": failed, "same connection": client._link is link}), flush=True)
+    same = client._link is link
+print(json.dumps({**counts, "failed": failed, "same connection": same}), flush=True)
     sys.stdin.readline()
 """
 

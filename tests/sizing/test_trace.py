@@ -101,7 +101,10 @@ def test_a_chunk_that_neither_divides_nor_joins_blocks_is_refused(size: int) -> 
         (b'{"input_length": 512, "hash_ids": [true]}', r"line 2: Expected `int`, got `bool`"),
         (
             b'{"input_length": 2000, "hash_ids": [1, 2]}',
-            r"line 2: hash_ids has 2 ids where 2000 tokens .* are 4 blocks of 512; set block_tokens",
+            (
+                r"line 2: hash_ids has 2 ids where 2000 tokens .* are 4 blocks of 512; "
+                r"set block_tokens"
+            ),
         ),
         (b'{"input_length": 512, "hash_ids": [1, 2]}', r"line 2: hash_ids has 2 ids"),
     ],

@@ -277,9 +277,11 @@ class TestRealClient:
             "init_connection": "arg0: infinistore._infinistore.ClientConfig) -> int",
             "setup_rdma": "arg0: infinistore._infinistore.ClientConfig) -> int",
             "register_mr": "arg0: int, arg1: int) -> int",
-            "w_rdma_async": "arg0: list[str], arg1: list[int], arg2: int, arg3: int, arg4: Callable[[int], "
+            "w_rdma_async": "arg0: list[str], arg1: list[int], arg2: int, arg3: int, "
+            "arg4: Callable[[int], "
             "None]) -> int",
-            "r_rdma_async": "arg0: list[str], arg1: list[int], arg2: int, arg3: int, arg4: Callable[[int], "
+            "r_rdma_async": "arg0: list[str], arg1: list[int], arg2: int, arg3: int, "
+            "arg4: Callable[[int], "
             "None]) -> int",
             "check_exist": "arg0: str) -> int",
             "delete_keys": "arg0: list[str]) -> int",

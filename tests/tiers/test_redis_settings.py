@@ -26,21 +26,44 @@ def config(line: str) -> RedisConfig:
     [
         ("redis://h", RedisConfig(addresses=(Address("h", 6379),))),
         ("redis://h:7/3", RedisConfig(addresses=(Address("h", 7),), db=3)),
-        ("valkey://:p%40w@h?db=2", RedisConfig(addresses=(Address("h", 6379),), password="p@w", db=2)),
-        ("rediss://u:p@[::1]:7", RedisConfig(addresses=(Address("::1", 7),), username="u", password="p", tls=True)),
-        ("valkeys://h?verify=none", RedisConfig(addresses=(Address("h", 6379),), tls=True, verify="none")),
+        (
+            "valkey://:p%40w@h?db=2",
+            RedisConfig(addresses=(Address("h", 6379),), password="p@w", db=2),
+        ),
+        (
+            "rediss://u:p@[::1]:7",
+            RedisConfig(addresses=(Address("::1", 7),), username="u", password="p", tls=True),
+        ),
+        (
+            "valkeys://h?verify=none",
+            RedisConfig(addresses=(Address("h", 6379),), tls=True, verify="none"),
+        ),
         ("unix:///run/r.sock?db=1", RedisConfig(addresses=(Address(socket="/run/r.sock"),), db=1)),
-        ("redis-cluster://a:1,b", RedisConfig(addresses=(Address("a", 1), Address("b", 6379)), cluster=True)),
-        ("redis://a?cluster=true&tls=yes", RedisConfig(addresses=(Address("a", 6379),), cluster=True, tls=True)),
+        (
+            "redis-cluster://a:1,b",
+            RedisConfig(addresses=(Address("a", 1), Address("b", 6379)), cluster=True),
+        ),
+        (
+            "redis://a?cluster=true&tls=yes",
+            RedisConfig(addresses=(Address("a", 6379),), cluster=True, tls=True),
+        ),
         (
             "valkey-sentinel://u:p@a,b:2/4?service=s&sentinel_password=q",
             RedisConfig(
-                addresses=(Address("a", 26379), Address("b", 2)), username="u", password="p", db=4, service="s", sentinel_password="q"
+                addresses=(Address("a", 26379), Address("b", 2)),
+                username="u",
+                password="p",
+                db=4,
+                service="s",
+                sentinel_password="q",
             ),
         ),
-        ("redis://h?ttl_s=5&max_value_bytes=1MiB", RedisConfig((Address("h", 6379),), ttl_s=5, max_value_bytes=1 << 20)),
+        (
+            "redis://h?ttl_s=5&max_value_bytes=1MiB",
+            RedisConfig((Address("h", 6379),), ttl_s=5, max_value_bytes=1 << 20),
+        ),
     ],
-)  # fmt: skip
+)
 def test_an_address_says_where_and_how(line: str, expected: RedisConfig) -> None:
     assert config(line) == expected
     RedisTier(expected)  # no I/O, no loop

@@ -49,7 +49,8 @@ with NodeClient(Path(sys.argv[1]), ClientConfig(connect_timeout_s=60, call_timeo
     reuse = Reuse(make_model("llama"), cache, config=small_chunks())
     past = reuse.forward(prompt_of(50)).past_key_values
     assert reuse.last.num_stored == 50, reuse.last
-    torch.save([tensor for layer in past.layers for tensor in (layer.keys, layer.values)], sys.argv[2])
+    tensors = [tensor for layer in past.layers for tensor in (layer.keys, layer.values)]
+torch.save(tensors, sys.argv[2])
 """
 
 

@@ -407,7 +407,8 @@ from kvhold.lab.mini_engine import SHAPES, MiniEngine
 
 for model in SHAPES:
     for _ in range(2):
-        engine = MiniEngine(model, connector={"node": {"socket": sys.argv[1], "autostart": False}, "rules": {"plan": False}})
+        node = {"socket": sys.argv[1], "autostart": False}
+engine = MiniEngine(model, connector={"node": node, "rules": {"plan": False}})
         engine.add("a", range(150), 4)
         engine.run()
         engine.close()

@@ -207,7 +207,7 @@ class TestDecode:
         assert tracker.computed_tokens == 30 * 16
         assert take(tracker, range(480)) == range(20, 30)
 
-    def test_a_chunk_that_generated_tokens_complete_is_taken_with_the_pass_that_computes_its_last_token(
+    def test_a_chunk_completed_by_generated_tokens_is_taken_with_the_pass_of_its_last_token(
         self,
     ) -> None:
         tracker = self.generating(150)

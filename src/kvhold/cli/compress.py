@@ -23,7 +23,7 @@ _RESULTS = {
     "kept_lossy": "are by another codec with a loss, and stay as they are",
     "missing": "were gone or had expired",
     "bad": "failed a check and were removed",
-    "unknown": "are of layouts that no engine has registered, or codecs that are not installed here",
+    "unknown": "have a layout that no engine registered, or a codec that is not installed here",
     "failed": "stay as they are, because the tier failed or there is no key for them",
 }
 

@@ -133,9 +133,8 @@ def _is_within(frame: Frame, chunk: memoryview, codec: Codec, terms: Terms, layo
     group = layout.groups[group_of(fields.key, layout)]
     decoded = memoryview(bytearray(len(chunk)))
     unframe_payload(fields, frame.payload, decoded, layout=layout, find=lambda _: codec)
-    kind: Any = np.dtype(
-        f"<u{len(chunk) // (group.layers * group.planes * fields.num_tokens * group.heads * group.head_dim)}"
-    )
+    per_layer = group.planes * fields.num_tokens * group.heads * group.head_dim
+    kind: Any = np.dtype(f"<u{len(chunk) // (group.layers * per_layer)}")
     layers = len(fields.lengths)
     before, after = (np.frombuffer(data, kind).reshape(layers, -1) for data in (chunk, decoded))
     return all(

@@ -131,7 +131,7 @@ class Keyring:
         if magic != MAGIC or version != VERSION or flags:
             raise FrameError(
                 "sealed",
-                f"it begins with {head[:12].hex()}, which is no sealed frame that this reader knows",
+                f"it begins with {head[:12].hex()}, which is no sealed frame of a known version",
             )
         known = next((one for one in self._of(tenant) if one.identity == identity), None)
         if known is None:

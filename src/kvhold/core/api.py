@@ -360,8 +360,10 @@ class Loan(Holding):
                 Checksums.expected(
                     packed,
                     row != ABSENT,
-                    lambda chunks, row=row: report([int(at) for at in row[chunks]]),
-                )  # type: ignore[misc]
+                    lambda chunks, row=row: report(  # type: ignore[misc]
+                        [int(at) for at in row[chunks]]
+                    ),
+                )
                 for packed, row in zip(checksums, offsets, strict=True)
             ]
 

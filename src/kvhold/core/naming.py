@@ -173,10 +173,9 @@ def _text(value: Any, name: str, rules: Rules, depth: int) -> str:
     if isinstance(value, PurePath):
         return f"Path({str(value)!r})"
     if isinstance(value, (list, tuple)):
-        kind_name = (
-            _class_name(type(value)) if hasattr(value, "_fields") else ""
-        )  # of a named tuple
-        return f"{kind_name}[{', '.join(_text(item, f'{name}[{i}]', rules, depth + 1) for i, item in enumerate(value))}]"
+        tuple_name = _class_name(type(value)) if hasattr(value, "_fields") else ""
+        items = (_text(item, f"{name}[{i}]", rules, depth + 1) for i, item in enumerate(value))
+        return f"{tuple_name}[{', '.join(items)}]"
     if isinstance(value, (set, frozenset)):
         return f"set{{{', '.join(sorted(_text(item, name, rules, depth + 1) for item in value))}}}"
     if isinstance(value, Mapping):

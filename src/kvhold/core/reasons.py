@@ -22,23 +22,23 @@ NOT_NEEDED = "not_needed"
 
 REASONS = {
     WHOLE: "nothing is missing",
-    NEVER_STORED: "the next chunk was not stored, or so long ago that nobody remembers how it went",
-    INCOMPLETE: "of the next chunk, or of one that the window looks back at, some groups or shards are "
-    "there and others were never stored",
+    NEVER_STORED: "the next chunk was never stored, or so long ago that the record of it is gone",
+    INCOMPLETE: (
+        "the next chunk, or one inside the window, lacks groups or shards that were never stored"
+    ),
     BEING_WRITTEN: "the next chunk is reserved and not committed yet",
-    EVICTED: "the next chunk was here and was evicted; no tier below has it, or it went from there, "
-    "too",
-    EXPIRED: "the next chunk was here and has outlived its time",
-    CLEARED: "the next chunk was here and was cleared, or its namespace is being cleared",
-    NO_ROOM: "there was no memory to store the next chunk, or to bring it up: the rest is pinned or "
-    "being written",
-    DEADLINE: "the next chunk was on its way, or was being looked for, when the time for it was over",
-    TIER_DOWN: "a tier that may have the next chunk did not answer, or failed to give it",
+    EVICTED: "the next chunk was evicted from memory, and no lower tier has it",
+    EXPIRED: "the next chunk has outlived its time to live",
+    CLEARED: "the next chunk was cleared, or its namespace is being cleared",
+    NO_ROOM: (
+        "no memory was free to store the next chunk or to load it from a tier: the rest is pinned "
+        "or being written"
+    ),
+    DEADLINE: "the next chunk did not arrive, or was not found, before the deadline",
+    TIER_DOWN: "a tier that may have the next chunk did not answer, or its read failed",
     BAD_FRAME: "a tier had the next chunk, but its bytes failed a check",
-    DAMAGED: "the next chunk was in memory, but its bytes were no longer those that were stored, so "
-    "it was removed",
-    SLOWER: "loading the next chunk, or looking for it, would have taken longer than computing it",
-    NOT_NEEDED: "a tier has the next chunk, but no tier has anything that whoever asked does not have "
-    "already",
+    DAMAGED: "the next chunk was in memory, but its bytes had changed since, so it was removed",
+    SLOWER: "loading or finding the next chunk would have taken longer than computing it",
+    NOT_NEEDED: "a tier has the next chunk, but no tier has more than the engine already has",
 }
 """The reasons and their meanings. The next chunk is the first chunk whose absence ends the hit."""

@@ -52,7 +52,8 @@ HARMLESS = Table.of(
     harmless={
         "where a file is": "FLASHINFER_WORKSPACE_BASE FLASHINFER_CUBIN_DIR TORCHINDUCTOR_CACHE_DIR",
         "threads divide rows and heads, not sums": "MKL_NUM_THREADS MKL_DYNAMIC",
-        "how code is compiled, not what it computes": "TORCHINDUCTOR_COMPILE_THREADS TORCHINDUCTOR_FX_GRAPH_CACHE"
+        "how code is compiled, not what it computes": "TORCHINDUCTOR_COMPILE_THREADS "
+        "TORCHINDUCTOR_FX_GRAPH_CACHE"
         " TORCHINDUCTOR_AUTOGRAD_CACHE",
         "what is logged": "DNNL_VERBOSE ONEDNN_VERBOSE MKL_VERBOSE FLASHINFER_LOGGING_LEVEL",
     }

@@ -46,11 +46,14 @@ _NOTE_BYTES = 65  # a digest, a blank, a check
 _DIGEST = re.compile("[0-9a-f]{32}")
 
 HARMLESS_FILES = {
-    "documents and pictures": "*.md *.pdf *.png *.jpg *.jpeg *.gif *.svg *.html LICENSE* NOTICE* USE_POLICY*",
-    "how text becomes tokens, which are in the key": "tokenizer* vocab* merges.txt special_tokens_map.json added_tokens.json"
+    "documents and pictures": "*.md *.pdf *.png *.jpg *.jpeg *.gif *.svg *.html "
+    "LICENSE* NOTICE* USE_POLICY*",
+    "how text becomes tokens, which are in the key": "tokenizer* vocab* merges.txt "
+    "special_tokens_map.json added_tokens.json"
     " chat_template* *.tiktoken *.spm",
     "how tokens are sampled": "generation_config.json",
-    "logs, locks and files that are not complete": "*.log *.lock *.incomplete *.tmp events.out.tfevents.*",
+    "logs, locks and files that are not complete": "*.log *.lock *.incomplete *.tmp "
+    "events.out.tfevents.*",
 }
 """Names of files that are left out, by the reason.
 

@@ -107,9 +107,9 @@ def _check_rows(elements: Elements, head_dim: int, bits: int, ends: Elements, co
 
 _UINTS = (types.uint16, types.uint32)
 _HALF = np.float32(0.5)
-_LEAST = np.float32(
-    2.0**-120
-)  # of half a range: the inverse of what is smaller may overflow, and all of such a group becomes its least
+# The least half range. The inverse of a smaller one may overflow: all elements of such a group
+# become its least.
+_LEAST = np.float32(2.0**-120)
 _LARGEST = np.float32(np.finfo(np.float32).max)
 _BELOW = np.int32(0x7FFF_FFFF)
 

@@ -18,7 +18,8 @@ from tests.node.nodes import SPACE, RunningNode
 ALLOCATES = """
 import ctypes, resource
 libc = ctypes.CDLL(None)
-libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
 for _ in range(3):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     block = libc.malloc(64 << 20)

@@ -30,7 +30,8 @@ HARMLESS = {
     "how the model is made; its class is a fact": "architectures auto_map model_type",
     "how text becomes tokens, and where it ends": "bos_token_id eos_token_id pad_token_id",
     "what is done with the last hidden state": "id2label label2id problem_type",
-    "what else a call returns": "output_attentions _output_attentions output_hidden_states return_dict use_cache",
+    "what else a call returns": "output_attentions _output_attentions output_hidden_states "
+    "return_dict use_cache",
     "the type that counts is that of the weights": "dtype torch_dtype",
 }
 """Fields of a model's configuration itself (not of mappings inside it) that leave KV as it is, by

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 _KNOWN = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, MambaSpec)
 _COMPACT_LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")  # a layer's block is one piece of memory
+_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 _WITHOUT_DRAFT_LAYERS = ("ngram", "suffix")  # speculation without KV of its own
 _SHOWN_DRAFTERS = ("draft_model", "eagle")
 _DRAFTERS = (*_SHOWN_DRAFTERS, "eagle3", "mtp")
@@ -283,7 +284,7 @@ def _refuse_unproven(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: 
         "some of its groups are not for transfer": not all(
             group.enable_kv_transfer for group in groups
         ),
-        "its states are kept at no block's end (mamba_cache_mode is none); enable prefix caching": any(
+        "it keeps no states at blocks' ends (mamba_cache_mode is none); enable prefix caching": any(
             isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "none" for spec in specs
         ),
         "vLLM turns chunked prefill off for its MLA here: it computes the rest of a prompt "
@@ -295,8 +296,9 @@ def _refuse_unproven(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: 
         "it if the check at start passes)": (bool(device) and not settings.allow_unproven),
         f"its KV is arranged as {cache.kv_cache_layout}; {', '.join(_COMPACT_LAYOUTS)} are "
         "supported": (bool(device) and cache.kv_cache_layout not in _COMPACT_LAYOUTS),
-        f"kv_cache_dtype is {cache.cache_dtype}; auto, fp8, fp8_e4m3 and fp8_e5m2 are supported": cache.cache_dtype
-        not in ("auto", "fp8", "fp8_e4m3", "fp8_e5m2"),
+        f"kv_cache_dtype is {cache.cache_dtype}; {', '.join(_CACHE_DTYPES)} are supported": (
+            cache.cache_dtype not in _CACHE_DTYPES
+        ),
         f"{layers} layers are not divided evenly among {stages} pipeline stages": bool(
             stages > 1 and layers % stages
         ),

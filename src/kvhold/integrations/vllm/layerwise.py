@@ -62,7 +62,7 @@ def refusal(config: "VllmConfig", geometry: Geometry) -> str:
         "the model keeps a state": any(part.group.attention == "state" for part in geometry.parts),
         f"there are {config.parallel_config.world_size} workers": config.parallel_config.world_size
         > 1,
-        "it speculates, and vLLM then asks for failed loads before they have ended": config.speculative_config
+        "it speculates, and vLLM then asks for failed loads too early": config.speculative_config
         is not None,
     }
     return "; ".join(reason for reason, applies in reasons.items() if applies)

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -42,7 +43,10 @@ PROMPT_TOKENS = 8 * 64
 NUM_PROMPTS = 6
 SLACK_S = 1.0
 _CALL_S, _ARRIVAL_S = 2.0, 3.0
-_GUARD = "probe_timeout_s=0.3&get_timeout_s=0.6&put_timeout_s=0.6&breaker_failures=2&breaker_pause_s=0.1&batch_bytes=256KiB"
+_GUARD = (
+    "probe_timeout_s=0.3&get_timeout_s=0.6&put_timeout_s=0.6"
+    "&breaker_failures=2&breaker_pause_s=0.1&batch_bytes=256KiB"
+)
 _FAULT_COUNTERS = (
     "kvhold_tier_errors",
     "kvhold_tier_bad_frames",
@@ -101,15 +105,14 @@ class Trial:
     def store(self, *seeds: int) -> None:
         """Prompts of these seeds into the node."""
         for seed in seeds:
-            self._timed(_CALL_S, lambda seed=seed: store(self.client, prompt(seed)))  # type: ignore[misc]
+            self._timed(_CALL_S, partial(store, self.client, prompt(seed)))
 
     def read(self, *seeds: int) -> int:
         """Look them up, and check every byte. Returns how many tokens came."""
         return sum(
-            self._timed(_ARRIVAL_S + _CALL_S, lambda seed=seed: read(self.client, prompt(seed)))
-            or 0
+            self._timed(_ARRIVAL_S + _CALL_S, partial(read, self.client, prompt(seed))) or 0
             for seed in seeds
-        )  # type: ignore[misc]
+        )
 
     def flush(self) -> bool:
         """Until all has been written or given up."""

@@ -190,7 +190,8 @@ class PingPong:
 
     _PEER = """
 import socket, sys
-sock, asked, answer = socket.socket(fileno=int(sys.argv[1])), memoryview(bytearray(int(sys.argv[2]))), bytes(int(sys.argv[3]))
+sock = socket.socket(fileno=int(sys.argv[1]))
+asked, answer = memoryview(bytearray(int(sys.argv[2]))), bytes(int(sys.argv[3]))
 while True:
     at = 0
     while at < len(asked):

@@ -38,9 +38,7 @@ def rows(profiles: Profiles | None = None) -> list[Row]:
     for num_tokens in LENGTHS:
         tokens = np.random.default_rng(num_tokens).integers(0, 128_000, num_tokens, dtype=np.int32)
         row = _row(tokens)
-        measured.append(
-            profiles.of(row, lambda tokens=tokens: of_both(partial(_looking_up, tokens)))
-        )  # type: ignore[misc]
+        measured.append(profiles.of(row, partial(of_both, partial(_looking_up, tokens))))
     return measured
 
 

@@ -147,8 +147,12 @@ class SimNode(server.Node):
         self.mover_loop = world.new_loop(f"mover-{number}")
         arena, metrics = SimArena(draw.arena_bytes), Metrics()
         ram = RamTier(
-            arena, make_policy(draw.policy), metrics, quota_bytes=draw.quota_bytes, clock=world.wall
-        )  # type: ignore[arg-type]
+            arena,  # type: ignore[arg-type]
+            make_policy(draw.policy),
+            metrics,
+            quota_bytes=draw.quota_bytes,
+            clock=world.wall,
+        )
         state = CacheState(
             ram,
             metrics,

@@ -429,8 +429,8 @@ class Simulation:
         running = [
             task
             for task in self.tasks
-            if not task.done() and task.get_coro().__name__ == "_interrupted"
-        ]  # type: ignore[union-attr]
+            if not task.done() and task.get_coro().__name__ == "_interrupted"  # type: ignore[union-attr]
+        ]
         if running:
             self.random.choice(running).cancel()
 

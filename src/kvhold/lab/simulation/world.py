@@ -192,9 +192,9 @@ class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
         """Virtual and monotonic."""
         return self.world.now
 
-    def call_soon(
+    def call_soon(  # type: ignore[override]
         self, callback: Callable[..., Any], *args: Any, context: Any = None
-    ) -> events.Handle:  # type: ignore[override]
+    ) -> events.Handle:
         """As asyncio's. On a dead loop: nothing."""
         handle = events.Handle(callback, args, self, context)
         if not self.dead:
@@ -203,15 +203,15 @@ class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
 
     call_soon_threadsafe = call_soon  # type: ignore[assignment]
 
-    def call_later(
+    def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., Any], *args: Any, context: Any = None
-    ) -> events.TimerHandle:  # type: ignore[override]
+    ) -> events.TimerHandle:
         """As asyncio's."""
         return self.call_at(self.world.now + max(0.0, delay), callback, *args, context=context)
 
-    def call_at(
+    def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., Any], *args: Any, context: Any = None
-    ) -> events.TimerHandle:  # type: ignore[override]
+    ) -> events.TimerHandle:
         """As asyncio's."""
         handle = events.TimerHandle(when, callback, args, self, context)
         if not self.dead:
@@ -228,9 +228,9 @@ class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
         self.tasks.append(task)
         return task
 
-    def run_in_executor(
+    def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Callable[..., Any], *args: Any
-    ) -> "asyncio.Future[Any]":  # type: ignore[override]
+    ) -> "asyncio.Future[Any]":
         """The work is done in one piece, some time later, and its answer comes some time after
         that.
         """

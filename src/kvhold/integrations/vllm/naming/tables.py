@@ -112,7 +112,8 @@ TABLES: dict[str, Table] = {
             CACHING: "enable_prefix_caching prefix_caching_hash_algo "
             "prefix_cache_retention_interval prefix_match_unit hash_block_size"
             " cache_hit_alignment_tokens",
-            ELSEWHERE: "user_specified_block_size _block_size_resolved effective_attention_block_size",
+            ELSEWHERE: "user_specified_block_size _block_size_resolved "
+            "effective_attention_block_size",
         },
     ),
     "ParallelConfig": Table.of(
@@ -255,7 +256,8 @@ TABLES: dict[str, Table] = {
         " cudagraph_specialize_lora",
         {
             LOGS: "debug_dump_path compilation_time encoder_compilation_time",
-            LAUNCHING: "cache_dir local_cache_dir compile_cache_save_format cudagraph_num_of_warmups "
+            LAUNCHING: "cache_dir local_cache_dir compile_cache_save_format "
+            "cudagraph_num_of_warmups "
             "cudagraph_capture_sizes"
             " cudagraph_copy_inputs max_cudagraph_capture_size cudagraph_mm_encoder "
             "encoder_cudagraph_token_budgets"

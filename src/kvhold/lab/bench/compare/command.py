@@ -161,7 +161,8 @@ def command(
             stopped = str(error)
     rows = make_rows(measured, tiers)
     click.echo(
-        f"\n{render(rows)}\n\n{render_goals(goals(measured, rows))}\n\n{(time.monotonic() - began) / 60:.0f} minutes"
+        f"\n{render(rows)}\n\n{render_goals(goals(measured, rows))}"
+        f"\n\n{(time.monotonic() - began) / 60:.0f} minutes"
     )
     if json_file is not None:
         json_file.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")

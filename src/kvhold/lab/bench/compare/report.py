@@ -44,10 +44,10 @@ def _block(tier: str, workload: str, rows: Sequence[Row]) -> str:
             for source, tokens in row.sources.items() if row.system == name else ():
                 found[source] = found.get(source, 0) + tokens
         if found:
-            lines.append(
-                f"{name} found "
-                f"{', '.join(f'{tokens:,} tokens in {source}' for source, tokens in sorted(found.items()))}"
+            by_source = (
+                f"{tokens:,} tokens in {source}" for source, tokens in sorted(found.items())
             )
+            lines.append(f"{name} found {', '.join(by_source)}")
     for name in (OFFLOADING, LMCACHE):
         whole = by_place.get((name, 100))
         if whole is not None and not whole.error and not whole.cached_tokens:

@@ -50,11 +50,10 @@ class KVHold:
             head_dim=options.head_dim,
             dtype="bfloat16",
         )
+        direct = "never" if options.mode == "node, page cache" else "auto"
         tiers = {
             "ram": [],
-            "disk": [
-                f"disk://{folder}/kv?max_bytes=64GiB&direct={'never' if options.mode == 'node, page cache' else 'auto'}"
-            ],
+            "disk": [f"disk://{folder}/kv?max_bytes=64GiB&direct={direct}"],
             "redis": [f"redis://127.0.0.1:{options.redis_port}/0"],
         }[options.tier]
         ram_bytes = int(1.2 * options.prompt_bytes) + _SPARE_BYTES if tiers else options.cache_bytes

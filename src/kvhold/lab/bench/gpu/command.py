@@ -89,4 +89,5 @@ def _rows(part: str, target: Any) -> Iterator[GpuRow]:
 
 def _line(row: GpuRow) -> str:
     limit = "" if row.limit is None else f"{row.ratio:6.3f} of {row.limit:g}"
-    return f"{row.part:8} {row.name:52} {row.value:10g} {row.unit:7} {limit:22} {_MARKS[row.ok]}".rstrip()
+    value = f"{row.value:10g} {row.unit:7}"
+    return f"{row.part:8} {row.name:52} {value} {limit:22} {_MARKS[row.ok]}".rstrip()

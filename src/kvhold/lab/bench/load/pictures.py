@@ -30,11 +30,14 @@ _COLORS = {COLD: "#6c7a89", WARM: "#2a9d8f"}
 _OTHERS = ("#2a9d8f", "#c44536", "#e9a03b", "#4a6fa5", "#7d5ba6", "#8c6d46", "#222222", "#9aa5b1")
 _MOST_POINTS = 200_000  # of a curve; more cannot be seen
 
-_STYLE = """body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #1c2733; }
+_STYLE = """\
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; }
+body { padding: 0 1rem; color: #1c2733; }
 table { border-collapse: collapse; margin: 0.5rem 0 1.5rem; font-variant-numeric: tabular-nums; }
 th, td { padding: 0.2rem 0.8rem; text-align: right; border-bottom: 1px solid #dde3e9; }
 th:first-child, td:first-child { text-align: left; }
-img { max-width: 100%; } pre { background: #f4f6f8; padding: 0.8rem; white-space: pre-wrap; overflow-wrap: anywhere; }"""
+img { max-width: 100%; }
+pre { background: #f4f6f8; padding: 0.8rem; white-space: pre-wrap; overflow-wrap: anywhere; }"""
 
 
 def draw(results: Sequence[Result], title: str, path: Path) -> None:
@@ -50,7 +53,8 @@ def write_page(summary: Summary, results: Sequence[Result], title: str, path: Pa
     arguments = msgspec.json.format(msgspec.json.encode(summary.arguments)).decode()
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-        """<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">""",
+        '<meta http-equiv="Content-Security-Policy"',
+        """ content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">""",
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body><h1>{escape(title)}</h1>",
         *(f"<h2>{escape(name)}</h2>{_table(rows)}" for name, rows in tables(summary)),
         *(f"<p>{escape(note)}</p>" for note in notes(summary)),

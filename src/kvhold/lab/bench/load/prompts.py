@@ -25,9 +25,11 @@ _FEWEST_IDS = 2
 # Common and short, so that nearly every tokenizer has each of them, with a space before it, as one
 # token.
 _COMMON = """
-the of and to in is that for it was on are as with his they at be this have from or had by hot but some what there we can out
-other were all your when up use word how said each she which do their time if will way about many then them would write like so
-these her long make thing see him two has look more day could go come did my sound no most number who over know water than call
+the of and to in is that for it was on are as with his they at be this have from or had by hot
+but some what there we can out other were all your when up use word how said each she which do
+their time if will way about many then them would write like so these her long make thing see
+him two has look more day could go come did my sound no most number who over know water than
+call
 """
 _WORDS = _COMMON.split()
 

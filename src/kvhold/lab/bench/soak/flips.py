@@ -52,10 +52,8 @@ _LAYOUTS = tuple(
         (Group(layers=3, planes=2, heads=2, head_dim=head_dim, dtype="bfloat16"),),
         tokens_per_chunk=_BLOCK * _BLOCKS,
     )
-    for head_dim in (
-        32,
-        1,
-    )  # layers of 4 KiB, which the compiled copies hash, and of 128 bytes, which they leave to the library
+    # 32: layers of 4 KiB, which the compiled copies hash. 1: of 128 bytes, which the library hashes.
+    for head_dim in (32, 1)
 )
 _CODECS = ("raw", "lossless")
 
