@@ -151,6 +151,37 @@ class TestRestarts:
             assert read(cache, PROMPT) == 0
             eventually(lambda: not place.values)
 
+    def test_a_clear_waits_for_its_write_though_a_burst_of_clears_became_one_clear_of_everything(
+        self, place: Place, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("kvhold.tiers.guard._MOST_OWED", 5)
+        with cache_over(place.url()) as cache:
+            place.hold("put")
+            store(cache, PROMPT)
+            place.wait_for("put")
+            for space in [NAMESPACE, *(bytes([n]) * NAMESPACE_BYTES for n in range(8))]:
+                cache.clear(space, deadline_s=0)
+            eventually(lambda: cache.status()["tiers"][0]["clears_owed"] == 1)
+            place.let_go("put")
+            settle(cache)
+            eventually(lambda: not cache.status()["tiers"][0]["clears_owed"])
+            assert read(cache, PROMPT) == 0 and not place.values
+
+    def test_a_tier_keeps_its_debts_when_another_tier_gets_its_name(self, tmp_path: Path) -> None:
+        file = str(tmp_path / "clears")
+        with a_place() as first, a_place() as second:
+            urls = [place.url(breaker_pause_s=0.01) for place in (first, second)]
+            with cache_over(*urls, clears_file=file) as cache:
+                store(cache, PROMPT)
+                settle(cache)
+                second.faults = dict(DOWN)
+                cache.clear(NAMESPACE)
+                assert [tier["clears_owed"] for tier in cache.status()["tiers"]] == [0, 1]
+            second.faults = {}
+            with cache_over(urls[1], clears_file=file) as cache:
+                assert read(cache, PROMPT) == 0
+                eventually(lambda: not second.values)
+
     def test_clears_that_are_not_in_the_journal_yet_are_not_forgotten_by_a_cache_that_closes(
         self, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -221,7 +252,7 @@ class TestRestarts:
         """One that began earlier, of a refresh, has other tiers' debts to write down first."""
 
         class SlowGuard:
-            name, generations = "tier", dict[bytes, int]()
+            place, generations = "tier", dict[bytes, int]()
 
             async def remember(self) -> None:
                 began.set()

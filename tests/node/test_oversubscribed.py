@@ -58,7 +58,7 @@ with connect(ram_bytes="64MiB", node={"socket": path}) as client:
         except KVHoldError as error:
             failed.append(f"{type(error).__name__}: {error}")
     same = client._link is link
-print(json.dumps({**counts, "failed": failed, "same connection": same}), flush=True)
+    print(json.dumps({**counts, "failed": failed, "same connection": same}), flush=True)
     sys.stdin.readline()
 """
 

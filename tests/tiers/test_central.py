@@ -3,8 +3,9 @@ and what it survives.
 """
 
 import asyncio
+import math
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -307,7 +308,7 @@ class TestHostileClients:
         [
             ((b"GET / HTTP/1.1\r\n\r\n",), b"must be its Hello, of at most 4096 bytes"),
             ((bytes(encode(c.Hello("x", 1, ""))),), b"must be its Hello"),
-            ((bytes(encode(c.Hello(c.CENTRAL_MAGIC, 99, ""))),), b"protocol 1"),
+            ((bytes(encode(c.Hello(c.CENTRAL_MAGIC, 99, ""))),), b"protocol 2"),
             ((HELLO, b"\xff\xff\xff\xff"), b"announced"),
             ((HELLO, b"\x05\x00\x00\x00hello"), b"not a message"),
             ((HELLO, bytes(encode(c.Probe(b"short")))), b"not keys"),
@@ -347,7 +348,7 @@ class TestHostileClients:
     def test_a_client_of_another_version_is_told_which_one_speaks(
         self, server: CentralServer
     ) -> None:
-        answer = self.ask(server, bytes(encode(c.Hello(c.CENTRAL_MAGIC, 2, ""))))
+        answer = self.ask(server, bytes(encode(c.Hello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION + 1, ""))))
         greeting = Decoder[c.Greeting](c.Greeting).decode(
             answer[LENGTH_BYTES : LENGTH_BYTES + body_length(answer)]
         )
@@ -535,6 +536,38 @@ async def test_what_is_deleted_while_it_is_written_below_does_not_stay_there() -
             assert not below.values
         finally:
             await shelf.close()
+
+
+@pytest.mark.parametrize(
+    ("ttl_s", "below"), [(None, None), (math.inf, math.inf), (50.0, pytest.approx(50, abs=10))]
+)
+async def test_a_tier_below_keeps_a_value_as_long_as_the_client_says(
+    server: CentralServer, ttl_s: float | None, below: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[float | None] = []
+
+    async def put(
+        tier: Any, items: Sequence[tuple[bytes, Any]], *, ttl_s: float | None = None
+    ) -> list[None]:
+        written.append(ttl_s)
+        return [None] * len(items)
+
+    monkeypatch.setattr("tests.tiers.memory.MemoryTier.put", put)
+    with a_place() as place:
+        shelf = Shelf(
+            Config(ram_bytes=16 << 20, huge_pages="never", tiers=(place.url(),), plugins=(PLUGIN,))
+        )
+        try:
+            room = shelf.reserve(make_key(1), 10, ttl_s)
+            assert isinstance(room, Entry)
+            shelf.commit(room)
+            await within_a_minute(lambda: not shelf._tasks)
+            assert written == [below]
+        finally:
+            await shelf.close()
+    tier = a_tier(server.url)
+    assert await tier.put([(make_key(1), [memoryview(b"x")])], ttl_s=ttl_s) == [None]
+    await tier.close()
 
 
 async def test_a_scan_of_many_keys_looks_at_few_of_them_in_one_step() -> None:

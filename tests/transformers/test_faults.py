@@ -50,7 +50,7 @@ with NodeClient(Path(sys.argv[1]), ClientConfig(connect_timeout_s=60, call_timeo
     past = reuse.forward(prompt_of(50)).past_key_values
     assert reuse.last.num_stored == 50, reuse.last
     tensors = [tensor for layer in past.layers for tensor in (layer.keys, layer.values)]
-torch.save(tensors, sys.argv[2])
+    torch.save(tensors, sys.argv[2])
 """
 
 

@@ -408,7 +408,7 @@ from kvhold.lab.mini_engine import SHAPES, MiniEngine
 for model in SHAPES:
     for _ in range(2):
         node = {"socket": sys.argv[1], "autostart": False}
-engine = MiniEngine(model, connector={"node": node, "rules": {"plan": False}})
+        engine = MiniEngine(model, connector={"node": node, "rules": {"plan": False}})
         engine.add("a", range(150), 4)
         engine.run()
         engine.close()

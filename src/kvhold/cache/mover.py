@@ -196,7 +196,7 @@ class Mover:
 
     def _begin(self) -> None:
         if self._journal is not None:
-            self._journal.begin([guard.name for guard in self._stack.guards])
+            self._journal.begin([guard.place for guard in self._stack.guards])
         for guard, coding in zip(self._stack.guards, self._codings, strict=True):
             outbox = Outbox(guard, coding, self._metrics)
             self._outboxes.append(outbox)
@@ -600,7 +600,7 @@ class Mover:
         if self._journal is None:
             return
         async with self._remembering:  # else an earlier call could write older numbers last
-            numbers = {guard.name: guard.generations for guard in self._shared}
+            numbers = {guard.place: guard.generations for guard in self._shared}
             for guard in self._stack.guards:
                 await guard.remember()
             await self._journal.reach(numbers)
@@ -615,7 +615,15 @@ class Mover:
         for outbox in self._outboxes:
             self._finish(outbox.drop(order.prefix) if not order.learned else ())
         writing = [(outbox, outbox.writing(order.prefix)) for outbox in self._outboxes]
-        return writing, await self._stack.owe(order.prefix, shared=not order.learned)
+        debts = await self._stack.owe(order.prefix, shared=not order.learned)
+        for guard, debt in debts:
+            if debt.prefix != order.prefix:  # it replaces debts that may still wait for writes
+                writing += [
+                    (outbox, outbox.writing(debt.prefix))
+                    for outbox in self._outboxes
+                    if outbox.guard is guard
+                ]
+        return writing, debts
 
     async def _clear(self, order: ClearOrder, owing: "asyncio.Task[Any]") -> None:
         """Clear the tiers. Queued writes were dropped; wait for those in progress.

@@ -13,7 +13,7 @@ import msgspec
 
 from kvhold.core.keys import KEY_BYTES
 
-CENTRAL_VERSION = 1
+CENTRAL_VERSION = 2
 CENTRAL_MAGIC = "kvhold-central"
 DEFAULT_PORT = 7710
 MAX_HELLO_BYTES = 4 << 10  # the most that is read from a client that has not logged in
@@ -80,7 +80,10 @@ class Sizes(CentralMessage, frozen=True):
 
 
 class Put(CentralMessage, frozen=True):
-    """Store values. Their bytes follow the record. -> Stored"""
+    """Store values. Their bytes follow the record. -> Stored
+
+    ttl_s: infinity: never expires, in lower tiers either; None: as their settings say
+    """
 
     keys: bytes
     sizes: list[int]

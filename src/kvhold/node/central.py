@@ -23,6 +23,7 @@ import ssl
 from collections.abc import Callable
 from contextlib import suppress
 from hashlib import blake2b
+from math import inf
 
 from kvhold.core.config import Config, ListenConfig
 from kvhold.core.errors import ConfigError, KVHoldError, NodeError, ProtocolError
@@ -303,7 +304,7 @@ class Central:
         keys = c.split_keys(request.keys)
         if len(keys) != len(request.sizes) or min(request.sizes, default=1) < 1:
             raise ProtocolError("a put with lists of unequal length, or a value without bytes")
-        if request.ttl_s is not None and not 0 <= request.ttl_s < 1 << 40:
+        if request.ttl_s not in (None, inf) and not 0 <= request.ttl_s < 1 << 40:
             raise ProtocolError(f"a time to live of {request.ttl_s} seconds")
         faults = [
             await self._receive(stream, key, size, request.ttl_s)

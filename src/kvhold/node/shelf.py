@@ -22,7 +22,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from math import ceil
+from math import ceil, inf
 from typing import Any
 
 from kvhold.core.config import Config
@@ -36,6 +36,10 @@ from kvhold.tiers.ram import Entry, RamTier, Wanted
 from kvhold.tiers.stack import Place, Stack, make_stack
 
 log = logging.getLogger(__name__)
+
+_NEVER = (
+    1 << 63
+) - 1  # `expires_at` of a value that no lower tier may expire, whatever its settings
 
 
 class Shelf:
@@ -141,7 +145,10 @@ class Shelf:
         """
         if self.ram.holds(key):
             return "" if self.ram.find(key) else "busy"
-        expires_at = ceil(self.ram.now() + ttl_s) if ttl_s is not None else 0
+        if ttl_s is None:
+            expires_at = 0
+        else:
+            expires_at = _NEVER if ttl_s == inf else ceil(self.ram.now() + ttl_s)
         entries = self.ram.reserve_all(
             [Wanted(key, nbytes)], num_tokens=0, first_token=0, expires_at=expires_at
         )
@@ -230,6 +237,12 @@ class Shelf:
         self.ram.hold(entry)
         self._begin(self._write(entry))
 
+    def _ttl_s(self, entry: Entry) -> float | None:
+        """Return the `ttl_s` of `Tier.put` for this entry."""
+        if entry.expires_at in (0, _NEVER):
+            return inf if entry.expires_at else None
+        return entry.expires_at - self.ram.now()
+
     async def _write(self, entry: Entry) -> None:
         """Write an entry to every tier that is not read-only.
 
@@ -241,7 +254,7 @@ class Shelf:
                 if guard.config.read_only:
                     continue
                 async with guard.gate.turn(Urgency.WRITE):
-                    ttl_s = entry.expires_at - self.ram.now() if entry.expires_at else None
+                    ttl_s = self._ttl_s(entry)
                     if ttl_s is not None and ttl_s <= 0:
                         break
                     if entry.doomed:  # deleted meanwhile, in memory and below

@@ -8,7 +8,6 @@ carries one exchange at a time. A connection that broke, or whose call was cance
 next call opens another. Runs on one event loop. The caller sets time-outs.
 """
 
-import math
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -160,7 +159,6 @@ class CentralTier:
         self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
     ) -> list[TierError | None]:
         """Tier contract."""
-        ttl_s = None if ttl_s == math.inf else ttl_s
         batches = [
             _PutBatch(batch, ttl_s)
             for batch in _batched([_Putting(key, parts) for key, parts in items])

@@ -124,8 +124,15 @@ class _Call(Generic[Result]):
 class Guard:
     """A tier behind a breaker, deadlines and counters."""
 
-    def __init__(self, tier: Tier, config: GuardConfig, *, name: str, metrics: Metrics) -> None:
+    def __init__(
+        self, tier: Tier, config: GuardConfig, *, name: str, metrics: Metrics, place: str = ""
+    ) -> None:
+        """place: under which the journal of clears keeps the tier's debts; empty: the name.
+
+        A name may pass to another tier when the settings change. A place may not.
+        """
         self.name = name
+        self.place = place or name
         self.config = config
         self.gate = Gate(config.concurrent_calls)
         self.traits = tier.traits
@@ -331,8 +338,8 @@ class Guard:
         """Hide all values with this prefix until they are removed. Return the debt, for `pay`.
 
         If there is a journal, the debt is on the disk when this returns. A tier that is not shared
-        and has too many debts gets one debt for all its values instead. In a read-only tier the
-        values stay hidden.
+        and has too many debts gets one debt for all its values instead, which is due when all
+        writes of now have ended. In a read-only tier the values stay hidden.
         """
         if (
             not self.traits.shared
@@ -351,8 +358,8 @@ class Guard:
     async def pay(self, debt: Debt) -> int:
         """Remove the values of a debt. Return the number of removed values.
 
-        Call this when the writes that were under way at `owe` have ended. If the tier fails now, a
-        background task tries again.
+        Call this when the writes of the debt's prefix that were under way at `owe` have ended. If
+        the tier fails now, a background task tries again.
         """
         if self.config.read_only:
             log.warning(
@@ -381,9 +388,9 @@ class Guard:
         if self._journal is not None:
             async with self._journal_turn:
                 if self._hidden.debt(prefix):
-                    await self._journal.add(self.name, prefix)
+                    await self._journal.add(self.place, prefix)
                 else:
-                    await self._journal.remove(self.name, prefix)
+                    await self._journal.remove(self.place, prefix)
 
     def share(
         self,
@@ -404,7 +411,7 @@ class Guard:
         """
         if self.traits.shared:
             self._remember = remember
-            numbers = journal.reached(self.name) if journal is not None else None
+            numbers = journal.reached(self.place) if journal is not None else None
             self._tier = GenerationTier(
                 self._tier,
                 learned,
@@ -444,7 +451,7 @@ class Guard:
     async def remember(self) -> None:
         """Write all debts to the journal that are not there yet."""
         if self._journal is not None:
-            for prefix in set(self._hidden.owed) - set(self._journal.owed(self.name)):
+            for prefix in set(self._hidden.owed) - set(self._journal.owed(self.place)):
                 await self._write_journal(prefix)
 
     def resume_clears(self, journal: ClearsJournal) -> None:
@@ -453,7 +460,7 @@ class Guard:
         Call this on the tier's loop.
         """
         self._journal = journal
-        for prefix in journal.owed(self.name):
+        for prefix in journal.owed(self.place):
             self._hidden.fall_due(prefix, self._hidden.owe(prefix))
         if (
             self._hidden.owed
@@ -648,7 +655,7 @@ class Guard:
         """
         async with self._journal_turn:
             if self._journal is not None and self._hidden.debt(prefix) == debt:
-                await self._journal.remove(self.name, prefix)
+                await self._journal.remove(self.place, prefix)
             self._hidden.paid(prefix, debt)
 
     async def _pay_by_generation(self, tier: GenerationTier, prefix: bytes, debt: int) -> int:

@@ -7,8 +7,8 @@
     await journal.remove("redis", prefix)     # the tier has been cleared
     await journal.reach({"redis": numbers})   # generations of this host's chunks
 
-Each clear has one line: the tier's name, a tab, and the prefix of the keys in hex. Each generation
-has one line: the tier's name, a tab, the namespace in hex, a tab, and the number. The file is
+Each clear has one line: the tier's place, a tab, and the prefix of the keys in hex. Each generation
+has one line: the tier's place, a tab, the namespace in hex, a tab, and the number. The file is
 replaced in one step.
 
 The file is bounded. A tier of one host with too many pending clears owes a clear of everything

@@ -18,8 +18,10 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 from typing import Protocol
+from urllib.parse import quote
 
 from kvhold.core.errors import ConfigError, KVHoldError
+from kvhold.core.secrets import is_secret_name
 from kvhold.tiers.base import Tier
 from kvhold.tiers.guard import GuardConfig
 from kvhold.tiers.url import TierUrl, parse_url
@@ -28,6 +30,7 @@ ENTRY_POINTS = "kvhold.tiers"
 PLUGIN_SCHEME = "plugin"
 
 _GUARD_OPTIONS = {f.name: f for f in fields(GuardConfig)}
+_PLACE_OPTIONS = ("db", "endpoint", "metadata_server", "prefix", "service")  # see `place_of`
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,24 @@ def make_tier(text: str, *, plugins: Sequence[str] = ()) -> tuple[Tier, GuardCon
     for (wrap, _), options in zip(reversed(wraps), reversed(own), strict=True):
         tier = wrap.from_url(tier, options, url.shown)
     return tier, settings
+
+
+def place_of(text: str) -> str:
+    """Return where a tier keeps its values: its URL without credentials and without the options
+    that may change while the values stay.
+
+    Of a plugin only the options of the guard may change. Raises ConfigError.
+    """
+    url = parse_url(text).without(_GUARD_OPTIONS)
+    is_plugin = url.scheme.rpartition("+")[2] not in _TIERS
+    pairs = [
+        f"{name}={value}"
+        for name, value in url.options.items()
+        if name in _PLACE_OPTIONS or (is_plugin and not is_secret_name(name))
+    ]
+    hosts = url.netloc.rpartition("@")[2]
+    place = f"{url.scheme}://{hosts}{url.path}{'?' if pairs else ''}{'&'.join(pairs)}"
+    return quote(place, safe="/:,?&=[]+%")
 
 
 def guard_settings(url: TierUrl) -> GuardConfig:

@@ -17,7 +17,7 @@ from kvhold.core.errors import ConfigError
 from kvhold.core.metrics import Metrics
 from kvhold.tiers.guard import Guard
 from kvhold.tiers.hidden import Debt
-from kvhold.tiers.registry import make_tier
+from kvhold.tiers.registry import make_tier, place_of
 
 
 @dataclass(frozen=True)
@@ -108,5 +108,8 @@ def make_stack(urls: Sequence[str], *, plugins: Sequence[str], metrics: Metrics)
             )
         if name == "ram":
             raise ConfigError("tiers: the name 'ram' is taken by the arena; choose another")
-        guards.append(Guard(tier, config, name=name, metrics=metrics))
+        place = place_of(url)
+        same = sum(guard.place.partition(" ")[0] == place for guard in guards)
+        place = f"{place} {same + 1}" if same else place
+        guards.append(Guard(tier, config, name=name, metrics=metrics, place=place))
     return Stack(guards)
