@@ -1,4 +1,1 @@
-"""Values and contracts. Every other package may import this one; it imports no other package.
-
-No I/O except reading a config file.
-"""
+"""Values and contracts. It imports no other package, and reads no file but the settings."""

@@ -1,17 +1,11 @@
-"""The settings, and their loader: arguments, over the environment, over a file, over the defaults.
+"""The settings. Arguments go before the environment, then a file, then the defaults.
 
     config = load_config({"ram_bytes": "8GiB"})  # or KVHOLD_RAM_BYTES=8GiB, or ram_bytes = "8GiB"
-    config.node.socket
+    config.node.socket                           # or KVHOLD_NODE_SOCKET, or [node] socket
 
-The file is named by `KVHOLD_CONFIG` or by the caller. It is TOML, or YAML if PyYAML is installed. A
-nested setting is `KVHOLD_NODE_SOCKET`, `[node] socket`, `{"node": {"socket": ...}}`. A size is a
-number of bytes or text such as "5GiB". A list is a list, or text with blanks between its items. An
-item with options may be a table: `{url = "disk:///var/cache/kvhold", max_bytes = "100GiB"}`.
-
-An unknown name or a bad value is a ConfigError that names the source, the name and the nearest
-valid one. Nothing is ignored, except the variables that Kubernetes makes for a Service called
-`kvhold` or `kvhold-...` (`_KUBERNETES`). Errors never contain the value of a setting that is marked
-`secret`.
+The file is TOML or YAML. Lists may be text with blanks between items. An item with options may be a
+table: `{url = "disk:///var/cache/kvhold", max_bytes = "100GiB"}`. Errors never contain `secret`
+values.
 """
 
 import os
@@ -28,10 +22,10 @@ from kvhold.core.errors import ConfigError
 from kvhold.core.sizes import parse_size
 
 _PREFIX = "KVHOLD_"
-_NOT_SETTINGS = ("KVHOLD_CONFIG", "KVHOLD_LOG_LEVEL")  # the file itself, logging
-_INSTALLER = "KVHOLD_SETUP_"  # the installer's own switches
-_SERVICE = r"KVHOLD(_[A-Z0-9]+)*"  # a Service called kvhold, or kvhold-something
-_KUBERNETES = (  # the variables of a Service: names that must match whole, and their values
+_NOT_SETTINGS = ("KVHOLD_CONFIG", "KVHOLD_LOG_LEVEL")  # no settings: the file's name, and logging
+_INSTALLER = "KVHOLD_SETUP_"  # variables of the installer
+_SERVICE = r"KVHOLD(_[A-Z0-9]+)*"  # a Service named kvhold or kvhold-...
+_KUBERNETES = (  # their full names and values
     (re.compile(rf"{_SERVICE}_SERVICE_HOST"), re.compile(r"[0-9a-fA-F:.]*")),
     (re.compile(rf"{_SERVICE}_SERVICE_PORT(_[A-Z0-9_]+)?"), re.compile(r"\d+")),
     (re.compile(rf"{_SERVICE}_PORT(_\d+_(TCP|UDP|SCTP))?"), re.compile(r"(tcp|udp|sctp)://.+")),
@@ -40,7 +34,7 @@ _KUBERNETES = (  # the variables of a Service: names that must match whole, and 
 
 
 def size(default: int, help: str) -> Any:
-    """Return a field in bytes that also accepts "5GiB"."""
+    """Return a field that also accepts "5GiB"."""
     return field(default=default, metadata={"help": help, "size": True, "minimum": 0})
 
 
@@ -52,10 +46,7 @@ def setting(
     minimum: float | None = None,
     secret: bool = False,
 ) -> Any:
-    """Return a field with its help, and its choices or its least value.
-
-    secret: errors, logs and status never contain its value
-    """
+    """Return a field. A secret value is never in errors, logs and status."""
     return field(
         default=default,
         metadata={"help": help, "choices": choices, "minimum": minimum, "secret": secret},
@@ -65,8 +56,6 @@ def setting(
 
 @dataclass(frozen=True)
 class NodeConfig:
-    """Settings of this host's daemon."""
-
     socket: str = setting(
         "", "path of the node's Unix socket; empty: one for this user in the runtime directory"
     )
@@ -122,8 +111,6 @@ class NodeConfig:
 
 @dataclass(frozen=True)
 class ClientConfig:
-    """Settings of an engine's process as a client of the node."""
-
     connect_timeout_s: float = setting(
         5.0, "how long a node that is there may take to answer who joins it", minimum=0.01
     )
@@ -153,7 +140,7 @@ class ClientConfig:
 
 @dataclass(frozen=True)
 class ListenConfig:
-    """Settings of a central cache for other hosts (`kvhold serve --listen`)."""
+    """Settings of `kvhold serve --listen`."""
 
     address: str = setting(
         "",
@@ -183,7 +170,7 @@ class ListenConfig:
 
 @dataclass(frozen=True)
 class RulesConfig:
-    """The permitted use of the cache by an engine's requests; a request may ask for less."""
+    """The rules for all requests. A request may ask for less."""
 
     store: bool = setting(True, "store the KV of requests")
     load: bool = setting(True, "load what is cached")
@@ -215,7 +202,7 @@ class RulesConfig:
 
 @dataclass(frozen=True)
 class EncryptionConfig:
-    """AES-256-GCM for data below memory, in tiers with the option `encrypt`."""
+    """AES-256-GCM below memory, for tiers with the option `encrypt`."""
 
     keys: tuple[str, ...] = setting(
         (),
@@ -227,8 +214,6 @@ class EncryptionConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """All settings of one process."""
-
     tokens_per_chunk: int = setting(
         128, "tokens in a chunk; engines round it up to a multiple of their block", minimum=1
     )
@@ -343,11 +328,6 @@ def load_config(
     file: str | Path | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Config:
-    """Return the Config of `arguments` over `environ` over `file`.
-
-    file:    default: `$KVHOLD_CONFIG`
-    environ: default: the environment of this process
-    """
     environ = os.environ if environ is None else environ
     config = Config()
     path = file or environ.get("KVHOLD_CONFIG")
@@ -360,11 +340,7 @@ def load_config(
 def apply(
     config: Settings, values: Mapping[str, Any], *, source: str, spell: Any = None, path: str = ""
 ) -> Settings:
-    """Return `config` with `values` applied.
-
-    source: the origin of the values, for errors
-    spell:  turns a dotted name into the source's spelling, for errors
-    """
+    """Return `config` with `values`. spell: turns a dotted name into the source's spelling."""
     spell = spell or (lambda name: name)
     types = get_type_hints(type(config))
     known = {f.name: f for f in fields(config)}  # type: ignore[arg-type]
@@ -391,7 +367,7 @@ def apply(
 
 
 def describe(section: Any = Config, path: str = "") -> Iterator[tuple[str, Any, str]]:
-    """Yield every setting: dotted name, default, help."""
+    """Yield dotted name, default and help of every setting."""
     for f in fields(section):
         default = f.default_factory() if f.default_factory is not MISSING else f.default
         if is_dataclass(default):
@@ -473,7 +449,7 @@ def _as_number(value: Any, kind: type[int] | type[float]) -> int | float:
         raise ValueError("must be a number")
     try:
         number = kind(value)
-    except (ValueError, OverflowError):  # OverflowError: an infinite number
+    except (ValueError, OverflowError):  # an infinite number
         raise ValueError("must be a whole number" if kind is int else "must be a number") from None
     if kind is int and isinstance(value, float) and value != number:
         raise ValueError("must be a whole number")
@@ -505,10 +481,7 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _is_of_kubernetes(variable: str, text: str) -> bool:
-    """Return whether Kubernetes made the variable for a Service.
-
-    The value must match too, so that `KVHOLD_LISTEN_PORT=7710` is still reported as a misspelling.
-    """
+    """The value must match too, so that a misspelt `KVHOLD_LISTEN_PORT=7710` is reported."""
     return any(name.fullmatch(variable) and value.fullmatch(text) for name, value in _KUBERNETES)
 
 
@@ -546,7 +519,7 @@ def _read_yaml(path: Path, raw: str) -> dict[str, Any]:
         ) from None
     try:
         values = yaml.safe_load(raw)
-    except yaml.MarkedYAMLError as error:  # the error's text quotes the file, secrets included
+    except yaml.MarkedYAMLError as error:  # its text quotes the file with its secrets
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigError(
             f"{path} is not valid YAML: {error.problem or error.context}{line}"

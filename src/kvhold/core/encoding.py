@@ -1,24 +1,17 @@
-"""One injective byte encoding of plain values, for everything that is hashed into a name.
+"""One injective encoding of plain values, for everything that is hashed into a name.
 
-    canonical(("llama", 3, None)) -> bytes
-
-Two values give the same bytes only if they are equal and of the same types. `("a", "bc")` and
-`("ab", "c")`, `1` and `True`, `"1"` and `1` differ, and a separator inside a name does no harm.
-Encodings are never stored or decoded.
+Only equal values of equal types give the same bytes. Encodings are never stored.
 """
 
 from collections.abc import Sequence
 from typing import TypeAlias, Union
 
-# a recursive alias needs the quoted form
+# recursive, so it needs the quoted form
 Plain: TypeAlias = Union[bool, int, float, str, bytes, Sequence["Plain"], None]  # noqa: UP007
 
 
 def canonical(value: Plain) -> bytes:
-    """Encode as type tag, length (8 bytes, little-endian), content.
-
-    Sequences nest; a list and a tuple are encoded alike.
-    """
+    """Encode as type tag, length (8 bytes, little-endian), content. A list equals a tuple."""
     if value is None:
         return _tagged(b"n", b"")
     if isinstance(value, bool):

@@ -1,18 +1,13 @@
 """Names of chunks: the same bytes in every process and on every host.
 
-    namespace = Namespace(model="llama", layout=layout)
-    prompt = namespace.prompt(tokens)            # the keys of a prompt, hashed once
-    prompt.chunk_key(0)                          # 40 bytes
-    namespace.prompt(tokens, inserts=[Insert(start=5, length=576, digest=image_hash)])
-    text = prompt.growing(); text.append([17])   # generated tokens, hashed as they come
+    Namespace(model="llama", layout=layout).prompt(tokens).chunk_key(0)    # 40 bytes
 
-A chunk's key is the namespace's digest, the chained hash of all tokens up to the chunk's end, the
-group and the shard. The chain is blake2b (RFC 7693) with the namespace as salt: h[i] = H(h[i-1],
-number of tokens, tokens of chunk i, extra and inserts of chunk i). The salt keeps keys of another
-namespace from being guessed from the same text. 160 bits rule out constructed collisions. A token
-is hashed as int32, little-endian.
+A key is the namespace's digest, a chained hash of all tokens up to the chunk's end, group and
+shard. The hash is blake2b (RFC 7693): h[i] = H(h[i-1], number of tokens, int32 little-endian
+tokens, extra, inserts). The namespace is the salt, so text does not reveal another namespace's
+keys. 160 bits rule out constructed collisions.
 
-No I/O. Any thread, but a GrowingPrompt belongs to one thread at a time.
+Any thread.
 """
 
 from abc import ABC, abstractmethod
@@ -44,18 +39,16 @@ _PERSON = b"kvhold-chunk-1"
 _PERSON_WITH_INSERTS = b"kvhold-insert-1"
 _NO_PARENT = bytes(HASH_BYTES)
 _ONE_HASH = Struct(f"{HASH_BYTES}s")
-TENANT = "tenant"  # the tag that names the owner of the KV
+TENANT = "tenant"  # the tag that names the KV's owner
 
 
 class ChunkNames(msgspec.Struct, frozen=True, array_like=True):
-    """Consecutive chunks of one prompt in one namespace, by their token hashes.
+    """Consecutive chunks of one prompt.
 
-    hashes:      HASH_BYTES per chunk, concatenated
-    tail_tokens: tokens in the last chunk if it is a tail, 0 if all are whole
-    first_token: the position in the prompt of the first chunk's first token; its keys are rotated
-                 for this position
-    parent:      the hash of the chunk before the first one; empty if the first one begins the
-                 prompt
+    hashes:      HASH_BYTES per chunk
+    tail_tokens: length of a final tail, else 0
+    first_token: position in the prompt
+    parent:      hash of the preceding chunk, or empty
     """
 
     namespace: bytes
@@ -68,7 +61,7 @@ class ChunkNames(msgspec.Struct, frozen=True, array_like=True):
         return len(self.hashes) // HASH_BYTES
 
     def num_tokens(self, layout: Layout) -> npt.NDArray[np.int64]:
-        """Return the number of tokens in each chunk: [n] int64."""
+        """Return [n] int64."""
         counts = np.full(len(self), layout.tokens_per_chunk, dtype=np.int64)
         if self.tail_tokens:
             counts[-1] = self.tail_tokens
@@ -76,15 +69,13 @@ class ChunkNames(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Query(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt as a lookup passes it: its whole chunks, then the tails that may follow the last
-    one.
+    """A prompt in a lookup: whole chunks, then candidate tails.
 
-    layout:       fingerprint of the registered layout
-    shards:       the number of shards; each chunk must be present in all of them
-    hashes:       of the whole chunks, HASH_BYTES each
-    tail_hashes:  of the candidate tails, shortest first
-    tail_lengths: tokens in each candidate tail
-    tenant:       the owner of the KV, for encrypted tiers
+    layout:       its fingerprint
+    hashes:       HASH_BYTES per whole chunk
+    tail_hashes:  shortest tail first
+    tail_lengths: in tokens
+    tenant:       owner of the KV, for encrypted tiers
     """
 
     namespace: bytes
@@ -98,14 +89,10 @@ class Query(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class Insert:
-    """Content in a prompt that is not text: an image, a video, audio.
+    """An image, video or audio in a prompt; its token ids do not identify it.
 
-    The token ids at its place do not identify it.
-
-    start:  its first token in the prompt
-    length: its number of tokens
-    digest: the full hash of everything that its KV depends on, except its place. Bytes and text are
-            never equal
+    start, length: in tokens
+    digest:        hash of everything that its KV depends on, except its position
     """
 
     start: int
@@ -115,15 +102,13 @@ class Insert:
 
 @dataclass(frozen=True)
 class Namespace:
-    """Everything that must be equal for KV to be reusable. Namespaces that differ share no key.
+    """Everything that must be equal for KV to be reusable.
 
-    shards:     the number of parts of the model's KV (tensor times pipeline parallel ranks that
-                hold different KV)
-    cache_salt: a tenant's secret or any text that separates callers
-    tags:       pairs of names and values that must match, in any order
-    hashing:    the scheme of the token hashes; an engine with its own hashes names its scheme here
-    facts:      the rest of the engine's configuration, by name; see `core.naming`
-    title:      the user's name for the model, for people; not part of the digest
+    shards:     parallel ranks that hold different KV
+    cache_salt: any text that separates callers
+    hashing:    scheme of the token hashes
+    facts:      see `core.naming`
+    title:      for people; not in the digest
     """
 
     model: str
@@ -141,7 +126,6 @@ class Namespace:
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes that identify this namespace."""
         fields: Plain = [
             self.model,
             self.revision,
@@ -164,11 +148,7 @@ class Namespace:
 
     @cached_property
     def description(self) -> bytes:
-        """The namespace's facts, packed for `kvhold names`, without salt, tenant and possible
-        secrets.
-
-        Empty for a namespace without a model, which only stands for its layout.
-        """
+        """The packed facts, without salt, tenant and possible secrets."""
         if not self.model:
             return b""
         layout = self.layout
@@ -195,17 +175,14 @@ class Namespace:
 
     @property
     def tenant(self) -> str:
-        """The owner of the KV: the value of the tag `tenant`."""
         return dict(self.tags).get(TENANT, "")
 
     def narrowed(
         self, *, lora: str = "", cache_salt: str = "", tags: Sequence[tuple[str, str]] = ()
     ) -> "Namespace":
-        """Return this namespace for one request: with its LoRA, salt and tags in addition to the
-        present ones."""
         if not (lora or cache_salt or tags):
             return self
-        if cache_salt and self.cache_salt:  # a request's salt is added to the configured one
+        if cache_salt and self.cache_salt:  # both salts count
             cache_salt = canonical([self.cache_salt, cache_salt]).hex()
         return replace(
             self,
@@ -221,32 +198,28 @@ class Namespace:
         *,
         inserts: Iterable[Insert] = (),
     ) -> "Prompt":
-        """Hash a prompt once. Raises ValueError, which names the field, for invalid tokens or
-        inserts.
+        """Prepare a prompt's keys. Raises ValueError that names the invalid field.
 
-        tokens:  [n] integers, best an int32 array
-        extras:  by chunk number, further bytes that the chunk's KV depends on
-        inserts: the parts of the prompt that are not text, in any order; they must not overlap
+        tokens:  [n] integers, best int32
+        extras:  by chunk number, further bytes that its KV depends on
+        inserts: in any order, without overlap
         """
         checked = as_tokens(tokens)
         return Prompt(self, checked, extras or {}, as_inserts(inserts, len(checked)))
 
 
 def as_tokens(tokens: npt.ArrayLike) -> npt.NDArray[np.int32]:
-    """Return `tokens` as a contiguous int32 array.
-
-    Raises ValueError for anything but one axis of integers that fit 32 bits.
-    """
+    """Return contiguous int32. Raises ValueError for anything but one axis of 32-bit integers."""
     if isinstance(tokens, list) and tokens and type(tokens[0]) is int:
         with suppress(TypeError, OverflowError):  # the checks below name the fault
-            # Unsigned is three times as fast as signed, and four times as fast as numpy, which
-            # scans a list twice.
+            # Unsigned is three times as fast as signed; numpy scans a list
+            # twice and takes four times as long.
             numbers = array("I")
             numbers.fromlist(tokens)  # faster than array("I", tokens)
             unsigned = np.frombuffer(numbers, np.uintc)
             if unsigned.max() <= np.iinfo(np.int32).max:
                 found = unsigned.view(np.intc).astype("<i4", copy=False)
-                found.flags.writeable = False  # so that it is hashed without a copy
+                found.flags.writeable = False  # hashed without a copy
                 return found
     found = np.asarray(tokens)
     if found.size == 0:
@@ -260,16 +233,13 @@ def as_tokens(tokens: npt.ArrayLike) -> npt.NDArray[np.int32]:
             raise ValueError("a token id does not fit 32 bits")
         found = found.astype("<i4")
     found = np.ascontiguousarray(found)
-    # A read-only view: the owner may still write to the memory.
+    # The owner of a read-only view may still write.
     is_somebodys = found.base is not None and not found.flags.writeable
     return found.copy() if is_somebodys else found
 
 
 def as_inserts(inserts: Iterable[Insert], num_tokens: int) -> tuple[Insert, ...]:
-    """Return `inserts` in the order of their places.
-
-    Raises ValueError unless each lies within `num_tokens` tokens and none overlap.
-    """
+    """Sort `inserts`. Raises ValueError if two overlap or one exceeds `num_tokens`."""
     checked = [
         (_as_insert(insert, f"inserts[{i}]", num_tokens), i) for i, insert in enumerate(inserts)
     ]
@@ -317,34 +287,28 @@ def _place(insert: Insert) -> str:
 
 
 class _Text(ABC):
-    """A text whose whole chunks are hashed, finished or growing."""
-
     namespace: Namespace
 
     @property
     @abstractmethod
     def num_tokens(self) -> int:
-        """The number of all its tokens."""
+        pass
 
     @abstractmethod
     def _hashes(self, first: int, last: int) -> bytes:
-        """Return the hashes of the whole chunks `first` to before `last`, concatenated."""
+        """Return the hashes of the whole chunks `first` to before `last`."""
 
     @abstractmethod
     def _tail_hash(self, num_tokens: int) -> bytes:
-        """Return the hash of the tail of `num_tokens` tokens after the last whole chunk."""
+        """Return the hash of the tail of `num_tokens` tokens."""
 
     @property
     def num_whole(self) -> int:
-        """The number of whole chunks."""
         return self.num_tokens // self.namespace.layout.tokens_per_chunk
 
     @property
     def tail_lengths(self) -> tuple[int, ...]:
-        """Lengths in tokens of the possible tails after the last whole chunk, shortest first.
-
-        One for the end of each block. Where tails may end anywhere, only the end of the text.
-        """
+        """Return the possible tails in tokens: one per block end, or the text's end alone."""
         step = self.namespace.layout.tail_tokens
         rest = self.num_tokens % self.namespace.layout.tokens_per_chunk
         if step == 1:
@@ -353,16 +317,13 @@ class _Text(ABC):
 
     @property
     def chain(self) -> bytes:
-        """The hashes of the whole chunks, HASH_BYTES each, concatenated."""
         return self._hashes(0, self.num_whole)
 
     @property
     def tails(self) -> bytes:
-        """The hashes of the possible tails, HASH_BYTES each, concatenated."""
         return b"".join(map(self._tail_hash, self.tail_lengths))
 
     def query(self) -> Query:
-        """Return the query that looks up this text."""
         space = self.namespace
         return Query(
             space.digest,
@@ -375,11 +336,7 @@ class _Text(ABC):
         )
 
     def chunks(self, first: int = 0, *, last: int | None = None, tail: bool = True) -> ChunkNames:
-        """Return the whole chunks from number `first` to before `last` (default: all), and the
-        longest tail.
-
-        The tail is left out if `tail` is false.
-        """
+        """Return the whole chunks `first` to before `last` (default: all), and the longest tail."""
         assert 0 <= first <= self.num_whole, "what begins after the last whole chunk is its tail"
         hashes = self._hashes(first, self.num_whole if last is None else last)
         first_token = first * self.namespace.layout.tokens_per_chunk
@@ -392,21 +349,16 @@ class _Text(ABC):
         return ChunkNames(self.namespace.digest, hashes, tail_tokens, first_token, parent)
 
     def hash_at(self, chunk: int) -> bytes:
-        """Return the hash of whole chunk number `chunk`."""
         assert 0 <= chunk < self.num_whole, "not a whole chunk of this prompt"
         return self._hashes(chunk, chunk + 1)
 
     def chunk_key(self, chunk: int, group: int = 0, shard: int = 0) -> bytes:
-        """Return the key of whole chunk number `chunk`."""
         return make_key(self.namespace.digest, self.hash_at(chunk), group, shard)
 
 
 @dataclass(frozen=True, eq=False)
 class Prompt(_Text):
-    """The token hashes of one prompt in one namespace. Hashed on first use, one call per chunk.
-
-    `inserts` are in order and do not overlap. After `until`, some may lie beyond the prompt's end.
-    """
+    """The hashes of a prompt. `inserts` are in order; after `until`, some may reach beyond it."""
 
     namespace: Namespace
     tokens: npt.NDArray[np.int32]
@@ -415,46 +367,33 @@ class Prompt(_Text):
 
     @property
     def num_tokens(self) -> int:
-        """The number of all its tokens."""
         return len(self.tokens)
 
     @cached_property
     def chain(self) -> bytes:
-        """The hashes of the whole chunks, HASH_BYTES each, concatenated."""
         size = self.namespace.layout.tokens_per_chunk
         return b"".join(self._links(0, _NO_PARENT, self._raw[: 4 * size * self.num_whole], size))
 
     @cached_property
     def tails(self) -> bytes:
-        """The hashes of the possible tails, HASH_BYTES each, concatenated."""
         return super().tails
 
     def until(self, num_tokens: int) -> "Prompt":
-        """Return the prompt of the first `num_tokens` tokens.
-
-        An insert that reaches beyond them is still hashed with its full length.
-        """
+        """Cut the prompt. A cut insert is still hashed with its full length."""
         assert 0 <= num_tokens <= self.num_tokens, "a prompt can only be cut"
         return replace(self, tokens=self.tokens[:num_tokens])
 
     def followed_by(self, tokens: npt.ArrayLike) -> "Prompt":
-        """Return this prompt with [n] further tokens, and with its extras and inserts.
-
-        Raises ValueError for invalid tokens.
-        """
+        """Append [n] tokens to a copy. Raises ValueError."""
         return replace(self, tokens=np.concatenate([self.tokens, as_tokens(tokens)]))
 
     def growing(self) -> "GrowingPrompt":
-        """Return a copy of this prompt that can grow. The prompt itself does not change."""
         return GrowingPrompt(self)
 
     def _links(
         self, chunk: int, parent: bytes, raw: "memoryview | bytes", size: int
     ) -> list[bytes]:
-        """Return the hashes of the chunks of `size` tokens in `raw`.
-
-        The first one is chunk number `chunk` and follows the chunk with hash `parent`.
-        """
+        """Hash chunks of `size` tokens, from number `chunk`, after the hash `parent`."""
         header, step, links = size.to_bytes(4, "little"), 4 * size, []
         start, is_text = (
             chunk * self.namespace.layout.tokens_per_chunk,
@@ -488,7 +427,7 @@ class Prompt(_Text):
 
     @cached_property
     def _hash(self) -> blake2b:
-        """The initial hash state. Copying it takes half the time of making a new one."""
+        """The initial state. Copying it takes half the time of making one."""
         return blake2b(digest_size=HASH_BYTES, salt=self.namespace.digest, person=_PERSON)
 
     @cached_property
@@ -499,7 +438,6 @@ class Prompt(_Text):
 
     @cached_property
     def _raw(self) -> memoryview:
-        """The bytes of the tokens; a copy if the array is writable."""
         return (
             memoryview(self.tokens.tobytes())
             if self.tokens.flags.writeable
@@ -508,13 +446,11 @@ class Prompt(_Text):
 
     @cached_property
     def _edges(self) -> tuple[list[int], list[int]]:
-        """The starts and the ends of the inserts. Both ascend, because inserts do not overlap."""
         return [insert.start for insert in self.inserts], [
             insert.start + insert.length for insert in self.inserts
         ]
 
     def _inserts_in(self, start: int, end: int) -> tuple[Insert, ...]:
-        """Return the inserts that have a token from `start` to before `end`."""
         begins, ends = self._edges
         return self.inserts[bisect_right(ends, start) : bisect_left(begins, end)]
 
@@ -530,11 +466,9 @@ class Prompt(_Text):
 
 
 class GrowingPrompt(_Text):
-    """A prompt and the tokens that follow it, hashed as they come. Appending n tokens costs O(n).
+    """A prompt that grows. Appending n tokens costs O(n). One thread at a time.
 
-    Its keys are those of a prompt of all its tokens, with the extras and inserts of the first
-    prompt. Not for two threads at once. Results that it has returned (`chunks`, `query`) do not
-    change.
+    Its keys equal those of a `Prompt` of the same text.
     """
 
     def __init__(self, prompt: Prompt) -> None:
@@ -547,7 +481,6 @@ class GrowingPrompt(_Text):
 
     @property
     def num_tokens(self) -> int:
-        """The number of all its tokens."""
         return (
             len(self._hashed) // HASH_BYTES * self.namespace.layout.tokens_per_chunk
             + len(self._rest) // 4
@@ -579,25 +512,21 @@ class GrowingPrompt(_Text):
 
 
 def make_key(namespace: bytes, chain_hash: bytes, group: int, shard: int) -> bytes:
-    """Return the KEY_BYTES: namespace, hash, group and shard (2 bytes each, little-endian)."""
     return namespace + chain_hash + place_suffix(group, shard)
 
 
 def split_hashes(hashes: bytes) -> Iterator[bytes]:
-    """Split concatenated hashes."""
     return map(itemgetter(0), _ONE_HASH.iter_unpack(hashes))
 
 
 def place_suffix(group: int, shard: int) -> bytes:
-    """Return the last 4 bytes of a key: group and shard."""
+    """Return the end of a key: group and shard, 2 bytes each, little-endian."""
     assert 0 <= group <= 0xFFFF and 0 <= shard <= 0xFFFF
     return (group | shard << 16).to_bytes(4, "little")
 
 
 @dataclass(frozen=True)
 class KeyParts:
-    """The parts of a key, for logs and tools."""
-
     namespace: bytes
     hash: bytes
     group: int
@@ -605,7 +534,6 @@ class KeyParts:
 
 
 def split_key(key: bytes) -> KeyParts:
-    """Return the parts of `key`. Raises ValueError unless it is KEY_BYTES long."""
     if len(key) != KEY_BYTES:
         raise ValueError(f"a key has {KEY_BYTES} bytes, this has {len(key)}")
     place = int.from_bytes(key[-4:], "little")
@@ -614,5 +542,5 @@ def split_key(key: bytes) -> KeyParts:
 
 
 def extra_bytes(value: Any) -> bytes:
-    """Encode a value that a chunk's KV depends on (an image's hash, an adapter), for `extras`."""
+    """Encode a value for `extras`."""
     return canonical(value)

@@ -2,12 +2,9 @@
 
     group = Group(layers=32, planes=2, heads=8, head_dim=128, dtype="bfloat16")
     layout = Layout(groups=(group,), tokens_per_chunk=256)
-    layout.chunk_bytes(group=0, num_tokens=256)
 
-A chunk of a group is `[layer][plane][token][head][head_dim]`, contiguous: a layer is one byte
-range. If an engine packs a block in its own way, the unit is the whole block, and the chunk is
-`[layer][block][block_bytes]`. The packing's name is part of the layout. No axis is inferred from a
-tensor's rank; every number is stated.
+A group's chunk is contiguous: `[layer][plane][token][head][head_dim]`, or with an engine's packing
+`[layer][block][block_bytes]`.
 """
 
 from dataclasses import dataclass
@@ -31,19 +28,16 @@ DTYPE_BYTES = {
 }
 
 CANONICAL = "canonical"
-MOST_PACKING = 32  # characters of a packing's name
-MOST_LAYERS = 4096  # the limit of a frame's header
-MOST_CHUNK_TOKENS = (1 << 32) - 1  # the same
-MOST_CHUNK_BYTES = 1 << 36  # of one group; also the limit of a frame, encoded or decoded
+MOST_PACKING = 32  # characters
+MOST_LAYERS = 4096  # limit of a frame's header
+MOST_CHUNK_TOKENS = (1 << 32) - 1  # the same limit
+MOST_CHUNK_BYTES = 1 << 36  # per group; also the limit of a frame
 
 Attention = Literal["full", "sliding", "state"]
 
 
 def packing_name(name: str) -> str:
-    """Return the name, shortened to the length of a packing's name.
-
-    A longer name ends with its digest.
-    """
+    """Cut a name that is too long; then it ends with its digest."""
     return (
         name
         if len(name) <= MOST_PACKING
@@ -55,16 +49,11 @@ def packing_name(name: str) -> str:
 class Group:
     """Layers that share one geometry.
 
-    planes:          2 for K and V, 1 for one latent plane (MLA) or one state
-    heads, head_dim: a token has `heads * head_dim` elements in each plane
-    attention:       the chunks that a hit needs: all ("full"), those of the last `window` tokens
-                     ("sliding"), only the last one ("state")
-    packing:         CANONICAL, or the name of an engine's own arrangement inside a block, moved as
-                     opaque bytes
-    block_tokens:    of an opaque packing: tokens in one block
-    block_bytes:     of an opaque packing: bytes of one block of one layer
-    rotary:          the rotary settings of the keys, as text; empty if there are none or they are
-                     unknown
+    planes:      2 for K and V, 1 for a latent plane (MLA) or a state
+    attention:   a hit needs all chunks, the last `window` tokens, or the last chunk ("state")
+    packing:     CANONICAL, or an engine's opaque arrangement inside a block
+    block_bytes: of one opaque block in one layer
+    rotary:      settings of the keys; empty if none or unknown
     """
 
     layers: int
@@ -117,11 +106,10 @@ class Group:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token in one plane of one layer (canonical packing)."""
+        """Bytes of one token in one plane and layer, in canonical packing."""
         return self.heads * self.head_dim * DTYPE_BYTES[self.dtype]
 
     def layer_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of `num_tokens` tokens in one layer, all planes."""
         if self.packing == CANONICAL:
             return self.planes * num_tokens * self.token_bytes
         return -(-num_tokens // self.block_tokens) * self.block_bytes
@@ -129,11 +117,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Layout:
-    """The geometry of a model's KV in the cache: its groups and the tokens per chunk.
-
-    tail_tokens: a last, shorter chunk (tail) ends at a multiple of this: a block of the engine, or
-                 1; 0 forbids tails
-    """
+    """The geometry of a model's KV. Tails end at multiples of `tail_tokens`; 0: no tails."""
 
     groups: tuple[Group, ...]
     tokens_per_chunk: int = 128
@@ -175,14 +159,13 @@ class Layout:
 
     @cached_property
     def whole_bytes(self) -> int:
-        """Bytes of one whole chunk in all groups."""
         return sum(
             self.chunk_bytes(number, self.tokens_per_chunk) for number in range(len(self.groups))
         )
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """16 bytes that differ whenever any number or name of the layout differs."""
+        """16 bytes that identify the layout."""
         groups = [
             [
                 g.layers,
@@ -203,14 +186,10 @@ class Layout:
         return blake2b(encoded, digest_size=16).digest()
 
     def chunk_bytes(self, group: int, num_tokens: int) -> int:
-        """Return the bytes of one chunk (or tail) of `num_tokens` tokens in one group."""
         return self.groups[group].layers * self.groups[group].layer_bytes(num_tokens)
 
     def layer_range(self, group: int, layer: int, num_tokens: int) -> tuple[int, int]:
-        """Return `(offset, length)` in bytes of one layer inside a chunk of `num_tokens` tokens.
-
-        `layer` counts within the group. Raises LayoutError if there is no such layer.
-        """
+        """Return `(offset, length)` in bytes of a layer in a group's chunk. Raises LayoutError."""
         if not 0 <= layer < self.groups[group].layers:
             raise LayoutError(
                 f"layer {layer} is not one of the {self.groups[group].layers} layers of "
@@ -220,7 +199,7 @@ class Layout:
         return layer * length, length
 
     def check_tokens(self, num_tokens: int) -> None:
-        """Raise LayoutError unless `num_tokens` tokens make a whole chunk or an allowed tail."""
+        """Raise LayoutError unless this is a whole chunk or an allowed tail."""
         if num_tokens == self.tokens_per_chunk:
             return
         if not 0 < num_tokens < self.tokens_per_chunk:

@@ -1,12 +1,9 @@
 """The table of everything that kvhold counts, and the counters.
 
     metrics = Metrics(); metrics.add("kvhold_lookup_tokens", 4000)
-    metrics.observe("kvhold_tier_seconds", 0.012, tier="redis", operation="get")
 
-Exporters (Prometheus, OpenTelemetry) and `kvhold status` read the same table. An unknown name or
-label is a programming error and raises KeyError at once. Each `Metrics` has one writer (a cache, a
-node's loop, a connector). Any thread that holds the GIL during the two dictionary steps of an
-addition may add.
+An unknown name or label raises KeyError. Each `Metrics` has one writer; a thread that holds the GIL
+during both dictionary steps may add.
 """
 
 from bisect import bisect_left
@@ -18,10 +15,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Metric:
-    """One line of the table.
-
-    A counter only grows; a gauge is set; a histogram counts observations up to each of `buckets`.
-    """
+    """One metric. A histogram counts observations up to each of `buckets`."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
@@ -33,10 +27,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class Sample:
-    """One exported value.
-
-    counts: of a histogram: the observations up to each bucket, then all; `value` is their sum
-    """
+    """One value. counts: of a histogram, cumulative by bucket; `value` is their sum."""
 
     metric: Metric
     labels: tuple[str, ...]
@@ -338,42 +329,35 @@ TABLE = {
 
 
 class Metrics:
-    """The values of one owner."""
-
     def __init__(self) -> None:
         self._values: dict[tuple[str, tuple[str, ...]], float] = {}
         self._counts: dict[tuple[str, tuple[str, ...]], list[int]] = {}
 
     def add(self, name: str, amount: float = 1, **labels: str) -> None:
-        """Add `amount` to a counter."""
         key = (name, _ordered(name, labels))
         self._values[key] = self._values.get(key, 0) + amount
 
     def observe(self, name: str, amount: float, **labels: str) -> None:
-        """Add an observation to a histogram."""
         buckets, key = TABLE[name].buckets, (name, _ordered(name, labels))
         counts = self._counts.setdefault(key, [0] * (len(buckets) + 1))
         counts[bisect_left(buckets, amount)] += 1
         self._values[key] = self._values.get(key, 0) + amount
 
     def set(self, name: str, value: float, **labels: str) -> None:
-        """Set a gauge."""
         self._values[name, _ordered(name, labels)] = value
 
     def value(self, name: str, **labels: str) -> float:
-        """Return the current value; 0 if nothing was counted yet."""
         return self._values.get((name, _ordered(name, labels)), 0)
 
     def samples(self) -> Iterator[Sample]:
-        """Yield every value, in the table's order."""
         order = {name: i for i, name in enumerate(TABLE)}
-        values = dict(self._values)  # in one step: the owner's thread may be counting
+        values = dict(self._values)  # the owner's thread may be counting
         for name, labels in sorted(values, key=lambda key: (order[key[0]], key[1])):
             counts = tuple(accumulate(self._counts.get((name, labels), ())))
             yield Sample(TABLE[name], labels, values[name, labels], counts)
 
     def as_dict(self) -> dict[str, float]:
-        """Return `{"name{label=value}": value}` for status output."""
+        """Return `{"name{label=value}": value}`."""
         flat: dict[str, float] = {}
         for sample in self.samples():
             pairs = ",".join(

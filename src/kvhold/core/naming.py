@@ -1,13 +1,10 @@
 """Facts: the named parts of a namespace, so that two namespaces can be compared.
 
-    found: dict[str, str] = {}
     walk(vllm_config.cache_config, "vllm.cache_config", Rules(tables), found)
-    facts = Facts.of(found)             # facts.digest is part of Namespace.digest
+    facts = Facts.of(found)
 
-Every field of a configuration is a fact, unless a table lists it as harmless, with the reason. A
-field that no table lists is a fact too. Two engines that differ in it share nothing, which costs a
-miss. Two values have the same text only if they are equal and of the same type. A value that is not
-plain (a function, an object of an unknown class) raises LayoutError, which names the field. Pure.
+Every field of a configuration is a fact unless a table lists it as harmless. So an unknown field
+costs a miss, never wrong KV. Only equal values of one type have equal texts.
 """
 
 import dataclasses
@@ -29,7 +26,6 @@ from kvhold.core.errors import LayoutError, ProtocolError
 MAX_TEXT = 4096
 """A longer text is replaced by its digest, which is not quoted and so equals no other text."""
 MAX_DESCRIPTION_BYTES = 64 << 10
-"""Of a packed description."""
 MAX_UNPACKED_BYTES = 4 << 20
 
 _MAX_DEPTH = 12
@@ -46,21 +42,14 @@ _SECRET_INSIDE = re.compile(
 
 @dataclass(frozen=True)
 class Table:
-    """The known fields of one class.
-
-    named:    fields that shape KV, or may
-    harmless: fields that do not, each with the reason
-    """
+    """The fields of a class that may shape KV, and the harmless ones with the reason."""
 
     named: frozenset[str]
     harmless: Mapping[str, str]
 
     @classmethod
     def of(cls, named: str = "", harmless: Mapping[str, str] | None = None) -> "Table":
-        """Make a table from texts with blanks between the fields.
-
-        `harmless` maps a reason to its fields.
-        """
+        """Make a table. `harmless` maps a reason to names with blanks between."""
         reasons = {
             name: reason for reason, names in (harmless or {}).items() for name in names.split()
         }
@@ -75,12 +64,10 @@ class Table:
 class Rules:
     """How a configuration is walked.
 
-    tables:   by class name; the table of the nearest base class applies
-    opens:    whether objects of a class that is not a dataclass may be split into their attributes
-    atoms:    types whose text comes from a function
-    not_keys: keys of mappings that are left out everywhere, because they name a place or a file's
-              version
-    shared:   facts that the user leaves out; their values need not be plain
+    tables:   by class name; the nearest base class applies
+    opens:    whether a class is split into attributes
+    atoms:    functions that give the text of a type
+    not_keys: left out: places and file versions
     """
 
     tables: Mapping[str, Table] = field(default_factory=dict)
@@ -90,7 +77,6 @@ class Rules:
     shared: tuple[str, ...] = ()
 
     def harmless(self, kind: type, name: str) -> bool:
-        """Whether field `name` of class `kind` is left out."""
         tables = (self.tables.get(base.__name__) for base in kind.__mro__)
         return any(table is not None and name in table.harmless for table in tables)
 
@@ -100,18 +86,14 @@ _PLAIN_VALUES = Rules()
 
 @dataclass(frozen=True)
 class Facts:
-    """Names and texts, ordered by name."""
-
     items: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def of(cls, found: Mapping[str, str]) -> "Facts":
-        """Return the facts of a mapping."""
         return cls(tuple(sorted(found.items())))
 
     @cached_property
     def digest(self) -> bytes:
-        """32 bytes; empty if there are no facts."""
         if not self.items:
             return b""
         return blake2b(
@@ -119,7 +101,6 @@ class Facts:
         ).digest()
 
     def without(self, left_out: Callable[[str], bool]) -> "Facts":
-        """Return the facts for whose names `left_out` is false."""
         return Facts(tuple(item for item in self.items if not left_out(item[0])))
 
 
@@ -129,7 +110,7 @@ NO_FACTS = Facts()
 def walk(value: Any, name: str, rules: Rules, found: dict[str, str], depth: int = 0) -> None:
     """Add the facts of `value`, named `name`, to `found`.
 
-    Raises LayoutError, which names the field, for a value that is not plain.
+    Raises LayoutError for a value that is not plain.
     """
     if name in rules.shared:
         return
@@ -143,10 +124,7 @@ def walk(value: Any, name: str, rules: Rules, found: dict[str, str], depth: int 
 
 
 def text_of(value: Any, name: str, rules: Rules = _PLAIN_VALUES, depth: int = 0) -> str:
-    """Return the text of one value, at most MAX_TEXT characters.
-
-    Raises LayoutError as `walk` does.
-    """
+    """Return a value's text; if it is longer than MAX_TEXT, its digest. Raises as `walk` does."""
     text = _text(value, name, rules, depth)
     if len(text) <= MAX_TEXT:
         return text
@@ -200,7 +178,6 @@ def _text(value: Any, name: str, rules: Rules, depth: int) -> str:
 
 
 def _is_open(value: Any, rules: Rules) -> bool:
-    """Return whether the value is split into its fields."""
     if value is None or isinstance(value, (*_PLAIN, type, Enum, Mapping)):
         return False
     kind = type(value)
@@ -212,7 +189,6 @@ def _is_open(value: Any, rules: Rules) -> bool:
 
 
 def _fields_of(value: Any, rules: Rules) -> list[tuple[str, Any]]:
-    """Return the fields and attributes of an object, without harmless and computed ones."""
     kind = type(value)
     declared = (
         {f.name for f in dataclasses.fields(kind)}
@@ -247,20 +223,12 @@ def _check_depth(name: str, depth: int) -> None:
 
 
 class Description(msgspec.Struct, frozen=True, array_like=True):
-    """A namespace's facts for people. Possible secrets are replaced by a digest.
-
-    title: the user's name for the model
-    """
-
     title: str
     facts: dict[str, str] = {}
 
 
 def pack(title: str, facts: Mapping[str, str]) -> bytes:
-    """Pack a description for the node, in at most MAX_DESCRIPTION_BYTES.
-
-    If it is larger, the longest texts are replaced by digests.
-    """
+    """Pack a description. If it is too large, its longest texts become digests."""
     shown = {
         name: _hide(text) if _may_be_secret(name, text) else text for name, text in facts.items()
     }
@@ -277,7 +245,7 @@ def pack(title: str, facts: Mapping[str, str]) -> bytes:
 
 
 def unpack(packed: bytes) -> Description:
-    """Unpack a description. Raises ProtocolError for invalid bytes."""
+    """Return a description. Raises ProtocolError for invalid bytes."""
     if not packed:
         return Description("")
     try:
@@ -291,7 +259,6 @@ def unpack(packed: bytes) -> Description:
 
 
 def _may_be_secret(name: str, text: str) -> bool:
-    """Return whether a quoted text has the name of a secret, or contains one."""
     return ("'" in text or '"' in text) and bool(
         _SECRET.search(name) or _SECRET_INSIDE.search(text)
     )

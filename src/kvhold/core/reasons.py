@@ -1,9 +1,4 @@
-"""Why a hit ends where it ends: one word of a closed set, the same in `Hit.reason`, in metrics and
-on the wire.
-
-A caller names the reasons that the cache cannot see: an unregistered namespace, a lost node, a
-rule.
-"""
+"""Why a hit ends where it ends, in words for `Hit.reason`, metrics and the wire."""
 
 WHOLE = "whole"
 NEVER_STORED = "never_stored"
@@ -41,4 +36,4 @@ REASONS = {
     SLOWER: "loading or finding the next chunk would have taken longer than computing it",
     NOT_NEEDED: "a tier has the next chunk, but no tier has more than the engine already has",
 }
-"""The reasons and their meanings. The next chunk is the first chunk whose absence ends the hit."""
+"""The reasons and their meanings. The next chunk is the first whose absence ends the hit."""

@@ -1,13 +1,10 @@
-"""The requirements of an engine on the node that it joins, and the ones that the node does not
-meet.
+"""The requirements of an engine that the node does not meet, compared at each joining.
 
     missing = compare(required, offered)
-    missing.refused          # why it must not join: its KV would be stored in clear text
-    missing.different        # other differences; refused or warned about (setting node.on_mismatch)
+    missing.refused          # its KV would be stored in clear text
+    missing.different        # see the setting node.on_mismatch
 
-Both values contain no secrets: a tier is identified by its URL without passwords and options, keys
-by a digest of their sources. They are part of a client's Hello. So they are compared at each
-joining, also with a restarted node. Pure functions.
+They contain no secrets: URLs have no passwords, and keys are digests. Pure.
 """
 
 from collections.abc import Sequence
@@ -16,15 +13,14 @@ from hashlib import blake2b
 
 import msgspec
 
-STAYS_IN_MEMORY = ("memory", "null")  # tiers that store nothing outside the node's memory
+STAYS_IN_MEMORY = ("memory", "null")  # these tiers store nothing outside the node's memory
 
 
 class TierTerms(msgspec.Struct, frozen=True, array_like=True):
-    """The properties of one tier that matter to engines.
+    """A tier's properties.
 
-    place: identifies the tier's place; equal values mean the same place, however the URL is written
-    shown: its URL for messages, without secrets
-    kind:  the scheme, without wrappers
+    place: equal for the same place, however the URL is written
+    shown: its URL without secrets
     """
 
     place: bytes
@@ -35,11 +31,11 @@ class TierTerms(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Requirements(msgspec.Struct, frozen=True, array_like=True):
-    """The configuration of an engine or a node.
+    """An engine's or a node's settings.
 
-    keys:      a digest of the setting encryption.keys; empty without keys
-    encrypted: every tier must be encrypted, whether or not the engine's own tiers are
-    refuse:    the engine does not join if anything differs
+    keys:      digest of encryption.keys
+    encrypted: every tier must be encrypted
+    refuse:    do not join if anything differs
     """
 
     tiers: tuple[TierTerms, ...] = ()
@@ -50,19 +46,15 @@ class Requirements(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class Missing:
-    """Reasons, one text each, with advice."""
-
     refused: tuple[str, ...] = ()
     different: tuple[str, ...] = ()
 
 
 def compare(required: Requirements, offered: Requirements) -> Missing:
-    """Return the requirements of an engine that a node does not meet."""
     return Missing(tuple(_leaks(required, offered)), tuple(_differences(required, offered)))
 
 
 def digest_of(lines: Sequence[str]) -> bytes:
-    """Return a digest of settings; empty for none."""
     return (
         blake2b(
             "\0".join(sorted(lines)).encode(), digest_size=8, person=b"kvhold-requires"
@@ -73,10 +65,7 @@ def digest_of(lines: Sequence[str]) -> bytes:
 
 
 def _leaks(required: Requirements, offered: Requirements) -> list[str]:
-    """Return the node's tiers that would hold the engine's KV in clear text.
-
-    A tier that the engine itself configures without encryption is not among them.
-    """
+    """Name the node's unencrypted tiers that the engine does not also configure so."""
     if not required.encrypted and not any(tier.encrypt for tier in required.tiers):
         return []
     accepted = (

@@ -1,11 +1,9 @@
-"""Rules: how a request may use the cache, from the settings and from the request itself.
+"""Rules: how a request may use the cache, from the settings and from the request.
 
-    asked = {"store": False, "tags": {"tenant": "a"}}
-    request_rules(asked, RulesConfig())                # Rules, or ConfigError
+    request_rules({"store": False, "tags": {"tenant": "a"}}, RulesConfig())
 
-A request may ask for less than the settings allow, never for more. A configured tenant is final: a
-request that names another one is refused. Requests are untrusted data, so errors quote only the
-beginning of their values.
+A request may ask for less than the settings allow. It cannot change a configured tenant. Requests
+are untrusted, so errors quote only the beginning of their values.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,14 +21,10 @@ _MOST_QUOTED = 100  # characters of a request in an error
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules of one request.
+    """A request's rules.
 
-    store: store its KV
-    load:  load cached KV
-    plan:  load only as far as loading is faster than computing
-    terms: the options for storing
-    tags:  pairs that must match in addition to the text. They include the request's budget, so that
-           a request with a stricter budget does not find KV of a looser one
+    plan: load only where loading is faster than computing
+    tags: must match. They include the budget, so that a stricter request does not find looser KV
     """
 
     store: bool = True
@@ -41,10 +35,7 @@ class Rules:
 
 
 def request_rules(asked: Any, settings: RulesConfig) -> Rules:
-    """Return the rules of a request. Raises ConfigError for an unknown rule or an invalid value.
-
-    asked: the request's own rules: a mapping, or None
-    """
+    """Return a request's rules. Raises ConfigError for an unknown rule or an invalid value."""
     asked = {} if asked is None else asked
     if not isinstance(asked, Mapping):
         raise ConfigError(f"kvhold: must hold some of {', '.join(_NAMES)}, not {_quoted(asked)}")
@@ -88,7 +79,7 @@ def request_rules(asked: Any, settings: RulesConfig) -> Rules:
 
 
 def check_tags(tags: Iterable[tuple[str, str]], settings: RulesConfig) -> None:
-    """Raise ConfigError if the settings name a tenant and `tags` do not name the same one."""
+    """Raise ConfigError unless `tags` name the configured tenant."""
     if settings.tenant and dict(tags).get(TENANT) != settings.tenant:
         raise ConfigError(
             "rules: the tag 'tenant' is not the configured rules.tenant; make the rules "
@@ -97,7 +88,7 @@ def check_tags(tags: Iterable[tuple[str, str]], settings: RulesConfig) -> None:
 
 
 def terms_of(tags: Iterable[tuple[str, str]]) -> Terms | None:
-    """Return the budget and the tenant in a namespace's tags. None if a value is invalid."""
+    """Return the budget and tenant of a namespace's tags; None if invalid."""
     named = dict(tags)
     try:
         budget = {
@@ -111,7 +102,6 @@ def terms_of(tags: Iterable[tuple[str, str]]) -> Terms | None:
 
 
 def _with_tenant(tags: Mapping[str, str], settings: RulesConfig) -> dict[str, str]:
-    """Return `tags` with the configured tenant. Raises ConfigError if they name another one."""
     if not settings.tenant:
         return dict(tags)
     if (named := tags.get(TENANT, settings.tenant)) != settings.tenant:
@@ -123,7 +113,6 @@ def _with_tenant(tags: Mapping[str, str], settings: RulesConfig) -> dict[str, st
 
 
 def _quoted(value: Any) -> str:
-    """Return `repr(value)`, cut short: it comes from a request and goes into a log."""
     text = value[: _MOST_QUOTED + 1] if isinstance(value, str) else value
     shown = repr(text)
     return shown if len(shown) <= _MOST_QUOTED else f"{shown[:_MOST_QUOTED]}..."
@@ -139,7 +128,6 @@ def _flag(asked: Mapping[str, Any], name: str) -> bool:
 def _least(
     asked: Mapping[str, Any], name: str, settings: float | None, *, most: float, zero: bool = False
 ) -> float | None:
-    """Return the smaller of the request's value and the configured one; None if neither is set."""
     value = asked.get(name)
     if value is None:
         return settings

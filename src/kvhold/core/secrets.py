@@ -1,11 +1,9 @@
 """Secrets in settings: which names mean one, and references to secrets.
 
-    is_secret_name("sentinel_password")                       # True
-    resolve("${env:REDIS_PASSWORD}", where="redis://host")    # the variable's value
-    resolve("${file:/etc/kvhold/password}", where="...")      # the file's text
+    resolve("${env:REDIS_PASSWORD}", where="redis://host")
+    resolve("${file:/etc/kvhold/password}", where="...")
 
-A reference lets a tier's URL be written on a command line, which every user of a host can read with
-`ps`. Any thread.
+References keep secrets out of command lines, which `ps` shows to every user.
 """
 
 import logging
@@ -31,19 +29,14 @@ _NO_SECRET = re.compile(
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether a setting of this name may hold a secret.
-
-    Misspelt names count: `pasword` does. The path of a file does not.
-    """
+    """Return whether this setting may hold a secret. Misspelt names count."""
     return bool(_NAME.search(name)) and not _NO_SECRET.fullmatch(name)
 
 
 def resolve(text: str, *, where: str, environ: Mapping[str, str] | None = None) -> str:
-    """Return `text` with every reference replaced.
+    """Replace every reference. Raises ConfigError, without the value.
 
-    where: the source of the text, for errors
-
-    Raises ConfigError, which names the reference and not its value.
+    where: source of the text, for errors
     """
     return REFERENCE.sub(
         lambda found: _read(found[1], found[2], where, os.environ if environ is None else environ),
@@ -52,10 +45,7 @@ def resolve(text: str, *, where: str, environ: Mapping[str, str] | None = None) 
 
 
 def referenced_variables(texts: Iterable[str]) -> set[str]:
-    """Return the environment variables that settings refer to.
-
-    These are `${env:NAME}`, and `TENANT=env:NAME` of an encryption key.
-    """
+    """Return the variables of `${env:NAME}` and `TENANT=env:NAME`."""
     names = set()
     for text in texts:
         names |= {name for kind, name in REFERENCE.findall(text) if kind == "env"}
@@ -66,10 +56,7 @@ def referenced_variables(texts: Iterable[str]) -> set[str]:
 
 
 def read_secret(path: str | Path, *, where: str) -> str:
-    """Return the text of a file, without the white space around it.
-
-    Raises ConfigError if it is unreadable, empty or larger than 64 KiB.
-    """
+    """Return a file's text. Raises ConfigError if unreadable, empty or larger than 64 KiB."""
     try:
         with Path(path).expanduser().open("rb") as file:
             warn_if_public(file.fileno(), str(path))
@@ -85,7 +72,6 @@ def read_secret(path: str | Path, *, where: str) -> str:
 
 
 def warn_if_public(fd: int, path: str) -> None:
-    """Warn once if every user of this host can read a file that holds a secret."""
     if os.fstat(fd).st_mode & stat.S_IROTH and path not in _public:
         _public.add(path)
         log.warning(

@@ -1,5 +1,4 @@
-"""Parse and format sizes: `parse_size("5GiB")` is 5368709120, `format_size(5368709120)` is "5.0
-GiB"."""
+"""Parse and format sizes such as "5GiB"."""
 
 import re
 from decimal import Decimal
@@ -8,18 +7,14 @@ _FACTORS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
     _FACTORS[_letter] = _FACTORS[f"{_letter}ib"] = (
         1024**_power
-    )  # redis and docker users write "4g" and mean GiB
+    )  # redis and docker users write "4g" for GiB
     _FACTORS[f"{_letter}b"] = 1000**_power
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def parse_size(text: str | int) -> int:
-    """Return the bytes in `text`: a whole number of bytes, or a number with a unit.
-
-    Units: KiB, MiB, GiB, TiB; kB, MB, GB, TB; k, m, g, t are binary. Raises ValueError with the
-    accepted forms.
-    """
+    """Return the bytes in `text`. The units k, m, g, t are binary. Raises ValueError."""
     if isinstance(text, bool) or not isinstance(text, (int, str)):
         raise ValueError(
             f"{text!r} is not a size; write bytes or a number with a unit, such as 5GiB"
@@ -38,7 +33,6 @@ def parse_size(text: str | int) -> int:
 
 
 def format_size(num_bytes: int) -> str:
-    """Format `num_bytes` with a binary unit and one decimal."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:

@@ -1,4 +1,4 @@
-"""The options for storing chunks: their lifetime, their precision below memory, and their owner."""
+"""The options for storing chunks."""
 
 from dataclasses import dataclass
 
@@ -9,17 +9,13 @@ MAX_TENANT = 64
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The options for the chunks of one store.
+    """The options for the chunks of one store. Raises ValueError that names the field.
 
-    ttl_s:     seconds for which they may be used, in memory and in tiers; None: no limit
-    max_error: the largest loss by a tier's codec: |decoded - original| in a layer, over the largest
-               |original| in this layer. If the loss is larger, a more exact codec writes the chunk,
-               and `lossless` at last. None: as the codec states; 0: no loss
-    max_bits:  the most bits per element that a lossy codec may take, on average over a chunk. If it
-               takes more, a stronger codec is tried, within max_error. None: no limit
-    tenant:    the owner of the encryption key, for encrypted tiers; "": the common key
-
-    Raises ValueError, which names the field.
+    max_error: the most |decoded - original| over the largest |original| of a layer. Beyond it, a
+               more exact codec is used. None: as the codec states; 0: no loss
+    max_bits:  the most bits per element of a lossy codec, on average. Beyond it, a stronger codec
+               is tried within max_error
+    tenant:    owner of the encryption key; "": the common key
     """
 
     ttl_s: float | None = None
