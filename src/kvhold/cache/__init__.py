@@ -1,7 +1,4 @@
-"""The Cache: lookup, claim, reserve, commit.
-
-`state.py` decides, `local.py` is it in one process.
-"""
+"""The cache. `state.py` decides; `local.py` runs it in one process."""
 
 from kvhold.cache.local import LocalCache, open_cache
 

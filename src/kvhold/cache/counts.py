@@ -1,4 +1,4 @@
-"""What the cache counts of lookups and of chunks, in the names of the metrics' table."""
+"""Count lookups and chunks."""
 
 from collections.abc import Sequence
 
@@ -8,10 +8,6 @@ from kvhold.tiers.ram import Entry
 
 
 def count_lookup(metrics: Metrics, answer: Found, asked: int) -> None:
-    """Count a lookup, once, when it is final.
-
-    Counts tokens: asked, found by source, missed by reason.
-    """
     result = "miss" if not answer.num_tokens else "hit" if answer.num_tokens == asked else "partial"
     metrics.add("kvhold_lookup_requests", result=result)
     metrics.add("kvhold_lookup_tokens", asked)
@@ -22,7 +18,7 @@ def count_lookup(metrics: Metrics, answer: Found, asked: int) -> None:
 
 
 def count_entries(metrics: Metrics, what: str, entries: Sequence[Entry]) -> None:
-    """Count entries and their bytes as reserved, stored, abandoned, cleared or loaned."""
+    """Count entries that were reserved, stored, abandoned, cleared or loaned."""
     if entries:
         metrics.add(f"kvhold_{what}_chunks", len(entries))
         metrics.add(f"kvhold_{what}_bytes", sum([entry.nbytes for entry in entries]))

@@ -1,11 +1,7 @@
-"""Admissions to memory and removals, as a numbered stream of the latest events, for indexes.
+"""The latest admissions to memory and removals, as numbered events for indexes.
 
-    log = EventLog(100_000); log.add("admitted", entry)
-    log.after(number)                     # the events since; and whether some are lost
-
-Numbers begin at a random value, so that a number of an earlier run or of another cache is never
-mistaken for one of this cache. Such a number is *lost*: the index starts again from a snapshot.
-Pure; its cache is the single writer.
+Numbers begin at a random value, so that those of another run or cache are detected as *lost*. The
+cache is the single writer.
 """
 
 from collections.abc import Iterable
@@ -14,14 +10,11 @@ from secrets import randbits
 from kvhold.core.api import Event, EventBatch
 from kvhold.tiers.ram import Entry
 
-MOST = 500  # in one batch: making and sending it holds the loop for a millisecond
+MOST = 500  # in one batch, which takes a millisecond
 
 
 class EventLog:
-    """A bounded buffer of events."""
-
     def __init__(self, limit: int) -> None:
-        """Make an empty log of at most `limit` events."""
         self._limit = limit
         self._ring: list[Event] = []  # the event with number n stands at (n - first) % limit
         self._first = 0
@@ -29,11 +22,9 @@ class EventLog:
 
     @property
     def last(self) -> int:
-        """The number of the newest event."""
         return self._last
 
     def add(self, kind: str, entry: Entry) -> None:
-        """Add an event."""
         self._last += 1
         event = event_of(kind, entry, self._last)
         if len(self._ring) < self._limit:
@@ -44,7 +35,7 @@ class EventLog:
             self._ring[(self._last - self._first) % self._limit] = event
 
     def after(self, number: int) -> EventBatch:
-        """Return the events after `number`, the oldest first, MOST at most."""
+        """Return the events after `number`, oldest first, at most MOST."""
         new = self._last - number
         if not 0 <= new <= len(self._ring):  # forgotten since, or no number of ours
             return EventBatch([], self._last, lost=True)
@@ -57,12 +48,10 @@ class EventLog:
 
 
 def event_of(kind: str, entry: Entry, number: int) -> Event:
-    """Make an event about an entry of memory."""
     return Event(
         number, kind, entry.key, "ram", entry.num_tokens, entry.first_token, entry.parent or b""
     )
 
 
 def snapshot_of(entries: Iterable[Entry], number: int) -> list[Event]:
-    """Return entries as if each had been admitted just before event `number + 1`."""
     return [event_of("admitted", entry, number) for entry in entries]

@@ -1,8 +1,7 @@
 """The length of a hit: the longest prefix for which every group has its needed chunks.
 
-Full attention needs every chunk. Sliding attention needs those that overlap the last `window`
-tokens. A state (recurrent layers) needs only the last chunk, because a state stands for all tokens
-up to its end. Pure; a function tells which chunks are present.
+Full attention needs all chunks, sliding attention the last `window` tokens. A state needs the last
+chunk, which stands for all earlier tokens. Pure.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,13 +22,11 @@ def longest_hit(
     has_chunk: Present,
     has_tail: Present,
 ) -> tuple[int, int | None]:
-    """Return `(whole chunks, tail)` of the longest hit; tail: an index into `tail_lengths`, or
-    None.
+    """Return `(whole chunks, tail)`; tail: an index or None.
 
-    reach: number of whole chunks from the start that every full-attention group has
+    reach:     number of whole chunks that all full-attention groups have
     num_whole: number of whole chunks of the prompt
-    has_chunk(group, i): presence of whole chunk i; called for other groups only
-    has_tail(group, i): presence of the tail of tail_lengths[i]
+    has_chunk: for other groups only
     """
     return finish(longest_hit_turns(layout, reach, num_whole, tail_lengths, has_chunk, has_tail))
 
@@ -44,7 +41,6 @@ def longest_hit_turns(
     *,
     units: int = 1,
 ) -> Turns[tuple[int, int | None]]:
-    """Do `longest_hit` in steps (`chores.py`). units: the cost of one `has_chunk`."""
     others = [g for g, group in enumerate(layout.groups) if group.attention != "full"]
 
     def first_gap(tokens: int) -> Turns[int | None]:
@@ -78,10 +74,7 @@ def longest_hit_turns(
 
 
 def needed_chunks(layout: Layout, group: int, num_tokens: int) -> range:
-    """Return the numbers of the chunks of `group` that a hit of `num_tokens` needs.
-
-    A tail counts as the chunk after the whole ones.
-    """
+    """Return the chunks of a group that a hit needs. A tail is the last one."""
     size = layout.tokens_per_chunk
     count = -(-num_tokens // size)
     return range(_first_needed(layout.groups[group], num_tokens, size, count), count)

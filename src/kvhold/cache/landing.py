@@ -1,13 +1,9 @@
 """Frames of the arena's chunks: made for a tier, or read from a tier into the arena.
 
-    writer = Writer(make_codec("lossless"), keyring)
-    written = writer.framed(entry, layout, ram.view(entry), terms)     # down: a tier writes
-    written.parts
-    landing = Landing.of(ram, arrival, keyring)  # up: a tier reads into landing.parts
-    landing.accept(nbytes)  # decrypt, check, decode; or FrameError
+    written = Writer(make_codec("lossless"), keyring).framed(entry, layout, view, terms)
+    landing = Landing.of(ram, arrival, keyring); landing.accept(nbytes, check=True)
 
-Raw payloads that are not encrypted move without a copy. Any thread; hashing, coding and copying
-release the GIL.
+Any thread; the work releases the GIL.
 """
 
 from collections.abc import Sequence
@@ -41,11 +37,7 @@ _RAW = Raw()
 
 
 class Landing:
-    """The buffers that one value is read into.
-
-    A raw payload goes straight into the arena, its header into memory of its own. A frame of
-    another size goes into memory of its own as a whole.
-    """
+    """The buffers of one read: the arena itself for a raw, unencrypted payload."""
 
     def __init__(
         self, arrival: Arrival, chunk: memoryview, parts: Parts, keyring: Keyring | None
@@ -57,17 +49,14 @@ class Landing:
 
     @classmethod
     def of(cls, ram: RamTier, arrival: Arrival, keyring: Keyring | None = None) -> "Landing":
-        """Make the buffers for one arrival, over the memory of its entry.
-
-        keyring: of an encrypted tier; there, a value that is not sealed is no frame
-        """
+        """Make the buffers. keyring: of an encrypted tier, where only a sealed value is a frame."""
         entry, layout = arrival.entry, arrival.layout
         chunk = ram.view(entry)
         header_bytes = _header_bytes(entry, layout)
         if keyring is None and arrival.place.nbytes == header_bytes + entry.nbytes:
             return cls(arrival, chunk, (page_aligned(header_bytes), chunk), None)
         most = max_frame_bytes(_RAW, layout, _group(entry), entry.num_tokens, align=ALIGNMENT)
-        # A larger value does not fit: a miss. An empty value is a frame that was cut short.
+        # A larger value is a miss; an empty one is a frame that was cut short.
         return cls(
             arrival,
             chunk,
@@ -76,9 +65,9 @@ class Landing:
         )
 
     def accept(self, nbytes: int, *, check: bool) -> int:
-        """Check and decode the frame into the arena, and set the entry's checksums.
+        """Check and decode into the arena, and set the entry's checksums.
 
-        Returns its expiry (0: never). Raises FrameError.
+        Returns the expiry (0: never). Raises FrameError.
         """
         entry, layout = self.arrival.entry, self.arrival.layout
         frame = self.parts[0][:nbytes] if len(self.parts) == 1 else self.parts[0]
@@ -96,7 +85,7 @@ class Landing:
             len(self.parts) == 2 and header.codec == RAW and header.header_bytes == len(frame)
         )
         if not in_place:
-            if len(self.parts) == 2:  # another frame has taken the place of the one that was probed
+            if len(self.parts) == 2:  # the frame has changed since the probe
                 frame = memoryview(b"".join(self.parts))[:nbytes]
             entry.checksums = pack(
                 _decode(header, frame[header.header_bytes :], self._chunk, layout)
@@ -110,12 +99,6 @@ class Landing:
 
 @dataclass(frozen=True)
 class Written:
-    """The frame of one chunk, for a tier.
-
-    nbytes: of the frame
-    codec:  the codec that was used in the end
-    """
-
     parts: Parts
     nbytes: int
     codec: str
@@ -123,21 +106,16 @@ class Written:
 
 @dataclass(frozen=True)
 class Writer:
-    """Makes a tier's frames. keyring: None for a tier that is not encrypted."""
-
     codec: Codec
     keyring: Keyring | None = None
 
     def framed(
         self, entry: Entry, layout: Layout, view: memoryview, terms: Terms
     ) -> Written | None:
-        """Return header and payload of an entry. A raw payload is not copied (`view`).
+        """Return an entry's frame; None without its encryption key. Raises DamagedChunks.
 
-        The header begins at a page, for direct I/O. A raw frame states the checksums from the
-        entry's commit, so that its reader finds damage of memory. If a codec has changed the bytes,
-        they are compared after encoding, so that damage is not sealed as correct.
-
-        None if it must be encrypted and there is no key. Raises DamagedChunks.
+        A raw frame has the commit's checksums, so its reader finds damage. Other frames are
+        compared after encoding, so that damage is not sealed as correct.
         """
         checksums = unpack(entry.checksums) or None
         written = self.encoded(
@@ -171,7 +149,6 @@ class Writer:
         expires_at: int,
         checksums: Sequence[int] | None = None,
     ) -> Written | None:
-        """Do `framed` for a chunk that is no entry. checksums: as for `frame_chunk`."""
         if self.keyring is not None and not self.keyring.seals(terms.tenant):
             return None
         frame = frame_within(
@@ -197,10 +174,7 @@ class Writer:
 def _decode(
     header: FrameHeader, payload: memoryview, chunk: memoryview, layout: Layout
 ) -> list[int]:
-    """Verify and decode all layers into `chunk`. Return their checksums.
-
-    The checksums are taken before the bytes are in memory that others may write.
-    """
+    """Decode, and take the checksums before others can write to the bytes."""
     size = header.layer_bytes
     if header.codec == RAW:
         unframe_payload(header, payload, chunk, layout=layout)
@@ -214,7 +188,7 @@ def _decode(
 
 
 def _on_a_page(parts: Parts) -> Parts:
-    """Copy a raw frame's header to the beginning of a page. Other frames begin at one already."""
+    """Copy a raw frame's header to a page, for direct I/O."""
     if len(parts) == 1 or parts[0].obj is parts[1].obj:
         return parts
     header = page_aligned(len(parts[0]))

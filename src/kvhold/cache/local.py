@@ -1,11 +1,6 @@
 """The cache in this process: the state machine under a lock, over its own arena.
 
-    with open_cache(ram_bytes="2GiB", tiers=["disk:///var/cache/kvhold"]) as cache: ...
-
-A mover with its own thread serves the tiers below RAM, and takes the lock to report.
-
-It is for transformers, for tests, and for single processes. The node drives the same state machine
-for many processes.
+with open_cache(ram_bytes="2GiB", tiers=["disk:///var/cache/kvhold"]) as cache: ...
 """
 
 import threading
@@ -32,21 +27,15 @@ from kvhold.memory.arena import Arena, Toucher, default_arena_bytes
 
 
 def open_cache(**settings: Any) -> "LocalCache":
-    """Open a cache in this process, with settings as in `Config` (arguments, environment, file)."""
+    """Open a cache in this process, with settings as in `Config`."""
     return LocalCache(load_config(settings))
 
 
 class LocalCache:
-    """Implements `core.api.Cache`. Waits only for chunks from lower tiers.
-
-    After `close`, every call raises KVHoldError.
-    """
+    """Implements `core.api.Cache`. After `close`, every call raises KVHoldError."""
 
     def __init__(self, config: Config) -> None:
-        """Create the arena and start the threads.
-
-        Raises CapacityError if the arena does not fit, ConfigError for invalid tiers.
-        """
+        """Raises CapacityError, or ConfigError for invalid tiers."""
         self._config = config
         self._arena = Arena.create(
             config.ram_bytes or default_arena_bytes(), huge_pages=config.huge_pages
@@ -68,20 +57,17 @@ class LocalCache:
 
     @property
     def arena_buffer(self) -> npt.NDArray[np.uint8]:
-        """The arena, [arena bytes]; read only."""
         self._check_open()
         return self._read_only
 
     def map_for_device(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-        """See `Cache`."""
         self._check_open()
         return self._read_only, self._buffer
 
     def report_pinned(self, nbytes: int) -> None:
-        """See `Cache`. Does nothing."""
+        pass
 
     def register(self, namespace: Namespace) -> None:
-        """Register a namespace and its layout."""
         with self._lock:
             self._check_open()
             self._state.register(namespace.layout, namespace.digest, terms_of(namespace.tags))
@@ -95,7 +81,6 @@ class LocalCache:
         wait_s: float | None = None,
         deadline_s: float | None = None,
     ) -> Hit:
-        """Find and pin the longest prefix that is here, or arrives from lower tiers in time."""
         with self._lock:
             self._check_open()
             found = self._state.lookup(self._owner, query, work, have_tokens=have_tokens)
@@ -110,19 +95,16 @@ class LocalCache:
     def came_of(
         self, request: str, *, load_s: float, compute_s: float, deadline_s: float | None = None
     ) -> None:
-        """Record how long the engine took."""
         with self._lock:
             self._check_open()
             self._state.planner.came_of(request, load_s=load_s, compute_s=compute_s)
 
     def explain(self, request: str = "", *, deadline_s: float | None = None) -> list[Decision]:
-        """Return the latest decisions and their reasons."""
         with self._lock:
             self._check_open()
             return self._state.planner.explain(request)
 
     def prefetch(self, query: Query, *, deadline_s: float | None = None) -> None:
-        """Load a prompt's chunks from lower tiers into memory."""
         with self._lock:
             self._check_open()
             self._state.prefetch(self._owner, query)
@@ -138,7 +120,6 @@ class LocalCache:
         arriving: bool = False,
         deadline_s: float | None = None,
     ) -> Loan | None:
-        """Return a loan of one shard's part of a hit."""
         with self._lock:
             self._check_open()
             lent = self._state.claim(self._owner, ticket, shard, first_chunk, arriving=arriving)
@@ -165,7 +146,6 @@ class LocalCache:
         terms: Terms = FREE,
         deadline_s: float | None = None,
     ) -> Room:
-        """Reserve memory for missing chunks."""
         mask = mask_bytes(groups, layout, names)
         with self._lock:
             self._check_open()
@@ -183,7 +163,6 @@ class LocalCache:
         )
 
     def clear(self, namespace: bytes | None = None, *, deadline_s: float | None = None) -> int:
-        """Forget everything, or one namespace."""
         with self._lock:
             self._check_open()
             removed = self._state.clear(namespace)
@@ -193,7 +172,6 @@ class LocalCache:
         return removed
 
     def flush(self, mark: int | None = None, *, deadline_s: float | None = None) -> bool:
-        """Wait until committed chunks are written to lower tiers, and clears there have ended."""
         with self._lock:
             self._check_open()
             mark = self._state.mark if mark is None else mark
@@ -212,7 +190,6 @@ class LocalCache:
         query: Query | None = None,
         deadline_s: float | None = None,
     ) -> Recoding:
-        """Re-encode the chunks of a tier with another codec."""
         with self._lock:
             self._check_open()
             number = self._state.recode(self._owner, Wish(tier, codec, namespace, query))
@@ -222,7 +199,6 @@ class LocalCache:
         )
 
     def snapshot(self, *, deadline_s: float | None = None) -> EventBatch:
-        """Return all chunks that are visible in memory now."""
         with self._lock:
             self._check_open()
             number, parts = self._state.snapshot()
@@ -230,13 +206,11 @@ class LocalCache:
         return EventBatch(events, number)
 
     def events(self, after: int, *, deadline_s: float | None = None) -> EventBatch:
-        """Return the events after number `after`."""
         with self._lock:
             self._check_open()
             return self._state.events(after)
 
     def status(self, *, deadline_s: float | None = None) -> dict[str, Any]:
-        """Return sizes, counts and counters."""
         with self._lock:
             self._check_open()
             tiers = self.mover.status() if self.mover is not None else {}
@@ -250,10 +224,7 @@ class LocalCache:
             )
 
     def close(self) -> None:
-        """Write queued chunks to lower tiers, then free everything. Idempotent.
-
-        The writes get `drain_timeout_s` at most.
-        """
+        """Write queued chunks for at most `drain_timeout_s`, then free everything. Idempotent."""
         self._toucher.stop()
         self._scrubber.stop()
         with self._lock:
@@ -278,7 +249,7 @@ class LocalCache:
             raise KVHoldError("this cache is closed")
 
     def _await(self, ticket: int, wait_s: float) -> Found:
-        """Wait for arriving chunks, and settle. Under the lock."""
+        """Under the lock."""
         try:
             self._lock.wait_for(lambda: self._closed or self._state.is_over(ticket), wait_s)
         except BaseException:  # Ctrl-C: only this call knows the ticket
@@ -287,12 +258,12 @@ class LocalCache:
         return self._state.refresh(ticket, settle=True)
 
     def _move(self) -> None:
-        """Give the state's orders to the mover. Under the lock."""
+        """Under the lock."""
         if self.mover is not None:
             self.mover.submit(self._state.take_orders())
 
     def _happen(self, event: Callable[[], None]) -> None:
-        """Run an event of the mover or the scrubber, in its thread."""
+        """Runs in the mover's or scrubber's thread."""
         with self._lock:
             event()
             self._move()
@@ -300,7 +271,7 @@ class LocalCache:
         self._finish_chores()
 
     def _finish_chores(self) -> None:
-        """Do the background work in steps. Other threads take the lock between two steps."""
+        """Other threads take the lock between steps."""
         while self._state.has_chores:
             with self._lock:
                 if self._closed:
@@ -311,7 +282,6 @@ class LocalCache:
                     self._lock.notify_all()
 
     def _pause(self, seconds: float) -> None:
-        """Wait for so long, or until the next event."""
         with self._lock:
             if not self._closed:
                 self._lock.wait(seconds)

@@ -1,13 +1,11 @@
 """Moves chunks between the arena and the tiers: probes, checked reads, writes behind, clears.
 
-    mover = Mover(state, stack, metrics, post)         # a thread with an event loop of its own
-    mover.submit(state.take_orders())                  # from the state's thread; never blocks
-    post(lambda: state.fetched(entry, True))           # a report; the driver runs it with the state
+    mover = Mover(state, stack, metrics, post)         # a thread with its own event loop
+    mover.submit(state.take_orders())                  # never blocks
+    post(lambda: state.fetched(entry, True))           # run where the state lives
 
-Each frame is checked in the memory that was reserved for it, before the chunk becomes visible: the
-header, the identity, a checksum over every byte. One batch is checked while the next one is read. A
-frame that fails is a miss; it is counted, logged and removed. Raw payloads move between a tier and
-the arena without a copy. Encoding and checking run in threads of their own and release the GIL.
+Frames are checked before the chunk is visible; a bad frame is removed. Raw payloads move without a
+copy. Pools encode and check, and release the GIL.
 """
 
 import asyncio
@@ -55,29 +53,21 @@ from kvhold.tiers.stack import Stack, make_stack
 
 log = logging.getLogger(__name__)
 
-_THREADS = 2  # per direction
+_THREADS = 2
 _MOMENT_S = 0.05
-_LEAVE_S = 5.0  # for calls that hang; then they are abandoned
+_LEAVE_S = 5.0  # then hung calls are abandoned
 
 
 @dataclass(frozen=True)
 class _Arrived:
-    """The result of a landing.
-
-    expires_at: 0: never
-    fault:      None: the frame is right
-    """
-
     landing: Landing
     expires_at: int = 0
     fault: FrameError | None = None
 
 
 class Mover:
-    """One thread and one loop over one stack."""
-
     check = True
-    """Check every byte that is read. Switch it off only to measure the cost of checking."""
+    """Off only to measure the cost of checks."""
 
     def __init__(
         self,
@@ -91,21 +81,18 @@ class Mover:
     ) -> None:
         """Start working.
 
-        metrics: its own, counted in its thread
-        keyring: for tiers that are encrypted
-        loop:    runs the mover instead of a thread of its own, as in a simulation; the caller then
-                 awaits `end` instead of `close`
-        journal: remembers the clears that tiers owe
+        loop:    instead of its own thread; then await `end` instead of `close`
+        journal: keeps the clears that tiers owe
         """
         self._journal = journal
-        # prefixes cleared by another host, until the state has cleared them
+        # prefixes cleared by another host, but not by the state yet
         self._barred: dict[bytes, int] = {}
         self._state = state
         self._ram: RamTier = state.ram
         self._stack = stack
         self._metrics = metrics
         self._post = post
-        # apart from encoding, because requests wait for checks
+        # separate pools, because requests wait for checks
         self._checking = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvhold-check")
         self._encoding = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvhold-encode")
         self._outboxes: list[Outbox] = []
@@ -115,8 +102,8 @@ class Mover:
             for guard in stack.guards
         ]
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._owing: set[asyncio.Task[Any]] = set()  # clears that are not in the journal yet
-        # The first use of a codec on a machine compiles it. Do that early: it takes a while.
+        self._owing: set[asyncio.Task[Any]] = set()
+        # Compile codecs early, because it takes a while.
         self._compiling: dict[str, asyncio.Future[Codec]] = {}
         self._dealt_with = asyncio.Event()
         self._remembering = asyncio.Lock()
@@ -126,7 +113,7 @@ class Mover:
         )
         self._recodings: dict[int, asyncio.Task[Any]] = {}
         self._loop = loop or asyncio.new_event_loop()
-        # before any order: `submit` may be called before the thread runs
+        # runs before any order
         self._loop.call_soon(self._begin)
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvhold-mover", daemon=True)
@@ -134,12 +121,10 @@ class Mover:
             self._thread.start()
 
     def submit(self, orders: Sequence[Order]) -> None:
-        """Queue orders. Call it from the state's thread; never blocks."""
         if orders and not self._closed:
             self._loop.call_soon_threadsafe(self._accept, orders)
 
     def status(self) -> dict[str, Any]:
-        """Return the state of the tiers, from the top, and their counters. Safe from any thread."""
         tiers = [
             of_tier
             | {
@@ -155,12 +140,7 @@ class Mover:
         return codec not in self._compiling or self._compiling[codec].done()
 
     def close(self, *, drain_timeout_s: float) -> None:
-        """Write the queued chunks, then end the tiers and the thread.
-
-        drain_timeout_s: the most time for the writes
-
-        Events may still be posted meanwhile.
-        """
+        """Write queued chunks within `drain_timeout_s`, then end."""
         if self._closed:
             return
         self._closed = True
@@ -171,7 +151,7 @@ class Mover:
             pool.shutdown(wait=False, cancel_futures=True)
 
     async def end(self, drain_timeout_s: float) -> None:
-        """Do `close` without ending the thread or the loop. In the mover's loop."""
+        """Do `close`, but leave the loop running."""
         self._closed = True
         until = self._loop.time() + drain_timeout_s
         while self._loop.time() < until and any(
@@ -248,8 +228,6 @@ class Mover:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("the mover failed", exc_info=error)
 
-    # Up.
-
     async def _probe(self, order: ProbeOrder) -> None:
         try:
             silent: set[str] = set()
@@ -261,10 +239,9 @@ class Mover:
         self._post(lambda: self._state.probed(order.search, places, silent=bool(silent)))
 
     async def _meet(self, keys: Sequence[bytes]) -> None:
-        """Learn of clears of these keys' namespaces before a disk of this host is probed.
+        """Learn of clears before a disk that may have older chunks is probed.
 
-        The disk's chunks may be older than the clears. If a shared tier is down, the disk is used
-        as it is; the clears are learned when the tier is back.
+        If a shared tier is down, the disk is used as it is.
         """
         spaces = list(dict.fromkeys(key[:NAMESPACE_BYTES] for key in keys))
         for guard in self._shared:
@@ -273,7 +250,6 @@ class Mover:
             await guard.meet(spaces)
 
     async def _fetch(self, order: FetchOrder) -> None:
-        """Read all arrivals, in batches, each tier independently."""
         by_tier: dict[int, list[Arrival]] = {}
         for arrival in order.arrivals:
             by_tier.setdefault(arrival.place.tier, []).append(arrival)
@@ -287,7 +263,7 @@ class Mover:
     async def _fetch_batch(
         self, guard: Guard, keyring: Keyring | None, batch: list[Arrival], *, again: bool = False
     ) -> None:
-        left = {id(arrival): arrival for arrival in batch}  # not reported to the state yet
+        left = {id(arrival): arrival for arrival in batch}
         why: dict[int, str] = {}
         try:
             async with guard.gate.turn(Urgency.READ):
@@ -324,9 +300,9 @@ class Mover:
                 id(one.landing.arrival): BAD_FRAME if one.fault is not None else EXPIRED
                 for one in arrived
             }
-            # before the rest is reported, so that the next lookup does not find it again
+            # so that the next lookup does not find it
             await self._remove_bad(guard, arrived)
-        # the mover ends: the tier may still use the memory, so it is not reused
+        # the tier may still use the memory, so do not reuse it
         except asyncio.CancelledError:
             self._tell_given_up(left)
             raise
@@ -336,10 +312,7 @@ class Mover:
             )
 
     async def _resized(self, guard: Guard, missed: list[Arrival]) -> dict[int, Arrival]:
-        """Return the missed arrivals whose frame has another size than probed, by `id`.
-
-        Such a frame was re-encoded since the probe, and did not fit its buffer.
-        """
+        """Return, by `id`, the missed arrivals that were re-encoded since the probe."""
         sizes = await guard.probe([arrival.entry.key for arrival in missed]) if missed else []
         return {
             id(arrival): replace(arrival, place=replace(arrival.place, nbytes=size))
@@ -366,7 +339,6 @@ class Mover:
     def _check_all(
         self, landings: Sequence[Landing], sizes: Sequence[int | None]
     ) -> list["_Arrived"]:
-        """Check the frames of a batch, in a thread, while the next batch is read."""
         return [
             _accepted(landing, nbytes, check=self.check)
             for landing, nbytes in zip(landings, sizes, strict=True)
@@ -404,7 +376,7 @@ class Mover:
                 await guard.delete(keys)
 
     def _tell_fetched(self, ended: Sequence[tuple[Entry, int | str]]) -> None:
-        """Report ended reads to the state: each with its expiry (0: never), or with its fault."""
+        """Report reads, each with its expiry (0: never) or its fault."""
 
         def tell() -> None:
             for entry, outcome in ended:
@@ -415,8 +387,6 @@ class Mover:
 
         if ended:
             self._post(tell)
-
-    # Down.
 
     def _queue(self, order: WriteOrder) -> None:
         write = Write(order)
@@ -434,7 +404,6 @@ class Mover:
             self._post(lambda: self._state.written(order.number))
 
     async def _write_from(self, outbox: Outbox) -> None:
-        """Write batch after batch to a tier. One of its writers; runs as long as the mover."""
         guard = outbox.guard
         while True:
             await outbox.wait()
@@ -446,20 +415,20 @@ class Mover:
             except Exception:  # a fault loses one batch, not the tier
                 log.exception("tier %s: a batch was not written", guard.name)
                 guard.drop(len(batch), reason="internal")
-            # Only the mover's end cancels this. The tier may then still use the memory, so it is
-            # not freed.
+            # The mover's end cancels this. The tier may still use the memory,
+            # so it is not freed.
             outbox.finish(batch)
             self._dealt_with.set()
             if pending is None:
                 self._finish(batch)
-            else:  # the tier may still be reading the entries' memory
+            else:  # the tier may still read the memory
                 pending.add_done_callback(partial(self._finish_late, guard, batch))
 
     async def _write_batch(
         self, guard: Guard, coding: Coding, batch: list[Write]
     ) -> "asyncio.Task[Any] | None":
-        """Write the chunks that the tier lacks. Return a task if calls still use their memory."""
-        if not guard.available:  # then not even hash for it
+        """Write chunks. Return a task if calls still use their memory."""
+        if not guard.available:
             guard.drop(len(batch), reason="unavailable")
             return None
         there = await guard.probe([write.order.entry.key for write in batch])
@@ -490,10 +459,7 @@ class Mover:
         return asyncio.ensure_future(_all(pending)) if pending else None
 
     async def _frame(self, guard: Guard, coding: Coding, write: Write) -> Written | None:
-        """Return the frame of a chunk, made once for all tiers with the same coding.
-
-        None if the tier is encrypted and there is no key, or if the chunk is damaged.
-        """
+        """Return a frame, made once per coding; None if damaged or without a key."""
         if coding not in write.frames:
             making = self._loop.run_in_executor(
                 self._encoding, self._make_frame, coding, write.order
@@ -518,7 +484,6 @@ class Mover:
         return written
 
     def _make_frame(self, coding: Coding, order: WriteOrder) -> Written | None:
-        """Encode a chunk, in a thread."""
         writer = Writer(make_codec(coding.codec), coding.keyring)
         return writer.framed(order.entry, order.layout, self._ram.view(order.entry), order.terms)
 
@@ -526,7 +491,7 @@ class Mover:
         cleared = [
             write.order.entry.key for write in batch if self._ram.is_doomed(write.order.entry)
         ]
-        # clears do not wait for hung calls; in a shared tier, these wrote under old names
+        # clears do not wait for hung calls; shared tiers wrote under old names
         if cleared and not guard.traits.shared:
             self._start(self._remove(guard, cleared))
         self._finish(batch)
@@ -545,17 +510,12 @@ class Mover:
         del self._recodings[number]
 
     async def _some_written(self) -> None:
-        """Wait until a batch has ended, or for a moment."""
         self._dealt_with.clear()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._dealt_with.wait(), _MOMENT_S)
 
     def _learn(self, prefix: bytes) -> None:
-        """Take note of another host's clear: nothing older is written from now on.
-
-        Queued chunks are dropped, and so are chunks that are queued before the state has cleared
-        its memory.
-        """
+        """Bar writes older than another host's clear, even if queued later."""
         log.info("another host has cleared %s", prefix.hex() or "everything")
         self._barred[prefix] = self._barred.get(prefix, 0) + 1
         for outbox in self._outboxes:
@@ -568,10 +528,6 @@ class Mover:
         self._post(lambda: self._state.cleared_elsewhere(prefix))
 
     def _may_hold(self, space: bytes) -> bool:
-        """Return whether memory or a disk of this host may hold chunks from before a clear.
-
-        space: a namespace, or ALL for any
-        """
         in_use = self._state.in_use
         return (
             space in in_use
@@ -583,20 +539,16 @@ class Mover:
         return any(key.startswith(prefix) for prefix in self._barred)
 
     async def _refresh(self, guard: Guard) -> None:
-        """Learn of other hosts' clears from time to time, even without requests to the tier."""
         while True:
             await asyncio.sleep(guard.config.clears_check_s)
-            # its chunks may have been stored and never probed
+            # for chunks that are stored and never probed
             for space in list(self._state.in_use):
                 guard.use(space)
             await guard.refresh()
             await self._remember()
 
     async def _remember(self) -> None:
-        """Record in the journal which clears of other hosts this host has learned of.
-
-        The clears that its own tiers owe because of them are recorded first.
-        """
+        """Journal the known clears of other hosts, after the debts they cause."""
         if self._journal is None:
             return
         async with self._remembering:  # else an earlier call could write older numbers last
@@ -608,10 +560,7 @@ class Mover:
     async def _owe(
         self, order: ClearOrder
     ) -> tuple[list[tuple[Outbox, set[Write]]], list[tuple[Guard, Debt]]]:
-        """Put a clear into the journal. Return the writes in progress, and the debts of the tiers.
-
-        The debts are paid after those writes.
-        """
+        """Journal a clear. Return the writes in progress, and the tiers' debts."""
         for outbox in self._outboxes:
             self._finish(outbox.drop(order.prefix) if not order.learned else ())
         writing = [(outbox, outbox.writing(order.prefix)) for outbox in self._outboxes]
@@ -626,11 +575,7 @@ class Mover:
         return writing, debts
 
     async def _clear(self, order: ClearOrder, owing: "asyncio.Task[Any]") -> None:
-        """Clear the tiers. Queued writes were dropped; wait for those in progress.
-
-        owing: the task of `_owe`. It comes first, so that a node that ends, even while a write
-               hangs, keeps the clear.
-        """
+        """Clear the tiers. `owing` comes first, so that a node that ends keeps the clear."""
         try:
             writing, debts = await asyncio.shield(owing)
             for outbox, writes in writing:
@@ -659,9 +604,9 @@ def make_mover(
     post: Callable[[Callable[[], None]], None],
     clears_file: Path | None = None,
 ) -> Mover | None:
-    """Make the mover of the configured tiers; None if there are none. Raises ConfigError.
+    """Make the mover; None without tiers. Raises ConfigError.
 
-    clears_file: remembers the clears that tiers owe, unless the settings name a file; None: no file
+    clears_file: the setting's default
     """
     if not config.tiers:
         return None
@@ -685,9 +630,7 @@ def make_mover(
 
 
 def _check_coding(guard: Guard, config: Config) -> None:
-    """Raise ConfigError for a codec that is unknown or cannot be loaded here, and for encryption
-    without a key.
-    """
+    """Raises ConfigError for an unusable codec, or encryption without a key."""
     try:
         check_codec(guard.config.codec)
     except ConfigError as error:

@@ -1,9 +1,4 @@
-"""Orders of the cache's state to the mover, and the events that answer them.
-
-The state takes calls and events and returns answers. It has no I/O: its driver takes its orders and
-gives them to the mover. The mover answers each by the event methods of the state that are named
-here.
-"""
+"""Orders of the state to the mover. The arrows name the state's methods for the answers."""
 
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -24,7 +19,7 @@ class ProbeOrder:
 
 @dataclass(frozen=True)
 class Arrival:
-    """One chunk to be read from its place into its reserved entry."""
+    """One chunk to be read into its reserved entry."""
 
     entry: Entry
     layout: Layout
@@ -34,9 +29,9 @@ class Arrival:
 
 @dataclass(frozen=True)
 class FetchOrder:
-    """Read these chunks, roughly in this order.
+    """Read these chunks, roughly in order.
 
-    -> for each `fetched(entry, ok)`; or `given_up(entry)`, and `let_go(entry)` later
+    -> `fetched(entry, ok)`; or `given_up(entry)`, and `let_go(entry)` later
     """
 
     arrivals: list[Arrival]
@@ -44,10 +39,9 @@ class FetchOrder:
 
 @dataclass(frozen=True)
 class WriteOrder:
-    """Write this entry to lower tiers; it is held until then. -> `written(number)`
+    """Write this held entry. -> `written(number)`
 
-    terms: of its store
-    above: only to the tiers above this one, where the chunk came from; None: to all
+    above: only to tiers above this one, where the chunk came from
     """
 
     number: int
@@ -61,7 +55,7 @@ class WriteOrder:
 class ClearOrder:
     """Remove all keys with this prefix. -> `cleared(prefix)`
 
-    learned: another host has cleared the tiers that it shares with this one
+    learned: another host has cleared the shared tiers
     """
 
     prefix: bytes
@@ -70,11 +64,7 @@ class ClearOrder:
 
 @dataclass(frozen=True)
 class Space:
-    """A namespace that is to be re-encoded.
-
-    layout: None if the frames must say it
-    terms:  its budget and tenant
-    """
+    """A namespace. layout: None if the frames must say it."""
 
     layout: Layout | None
     terms: Terms
@@ -82,11 +72,11 @@ class Space:
 
 @dataclass(frozen=True)
 class RecodeOrder:
-    """Re-encode the chunks of a tier. -> `recoded(number, recoded)`, repeatedly and at the end
+    """Re-encode a tier's chunks. -> `recoded(number, recoded)`, repeatedly
 
-    spaces:  of these namespaces, by digest
-    layouts: all registered ones, by fingerprint
-    keys:    only these; None: all that are there
+    spaces:  by namespace digest
+    layouts: by fingerprint
+    keys:    only these; None: all
     """
 
     number: int

@@ -1,13 +1,10 @@
 """Decides how much of a prompt's KV is worth waiting for, and remembers why.
 
-    planner.pays(work, query, layout, here)          # before the probe: can any tier be worth it?
-    plan = planner.plan(number, work, layout, ...)   # after the probe: how far, and what to order
-    now
-    planner.is_too_slow(number, ...)                 # while it waits
-    planner.settled(number, num_tokens)              # and the result
+    planner.pays(work, query, layout, here)    # before the probe
+    planner.plan(number, work, layout, found)  # after it
+    planner.is_too_slow(number, ...)           # during the reads
 
-It decides for lookups whose engine states its compute cost. An engine's costs come with the lookup;
-a tier's costs are measured here (`speeds.py`). Runs in the state's thread; no I/O.
+An engine states its costs; tiers are measured (`speeds.py`). No I/O.
 """
 
 import time
@@ -28,23 +25,22 @@ from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
 from kvhold.core.planning import Alternative, Decision, Options, Work, alternative, choose, total_s
 
-_REMEMBERED = 512  # decisions
-_SHOWN = 20  # decisions per answer
-_SURELY = 1.05  # times the alternative: a smaller difference does not change a decision
+_REMEMBERED = 512
+_SHOWN = 20
+_SURELY = 1.05  # times the other option: a smaller difference changes no decision
 _LATE = 1.5
-_TRY_S = 30.0  # at most one trial of a slow tier in this time
+_TRY_S = 30.0  # between samples of a slow tier
 IN_RAM = -1
 
 
 @dataclass(frozen=True)
 class Found:
-    """Where the chunks of a prompt are.
+    """Where a prompt's chunks are.
 
-    here:    the hit in memory alone
-    extent:  the hit with all tiers
-    nbytes:  `[chunk]` of the whole extent, all groups and shards
-    below:   `{tier: [chunk]}` bytes to be read there; 1 if all reads are in progress already
-    sources: tokens by where they are
+    here:   the hit in memory
+    extent: the hit with all tiers
+    nbytes: `[chunk]`, over all groups and shards
+    below:  `{tier: [chunk]}` bytes to read; 1 if in progress
     """
 
     query: Query
@@ -57,12 +53,11 @@ class Found:
 
 @dataclass(frozen=True)
 class Plan:
-    """How far to load, and what to order now.
+    """What to load.
 
-    num_tokens: the length of the planned hit
-    chunks:     chunks before this number are to be ordered now
-    wait_s:     the estimated time until they all have arrived
-    more_bytes: `{tier: bytes}` of the hit that are ordered later
+    chunks:     order the chunks before this number now
+    wait_s:     until they all arrive
+    more_bytes: `{tier: bytes}`, ordered later
     """
 
     num_tokens: int
@@ -73,19 +68,13 @@ class Plan:
 
 @dataclass
 class Marks:
-    """Where a search's reads end in the queues of the tiers.
-
-    by_tier: `{tier: TierSpeed.ordered_bytes}`
-    plan:    says how much more will be ordered
-    """
+    """The ends of a search's reads in the tiers' queues, as `TierSpeed.ordered_bytes`."""
 
     by_tier: dict[int, int] = field(default_factory=dict)
     plan: Plan | None = None
 
 
 class Planner:
-    """The planner of one cache."""
-
     def __init__(
         self,
         metrics: Metrics,
@@ -93,11 +82,6 @@ class Planner:
         num_tiers: int,
         clock: Callable[[], float],
     ) -> None:
-        """Make a planner without measurements.
-
-        names: the names of the tiers, from the top
-        clock: monotonic, in seconds
-        """
         self.clock = clock
         self.speeds = [TierSpeed() for _ in range(num_tiers)]
         self._metrics = metrics
@@ -108,23 +92,16 @@ class Planner:
 
     @property
     def names(self) -> Sequence[str]:
-        """The names of the tiers, from the top."""
         return self._names()
 
-    # Before and during the probe.
-
     def is_worth_loading(self, work: Work, query: Query, layout: Layout, num_tokens: int) -> bool:
-        """Return whether copying a hit from memory is faster than computing it."""
+        """Compare a copy from memory with computing."""
         tokens = np.array([0, num_tokens])
         nbytes = np.array([0, _load_bytes(layout, query.shards, work, num_tokens)])
         return choose(work, Options(tokens, nbytes, np.zeros(2))) == 1
 
     def pays(self, work: Work, query: Query, layout: Layout, here: Extent) -> bool:
-        """Return whether to probe the tiers.
-
-        True if some part of the missing chunks would be worth waiting for, were they all in one
-        tier.
-        """
+        """Return whether a probe could pay, were all missing chunks in one tier."""
         if not work.is_known or not all(speed.is_known for speed in self.speeds):
             return True
         options = self._options_here(work, query, layout, here.num_tokens)
@@ -151,10 +128,6 @@ class Planner:
         return any(choose(work, _joined(options, one)) >= len(options.tokens) for one in more)
 
     def is_to_try(self) -> bool:
-        """Return whether to try a slow tier with a small read without a waiting request.
-
-        True at most once in 30 s.
-        """
         now_s = self.clock()
         if now_s - self._tried_s < _TRY_S or not any(
             speed.is_stale(now_s) for speed in self.speeds
@@ -164,7 +137,6 @@ class Planner:
         return True
 
     def probed(self, seconds: float) -> None:
-        """Note the duration of a probe."""
         self._probes.measured((1.0,), seconds)
 
     @property
@@ -172,13 +144,8 @@ class Planner:
         costs = self._probes.costs
         return costs[0] if costs is not None else 0.0
 
-    # After the probe.
-
     def plan(self, number: int, work: Work, layout: Layout, found: Found) -> Plan:
-        """Return how far to load, and what to order now.
-
-        From an unknown tier, order at most a few times the bytes that arrived at once before.
-        """
+        """Plan a load. It orders at most a few times the bytes that a tier delivered at once."""
         options = self._options_here(work, found.query, layout, found.here.num_tokens)
         first, waits = (
             len(options.tokens),
@@ -208,12 +175,11 @@ class Planner:
         return Plan(num_tokens, chunks, float(options.wait_s[chosen]), more_bytes)
 
     def ordered(self, tier: int, nbytes: int) -> int:
-        """Note that a read begins. Return its mark: the tier's `ordered_bytes` at its end."""
+        """Note a read. Return the tier's `ordered_bytes` after it."""
         self.speeds[tier].ordered(nbytes, self.clock())
         return self.speeds[tier].ordered_bytes
 
     def ended(self, tier: int, nbytes: int, *, ok: bool) -> None:
-        """Note that a read has ended."""
         speed = self.speeds[tier]
         speed.ended(nbytes, self.clock(), ok=ok)
         if speed.costs is not None:
@@ -233,12 +199,6 @@ class Planner:
         probing: bool,
         marks: Marks,
     ) -> bool:
-        """Return whether the outstanding chunks take longer than computing them.
-
-        here:     tokens that have arrived
-        waited_s: how long the search has waited
-        probing:  it waits for the tiers' answer; else for reads
-        """
         if not work.is_known:
             return False
         now_s = self.clock()
@@ -254,7 +214,7 @@ class Planner:
             left_s = waited_s if waited_s > _LATE * self._probe_s else 0.0
         elif marks.plan is not None:
             goal = max(here, marks.plan.num_tokens)
-            # reads of other searches may end while one of this search hangs
+            # other reads may end while this search's hang
             left_s = max(left_s, waited_s - 2 * marks.plan.wait_s)
         then = Options(
             np.array([goal]),
@@ -280,8 +240,6 @@ class Planner:
         )
         return True
 
-    # Decisions.
-
     def decided_here(
         self,
         number: int,
@@ -293,10 +251,6 @@ class Planner:
         worth: bool,
         declined: bool,
     ) -> None:
-        """Record whether a hit in memory is loaded.
-
-        declined: tiers were not probed for the rest, because it did not pay
-        """
         options = self._options_here(work, query, layout, num_tokens)
         last = len(options.tokens) - 1
         self._decide(
@@ -318,22 +272,16 @@ class Planner:
             )
 
     def settled(self, number: int, num_tokens: int, *, waited_s: float) -> None:
-        """Record the end of a lookup: its wait and its hit."""
         self._change(number, waited_s=waited_s, hit_tokens=num_tokens)
 
     def came_of(self, request: str, *, load_s: float, compute_s: float) -> None:
-        """Record the engine's times for a request: the load, and computing the rest; -1: none."""
         for number, decision in reversed(self._decisions.items()):
             if decision.request == request:
                 self._change(number, load_s=load_s, compute_s=compute_s)
                 return
 
     def explain(self, request: str) -> list[Decision]:
-        """Return the latest decisions, the last one first.
-
-        request: decisions of the request with this name, or else with this text in their names;
-                 empty: all
-        """
+        """Return the latest decisions, newest first. request: a name or a part; empty: all."""
         decisions = list(reversed(self._decisions.values()))
         exact = [decision for decision in decisions if decision.request == request]
         return (exact or [decision for decision in decisions if request in decision.request])[
@@ -350,11 +298,6 @@ class Planner:
         *,
         memory: int,
     ) -> None:
-        """Record a decision.
-
-        chosen: the chosen option
-        memory: the option that loads the hit in memory
-        """
         shown = {"compute": 0, "memory": memory, "all": len(options.tokens) - 1, "chosen": chosen}
         alternatives = {name: alternative(work, options, at) for name, at in shown.items()}
         choice = _choice(work, alternatives)
@@ -379,7 +322,6 @@ class Planner:
             self._decisions[number] = replace(self._decisions[number], **changes)
 
     def _options_here(self, work: Work, query: Query, layout: Layout, num_tokens: int) -> Options:
-        """Return the options without tiers: compute all, or load the hit in memory if any."""
         ends = [0, num_tokens] if num_tokens else [0]
         nbytes = [_load_bytes(layout, query.shards, work, end) for end in ends]
         return Options(np.array(ends), np.array(nbytes), np.zeros(len(ends)))
@@ -387,9 +329,9 @@ class Planner:
     def _options_below(
         self, work: Work, layout: Layout, found: Found, waits: Mapping[int, "np.ndarray[Any, Any]"]
     ) -> Options:
-        """Return one option for the end of each chunk beyond the hit in memory.
+        """Return one option per chunk end beyond memory.
 
-        If some group has no full attention, only the end of the whole extent is an option.
+        If a group has no full attention, only the last one.
         """
         size, count = layout.tokens_per_chunk, found.extent.chunks
         ends = np.arange(1, count + 1) * size
@@ -409,7 +351,7 @@ class Planner:
 
 
 def _load_bytes(layout: Layout, shards: int, work: Work, num_tokens: int) -> int:
-    """Return the bytes that loading a hit copies; a tail counts as a whole chunk."""
+    """Return the bytes to copy. A tail counts as a whole chunk."""
     first = work.computed_tokens // layout.tokens_per_chunk
     counts = [
         len(range(max(first, needed.start), needed.stop)) for needed in _needed(layout, num_tokens)
@@ -432,11 +374,7 @@ def _joined(one: Options, other: Options) -> Options:
 
 
 def _choice(work: Work, alternatives: Mapping[str, Alternative]) -> str:
-    """Name a choice in one word.
-
-    `nothing`: no chunk was found. `unknown`: the costs are unknown. `has`: the engine has it all.
-    `all`, `part` or `none`: how much is loaded.
-    """
+    """Name a choice. `has`: the engine has it all. `all`, `part`, `none`: the loaded share."""
     chosen, everything = alternatives["chosen"].num_tokens, alternatives["all"].num_tokens
     if not everything:
         return "nothing"

@@ -1,12 +1,8 @@
-"""Which chunks of a query are present: in RAM, among the arrived chunks, or in the tiers.
+"""Which chunks of a query are present: in RAM, arrived, or in the tiers.
 
-    presence = Presence(query, layout, ram.find)
-    prefix = finish(presence.take_turns())            # the longest hit, and its entries
-    needs = presence.needs(prefix, range(4))          # with their keys, for the first 4 chunks
+    prefix = finish(Presence(query, layout, ram.find).take_turns())      # the longest hit
 
-A function finds the keys. Pure. A presence remembers the chunks that it has found; another `extent`
-looks only for the missing ones. So a key that `find` has found once must stay found, as pinned
-chunks do.
+A key that `find` has found must stay found, as pinned chunks do.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,10 +23,7 @@ _MOST_ORDERED = 2000
 
 @dataclass(frozen=True)
 class Extent:
-    """The length of a hit: whole chunks, then a tail or none.
-
-    tail: its index among the query's tails
-    """
+    """The length of a hit. tail: index among the query's tails."""
 
     whole: int
     tail: int | None
@@ -39,15 +32,11 @@ class Extent:
 
     @property
     def chunks(self) -> int:
-        """The number of chunks, with the tail."""
         return self.whole + (self.tail is not None)
 
 
 class Need(NamedTuple, Generic[Found]):
-    """One value that a hit needs.
-
-    parent: the key of the chunk before it, in the same group and shard; None for the first
-    """
+    """One value of a hit. parent: the key of the preceding chunk."""
 
     shard: int
     group: int
@@ -60,16 +49,12 @@ class Need(NamedTuple, Generic[Found]):
 
 @dataclass(frozen=True)
 class Prefix(Generic[Found]):
-    """The longest hit, and its entries.
-
-    rows: `{(group, shard): [chunk]}`, None for the chunks of a group that the hit does not need
-    """
+    """A hit. rows: `{(group, shard): [chunk]}`, None where not needed."""
 
     extent: Extent
     rows: dict[tuple[int, int], list[Found | None]]
 
     def in_order_turns(self) -> Turns[list[Found]]:
-        """List the entries in steps, chunk by chunk from the prompt's start."""
         columns, ordered = self.columns(), list[Found]()
         while part := list(islice(columns, 1 + _MOST_ORDERED // max(1, len(self.rows)))):
             ordered += [found for column in part for found in column if found is not None]
@@ -77,34 +62,26 @@ class Prefix(Generic[Found]):
         return ordered
 
     def columns(self) -> Iterator[tuple[Found | None, ...]]:
-        """Yield the entries of each chunk, in the order of `rows`."""
         return zip(*self.rows.values(), strict=True)
 
     def empty_turns(self) -> Iterator[int]:
-        """Empty the rows in steps."""
         return emptied(*self.rows.values())
 
 
 @dataclass(frozen=True)
 class Gap:
-    """Why a hit is not longer: the first missing key.
-
-    siblings: the keys of the other groups and shards of its chunk
-    """
+    """The first missing key. siblings: the other keys of its chunk."""
 
     key: bytes
     siblings: list[bytes]
 
 
 class Presence(Generic[Found]):
-    """The present chunks of one query."""
-
     def __init__(self, query: Query, layout: Layout, find: Callable[[bytes], Found | None]) -> None:
         self._find_key = find
         self._query = query
         self._layout = layout
         self._num_whole = len(query.hashes) // HASH_BYTES
-        # the longest possible hit
         self.asked_tokens = self._num_whole * layout.tokens_per_chunk + max(
             query.tail_lengths, default=0
         )
@@ -112,11 +89,10 @@ class Presence(Generic[Found]):
             [place_suffix(g, s) for s in range(query.shards)] for g in range(len(layout.groups))
         ]
         self._runs: dict[tuple[int, int], list[Found]] = {}
-        # chunks outside runs: once found they stay, even if they expire
+        # chunks outside runs; they stay, even if they expire
         self._seen: dict[bytes, Found] = {}
 
     def extent_turns(self) -> Turns[Extent]:
-        """Return the longest prefix that all shards and groups have, in steps (`chores.py`)."""
         layout, query = self._layout, self._query
         reach = yield from self._reach_turns()
         whole, tail = yield from longest_hit_turns(
@@ -132,10 +108,7 @@ class Presence(Generic[Found]):
         return Extent(whole, tail, tail_tokens, whole * layout.tokens_per_chunk + tail_tokens)
 
     def take_turns(self) -> Turns[Prefix[Found]]:
-        """Return the longest hit with its entries, in steps.
-
-        The presence forgets them, so that each is in only one list.
-        """
+        """Return the longest hit and forget its entries, so that each is in one list."""
         extent = yield from self.extent_turns()
         rows: dict[tuple[int, int], list[Found | None]] = {}
         for group in range(len(self._layout.groups)):
@@ -146,19 +119,16 @@ class Presence(Generic[Found]):
         return Prefix(extent, rows)
 
     def remember(self, prefix: Prefix[Found]) -> None:
-        """Start from the entries that another presence of the same query has taken.
-
-        The rows now belong to this one.
-        """
+        """Take over another presence's rows."""
         whole = prefix.extent.whole
         for (group, shard), row in prefix.rows.items():
             if self._layout.groups[group].attention == "full":
                 del row[whole:]
-                # a full group needs every chunk: no None
+                # a full group has no None
                 self._runs[group, shard] = row  # type: ignore[assignment]
 
     def shard_rows(self, shard: int, extent: Extent) -> list[list[Found | None]]:
-        """Return the whole chunks of one shard that a hit of `extent` needs, `[group][chunk]`."""
+        """Return the whole chunks of a hit, `[group][chunk]`."""
         rows: list[list[Found | None]] = []
         for group in range(len(self._layout.groups)):
             first = needed_chunks(self._layout, group, extent.num_tokens).start
@@ -171,7 +141,6 @@ class Presence(Generic[Found]):
         return rows
 
     def needs(self, prefix: Prefix[Found], chunks: range) -> list[Need[Found]]:
-        """Return the values that the hit needs of some chunks, with keys, in the prompt's order."""
         needs, extent, size = list[Need[Found]](), prefix.extent, self._layout.tokens_per_chunk
         for chunk in chunks:
             is_tail = chunk == extent.whole
@@ -184,7 +153,7 @@ class Presence(Generic[Found]):
         return needs
 
     def gap(self, extent: Extent) -> Gap | None:
-        """Return the first key that is missing for the next longer hit; None if there is none."""
+        """Return the first key missing for a longer hit."""
         if extent.num_tokens == self.asked_tokens:
             return None
         layout, shards = self._layout, range(self._query.shards)
@@ -215,11 +184,9 @@ class Presence(Generic[Found]):
         return None
 
     def missing(self) -> list[bytes]:
-        """Return the keys of all missing chunks and tails, in the prompt's order, for a probe."""
         return finish(self.missing_turns())
 
     def missing_turns(self) -> Turns[list[bytes]]:
-        """Do `missing` in steps."""
         find, query, absent = self._find_key, self._query, list[bytes]()
         suffixes = [suffix for of_group in self._suffixes for suffix in of_group]
         tails = list(split_hashes(query.tail_hashes))
@@ -234,7 +201,7 @@ class Presence(Generic[Found]):
         return absent
 
     def _reach_turns(self) -> Turns[int]:
-        """Return how many whole chunks from the start all full-attention groups and shards have."""
+        """Count the whole chunks that all full-attention groups have."""
         reach = self._num_whole
         for group, geometry in enumerate(self._layout.groups):
             if geometry.attention == "full":
@@ -249,7 +216,6 @@ class Presence(Generic[Found]):
         return reach
 
     def _extend(self, run: list[Found], group: int, shard: int, most: int) -> bool:
-        """Extend a run up to chunk `most`. Return whether all those chunks are present."""
         find, namespace, suffix = (
             self._find_key,
             self._query.namespace,
@@ -265,10 +231,6 @@ class Presence(Generic[Found]):
         return True
 
     def _take_row(self, group: int, shard: int, first: int, extent: Extent) -> list[Found | None]:
-        """Return the values of one group and shard that a hit needs, from chunk `first` on.
-
-        A None stands for each chunk before `first`.
-        """
         row: list[Found | None]
         if (run := self._runs.pop((group, shard), None)) is not None:
             del run[extent.whole :]

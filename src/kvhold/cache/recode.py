@@ -1,13 +1,7 @@
-"""Recodings as the cache's state sees them: known namespaces, running recodings, their owners.
+"""Recodings in the cache's state: known namespaces, running recodings, their owners.
 
-    recodings.learn(namespace, layout, terms)                # registered, or stored in
-    recodings.begin(number, owner, wish, layouts)  # an order for the mover, or ConfigError
-    recodings.progressed(number, recoded)                    # the mover reports
-    recodings.drop(number)                                   # its owner has released it
-
-No I/O: `recoder.py` does the work. A namespace's budget and tenant are tags in its name, and its
-digest does not reveal them. So the permitted loss of its chunks is known only after an engine has
-named the namespace.
+No I/O: `recoder.py` does the work. A digest does not reveal budget and tenant, so an engine must
+have named the namespace.
 """
 
 from collections import OrderedDict
@@ -33,11 +27,10 @@ LOSES_NOTHING = (RAW, LOSSLESS)  # known without loading a codec
 
 @dataclass(frozen=True)
 class RecodableTier:
-    """One of the cache's tiers.
+    """A tier.
 
-    refusal: why its chunks cannot be re-encoded; empty if they can
-    above:   the name of a lower tier that may hold lossy frames, by its codec or by a recoding;
-             chunks that came up from there do not say so
+    refusal: why its chunks cannot be re-encoded, or empty
+    above:   a lower tier that may hold lossy frames; its chunks here do not show the loss
     """
 
     number: int
@@ -48,8 +41,6 @@ class RecodableTier:
 
 @dataclass(frozen=True)
 class Wish:
-    """A request to re-encode all known namespaces, one namespace, or one prompt's chunks."""
-
     tier: str
     codec: str
     namespace: bytes | None = None
@@ -63,25 +54,18 @@ class _Running:
 
 
 class Recodings:
-    """The recodings of one cache.
-
-    tiers: by name, from the top; set when the mover is made
-    """
-
     def __init__(self, give_order: Callable[[Order], None]) -> None:
         self.tiers: dict[str, RecodableTier] = {}
         self._give_order = give_order
-        # with the strictest budget named so far; the latest name is last
+        # with the strictest budget so far; the latest is last
         self._known: OrderedDict[bytes, Space] = OrderedDict()
-        self._shared: set[bytes] = set()  # namespaces that were named with several tenants
+        self._shared: set[bytes] = set()  # named with several tenants
         self._running: dict[int, _Running] = {}
 
     def __len__(self) -> int:
-        """Return the number of running recodings."""
         return sum(not running.recoded.done for running in self._running.values())
 
     def learn(self, namespace: bytes, layout: Layout, terms: Terms) -> None:
-        """Note that a namespace was named with these terms."""
         known = self._known.get(namespace)
         if known is None:
             self._known[namespace] = Space(layout, replace(terms, ttl_s=None))
@@ -102,7 +86,7 @@ class Recodings:
     def begin(
         self, number: int, owner: Hashable, wish: Wish, layouts: Mapping[bytes, Layout]
     ) -> None:
-        """Order a recoding. Raises ConfigError that says what is impossible, and what to do."""
+        """Order a recoding. Raises ConfigError."""
         tier = self._tier(wish.tier)
         check_codec(wish.codec)
         if tier.above and wish.codec not in LOSES_NOTHING:
@@ -133,22 +117,18 @@ class Recodings:
         self._give_order(order)
 
     def find(self, owner: Hashable, number: int) -> Recoded | None:
-        """Return the progress of `owner`'s recoding; None if it has none of that number."""
         running = self._running.get(number)
         return running.recoded if running is not None and running.owner == owner else None
 
     def progressed(self, number: int, recoded: Recoded) -> None:
-        """Note the mover's report."""
         if number in self._running:
             self._running[number].recoded = recoded
 
     def drop(self, number: int) -> None:
-        """Stop a recoding if it is running, and forget it."""
         if not self._running.pop(number).recoded.done:
             self._give_order(StopOrder(number))
 
     def drop_all(self, owner: Hashable) -> None:
-        """Drop the recodings of an owner that is gone."""
         for number in [
             number for number, running in self._running.items() if running.owner == owner
         ]:

@@ -1,16 +1,10 @@
-"""Re-encodes the chunks of a tier with another codec, online: read, check, decode, encode, replace.
+"""Re-encodes the chunks of a tier with another codec, online.
 
-    recoder = Recoder(stack, keyrings, metrics, pool, tell=..., now=ram.now)
-    await recoder.run(order)  # a task of the mover's loop; reports after each batch and at the end
+One recoding, one batch and one chunk at a time. A batch takes its turn at the tier after all other
+users. If the tier fails, the remaining frames are unchanged.
 
-There is one recoding at a time, one batch at a time, and one chunk at a time in the codec. The
-memory is one batch as read, one batch as written, and one chunk. A batch takes a turn at the tier
-only to read and to write, after all other users. Requests never wait for it. If the tier fails, the
-recoding ends; frames that were not replaced are unchanged.
-
-A frame that does not match its key is removed and counted, as in any read. A chunk loses precision
-once: a lossy frame is only decoded to `raw`, `lossless` or the like. A lossless frame does not say
-whether its chunk came from a lossy one, so that is not known here.
+A chunk loses precision once: a lossy frame is only decoded to `raw` or `lossless`. A lossless frame
+does not say whether its chunk was lossy before.
 """
 
 import asyncio
@@ -56,8 +50,6 @@ Result: TypeAlias = Literal["replaced", "same", "kept_lossy", "missing", "bad", 
 
 @dataclass
 class _Tally:
-    """The counts of `Recoded`."""
-
     seen: int = 0
     replaced: int = 0
     over_budget: int = 0
@@ -71,7 +63,6 @@ class _Tally:
     bytes_after: int = 0
 
     def so_far(self, *, done: bool = False, stopped: str = "") -> Recoded:
-        """Return the counts as a report."""
         return Recoded(
             done, stopped, **{each.name: getattr(self, each.name) for each in fields(self)}
         )
@@ -79,11 +70,7 @@ class _Tally:
 
 @dataclass(frozen=True)
 class _Looked:
-    """The result of checking one frame: the new frame, or a result.
-
-    over_budget: a better codec was used, to keep the budget
-    plain_bytes: of the decoded chunk
-    """
+    """A checked frame. over_budget: another codec was used, to keep the budget."""
 
     result: Result | None = None
     written: Written | None = None
@@ -95,8 +82,6 @@ class _Looked:
 
 @dataclass
 class _Run:
-    """One recoding."""
-
     order: RecodeOrder
     guard: Guard
     keyring: Keyring | None
@@ -107,7 +92,7 @@ class _Run:
 
 @dataclass
 class _Ready:
-    """A frame that is to replace one of `before` bytes."""
+    """A frame that replaces one of `before` bytes."""
 
     key: bytes
     before: int
@@ -116,8 +101,6 @@ class _Ready:
 
 
 class Recoder:
-    """The recoder of one mover, in its loop."""
-
     def __init__(
         self,
         stack: Stack,
@@ -128,12 +111,6 @@ class Recoder:
         tell: Callable[[int, Recoded], None],
         now: Callable[[], float],
     ) -> None:
-        """Make a recoder.
-
-        keyrings: of each tier, None for a tier that is not encrypted
-        threads:  where codecs run
-        tell:     reports progress to the state
-        """
         self._stack = stack
         self._keyrings = keyrings
         self._metrics = metrics
@@ -143,18 +120,17 @@ class Recoder:
         self._turn = asyncio.Lock()
 
     async def run(self, order: RecodeOrder) -> None:
-        """Run an order. Report its end in any case."""
         tally, stopped = _Tally(), "stopped"
         try:
             async with self._turn:
                 stopped = await self._recode(order, tally)
-        except ConfigError as error:  # a codec that cannot be loaded after all
+        except ConfigError as error:
             stopped = str(error)
         finally:
             self._tell(order.number, tally.so_far(done=True, stopped=stopped))
 
     async def _recode(self, order: RecodeOrder, tally: _Tally) -> str:
-        """Run an order. Return why it ended early; empty if it did not."""
+        """Return why the order ended early, or ""."""
         guard, keyring = self._stack.guards[order.tier], self._keyrings[order.tier]
         codec = await self._in_thread(lambda: make_codec(order.codec))
         run = _Run(order, guard, keyring, codec, _most_bytes(order), tally)
@@ -183,7 +159,7 @@ class Recoder:
         return ""
 
     async def _scan(self, guard: Guard, spaces: Collection[bytes], silent: set[str]) -> KeyList:
-        """Return the keys of the namespaces, by one scan: any scan may read the whole index."""
+        """Return the keys by one scan, because any scan may read the whole index."""
         chosen = KeyList()
         if spaces:
             keys = await guard.scan(next(iter(spaces)) if len(spaces) == 1 else b"", silent)
@@ -200,7 +176,7 @@ class Recoder:
         there = [(key, size) for key, size in zip(keys, sizes, strict=True) if size is not None]
         if silent:
             self._count(run, "failed", len(keys))
-        elif run.order.keys is None:  # a prompt's chunks may never have been stored: not missing
+        elif run.order.keys is None:  # a prompt's chunks may never have been stored
             self._count(run, "missing", len(keys) - len(there))
         readable = [(key, size) for key, size in there if 0 < size <= run.most_bytes]
         self._count(run, "unknown", len(there) - len(readable))
@@ -272,17 +248,16 @@ class Recoder:
                 )
 
     def _look(self, run: _Run, key: bytes, value: memoryview) -> _Looked:
-        """Check one frame, and re-encode it if necessary. In a thread."""
+        """Check and re-encode one frame, in a thread."""
         space = run.order.spaces[key[:NAMESPACE_BYTES]]
         try:
             return self._recoded(run, key, space, value)
         except FrameError as fault:
             return _Looked("bad", fault=fault)
-        except LayoutError as error:  # a key or a number of tokens that the layout does not have
+        except LayoutError as error:  # the layout has no such key or number of tokens
             return _Looked("bad", fault=FrameError("identity", str(error)))
 
     def _recoded(self, run: _Run, key: bytes, space: Space, value: memoryview) -> _Looked:
-        """Do `_look`. Raises FrameError or LayoutError for a frame that is wrong."""
         frame = (
             value
             if run.keyring is None
@@ -297,7 +272,7 @@ class Recoder:
         if 0 < header.expires_at <= self._now():
             return _Looked("missing", expired=True)
         before = find_codec(header.codec)
-        if before is None:  # a missing library here must not remove frames that others can read
+        if before is None:  # do not remove: other hosts may have the library
             return _Looked("unknown")
         payload, group = frame[header.header_bytes :], group_of(key, layout)
         if header.codec == run.codec.name or not (before.lossless or run.codec.lossless):
@@ -347,7 +322,6 @@ class Recoder:
 def _batches(
     items: Sequence[tuple[bytes, int]], most_bytes: int
 ) -> Iterator[list[tuple[bytes, int]]]:
-    """Split items in order, each batch of `most_bytes` at most, or of one item."""
     batch: list[tuple[bytes, int]] = []
     for item in items:
         if batch and sum(size for _, size in batch) + item[1] > most_bytes:
@@ -359,7 +333,7 @@ def _batches(
 
 
 def _most_bytes(order: RecodeOrder) -> int:
-    """Return a limit that no frame of these layouts reaches; larger frames are not read."""
+    """Return a limit that no frame of these layouts reaches."""
     layouts = [
         *order.layouts.values(),
         *(space.layout for space in order.spaces.values() if space.layout is not None),

@@ -1,17 +1,9 @@
 """Rooms: memory that is reserved for missing chunks, written, then made visible or freed.
 
-    offsets = finish(rooms.reserve_turns(room, names, shard))  # room.chunks: the granted chunks;
-    offsets: where to write them finish(rooms.commit_turns(room, [0, 1], checksums))  # visible now,
-    and queued for the tiers
-    finish(rooms.abandon_turns(room))                               # the rest is freed
+No I/O; the state is the single writer. A writer abandons only after it has stopped writing.
 
-No I/O. The state knows the owner of each room, and calls this as its single writer. A writer may
-abandon only after it has stopped writing.
-
-A writer may stall: its process is stopped, or hangs. After some time another owner may reserve the
-same chunks, and gets other memory. A later commit of the first writer is dropped. Its memory is
-freed when it commits, abandons or is gone. So memory never has two owners, and a key never has two
-entries.
+After `stalled_after_s`, a writer's chunks may be reserved again, in other memory. Its commit is
+then dropped. So memory never has two owners, and a key never two entries.
 """
 
 import time
@@ -48,11 +40,7 @@ _RESERVE_UNITS, _COMMIT_UNITS, _ABANDON_UNITS = 8, 5, 3  # per entry
 
 @dataclass(frozen=True)
 class Granted:
-    """The answer to a reserve.
-
-    room:    0 if no memory was granted
-    offsets: `[group][chunk]`, ABSENT where no memory was granted
-    """
+    """The answer to a reserve. room: 0 if nothing was granted. offsets: `[group][chunk]`."""
 
     room: int
     offsets: list[list[int]]
@@ -60,11 +48,7 @@ class Granted:
 
 @dataclass
 class Room:
-    """Reserved chunks: chunk number -> one entry for each granted group.
-
-    nbytes:      bytes of the arena
-    is_given_up: others do not wait for its writer
-    """
+    """Reserved chunks. is_given_up: others do not wait for its writer."""
 
     layout: Layout
     terms: Terms
@@ -74,24 +58,19 @@ class Room:
 
     @property
     def num_entries(self) -> int:
-        """The most entries that it may have."""
         return len(self.chunks) * len(self.layout.groups)
 
     def add(self, chunk: int, entries: list[Entry]) -> None:
-        """Add a chunk that was reserved."""
         self.chunks[chunk] = entries
         self.nbytes += sum([entry.taken_bytes for entry in entries])
 
     def take(self, chunk: int) -> list[Entry]:
-        """Remove a chunk and return its entries."""
         entries = self.chunks.pop(chunk)
         self.nbytes -= sum([entry.taken_bytes for entry in entries])
         return entries
 
 
 class Rooms:
-    """The reservations and commits of one cache."""
-
     def __init__(
         self,
         ram: RamTier,
@@ -102,29 +81,19 @@ class Rooms:
         stalled_after_s: float = inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Make an empty set of rooms.
-
-        gone:            is told of chunks that did not fit
-        writes:          queues committed chunks for the tiers; None: there are no tiers
-        stalled_after_s: after this time, another owner may reserve chunks that are not committed
-        clock:           in seconds
-        """
         self._ram = ram
         self._metrics = metrics
         self._gone = gone
         self._writes = writes
         self._stalled_after_s = stalled_after_s
         self._clock = clock
-        # entries being written, since when, in which room
+        # with its start and its room
         self._writing: dict[bytes, tuple[Entry, float, Room]] = {}
 
     def reserve_turns(
         self, room: Room, names: ChunkNames, shard: int, *, groups: bytes | None = None
     ) -> Turns[list[list[int]]]:
-        """Reserve chunks for `room`, in steps (`chores.py`). Return the offsets, `[group][chunk]`.
-
-        See `CacheState.reserve`. Raises ProtocolError.
-        """
+        """Reserve memory. Return offsets, `[group][chunk]`. Raises ProtocolError."""
         layout, terms = room.layout, room.terms
         _check_names(layout, names, shard)
         if groups is not None and len(groups) != len(layout.groups) * len(names):
@@ -160,12 +129,12 @@ class Rooms:
             missing, there = self._split(keys, asked)
             if missing:
                 wanted = [Wanted(keys[g], sizes[g], parents[g]) for g in missing]
-                self._ram.hold_all(there)  # the new entries must not evict their own chunk
+                self._ram.hold_all(there)  # new entries must not evict them
                 entries = self._ram.reserve_all(
                     wanted, num_tokens=num_tokens, first_token=first_token, expires_at=expires_at
                 )
                 self._ram.unpin_all(there)
-                if entries is None:  # the chunks after it are of no use without it
+                if entries is None:  # later chunks are useless
                     self._metrics.add("kvhold_store_skipped_chunks", len(missing), reason="no room")
                     for one in wanted:
                         self._gone.add(one.key, NO_ROOM)
@@ -182,15 +151,13 @@ class Rooms:
     def commit_turns(
         self, room: Room, chunks: Sequence[int], checksums: bytes | None
     ) -> Turns[None]:
-        """Make chunks visible, in steps.
+        """Make chunks visible, the last one first.
 
-        The last one comes first, so that eviction by age never takes a prefix before its
-        continuation.
+        Else eviction by age could take a prefix before its continuation.
 
-        checksums: of those chunks that the room has, each once, for each granted group and layer,
-                   `checksums.BYTES`; None: no reader compares them
+        checksums: `checksums.BYTES` per chunk, granted group and layer; None: no readers
 
-        Raises ProtocolError for too few or too many checksums; nothing is committed then.
+        Raises ProtocolError for a wrong number, and commits nothing.
         """
         if checksums is not None:
             yield from _keep_checksums(
@@ -198,7 +165,7 @@ class Rooms:
             )
         numbers = sorted(set(chunks) & room.chunks.keys(), reverse=True)
         committed: list[list[Entry]] = []
-        held: list[Entry] = []  # visible, and not queued yet: only this hold keeps their memory
+        held: list[Entry] = []  # visible and not queued yet
         try:
             for begin in range(0, len(numbers), _MOST_COMMITTED):
                 part = [room.take(number) for number in numbers[begin : begin + _MOST_COMMITTED]]
@@ -212,20 +179,20 @@ class Rooms:
                 yield _COMMIT_UNITS * sum(map(len, part))
             if self._writes is None:
                 return
-            # in the tiers the beginning comes first: the rest is of no use without it
+            # in the tiers, the beginning comes first
             for of_chunk in reversed(committed):
                 for entry in of_chunk:
                     self._writes.add(entry, room.layout, room.terms)
                 self._ram.unpin_all([held.pop() for entry in of_chunk if entry.committed])
                 yield len(of_chunk)
-        finally:  # the client may leave between two steps
+        finally:  # the client may leave
             self._ram.unpin_all(held)
 
     def _commit(self, entries: list[Entry]) -> None:
         self._is_written(entries)
         stored = [entry for entry in entries if not self._ram.is_doomed(entry)]
         count_entries(self._metrics, "stored", stored)
-        if len(stored) < len(entries):  # the others were cleared during the writing
+        if len(stored) < len(entries):  # the others were cleared
             count_entries(
                 self._metrics,
                 "abandoned",
@@ -235,7 +202,7 @@ class Rooms:
             self._ram.commit(entry)
 
     def abandon_turns(self, room: Room) -> Turns[None]:
-        """Free the chunks that were not committed, in steps. The room keeps those not freed yet."""
+        """Free chunks. The room keeps those not freed yet."""
         while room.chunks:
             entries = room.take(next(reversed(room.chunks)))
             self._is_written(entries)
@@ -245,10 +212,6 @@ class Rooms:
             yield _ABANDON_UNITS * len(entries)
 
     def _split(self, keys: Sequence[bytes], groups: Iterable[int]) -> tuple[list[int], list[Entry]]:
-        """Return a chunk's groups that must be written, and the entries of those that are here.
-
-        Groups that another writer is writing are in neither.
-        """
         missing, there = [], []
         for group in groups:
             key = keys[group]
@@ -262,10 +225,7 @@ class Rooms:
         return missing, there
 
     def _take_over(self, key: bytes) -> bool:
-        """Return whether the writer of a key has stalled; its entry is then removed.
-
-        See the module's docstring.
-        """
+        """Remove a stalled writer's entry. Return whether there was one."""
         entry, since_s, room = self._writing.get(key, (None, inf, None))
         if entry is None or room is None or not self._ram.is_being_written(entry):
             return False
@@ -277,7 +237,6 @@ class Rooms:
         return True
 
     def _is_written(self, entries: Iterable[Entry]) -> None:
-        """Note that entries are no longer being written, committed or not."""
         for entry in entries:
             if self._writing.get(entry.key, (None,))[0] is entry:
                 del self._writing[entry.key]

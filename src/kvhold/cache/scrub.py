@@ -1,15 +1,7 @@
 """Compares idle chunks of memory with their checksums, to find damage before a reader does.
 
-    scrubber = Scrubber(state, post, interval_s=3600).start()     # all of memory once in about an
-    hour
-    scrubber.stop()                                               # before the arena is closed
-
-A thread of its own hashes; xxhash releases the GIL. It pins a few chunks at a time, for some
-milliseconds. It pins and unpins where the state lives, as the mover does. Chunks with readers are
-left out: readers compare for themselves.
-
-The parts of a step are `take`, `compare` and `give_back`. None of them waits, so the simulation
-runs them without the thread.
+A thread hashes; xxhash releases the GIL. It pins a few chunks for some milliseconds. `take`,
+`compare` and `give_back` do not wait, so the simulation runs them without the thread.
 """
 
 import threading
@@ -23,27 +15,25 @@ from kvhold.cache.state import CacheState
 from kvhold.core.checksums import unpack
 from kvhold.tiers.ram import Entry
 
-_BATCH_BYTES = 16 << 20  # pinned at a time: about 2 ms of hashing
-_MOST_BYTES_S = 1 << 30  # however short the interval
+_BATCH_BYTES = 16 << 20  # pinned at a time, about 2 ms of hashing
+_MOST_BYTES_S = 1 << 30  # even for a short interval
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 60.0
 
 
 class Scrubber:
-    """One pass over memory after another. `start` and `stop` are called once each."""
-
     def __init__(
         self, state: CacheState, post: Callable[[Callable[[], None]], None], interval_s: float
     ) -> None:
-        """Make a scrubber that is not started.
+        """Make an idle scrubber.
 
-        post:       runs a call where the state lives, later or at once
-        interval_s: the time of one pass; 0: never scrub
+        post:       runs a call where the state lives
+        interval_s: seconds per pass; 0: never
         """
         self._state = state
         self._post = post
         self._interval_s = interval_s
         self._parts: Iterator[list[Entry]] = iter(())
-        self._waiting: list[Entry] = []  # of the part in hand
+        self._waiting: list[Entry] = []  # of the current part
         self._taken: SimpleQueue[list[Entry] | None] = SimpleQueue()
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
@@ -51,21 +41,19 @@ class Scrubber:
         self._pass_bytes = 0
 
     def start(self) -> Self:
-        """Start the thread. The first step comes after a pause."""
         if self._interval_s:
             self._thread = threading.Thread(target=self._run, name="kvhold-scrub", daemon=True)
             self._thread.start()
         return self
 
     def stop(self) -> None:
-        """End, and wait until no chunk is read any more."""
+        """Wait until no chunk is read."""
         self._stopped.set()
         self._taken.put(None)
         if self._thread is not None:
             self._thread.join()
 
     def status(self) -> dict[str, Any]:
-        """Return the progress."""
         return {
             "interval_s": self._interval_s,
             "passes": self._passes,
@@ -73,10 +61,7 @@ class Scrubber:
         }
 
     def step(self) -> int | None:
-        """Take some chunks, compare them, and unpin them. Return their bytes.
-
-        None at the end of a pass, or after `stop`.
-        """
+        """Compare some chunks. Return their bytes; None at a pass's end or after `stop`."""
         self._post(lambda: self._taken.put(self.take()))
         entries = self._taken.get()
         if entries is None:
@@ -86,7 +71,7 @@ class Scrubber:
         return sum(entry.nbytes for entry in entries)
 
     def pause_s(self, nbytes: int | None) -> float:
-        """Return the pause after a step that returned `nbytes`, or before the first one (None)."""
+        """Return the pause after a step of `nbytes`, or before the first step (None)."""
         if nbytes is None:
             return min(_LONGEST_PAUSE_S, max(_SHORTEST_PAUSE_S, self._interval_s / 100))
         return max(
@@ -94,10 +79,7 @@ class Scrubber:
         )
 
     def take(self) -> list[Entry] | None:
-        """Pin the next chunks, where the state lives. None at the end of a pass.
-
-        They come from one part of memory's index at most, so that no turn takes long.
-        """
+        """Pin some chunks, where the state lives; None at a pass's end."""
         if not self._waiting:
             part = next(self._parts, None)
             if part is None:
@@ -118,14 +100,13 @@ class Scrubber:
         return entries
 
     def compare(self, entry: Entry) -> Iterator[bool]:
-        """Yield for each layer whether it has its checksum. In the scrubber's thread."""
         view, checksums = self._state.ram.view(entry), unpack(entry.checksums)
         size = len(view) // len(checksums)
         for layer, stated in enumerate(checksums):
             yield xxh3_64_intdigest(view[layer * size : (layer + 1) * size]) == stated
 
     def give_back(self, entries: Sequence[Entry], damaged: Sequence[Entry]) -> None:
-        """Unpin the chunks of `take`, and remove the damaged ones. Where the state lives."""
+        """Unpin chunks and remove damaged ones."""
         self._state.metrics.add("kvhold_scrubbed_chunks", len(entries))
         self._state.metrics.add("kvhold_scrubbed_bytes", sum(entry.nbytes for entry in entries))
         self._state.remove_damaged(damaged, "scrubber")

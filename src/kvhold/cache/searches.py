@@ -1,16 +1,12 @@
 """Lookups below RAM: load a prompt's chunks from lower tiers, and pin them on arrival.
 
-    yield from searches.begin_turns(number, ...)      # pins the chunks in RAM; orders a probe
-    searches.probed(number, places)                   # reserves memory; orders the reads
-    searches.fetched(entry, ok) ...                   # the search is over when every read has ended
-    searches[number].here                             # at any time: the chunks that are pinned
-    search = searches.take(number)                    # the end: its pins are the caller's now
+    searches.begin_turns(number, ...)         # orders a probe
+    searches.probed(number, places)           # reserves memory; orders the reads
+    searches.fetched(entry, ok)               # the last read ends the search
+    search = searches.take(number)
 
-Events in, orders out, no I/O. A read serves all searches that wait for its chunk. A search that was
-released still brings in the chunks that it ordered: they are in RAM for the next one.
-
-A long search orders in steps (`chores.py`). Between two steps anything may happen: the search may
-be taken, chunks may arrive, its namespace may be cleared.
+No I/O. A read serves all searches for its chunk, and goes to RAM even for a released search.
+Between two steps, a search may be taken or cleared, and chunks may arrive.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -33,31 +29,21 @@ from kvhold.tiers.table import KeyTable
 
 _MOST_PINS = 400  # per step
 _MOST_RESERVED = 16  # per step
-_MOST_IN_ORDER = 250  # chunks per order
+_MOST_IN_ORDER = 250  # per order
 
 
 @dataclass(eq=False)
 class Search:
-    """One lookup that waits.
+    """One waiting lookup.
 
-    num_keys:    number of keys of its query
-    pinned:      the entries that are pinned for it
-    awaited:     keys that are being read
-    here:        `pinned`, as the presence of a hit
-    probing:     the tiers have not answered yet
-    ordering:    its next reads are being chosen
-    settling:    its hit is being made
-    places:      where the tiers have the chunks that RAM lacks
-    silent:      some tier did not answer
-    sources:     the number of the tier, for each chunk that was read for it
-    faults:      the reason, for each chunk that failed to arrive
-    work:        the caller's compute cost; the hit is capped where loading stops being faster
-    began_s:     when it began
-    marks:       when the ordered chunks will have arrived, and the plan for the rest
-    sample:      one chunk is enough, to measure the tier
-    hurried:     it ends with the chunks that have arrived, because that is faster
-    have_tokens: tokens that the caller has already; a hit that is no longer is useless
-    idle:        no tier has more than `have_tokens`, so nothing is read
+    here:     `pinned`, as the presence of a hit
+    probing:  the tiers have not answered
+    ordering: its next reads are being chosen
+    settling: its hit is being made
+    silent:   some tier did not answer
+    sample:   it loads one chunk, to measure the tier
+    hurried:  it ends early, because that is faster
+    idle:     no tier has more than `have_tokens`
     """
 
     owner: Hashable
@@ -86,16 +72,13 @@ class Search:
         self.forget_what_is_here()
 
     def forget_what_is_here(self) -> None:
-        """Make `here` look at all pins again."""
         self.here = Presence(self.query, self.layout, self.pinned.get)
 
     @property
     def more(self) -> bool:
-        """Whether a part of the plan is not ordered yet."""
         return self.marks.plan is not None and bool(self.marks.plan.more_bytes)
 
     def forgo_more(self) -> None:
-        """Drop the part of the plan that is not ordered yet."""
         if self.marks.plan is not None:
             self.marks.plan = replace(self.marks.plan, more_bytes={})
 
@@ -105,16 +88,13 @@ class Search:
         return not (self.probing or self.ordering or self.awaited or self.more)
 
     def declines(self, key: bytes) -> bool:
-        """Return whether the search chose not to load a chunk that a tier has."""
+        """Return whether the search chose not to load a chunk."""
         if self.work is None or key in self.faults:
             return False
         return self.hurried if self.probing or key in self.awaited else key in self.places
 
     def would_have(self, find: Callable[[bytes], Entry | None]) -> "Presence[Entry | Place]":
-        """Return the presence of all chunks that are pinned, in RAM (`find`), or in a tier.
-
-        Chunks that failed or are still awaited count as absent.
-        """
+        """Return the presence in any place. Failed and awaited chunks are absent."""
 
         def anywhere(key: bytes) -> Entry | Place | None:
             lost = key in self.faults or key in self.awaited
@@ -125,20 +105,16 @@ class Search:
 
 @dataclass
 class _Coming:
-    """A reserved entry that is being read, and the searches that wait for it."""
-
     arrival: Arrival
     searches: set[int] = field(default_factory=set)
 
 
 @dataclass
 class _Survey:
-    """The costs of a prefix, chunk by chunk.
+    """The costs of a prefix.
 
-    nbytes:  of each chunk, over all groups and shards
-    below:   `{tier: [chunk] bytes}` to be read there; 1 for a read in progress
-    slowest: the slowest source of each chunk: a tier, or IN_RAM
-    coming:  `{tier: chunk}`, the first chunk with a read in progress from there
+    below:  `{tier: [chunk] bytes}`; 1 for a read in progress
+    coming: `{tier: chunk}`, its first read in progress
     """
 
     nbytes: list[int]
@@ -163,8 +139,6 @@ class _Survey:
 
 
 class Searches:
-    """All lookups below RAM of one cache."""
-
     def __init__(
         self,
         ram: RamTier,
@@ -177,12 +151,6 @@ class Searches:
         unpin: Callable[[list[Entry]], None],
         is_over: Callable[[int], None],
     ) -> None:
-        """Make an empty set of searches.
-
-        run:     runs a call for a search of so many keys, at once or in steps
-        unpin:   unpins entries that were held, at once or in steps
-        is_over: is called with the number of each search that is over
-        """
         self._planner = planner
         self._ram = ram
         self._writes = writes
@@ -203,12 +171,11 @@ class Searches:
         return self._searches[number]
 
     def get(self, number: int) -> Search | None:
-        """Return a search; None if it was taken."""
         return self._searches.get(number)
 
     @property
     def num_arriving(self) -> int:
-        """The number of chunks that are being read, or were given up and still hold memory."""
+        """Chunks that are being read, or given up with memory in use."""
         return len(self._coming) + len(self._given_up)
 
     def may_begin(self, query: Query) -> bool:
@@ -228,12 +195,9 @@ class Searches:
         have_tokens: int = 0,
         sample: bool = False,
     ) -> Turns[None]:
-        """Probe the tiers for the chunks that RAM lacks, in steps. Pin the ones that RAM has.
+        """Probe the tiers for missing chunks. Pin the others against eviction.
 
-        The pins keep arriving chunks from evicting them.
-
-        prefix: the hit in RAM, held by the caller until the last step; then it belongs to the
-                search
+        prefix: held by the caller until the last step, then owned by the search
         """
         search = Search(
             owner,
@@ -263,10 +227,6 @@ class Searches:
             yield from self._order_turns(number, search)
 
     def probed(self, number: int, places: dict[bytes, Place], *, silent: bool = False) -> None:
-        """Take the tiers' answer. Reserve memory and order the reads, from the prompt's start on.
-
-        It goes as far as there is memory, and as far as waiting is worth it.
-        """
         search = self._searches.get(number)
         if search is None:
             return
@@ -276,10 +236,6 @@ class Searches:
         self._order(number, search)
 
     def is_too_slow(self, number: int, here: int) -> bool:
-        """Return whether the outstanding reads take longer than computing.
-
-        here: tokens that have arrived
-        """
         search = self._searches[number]
         if search.work is None or search.ordering or search.over:
             return False
@@ -297,13 +253,11 @@ class Searches:
         return search.hurried
 
     def _order(self, number: int, search: Search) -> None:
-        """Reserve memory for the next chunks and order their reads, at once or in steps."""
         search.ordering = True
         self._run(self._order_turns(number, search), search.num_keys)
 
     def _order_turns(self, number: int, search: Search) -> Turns[None]:
-        """Do `_order` in steps. The caller sets `search.ordering` before."""
-        held: list[Entry] = []  # so that no entry found in RAM is evicted before it is pinned
+        held: list[Entry] = []  # found entries must not be evicted before the pin
         arrivals: list[Arrival] = []
         search.marks.plan = None
         try:
@@ -336,7 +290,7 @@ class Searches:
                     arrivals = []
                 if not has_room:
                     search.forgo_more()
-                    break  # the chunks after it are of no use without it
+                    break  # later chunks are useless
                 yield 16 * len(needs)
             yield from prefix.empty_turns()
         finally:
@@ -350,7 +304,6 @@ class Searches:
                 self._is_over(number)
 
     def _may_order(self, number: int, search: Search) -> bool:
-        """Return whether the search still waits and is not being cleared."""
         if not self.may_begin(search.query):
             search.places = {}
             return False
@@ -363,7 +316,7 @@ class Searches:
         needs: Sequence[Need[Entry | Place]],
         arrivals: list[Arrival],
     ) -> bool:
-        """Reserve memory for the chunks that are not being read yet. False if memory runs out."""
+        """Reserve memory. Return False if it runs out."""
         for need in needs:
             if need.key in search.pinned:
                 continue
@@ -387,10 +340,6 @@ class Searches:
         presence: Presence[Entry | Place],
         prefix: Prefix[Entry | Place],
     ) -> Turns[range]:
-        """Return the chunks to be brought in next, in steps. Sets the plan and `idle`.
-
-        These are all chunks, unless the planner or a sample wants fewer.
-        """
         extent, nothing = prefix.extent, range(0)
         search.idle = 0 < extent.num_tokens <= search.have_tokens
         if search.idle or not self._may_order(number, search):
@@ -433,12 +382,12 @@ class Searches:
         if key in search.pinned or self._ram.find(key) is not None:
             return IN_RAM
         place = search.places.get(key)
-        return place.tier if place is not None else IN_RAM  # the chunk has just expired in the tier
+        return place.tier if place is not None else IN_RAM  # it has just expired in the tier
 
     def _finder_anywhere(
         self, search: Search, held: list[Entry]
     ) -> Callable[[bytes], Entry | Place | None]:
-        """Return a function that finds entries and places, and holds the entries."""
+        """Return a function that holds the entries that it finds."""
 
         def find(key: bytes) -> Entry | Place | None:
             entry = self._find_or_coming(key)
@@ -452,10 +401,7 @@ class Searches:
         return find
 
     def fetched(self, entry: Entry, ok: bool, *, expires_at: int = 0, why: str = TIER_DOWN) -> None:
-        """End a read: its memory belongs to the arena again.
-
-        why: the fault, if the read failed
-        """
+        """End a read. why: its fault."""
         coming = self._coming.pop(entry.key)
         self._planner.ended(coming.arrival.place.tier, entry.nbytes, ok=ok)
         if ok:
@@ -468,7 +414,7 @@ class Searches:
                 self._metrics.add("kvhold_promoted_chunks")
                 self._metrics.add("kvhold_promoted_bytes", entry.nbytes)
             if coming.arrival.place.tier > 0:
-                # a chunk loses precision once
+                # a chunk loses precision only once
                 terms = Terms(max_error=0, tenant=coming.arrival.tenant)
                 self._writes.add(
                     entry, coming.arrival.layout, terms, above=coming.arrival.place.tier
@@ -481,10 +427,7 @@ class Searches:
         )
 
     def given_up(self, entry: Entry) -> None:
-        """End a read that failed while something may still write to its memory.
-
-        No search waits for it any more. Its memory stays reserved until `let_go`.
-        """
+        """End a failed read. Its memory may be written to until `let_go`."""
         coming = self._coming.pop(entry.key)
         self._planner.ended(coming.arrival.place.tier, entry.nbytes, ok=False)
         self._given_up.add(entry)
@@ -492,24 +435,21 @@ class Searches:
         self._tell(coming, entry, DEADLINE)
 
     def let_go(self, entry: Entry) -> None:
-        """Free the memory of a given-up read, because nothing writes to it any more."""
         self._given_up.discard(entry)
         self._ram.abandon(entry)
 
     def take(self, number: int) -> Search:
-        """End a search. Its pins become the caller's. Its outstanding reads still go to RAM."""
+        """Remove a search. Its pins become the caller's."""
         return self._searches.pop(number)
 
     def clear(self, prefix: bytes) -> None:
-        """Bring in nothing with this prefix until `cleared`."""
+        """Load nothing with this prefix until `cleared`."""
         self._clearing.append(prefix)
 
     def cleared(self, prefix: bytes) -> None:
-        """Note that the tiers hold nothing with this prefix any more."""
         self._clearing.remove(prefix)
 
     def _tell(self, coming: _Coming, entry: Entry, why_not: str) -> None:
-        """Tell the waiting searches that a read has ended, well or not."""
         waiting = {
             number: search
             for number in coming.searches
@@ -533,7 +473,7 @@ class Searches:
     def _reserve(
         self, search: Search, need: Need[Entry | Place], place: Place | None
     ) -> Arrival | None:
-        # another owner writes it, or a given-up read still holds its memory
+        # written by another owner, or held by a given-up read
         if place is None or self._ram.holds(need.key):
             stuck = any(entry.key == need.key for entry in self._given_up)
             self._withdraw(search, need.key, DEADLINE if stuck else BEING_WRITTEN)
@@ -555,11 +495,7 @@ class Searches:
         search.faults[key] = why
 
     def _pin(self, search: Search, entries: Sequence[Entry]) -> None:
-        """Pin entries for a search, once each.
-
-        The last one is pinned first, so that eviction by age never takes a prefix before its
-        continuation.
-        """
+        """Pin the last one first: eviction by age never takes a prefix before its continuation."""
         fresh = {entry.key: entry for entry in reversed(entries) if entry.key not in search.pinned}
         self._ram.pin_all(list(fresh.values()))
         for key, entry in fresh.items():
@@ -573,10 +509,7 @@ class Searches:
 def sources_turns(
     prefix: Prefix[Entry], search: Search, names: Sequence[str]
 ) -> Turns[dict[str, int]]:
-    """Return the tokens of a hit by source, in steps.
-
-    The source of a chunk is the slowest tier that any part of the chunk came from, or `ram`.
-    """
+    """Count a hit's tokens by source. The slowest part of a chunk counts."""
     slowest, find = list[int](), search.sources.get
     for column in prefix.columns():
         below = [
@@ -590,7 +523,6 @@ def sources_turns(
 def _sources(
     slowest: Sequence[int], num_tokens: int, tokens_per_chunk: int, names: Sequence[str]
 ) -> dict[str, int]:
-    """Count tokens by source. slowest: the source of each chunk, a tier or IN_RAM."""
     tokens: dict[str, int] = {}
     for chunk, tier in enumerate(slowest):
         if tier != IN_RAM:

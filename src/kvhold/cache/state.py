@@ -1,19 +1,11 @@
 """The state machine of the cache: calls and events in, answers and orders out; no I/O, no locks.
 
-`LocalCache` drives it under a lock; the node drives it from its loop. Each call names its *owner*:
-a caller in this process, or a connection to the node. When an owner is gone (`gone`), its hits,
-loans and rooms are released, and the arena is back at its baseline. A room is memory that is
-reserved for writing. It is freed when its owner commits or abandons it, or is gone, and not
-earlier: the owner may still write to it.
-
-    lookup -> a ticket with pins -> claim (own pins on one shard, for each claimer) -> release each
+    lookup -> a ticket with pins -> claim (own pins, one shard) -> release each
     reserve -> commit / abandon
 
-With tiers below RAM, a lookup that RAM does not answer in full is *arriving*. Its ticket is valid
-at once, and its hit grows while chunks are read from the tiers (`searches.py`). It becomes final
-when `refresh` says so, or when it is claimed without `arriving`. Chunks that are written into rooms
-(`rooms.py`) and committed are queued for the lower tiers (`writes.py`). The mover takes its work by
-`take_orders` and reports by the events at the end of the class.
+`LocalCache` drives it under a lock, the node from its loop. The *owner* of a call is this process,
+or a connection to the node. Uncommitted memory is freed only by its owner or after `gone`, because
+the owner may still write.
 """
 
 import logging
@@ -66,21 +58,20 @@ log = logging.getLogger(__name__)
 
 Owner = Hashable
 _MOST_KEYS = 1 << 20  # for one query: 100 MB of keys
-# up to here a call is one turn, whatever its units; it holds nothing between steps
+# a call of up to so many keys is one turn
 _ONE_TURN_KEYS = 250
 _MOST_PINS = 500  # per step
 _MOST_AT_ONCE = 2000  # entries unpinned per step
-_MOST_ABANDONED = 300  # entries of a room, per step
-_LOOKUP_ATTEMPTS = 3  # a lookup of several turns starts again after a clear
+_MOST_ABANDONED = 300  # entries abandoned per step
+_LOOKUP_ATTEMPTS = 3  # a lookup starts again after a clear
 
 
 @dataclass(frozen=True)
 class Lent:
     """The answer to a claim.
 
-    offsets:    `[group][chunk]` into the arena, ABSENT where the hit does not need the chunk
-    num_tokens: `[chunk]`
-    checksums:  `[group]`, of the chunks that are not ABSENT, as they were committed
+    offsets:   `[group][chunk]`, or ABSENT
+    checksums: `[group]`, of the present chunks
     """
 
     loan: int
@@ -91,11 +82,6 @@ class Lent:
 
 @dataclass(frozen=True)
 class Held:
-    """The holdings of one owner, as numbers.
-
-    nbytes: of the arena, in loans and rooms; a chunk in several loans counts in each
-    """
-
     tickets: int
     loans: int
     rooms: int
@@ -106,10 +92,9 @@ class Held:
 class _Ticket:
     """A hit that may be claimed.
 
-    shards:   `{shard: [group][chunk]}`; None where the hit does not need the chunk
-    pinned:   all its entries
-    claiming: number of claims in progress; they need the pins
-    dropped:  the ticket was released; the last claim in progress removes its pins
+    shards:   `{shard: [group][chunk]}`
+    claiming: claims in progress, which need the pins
+    dropped:  released; the last claim unpins
     """
 
     owner: Owner
@@ -123,8 +108,6 @@ class _Ticket:
 
 @dataclass(frozen=True)
 class _Looked:
-    """A lookup after its search in RAM."""
-
     number: int
     owner: Owner
     query: Query
@@ -135,11 +118,6 @@ class _Looked:
 
 @dataclass
 class _Holdings:
-    """The holdings of one owner, by number. `tickets` includes those that are still arriving.
-
-    loan_bytes: bytes of the arena, by loan
-    """
-
     tickets: set[int] = field(default_factory=set)
     loans: dict[int, list[Entry]] = field(default_factory=dict)
     loan_bytes: dict[int, int] = field(default_factory=dict)
@@ -147,7 +125,6 @@ class _Holdings:
 
 
 def new_state(config: Config, arena: Arena) -> "CacheState":
-    """Make an empty cache over an arena, with the configured policy."""
     metrics = Metrics()
     ram = RamTier(
         arena, make_policy(config.policy), metrics, quota_bytes=config.namespace_quota_bytes
@@ -164,8 +141,6 @@ def new_state(config: Config, arena: Arena) -> "CacheState":
 
 
 class CacheState:
-    """The whole cache without its I/O."""
-
     def __init__(
         self,
         ram: RamTier,
@@ -179,12 +154,8 @@ class CacheState:
     ) -> None:
         """Make an empty cache.
 
-        num_tiers:          number of tiers below RAM
-        write_behind_bytes: the most bytes that may wait to be written to the tiers
-        event_buffer:       number of events to keep; 0: none
-        stalled_after_s:    after this time, another owner may reserve chunks that were reserved and
-                            not committed; it gets other memory
-        clock:              monotonic, in seconds
+        write_behind_bytes: the most bytes that may wait for the tiers
+        stalled_after_s:    see `Rooms`
         """
         self.ram = ram
         self.metrics = metrics
@@ -192,11 +163,11 @@ class CacheState:
         self._layouts: dict[bytes, Layout] = {}
         self._tickets: dict[int, _Ticket] = {}
         self._holdings: dict[Owner, _Holdings] = {}
-        # so that a ticket of an earlier run is never valid in this one
+        # so that no ticket of an earlier run is valid
         self._numbers = count(randbits(48) << 8 | 1)
         self._orders: list[Order] = []
         self.in_use: dict[bytes, None] = {}
-        """Namespaces with a reservation so far, added before the grant. Any thread may read it."""
+        """Namespaces with a reservation, added before the grant. Any thread may read it."""
         self._writes = Writes(ram, metrics, self._give_order, limit_bytes=write_behind_bytes)
         self.planner = Planner(metrics, lambda: self.tier_names, num_tiers, clock)
         self._searches = Searches(
@@ -228,17 +199,11 @@ class CacheState:
         ram.watch = self._changed
 
     def register(self, layout: Layout, namespace: bytes = b"", terms: Terms | None = None) -> None:
-        """Make a layout known by its fingerprint.
-
-        namespace: a namespace of this layout
-        terms:     the terms that the namespace's tags name; None: unknown
-        """
         self._layouts[layout.fingerprint] = layout
         if len(namespace) == NAMESPACE_BYTES and terms is not None:
             self.recodings.learn(namespace, layout, terms)
 
     def layout(self, fingerprint: bytes) -> Layout:
-        """Return the registered layout. Raises LayoutError for an unknown one."""
         layout = self._layouts.get(fingerprint)
         if layout is None:
             raise LayoutError(
@@ -249,18 +214,12 @@ class CacheState:
     def lookup(
         self, owner: Owner, query: Query, work: Work | None = None, *, have_tokens: int = 0
     ) -> Found:
-        """Find the longest hit, pin it, and issue a ticket. Start to load the rest from the tiers.
-
-        work:        the caller's compute cost; the hit is capped where loading stops being faster.
-                     None: the longest hit
-        have_tokens: tokens that the caller has already; if no tier has more, nothing is loaded
-        """
+        """Pin the longest hit and start to load the rest. See `core.api.Cache.lookup`."""
         return finish(self.lookup_turns(owner, query, work, have_tokens=have_tokens))
 
     def lookup_turns(
         self, owner: Owner, query: Query, work: Work | None = None, *, have_tokens: int = 0
     ) -> Turns[Found]:
-        """Do `lookup` in steps. Entries that are found early are held until the hit is pinned."""
         layout = self.layout(query.layout)
         num_keys = _check_query(layout, query)
         turns = self._look_up(owner, query, layout, work, have_tokens, num_keys)
@@ -300,11 +259,11 @@ class CacheState:
                         )
                         if clears == self.ram.num_clears:
                             return (yield from self._refresh(number))
-                        self._forget_search(number, owner)  # its pins may have been cleared since
+                        self._forget_search(number, owner)  # its pins may have been cleared
                         continue
                 pinned = yield from prefix.in_order_turns()
                 yield from self._pin_turns(pinned)
-                if clears == self.ram.num_clears:  # else the hit may have been cleared since
+                if clears == self.ram.num_clears:  # else the hit may have been cleared
                     answer = self._answer_from_ram(
                         _Looked(number, owner, query, layout, presence, extent),
                         work,
@@ -328,7 +287,6 @@ class CacheState:
             self._let_go(self._searches.take(number))
 
     def _answer_from_ram(self, looked: "_Looked", work: Work | None, *, declined: bool) -> Found:
-        """Return the answer of a lookup that ends in RAM, and count it."""
         answer = self._answer(looked.number, looked.presence, looked.extent)
         if work is not None:
             answer = self._if_worth_loading(
@@ -353,10 +311,7 @@ class CacheState:
         return find
 
     def _pin_turns(self, entries: list[Entry]) -> Turns[None]:
-        """Pin the entries of a hit in steps, the last one first (see `Rooms.commit_turns`).
-
-        The caller holds the entries, or this is one step.
-        """
+        """Pin the last entry first, see `Rooms.commit_turns`."""
         left = len(entries)
         try:
             while left:
@@ -370,7 +325,7 @@ class CacheState:
                 self._unpin(entries[left:])
 
     def _unpin(self, entries: list[Entry]) -> None:
-        """Unpin entries and empty the list: a few at once, many in the background."""
+        """Unpin entries and empty the list, a long one in the background."""
         if len(entries) <= _MOST_AT_ONCE:
             self.ram.unpin_all(entries)
         else:
@@ -384,23 +339,16 @@ class CacheState:
             yield len(part) // 3
 
     def _run(self, turns: Turns[None], num_keys: int) -> None:
-        """Run a call for `num_keys` keys: a short one at once, a long one in the background."""
         if num_keys <= _ONE_TURN_KEYS:
             finish(turns)
         else:
             self._chores.add(turns)
 
     def refresh(self, ticket: int, *, settle: bool = False) -> Found:
-        """Return the current length of a ticket's hit. A final hit does not change.
-
-        For a ticket that ended without a hit, return an empty `Found`.
-
-        settle: make the hit final now, with the chunks that have arrived
-        """
+        """Return the current hit of a ticket; an empty `Found` if none."""
         return finish(self.refresh_turns(ticket, settle=settle))
 
     def refresh_turns(self, ticket: int, *, settle: bool = False) -> Turns[Found]:
-        """Do `refresh` in steps."""
         is_short = ticket not in self._searches or self._searches[ticket].num_keys <= _ONE_TURN_KEYS
         turns = self._refresh(ticket, settle=settle)
         return finish(turns) if is_short else (yield from turns)
@@ -422,15 +370,13 @@ class CacheState:
         return held.found if held is not None else Found(0, 0)
 
     def is_over(self, ticket: int) -> bool:
-        """Return whether nothing more will arrive for a ticket. Cheap, unlike `refresh`."""
+        """Return whether nothing more will arrive. Cheap."""
         return ticket not in self._searches or self._searches[ticket].over
 
     def prefetch(self, owner: Owner, query: Query) -> None:
-        """Load a prompt's chunks from lower tiers into RAM, without a waiting request."""
         finish(self.prefetch_turns(owner, query))
 
     def prefetch_turns(self, owner: Owner, query: Query) -> Turns[None]:
-        """Do `prefetch` in steps. Entries found by the first steps are held until the last one."""
         layout = self.layout(query.layout)
         num_keys = _check_query(layout, query)
         turns = self._prefetch(query, layout, num_keys)
@@ -446,36 +392,29 @@ class CacheState:
             else:
                 present = yield from prefix.in_order_turns()
                 yield from self._pin_turns(present)
-                self._unpin(present)  # the pin made them young: they are not evicted next
+                self._unpin(present)  # now young, so not evicted next
         finally:
             self._unpin(held)
 
     def num_come(self, ticket: int) -> int:
-        """Return the number of chunks that have arrived for a ticket. Cheap, unlike `refresh`."""
         return len(self._searches[ticket].sources) if ticket in self._searches else 0
 
     def claim(
         self, owner: Owner, ticket: int, shard: int, first_chunk: int, *, arriving: bool = False
     ) -> Lent | None:
-        """Pin one shard's entries for `owner`, from `first_chunk` on. None: the ticket is invalid.
-
-        The ticket keeps its own pins.
-
-        arriving: lend the whole chunks that have arrived so far; False: end the wait, and lend the
-                  final hit
-        """
+        """Pin one shard's entries; None for an invalid ticket. arriving: do not settle the hit."""
         return finish(self.claim_turns(owner, ticket, shard, first_chunk, arriving=arriving))
 
     def claim_turns(
         self, owner: Owner, ticket: int, shard: int, first_chunk: int, *, arriving: bool = False
     ) -> Turns[Lent | None]:
-        """Do `claim` in steps. The ticket's own pins stay until the last step, even if released."""
+        """The ticket's pins stay until the last step."""
         if first_chunk < 0:
             raise ProtocolError(f"a claim from chunk {first_chunk} on; the first one is 0")
         while self._is_arriving(ticket):
             search = self._searches[ticket]
             if search.settling:
-                yield TURN  # another caller makes the hit
+                yield TURN
             elif not arriving:
                 yield from self.refresh_turns(ticket, settle=True)
             elif not 0 <= shard < search.query.shards:
@@ -518,7 +457,6 @@ class CacheState:
         first_chunk: int,
         extent: Extent,
     ) -> Turns[Lent | None]:
-        """Lend the whole chunks that have arrived; fewer if the search ends during the steps."""
         rows = [row[first_chunk:] for row in search.here.shard_rows(shard, extent)]
         num_tokens = [search.layout.tokens_per_chunk] * len(rows[0])
         return (
@@ -534,10 +472,7 @@ class CacheState:
         num_tokens: list[int],
         may_go_on: Callable[[], bool] = lambda: True,
     ) -> Turns[Lent]:
-        """Pin entries for an owner, in steps.
-
-        may_go_on: whether the entries that are not lent yet are still pinned
-        """
+        """Pin entries. may_go_on: whether those not lent yet are still pinned."""
         loan, holdings = next(self._numbers), self._of(owner)
         lent = holdings.loans[loan] = []
         holdings.loan_bytes[loan] = 0
@@ -564,10 +499,7 @@ class CacheState:
         return Lent(loan, offsets, num_tokens, [b"".join(sums) for sums in checksums])
 
     def damaged(self, owner: Owner, loan: int, offsets: Sequence[int]) -> None:
-        """Remove the chunks of a loan that differ from their checksums, as its reader reports.
-
-        Pins keep their memory. The report is not checked, because a wrong one costs only a miss.
-        """
+        """Remove chunks that a reader reports. A wrong report costs only a miss."""
         reported = set(offsets)
         self.remove_damaged(
             [entry for entry in self._of(owner).loans.get(loan, []) if entry.offset in reported],
@@ -575,13 +507,10 @@ class CacheState:
         )
 
     def remove_damaged(self, entries: Iterable[Entry], found_by: str) -> None:
-        """Remove entries whose bytes have changed since the commit.
-
-        found_by: reader, writer (of lower tiers) or scrubber
-        """
+        """Remove entries. found_by: reader, writer or scrubber."""
         for entry in entries:
             if self.ram.find(entry.key) is not entry:
-                continue  # removed already
+                continue
             self.metrics.add("kvhold_damaged_chunks", found_by=found_by)
             log.error(
                 "%s: bytes in memory (offset %d, %d bytes) are not those that were stored: "
@@ -594,10 +523,7 @@ class CacheState:
             self.ram.remove(entry, why=DAMAGED)
 
     def release(self, owner: Owner, number: int) -> None:
-        """Release a ticket, a loan or a recoding. Loans of a released ticket stay valid.
-
-        Unknown numbers are ignored, because the object may be gone already.
-        """
+        """Release a ticket, a loan or a recoding. Loans outlive their ticket."""
         held = self._tickets.get(number)
         if self.recodings.find(owner, number) is not None:
             self.recodings.drop(number)
@@ -622,9 +548,9 @@ class CacheState:
         groups: bytes | None = None,
         terms: Terms = FREE,
     ) -> Granted:
-        """Reserve memory for the missing chunks, in order, up to the first chunk that does not fit.
+        """Reserve memory for missing chunks, up to the first that does not fit.
 
-        groups: `[group][chunk]`, one byte each, not 0 where the chunk is to be written; None: all
+        groups: `[group][chunk]`, one byte each, 0: not written; None: all
         """
         return finish(self.reserve_turns(owner, layout, names, shard, groups=groups, terms=terms))
 
@@ -638,7 +564,6 @@ class CacheState:
         groups: bytes | None = None,
         terms: Terms = FREE,
     ) -> Turns[Granted]:
-        """Do `reserve` in steps. The owner holds each chunk as soon as it is reserved."""
         self.in_use[names.namespace] = None
         number, room = next(self._numbers), Room(layout, terms, {})
         self._of(owner).rooms[number] = room
@@ -653,16 +578,15 @@ class CacheState:
     def commit(
         self, owner: Owner, room: int, chunks: Sequence[int], checksums: bytes | None = None
     ) -> int:
-        """Make chunks of a room visible. Return the mark for `all_done`.
+        """Make chunks visible. Return the mark for `all_done`.
 
-        checksums: see `Rooms.commit_turns`; None: this cache has no readers, as in simulations
+        checksums: see `Rooms.commit_turns`
         """
         return finish(self.commit_turns(owner, room, chunks, checksums))
 
     def commit_turns(
         self, owner: Owner, room: int, chunks: Sequence[int], checksums: bytes | None = None
     ) -> Turns[int]:
-        """Do `commit` in steps. Each chunk is visible after its own step."""
         rooms = self._of(owner).rooms
         if room in rooms:
             yield from self._rooms.commit_turns(rooms[room], chunks, checksums)
@@ -671,38 +595,31 @@ class CacheState:
         return self.mark
 
     def abandon(self, owner: Owner, room: int) -> None:
-        """Free the chunks of a room that are not committed."""
         finish(self.abandon_turns(owner, room))
 
     def abandon_turns(self, owner: Owner, room: int) -> Turns[None]:
-        """Do `abandon` in steps. The owner holds the chunks that are not freed yet."""
         rooms = self._of(owner).rooms
         if room in rooms:
             yield from self._rooms.abandon_turns(rooms[room])
             del rooms[room]
 
     def touches_memory(self, owner: Owner) -> bool:
-        """Return whether `owner` has a loan or a room, and so may be using the arena now."""
         held = self._holdings.get(owner)
         return held is not None and bool(held.loans or held.rooms)
 
     def held_by(self, owner: Owner) -> Held:
-        """Return the holdings of an owner."""
         held = self._holdings.get(owner, _Holdings())
         nbytes = sum(held.loan_bytes.values()) + sum(room.nbytes for room in held.rooms.values())
         return Held(len(held.tickets), len(held.loans), len(held.rooms), nbytes)
 
     def give_up(self, owner: Owner) -> None:
-        """Stop waiting for an owner: others may reserve the same chunks, in other memory.
-
-        The owner keeps its holdings.
-        """
+        """Let others reserve an owner's uncommitted chunks, in other memory."""
         held = self._holdings.get(owner, _Holdings())
         for room in held.rooms.values():
             room.is_given_up = True
 
     def gone(self, owner: Owner) -> None:
-        """Release the holdings of an owner that is gone and no longer touches the arena."""
+        """Release the holdings of an owner that no longer touches the arena."""
         self.recodings.drop_all(owner)
         held = self._holdings.get(owner)
         if held is None:
@@ -712,7 +629,7 @@ class CacheState:
         for entries in held.loans.values():
             self._unpin(entries)
         for room in held.rooms.values():
-            # others may write the same chunks before all its memory is freed
+            # others may reserve the same chunks now
             room.is_given_up = True
             abandoning = self._rooms.abandon_turns(room)
             if room.num_entries <= _MOST_ABANDONED:
@@ -722,22 +639,18 @@ class CacheState:
         del self._holdings[owner]
 
     def clear(self, namespace: bytes | None) -> int:
-        """Forget all chunks, or those of one namespace. Return the number of chunks that RAM had.
-
-        Lower tiers are cleared in the background; `all_done` says when.
-        """
+        """Forget all chunks, or one namespace. Return the number in RAM; lower tiers follow."""
         if namespace is not None and len(namespace) != NAMESPACE_BYTES:
             raise ProtocolError("the namespace to clear has an impossible size")
         return self._clear(namespace or b"", learned=False)
 
     def cleared_elsewhere(self, prefix: bytes) -> None:
-        """Forget the chunks of a prefix, because another host has cleared a shared tier."""
         self._clear(prefix, learned=True)
 
     def _clear(self, prefix: bytes, *, learned: bool) -> int:
         removed = self.ram.clear(prefix)
         self._chores.add(self.ram.sweep())
-        self.step()  # free a few chunks at once
+        self.step()
         if self._has_lower:
             self._searches.clear(prefix)
             self._clears += 1
@@ -745,10 +658,7 @@ class CacheState:
         return removed
 
     def recode(self, owner: Owner, wish: Wish) -> int:
-        """Re-encode the chunks of a tier with another codec. Return the number of the recoding.
-
-        Raises ConfigError, LayoutError, ProtocolError.
-        """
+        """Begin a recoding. Raises ConfigError, LayoutError, ProtocolError."""
         if wish.query is not None:
             _check_query(self.layout(wish.query.layout), wish.query)
         number = next(self._numbers)
@@ -756,43 +666,32 @@ class CacheState:
         return number
 
     def step(self, units: int | None = None) -> bool:
-        """Do some background work (`chores.py`). Return whether there is more.
-
-        The driver calls this between other calls.
-        """
+        """Do background work (`chores.py`). Return whether there is more."""
         return self._chores.step(self.turn_units if units is None else units)
 
     @property
     def has_chores(self) -> bool:
-        """Whether `step` has work."""
         return len(self._chores) > 0
 
     def snapshot(self) -> tuple[int, Iterator[list[Entry]]]:
-        """Return the number of the last event, and all visible entries of RAM, in parts.
+        """Return the last event's number, and RAM's entries in parts.
 
-        The cache may change between two parts. Such a change may be in a part or not, and it is in
-        the events after that number.
+        Changes between two parts are in later events.
         """
         return self._events_log().last, self.ram.parts()
 
     def events(self, after: int) -> EventBatch:
-        """Return the events of RAM after number `after`."""
         return self._events_log().after(after)
 
     @property
     def mark(self) -> int:
-        """The mark of all commits so far; see `all_done`."""
         return self._writes.mark
 
     def all_done(self, mark: int) -> bool:
-        """Return whether all chunks up to `mark` were written to the tiers or given up.
-
-        False while a clear is in progress.
-        """
+        """Return whether every write up to `mark`, and every clear, has ended."""
         return not self._clears and self._writes.all_done(mark)
 
     def status(self) -> dict[str, Any]:
-        """Return sizes, counts and counters, for people and monitors."""
         return {
             "arena_bytes": self.ram.capacity_bytes,
             "used_bytes": self.ram.used_bytes,
@@ -810,7 +709,6 @@ class CacheState:
         }
 
     def holdings(self) -> dict[str, int]:
-        """Return the numbers of tickets, loans and rooms, over all owners."""
         held = self._holdings.values()
         return {
             "tickets": sum(len(h.tickets) for h in held),
@@ -819,48 +717,36 @@ class CacheState:
         }
 
     def take_orders(self) -> list[Order]:
-        """Return the orders for the mover; each order is returned once."""
+        """Return each order once."""
         orders, self._orders = self._orders, []
         return orders
 
-    # Events: the mover's reports.
+    # Events from the mover.
 
     def probed(self, search: int, places: dict[bytes, Place], *, silent: bool = False) -> None:
-        """Report the answer to a ProbeOrder. silent: some tier did not answer."""
+        """End a probe. silent: some tier did not answer."""
         self._searches.probed(search, places, silent=silent)
 
     def fetched(self, entry: Entry, ok: bool, expires_at: int = 0, *, why: str = TIER_DOWN) -> None:
-        """Report the end of one read of a FetchOrder: nothing writes to its memory any more.
-
-        ok:  its bytes have arrived and are right
-        why: the fault, if not ok
-        """
+        """End one read of a FetchOrder. Nothing writes to its memory any more."""
         if not ok and why != TIER_DOWN:
             self._gone.add(entry.key, why)
         self._searches.fetched(entry, ok, expires_at=expires_at, why=why)
 
     def given_up(self, entry: Entry) -> None:
-        """Report a failed read whose memory may still be written to, until `let_go`."""
+        """End a failed read whose memory may be written to until `let_go`."""
         self._searches.given_up(entry)
 
     def let_go(self, entry: Entry) -> None:
-        """Report that nothing writes to the memory of a given-up read any more."""
         self._searches.let_go(entry)
 
     def recoded(self, number: int, recoded: Recoded) -> None:
-        """Report the progress of a RecodeOrder."""
         self.recodings.progressed(number, recoded)
 
     def written(self, number: int) -> None:
-        """Report the end of a WriteOrder."""
         self._writes.done(number)
 
     def cleared(self, prefix: bytes) -> None:
-        """Report the end of a ClearOrder.
-
-        No cleared chunk was loaded from a tier since the clear began: reads in progress were
-        doomed, and no new one was started.
-        """
         self._clears -= 1
         self._searches.cleared(prefix)
 
@@ -871,11 +757,9 @@ class CacheState:
         return self._holdings.setdefault(owner, _Holdings())
 
     def _is_arriving(self, ticket: int) -> bool:
-        """Return whether a ticket is arriving for an owner. A prefetch has no owner."""
         return ticket in self._searches and self._searches[ticket].owner is not None
 
     def _settle(self, number: int) -> Turns[Found]:
-        """Make an arriving ticket final, with the chunks that have arrived."""
         search, is_settled = self._searches[number], False
         search.settling = True
         try:
@@ -908,7 +792,7 @@ class CacheState:
                 search.forget_what_is_here()
 
     def _hold_turns(self, prefix: Prefix[Entry]) -> Turns[list[Entry]]:
-        """Hold all entries of a hit for its ticket, in steps. The search still has its pins."""
+        """Hold a hit's entries, before the search's pins end."""
         entries = yield from prefix.in_order_turns()
         num_held = 0
         try:
@@ -923,7 +807,6 @@ class CacheState:
         return entries
 
     def _count_and_let_go(self, number: int, search: Search) -> Turns[None]:
-        """Count a search that was released before it was final, and unpin its entries."""
         try:
             prefix = yield from Presence(
                 search.query, search.layout, search.pinned.get
@@ -938,7 +821,6 @@ class CacheState:
             self._let_go(search)
 
     def _let_go(self, search: Search) -> None:
-        """Unpin the entries of a search that was taken."""
         self._run(self._let_go_turns(search), search.num_keys)
 
     def _let_go_turns(self, search: Search) -> Turns[None]:
@@ -950,7 +832,6 @@ class CacheState:
         yield from emptied_dicts(search.places, search.faults)
 
     def _is_over(self, number: int) -> None:
-        """Note that a search is over. Its owner may ask for the hit; without one it is released."""
         if self._searches[number].owner is None:
             self._let_go(self._searches.take(number))
         self._has_news = True
@@ -963,10 +844,6 @@ class CacheState:
     def _if_worth_loading(
         self, number: int, answer: Found, query: Query, layout: Layout, work: Work, declined: bool
     ) -> Found:
-        """Return the answer from memory alone; an empty one if computing is faster.
-
-        declined: tiers were not probed, because it would not pay
-        """
         worth = self.planner.is_worth_loading(work, query, layout, answer.num_tokens)
         self.planner.decided_here(
             number, work, query, layout, answer.num_tokens, worth=worth, declined=declined
@@ -986,11 +863,7 @@ class CacheState:
         prefix: Prefix[Entry] | None = None,
         sample: bool = False,
     ) -> Turns[None]:
-        """Load chunks from tiers into memory without a waiting request.
-
-        prefix: the hit in memory, held; None: not looked up yet
-        sample: load one chunk alone, to measure the tier
-        """
+        """Load chunks without a waiting request. sample: only one, to measure the tier."""
         number, clears, has_begun = next(self._numbers), self.ram.num_clears, False
         held: list[Entry] = []
         try:
@@ -1001,8 +874,8 @@ class CacheState:
             yield from self._searches.begin_turns(
                 number, None, query, layout, prefix, num_keys=num_keys, sample=sample
             )
-            has_begun = clears == self.ram.num_clears  # else its pins may have been cleared since
-        finally:  # the caller may leave between two steps
+            has_begun = clears == self.ram.num_clears  # else pins may have been cleared
+        finally:  # the caller may leave
             if number in self._searches and not has_begun:
                 self._let_go(self._searches.take(number))
             self._unpin(held)
@@ -1022,10 +895,6 @@ class CacheState:
         search: Search | None = None,
         sources: dict[str, int] | None = None,
     ) -> Found:
-        """Return a final answer: length, sources, and the reason why it is not longer.
-
-        sources: tokens by source; None: all from memory
-        """
         reason = self._reason(presence, extent, search)
         if not extent.num_tokens:
             return Found(0, 0, reason=reason)
@@ -1034,7 +903,6 @@ class CacheState:
         )
 
     def _answer_turns(self, number: int, search: Search, prefix: Prefix[Entry]) -> Turns[Found]:
-        """Do `_answer` for a search, in steps."""
         sources = (
             (yield from sources_turns(prefix, search, self.tier_names))
             if len(search.sources)
@@ -1061,7 +929,7 @@ class CacheState:
         if search is not None and search.silent:
             return TIER_DOWN
         if self._has_lower and search is None:
-            # a clear of the tiers is in progress; otherwise they would have been probed
+            # the tiers are being cleared, else they would have been probed
             return CLEARED
         places = search.places if search is not None else ()
         partly = any(key in places or self.ram.find(key) is not None for key in gap.siblings)
@@ -1076,7 +944,6 @@ class CacheState:
         prefix: Prefix[Entry],
         pinned: list[Entry],
     ) -> None:
-        """Issue a final ticket over pinned entries."""
         shards = {
             shard: [prefix.rows[group, shard] for group in range(len(layout.groups))]
             for shard in range(query.shards)
@@ -1097,7 +964,6 @@ class CacheState:
         return self._log
 
     def _changed(self, what: str, entry: Entry) -> None:
-        """Log and count an entry that was admitted to RAM or removed from it."""
         if self._log is not None:
             self._log.add(what, entry)
         if what in REASONS:
@@ -1114,7 +980,6 @@ class CacheState:
             self._unpin_ticket(held)
 
     def _unpin_ticket(self, ticket: _Ticket) -> None:
-        """Unpin all entries of a ticket that is released."""
         if len(ticket.pinned) > _MOST_AT_ONCE:
             self._chores.add(emptied(*[row for rows in ticket.shards.values() for row in rows]))
         self._unpin(ticket.pinned)
@@ -1125,7 +990,7 @@ def _bytes_of(entries: Iterable[Entry]) -> int:
 
 
 def _check_query(layout: Layout, query: Query) -> int:
-    """Return the number of keys of a query. Raises ProtocolError if it is invalid or too large."""
+    """Return the number of keys. Raises ProtocolError."""
     if (
         len(query.namespace) != NAMESPACE_BYTES
         or len(query.hashes) % HASH_BYTES

@@ -1,10 +1,6 @@
 """The bounded queue of chunks for lower tiers. It drops chunks instead of blocking.
 
-    writes.add(entry, layout)  # held in RAM until it is written; or dropped and counted if the
-    queue is full
-    writes.done(number)              # the mover has finished with it, well or not
-
-No I/O: the mover writes. A dropped chunk stays in RAM until it is evicted. After that it is a miss.
+No I/O: the mover writes. A dropped chunk stays in RAM until it is evicted.
 """
 
 import logging
@@ -22,8 +18,6 @@ log = logging.getLogger(__name__)
 
 
 class Writes:
-    """The queue of one cache, as its state sees it."""
-
     def __init__(
         self,
         ram: RamTier,
@@ -38,7 +32,7 @@ class Writes:
         self._limit_bytes = limit_bytes
         self._held: OrderedDict[int, Entry] = (
             OrderedDict()
-        )  # by number, the oldest first; of a plain dict, finding the first takes ever longer
+        )  # oldest first; finding the first of a plain dict is slow
         self._last = 0
         self._dropping = False
         self.queued_bytes = 0
@@ -48,17 +42,15 @@ class Writes:
 
     @property
     def mark(self) -> int:
-        """The number of the newest write; `all_done(mark)` covers it and all earlier ones."""
         return self._last
 
     def all_done(self, mark: int) -> bool:
-        """Return whether no write up to `mark` is waiting."""
         return not self._held or next(iter(self._held)) > mark
 
     def add(
         self, entry: Entry, layout: Layout, terms: Terms = FREE, *, above: int | None = None
     ) -> None:
-        """Hold an entry and order its write; drop it if the queue is full."""
+        """Hold an entry and order its write, unless the queue is full."""
         if self._ram.is_doomed(entry):
             return  # cleared while it was written
         if self.queued_bytes + entry.nbytes > self._limit_bytes:
@@ -71,7 +63,6 @@ class Writes:
         self._give_order(WriteOrder(self._last, entry, layout, terms, above))
 
     def done(self, number: int) -> None:
-        """Release an entry after its write."""
         entry = self._held.pop(number)
         self.queued_bytes -= entry.nbytes
         self._ram.unpin(entry)
